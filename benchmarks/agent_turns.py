@@ -51,7 +51,8 @@ def row_of(run: RunData, skip: int = 1) -> Row | None:
 
     seconds = total("time/step/s")
     trained = sum(
-        one.get("rollout/num_tokens/sum", 0.0) * (1 - one.get("rollout/window_stale_tokens/mean", 0.0)) for one in counted
+        one.get("rollout/num_tokens/sum", 0.0) * (1 - one.get("rollout/window_stale_tokens/mean", 0.0))
+        for one in counted
     )
     in_model_s = sum(one.get("session/model/s", 0.0) * one.get("rollout/num_completions/sum", 0.0) for one in counted)
     return {

@@ -107,10 +107,30 @@ def of_run(config: str, lr: float, steps: int, folder: Path) -> dict[str, Any]:
                 publications[-1]["sent"][1] += sum(message.num_bytes for message in messages)
 
     choose.TRANSPORTS["gloo_delta"] = Measured
-    words = ["train", config, "--optim.lr", f"{lr}", "--num_steps", f"{steps}", "--rollout.transport", "gloo",
-             "--rollout.spare_weights", "host", "--rollout.delta_weights", "True", "--observe.display", "none",
-             "--observe.eval_prompts", "0", "--output_dir", f"{folder}/{{name}}", "--checkpoint.export_hf", "False",
-             "--optim.decay", "constant"]  # fmt: skip
+    words = [
+        "train",
+        config,
+        "--optim.lr",
+        f"{lr}",
+        "--num_steps",
+        f"{steps}",
+        "--rollout.transport",
+        "gloo",
+        "--rollout.spare_weights",
+        "host",
+        "--rollout.delta_weights",
+        "True",
+        "--observe.display",
+        "none",
+        "--observe.eval_prompts",
+        "0",
+        "--output_dir",
+        f"{folder}/{{name}}",
+        "--checkpoint.export_hf",
+        "False",
+        "--optim.decay",
+        "constant",
+    ]
     status = cli.main(program.COMMANDS, words)
     later = [one for one in publications if one["float8_e4m3fn"][1] or one["bfloat16"][1]]
     if status or not later:
@@ -163,8 +183,21 @@ def over_link(gbits: float, num_bytes: int, changed: float) -> dict[str, Any]:
         run("ip", "-n", name, "addr", "add", f"{net}.2/30", "dev", f"{name}b")
         run("ip", "-n", name, "link", "set", f"{name}b", "up")
         burst = max(256_000, int(gbits * 1e9 / 8 / 250))
-        run("tc", "qdisc", "add", "dev", f"{name}a", "root", "tbf", "rate", f"{gbits}gbit", "burst", f"{burst}", "latency",
-            "50ms")  # fmt: skip
+        run(
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            f"{name}a",
+            "root",
+            "tbf",
+            "rate",
+            f"{gbits}gbit",
+            "burst",
+            f"{burst}",
+            "latency",
+            "50ms",
+        )
         command = ["ip", "netns", "exec", name, sys.executable, "-c", _RECEIVE, str(num_bytes), str(pieces), str(port)]
         receiver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:

@@ -72,11 +72,14 @@ def stand_in(sockets: Sequence[socket.socket], mean_tokens: float, mean_delay_s:
         await asyncio.sleep(mean_delay_s * max(lengths) / mean_tokens)
         segments = [
             Segment(
-                token_ids=numbers.integers(0, 150_000, n, np.int32), rollout_logprobs=-numbers.random(n, np.float32),
-                finish_reason="length", routed_experts=None, text=_WORDS[: _BYTES_A_TOKEN * n],
+                token_ids=numbers.integers(0, 150_000, n, np.int32),
+                rollout_logprobs=-numbers.random(n, np.float32),
+                finish_reason="length",
+                routed_experts=None,
+                text=_WORDS[: _BYTES_A_TOKEN * n],
             )
             for n in lengths
-        ]  # fmt: skip
+        ]
         return web.Response(body=write_answer(Answer(segments=segments)))
 
     async def serve() -> None:
@@ -106,12 +109,16 @@ async def drive(
     )
     clients = [
         EngineClient(
-            Replica(name=f"rollout-{i}", url=url, log_path=Path(os.devnull), process_group=0, exited=loop.create_future()),
-            sampling=sampling, decode=lambda ids: " ".join(map(str, ids[:8])), request_deadline_s=300.0,
+            Replica(
+                name=f"rollout-{i}", url=url, log_path=Path(os.devnull), process_group=0, exited=loop.create_future()
+            ),
+            sampling=sampling,
+            decode=lambda ids: " ".join(map(str, ids[:8])),
+            request_deadline_s=300.0,
             update_deadline_s=60.0,
         )
         for i, url in enumerate(urls)
-    ]  # fmt: skip
+    ]
     prompt = list(range(512))
     late: list[float] = []
 
@@ -179,7 +186,9 @@ def token_stores(count: int) -> Iterator[tuple[Store, ...]]:
         cfg = tiny_qwen3()
         cfg = dataclasses.replace(cfg, output_dir=folder, rollout=dataclasses.replace(cfg.rollout, token_stores=count))
         ranks = [
-            SimpleNamespace(tp_rank=0, pp_rank=0, cp_rank=0, dp_rank=i, dp_size=count, gather_from_all=lambda own: [own])
+            SimpleNamespace(
+                tp_rank=0, pp_rank=0, cp_rank=0, dp_rank=i, dp_size=count, gather_from_all=lambda own: [own]
+            )
             for i in range(count)
         ]
         yield tuple(store for one in ranks for store in stack.enter_context(running(cfg, one)))
@@ -193,7 +202,9 @@ def measure(
     urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
     context = multiprocessing.get_context("fork")
     parts = [sockets[i : i + _PER_PROCESS] for i in range(0, engines, _PER_PROCESS)]
-    processes = [context.Process(target=stand_in, args=(p, mean_tokens, mean_delay_s, 300.0), daemon=True) for p in parts]
+    processes = [
+        context.Process(target=stand_in, args=(p, mean_tokens, mean_delay_s, 300.0), daemon=True) for p in parts
+    ]
     try:
         for process in processes:
             process.start()

@@ -121,11 +121,20 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
 
     trainer, wgrad = OURS[arm]
     config = TransformerConfig(
-        num_layers=1, hidden_size=hidden, num_attention_heads=1, num_moe_experts=num_experts, moe_grouped_gemm=True,
-        moe_ffn_hidden_size=width, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        add_bias_linear=False, bf16=True, params_dtype=torch.bfloat16, perform_initialization=False,
+        num_layers=1,
+        hidden_size=hidden,
+        num_attention_heads=1,
+        num_moe_experts=num_experts,
+        moe_grouped_gemm=True,
+        moe_ffn_hidden_size=width,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        perform_initialization=False,
         gradient_accumulation_fusion=False,
-    )  # fmt: skip
+    )
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     recipe = make_recipe(PrecisionConfig(trainer=trainer, rollout="bf16", experts="deep_gemm", expert_wgrad=wgrad))
     submodules = GroupedMLPSubmodules(
@@ -134,9 +143,13 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
     )
     groups = SimpleNamespace(ep=alone, expt_tp=alone, expt_dp=alone)
     module = GroupedExperts(
-        num_experts, config, submodules=submodules, pg_collection=groups, wgrad=wgrad,
+        num_experts,
+        config,
+        submodules=submodules,
+        pg_collection=groups,
+        wgrad=wgrad,
         scales=None if recipe is None else recipe.scales,
-    )  # fmt: skip
+    )
     for linear in (module.linear_fc1, module.linear_fc2):
         for weight in linear.weights:
             torch.nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[1]))

@@ -81,7 +81,9 @@ class Layers(runner.Benchmark):
                 yield {"model": name, "layers": options.layers, "tokens": options.tokens, "precision": precision}
 
     def measure(self, arm: Row, options: argparse.Namespace) -> Iterator[Row]:
-        cells = [Cell(**{**arm, "layers": layers}, recompute="none") for layers in (options.layers // 2, options.layers)]
+        cells = [
+            Cell(**{**arm, "layers": layers}, recompute="none") for layers in (options.layers // 2, options.layers)
+        ]
         fewer, all_of = (measure(cell, options.rounds) for cell in cells)
         row = {name: round(all_of[name], 3) for name in ("ms", "busy_ms") if name in all_of}
         for name in tuple(row):

@@ -84,7 +84,11 @@ def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
     words = [*limits, *ARMS[arm], *options.overrides]
     if options.model:
         own = own_job.GrpoOptions(
-            model=options.model, data=tuple(options.data), reward=tuple(options.reward), gpus=options.gpus, gpu=options.gpu
+            model=options.model,
+            data=tuple(options.data),
+            reward=tuple(options.reward),
+            gpus=options.gpus,
+            gpu=options.gpu,
         )
         return _job(name, arm, own, words, options)
     shape = SHAPES[name]
@@ -96,19 +100,38 @@ def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
     )
     length = 16 if name == "tiny" else 1024
     prompt = min(512, shape.model.max_position_embeddings // 2)
-    batch = ["--rollout.prompts_per_step", f"{shape.prompts}", "--rollout.completions_per_prompt", f"{shape.completions}"]
+    batch = [
+        "--rollout.prompts_per_step",
+        f"{shape.prompts}",
+        "--rollout.completions_per_prompt",
+        f"{shape.completions}",
+    ]
     lengths = ["--rollout.max_prompt_tokens", f"{prompt}", "--rollout.max_completion_tokens", f"{length}"]
     random = ["--model.random", "True", "--data.tokenizer", "character"]
-    random += ["--model.embedding_range", "1"] if shape.model.is_moe else []  # or all tokens would have the same experts
+    random += (
+        ["--model.embedding_range", "1"] if shape.model.is_moe else []
+    )  # or all tokens would have the same experts
     return _job(name, arm, own, [*random, *batch, *lengths, *shape.words, *words], options)
 
 
 def _job(name: str, arm: str, own: own_job.GrpoOptions, words: list[str], options: argparse.Namespace) -> Job:
     words = [
-        *words, "--num_steps", "1000", "--name", f"{name}-{arm}", "--observe.eval_prompts", "0",
-        "--observe.display", "plain", "--checkpoint.every_steps", "0", "--checkpoint.export_hf", "False",
-        "--output_dir", str((options.folder / name / arm).resolve()),
-    ]  # fmt: skip
+        *words,
+        "--num_steps",
+        "1000",
+        "--name",
+        f"{name}-{arm}",
+        "--observe.eval_prompts",
+        "0",
+        "--observe.display",
+        "plain",
+        "--checkpoint.every_steps",
+        "0",
+        "--checkpoint.export_hf",
+        "False",
+        "--output_dir",
+        str((options.folder / name / arm).resolve()),
+    ]
     cfg, _ = own_job.configure(own, cli.overriding(words))
     if violations := rules.check(cfg):
         raise ConfigError(violations)
@@ -169,10 +192,14 @@ class Ledger(runner.Benchmark):
         parser.add_argument("--reward", nargs="+", default=[])
         parser.add_argument("--gpus", type=int, default=None, help="of --model; default: those of this machine")
         parser.add_argument("--gpu", choices=["h100", "h200", "b200"], default=None, help="with --plan: the kind")
-        parser.add_argument("--steps", type=int, default=LEFT_OUT + 5, help=f"of a run; the first {LEFT_OUT} do not count")
+        parser.add_argument(
+            "--steps", type=int, default=LEFT_OUT + 5, help=f"of a run; the first {LEFT_OUT} do not count"
+        )
         parser.add_argument("--rounds", type=int, default=1, help="runs of each arm, in turns")
         parser.add_argument("--plan", action="store_true", help="show what would run, and start nothing")
-        parser.add_argument("overrides", nargs="*", help="after --: fields of every run, e.g. -- --optim.recompute none")
+        parser.add_argument(
+            "overrides", nargs="*", help="after --: fields of every run, e.g. -- --optim.recompute none"
+        )
 
     def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if options.quick:

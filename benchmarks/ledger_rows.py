@@ -140,22 +140,24 @@ def table(rows: Sequence[Row]) -> str:
                 for phase in ("rollouts", "old_logprobs", "update", "publish", "colocated")
             }
             lows, highs = [row["step_s"][1] for row in found], [row["step_s"][2] for row in found]
-            lines.append({
-                "run": run,
-                "shape": f"{shape}, {layers} layers, {one['billions']:.1f} B, {one['gpus']} GPUs, "
-                         f"{one['sequences']:.0f} x {length:,}",
-                "arm": " ".join(arm),
-                **{phase.replace("_", " "): round(value, 2) for phase, value in seconds.items()},
-                "step": round(step, 2),
-                "range": f"{min(lows):.2f} to {max(highs):.2f}",
-                "bf16 : arm": round(base_s / step, 2) if base_s and arm[0] != "bf16" else None,
-                "tokens/s/GPU": round(statistics.median(row["tokens_per_s_gpu"] for row in found)),
-                "update, share of dense BF16 rate": _percent([row["mfu_bf16"] for row in found]),
-                "W": _rounded([row["power"].get("watts") for row in found]),
-                "GiB": _rounded([row["power"].get("gib") for row in found]),
-                "start to step 0": round(statistics.median(sum(row["start_s"].values()) for row in found)),
-                "mean d": f"{one['mismatch']['mean']:.1e}" if one["mismatch"]["mean"] is not None else None,
-            })  # fmt: skip
+            lines.append(
+                {
+                    "run": run,
+                    "shape": f"{shape}, {layers} layers, {one['billions']:.1f} B, {one['gpus']} GPUs, "
+                    f"{one['sequences']:.0f} x {length:,}",
+                    "arm": " ".join(arm),
+                    **{phase.replace("_", " "): round(value, 2) for phase, value in seconds.items()},
+                    "step": round(step, 2),
+                    "range": f"{min(lows):.2f} to {max(highs):.2f}",
+                    "bf16 : arm": round(base_s / step, 2) if base_s and arm[0] != "bf16" else None,
+                    "tokens/s/GPU": round(statistics.median(row["tokens_per_s_gpu"] for row in found)),
+                    "update, share of dense BF16 rate": _percent([row["mfu_bf16"] for row in found]),
+                    "W": _rounded([row["power"].get("watts") for row in found]),
+                    "GiB": _rounded([row["power"].get("gib") for row in found]),
+                    "start to step 0": round(statistics.median(sum(row["start_s"].values()) for row in found)),
+                    "mean d": f"{one['mismatch']['mean']:.1e}" if one["mismatch"]["mean"] is not None else None,
+                }
+            )
     return record.table(lines)
 
 

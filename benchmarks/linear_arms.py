@@ -94,7 +94,9 @@ def _ours(arm: str, shape: Shape) -> Call:
             return linear(weights[0])(x)
         if arm != "ours deep_gemm":
             return _between(*map(linear, weights), x)
-        return linear_deep_gemm.mlp(x, *(linear_deep_gemm.Matrix(weight, recipe.scales, WeightCache()) for weight in weights))
+        return linear_deep_gemm.mlp(
+            x, *(linear_deep_gemm.Matrix(weight, recipe.scales, WeightCache()) for weight in weights)
+        )
 
     return run
 

@@ -85,7 +85,9 @@ class Linears(runner.Benchmark):
 
             options.shape = list(dict.fromkeys(use.shape for use in linears_of(load_config(options.config))))
             if not options.shape:
-                parser.error("--config: precision.bf16_first_layers and bf16_last_layers leave FP8 no layer; lower them")
+                parser.error(
+                    "--config: precision.bf16_first_layers and bf16_last_layers leave FP8 no layer; lower them"
+                )
         if options.quick:
             options.rounds, options.shape = 5, [SHAPES[2], SHAPES[4]]
         if options.sweep:

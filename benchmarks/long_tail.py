@@ -72,15 +72,19 @@ class Engine:
                 try:
                     await asyncio.sleep(piece * TOKEN_S)
                 finally:
-                    self.busy_s += (_CLOCK.time() - started_s)
+                    self.busy_s += _CLOCK.time() - started_s
                 done += piece
         if rng.random() < 0.1:
             await asyncio.sleep(TOOL_S)
         ids = (0,) * length
         return Completion(
-            token_ids=ids, rollout_logprobs=(0.0,) * length, finish_reason="length" if length == LIMIT else "stop",
-            min_version=spans[0][1], max_version=spans[-1][1], version_spans=tuple(spans),
-        )  # fmt: skip
+            token_ids=ids,
+            rollout_logprobs=(0.0,) * length,
+            finish_reason="length" if length == LIMIT else "stop",
+            min_version=spans[0][1],
+            max_version=spans[-1][1],
+            version_spans=tuple(spans),
+        )
 
 
 class _Jumping(selectors.DefaultSelector):
@@ -168,9 +172,12 @@ def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -
     """One arm; the first fifth of its steps is not counted."""
     base = tiny_qwen3_moe()
     rollout = replace(
-        base.rollout, prompts_per_step=PROMPTS, completions_per_prompt=COMPLETIONS, max_staleness=max_staleness,
+        base.rollout,
+        prompts_per_step=PROMPTS,
+        completions_per_prompt=COMPLETIONS,
+        max_staleness=max_staleness,
         window_groups=window_groups,
-    )  # fmt: skip
+    )
     cfg: RunConfig = replace(base, num_steps=num_steps + max_staleness + 2, rollout=rollout)
     fleet = _Fleet(seed)
     (engine,) = fleet.clients
@@ -198,7 +205,7 @@ def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -
         stale.append(metrics.get("rollout/window_stale_tokens/mean", 0.0))
         for name in events:
             events[name] += metrics.get(name, 0.0)
-    seconds = (_CLOCK.time() - begun_s)
+    seconds = _CLOCK.time() - begun_s
     fleet.close()
     return {
         "tokens_per_s": tokens / seconds,
@@ -213,9 +220,15 @@ def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -
 
 
 _SHOWN = {
-    "tokens_per_s": ",.0f", "idle_engine": ".1%", "idle_trainer": ".1%", "restarted": ".0f", "left_out": ".0f",
-    "stale_tokens": ".1%", "length_bias": ".3f", "staleness": ".2f",
-}  # fmt: skip
+    "tokens_per_s": ",.0f",
+    "idle_engine": ".1%",
+    "idle_trainer": ".1%",
+    "restarted": ".0f",
+    "left_out": ".0f",
+    "stale_tokens": ".1%",
+    "length_bias": ".3f",
+    "staleness": ".2f",
+}
 
 
 def main() -> None:
@@ -224,7 +237,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="part of an arm's name")
     options = parser.parse_args()
-    header = ("arm", "tokens/s", "engine idle", "trainer idle", "begun anew", "left out", "too old", "length bias", "staleness")
+    header = (
+        "arm",
+        "tokens/s",
+        "engine idle",
+        "trainer idle",
+        "begun anew",
+        "left out",
+        "too old",
+        "length bias",
+        "staleness",
+    )
     print(" | ".join(header))
     for name, (max_staleness, window_groups) in ARMS.items():
         if options.only not in name:

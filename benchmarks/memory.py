@@ -73,8 +73,11 @@ class Cell:
             precision=precision,
             optim=OptimConfig(recompute=self.recompute, recompute_modules=modules),
             rollout=RolloutConfig(
-                prompts_per_step=_MICROBATCHES * self.tokens // self.length // 2, completions_per_prompt=2,
-                max_prompt_tokens=1, max_completion_tokens=self.length - 1, max_tokens_per_microbatch=self.tokens,
+                prompts_per_step=_MICROBATCHES * self.tokens // self.length // 2,
+                completions_per_prompt=2,
+                max_prompt_tokens=1,
+                max_completion_tokens=self.length - 1,
+                max_tokens_per_microbatch=self.tokens,
             ),
         )
 

@@ -45,9 +45,13 @@ class ProcessTree:
 
     def __init__(self, command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]):
         self._process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
             env=dict(environment),
-        )  # fmt: skip
+        )
         self._seen = {psutil.Process(self._process.pid)}
 
     def wait(self, seconds: float) -> int | None:

@@ -72,10 +72,14 @@ def run_config(arm: Row) -> RunConfig:
         update_deadline_s=300.0,
     )
     return RunConfig(
-        name="publish", model=replace(model, num_layers=arm["layers"] or model.num_layers), parallel=parallel,
-        precision=PrecisionConfig(trainer=precision, rollout=precision), rollout=rollout,
-        observe=ObserveConfig(verify_every=1), output_dir=str(FOLDER / "publish" / "-".join(map(str, arm.values()))),
-    )  # fmt: skip
+        name="publish",
+        model=replace(model, num_layers=arm["layers"] or model.num_layers),
+        parallel=parallel,
+        precision=PrecisionConfig(trainer=precision, rollout=precision),
+        rollout=rollout,
+        observe=ObserveConfig(verify_every=1),
+        output_dir=str(FOLDER / "publish" / "-".join(map(str, arm.values()))),
+    )
 
 
 def summary(start_s: float, reports: Sequence[PublishReport], floor: tuple[str, float]) -> Row:
@@ -161,7 +165,9 @@ class Publish(runner.Benchmark):
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.choices(parser, "--model", MODELS, ["qwen3_8b"])
         parser.add_argument("--layers", type=int, default=0, help="of the model; 0: all")
-        parser.add_argument("--layout", nargs="+", default=["colocated"], help="colocated, 1+1, tp2+tp2, tp2ep2+ep2, ...")
+        parser.add_argument(
+            "--layout", nargs="+", default=["colocated"], help="colocated, 1+1, tp2+tp2, tp2ep2+ep2, ..."
+        )
         runner.choices(parser, "--precision", ["fp8", "bf16"], ["fp8"])
         runner.choices(parser, "--transport", ["ipc", "nccl", "gloo"], ["ipc"])
         parser.add_argument("--rounds", type=int, default=4, help="publications after the first")

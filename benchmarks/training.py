@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 def small() -> ModelConfig:
     """A dense model of 120 M parameters whose every matrix fills whole FP8 blocks."""
     return ModelConfig(
-        family="qwen3", num_layers=8, hidden_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=128,
-        vocab_size=2048, ffn_hidden_size=4096, max_position_embeddings=4096,
-    )  # fmt: skip
+        family="qwen3",
+        num_layers=8,
+        hidden_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=2048,
+        ffn_hidden_size=4096,
+        max_position_embeddings=4096,
+    )
 
 
 def small_moe() -> ModelConfig:
@@ -75,4 +82,6 @@ def random_batch(cfg: RunConfig, num_sequences: int, length: int) -> TrainBatch:
     from megatron_fp8rl.trainer.warm_up import batch_of
 
     draw = np.random.default_rng(cfg.seed)
-    return batch_of(cfg, draw.integers(8, cfg.model.vocab_size, num_sequences * length, np.int32), num_sequences, length)
+    return batch_of(
+        cfg, draw.integers(8, cfg.model.vocab_size, num_sequences * length, np.int32), num_sequences, length
+    )

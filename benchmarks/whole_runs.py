@@ -20,9 +20,15 @@ _KILL_S = 5.0
 
 
 def follow(
-    name: str, command: Sequence[str], run_dir: Path, log: Path, limit_s: float, *,
-    note: Callable[[int], None] = lambda step: None, until: int | None = None,
-) -> int | None:  # fmt: skip
+    name: str,
+    command: Sequence[str],
+    run_dir: Path,
+    log: Path,
+    limit_s: float,
+    *,
+    note: Callable[[int], None] = lambda step: None,
+    until: int | None = None,
+) -> int | None:
     """Start a run and print its steps as they come; its exit status, None when it was killed.
 
     ``note`` is called with each new step as soon as its line is there; the run is killed after step ``until`` and after
@@ -66,7 +72,10 @@ def read_log(text: str) -> Row:
     capacity = re.findall(r"KV cache size: ([\d,]+) tokens", text)
     loaded = re.findall(r"Model loading took ([\d.]+) GiB", text)
     patterns = (r"Selected (\w+) for \w+", r"Using '?([\w ]+?)'? (?:Fp8|Unquantized) MoE backend")
-    patterns += (r"Using (?:AttentionBackendEnum\.)?(\w+) attention backend", r"Using AttentionBackendEnum\.(\w+) backend")
+    patterns += (
+        r"Using (?:AttentionBackendEnum\.)?(\w+) attention backend",
+        r"Using AttentionBackendEnum\.(\w+) backend",
+    )
     chosen = [name for pattern in patterns for name in dict.fromkeys(re.findall(pattern, text))]
     return {
         "kv_tokens": int(capacity[-1].replace(",", "")) if capacity else None,

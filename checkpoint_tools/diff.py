@@ -174,10 +174,14 @@ def run(options: Options) -> int:
     configs = config_differences(a.path, b.path)
     if options.json:
         content = {
-            "a": str(a.path), "b": str(b.path), "equal": result.is_equal, "num_compared": result.num_compared,
-            "num_numbers": result.num_numbers, "config": configs,
+            "a": str(a.path),
+            "b": str(b.path),
+            "equal": result.is_equal,
+            "num_compared": result.num_compared,
+            "num_numbers": result.num_numbers,
+            "config": configs,
             "differences": [asdict(difference) for difference in result.differences],
-        }  # fmt: skip
+        }
         print(json.dumps(content, indent=1))
     else:
         print(_text(a, b, result, configs, options.max_shown))

@@ -59,7 +59,9 @@ def run(options: Options) -> int:
         said.volume = convert(source, options.target, options, dtype=options.dtype)
         if mixed := _mixed(source):
             more = ", ..." if len(mixed) > 1 else ""
-            said.notes.append(f"types: parts of {len(mixed)} tensors differ and come back in the widest ({mixed[0]}{more})")
+            said.notes.append(
+                f"types: parts of {len(mixed)} tensors differ and come back in the widest ({mixed[0]}{more})"
+            )
         said.num_tensors = len(registry.hf_tensors(source.model))
         said.has_tokenizer = has_tokenizer(side_files(source.path))
     return 0

@@ -27,7 +27,9 @@ from launch.spec import ENDPOINTS, SAVED, JobSpec, add_job, endpoint_file, read_
 
 JOIN_DEADLINE_S = float(os.environ.get("LAUNCH_JOIN_DEADLINE_S", "600"))  # images may still be fetched on other nodes
 GRACE_S = float(os.environ.get("LAUNCH_GRACE_S", "15"))  # for a role that was asked to end
-RESTART_PAUSE_S = float(os.environ.get("LAUNCH_RESTART_PAUSE_S", "0.5"))  # doubled with every death in a row, up to 30 s
+RESTART_PAUSE_S = float(
+    os.environ.get("LAUNCH_RESTART_PAUSE_S", "0.5")
+)  # doubled with every death in a row, up to 30 s
 FILES_DEADLINE_S = float(os.environ.get("LAUNCH_FILES_DEADLINE_S", "60"))  # for a file system that fails
 MAX_RESTARTS = 5  # of a role in a row, each having lived for less than:
 _SETTLED_S = 600.0
@@ -108,11 +110,20 @@ class Agent:
         job = self.place.job
         is_known = any(known["job_id"] == job for known in read_jobs(self.spec.run_dir))
         if self.place.node == 0 and self.place.is_slurm and not is_known:
-            add_job(self.spec.run_dir, {
-                "job_id": job, "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""), "kind": "slurm",
-                "name": self.spec.name, "nodes": self.spec.nodes, "submitted_at": time.time(),
-                "folder": str(Path(self.file).parent), "script": "", "spec": self.file,
-            })  # fmt: skip
+            add_job(
+                self.spec.run_dir,
+                {
+                    "job_id": job,
+                    "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
+                    "kind": "slurm",
+                    "name": self.spec.name,
+                    "nodes": self.spec.nodes,
+                    "submitted_at": time.time(),
+                    "folder": str(Path(self.file).parent),
+                    "script": "",
+                    "spec": self.file,
+                },
+            )
 
     # ---- while the job runs
 
@@ -344,8 +355,15 @@ class Agent:
         self.board.put(FAILED, {"role": role, "node": self.place.node, "reason": reason}, once=True)
 
     def _note(self, name: str, failure: Failure, log: str, role: str | None = None) -> None:
-        error = {"time": failure.time, "role": role or name, "node": self.place.node, "rank": failure.rank,
-                 "text": failure.text, "log": log, "is_restarted": role is not None}  # fmt: skip
+        error = {
+            "time": failure.time,
+            "role": role or name,
+            "node": self.place.node,
+            "rank": failure.rank,
+            "text": failure.text,
+            "log": log,
+            "is_restarted": role is not None,
+        }
         self.board.put(f"error-{name}.node{self.place.node}.json", error)
 
     def _end_all(self) -> None:

@@ -208,7 +208,9 @@ def _go(options: Options, spec: JobSpec, request: Request) -> int:
 
 def _sweep(options: Options) -> int:
     """One job for each combination of values, once all of them are found to be sound."""
-    first = read_request(dataclasses.replace(options, config_name=dict(options.over).get("config", (options.config_name,))[0]))
+    first = read_request(
+        dataclasses.replace(options, config_name=dict(options.over).get("config", (options.config_name,))[0])
+    )
     assert first.cfg is not None
     folder = f"{absolute_run_dir(first.cfg, first.cluster).rstrip('/')}_sweep"
     ready, problems, warnings = [], [], []
@@ -227,8 +229,11 @@ def _sweep(options: Options) -> int:
         return 2
     if not options.dry_run:
         sweep.note(folder, options.over)
-    status = max(_go(dataclasses.replace(one, wait=False) if first.cluster.kind == "slurm" else one, spec, request)
-                 for one, spec, request in ready if spec is not None)  # fmt: skip
+    status = max(
+        _go(dataclasses.replace(one, wait=False) if first.cluster.kind == "slurm" else one, spec, request)
+        for one, spec, request in ready
+        if spec is not None
+    )
     if not options.dry_run:
         print(f"table:  {_PROGRAM}.sweep {shlex.quote(folder)}")
     if options.wait and first.cluster.kind == "slurm":

@@ -22,17 +22,44 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 _LONGEST_SIGNAL_S = 65535  # Slurm's
 # Options of sbatch that the launcher sets, and the field of CLUSTER or the option that does it, if any.
 _RESERVED = {
-    "account": "CLUSTER.account", "partition": "CLUSTER.partition", "time": "CLUSTER.time_limit",
-    "cpus-per-task": "CLUSTER.cpus_per_node", "gpus-per-node": "CLUSTER.gpus_per_node",
-    "signal": "CLUSTER.save_signal_s", "nodes": "--nodes", "job-name": "--name",
-    "array": "--over", "wait": "--wait",
-} | dict.fromkeys(("output", "error", "open-mode", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "parsable",
-                   "wrap", "test-only"))  # fmt: skip
+    "account": "CLUSTER.account",
+    "partition": "CLUSTER.partition",
+    "time": "CLUSTER.time_limit",
+    "cpus-per-task": "CLUSTER.cpus_per_node",
+    "gpus-per-node": "CLUSTER.gpus_per_node",
+    "signal": "CLUSTER.save_signal_s",
+    "nodes": "--nodes",
+    "job-name": "--name",
+    "array": "--over",
+    "wait": "--wait",
+} | dict.fromkeys(
+    (
+        "output",
+        "error",
+        "open-mode",
+        "ntasks",
+        "ntasks-per-node",
+        "requeue",
+        "no-requeue",
+        "parsable",
+        "wrap",
+        "test-only",
+    )
+)
 # Fields of nemo-run's executor that sbatch gets as they are.
 _FURTHER = (
-    "qos", "mem", "mem_per_gpu", "mem_per_cpu", "comment", "constraint", "exclude", "gres", "exclusive", "segment",
+    "qos",
+    "mem",
+    "mem_per_gpu",
+    "mem_per_cpu",
+    "comment",
+    "constraint",
+    "exclude",
+    "gres",
+    "exclusive",
+    "segment",
     "network",
-)  # fmt: skip
+)
 # What to write, by a part of the annotation.
 _REMEDIES = {
     "slurm": 'Choose "slurm" or "local"',
@@ -92,7 +119,9 @@ class Cluster:
                 f"executor.tunnel = {type(executor.tunnel).__name__}: the run's folder and the data are read where "
                 "the run is planned. Use a LocalTunnel on a login node"
             )
-        refused = [name for name in ("heterogeneous", "array", "het_group_indices", "retries") if getattr(executor, name)]
+        refused = [
+            name for name in ("heterogeneous", "array", "het_group_indices", "retries") if getattr(executor, name)
+        ]
         if refused:
             value = getattr(executor, refused[0])
             raise ClusterError(f"executor.{refused[0]} = {value!r}: agents place the roles themselves. Leave it out")
@@ -103,13 +132,20 @@ class Cluster:
         if gpus and "gpu" not in more:
             raise ClusterError(f"executor.gpus_per_node = {gpus}: name the kind of GPU, as gpu='h100'")
         fields = {
-            "account": executor.account, "partition": executor.partition, "time_limit": executor.time,
-            "gpu": None, "gpus_per_node": gpus, "cpus_per_node": executor.cpus_per_task,
-            "container_image": executor.container_image, "container_mounts": tuple(executor.container_mounts or ()),
-            "sbatch": sbatch, "srun": tuple(executor.srun_args or ()), "env": dict(executor.env_vars),
+            "account": executor.account,
+            "partition": executor.partition,
+            "time_limit": executor.time,
+            "gpu": None,
+            "gpus_per_node": gpus,
+            "cpus_per_node": executor.cpus_per_task,
+            "container_image": executor.container_image,
+            "container_mounts": tuple(executor.container_mounts or ()),
+            "sbatch": sbatch,
+            "srun": tuple(executor.srun_args or ()),
+            "env": dict(executor.env_vars),
             "setup": tuple((executor.setup_lines or "").splitlines()),
             **({"save_signal_s": int(signal_s[1])} if signal_s else {}),
-        }  # fmt: skip
+        }
         return cls(**fields | more)
 
     @property
@@ -138,7 +174,9 @@ class Cluster:
             found.append(_bad("time_limit", self.time_limit, "is not a time", remedy))
         if not 1 <= self.save_signal_s <= _LONGEST_SIGNAL_S:
             remedy = f"Slurm takes 1 to {_LONGEST_SIGNAL_S} s; one step and a checkpoint have to fit in"
-            found.append(_bad("save_signal_s", self.save_signal_s, "is not a valid number of seconds before the limit", remedy))
+            found.append(
+                _bad("save_signal_s", self.save_signal_s, "is not a valid number of seconds before the limit", remedy)
+            )
         elif limit is not None and self.save_signal_s >= limit:
             remedy = f"Set less than the time limit of {limit} s, with room for one step"
             found.append(_bad("save_signal_s", self.save_signal_s, "is longer than the job", remedy))
@@ -153,7 +191,9 @@ class Cluster:
         if image is not None and image.startswith(("/", ".")):
             found.append(_bad("container_image", image, "does not exist", "Name an image file, or registry#name:tag"))
         for mount in self.container_mounts:
-            found.append(_bad("container_mounts", mount, "starts at a path that does not exist", "Use a path that all nodes see"))
+            found.append(
+                _bad("container_mounts", mount, "starts at a path that does not exist", "Use a path that all nodes see")
+            )
         if self.python is not None and image is None:
             found.append(_bad("python", self.python, "does not exist", "Name the interpreter of all nodes"))
         return [one for one in found if not Path(one.value.partition(":")[0]).exists()]
@@ -178,7 +218,9 @@ def _of_nodes(cluster: Cluster) -> list[Violation]:
             found.append(_bad(name, value, "is below 1", "Set 1 or more, or None"))
     for name, value in cluster.env.items():
         if not isinstance(value, str) or not name or "=" in name or "\0" in name + str(value):
-            found.append(_bad(f"env[{name!r}]", value, "is not an environment variable", "Use text for names and values"))
+            found.append(
+                _bad(f"env[{name!r}]", value, "is not an environment variable", "Use text for names and values")
+            )
     return found
 
 

@@ -69,9 +69,11 @@ def experiment(
     name = submission.id.rpartition("_")[0]
     made = run.Experiment(name, id=submission.id, serialize_metadata_for_scripts=False)
     script = run.Script(
-        path="launch.agent", m=True, entrypoint=shlex.quote(cluster.interpreter),
+        path="launch.agent",
+        m=True,
+        entrypoint=shlex.quote(cluster.interpreter),
         args=[shlex.quote(str(submission.folder / "job.json"))],
-    )  # fmt: skip
+    )
     with made:
         made.add(script, executor=_executor(executor, submission), name=name)
     return made
@@ -85,9 +87,11 @@ def _planned(
         raise PlanError(f"job = {job!r}: choose train, rl or sft; `python -m launch` has the others")
     source = as_function(cfg) + "\n"
     function = source.partition("\ndef ")[2].partition("(")[0]
-    plan = jobs.plan(Request(
-        job=job, cluster=cluster, config_name=f"{_CONFIG}:{function}", cfg=cfg, nodes=nodes, score_nodes=score_nodes
-    ))  # fmt: skip
+    plan = jobs.plan(
+        Request(
+            job=job, cluster=cluster, config_name=f"{_CONFIG}:{function}", cfg=cfg, nodes=nodes, score_nodes=score_nodes
+        )
+    )
     problems = [*plan.problems, *map(str, cluster.missing_files())]
     if plan.spec is not None:
         problems += slurm.problems(plan.spec, cluster) + user_files.unreachable(cfg, cluster, plan.spec.run_dir)
@@ -97,7 +101,11 @@ def _planned(
             problems += [found.problem for found in doctor.look_at_data(cfg)[1] if found.severity == "error"]
     if problems or plan.spec is None:
         raise PlanError("\n".join(problems))
-    id = slurm.new_id(plan.spec) if title is None else f"{slurm.slug(title)}_{slurm.new_id(plan.spec).rpartition('_')[2]}"
+    id = (
+        slurm.new_id(plan.spec)
+        if title is None
+        else f"{slurm.slug(title)}_{slurm.new_id(plan.spec).rpartition('_')[2]}"
+    )
     return slurm.with_code(Submission(spec=plan.spec, cluster=cluster, id=id)), source
 
 

@@ -105,13 +105,14 @@ def _judge(spec: JobSpec, board: Board, result: Result, reason: str) -> Outcome:
     place = board.place
     if result in ("done", "saved", "cancelled"):
         status = {"done": 0, "saved": SAVED, "cancelled": CANCELLED}[result]
-        return Outcome(
-            attempt=place.attempt, result=result, status=status, reason=reason, checkpoint=checkpoint
-        )
+        return Outcome(attempt=place.attempt, result=result, status=status, reason=reason, checkpoint=checkpoint)
     # A replica that died and came back is no cause of what happened later.
     states = board.all("role-")
-    lost = {name.removeprefix("role-").rpartition(".node")[0] for name, one in states.items()
-            if one["state"] in ("dead", "given up")}  # fmt: skip
+    lost = {
+        name.removeprefix("role-").rpartition(".node")[0]
+        for name, one in states.items()
+        if one["state"] in ("dead", "given up")
+    }
     errors = [one for one in board.all("error-").values() if not one.get("is_restarted") or one["role"] in lost]
     hosts = {int(name[5:-5]): peer["host"] for name, peer in board.all("node-").items()}
     error = first_error(errors, hosts) if errors or result == "failed" else reason

@@ -203,7 +203,9 @@ def own_address(place: Place) -> str:
                 return address
     address = next((address for address in interfaces() if not address.startswith("127.")), None)
     if address is None:
-        raise OSError(f"{socket.gethostname()} has no address but loopback, where other nodes of the job cannot reach it")
+        raise OSError(
+            f"{socket.gethostname()} has no address but loopback, where other nodes of the job cannot reach it"
+        )
     return address
 
 

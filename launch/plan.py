@@ -130,15 +130,29 @@ def replica_roles(request: Request, places: tuple[Place, ...], run_dir: str) -> 
     roles = []
     for index, place in enumerate(places):
         command = (
-            "-m", "megatron_fp8rl", "replica", request.config_name, *run_words(request, run_dir), *REMOTE,
-            "--replica", str(index), "--endpoint", str(Path(run_dir) / "replicas" / f"rollout-{index}.json"),
-        )  # fmt: skip
+            "-m",
+            "megatron_fp8rl",
+            "replica",
+            request.config_name,
+            *run_words(request, run_dir),
+            *REMOTE,
+            "--replica",
+            str(index),
+            "--endpoint",
+            str(Path(run_dir) / "replicas" / f"rollout-{index}.json"),
+        )
         if len(place.nodes) > 1:
             # vLLM's own flags, which one engine on several nodes takes on each of them.
             command += (
-                "--nnodes", str(len(place.nodes)), "--node_rank", "{node_rank}",
-                "--master_addr", "{head_address}", "--master_port", "{head_port}",
-            )  # fmt: skip
+                "--nnodes",
+                str(len(place.nodes)),
+                "--node_rank",
+                "{node_rank}",
+                "--master_addr",
+                "{head_address}",
+                "--master_port",
+                "{head_port}",
+            )
         roles.append(
             Role(
                 name=f"rollout-{index}",
@@ -160,9 +174,16 @@ def score_roles(request: Request, nodes: tuple[int, ...], run_dir: str) -> tuple
     for index, node in enumerate(nodes):
         name = f"score-{index}"
         command = (
-            "-m", "megatron_fp8rl", "score_server", request.config_name, *run_words(request, run_dir),
-            "--server", str(index), "--endpoint", str(endpoint_file(run_dir, name, "scorer")),
-        )  # fmt: skip
+            "-m",
+            "megatron_fp8rl",
+            "score_server",
+            request.config_name,
+            *run_words(request, run_dir),
+            "--server",
+            str(index),
+            "--endpoint",
+            str(endpoint_file(run_dir, name, "scorer")),
+        )
         roles.append(
             Role(
                 name=name,

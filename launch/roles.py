@@ -172,15 +172,21 @@ class RoleProcess:
         if role.kind != "torchrun":
             return [sys.executable, *words]
         return [
-            sys.executable, "-m", "torch.distributed.run",
-            f"--nnodes={len(role.nodes)}", f"--node-rank={role.rank_of(node)}",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={len(role.nodes)}",
+            f"--node-rank={role.rank_of(node)}",
             f"--nproc-per-node={role.processes_per_node}",
             # Static: ranks follow the order of nodes, where torchrun's own meeting would sort them by host name.
-            "--rdzv-backend=static", f"--master-addr={head.address}", f"--master-port={self._port}",
+            "--rdzv-backend=static",
+            f"--master-addr={head.address}",
+            f"--master-port={self._port}",
             # Through files, so that lines of two ranks are never mixed within a line.
-            "--tee=3", f"--log-dir={self.log.with_suffix('.ranks')}",
+            "--tee=3",
+            f"--log-dir={self.log.with_suffix('.ranks')}",
             *words,
-        ]  # fmt: skip
+        ]
 
     def _environment(self) -> dict[str, str]:
         role, place = self.role, self._board.place

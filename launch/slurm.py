@@ -105,7 +105,9 @@ def submit(spec: JobSpec, cluster: Cluster, *, cluster_name: str, id: str | None
         )
     submission = _submission(spec, cluster, id or new_id(spec))
     if submission.folder.exists():
-        raise SubmitError(f"there is a submission {submission.id!r} already in {submission.folder}: choose another --id")
+        raise SubmitError(
+            f"there is a submission {submission.id!r} already in {submission.folder}: choose another --id"
+        )
     job_id = None
     try:
         write(submission)
@@ -146,8 +148,11 @@ def _sbatch(script: Path, cluster: Cluster, cluster_name: str) -> str:
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(script)],
-            capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_DEADLINE_S,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired as error:
         raise SubmitError(f"cluster {cluster_name!r}: sbatch gave no answer within {error.timeout:g} s") from error
     if done.returncode:
@@ -271,4 +276,3 @@ def _what_slurm_said(stderr: str, cluster: Cluster) -> str:
         if re.search(pattern, shown, re.IGNORECASE)
     ]
     return "\n  ".join([f"Slurm refused the job: {shown}", *hints])
-

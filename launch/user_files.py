@@ -22,8 +22,22 @@ from megatron_fp8rl.envs.source_kind import CLASS, kind_of
 
 _ROOT = Path(__file__).absolute().parents[1]
 # Kinds of file systems that several hosts share, as /proc/mounts names them.
-_SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "pvfs2", "cifs", "smb3", "9p", "afs", "fuse.",
-           "virtiofs")  # fmt: skip
+_SHARED = (
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "wekafs",
+    "panfs",
+    "pvfs2",
+    "cifs",
+    "smb3",
+    "9p",
+    "afs",
+    "fuse.",
+    "virtiofs",
+)
 
 
 def reward_files(cfg: RunConfig) -> tuple[str, ...]:
@@ -61,14 +75,20 @@ def unreachable(cfg: RunConfig, cluster: Cluster, run_dir: str, mounts: str | No
         if not value or field == "--output_dir" or not (os.sep in value or path.suffix) or not path.exists():
             continue
         if not path.is_absolute():
-            found.append(f"{field} = {value!r}: begins at the current folder, which is another on the nodes. Write "
-                         f"{path.absolute()}.")  # fmt: skip
+            found.append(
+                f"{field} = {value!r}: begins at the current folder, which is another on the nodes. Write "
+                f"{path.absolute()}."
+            )
         elif cluster.container_image is not None and not _is_mounted(path, cluster, run_dir):
-            found.append(f"{field} = {value!r}: is not mounted into the container. Add "
-                         f"'{path.parent}:{path.parent}' to CLUSTER.container_mounts.")  # fmt: skip
+            found.append(
+                f"{field} = {value!r}: is not mounted into the container. Add "
+                f"'{path.parent}:{path.parent}' to CLUSTER.container_mounts."
+            )
         elif _is_shared(run_kind) and not _is_shared(kind := _file_system(value, mounts)):
-            found.append(f"{field} = {value!r}: is on a file system of this machine alone ({kind}), which the nodes do "
-                         f"not see. Copy it below {Path(run_dir).parent}.")  # fmt: skip
+            found.append(
+                f"{field} = {value!r}: is on a file system of this machine alone ({kind}), which the nodes do "
+                f"not see. Copy it below {Path(run_dir).parent}."
+            )
     return found
 
 
@@ -81,7 +101,12 @@ def _collect(name: str, found: dict[str, None]) -> None:
     origin = Path(spec.origin).absolute()
     package = origin.parent if origin.name == "__init__.py" else None
     path = package or origin
-    if path.parent == _ROOT or "site-packages" in path.parts or path.is_relative_to(sys.base_prefix) or str(path) in found:
+    if (
+        path.parent == _ROOT
+        or "site-packages" in path.parts
+        or path.is_relative_to(sys.base_prefix)
+        or str(path) in found
+    ):
         return
     found[str(path)] = None
     for source in sorted(package.rglob("*.py")) if package else [origin]:

@@ -71,7 +71,9 @@ def _runs(folder: Path, command: str) -> list[Path]:
     """The run of a folder, or the runs of a sweep."""
     if not (folder / SWEEP).exists():
         return [folder]
-    runs = sorted((path.parent for path in folder.glob(f"{ELEMENT}*/launch")), key=lambda run: int(run.name.split("-")[1]))
+    runs = sorted(
+        (path.parent for path in folder.glob(f"{ELEMENT}*/launch")), key=lambda run: int(run.name.split("-")[1])
+    )
     if command == "logs" or not runs:
         raise WatchError(f"{folder} is a sweep: name one of its runs, as {folder / f'{ELEMENT}0'}")
     return runs

@@ -203,9 +203,16 @@ def _on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
     """Run in this process, or start torchrun on this machine if the trainer has several ranks and this is none."""
     if _has_to_start_ranks(cfg):
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(cfg.parallel.world_size), "-m", "megatron_fp8rl", *sys.argv[1:],
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(cfg.parallel.world_size),
+            "-m",
+            "megatron_fp8rl",
+            *sys.argv[1:],
+        ]
         cores = max(1, (os.cpu_count() or 1) // cfg.parallel.world_size)
         return run_ranks(command, {"OMP_NUM_THREADS": str(cores), **os.environ})
     import torch

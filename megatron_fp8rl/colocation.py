@@ -131,9 +131,11 @@ class ColocatedMemory:
         free, total, held, used = (
             num_bytes / 2**30
             for num_bytes in (
-                *torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+                *torch.cuda.mem_get_info(device),
+                torch.cuda.memory_reserved(device),
+                torch.cuda.memory_allocated(device),
             )
-        )  # fmt: skip
+        )
         return (
             f"\n{free:.1f} of {total:.1f} GiB of GPU {device.index} are free; of the trainer's, tensors take {used:.1f} GiB and "
             f"PyTorch's allocator holds {held:.1f} GiB. If engines ran out of memory, lower rollout.gpu_memory_utilization"

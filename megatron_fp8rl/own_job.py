@@ -52,7 +52,9 @@ class GrpoOptions:
     """What a run of one's own needs; all fields of a configuration are options as well."""
 
     model: str = ""  # folder of a Hugging Face model: config.json, tokenizer and weights
-    data: tuple[str, ...] = ()  # files, folders, hub:NAME, verifiers:NAME, env:module:Class, or generators of reasoning-gym
+    data: tuple[
+        str, ...
+    ] = ()  # files, folders, hub:NAME, verifiers:NAME, env:module:Class, or generators of reasoning-gym
     reward: tuple[str, ...] = ()  # for rows: exact, number, choice, math, code, ..., model:DIR, or FILE.py:function
     agent: str = ""  # FILE.py:function or module:function that plays a session for each completion (docs/agents.md)
     eval: tuple[str, ...] = ()  # held-out rows, in the order of --data

@@ -102,7 +102,9 @@ def run(
                 colocated.train()
                 log.groups(groups)
                 if not learn(policy, groups, log):
-                    observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from{_why(groups)}")
+                    observer.warn(
+                        f"step {step}: every group was dropped, so there is nothing to learn from{_why(groups)}"
+                    )
                 save(step, log)
                 publish(step, log)
                 _evaluate(cfg, rollouts, prompts, step, log)

@@ -98,9 +98,7 @@ def tail_qwen3_1_7b() -> RunConfig:
             gpu_memory_utilization=0.85,
         ),
         session=SessionConfig(max_tokens=4352, max_turns=1),
-        data=replace(
-            base.data, environments=(replace(source, agent="megatron_fp8rl.envs.example_agents:long_tail"),)
-        ),
+        data=replace(base.data, environments=(replace(source, agent="megatron_fp8rl.envs.example_agents:long_tail"),)),
         num_steps=100,
     )
 
@@ -120,7 +118,11 @@ def tail_tiny() -> RunConfig:
         precision=replace(base.precision, exact=False),
         model=replace(base.model, random=True, max_position_embeddings=512),
         rollout=replace(
-            base.rollout, prompts_per_step=8, completions_per_prompt=4, max_completion_tokens=384, kv_cache_bytes=64 << 20
+            base.rollout,
+            prompts_per_step=8,
+            completions_per_prompt=4,
+            max_completion_tokens=384,
+            kv_cache_bytes=64 << 20,
         ),
         session=SessionConfig(max_tokens=448, max_turns=1, max_running=64),
         algo=replace(base.algo, zero_variance="keep"),

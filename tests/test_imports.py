@@ -18,10 +18,30 @@ LIBRARY = "megatron_fp8rl"
 
 # Lowest first. A folder imports only itself and what stands before it; so do the files at the top of the library.
 FLOORS = (
-    "upstream", "garbage", "stored_numbers", "token_rows", "types", "config", "kernels", "names", "precision", "net", "algo",
-    "envs", "data", "observe", "preflight", "trainer", "weight_sync", "rollout",
-)  # fmt: skip
-PROGRAMS = ("report", "diagnose", "sizing")  # run by themselves or by a command: nothing else in the library imports them
+    "upstream",
+    "garbage",
+    "stored_numbers",
+    "token_rows",
+    "types",
+    "config",
+    "kernels",
+    "names",
+    "precision",
+    "net",
+    "algo",
+    "envs",
+    "data",
+    "observe",
+    "preflight",
+    "trainer",
+    "weight_sync",
+    "rollout",
+)
+PROGRAMS = (
+    "report",
+    "diagnose",
+    "sizing",
+)  # run by themselves or by a command: nothing else in the library imports them
 COMMANDS = ("__main__", "own_job")
 
 # Third parties that few places know, so that a change of theirs stays there.

@@ -20,10 +20,20 @@ BEGIN, END = "<!-- begin tree -->", "<!-- end tree -->"
 MAX_CAPTION = 90
 # What a newcomer reads first, from a prompt to the weights that an engine samples with.
 PATH = (
-    "types.py", "rl_loop.py", "rollout/stream.py", "rollout/client.py", "rollout/completions.py",
-    "algo/advantages.py", "algo/losses.py", "algo/objective.py", "algo/mismatch.py", "trainer/policy.py", "trainer/forward.py",
-    "trainer/logprobs.py", "weight_sync/publish.py",
-)  # fmt: skip
+    "types.py",
+    "rl_loop.py",
+    "rollout/stream.py",
+    "rollout/client.py",
+    "rollout/completions.py",
+    "algo/advantages.py",
+    "algo/losses.py",
+    "algo/objective.py",
+    "algo/mismatch.py",
+    "trainer/policy.py",
+    "trainer/forward.py",
+    "trainer/logprobs.py",
+    "weight_sync/publish.py",
+)
 
 
 def caption(path: Path) -> str:

@@ -168,7 +168,16 @@ def install_with_uv(wanted: list[str], overrides: list[str], *options: str) -> N
         file.write("\n".join(overrides) + "\n")
         file.flush()
         # Bytecode is made now: where Python may not write it later, every process compiles all that it imports again.
-        command = [VENV / "bin" / "uv", "pip", "install", "--compile-bytecode", "--python", PYTHON, "--overrides", file.name]
+        command = [
+            VENV / "bin" / "uv",
+            "pip",
+            "install",
+            "--compile-bytecode",
+            "--python",
+            PYTHON,
+            "--overrides",
+            file.name,
+        ]
         run([*command, *indexes, *options, *wanted], {**os.environ, **environment})
 
 

@@ -16,7 +16,15 @@ from pathlib import Path
 from install import LOCKS, PINS, ROOT, requirements
 
 EXTRAS = ("launch", "test")
-_HOW = ("--quiet", "--no-header", "--no-annotate", "--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_28")
+_HOW = (
+    "--quiet",
+    "--no-header",
+    "--no-annotate",
+    "--python-version",
+    "3.12",
+    "--python-platform",
+    "x86_64-manylinux_2_28",
+)
 
 
 def resolve(hardware: str, target: Path) -> None:
@@ -46,7 +54,11 @@ def main(arguments: list[str]) -> int:
                 if "--write" in arguments:
                     lock.parent.mkdir(exist_ok=True)
                     shutil.copy(found, lock)
-    print(f"{'written' if '--write' in arguments else 'stale'}: {', '.join(stale)}" if stale else "the locks follow from the pins")
+    print(
+        f"{'written' if '--write' in arguments else 'stale'}: {', '.join(stale)}"
+        if stale
+        else "the locks follow from the pins"
+    )
     return int(bool(stale) and "--write" not in arguments)
 
 

@@ -37,9 +37,7 @@ def row(name: str) -> str:
     cfg, count = found.cfg, found.parameters
     size = f"{count.total / 1e9:.1f} B" + (f", {count.active / 1e9:.1f} B active" if cfg.model.is_moe else "")
     parallel = cfg.parallel
-    degrees = {
-        "TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "EP": parallel.expert
-    }  # fmt: skip
+    degrees = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "EP": parallel.expert}
     layout = " ".join(f"{key}{value}" for key, value in degrees.items() if value > 1) or "data parallel"
     engines = f"{cfg.rollout.num_replicas} x {cfg.rollout.tensor}"
     shared = " in turns" if cfg.rollout.placement == "colocated" else ""

@@ -22,8 +22,14 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _NAMES = {
     **dict.fromkeys(
         (
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
         ),
         _METADATA,
     ),
@@ -31,7 +37,7 @@ _NAMES = {
     "_get_layout": "torch.serialization",
     "Size": "torch",
     "PosixPath": "pathlib",
-}  # fmt: skip
+}
 _PLAIN = [
     io.BytesIO,
     np.ndarray,

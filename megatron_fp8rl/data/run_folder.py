@@ -71,7 +71,9 @@ def held(cfg: RunConfig) -> Iterator[None]:
             _write(file, json.dumps(_me()))
         except OSError as error:
             problem = f"{folder / LOCK} cannot be written: {error.strerror}"
-            raise ConfigError([Violation("--output_dir", cfg.output_dir, problem, "Check free space and quota")]) from error
+            raise ConfigError(
+                [Violation("--output_dir", cfg.output_dir, problem, "Check free space and quota")]
+            ) from error
         _end_what_was_left(str(folder.resolve()))
         sockets.remove_left()
         os.environ[_OWNER] = str(folder.resolve())

@@ -107,7 +107,11 @@ class SampleColumns:
         of_sampled = map(Row, self.rollout_logprobs.arrays())
         experts = itertools.repeat(None) if self.routed_experts is None else self.routed_experts.arrays()
         flags = zip(
-            self.rows.tolist(), self.are_sampled.tolist(), self.advantages.tolist(), self.are_trained.tolist(), strict=True
+            self.rows.tolist(),
+            self.are_sampled.tolist(),
+            self.advantages.tolist(),
+            self.are_trained.tolist(),
+            strict=True,
         )
         stretches = (
             Stretch(rows[row], next(of_sampled) if is_sampled else None, advantage, is_trained)

@@ -92,9 +92,14 @@ class AgentSession:
             raise AgentError("a conversation beside the session has none beside itself; ask the session for it")
         characters = self._max_characters // CHARACTERS_PER_TOKEN
         return AgentSession(
-            self._request, name=f"{self.name} aside {number}", messages=messages, max_tokens=characters, number=number,
-            base_url=self.base_url, api_key=f"{self.api_key}{ASIDE}{number}",
-        )  # fmt: skip
+            self._request,
+            name=f"{self.name} aside {number}",
+            messages=messages,
+            max_tokens=characters,
+            number=number,
+            base_url=self.base_url,
+            api_key=f"{self.api_key}{ASIDE}{number}",
+        )
 
 
 def openai_client(base_url: str, api_key: str) -> AsyncOpenAI:

@@ -136,9 +136,13 @@ def command(argv: Sequence[str], limits: Limits, readable: Sequence[str] = ()) -
 
 
 def run(
-    argv: Sequence[str], *, deadline_s: float, stdin: str = "", limits: Limits | None = None,
+    argv: Sequence[str],
+    *,
+    deadline_s: float,
+    stdin: str = "",
+    limits: Limits | None = None,
     readable: Sequence[str] = (),
-) -> Finished:  # fmt: skip
+) -> Finished:
     """Run a program to its end, or kill it with all its children after ``deadline_s``."""
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         source.write(stdin.encode())

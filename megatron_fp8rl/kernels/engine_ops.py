@@ -12,10 +12,19 @@ from megatron_fp8rl.kernels.compat import vllm_flash_attention, vllm_topk_softma
 
 
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, cu_queries: Tensor, max_queries: int, max_keys: int, scale: float,
-    cu_keys: Tensor | None = None, num_keys: Tensor | None = None, page_table: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_queries: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scale: float,
+    cu_keys: Tensor | None = None,
+    num_keys: Tensor | None = None,
+    page_table: Tensor | None = None,
     cache_scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Causal attention over packed sequences: ([T, H, D] BF16, float32 [H, T] log-sum-exp).
 
     query [T, H, D], key and value [S, G, D] with ``cu_keys``, or paged, [P, tokens of a page, G, D], with ``num_keys``

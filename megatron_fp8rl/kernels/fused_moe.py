@@ -204,9 +204,17 @@ def swiglu_backward_quantize(
     if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):
         raise ValueError(f"probs must be float32 [{layout.num_tokens}], not {_described(probs)}")
     return _implementation(h_P2F).swiglu_backward_quantize(
-        dy_PF, h_P2F, layout, scales, rows=rows, columns=columns, bf16=bf16,
-        activation_columns=activation_columns, activation_bf16=activation_bf16, probs=probs,
-    )  # fmt: skip
+        dy_PF,
+        h_P2F,
+        layout,
+        scales,
+        rows=rows,
+        columns=columns,
+        bf16=bf16,
+        activation_columns=activation_columns,
+        activation_bf16=activation_bf16,
+        probs=probs,
+    )
 
 
 def unpermute(y_PN: Tensor, layout: ExpertPermutation, probs: Tensor | None = None) -> Tensor:

@@ -68,7 +68,9 @@ def pack(x_TH: Tensor, width: int) -> Tensor:
     data, scale = quantize_activation(x_TH, "pow2")
     out = torch.zeros(len(x_TH), width, dtype=torch.uint8, device=x_TH.device)
     out[:, : x_TH.shape[1]] = data.view(torch.uint8)
-    out[:, x_TH.shape[1] : x_TH.shape[1] + scale.shape[1]] = (scale.contiguous().view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+    out[:, x_TH.shape[1] : x_TH.shape[1] + scale.shape[1]] = (scale.contiguous().view(torch.int32) >> 23 & 0xFF).to(
+        torch.uint8
+    )
     return out
 
 
@@ -127,9 +129,18 @@ def swiglu_backward(dy_PF: Tensor, h_P2F: Tensor) -> Tensor:
 
 
 def swiglu_backward_quantize(
-    dy_PF: Tensor, h_P2F: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
-    activation_columns: bool, activation_bf16: bool, probs: Tensor | None,
-) -> SwigluGradients:  # fmt: skip
+    dy_PF: Tensor,
+    h_P2F: Tensor,
+    layout: ExpertPermutation,
+    scales: Scales,
+    *,
+    rows: bool,
+    columns: bool,
+    bf16: bool,
+    activation_columns: bool,
+    activation_bf16: bool,
+    probs: Tensor | None,
+) -> SwigluGradients:
     h, dy = _without_padding(h_P2F, layout), _without_padding(dy_PF, layout).float()
     activation, dprobs = swiglu(h), None
     if probs is not None:

@@ -113,9 +113,7 @@ def _version_metrics(by_rollout: Sequence[Sequence[Completion]]) -> dict[str, fl
     }
 
 
-def _session_metrics(
-    rollouts: Sequence[Rollout], by_rollout: Sequence[Sequence[Completion]]
-) -> dict[str, float]:
+def _session_metrics(rollouts: Sequence[Rollout], by_rollout: Sequence[Sequence[Completion]]) -> dict[str, float]:
     """Turns, branches, and what the prefix cache saved; of prompts that were answered in one turn only the last."""
     completions = [completion for of_one in by_rollout for completion in of_one]
     turns = [len(of_one) for of_one in by_rollout]

@@ -81,7 +81,9 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/num_retried/sum", "Prompts resubmitted to another replica because the first one died."),
         Metric("rollout/prefill_saved/sum", "Prompt tokens of the step's requests that the prefix cache already held."),
         Metric("rollout/prefill_saved/mean", "The same as a fraction of all prompt tokens of the step's requests."),
-        Metric("rollout/window_restarted/sum", "Groups that were started again because they were too late to be trained."),
+        Metric(
+            "rollout/window_restarted/sum", "Groups that were started again because they were too late to be trained."
+        ),
         Metric("rollout/window_left_out/sum", "Groups given up because they were too late again and again."),
         Metric(
             "rollout/window_stale_tokens/mean",
@@ -219,8 +221,18 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
 }
 
 # Consecutive spans of the loop, in order; they never overlap, so a plot may stack them up to time/step/s.
-START_PHASES = ("start_command", "start_data", "start_imports", "start_engines", "start_model", "start_warm_up",
-                "calibrate_kv", "publish", "colocated", "evaluate")  # fmt: skip  # of the line of step 0, in order
+START_PHASES = (
+    "start_command",
+    "start_data",
+    "start_imports",
+    "start_engines",
+    "start_model",
+    "start_warm_up",
+    "calibrate_kv",
+    "publish",
+    "colocated",
+    "evaluate",
+)  # of the line of step 0, in order
 PHASES = ("rollouts", "pack", "old_logprobs", "mismatch", "update", "publish", "checkpoint", "evaluate", "colocated")
 
 _KEY = re.compile(r"[a-z0-9_]+/[a-z0-9_]+/(?:mean|std|min|max|sum|s)")

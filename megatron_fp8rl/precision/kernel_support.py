@@ -162,7 +162,9 @@ def deep_ep(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 def hybrid_ep(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """Megatron-Core's flex dispatcher by HybridEP's kernels."""
-    return _flex(cfg, hardware, "hybrid_ep", "HybridEP", "of the branch hybrid-ep of https://github.com/deepseek-ai/DeepEP")
+    return _flex(
+        cfg, hardware, "hybrid_ep", "HybridEP", "of the branch hybrid-ep of https://github.com/deepseek-ai/DeepEP"
+    )
 
 
 def _flex(cfg: RunConfig, hardware: Hardware, package: Package, name: str, source: str) -> Violation | None:
@@ -174,7 +176,9 @@ def _flex(cfg: RunConfig, hardware: Hardware, package: Package, name: str, sourc
     if cfg.parallel.expert * cfg.parallel.expert_tensor == 1 or not cfg.model.is_moe:
         return _wrong(cfg, path, "every rank has all experts, so no token travels", remedy)
     if package not in hardware.packages:
-        return _wrong(cfg, path, f"{name} is not installed", f"Install the package deep_ep {source}, or choose alltoall")
+        return _wrong(
+            cfg, path, f"{name} is not installed", f"Install the package deep_ep {source}, or choose alltoall"
+        )
     return None
 
 

@@ -125,9 +125,7 @@ def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
         if _is_on_stage(entry, model, layout, stage)
     ]
     dense, expert, fp8, buffers, *of_fp8 = map(sum, zip(*held, strict=True))
-    return RankWeights(
-        dense=dense, expert=expert, fp8=fp8, fp8_expert=of_fp8[0], fp8_whole=of_fp8[1], buffers=buffers
-    )
+    return RankWeights(dense=dense, expert=expert, fp8=fp8, fp8_expert=of_fp8[0], fp8_whole=of_fp8[1], buffers=buffers)
 
 
 @functools.lru_cache(maxsize=256)

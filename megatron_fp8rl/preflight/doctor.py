@@ -128,9 +128,13 @@ def headline(diagnosis: Diagnosis) -> str:
         lines.append(f"{cfg.name}: {cfg.model.family}, {total}{active}")
     parallel = cfg.parallel
     degrees = {
-        "TP": parallel.tensor, "PP": parallel.pipeline, "VP": parallel.virtual_stages, "CP": parallel.context,
-        "EP": parallel.expert, "ETP": parallel.expert_tensor,
-    }  # fmt: skip
+        "TP": parallel.tensor,
+        "PP": parallel.pipeline,
+        "VP": parallel.virtual_stages,
+        "CP": parallel.context,
+        "EP": parallel.expert,
+        "ETP": parallel.expert_tensor,
+    }
     layout = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "data parallel"
     with_ = "and, in turns," if cfg.rollout.placement == "colocated" else "+"
     lines.append(

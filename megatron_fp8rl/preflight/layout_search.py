@@ -43,9 +43,17 @@ _MAX_GROWTH = 32  # of the number of ranks, if the number of GPUs is not given
 _CUDA_BYTES = int(1.9 * GIB)
 _STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 SHARES = (0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # values of rollout.gpu_memory_utilization
-_LAYOUT = ("rollout.tensor", "rollout.expert", "rollout.num_replicas", "rollout.max_tokens_per_microbatch",
-           "rollout.gpu_memory_utilization", "rollout.kv_cache_bytes", "rollout.sleep_level", "optim.recompute",
-           "optim.offload")  # fmt: skip
+_LAYOUT = (
+    "rollout.tensor",
+    "rollout.expert",
+    "rollout.num_replicas",
+    "rollout.max_tokens_per_microbatch",
+    "rollout.gpu_memory_utilization",
+    "rollout.kv_cache_bytes",
+    "rollout.sleep_level",
+    "optim.recompute",
+    "optim.offload",
+)
 
 
 @dataclass(frozen=True)

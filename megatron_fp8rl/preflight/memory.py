@@ -78,12 +78,16 @@ class Estimate:
     def total_bytes(self) -> int:
         in_turns = frozenset[str]().union(*self.turns)
         always = sum(part.num_bytes for part in self.parts if part.name not in in_turns)
-        return always + max((sum(part.num_bytes for part in self.parts if part.name in turn) for turn in self.turns), default=0)
+        return always + max(
+            (sum(part.num_bytes for part in self.parts if part.name in turn) for turn in self.turns), default=0
+        )
 
     @property
     def is_tight(self) -> bool:
         """Whether it may not fit: activations come and go, and leave fragments; an optimizer's states that come alone do not."""
-        alone = frozenset[str]().union(*(turn for turn in self.turns if not any("activations" in name for name in turn)))
+        alone = frozenset[str]().union(
+            *(turn for turn in self.turns if not any("activations" in name for name in turn))
+        )
         return self.share > FULL or self.of({part.name for part in self.parts} - alone).share > TIGHT
 
     def of(self, names: Container[str]) -> Estimate:
@@ -133,8 +137,9 @@ def copied_bytes(cfg: RunConfig, trainer: Estimate) -> dict[str, int]:
     copied = {"params": ("weights", "reference model"), "optimizer": ("optimizer states",)}
     return {
         part: sum(held.num_bytes for held in trainer.parts if held.name in names)
-        for part, names in copied.items() if part in cfg.optim.offload
-    }  # fmt: skip
+        for part, names in copied.items()
+        if part in cfg.optim.offload
+    }
 
 
 def host_bytes(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> int:

@@ -97,8 +97,12 @@ def _check_optim(found: Findings) -> None:
     if 0 < optim.lr < optim.min_lr:
         found.refuse("optim.min_lr", f"exceeds the learning rate {optim.lr}", "Lower it")
     model = found.cfg.model
-    parts = {"core_attn": True, "mlp": not model.is_moe or model.first_dense_layers > 0, "moe": model.is_moe,
-             "shared_experts": model.num_shared_experts > 0}  # fmt: skip
+    parts = {
+        "core_attn": True,
+        "mlp": not model.is_moe or model.first_dense_layers > 0,
+        "moe": model.is_moe,
+        "shared_experts": model.num_shared_experts > 0,
+    }
     if optim.recompute == "selective" and not any(parts[name] for name in optim.recompute_modules):
         has = " or ".join(name for name, is_there in parts.items() if is_there)
         found.refuse("optim.recompute_modules", "names no part of this model", f"Use {has}, or --optim.recompute none")
@@ -277,7 +281,9 @@ def _check_data(found: Findings) -> None:
         if not 0 < environment.weight < math.inf:
             found.refuse(f"{path}.weight", "is not a number above 0", "Set a positive share", value=environment.weight)
         if not environment.dataset:
-            found.refuse(f"{path}.dataset", "names nothing", "Name a file, or a generator such as chain_sum", value="''")
+            found.refuse(
+                f"{path}.dataset", "names nothing", "Name a file, or a generator such as chain_sum", value="''"
+            )
         _check_source(found, path, environment)
         try:
             fields = {name for _, name, _, _ in string.Formatter().parse(environment.template) if name is not None}

@@ -12,7 +12,14 @@ from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, to_hf_config
 from megatron_fp8rl.preflight.findings import Findings
 
 # Fields that do not affect what the weights compute, and layers that a run omits.
-_FREE = ("hf_path", "initializer_range", "embedding_range", "max_position_embeddings", "num_mtp_layers", "sliding_window")
+_FREE = (
+    "hf_path",
+    "initializer_range",
+    "embedding_range",
+    "max_position_embeddings",
+    "num_mtp_layers",
+    "sliding_window",
+)
 
 
 def check_model(found: Findings) -> bool:
@@ -207,7 +214,9 @@ def _damage(file: Path) -> str:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(size)) if 8 + size <= num_bytes else None
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"] if header else []
+            ends = (
+                [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"] if header else []
+            )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{file.name} has a header that cannot be read ({error})"
     wanted = 8 + size + max(ends, default=0)

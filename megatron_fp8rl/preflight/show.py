@@ -28,8 +28,14 @@ from megatron_fp8rl.preflight.shapes import check_degrees, check_model
 _MATRICES = ("attention projections", "feed-forward, dense", "routed experts", "shared experts", "input of a layer")
 _KINDS = ("embedding", *_MATRICES, "router", "norms, biases", "attention", "output head")
 _PLACES = (
-    "embedding", "first layers", "layers", "last layers", "prediction layers", "everywhere", "output head",
-)  # fmt: skip
+    "embedding",
+    "first layers",
+    "layers",
+    "last layers",
+    "prediction layers",
+    "everywhere",
+    "output head",
+)
 _ROLES = {"routed experts": "experts", "router": "router", "norms, biases": "norms", "attention": "attention"}
 _COLUMNS = ("group", "layers", "trainer", "trainer kernel", "wire", "engine kernel")
 

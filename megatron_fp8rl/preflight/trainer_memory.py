@@ -168,7 +168,8 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
         Part(
             name="gradients",
             num_bytes=per.gradient * weights.trained - per.weight * shared,
-            formula=f"FP32, x {per.gradient} B" + (f", less {shared / 1e9:.2f} G weights in their memory" if shared else ""),
+            formula=f"FP32, x {per.gradient} B"
+            + (f", less {shared / 1e9:.2f} G weights in their memory" if shared else ""),
         ),
         Part(
             name="optimizer states",

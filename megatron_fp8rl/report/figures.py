@@ -367,8 +367,13 @@ SECTIONS: dict[str, tuple[Draw, ...]] = {
     "Time": (draw_start, draw_phase_times, draw_tokens_per_s, draw_publish),
 }
 OVERVIEW: tuple[Draw, ...] = (
-    draw_reward, draw_mismatch, draw_phase_times, draw_entropy, draw_weight_range, draw_positions
-)  # fmt: skip
+    draw_reward,
+    draw_mismatch,
+    draw_phase_times,
+    draw_entropy,
+    draw_weight_range,
+    draw_positions,
+)
 
 
 def make_figure(draw: Draw, run: RunData) -> Figure | None:

@@ -195,10 +195,16 @@ def _worst_sequences(run: RunData) -> str:
     found = [(record["step"], part) for record in run.details for part in record.get("worst", ())]
     found.sort(key=lambda item: -item[1]["abs_logprob_diff_mean"])
     rows = [
-        (step, part["label"], part["num_tokens"], f"{part['abs_logprob_diff_mean']:.2e}",
-         f"{part['abs_logprob_diff_max']:.2e}", f"{part['ratio_min']:.3f} to {part['ratio_max']:.3f}")
+        (
+            step,
+            part["label"],
+            part["num_tokens"],
+            f"{part['abs_logprob_diff_mean']:.2e}",
+            f"{part['abs_logprob_diff_max']:.2e}",
+            f"{part['ratio_min']:.3f} to {part['ratio_max']:.3f}",
+        )
         for step, part in found[:8]
-    ]  # fmt: skip
+    ]
     header = ("step", "rollout", "tokens", "mean |old − rollout|", "max", "importance weights")
     return f'<h2>Largest disagreement</h2><div class="card">{_table(header, rows)}</div>' if rows else ""
 

@@ -128,6 +128,7 @@ def run(cfg: RunConfig, config_name: str, overrides: Sequence[str], options: Stu
         print("warm start", flush=True)
         sft = [*program, "sft", config_name, *overrides, "--output-dir", str(study_dir / WARM_START_DIR)]
         _run_logged(sft, study_dir / "warm_start.log", "warm start")
+
     def run_one(number: int, one: StudyRun) -> None:
         name = f"{one.arm}, seed {one.seed}"
         print(f"[{number}/{len(runs)}] {name}", flush=True)

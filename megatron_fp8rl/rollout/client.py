@@ -218,7 +218,9 @@ class EngineClient:
         if self._asleep:
             return
         if self.num_running:
-            raise EngineError(f"rollout replica {self.name} has {self.num_running} completions to finish before sleeping")
+            raise EngineError(
+                f"rollout replica {self.name} has {self.num_running} completions to finish before sleeping"
+            )
         await self.pause("abort")
         self._asleep = {"weights", "kv_cache"}
         await self._call(f"/sleep?level={level}&mode=abort", deadline_s=self._update_deadline_s)

@@ -155,10 +155,13 @@ def _answer(head: dict[str, Any], numbers: np.ndarray, entry: Entry | None) -> A
             experts = take(np.dtype(dtype), *shape)
         segments.append(
             Segment(
-                token_ids=Row(token_ids), rollout_logprobs=Row(logprobs), finish_reason=reason,
-                routed_experts=experts, text=choice["text"],
+                token_ids=Row(token_ids),
+                rollout_logprobs=Row(logprobs),
+                finish_reason=reason,
+                routed_experts=experts,
+                text=choice["text"],
             )
-        )  # fmt: skip
+        )
     return Answer(segments=segments, num_cached_tokens=head["num_cached_tokens"], prompt_logprobs=prompt_logprobs)
 
 

@@ -195,8 +195,9 @@ def _run_all(work: Work, compile_share: Callable[[Work, int, int], None], end: f
         print(
             f"warning: {len(failed)} of {number} processes that compile DeepGEMM's kernels failed or were too slow; the "
             "rest is compiled when it is first needed",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
     return not failed
 
 
@@ -223,8 +224,10 @@ def _identity() -> str:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # absent in some containers
         said = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=60,
-        ).stdout.splitlines()  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout.splitlines()
     origin = importlib.util.find_spec(package()).origin
     return f"{said[0] if said else 'GPU'}, {hashlib.sha256(Path(origin).read_bytes()).hexdigest()[:12]}"
 

@@ -48,7 +48,9 @@ class UnfinishedGroups:
     def of(self, prompt: Prompt, num_completions: int) -> RolloutGroup | None:
         """The group that an earlier run finished for this prompt; None without one of this size."""
         group = self._groups.get(prompt.prompt_id)
-        fits = group is not None and group.prompt.token_ids == prompt.token_ids and len(group.rollouts) == num_completions
+        fits = (
+            group is not None and group.prompt.token_ids == prompt.token_ids and len(group.rollouts) == num_completions
+        )
         return replace(group, prompt=prompt) if fits else None
 
     def save(self, version: int) -> int:

@@ -136,5 +136,7 @@ def report() -> list[str]:
     for phase in (*_PHASES, "step"):
         errors = [abs(one.error) for one in found if one.phase == phase]
         if errors:
-            lines.append(f"  {phase}: {median(errors):.1%} in the median, {max(errors):.1%} at most, of {len(errors)} runs")
+            lines.append(
+                f"  {phase}: {median(errors):.1%} in the median, {max(errors):.1%} at most, of {len(errors)} runs"
+            )
     return lines

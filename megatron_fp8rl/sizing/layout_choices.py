@@ -41,7 +41,9 @@ class Choice:
     @property
     def words(self) -> str:
         parallel, rollout = self.cfg.parallel, self.cfg.rollout
-        trainer = f"{parallel.world_size} = TP{parallel.tensor} PP{parallel.pipeline} EP{parallel.expert} DP{parallel.data}"
+        trainer = (
+            f"{parallel.world_size} = TP{parallel.tensor} PP{parallel.pipeline} EP{parallel.expert} DP{parallel.data}"
+        )
         trainer += f", {rollout.max_tokens_per_microbatch:,} tokens a microbatch"
         engine = f"DP{rollout.data} TP{rollout.tensor} EP{rollout.expert}"
         shared = " on the same GPUs" if rollout.placement == "colocated" else ""
@@ -144,9 +146,14 @@ def _trainers(cfg: RunConfig, world: int, node: int) -> Iterator[RunConfig]:
         if world // (tensor * pipeline * cfg.parallel.context) > sequences:
             continue
         parallel = replace(
-            cfg.parallel, world_size=world, tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=1,
+            cfg.parallel,
+            world_size=world,
+            tensor=tensor,
+            pipeline=pipeline,
+            expert=expert,
+            expert_tensor=1,
             virtual_stages=1,
-        )  # fmt: skip
+        )
         yield replace(cfg, parallel=parallel)
 
 

@@ -24,7 +24,9 @@ _SHORTEST, _LONGEST = 4096, 32768  # tokens of a microbatch on one rank
 _FEWEST = 4  # microbatches of an update and pipeline stage
 
 
-def fastest(start: RunConfig, machines: DoctorOptions, override: Override) -> tuple[RunConfig, layout_search.Change, str]:
+def fastest(
+    start: RunConfig, machines: DoctorOptions, override: Override
+) -> tuple[RunConfig, layout_search.Change, str]:
     """(configuration, how it differs from ``start``, why). Dense models have the layout nearest to ``start``. Experts may be
     divided over any number of a node's ranks: of the layouts nearest to each, the one whose steps take least by the arithmetic
     of ``plan``. With fewer experts, a rank may keep what it would have to move, and have longer microbatches."""
@@ -47,7 +49,9 @@ def fastest(start: RunConfig, machines: DoctorOptions, override: Override) -> tu
         verdict = judged(one[0])
         return len(verdict.errors), verdict.num_layout_warnings, _step_s(one[0], machines) if verdict.works else 0.0
 
-    return *min(found, key=order), "fastest by the arithmetic of plan, of the layouts nearest to each division of the experts"
+    return *min(
+        found, key=order
+    ), "fastest by the arithmetic of plan, of the layouts nearest to each division of the experts"
 
 
 def _nearest(
@@ -57,7 +61,9 @@ def _nearest(
     change = in_place(start, judged) if start.rollout.placement == "colocated" else ()
     found = judged(layout_search.apply(start, change))
     if found.errors or found.num_layout_warnings:
-        change = layout_search.search(start, judged, machines.hardware, machines.num_gpus, machines.gpus_per_node).change
+        change = layout_search.search(
+            start, judged, machines.hardware, machines.num_gpus, machines.gpus_per_node
+        ).change
     cfg = override(layout_search.apply(start, change))
     longer = longer_microbatches(cfg, judged)
     with_longer = layout_search.apply(cfg, longer)
@@ -69,9 +75,14 @@ def _nearest(
 def _step_s(cfg: RunConfig, machines: DoctorOptions) -> float:
     """Seconds of a step, as ``plan`` computes them without options."""
     return step_time(
-        cfg, Lengths.of(cfg.rollout), rates.of(machines.gpu), rates.Network(),
-        memory_bytes=machines.hardware.memory_bytes, gpus=gpus_wanted(cfg), gpus_per_node=machines.gpus_per_node,
-    ).step  # fmt: skip
+        cfg,
+        Lengths.of(cfg.rollout),
+        rates.of(machines.gpu),
+        rates.Network(),
+        memory_bytes=machines.hardware.memory_bytes,
+        gpus=gpus_wanted(cfg),
+        gpus_per_node=machines.gpus_per_node,
+    ).step
 
 
 def in_place(cfg: RunConfig, judge: layout_search.Judge) -> layout_search.Change:

@@ -206,9 +206,13 @@ def _failures(best: Choice, options: PlanOptions, network: rates.Network) -> lis
         for every in sorted({best_s, 600.0, 3600.0}):
             every = max(every, best.time.step)
             lost = lost_time.loss(
-                every, failures_per_hour=failures, save_s=save_s, restart=restart,
-                repair_s=options.repair_hours * 3600, spare_nodes=options.spare_nodes,
-            )  # fmt: skip
+                every,
+                failures_per_hour=failures,
+                save_s=save_s,
+                restart=restart,
+                repair_s=options.repair_hours * 3600,
+                spare_nodes=options.spare_nodes,
+            )
             mark = " *" if every == best_s else ""
             lines.append(
                 f"  {words:>22} {every:7.0f} s {lost.share:10.1%} {lost.saving:7.0f}s {lost.repeated:8.0f}s "

@@ -25,7 +25,9 @@ class Rates:
     feature_fp8_s: float  # of a feature of a token in a layer, forward and backward: norms, quantization, activations
     feature_bf16_s: float
     parameter_bytes: float  # of a microbatch for each parameter: weights, FP32 gradients, what short GEMMs lose
-    host_moe_layer_s: float  # of the host to launch forward and backward of a layer of grouped experts, whatever its tokens
+    host_moe_layer_s: (
+        float  # of the host to launch forward and backward of a layer of grouped experts, whatever its tokens
+    )
     prefill: float  # FLOP/s of an engine's prompts
     read_bytes_per_s: float  # at which decode steps read weights and cache
     decode_layer_s: float  # of a decode step for each layer, beyond its reads or products at the rates above

@@ -70,9 +70,11 @@ class Driver:
         if not cfg.rollout.token_stores:
             return cls()
         return cls(
-            ask_token_s=16e-9, completion_s=34e-6, token_s=_FETCHED_BYTES / _FETCH_BYTES_PER_S / cfg.parallel.data,
+            ask_token_s=16e-9,
+            completion_s=34e-6,
+            token_s=_FETCHED_BYTES / _FETCH_BYTES_PER_S / cfg.parallel.data,
             token_bytes=4.0,
-        )  # fmt: skip
+        )
 
     def seconds(self, completions: float, tokens: float, rollout_s: float) -> float:
         """Beside ``rollout_s`` of sampling."""
@@ -246,7 +248,9 @@ def _update_s(
         busy = max(busy, updates * microbatches * layers * launched)
     bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
     link = network.nvlink_bytes_per_s if parallel.world_size <= node else network.nic_bytes_per_s
-    copied = held.dense * (parallel.data * parallel.context > 1) + held.expert * (parameters.expert_copies(parallel) > 1)
+    copied = held.dense * (parallel.data * parallel.context > 1) + held.expert * (
+        parameters.expert_copies(parallel) > 1
+    )
     reduced = copied * (4 + 2) / link  # gradients in FP32, parameters in BF16
     optimizer = held.divided(parallel) * _OPTIMIZER_BYTES / rates.read_bytes_per_s
     return busy + bubble + updates * (reduced + optimizer), bubble, experts

@@ -50,7 +50,12 @@ from megatron_fp8rl.data.checkpoint_dir import (
 from megatron_fp8rl.data.checkpoint_pickle import require_only_data
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8, plain
 from megatron_fp8rl.observe.spans import span
-from megatron_fp8rl.trainer.compat.megatron_saving import StagedShards, gathered_on_device, live_storages, padded_buckets
+from megatron_fp8rl.trainer.compat.megatron_saving import (
+    StagedShards,
+    gathered_on_device,
+    live_storages,
+    padded_buckets,
+)
 from megatron_fp8rl.trainer.policy import Policy
 
 _FORMAT = 1

@@ -105,7 +105,9 @@ class Policy:
     def require_weights(self) -> None:
         """Raise RuntimeError between :meth:`accumulate_gradients` and the end of an update, when weights are not in memory."""
         if not self.optimizer.has_weights:
-            raise RuntimeError("gradients are in the memory of weights; call policy.optimizer.rebuild_parameters() first")
+            raise RuntimeError(
+                "gradients are in the memory of weights; call policy.optimizer.rebuild_parameters() first"
+            )
 
     def with_old_logprobs(
         self, batch: TrainBatch, *, are_rollout: bool = False, are_of_update: bool = False

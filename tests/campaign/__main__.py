@@ -26,7 +26,16 @@ from tests.campaign import faults
 from tests.campaign.faults import ENDING, MARK, RESTING, RUNNING, Target
 
 ROOT = Path(__file__).resolve().parents[2]
-_COMPARED = ("reward/", "loss/", "train/", "mismatch/", "eval/", "rollout/length", "rollout/surprisal", "publish/version")
+_COMPARED = (
+    "reward/",
+    "loss/",
+    "train/",
+    "mismatch/",
+    "eval/",
+    "rollout/length",
+    "rollout/surprisal",
+    "publish/version",
+)
 _TIMES = ("/s", "_per_s/mean", "time_share")
 _DISK_BYTES = 400 << 20
 _END_S = 30.0  # for processes of a run that has ended
@@ -34,12 +43,23 @@ _EARLY_SHARE = 0.25  # of starts in which any fault comes before the first step;
 _EARLY_FAULTS = 4  # of a start at most: a slow machine starts slowly, and a run has to get somewhere
 _START_S, _STEP_S = (5.0, 20.0), (1.0, 5.0)  # between two faults, while a run starts and while it steps
 _STEPS = {
-    "--num_steps": "40", "--checkpoint.every_steps": "3", "--checkpoint.keep": "3", "--checkpoint.export_hf": "False",
-    "--parallel.world_size": "2", "--rollout.num_replicas": "2", "--rollout.prompts_per_step": "16",
-    "--rollout.hang_deadline_s": "8", "--rollout.start_deadline_s": "150", "--rollout.max_replica_restarts": "100", "--rollout.update_deadline_s": "120",
-    "--observe.display": "plain", "--observe.eval_prompts": "8", "--observe.tensorboard": "False",
-    "--data.num_score_workers": "2", "--data.score_deadline_s": "10",
-}  # fmt: skip
+    "--num_steps": "40",
+    "--checkpoint.every_steps": "3",
+    "--checkpoint.keep": "3",
+    "--checkpoint.export_hf": "False",
+    "--parallel.world_size": "2",
+    "--rollout.num_replicas": "2",
+    "--rollout.prompts_per_step": "16",
+    "--rollout.hang_deadline_s": "8",
+    "--rollout.start_deadline_s": "150",
+    "--rollout.max_replica_restarts": "100",
+    "--rollout.update_deadline_s": "120",
+    "--observe.display": "plain",
+    "--observe.eval_prompts": "8",
+    "--observe.tensorboard": "False",
+    "--data.num_score_workers": "2",
+    "--data.score_deadline_s": "10",
+}
 
 
 @dataclass
@@ -76,7 +96,16 @@ class Campaign:
 
     def prepare(self) -> None:
         """Weights to start from, and the undisturbed run. Raises RuntimeError if that does not end well."""
-        sft = ["sft", "tiny_qwen3", "--output_dir", str(self.work / "sft"), "--data.sft_steps", "40", "--observe.display", "plain"]
+        sft = [
+            "sft",
+            "tiny_qwen3",
+            "--output_dir",
+            str(self.work / "sft"),
+            "--data.sft_steps",
+            "40",
+            "--observe.display",
+            "plain",
+        ]
         self._done("sft", sft)
         self.model = self.work / "sft" / "warm_start" / "hf"
         began = time.monotonic()
@@ -181,7 +210,10 @@ class Campaign:
         return [f"process {process.pid}: {' '.join(process.cmdline())[:100]}" for process in alive]
 
     def _left(self, target: Target, before: set[str]) -> list[str]:
-        return [f"left behind: {name}" for name in [*self._wait_for_silence(target), *(left_behind(self._tmp.name) - before)]]
+        return [
+            f"left behind: {name}"
+            for name in [*self._wait_for_silence(target), *(left_behind(self._tmp.name) - before)]
+        ]
 
     def _done(self, name: str, words: list[str]) -> None:
         done = subprocess.run(
@@ -284,7 +316,9 @@ def table(trials: list[Trial]) -> str:
         rows.append(f"| {name} | {len(struck)} | {survived} of {len(runs)} | {seconds} |")
     lost = [one.lost_s for trial in trials for one in trial.struck if one.lost_s is not None] or [float("nan")]
     num_survived, num_struck = sum(not trial.losses for trial in trials), sum(len(trial.struck) for trial in trials)
-    rows.append(f"| all | {num_struck} | {num_survived} of {len(trials)} | {statistics.median(lost):.0f} | {max(lost):.0f} |")
+    rows.append(
+        f"| all | {num_struck} | {num_survived} of {len(trials)} | {statistics.median(lost):.0f} | {max(lost):.0f} |"
+    )
     head = "| fault | times | runs with it that ended as undisturbed | seconds lost, median | at most |"
     return "\n".join([head, "|---|---|---|---|---|", *rows])
 

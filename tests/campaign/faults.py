@@ -225,7 +225,13 @@ RUNNING: dict[str, tuple[float, Callable[[Target], str]]] = {
     "clock jumps": (2.0, jump_clock),
     "disk full": (0.7, fill_disk),
 }
-ENDING = ("trainer rank killed", "trainer rank killed in a save", "launching process killed", "save and end asked for", "disk full")
+ENDING = (
+    "trainer rank killed",
+    "trainer rank killed in a save",
+    "launching process killed",
+    "save and end asked for",
+    "disk full",
+)
 RESTING: dict[str, Callable[[Target], str]] = {
     "checkpoint: bit flipped": flip_checkpoint,
     "checkpoint: file lost": cut_checkpoint,

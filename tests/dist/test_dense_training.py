@@ -13,7 +13,7 @@ from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 PLAIN = replace(
     DENSE, num_layers=2, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
     ffn_hidden_size=512, initializer_range=0.03,
-)  # fmt: skip
+)
 MODELS = {
     "dense": PLAIN,
     # Heads of half a block, whose q, k and v have blocks in another order than rows, and a bias.
@@ -26,7 +26,7 @@ MODELS = {
                       num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128, num_shared_experts=1,
                       mla=MlaConfig(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64,
                                     v_head_dim=128)),
-}  # fmt: skip
+}
 
 
 def _config(model: str, layout: dict, precision: dict | None = None, **optim):

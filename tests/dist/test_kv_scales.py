@@ -92,7 +92,7 @@ def _measure(overrides: dict, folder: str) -> dict:
     prompts_amax, sampled_amax = map(torch.tensor, amax)
     return {
         "before": before, "prompts": prompts_amax, "sampled": sampled_amax, "scales": sampled, "again": again,
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")

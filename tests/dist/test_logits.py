@@ -13,7 +13,7 @@ from tests.tolerances import LOGITS_FLOAT32
 _COMMON = dict(
     num_layers=4, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=96,
     max_position_embeddings=128,
-)  # fmt: skip
+)
 MODELS = {
     "dense": ModelConfig(family="qwen3", ffn_hidden_size=96, **_COMMON),
     "tied": ModelConfig(family="qwen3", ffn_hidden_size=96, tie_embeddings=True, **_COMMON),

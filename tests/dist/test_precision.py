@@ -14,7 +14,7 @@ from tests.tolerances import AMAX_ACROSS_LAYOUTS
 MOE = ModelConfig(
     family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
     vocab_size=64, num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128, initializer_range=0.1,
-)  # fmt: skip
+)
 DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=256)
 
 
@@ -86,7 +86,7 @@ def _packed(seed: int, lengths=(8, 24, 16)):
     return tokens, PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
-    )  # fmt: skip
+    )
 
 
 def _logits(cfg: RunConfig) -> torch.Tensor:

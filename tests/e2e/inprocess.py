@@ -163,7 +163,14 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
 
     plugin.register()
     arguments = engine_arguments(cfg, folder, choose(cfg, Hardware("cpu")))
-    shared = ("hf-overrides", "worker-extension-cls", "weight-transfer-config", "dtype", "max-model-len", "kv-cache-dtype")
+    shared = (
+        "hf-overrides",
+        "worker-extension-cls",
+        "weight-transfer-config",
+        "dtype",
+        "max-model-len",
+        "kv-cache-dtype",
+    )
     options = {key.replace("-", "_"): arguments[key] for key in shared}
     return LLM(
         model=str(folder),

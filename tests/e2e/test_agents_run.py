@@ -44,8 +44,11 @@ def test_two_turns_are_trained_exactly(tmp_path):
     words = [word for item in (OPTIONS | {"--output_dir": str(tmp_path)}).items() for word in item]
     done = subprocess.run(
         [sys.executable, "-m", "megatron_fp8rl", "train", "tiny_calculator", *words],
-        cwd=ROOT, text=True, capture_output=True, timeout=DEADLINE_S,
-    )  # fmt: skip
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=DEADLINE_S,
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "Traceback" not in done.stdout + done.stderr
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -69,11 +72,23 @@ def test_sessions_go_on_over_publications_and_a_restart(tmp_path):
     agent.write_text(SLOW_AGENT)
     run_dir = tmp_path / "run"
     options = OPTIONS | {
-        "--output_dir": str(run_dir), "--num_steps": "6", "--rollout.max_staleness": "1", "--rollout.placement": "separate",
-        "--precision.exact": "False", "--parallel.world_size": "2", "--checkpoint.every_steps": "0",
+        "--output_dir": str(run_dir),
+        "--num_steps": "6",
+        "--rollout.max_staleness": "1",
+        "--rollout.placement": "separate",
+        "--precision.exact": "False",
+        "--parallel.world_size": "2",
+        "--checkpoint.every_steps": "0",
         "--data.environments.0.agent": f"{agent}:rollout",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "megatron_fp8rl", "train", "tiny_calculator", *(w for item in options.items() for w in item)]
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_fp8rl",
+        "train",
+        "tiny_calculator",
+        *(w for item in options.items() for w in item),
+    ]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + DEADLINE_S
@@ -82,7 +97,9 @@ def test_sessions_go_on_over_publications_and_a_restart(tmp_path):
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == SAVED, (tmp_path / "log").read_text()[-3000:]
-        assert subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=DEADLINE_S).returncode == 0
+        assert (
+            subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=DEADLINE_S).returncode == 0
+        )
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(7))
     groups = [group for _, of_step in read_steps(run_dir / "rollouts") for group in of_step]
@@ -107,8 +124,11 @@ def test_the_task_is_learned(tmp_path, config):
     words = ("--output_dir", str(tmp_path), "--observe.display", "plain", "--num_steps", "12")
     done = subprocess.run(
         [sys.executable, "-m", "megatron_fp8rl", "train", *config, *words],
-        cwd=ROOT, text=True, capture_output=True, timeout=DEADLINE_S,
-    )  # fmt: skip
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=DEADLINE_S,
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     accuracy = [line["eval/pass_rate/mean"] for line in lines if "eval/pass_rate/mean" in line]

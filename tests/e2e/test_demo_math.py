@@ -18,7 +18,11 @@ def test_the_makefiles_commands_run(tmp_path):
     recipe = re.search(r"^demo-math:\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
     lines = recipe.replace("\\\n", " ").replace("$(ARGS)", FEW).replace("$(PYTHON)", shlex.quote(sys.executable))
     commands = [shlex.split(line.strip().lstrip("@")) for line in lines.splitlines()][1:]  # the first one installs
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGATRON_FP8RL_CACHE": str(tmp_path / "c")}
+    environ = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MEGATRON_FP8RL_CACHE": str(tmp_path / "c"),
+    }
     commands[0][1] = str(ROOT / commands[0][1])
     for command in commands:
         done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=400)

@@ -37,11 +37,27 @@ def start_part(
     environment = {key: value for key, value in os.environ.items() if rank == 0 or key != "LAUNCH_ADDRESS"}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": interface}
     command = [
-        *before, sys.executable, "-m", "megatron_fp8rl", "replica", "tiny_qwen3_moe", *words(),
+        *before,
+        sys.executable,
+        "-m",
+        "megatron_fp8rl",
+        "replica",
+        "tiny_qwen3_moe",
+        *words(),
         *(word for name, value in layout.items() for word in (f"--rollout.{name}", str(value))),
-        "--replica", "0", "--endpoint", str(endpoint_path(run_dir, 0)), "--nnodes", "2", "--node_rank", str(rank),
-        "--master_addr", os.environ.get("LAUNCH_ADDRESS", "127.0.0.1"), "--master_port", str(port),
-    ]  # fmt: skip
+        "--replica",
+        "0",
+        "--endpoint",
+        str(endpoint_path(run_dir, 0)),
+        "--nnodes",
+        "2",
+        "--node_rank",
+        str(rank),
+        "--master_addr",
+        os.environ.get("LAUNCH_ADDRESS", "127.0.0.1"),
+        "--master_port",
+        str(port),
+    ]
     with (run_dir / "logs" / f"rollout-0.node{rank}.log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 

@@ -29,18 +29,40 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has only been warmed up, in a folder with a blank in its name."""
     folder = tmp_path_factory.mktemp("runs") / "brief run"
     run(
-        "megatron_fp8rl", "sft", "tiny_qwen3_moe", "--output_dir", str(folder), "--data.sft_steps", "20",
-        "--observe.eval_prompts", "8", "--observe.display", "none",
-    )  # fmt: skip
+        "megatron_fp8rl",
+        "sft",
+        "tiny_qwen3_moe",
+        "--output_dir",
+        str(folder),
+        "--data.sft_steps",
+        "20",
+        "--observe.eval_prompts",
+        "8",
+        "--observe.display",
+        "none",
+    )
     return folder
 
 
 def evaluate(run_dir: Path, checkpoint: Path, *words: str) -> tuple[dict, list[dict], str]:
     """(eval.json, problems.jsonl, what was printed)."""
     shown = run(
-        "megatron_fp8rl", "eval", "tiny_qwen3_moe", "--output_dir", str(run_dir), "--checkpoint", str(checkpoint),
-        "--num_problems", "16", "--num_completions", str(NUM_COMPLETIONS), "--ks", "1", "4", *words,
-    )  # fmt: skip
+        "megatron_fp8rl",
+        "eval",
+        "tiny_qwen3_moe",
+        "--output_dir",
+        str(run_dir),
+        "--checkpoint",
+        str(checkpoint),
+        "--num_problems",
+        "16",
+        "--num_completions",
+        str(NUM_COMPLETIONS),
+        "--ks",
+        "1",
+        "4",
+        *words,
+    )
     (folder,) = [Path(line).parent for line in shown.splitlines() if line.endswith("/eval.json")]
     problems = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
     return json.loads((folder / "eval.json").read_text()), problems, shown

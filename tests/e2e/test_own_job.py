@@ -21,9 +21,17 @@ def digits(completion, answer):
     return {"digits": share, "right": float(completion.strip() == answer)}
 """
 SHORT = (
-    "--rollout.max_prompt_tokens", "128", "--rollout.max_completion_tokens", "12", "--observe.display", "plain",
-    "--observe.eval_prompts", "4", "--checkpoint.every_steps", "1",
-)  # fmt: skip
+    "--rollout.max_prompt_tokens",
+    "128",
+    "--rollout.max_completion_tokens",
+    "12",
+    "--observe.display",
+    "plain",
+    "--observe.eval_prompts",
+    "4",
+    "--checkpoint.every_steps",
+    "1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +79,12 @@ def test_three_steps_stop_and_go_on_without_a_row_twice(folder: Path):
     few = ("--data.max_dropped", "0.1")
     first = _run(folder, *own, *few, "--num_steps", "2")
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
-    for said in ("37 rows, 4 held out", "prompt in 'question', answer in 'answer'", "left out: row 30 of train: is not JSON",
-                 "reference answers score 2, empty ones 0"):  # fmt: skip
+    for said in (
+        "37 rows, 4 held out",
+        "prompt in 'question', answer in 'answer'",
+        "left out: row 30 of train: is not JSON",
+        "reference answers score 2, empty ones 0",
+    ):
         assert said in first.stdout, (said, first.stdout)
     run_dir = folder / "runs" / "model-train"
     again = _run(folder, *own, *few, "--num_steps", "4")
@@ -114,9 +126,12 @@ def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
         (("--model", "model", "--data", "train.jsonl", "--reward", "numbr"), "did you mean number"),
         (("--model", "model", "--data", "train.jsonl", "--reward", "reward.py:digit"), "did you mean digits"),
         (("--model", "model", "--data", "chain_sum", "--gpus", "-1"), "--gpus = -1: is below 0"),
-        (("--model", "model", "--data", "train.jsonl", "--reward", "exact", "--rollout.top_p", "2"), "--rollout.top_p = 2.0"),
+        (
+            ("--model", "model", "--data", "train.jsonl", "--reward", "exact", "--rollout.top_p", "2"),
+            "--rollout.top_p = 2.0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_named_before_anything_starts(folder: Path, words, message):
     found = _run(folder, "grpo", *words)
     assert found.returncode == 2 and message in found.stderr, found.stderr

@@ -77,7 +77,9 @@ class Disk:
         if call in ("lseek", "write", "pwrite64", "fsync", "fdatasync", "ftruncate"):
             return self._is_inside(handle[1]) and self._on_file(call, handle, arguments, texts, result)
         paths = [Path(text.decode()) for text in texts]
-        inside = [path for path in paths if self._is_inside(str(path))] or [Path(p) for p in [handle[1]] if self._is_inside(p)]
+        inside = [path for path in paths if self._is_inside(str(path))] or [
+            Path(p) for p in [handle[1]] if self._is_inside(p)
+        ]
         if not inside:
             return False
         assert call in ("rename", "renameat", "renameat2", "mkdir", "mkdirat", "unlink", "unlinkat", "rmdir"), call
@@ -175,9 +177,22 @@ def problems(folder: Path, acknowledged: int) -> list[str]:
 def test_a_power_loss_at_any_moment_leaves_what_was_saved(tmp_path):
     trace, root, disk_dir = tmp_path / "trace", tmp_path / "out", tmp_path / "disk"
     command = [
-        "strace", "-f", "--seccomp-bpf", "-o", str(trace), "-y", "-s", str(100_000_000), "-xx", "-e", f"trace={_CALLS}",
-        sys.executable, "-m", "tests.e2e.power_loss_script", str(root),
-    ]  # fmt: skip
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-o",
+        str(trace),
+        "-y",
+        "-s",
+        str(100_000_000),
+        "-xx",
+        "-e",
+        f"trace={_CALLS}",
+        sys.executable,
+        "-m",
+        "tests.e2e.power_loss_script",
+        str(root),
+    ]
     root.mkdir()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     if "ptrace" in done.stderr and "not permitted" in done.stderr:
@@ -187,7 +202,9 @@ def test_a_power_loss_at_any_moment_leaves_what_was_saved(tmp_path):
     for call in calls_of(trace):
         if not disk.apply(*call):
             continue
-        acknowledged = max([int(name.removeprefix("saved_")) for name in disk.top.names if name.startswith("saved_")] or [0])
+        acknowledged = max(
+            [int(name.removeprefix("saved_")) for name in disk.top.names if name.startswith("saved_")] or [0]
+        )
         for all_data, all_names in product((True, False), repeat=2):
             shutil.rmtree(disk_dir, ignore_errors=True)
             disk.top.write_to(disk_dir, all_data=all_data, all_names=all_names)

@@ -66,7 +66,10 @@ def test_the_operation_that_differs_is_named(fleet, tmp_path):
     unit = engine["layer.0.middle"].abs().max().item() * 2**-7
     assert sound["layer.0.middle"].total_max <= parts + unit
     router = "layer.1.router"
-    chosen = [logits.topk(cfg.model.experts_per_token).indices.sort().values for logits in (engine[router], found[""][1][router])]
+    chosen = [
+        logits.topk(cfg.model.experts_per_token).indices.sort().values
+        for logits in (engine[router], found[""][1][router])
+    ]
     assert (chosen[0] != chosen[1]).any(1).sum() <= 1
 
 

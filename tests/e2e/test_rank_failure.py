@@ -52,7 +52,11 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def _is_equal_in_every_run(key: str) -> bool:
-    return key.startswith(("reward/", "train/", "loss/", "eval/", "mismatch/")) and "_per_s" not in key and "time" not in key
+    return (
+        key.startswith(("reward/", "train/", "loss/", "eval/", "mismatch/"))
+        and "_per_s" not in key
+        and "time" not in key
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +82,9 @@ def test_a_rank_killed_in_the_middle_of_a_publication_costs_a_restart(transport,
     before = [path for at, _, path in asked if float(at) < float(died_at)]
     after = [path for at, _, path in asked if float(at) >= float(died_at)]
     assert any("update_weights" in path for path in before[before.index(next(p for p in before if "/pause" in p)) :])
-    assert not [path for path in after if "generate" in path or "resume" in path], "the engine sampled from half a publication"
+    assert not [path for path in after if "generate" in path or "resume" in path], (
+        "the engine sampled from half a publication"
+    )
     assert max(steps_of(run_dir / "rollouts")) == KILLED_AT  # of which the weights were being published
 
     status, output = start(run_dir, marks, transport)

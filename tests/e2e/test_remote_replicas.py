@@ -50,9 +50,15 @@ def remote_cfg() -> RunConfig:
 
 def words() -> list[str]:
     return [
-        "--rollout.placement", "remote", "--rollout.transport", "auto", "--rollout.kv_cache_bytes", str(16 << 20),
-        "--rollout.start_deadline_s", str(START_S),
-    ]  # fmt: skip
+        "--rollout.placement",
+        "remote",
+        "--rollout.transport",
+        "auto",
+        "--rollout.kv_cache_bytes",
+        str(16 << 20),
+        "--rollout.start_deadline_s",
+        str(START_S),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +90,23 @@ def other_host() -> Iterator[list[str]]:
 def start_replica(before: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
     """What an agent does; the shell in between is a parent that can be killed."""
     environment = {key: value for key, value in os.environ.items() if key != "LAUNCH_ADDRESS"}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LAUNCH_LOG": str(run_dir / "logs/rollout-0.log")}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "LAUNCH_LOG": str(run_dir / "logs/rollout-0.log"),
+    }
     command = [
-        *before, sys.executable, "-m", "megatron_fp8rl", "replica", "tiny_qwen3_moe", *words(),
-        "--replica", "0", "--endpoint", str(endpoint_path(run_dir, 0)),
-    ]  # fmt: skip
+        *before,
+        sys.executable,
+        "-m",
+        "megatron_fp8rl",
+        "replica",
+        "tiny_qwen3_moe",
+        *words(),
+        "--replica",
+        "0",
+        "--endpoint",
+        str(endpoint_path(run_dir, 0)),
+    ]
     (run_dir / "logs").mkdir(exist_ok=True)
     with (run_dir / "logs/rollout-0.log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -121,9 +139,7 @@ def wait_for(what) -> None:
 @pytest.mark.long  # tests/slurm has the same over nodes
 def test_a_remote_replica_is_found_published_to_lost_and_found_again(other_host, tmp_path):
     cfg = remote_cfg()
-    stale = Endpoint(
-        name="rollout-0", url="http://127.0.0.1:9", host="gone", pid=1, incarnation=7, log="", token="old"
-    )
+    stale = Endpoint(name="rollout-0", url="http://127.0.0.1:9", host="gone", pid=1, incarnation=7, log="", token="old")
     stale.write(endpoint_path(tmp_path, 0))
     agents = [start_replica(other_host, tmp_path)]
     fleet = Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path)

@@ -82,11 +82,30 @@ def test_scores_are_those_of_transformers_and_a_lost_server_comes_back(folder: P
 
 def test_a_run_with_a_reward_model_by_one_command(folder: Path):
     words = (
-        "grpo", "--model", "model", "--data", "train.jsonl", "--reward", "model:judge", "--num_steps", "1",
-        "--rollout.prompts_per_step", "2", "--rollout.completions_per_prompt", "2", "--rollout.max_prompt_tokens", "64",
-        "--rollout.max_completion_tokens", "8", "--observe.display", "plain", "--name", "judged",
-        "--checkpoint.export_hf", "False",
-    )  # fmt: skip
+        "grpo",
+        "--model",
+        "model",
+        "--data",
+        "train.jsonl",
+        "--reward",
+        "model:judge",
+        "--num_steps",
+        "1",
+        "--rollout.prompts_per_step",
+        "2",
+        "--rollout.completions_per_prompt",
+        "2",
+        "--rollout.max_prompt_tokens",
+        "64",
+        "--rollout.max_completion_tokens",
+        "8",
+        "--observe.display",
+        "plain",
+        "--name",
+        "judged",
+        "--checkpoint.export_hf",
+        "False",
+    )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGATRON_FP8RL_CACHE": str(folder / "c")}
     command = [sys.executable, "-m", "megatron_fp8rl", *words]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=400)

@@ -102,10 +102,19 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
     [
         {},
         {"parallel__world_size": "2", "parallel__expert": "2", "rollout__token_stores": "2"},
-        {"parallel__world_size": "2", "parallel__pipeline": "2", "rollout__token_stores": "1",
-         "rollout__record_routed_experts": "True"},
-        {"parallel__world_size": "2", "parallel__tensor": "2", "parallel__expert": "2", "rollout__tensor": "2",
-         "rollout__expert": "2"},
+        {
+            "parallel__world_size": "2",
+            "parallel__pipeline": "2",
+            "rollout__token_stores": "1",
+            "rollout__record_routed_experts": "True",
+        },
+        {
+            "parallel__world_size": "2",
+            "parallel__tensor": "2",
+            "parallel__expert": "2",
+            "rollout__tensor": "2",
+            "rollout__expert": "2",
+        },
         {"rollout__data": "2", "rollout__expert": "2"},
     ],
     ids=["one rank", "experts on two ranks", "two stages", "sums of two ranks", "engine of two ranks"],
@@ -187,10 +196,14 @@ def test_a_run_that_resumes_in_another_layout_samples_and_learns_the_same(finish
 def test_a_killed_engine_ends_the_run_with_its_name_and_a_report(finished_run: Path, tmp_path: Path):
     run_dir = tmp_path / "killed"
     process = _start(
-        "rl", "tiny_qwen3_moe", run_dir,
-        model__hf_path=str(finished_run / "warm_start" / "hf"), num_steps="200", checkpoint__every_steps="1",
+        "rl",
+        "tiny_qwen3_moe",
+        run_dir,
+        model__hf_path=str(finished_run / "warm_start" / "hf"),
+        num_steps="200",
+        checkpoint__every_steps="1",
         rollout__max_replica_restarts="0",
-    )  # fmt: skip
+    )
     deadline = time.monotonic() + DEADLINE_S
     while not (run_dir / "metrics.jsonl").exists() or len(_lines(run_dir)) < 3:
         assert process.poll() is None and time.monotonic() < deadline, "the run ended before it began"
@@ -212,9 +225,7 @@ def test_engines_and_trainer_in_turns_change_nothing(finished_run: Path, tmp_pat
     """Every call of a sleeping engine, in a real run: on a CPU memory stays, and vLLM's states are those of a GPU."""
     run_dir = tmp_path / "turns"
     turns = {"rollout__sleep_level": "2", "optim__offload": ("params", "gradients", "optimizer")}
-    process = _start(
-        "rl", "tiny_qwen3_moe", run_dir, model__hf_path=str(finished_run / "warm_start" / "hf"), **turns
-    )  # fmt: skip
+    process = _start("rl", "tiny_qwen3_moe", run_dir, model__hf_path=str(finished_run / "warm_start" / "hf"), **turns)
     status, output = _finish(process)
     assert status == 0, output[-3000:]
     before, after = _lines(finished_run), _lines(run_dir)

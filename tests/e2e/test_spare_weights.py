@@ -99,7 +99,9 @@ def test_an_engine_samples_while_weights_arrive(engine_cfg, tmp_path: Path, slow
         (first, _), (second, _) = completion.version_spans
         assert first == 0 < second < len(completion.token_ids)
         # A token takes 2 to 20 ms here: many were sampled while weights travelled.
-        old = [c.version_spans[1][0] if c.max_version == 2 else len(c.token_ids) for c in completions if c.min_version == 1]
+        old = [
+            c.version_spans[1][0] if c.max_version == 2 else len(c.token_ids) for c in completions if c.min_version == 1
+        ]
         assert sum(old) > 50, old
         tokens = [*PROMPT, *completion.token_ids]
         for start, stop, held in ((0, second, weights[0]), (second, len(completion.token_ids), weights[1])):

@@ -19,8 +19,18 @@ from tests.helpers.processes import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600
-BRIEF = ("--observe.display", "plain", "--observe.eval_prompts", "4", "--observe.tensorboard", "False",
-         "--data.sft_steps", "30", "--rollout.prompts_per_step", "4")  # fmt: skip
+BRIEF = (
+    "--observe.display",
+    "plain",
+    "--observe.eval_prompts",
+    "4",
+    "--observe.tensorboard",
+    "False",
+    "--data.sft_steps",
+    "30",
+    "--rollout.prompts_per_step",
+    "4",
+)
 
 
 class Alone:
@@ -76,7 +86,9 @@ def test_the_ranks_of_a_killed_command_end_with_it(victim, tmp_path: Path):
     try:
         deadline = time.monotonic() + DEADLINE_S
         while not (run_dir / "run.lock").exists():  # both ranks are there, and at least one waits for the other
-            assert process.poll() is None and time.monotonic() < deadline, run_dir.with_suffix(".log").read_text()[-3000:]
+            assert process.poll() is None and time.monotonic() < deadline, run_dir.with_suffix(".log").read_text()[
+                -3000:
+            ]
             time.sleep(0.02)
         (torchrun,) = (pid for pid, line in _processes(mark).items() if "torch.distributed.run" in line)
         os.kill(process.pid if victim == "the command" else torchrun, signal.SIGKILL)

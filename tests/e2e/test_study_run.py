@@ -10,12 +10,18 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-WORDS = "study tiny_qwen3_moe --seeds 1 --arms fp8/fp8 exact --corrected_only --at_once 2 --num_steps 2 --data.sft_steps 20"
+WORDS = (
+    "study tiny_qwen3_moe --seeds 1 --arms fp8/fp8 exact --corrected_only --at_once 2 --num_steps 2 --data.sft_steps 20"
+)
 
 
 def test_a_study_runs_from_its_warm_start_to_its_plot(tmp_path):
     command = [sys.executable, "-m", "megatron_fp8rl", *WORDS.split(), "--observe.display", "plain"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGATRON_FP8RL_CACHE": str(tmp_path / "c")}
+    environ = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MEGATRON_FP8RL_CACHE": str(tmp_path / "c"),
+    }
 
     def study() -> str:
         done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=900)

@@ -22,7 +22,12 @@ PROMPT = list(range(20, 44))
 @pytest.mark.slow
 def test_two_data_parallel_ranks_with_two_expert_parallel_ranks(engine_cfg, tmp_path: Path):
     rollout = replace(
-        engine_cfg.rollout, data=2, expert=2, record_routed_experts=False, spare_weights="device", start_deadline_s=280.0
+        engine_cfg.rollout,
+        data=2,
+        expert=2,
+        record_routed_experts=False,
+        spare_weights="device",
+        start_deadline_s=280.0,
     )
     cfg = replace(engine_cfg, rollout=rollout)
     weights = [random_weights(cfg, seed) for seed in (1, 2)]

@@ -34,7 +34,9 @@ def test_a_captured_graph_reads_new_lengths_and_new_scales():
     out = torch.empty_like(case.query)
 
     def run():
-        decode(case.query, case.cache, case.pages, case.lengths, case.key_scale, case.value_scale, case.softmax_scale, out)
+        decode(
+            case.query, case.cache, case.pages, case.lengths, case.key_scale, case.value_scale, case.softmax_scale, out
+        )
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -64,9 +66,12 @@ def test_a_batch_of_prompts_and_decoding_is_each_alone(counts, monkeypatch):
     impl = object.__new__(patches_attention.FP8CacheAttention)
     impl.__dict__.update(scale=case.softmax_scale, head_size=heads[2], vllm_flash_attn_version=3)
     metadata = SimpleNamespace(
-        num_actual_tokens=len(query), max_query_len=max(counts), block_table=case.pages, seq_lens=case.lengths,
+        num_actual_tokens=len(query),
+        max_query_len=max(counts),
+        block_table=case.pages,
+        seq_lens=case.lengths,
         parts=patches_attention.parts_of(counts, lengths, case.lengths.device),
-    )  # fmt: skip
+    )
     assert [len(part.rows) for part in metadata.parts if part.max_query > 1] == [1] * sum(n > 1 for n in counts)
     layer = SimpleNamespace(_k_scale=case.key_scale, _v_scale=case.value_scale)
     padded, out = (torch.zeros(len(query) + 3, *query.shape[1:], device="cuda").bfloat16() for _ in range(2))

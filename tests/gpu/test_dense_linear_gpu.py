@@ -197,9 +197,18 @@ def test_a_policy_learns_as_on_transformer_engine(recompute):
     from megatron_fp8rl.trainer.policy import Policy
 
     model = ModelConfig(
-        family="qwen2", num_layers=2, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        vocab_size=62, ffn_hidden_size=512, qkv_bias=True, max_position_embeddings=128, initializer_range=0.03,
-    )  # fmt: skip
+        family="qwen2",
+        num_layers=2,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=62,
+        ffn_hidden_size=512,
+        qkv_bias=True,
+        max_position_embeddings=128,
+        initializer_range=0.03,
+    )
     optim = OptimConfig(lr=1e-3, eps=1e-2, overlap_grad_reduce=True, recompute=recompute)
     runs = {}
     for kind in ("te", "deep_gemm"):

@@ -46,7 +46,10 @@ def _play() -> dict[str, float]:
 
     torch.manual_seed(0)
     x, residual = (torch.randn(ROWS, WIDTH, device="cuda").bfloat16() for _ in range(2))
-    weight, h = torch.rand(WIDTH, device="cuda").bfloat16(), 4 * torch.randn(ROWS, 2 * FEATURES, device="cuda").bfloat16()
+    weight, h = (
+        torch.rand(WIDTH, device="cuda").bfloat16(),
+        4 * torch.randn(ROWS, 2 * FEATURES, device="cuda").bfloat16(),
+    )
     total = x + residual
     number = total.double()
     normed = (number * (number.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()).bfloat16()

@@ -33,9 +33,12 @@ def test_the_rotary_table_is_the_engines_at_every_position(name):
     is_latent = name == "yarn"
     with set_current_vllm_config(VllmConfig()), torch.device("cuda"):
         rope = get_rope(
-            features, POSITIONS, is_neox_style=not is_latent, rope_parameters={"rope_theta": theta, **parameters},
+            features,
+            POSITIONS,
+            is_neox_style=not is_latent,
+            rope_parameters={"rope_theta": theta, **parameters},
             dtype=torch.bfloat16,
-        )  # fmt: skip
+        )
     rotary = Rotary(num_features=features, first_feature=0, theta=theta, scaling=scaling, interleaved=is_latent)
     theirs = rope.cos_sin_cache[:POSITIONS]
     ours = torch.cat(rotary_table(POSITIONS, rotary, theirs.dtype, theirs.device), dim=-1)

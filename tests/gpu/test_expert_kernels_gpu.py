@@ -86,8 +86,11 @@ def test_permutation(kind, scales):
         found = fused_moe.permute_quantize(x, layout, scales, probs=weights, **wanted)
         assert_equal(found, fused_moe_torch.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
     rows_alone = fused_moe.permute_quantize(x, layout, scales)
-    assert_equal(rows_alone, fused_moe_torch.permute_quantize(
-        x, layout, scales, rows=True, columns=False, bf16=False, probs=None), layout)  # fmt: skip
+    assert_equal(
+        rows_alone,
+        fused_moe_torch.permute_quantize(x, layout, scales, rows=True, columns=False, bf16=False, probs=None),
+        layout,
+    )
     y = random_rows(layout.num_rows, 1024, seed=1)
     again = fused_moe.quantize_rows_columns(y, layout, scales)
     assert_equal(again, fused_moe_torch.quantize_rows_columns(y, layout, scales, rows=True, columns=True), layout)

@@ -63,11 +63,16 @@ def test_scores_of_a_router_are_those_of_a_cpu(tokens, experts, top_k, normalize
 
 def test_gradients_of_a_router_are_those_of_float64():
     draw = torch.Generator().manual_seed(7)
-    hidden, weight = torch.randn(4000, 2048, generator=draw).bfloat16(), torch.randn(128, 2048, generator=draw).bfloat16()
+    hidden, weight = (
+        torch.randn(4000, 2048, generator=draw).bfloat16(),
+        torch.randn(128, 2048, generator=draw).bfloat16(),
+    )
     grad = torch.randn(4000, 128, generator=draw)
     own = [hidden.cuda().requires_grad_(), weight.cuda().requires_grad_()]
     rounded_linear(*own).backward(grad.cuda())
-    for found, expected in zip(own, (grad.double() @ weight.double(), grad.double().t() @ hidden.double()), strict=True):
+    for found, expected in zip(
+        own, (grad.double() @ weight.double(), grad.double().t() @ hidden.double()), strict=True
+    ):
         torch.testing.assert_close(found.grad.cpu().double(), expected, rtol=2**-8, atol=2e-4 * expected.std().item())
 
 

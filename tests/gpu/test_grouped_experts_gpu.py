@@ -70,8 +70,12 @@ def test_output_and_gradients(name, shape):
         precision = replace(PRECISIONS[name], experts="te")
         reference = build_experts(E, H, FEATURES, precision, kernels="te")
         theirs = decibels(run_experts(reference, counts, *tokens), exact)
-    shown = [f"{key} {ours[key]:.1f} (TE {theirs[key]:.1f}, CPU apart {apart[key]:.1f})" if theirs else
-             f"{key} {ours[key]:.1f} (CPU apart {apart[key]:.1f})" for key in exact]  # fmt: skip
+    shown = [
+        f"{key} {ours[key]:.1f} (TE {theirs[key]:.1f}, CPU apart {apart[key]:.1f})"
+        if theirs
+        else f"{key} {ours[key]:.1f} (CPU apart {apart[key]:.1f})"
+        for key in exact
+    ]
     print(f"\ngrouped {name:16s} {shape:11s} dB: {'  '.join(shown)}")
     assert min(apart.values()) > GROUPED_DECIBELS, apart
     for key, ratio in (theirs or {}).items():
@@ -112,8 +116,10 @@ def test_the_forward_pass_is_that_of_the_engine():
         [torch.cat([part, part.new_zeros(rows - len(part), H)]) for part, rows in zip(x.detach().split(counts), padded)]
     )
     experts = torch.arange(E, dtype=torch.int32, device="cuda").repeat_interleave(torch.tensor(padded, device="cuda"))
-    made = [[blockwise.quantize_weight(weight.detach(), "pow2") for weight in linear.weights]
-            for linear in (module.linear_fc1, module.linear_fc2)]  # fmt: skip
+    made = [
+        [blockwise.quantize_weight(weight.detach(), "pow2") for weight in linear.weights]
+        for linear in (module.linear_fc1, module.linear_fc2)
+    ]
     w1, w2 = (Fp8(*(torch.stack(tensors) for tensors in zip(*linear))) for linear in made)
 
     def multiply(data, scale, weights: Fp8):
@@ -230,10 +236,19 @@ def test_a_policy_learns_as_on_transformer_engine():
     from megatron_fp8rl.trainer.policy import Policy
 
     model = ModelConfig(
-        family="qwen3_moe", num_layers=2, hidden_size=H, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        vocab_size=62, num_experts=E, experts_per_token=2, moe_ffn_hidden_size=FEATURES, max_position_embeddings=128,
+        family="qwen3_moe",
+        num_layers=2,
+        hidden_size=H,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=62,
+        num_experts=E,
+        experts_per_token=2,
+        moe_ffn_hidden_size=FEATURES,
+        max_position_embeddings=128,
         initializer_range=0.08,
-    )  # fmt: skip
+    )
     runs = {}
     for trainer, recompute in (("bf16", "none"), ("blockwise", "full")):
         optim = OptimConfig(lr=3e-3, eps=1e-2, overlap_grad_reduce=True, recompute=recompute)

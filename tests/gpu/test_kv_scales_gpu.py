@@ -125,7 +125,9 @@ def test_scales_reach_the_kernels(attention, tmp_path):
         (held,) = fleet.sync(fleet.clients[0].set_kv_scales(_scales(amax)), 30.0)
         assert {int(layer): tuple(row) for layer, row in held["scales"].items()} == _scales(amax)
         exporter.close()
-        print(f"\nmean |engine - transformers| in nats, {fleet.kernels()}:", {k: round(v, 4) for k, v in errors.items()})
+        print(
+            f"\nmean |engine - transformers| in nats, {fleet.kernels()}:", {k: round(v, 4) for k, v in errors.items()}
+        )
     for name in ("measured", "measured_again", "awake"):
         assert errors[name] < ENGINE_LOGPROB_MEAN, errors
         assert errors[name] < 0.5 * min(errors["ones"], errors["too_large"]), errors

@@ -80,4 +80,6 @@ def test_speed(chunk_tokens):
     before, ms = torch.cuda.memory_allocated(), milliseconds(both, 5, warm=2)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     products = (8 if chunk_tokens < 16_384 else 6) * 16_384 * 2048 * VOCAB / 1e12
-    print(f"\nlog-probabilities of 16,384 x {VOCAB:,} in chunks of {chunk_tokens:,}: {ms:.1f} ms, {products:.1f} TFLOP, peak {peak:.1f} GiB")
+    print(
+        f"\nlog-probabilities of 16,384 x {VOCAB:,} in chunks of {chunk_tokens:,}: {ms:.1f} ms, {products:.1f} TFLOP, peak {peak:.1f} GiB"
+    )

@@ -22,13 +22,26 @@ BYTES = {"params": 2, "gradients": 4, "optimizer": 12}  # of a parameter in BF16
 WORKSPACES = 512 << 20  # of cuBLAS and Transformer Engine, at most
 KEPT = 32 << 20
 BIG = replace(
-    DENSE, num_layers=2, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
-    ffn_hidden_size=8192, initializer_range=0.02,
-)  # fmt: skip
+    DENSE,
+    num_layers=2,
+    hidden_size=2048,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=128,
+    ffn_hidden_size=8192,
+    initializer_range=0.02,
+)
 BIG_MOE = replace(
-    MOE, num_layers=2, hidden_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=128,
-    num_experts=16, moe_ffn_hidden_size=1024, initializer_range=0.02,
-)  # fmt: skip
+    MOE,
+    num_layers=2,
+    hidden_size=1024,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=16,
+    moe_ffn_hidden_size=1024,
+    initializer_range=0.02,
+)
 
 
 def _state(policy) -> list[torch.Tensor]:
@@ -74,7 +87,9 @@ def _play(cfg, folder) -> list[str]:
             assert freed == pytest.approx(BYTES[part] * num, rel=0.03), part
             assert to_driver > 0.8 * freed, f"{part}: {to_driver} of {freed} bytes went back to the driver"
         left, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        assert held - left < WORKSPACES, f"the allocator holds {held / 2**20:.0f} MiB for {left / 2**20:.0f} MiB of tensors"
+        assert held - left < WORKSPACES, (
+            f"the allocator holds {held / 2**20:.0f} MiB for {left / 2**20:.0f} MiB of tensors"
+        )
         left -= KEPT
         assert left < 0.1 * 18 * num + WORKSPACES, f"{left / 2**20:.0f} MiB are left"
         with pytest.raises(RuntimeError, match="are offloaded"):

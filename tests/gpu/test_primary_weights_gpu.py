@@ -24,17 +24,33 @@ pytestmark = [
 ]
 
 MOE = ModelConfig(
-    family="qwen3_moe", num_layers=4, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
-    vocab_size=62, num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128, max_position_embeddings=128,
+    family="qwen3_moe",
+    num_layers=4,
+    hidden_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    vocab_size=62,
+    num_experts=4,
+    experts_per_token=2,
+    moe_ffn_hidden_size=128,
+    max_position_embeddings=128,
     initializer_range=0.08,
-)  # fmt: skip
+)
 DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=512)
 # Its kv_a_proj_with_mqa has 192 rows, so that the last block of rows is cut short.
 LATENT = replace(
-    MOE, family="deepseek_v3", num_attention_heads=2, num_key_value_heads=2, head_dim=192, num_shared_experts=1,
-    first_dense_layers=1, ffn_hidden_size=256, router=RouterConfig(score="sigmoid", correction_bias=True),
+    MOE,
+    family="deepseek_v3",
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=192,
+    num_shared_experts=1,
+    first_dense_layers=1,
+    ffn_hidden_size=256,
+    router=RouterConfig(score="sigmoid", correction_bias=True),
     mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-)  # fmt: skip
+)
 OPTIM = OptimConfig(lr=3e-3, eps=1e-2)
 MIB = 2**20
 
@@ -156,7 +172,9 @@ def test_what_is_published_are_the_bytes():
             slot = torch.zeros(message.num_bytes, dtype=torch.uint8, device=parallel.device)
             RoundPacker(number, slot, shards, scales="pow2", rank=0, group=None)()
             for part in message.parts:
-                data = slot[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype)).view(part.shape)
+                data = (
+                    slot[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype)).view(part.shape)
+                )
                 found.setdefault(part.name, []).append(data)
         whole = {name: torch.cat(parts) for name, parts in found.items()}
         sent = {name: (data, whole.get(f"{name}_scale_inv")) for name, data in whole.items()}
@@ -215,9 +233,7 @@ def _phases_of_an_update(policy, memory: _Memory) -> None:
 def _expected_states(cfg) -> int:
     """Bytes that the doctor expects, activations and temporaries left out."""
     expected = trainer_memory.estimate_stage(cfg, GPUS["h200"], GPUS["h200"].memory_bytes, 1.0, 0)
-    return sum(
-        expected.part(name).num_bytes for name in ("weights", "gradients", "optimizer states", "FP8 copies")
-    )
+    return sum(expected.part(name).num_bytes for name in ("weights", "gradients", "optimizer states", "FP8 copies"))
 
 
 def test_memory_is_lower_as_the_doctor_says():

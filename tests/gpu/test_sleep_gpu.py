@@ -31,14 +31,28 @@ def _cfg(kind: str) -> RunConfig:
     cfg = {"dense": tiny.tiny_qwen3, "moe": tiny.tiny_qwen3_moe}[kind]()
     wide = {"dense": {"ffn_hidden_size": 8192}, "moe": {"moe_ffn_hidden_size": 1024}}[kind]
     model = replace(
-        cfg.model, num_layers=4, hidden_size=1024, num_attention_heads=8, num_key_value_heads=4,
-        max_position_embeddings=512, **wide,
-    )  # fmt: skip
+        cfg.model,
+        num_layers=4,
+        hidden_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        **wide,
+    )
     rollout = replace(
-        cfg.rollout, max_prompt_tokens=64, max_completion_tokens=32, max_num_sequences=8, enforce_eager=False,
-        torch_compile=False, sleep_level=2, kv_cache_bytes=KV_BYTES, gpu_memory_utilization=0.3,
-        start_deadline_s=120.0, request_deadline_s=30.0, update_deadline_s=30.0,
-    )  # fmt: skip
+        cfg.rollout,
+        max_prompt_tokens=64,
+        max_completion_tokens=32,
+        max_num_sequences=8,
+        enforce_eager=False,
+        torch_compile=False,
+        sleep_level=2,
+        kv_cache_bytes=KV_BYTES,
+        gpu_memory_utilization=0.3,
+        start_deadline_s=120.0,
+        request_deadline_s=30.0,
+        update_deadline_s=30.0,
+    )
     return replace(cfg, name=f"sleep_{kind}", model=model, rollout=rollout)
 
 

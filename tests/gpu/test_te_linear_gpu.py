@@ -268,5 +268,7 @@ def test_speed_of_a_layer():
         end.record()
         torch.cuda.synchronize()
         ms = start.elapsed_time(end) / 10
-        print(f"\nTE speed {name:16s} {num_tokens}x{num_columns}x{num_rows}: {ms:.2f} ms, "
-              f"{6 * num_tokens * num_rows * num_columns / ms / 1e9:.0f} TFLOP/s")  # fmt: skip
+        print(
+            f"\nTE speed {name:16s} {num_tokens}x{num_columns}x{num_rows}: {ms:.2f} ms, "
+            f"{6 * num_tokens * num_rows * num_columns / ms / 1e9:.0f} TFLOP/s"
+        )

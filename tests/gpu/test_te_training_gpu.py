@@ -23,10 +23,19 @@ pytestmark = [
 ]
 
 MOE = ModelConfig(
-    family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-    vocab_size=62, num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128, max_position_embeddings=128,
+    family="qwen3_moe",
+    num_layers=4,
+    hidden_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=62,
+    num_experts=4,
+    experts_per_token=2,
+    moe_ffn_hidden_size=128,
+    max_position_embeddings=128,
     initializer_range=0.08,
-)  # fmt: skip
+)
 DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=256)
 OPTIM = OptimConfig(lr=3e-3, eps=1e-2)
 RECIPES = {
@@ -84,9 +93,11 @@ def test_runs_end_where_emulated_runs_do(model):
             losses = [[step["train/loss/mean"] for step in run] for run in runs]
             norms = [[step["train/grad_norm/max"] for step in run] for run in runs]
             kind = "moe" if model.is_moe else "dense"
-            print(f"\nTE train {kind} {name:20s} loss {[round(x, 4) for x in losses[0]]} emulated "
-                  f"{[round(x, 4) for x in losses[1]]} norm {[round(x, 3) for x in norms[0]]} "
-                  f"emulated {[round(x, 3) for x in norms[1]]}")  # fmt: skip
+            print(
+                f"\nTE train {kind} {name:20s} loss {[round(x, 4) for x in losses[0]]} emulated "
+                f"{[round(x, 4) for x in losses[1]]} norm {[round(x, 3) for x in norms[0]]} "
+                f"emulated {[round(x, 3) for x in norms[1]]}"
+            )
             first, later = TINY_BF16_LOSS if cfg.precision.trainer == "bf16" else TINY_FP8_LOSS
             assert losses[0][0] == pytest.approx(losses[1][0], abs=first), name
             assert losses[0][1:] == pytest.approx(losses[1][1:], abs=later), name

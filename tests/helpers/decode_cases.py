@@ -22,7 +22,9 @@ class Case:
     softmax_scale: float
 
     @classmethod
-    def drawn(cls, heads: tuple[int, int, int], *, lengths: Sequence[int], page_tokens: int, device: str = "cpu") -> Case:
+    def drawn(
+        cls, heads: tuple[int, int, int], *, lengths: Sequence[int], page_tokens: int, device: str = "cpu"
+    ) -> Case:
         num_heads, num_groups, head_dim = heads
         generator = torch.Generator().manual_seed(sum(heads))
         per_sequence = [-(-length // page_tokens) for length in lengths]
@@ -30,11 +32,15 @@ class Case:
         pages = torch.zeros(len(lengths), max(per_sequence), dtype=torch.int32)
         for row, own in zip(pages, order.split(per_sequence)):
             row[: len(own)] = own
-        cache = torch.full((1 + sum(per_sequence), page_tokens, num_groups, 2 * head_dim), 0x7F, dtype=torch.uint8)  # NaN
+        cache = torch.full(
+            (1 + sum(per_sequence), page_tokens, num_groups, 2 * head_dim), 0x7F, dtype=torch.uint8
+        )  # NaN
         for row, length in zip(pages, lengths):
             drawn = 16 * torch.randn(length, num_groups, 2 * head_dim, generator=generator)
             token = torch.arange(length)
-            cache[row[token // page_tokens].long(), token % page_tokens] = drawn.to(torch.float8_e4m3fn).view(torch.uint8)
+            cache[row[token // page_tokens].long(), token % page_tokens] = drawn.to(torch.float8_e4m3fn).view(
+                torch.uint8
+            )
         return cls(
             query=torch.randn(len(lengths), num_heads, head_dim, generator=generator).bfloat16().to(device),
             cache=cache.to(device),

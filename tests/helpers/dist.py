@@ -67,7 +67,9 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, deadline_s: f
             ours, theirs = _context.Pipe(duplex=False)
             stacks = os.path.join(folder, str(rank))
             spec = (rank, world_size, store.port, deadline_s, stacks, os.getcwd())
-            process = _context.Process(target=_rank_main, args=(theirs, spec, fn, args), daemon=not torch.cuda.is_available())
+            process = _context.Process(
+                target=_rank_main, args=(theirs, spec, fn, args), daemon=not torch.cuda.is_available()
+            )
             process.start()
             theirs.close()
             ends[ours] = rank

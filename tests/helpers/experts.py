@@ -23,14 +23,30 @@ _ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
 def build_experts(
-    num_experts: int, hidden: int, features: int, precision: PrecisionConfig, *, kernels: str = "emulated", applies_router_weights: bool = True
+    num_experts: int,
+    hidden: int,
+    features: int,
+    precision: PrecisionConfig,
+    *,
+    kernels: str = "emulated",
+    applies_router_weights: bool = True,
 ) -> Experts | GroupedExperts:
     """BF16 experts of one rank: grouped ones for ``precision.experts = "deep_gemm"``. Weights depend on sizes alone."""
     config = TransformerConfig(
-        num_layers=1, hidden_size=hidden, num_attention_heads=1, num_moe_experts=num_experts, moe_grouped_gemm=True,
-        moe_ffn_hidden_size=features, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, bf16=True,
-        params_dtype=torch.bfloat16, perform_initialization=False, gradient_accumulation_fusion=False,
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=hidden,
+        num_attention_heads=1,
+        num_moe_experts=num_experts,
+        moe_grouped_gemm=True,
+        moe_ffn_hidden_size=features,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+    )
     grouped, recipe = precision.experts == "deep_gemm", make_recipe(precision)
     gemm = on_transformer_engine if kernels == "te" else in_torch
     spec = LinearSpec(recipe, None if grouped else gemm)
@@ -41,7 +57,9 @@ def build_experts(
     kind = partial(Experts, applies_router_weights=applies_router_weights)
     if grouped:
         scales = None if recipe is None else recipe.scales
-        kind = partial(GroupedExperts, wgrad=precision.expert_wgrad, scales=scales, applies_router_weights=applies_router_weights)
+        kind = partial(
+            GroupedExperts, wgrad=precision.expert_wgrad, scales=scales, applies_router_weights=applies_router_weights
+        )
     groups = SimpleNamespace(ep=_ALONE, expt_tp=_ALONE, expt_dp=_ALONE)
     module = kind(num_experts, config, submodules=submodules, pg_collection=groups)
     generator = torch.Generator().manual_seed(1)

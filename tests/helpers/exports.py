@@ -33,8 +33,15 @@ MODELS = {
     ),
     # 96 rows of kv_a_proj_with_mqa fill a part of a block; tensor parallel 2 leaves 64 columns of o_proj.
     "latent": ModelConfig(
-        family="deepseek_v3", ffn_hidden_size=256, num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128,
-        num_shared_experts=2, first_dense_layers=1, head_dim=64, **_COMMON | dict(num_layers=3, num_key_value_heads=4),
+        family="deepseek_v3",
+        ffn_hidden_size=256,
+        num_experts=4,
+        experts_per_token=2,
+        moe_ffn_hidden_size=128,
+        num_shared_experts=2,
+        first_dense_layers=1,
+        head_dim=64,
+        **_COMMON | dict(num_layers=3, num_key_value_heads=4),
         mla=MlaConfig(q_lora_rank=128, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
         router=RouterConfig(score="sigmoid", correction_bias=True),
     ),

@@ -76,9 +76,15 @@ class Buffer:
         return in_rank.sum(0), None, per_expert, in_rank, Event()
 
     def dispatch(
-        self, x: Tensor, handle: Any = None, topk_idx: Tensor | None = None, topk_weights: Tensor | None = None,
-        is_token_in_rank: Tensor | None = None, num_tokens_per_expert: Tensor | None = None, **_: Any,
-    ) -> tuple:  # fmt: skip
+        self,
+        x: Tensor,
+        handle: Any = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        **_: Any,
+    ) -> tuple:
         assert x.is_contiguous()
         if handle is not None:
             rows = [there[places] for there, places in zip(_of_all_ranks(self.group, x), handle, strict=True)]
@@ -88,7 +94,9 @@ class Buffer:
         num_local = len(num_tokens_per_expert) // self.group.size()
         first = num_local * self.group.rank()
         handle, parts = [], []
-        for there, experts, weights, in_rank in _of_all_ranks(self.group, (x, topk_idx, topk_weights, is_token_in_rank)):
+        for there, experts, weights, in_rank in _of_all_ranks(
+            self.group, (x, topk_idx, topk_weights, is_token_in_rank)
+        ):
             places = in_rank[:, self.group.rank()].nonzero().flatten()
             handle.append(places)
             own = experts[places] - first
@@ -111,15 +119,31 @@ class Buffer:
 class HybridEPBuffer:
     """A handle is (for each rank, the tokens that it has sent here, sorted by expert; its experts; tokens per expert)."""
 
-    def __init__(self, *, group: Any, hidden_dim: int, max_num_of_tokens_per_rank: int, num_local_experts: int, use_fp8: bool,
-                 num_sms_preprocessing_api: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        group: Any,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool,
+        num_sms_preprocessing_api: int,
+    ) -> None:
         self.group, self.num_local = group, num_local_experts
 
     def dispatch_with_permute(
-        self, *, hidden: Tensor, scaling_factor: None, routing_map: Tensor | None = None, probs: Tensor | None = None,
-        handle: Any = None, num_of_experts_per_rank: int | None = None, pad_multiple: int | None = None,
-        num_permuted_tokens: Any = None, non_blocking: bool = False,
-    ) -> tuple:  # fmt: skip
+        self,
+        *,
+        hidden: Tensor,
+        scaling_factor: None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        handle: Any = None,
+        num_of_experts_per_rank: int | None = None,
+        pad_multiple: int | None = None,
+        num_permuted_tokens: Any = None,
+        non_blocking: bool = False,
+    ) -> tuple:
         assert pad_multiple is None and not non_blocking
         if handle is None:
             Buffer.calls.append("hybridep")

@@ -131,15 +131,27 @@ def _write(out: Tensor, product: Tensor, accumulate: bool) -> None:
     out.copy_(out + product if accumulate else product)
 
 
-def general_gemm(A, B, out_dtype=None, *, layout="TN", out=None, grad=False, accumulate=False,
-                 use_split_accumulator=False):  # fmt: skip
+def general_gemm(
+    A, B, out_dtype=None, *, layout="TN", out=None, grad=False, accumulate=False, use_split_accumulator=False
+):
     assert use_split_accumulator and out.dtype == out_dtype and grad == (layout != "TN")
     calls["gemm"].append(layout)
     _write(out, _product(A, B, layout), accumulate)
 
 
-def general_grouped_gemm(A, B, out, quantization_params, out_dtype, layout="TN", m_splits=None, grad=False,
-                         accumulate=False, use_split_accumulator=False, single_output=False):  # fmt: skip
+def general_grouped_gemm(
+    A,
+    B,
+    out,
+    quantization_params,
+    out_dtype,
+    layout="TN",
+    m_splits=None,
+    grad=False,
+    accumulate=False,
+    use_split_accumulator=False,
+    single_output=False,
+):
     assert use_split_accumulator and len(A) == len(B) == len(quantization_params) == len(m_splits)
     assert sum(m_splits), "all experts without tokens: the real one has no product to launch"
     calls["gemm"].append(f"grouped {layout}")
@@ -200,12 +212,22 @@ def install(patch: pytest.MonkeyPatch) -> None:
     module(f"{pytorch}.constants", TE_DType=_TE_DTYPE)
     module(f"{pytorch}.tensor")
     module(f"{pytorch}.tensor.float8_blockwise_tensor", Float8BlockQuantizer=Float8BlockQuantizer)
-    module(f"{pytorch}.tensor.float8_tensor", Float8Quantizer=Float8Quantizer,
-           Float8CurrentScalingQuantizer=Float8CurrentScalingQuantizer)  # fmt: skip
-    module("transformer_engine_torch", DType=DType, split_quantize=_split_quantize,
-           multi_tensor_quantize=lambda tensors, quantizers: [q(t) for t, q in zip(tensors, quantizers, strict=True)],
-           fused_multi_row_padding=_padding, fused_multi_row_unpadding=_unpadding,
-           rmsnorm_fwd=_rmsnorm_fwd, rmsnorm_bwd=_rmsnorm_bwd, rmsnorm_bwd_add=_rmsnorm_bwd_add)  # fmt: skip
+    module(
+        f"{pytorch}.tensor.float8_tensor",
+        Float8Quantizer=Float8Quantizer,
+        Float8CurrentScalingQuantizer=Float8CurrentScalingQuantizer,
+    )
+    module(
+        "transformer_engine_torch",
+        DType=DType,
+        split_quantize=_split_quantize,
+        multi_tensor_quantize=lambda tensors, quantizers: [q(t) for t, q in zip(tensors, quantizers, strict=True)],
+        fused_multi_row_padding=_padding,
+        fused_multi_row_unpadding=_unpadding,
+        rmsnorm_fwd=_rmsnorm_fwd,
+        rmsnorm_bwd=_rmsnorm_bwd,
+        rmsnorm_bwd_add=_rmsnorm_bwd_add,
+    )
     for name in ("te_linear", "te_norm"):
         patch.delitem(sys.modules, f"megatron_fp8rl.trainer.{name}", raising=False)
     patch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -4,9 +4,15 @@ from megatron_fp8rl.config import MlaConfig, ModelConfig, RopeScaling, RouterCon
 
 # Three layers, an odd vocabulary, heads unrelated to the hidden size.
 _COMMON = dict(
-    num_layers=3, hidden_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=20, vocab_size=131,
-    ffn_hidden_size=56, max_position_embeddings=64,
-)  # fmt: skip
+    num_layers=3,
+    hidden_size=40,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=20,
+    vocab_size=131,
+    ffn_hidden_size=56,
+    max_position_embeddings=64,
+)
 _MOE = dict(num_experts=6, experts_per_token=3, moe_ffn_hidden_size=24)
 _DEEPSEEK = _COMMON | _MOE | dict(family="deepseek_v3", num_key_value_heads=4, num_shared_experts=2)
 _YARN = RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.3)

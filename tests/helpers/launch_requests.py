@@ -14,6 +14,14 @@ def request(config: str, *words: str, cluster: Cluster = GPU, **changes) -> Requ
     cfg = cli.parse_overrides(cli.load_config(config), list(words))
     values = {"job": "train", "cluster": cluster, "config_name": config, "cfg": cfg, "overrides": words}
     return Request(**values | changes)
+
+
 SMALL = (
-    "--parallel.world_size", "2", "--parallel.expert", "2", "--rollout.placement", "separate", "--rollout.transport"
-)  # fmt: skip
+    "--parallel.world_size",
+    "2",
+    "--parallel.expert",
+    "2",
+    "--rollout.placement",
+    "separate",
+    "--rollout.transport",
+)

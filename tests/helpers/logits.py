@@ -44,9 +44,12 @@ def _pack(sequences: list[torch.Tensor]):
     tokens = torch.cat([torch.nn.functional.pad(s, (0, n - s.numel())) for s, n in zip(sequences, padded)])
     cu_seqlens = torch.tensor([0, *padded]).cumsum(0).int()
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(padded), max_seqlen_kv=max(padded),
-    )  # fmt: skip
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(padded),
+        max_seqlen_kv=max(padded),
+    )
     return tokens, packed
 
 
@@ -62,9 +65,11 @@ def _local_positions(packed, cp_size: int, cp_rank: int) -> torch.Tensor:
 def float32_run(model: ModelConfig, layout: dict, trainer: str = "bf16") -> RunConfig:
     """A run of float32 parameters; with a recipe as ``trainer`` its products are those of FP8 operands."""
     return RunConfig(
-        name="logits", model=model, parallel=ParallelConfig(**layout),
+        name="logits",
+        model=model,
+        parallel=ParallelConfig(**layout),
         precision=PrecisionConfig(trainer=trainer, rollout="bf16", params="fp32"),
-    )  # fmt: skip
+    )
 
 
 def trainer_logits(
@@ -92,10 +97,15 @@ def trainer_logits(
 
     with torch.no_grad():
         outputs = get_forward_backward_func()(
-            forward_step_func=step, data_iterator=[iter(packs) for _ in chunks], model=chunks,
-            num_microbatches=len(packs), seq_length=packs[0][0].numel(), micro_batch_size=1, forward_only=True,
+            forward_step_func=step,
+            data_iterator=[iter(packs) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(packs),
+            seq_length=packs[0][0].numel(),
+            micro_batch_size=1,
+            forward_only=True,
             collect_non_loss_data=True,
-        )  # fmt: skip
+        )
     if not parallel.is_last_stage:
         return None
     whole = []

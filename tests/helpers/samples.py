@@ -25,9 +25,11 @@ def make_sample(
     sampled = zip(completion, logprobs, mask, advantages, strict=True)
     stretches = (Stretch(Row.of_ids((i,)), Row.of_floats((p,)), advantage, flag) for i, p, flag, advantage in sampled)
     return Sample(
-        name=name, environment=environment, stretches=(Stretch(Row.of_ids(prompt)), *stretches),
+        name=name,
+        environment=environment,
+        stretches=(Stretch(Row.of_ids(prompt)), *stretches),
         routed_experts=routed_experts,
-    )  # fmt: skip
+    )
 
 
 def mask_of(sample: Sample) -> list[bool]:

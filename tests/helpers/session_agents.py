@@ -41,7 +41,10 @@ async def endless_by_url(session, row):
     async with openai_client(session) as client:
         while True:
             answer = await client.chat.completions.create(model="any", messages=messages)
-            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "go on"}]
+            messages += [
+                {"role": "assistant", "content": answer.choices[0].message.content},
+                {"role": "user", "content": "go on"},
+            ]
 
 
 async def many(session, row):
@@ -152,9 +155,14 @@ async def misbehaving_client(session, row):
         chat = client.chat.completions.create
         ask = {"model": "any", "messages": list(session.messages)}
         for wrong in (
-            {"n": 2}, {"frequency_penalty": 0.5}, {"response_format": {"type": "json_object"}}, {"max_tokens": -1},
-            {"messages": []}, {"messages": [{"role": "user", "content": 5}]}, {"extra_body": {"min_p": 0.1}},
-        ):  # fmt: skip
+            {"n": 2},
+            {"frequency_penalty": 0.5},
+            {"response_format": {"type": "json_object"}},
+            {"max_tokens": -1},
+            {"messages": []},
+            {"messages": [{"role": "user", "content": 5}]},
+            {"extra_body": {"min_p": 0.1}},
+        ):
             try:
                 await chat(**ask | wrong)
             except openai.BadRequestError as error:

@@ -32,7 +32,12 @@ class Engine:
         self.seeds: list[int] = []
         self.dies_at = -1
         self.sampling = Sampling(
-            temperature=1.0, top_p=1.0, top_k=0, max_tokens=16, stop_token_ids=(TOKENIZER.eos_token_id,), stop_strings=()
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=16,
+            stop_token_ids=(TOKENIZER.eos_token_id,),
+            stop_strings=(),
         )
 
     async def generate(self, prompt, n, seed, *, sampling, store=None):
@@ -45,10 +50,14 @@ class Engine:
         ids = (*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id)
         return [
             Completion(
-                token_ids=ids, rollout_logprobs=tuple(-i / 64 for i in ids), finish_reason="stop",
-                min_version=self.version, max_version=self.version, text=text,
+                token_ids=ids,
+                rollout_logprobs=tuple(-i / 64 for i in ids),
+                finish_reason="stop",
+                min_version=self.version,
+                max_version=self.version,
+                text=text,
             )
-        ]  # fmt: skip
+        ]
 
 
 class Fleet:
@@ -69,16 +78,18 @@ def config(agent: str, **session) -> RunConfig:
     (source,) = cfg.data.environments
     source = replace(source, agent=agent if ":" in agent else f"{AGENTS}:{agent}")
     fields = {"max_tokens": 128, "deadline_s": 30.0} | session
-    return replace(
-        cfg, data=replace(cfg.data, environments=(source,)), session=replace(cfg.session, **fields)
-    )  # fmt: skip
+    return replace(cfg, data=replace(cfg.data, environments=(source,)), session=replace(cfg.session, **fields))
 
 
 def prompt(index: int = 0, text: str = "2+3=", **row) -> Prompt:
     return Prompt(
-        prompt_id=f"chain_sum/{index}", environment="chain_sum", token_ids=tuple(TOKENIZER.encode(text)), text=text,
-        answer="5", metadata=row,
-    )  # fmt: skip
+        prompt_id=f"chain_sum/{index}",
+        environment="chain_sum",
+        token_ids=tuple(TOKENIZER.encode(text)),
+        text=text,
+        answer="5",
+        metadata=row,
+    )
 
 
 def play(cfg: RunConfig, *prompts: Prompt, engines=None, chat: ChatFormat = CHAT) -> list[Rollout]:

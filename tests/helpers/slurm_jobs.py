@@ -11,15 +11,25 @@ from launch.cluster import Cluster
 from launch.spec import JobSpec
 from tests.slurm.slurm_cluster import lines_of
 
-CLUSTER_NAME = "it's a \"big\" cluster.py"
+CLUSTER_NAME = 'it\'s a "big" cluster.py'
 
 
 def cluster_file(folder: Path, **changes) -> Path:
     """A cluster's file whose name and run_root need quotes in a shell."""
-    values = dict(
-        run_root=str(folder / "all runs"), account="research", partition="main", time_limit="00:20:00", gpu=None,
-        gpus_per_node=0, ranks_per_node=1, save_signal_s=60, env={"WITH_QUOTES": "it's \"a b\" $HOME"},
-    ) | changes  # fmt: skip
+    values = (
+        dict(
+            run_root=str(folder / "all runs"),
+            account="research",
+            partition="main",
+            time_limit="00:20:00",
+            gpu=None,
+            gpus_per_node=0,
+            ranks_per_node=1,
+            save_signal_s=60,
+            env={"WITH_QUOTES": 'it\'s "a b" $HOME'},
+        )
+        | changes
+    )
     fields = ",\n    ".join(f"{name}={value!r}" for name, value in values.items())
     path = folder / CLUSTER_NAME
     path.write_text(f"from launch.cluster import Cluster\n\nCLUSTER = Cluster(\n    {fields},\n)\n")
@@ -33,9 +43,16 @@ def run_dir(folder: Path, name: str = "tiny_qwen3_moe") -> Path:
 def ci_cluster(**changes) -> Cluster:
     """The test cluster, as a cluster's file describes it."""
     values = dict(
-        account="research", partition="main", time_limit="00:10:00", gpu=None, gpus_per_node=0, ranks_per_node=2,
-        save_signal_s=60, max_restarts=3, env={"TORCHDYNAMO_DISABLE": "1"},
-    )  # fmt: skip
+        account="research",
+        partition="main",
+        time_limit="00:10:00",
+        gpu=None,
+        gpus_per_node=0,
+        ranks_per_node=2,
+        save_signal_s=60,
+        max_restarts=3,
+        env={"TORCHDYNAMO_DISABLE": "1"},
+    )
     return Cluster(**(values | changes))
 
 

@@ -36,9 +36,7 @@ class Client:
         self.prompts: list[int] = []
         self.gate = asyncio.Event()
         self.gate.set()
-        self.sampling = Sampling(
-            temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), stop_strings=()
-        )
+        self.sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), stop_strings=())
 
     async def generate(self, prompt, n, seed, *, sampling=None, store=None) -> list[Completion]:
         self.num_running += n
@@ -86,7 +84,6 @@ class Fleet:
             function()
 
         self.sync(run(), 60.0)
-
 
     def turn(self) -> None:
         """Let the loop do what it has to do."""

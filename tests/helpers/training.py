@@ -101,7 +101,10 @@ def make_samples(num: int = 8, *, length: int | None = None, seed: int = 5) -> l
             Sample(
                 name=f"sample{index}",
                 environment="test",
-                stretches=(Stretch(ids[:num_prompt]), Stretch(ids[num_prompt:], Row.of_floats(rollout), advantage, True)),
+                stretches=(
+                    Stretch(ids[:num_prompt]),
+                    Stretch(ids[num_prompt:], Row.of_floats(rollout), advantage, True),
+                ),
             )
         )
     return samples

@@ -23,7 +23,9 @@ class ProductTasks(vf.Taskset[ProductTask]):
     def load(self):
         problems = map(Products().make_problem, range(4096))
         return [
-            ProductTask(ProductData(prompt=one.question, answer=one.answer, result=one.metadata["result"]), self.config.task)
+            ProductTask(
+                ProductData(prompt=one.question, answer=one.answer, result=one.metadata["result"]), self.config.task
+            )
             for one in problems
         ]
 
@@ -49,9 +51,12 @@ def tiny_products():
     cfg, door = tiny_calculator(), "megatron_fp8rl.envs.libraries.verifiers_door"
     (source,) = cfg.data.environments
     source = replace(
-        source, dataset=f"env:{door}:Tasks", options={"taskset": __file__},
-        agent=f"{door}:rollout", agent_options={"taskset": __file__, "env": "verifiers_products"},
-    )  # fmt: skip
+        source,
+        dataset=f"env:{door}:Tasks",
+        options={"taskset": __file__},
+        agent=f"{door}:rollout",
+        agent_options={"taskset": __file__, "env": "verifiers_products"},
+    )
     return replace(cfg, name="tiny_products", data=replace(cfg.data, environments=(source,)))
 
 

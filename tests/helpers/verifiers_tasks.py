@@ -16,7 +16,9 @@ class SumTask(vf.Task[SumData]):
 class Sums(vf.Taskset[SumTask]):
     def load(self):
         return [
-            SumTask(SumData(prompt=f"{a}+{b}=", answer=str(a + b)), self.config.task) for a in range(9) for b in range(9)
+            SumTask(SumData(prompt=f"{a}+{b}=", answer=str(a + b)), self.config.task)
+            for a in range(9)
+            for b in range(9)
         ]
 
 

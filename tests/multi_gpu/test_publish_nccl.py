@@ -43,15 +43,31 @@ def _cfg(num_trainers: int, engine: dict[str, int]) -> RunConfig:
 
     cfg = tiny.tiny_qwen3_moe()
     model = replace(
-        cfg.model, hidden_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2, moe_ffn_hidden_size=512,
+        cfg.model,
+        hidden_size=512,
+        head_dim=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_ffn_hidden_size=512,
         max_position_embeddings=512,
-    )  # fmt: skip
+    )
     rollout = replace(
-        cfg.rollout, max_prompt_tokens=64, max_completion_tokens=32, max_num_sequences=8, enforce_eager=False,
-        torch_compile=False, kv_cache_bytes=256 << 20, gpu_memory_utilization=0.2, start_deadline_s=110.0,
-        request_deadline_s=30.0, update_deadline_s=60.0, bucket_bytes=2 << 20, placement="separate",
-        record_routed_experts=False, **engine,
-    )  # fmt: skip
+        cfg.rollout,
+        max_prompt_tokens=64,
+        max_completion_tokens=32,
+        max_num_sequences=8,
+        enforce_eager=False,
+        torch_compile=False,
+        kv_cache_bytes=256 << 20,
+        gpu_memory_utilization=0.2,
+        start_deadline_s=110.0,
+        request_deadline_s=30.0,
+        update_deadline_s=60.0,
+        bucket_bytes=2 << 20,
+        placement="separate",
+        record_routed_experts=False,
+        **engine,
+    )
     name = f"publish_ep{engine.get('expert', 1)}"
     return replace(cfg, name=name, model=model, parallel=ParallelConfig(world_size=num_trainers), rollout=rollout)
 

@@ -77,7 +77,7 @@ def slurm(slurm_session: SlurmCluster) -> Iterator[SlurmCluster]:
 @pytest.fixture
 def folder(slurm: SlurmCluster, request: pytest.FixtureRequest) -> Path:
     """An empty folder for one test that all nodes see. Its name needs quotes in a shell, as folders of users do."""
-    path = slurm.shared / f"{request.node.name[:60]} it's \"here\""
+    path = slurm.shared / f'{request.node.name[:60]} it\'s "here"'
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path

@@ -14,7 +14,7 @@ from slurm_cluster import SlurmCluster, logs_of
 from launch.spec import JobSpec, Role, log_file
 from tests.helpers.slurm_jobs import ci_cluster, nodes_of, program, submit
 
-QUOTED = "it's \"two words\" $HOME `id` \\ * ;"
+QUOTED = 'it\'s "two words" $HOME `id` \\ * ;'
 RANKS = """
     import os, sys
     import torch.distributed as dist
@@ -126,7 +126,9 @@ def test_a_request_to_save_queues_the_job_again_and_it_goes_on(slurm: SlurmClust
 
 def test_nodes_follow_their_switches(slurm: SlurmCluster, folder: Path):
     """Stages of a pipeline on neighbouring nodes of the job are on one switch: names alone would alternate."""
-    task = Role(name="task", kind="command", nodes=(0, 1, 2, 3), command=("-c", "import os; print('ON', os.uname().nodename)"))
+    task = Role(
+        name="task", kind="command", nodes=(0, 1, 2, 3), command=("-c", "import os; print('ON', os.uname().nodename)")
+    )
     job = submit(JobSpec(name="switches", run_dir=str(folder), nodes=4, roles=(task,)), ci_cluster())
     assert slurm.wait(job) == "COMPLETED", logs_of(folder)
     logs = [log_file(folder, "task", node).read_text() for node in range(4)]
@@ -139,7 +141,9 @@ def test_a_server_that_is_killed_is_started_again_on_its_node_and_the_job_goes_o
     begun = lambda: steps(folder) >= 3 and log.exists() and "serving\n" in log.read_text()  # noqa: E731
     slurm.until(begun, "three steps and the server", 300, lambda: logs_of(folder))
     node = nodes_of(slurm, job)[1]
-    slurm.command("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", node, "pkill", "-9", "-f", "print.'serving'")
+    slurm.command(
+        "srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", node, "pkill", "-9", "-f", "print.'serving'"
+    )
     slurm.until(lambda: log.read_text().count("serving\n") == 2, "its restart", 300, lambda: logs_of(folder))
     assert "incarnation 1, node 1" in log.read_text()
     then = steps(folder)

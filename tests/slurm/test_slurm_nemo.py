@@ -34,25 +34,39 @@ def test_an_executor_of_nemo_run_queues_the_job_and_its_commands_know_it(slurm: 
     folder = slurm.shared / f"nemo {time.time_ns()}"  # nemo-run's own home has no blank: it does not quote it
     home = slurm.shared / f"nemo-home-{time.time_ns()}"
     folder.mkdir(parents=True)
-    environment = slurm.environment | {"NEMORUN_HOME": str(home), "PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "200"}
+    environment = slurm.environment | {
+        "NEMORUN_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        "TERM": "dumb",
+        "COLUMNS": "200",
+    }
 
     def run(*words: str) -> str:
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
-                              stdin=subprocess.DEVNULL)  # fmt: skip
+        done = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     name = run(sys.executable, "-c", PROGRAM, str(folder)).rpartition("ID ")[2].split()[0]
     nemo = os.path.join(os.path.dirname(sys.executable), "nemo")
     run_dir = folder / "runs" / "by nemo"
-    slurm.until((run_dir / "warm_start" / "done.json").exists, "the run's end", 300, lambda: logs_of(folder) + logs_of(home))
+    slurm.until(
+        (run_dir / "warm_start" / "done.json").exists, "the run's end", 300, lambda: logs_of(folder) + logs_of(home)
+    )
     slurm.until(lambda: not slurm.command("squeue", "-h"), "an empty queue", 120)
     status = run(nemo, "experiment", "status", name)
     assert "SUCCEEDED" in status, status
-    assert "warm start" in run(nemo, "experiment", "logs", name, "0") or "trainer" in run(nemo, "experiment", "logs", name, "0")
+    assert "warm start" in run(nemo, "experiment", "logs", name, "0") or "trainer" in run(
+        nemo, "experiment", "logs", name, "0"
+    )
     ours = slurm.launch("status", run_dir)
     assert ours.status == 0 and ": COMPLETED, 1 node(s)" in ours.stdout, ours.output
     assert len(lines_of(run_dir / "warm_start" / "metrics.jsonl")) == 4
-    holders = [path for path in [*folder.rglob("*"), *home.rglob("*")] if path.is_file() and b"s3cret" in path.read_bytes()]
-    assert [path.name for path in holders] == ["job.json"] and json.loads(holders[0].read_text())["env"]["WANDB_API_KEY"]
+    holders = [
+        path for path in [*folder.rglob("*"), *home.rglob("*")] if path.is_file() and b"s3cret" in path.read_bytes()
+    ]
+    assert [path.name for path in holders] == ["job.json"] and json.loads(holders[0].read_text())["env"][
+        "WANDB_API_KEY"
+    ]
     assert holders[0].stat().st_mode & 0o777 == 0o600

@@ -15,10 +15,21 @@ from tests.helpers.slurm_jobs import cluster_file, run_dir
 
 REWARD = "def digits(completion, answer):\n    return {'letters': len(set(completion)) / 10, 'at_launch': 1.0}\n"
 SHORT = (
-    "--num_steps", "2", "--rollout.prompts_per_step", "4", "--rollout.completions_per_prompt", "2",
-    "--rollout.max_prompt_tokens", "64", "--rollout.max_completion_tokens", "8", "--checkpoint.export_hf", "False",
-    "--observe.eval_prompts", "0",
-)  # fmt: skip
+    "--num_steps",
+    "2",
+    "--rollout.prompts_per_step",
+    "4",
+    "--rollout.completions_per_prompt",
+    "2",
+    "--rollout.max_prompt_tokens",
+    "64",
+    "--rollout.max_completion_tokens",
+    "8",
+    "--checkpoint.export_hf",
+    "False",
+    "--observe.eval_prompts",
+    "0",
+)
 
 
 def test_what_a_user_brings_travels_with_the_job(slurm_session: SlurmCluster):

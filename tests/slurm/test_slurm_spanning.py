@@ -16,10 +16,24 @@ from tests.helpers.slurm_jobs import cluster_file, last_step, nodes_of, run_dir
 
 START_S = 420.0  # until a first step: imports, a warm start, an engine
 CONFIG = (
-    "tiny_qwen3_moe", "--rollout.placement", "separate", "--rollout.tensor", "2", "--rollout.transport", "gloo",
-    "--observe.eval_prompts", "8", "--rollout.prompts_per_step", "16", "--data.sft_steps", "4",
-    "--checkpoint.every_steps", "2", "--optim.decay", "constant",
-)  # fmt: skip
+    "tiny_qwen3_moe",
+    "--rollout.placement",
+    "separate",
+    "--rollout.tensor",
+    "2",
+    "--rollout.transport",
+    "gloo",
+    "--observe.eval_prompts",
+    "8",
+    "--rollout.prompts_per_step",
+    "16",
+    "--data.sft_steps",
+    "4",
+    "--checkpoint.every_steps",
+    "2",
+    "--optim.decay",
+    "constant",
+)
 
 
 def begin(slurm: SlurmCluster, folder: Path) -> tuple[str, Path, list[str]]:
@@ -63,8 +77,9 @@ def test_an_engine_that_loses_a_part_comes_back_as_a_whole(slurm: SlurmCluster, 
         return json.loads((run / "launch" / f"{job}.0" / "role-rollout-0.node2.json").read_text())
 
     before = json.loads(endpoint.read_text())
-    slurm.command("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", hosts[2],
-                  "pkill", "-9", "-P", str(part()["pid"]))  # fmt: skip
+    slurm.command(
+        "srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", hosts[2], "pkill", "-9", "-P", str(part()["pid"])
+    )
     until(lambda: part()["incarnation"] == 1, "the second part to be started again", 300)
 
     def is_back() -> bool:
@@ -79,4 +94,3 @@ def test_an_engine_that_loses_a_part_comes_back_as_a_whole(slurm: SlurmCluster, 
     for node in (1, 2):
         log = (run / "logs" / f"rollout-0.node{node}.log").read_text()
         assert log.count("=== job") == 2 and "incarnation 1, " in log, log
-

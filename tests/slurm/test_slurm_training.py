@@ -21,12 +21,28 @@ START_S = 420.0  # until a first step: imports, a warm start, an engine
 RUN_S = 420.0
 NUM_STEPS = 8
 CONFIG = (
-    "tiny_qwen3_moe", "--parallel.world_size", "2", "--parallel.expert", "2",
-    "--rollout.placement", "separate", "--rollout.transport", "gloo",
-    "--observe.eval_prompts", "8", "--rollout.prompts_per_step", "16", "--data.sft_steps", "20",
-    "--checkpoint.every_steps", "2", "--checkpoint.keep", "10",
-    "--optim.decay", "constant",  # each step changes the weights, the last one too
-)  # fmt: skip
+    "tiny_qwen3_moe",
+    "--parallel.world_size",
+    "2",
+    "--parallel.expert",
+    "2",
+    "--rollout.placement",
+    "separate",
+    "--rollout.transport",
+    "gloo",
+    "--observe.eval_prompts",
+    "8",
+    "--rollout.prompts_per_step",
+    "16",
+    "--data.sft_steps",
+    "20",
+    "--checkpoint.every_steps",
+    "2",
+    "--checkpoint.keep",
+    "10",
+    "--optim.decay",
+    "constant",  # each step changes the weights, the last one too
+)
 CURVE = ("reward/score/mean", "train/loss/mean", "train/grad_norm/max", "mismatch/abs_logprob_diff/mean")
 
 
@@ -40,7 +56,7 @@ def begin(slurm: SlurmCluster, folder: Path, *words: str | Path) -> tuple[str, P
 
 @pytest.fixture(scope="module")
 def shared_folder(slurm_session: SlurmCluster) -> Path:
-    path = slurm_session.shared / f"training it's \"here\" {time.time_ns()}"
+    path = slurm_session.shared / f'training it\'s "here" {time.time_ns()}'
     path.mkdir(parents=True)
     return path
 
@@ -80,9 +96,17 @@ def test_saved_by_request_and_cut_off_by_a_lost_node_the_curve_is_that_of_one_go
     slurm: SlurmCluster, uninterrupted: Path, shared_folder: Path, record_property: Callable
 ):
     job, run = begin(
-        slurm, shared_folder, "--job", "rl", "--model.hf_path", uninterrupted / "warm_start" / "hf",
-        "--name", "in three parts", "--num_steps", str(NUM_STEPS),
-    )  # fmt: skip
+        slurm,
+        shared_folder,
+        "--job",
+        "rl",
+        "--model.hf_path",
+        uninterrupted / "warm_start" / "hf",
+        "--name",
+        "in three parts",
+        "--num_steps",
+        str(NUM_STEPS),
+    )
     slurm.until(lambda: last_step(run) >= 2, "two steps", START_S, lambda: logs_of(run), job)
     slurm.command("scancel", "--signal=USR1", job)  # what Slurm sends save_signal_s before the limit
     slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be queued again", 300, lambda: logs_of(run))
@@ -116,14 +140,34 @@ def test_a_lost_replica_comes_back_with_the_current_weights_while_training_goes_
     slurm: SlurmCluster, uninterrupted: Path, shared_folder: Path
 ):
     job, run = begin(
-        slurm, shared_folder, "--job", "rl", "--model.hf_path", uninterrupted / "warm_start" / "hf",
-        "--name", "replica lost", "--num_steps", "100000", "--rollout.num_replicas", "2",
-    )  # fmt: skip
+        slurm,
+        shared_folder,
+        "--job",
+        "rl",
+        "--model.hf_path",
+        uninterrupted / "warm_start" / "hf",
+        "--name",
+        "replica lost",
+        "--num_steps",
+        "100000",
+        "--rollout.num_replicas",
+        "2",
+    )
     slurm.until(lambda: last_step(run) >= 2, "two steps", START_S, lambda: logs_of(run), job)
     endpoint = run / "replicas" / "rollout-1.json"
     before = json.loads(endpoint.read_text())
-    slurm.command("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", nodes_of(slurm, job)[3],
-                  "kill", "-9", str(before["pid"]))  # fmt: skip
+    slurm.command(
+        "srun",
+        f"--jobid={job}",
+        "--overlap",
+        "-N1",
+        "-n1",
+        "-w",
+        nodes_of(slurm, job)[3],
+        "kill",
+        "-9",
+        str(before["pid"]),
+    )
     step = last_step(run)
     slurm.until(lambda: last_step(run) >= step + 3, "three steps without it", 300, lambda: logs_of(run), job)
 
@@ -157,9 +201,23 @@ def test_a_lost_replica_comes_back_with_the_current_weights_while_training_goes_
 @pytest.mark.long
 def test_a_sweep_is_a_job_for_each_value_with_a_table_of_its_runs(slurm: SlurmCluster, folder: Path):
     launched = slurm.launch(
-        "tiny_qwen3_moe", "--cluster", cluster_file(folder), "--job", "sft", "--over", "seed", "1", "2",
-        "--name", "two seeds", "--data.sft_steps", "4", "--rollout.transport", "auto", "--wait",
-    )  # fmt: skip
+        "tiny_qwen3_moe",
+        "--cluster",
+        cluster_file(folder),
+        "--job",
+        "sft",
+        "--over",
+        "seed",
+        "1",
+        "2",
+        "--name",
+        "two seeds",
+        "--data.sft_steps",
+        "4",
+        "--rollout.transport",
+        "auto",
+        "--wait",
+    )
     swept = run_dir(folder, "two seeds_sweep")
     assert launched.status == 0 and launched.stdout.count(": COMPLETED") == 2, launched.output + logs_of(swept)
     table = slurm.command(sys.executable, "-m", "launch.sweep", swept)

@@ -187,7 +187,16 @@ def test_configuration_needs_no_torch():
 
 
 def test_words_that_were_parsed_once_say_the_same_of_other_configurations():
-    words = ["--optim.lr", "3e-4", "--rollout.stop_token_ids", "7", "8", "--num_steps=9", "--data.environments.0.options.x", "2"]
+    words = [
+        "--optim.lr",
+        "3e-4",
+        "--rollout.stop_token_ids",
+        "7",
+        "8",
+        "--num_steps=9",
+        "--data.environments.0.options.x",
+        "2",
+    ]
     override = cli.overriding(words)
     first, second = cli.load_config("tiny_qwen3"), cli.load_config("tiny_qwen3_moe")
     for cfg in (first, second, first):

@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE = re.compile(r"\(`(\w+)`(?:, run ([A-Z]+))?\)$")
-FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?= (?:and \d[\d.,]* )?(?:s|ms|GB|nats|tokens/s)\b|x\b|\)| sampled)")
+FIGURE = re.compile(
+    r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?= (?:and \d[\d.,]* )?(?:s|ms|GB|nats|tokens/s)\b|x\b|\)| sampled)"
+)
 
 
 def claims() -> list[tuple[str, str, str | None]]:

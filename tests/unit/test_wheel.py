@@ -21,7 +21,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0"):
+    for name in subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(
+        b"\0"
+    ):
         path = ROOT / name.decode()
         if name and path.is_file() and name.decode().split("/")[0] not in ("tests", "docs", "benchmarks"):
             (source / name.decode()).parent.mkdir(parents=True, exist_ok=True)
@@ -49,9 +51,13 @@ def test_nothing_at_the_top_has_a_name_that_others_use(installed: Path):
 def test_the_users_path_works_from_an_empty_folder(installed: Path, tmp_path: Path):
     tools = installed / "bin"
     python = (sys.executable,)
-    assert "This run can work" in run(installed, tmp_path, *python, tools / "megatron-fp8rl", "doctor", "tiny_qwen3", "--gpu", "h200")
+    assert "This run can work" in run(
+        installed, tmp_path, *python, tools / "megatron-fp8rl", "doctor", "tiny_qwen3", "--gpu", "h200"
+    )
     assert "tiny_qwen3_moe" in run(installed, tmp_path, *python, "-m", "megatron_fp8rl", "train", "--help")
-    shown = run(installed, tmp_path, *python, tools / "megatron-fp8rl-launch", "tiny_qwen3", "--cluster", "local", "--dry-run")
+    shown = run(
+        installed, tmp_path, *python, tools / "megatron-fp8rl-launch", "tiny_qwen3", "--cluster", "local", "--dry-run"
+    )
     assert f"run folder {tmp_path}/runs/tiny_qwen3" in shown
     assert "hf_to_fp8" in run(installed, tmp_path, *python, tools / "megatron-fp8rl-checkpoints", "--help")
 
@@ -68,4 +74,6 @@ def test_a_program_has_one_module_under_both_names(installed: Path, tmp_path: Pa
         "slurm.copy_code(Path('code'))\n"
     )
     assert run(installed, tmp_path, sys.executable, "-c", program).startswith(str(installed))
-    assert (tmp_path / "code" / "launch" / "agent.py").is_file() and (tmp_path / "code" / "megatron_fp8rl" / "cli.py").is_file()
+    assert (tmp_path / "code" / "launch" / "agent.py").is_file() and (
+        tmp_path / "code" / "megatron_fp8rl" / "cli.py"
+    ).is_file()

@@ -53,9 +53,14 @@ class Tasks:
 
 
 async def rollout(
-    session: AgentSession, row: Mapping[str, Any], *, taskset: str, options: Mapping[str, Any] | None = None,
-    env: str = "", env_options: Mapping[str, Any] | None = None,
-) -> dict[str, float]:  # fmt: skip
+    session: AgentSession,
+    row: Mapping[str, Any],
+    *,
+    taskset: str,
+    options: Mapping[str, Any] | None = None,
+    env: str = "",
+    env_options: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
     """One episode of ``taskset`` with its ``options`` in the environment ``env`` with its own: by default one agent.
 
     The reward is that of its trainable traces, their named rewards are its parts.
@@ -117,7 +122,9 @@ async def _start(taskset: str, options: Options, env: str, env_options: Options)
     name = _name(taskset)
     declared = env_config_type(name, env).model_fields
     os.environ[_KEY] = "that of the session is in each request"
-    sys.modules[_CHAT] = await asyncio.to_thread(importlib.import_module, "megatron_fp8rl.envs.libraries.verifiers_chat")
+    sys.modules[_CHAT] = await asyncio.to_thread(
+        importlib.import_module, "megatron_fp8rl.envs.libraries.verifiers_chat"
+    )
     local, given = {"harness": {"id": _CHAT}, "runtime": {"type": "subprocess"}}, dict(env_options)
     roles = {role: local | given.pop(role, {}) for role, one in declared.items() if one.annotation is AgentConfig}
     fields = {"id": env, "taskset": {"id": name, **dict(options)}, **roles, **given}

@@ -19,9 +19,13 @@ from megatron_fp8rl.types import Prompt
 Reward = Callable[[Sequence[Prompt], Sequence[str]], list[Any]]  # a number or dict of numbers of each completion
 
 _COMPARISONS = {
-    "exact": answers.exact, "number": answers.number, "choice": answers.choice, "math": answers.math,
-    "format": answers.matches, "length": answers.length,
-}  # fmt: skip
+    "exact": answers.exact,
+    "number": answers.number,
+    "choice": answers.choice,
+    "math": answers.math,
+    "format": answers.matches,
+    "length": answers.length,
+}
 _OTHERS = {"code": programs.code, "judge": judge.judge, "model": scalar.model}
 BUILT_IN = (*_COMPARISONS, *_OTHERS)
 

@@ -26,9 +26,16 @@ _WAIT_S = 0.5  # before the first retry; doubled for each further one
 
 
 def judge(
-    *, url: str, model: str, rubric: str = _RUBRIC, highest: float = 1.0, key_env: str = "", num_retries: int = 3,
-    deadline_s: float = 20.0, max_tokens: int = 64,
-) -> Callable[[Prompt, str], float]:  # fmt: skip
+    *,
+    url: str,
+    model: str,
+    rubric: str = _RUBRIC,
+    highest: float = 1.0,
+    key_env: str = "",
+    num_retries: int = 3,
+    deadline_s: float = 20.0,
+    max_tokens: int = 64,
+) -> Callable[[Prompt, str], float]:
     """``url`` ends before /chat/completions, as in ``http://host:8000/v1``. Fields of ``rubric``: prompt, completion,
     answer, highest. ``key_env``: the variable with the key.
 
@@ -39,7 +46,9 @@ def judge(
     try:
         rubric.format(prompt="", completion="", answer="", highest=highest)
     except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(f"rubric: unknown field {error!r}; it may use prompt, completion, answer and highest") from error
+        raise ValueError(
+            f"rubric: unknown field {error!r}; it may use prompt, completion, answer and highest"
+        ) from error
     headers = {"Content-Type": "application/json"}
     if key_env:
         headers["Authorization"] = f"Bearer {os.environ[key_env]}"

@@ -41,9 +41,13 @@ print(given["word"], passed)
 
 
 def code(
-    *, tests: str = "", all_or_nothing: bool = True, max_tests: int = 16, case_deadline_s: float = 6.0,
+    *,
+    tests: str = "",
+    all_or_nothing: bool = True,
+    max_tests: int = 16,
+    case_deadline_s: float = 6.0,
     memory_bytes: int = 1 << 30,
-) -> Callable[[Prompt, str], float]:  # fmt: skip
+) -> Callable[[Prompt, str], float]:
     """``tests``: the column; "" finds it. ``case_deadline_s``: of all statements together, or of one case of input."""
     sandbox.require()
     limits = sandbox.Limits(memory_bytes=memory_bytes, cpu_s=max(1, round(case_deadline_s) + 1))

@@ -27,10 +27,19 @@ _WAIT_S = 0.5
 
 
 def model(
-    *, folder: str = "", url: str = "", name: str = "", key_env: str = "", precision: Literal["bf16", "fp8"] = "bf16",
-    gpus: str = "", memory_share: float = 0.85, max_tokens: int | None = None, reasoning: bool = False,
-    scale: float = 1.0, deadline_s: float = 20.0,
-) -> Callable[[Prompt, str], float]:  # fmt: skip
+    *,
+    folder: str = "",
+    url: str = "",
+    name: str = "",
+    key_env: str = "",
+    precision: Literal["bf16", "fp8"] = "bf16",
+    gpus: str = "",
+    memory_share: float = 0.85,
+    max_tokens: int | None = None,
+    reasoning: bool = False,
+    scale: float = 1.0,
+    deadline_s: float = 20.0,
+) -> Callable[[Prompt, str], float]:
     """One of ``folder``, a Hugging Face model with one label, and ``url``, as in ``http://host:8000``.
 
     With ``folder``: ``precision`` "fp8" lets vLLM quantize it; ``gpus`` are those of its server, by default the first

@@ -78,9 +78,7 @@ def _map_of(address: int, num_rows: int, num_columns: int, tile_rows: int) -> _M
     sizes, stride = (ctypes.c_uint64 * 2)(num_columns, num_rows), (ctypes.c_uint64 * 1)(num_columns)
     tile, steps = (ctypes.c_uint32 * 2)(BLOCK, tile_rows), (ctypes.c_uint32 * 2)(1, 1)
     bytes_type, plain, swizzle_128, fetch_256, zeros = 0, 0, 3, 3, 0  # enum values of the CUDA driver
-    status = _encoder()(
-        place, bytes_type, 2, address, sizes, stride, tile, steps, plain, swizzle_128, fetch_256, zeros
-    )  # fmt: skip
+    status = _encoder()(place, bytes_type, 2, address, sizes, stride, tile, steps, plain, swizzle_128, fetch_256, zeros)
     if status:
         raise RuntimeError(
             f"CUDA cannot create a tensor map for the matrix [{num_rows}, {num_columns}] at {address:#x}: "
@@ -139,10 +137,21 @@ def multiply_rows(
     (num_experts, num_columns, depth), num_rows = w.shape, len(x)
     with torch.cuda.device_of(x):
         _multiply_rows(x.device.index)(
-            _map_of(x.data_ptr(), num_rows, depth, BLOCK), x_scale,
-            _map_of(w.data_ptr(), num_experts * num_columns, depth, _WIDTH // 2), w_scale,
-            offsets, experts, rows, probs, out, num_experts, num_rows, num_columns, depth, *w_scale.stride()[1:],
-        )  # fmt: skip
+            _map_of(x.data_ptr(), num_rows, depth, BLOCK),
+            x_scale,
+            _map_of(w.data_ptr(), num_experts * num_columns, depth, _WIDTH // 2),
+            w_scale,
+            offsets,
+            experts,
+            rows,
+            probs,
+            out,
+            num_experts,
+            num_rows,
+            num_columns,
+            depth,
+            *w_scale.stride()[1:],
+        )
 
 
 def swiglu_backward(

@@ -88,9 +88,15 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor
     if num_rows:
         with torch.cuda.device_of(x_TH):
             _rms_norm[(num_rows,)](
-                x_TH, weight_H, out, scales_T, num_columns, eps,
-                BLOCK=_NORM_BLOCK, num_warps=_NORM_WARPS,
-            )  # fmt: skip
+                x_TH,
+                weight_H,
+                out,
+                scales_T,
+                num_columns,
+                eps,
+                BLOCK=_NORM_BLOCK,
+                num_warps=_NORM_WARPS,
+            )
     return out, scales_T
 
 
@@ -101,9 +107,17 @@ def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     if num_rows:
         with torch.cuda.device_of(x_TK):
             _product[(triton.cdiv(num_rows, _TILE), triton.cdiv(num_outputs, _TILE))](
-                x_TK, weight_NK, out, num_rows, num_outputs, x_TK.shape[1],
-                TILE=_TILE, TERMS=_TERMS, num_warps=_PRODUCT_WARPS, num_stages=_PRODUCT_STAGES,
-            )  # fmt: skip
+                x_TK,
+                weight_NK,
+                out,
+                num_rows,
+                num_outputs,
+                x_TK.shape[1],
+                TILE=_TILE,
+                TERMS=_TERMS,
+                num_warps=_PRODUCT_WARPS,
+                num_stages=_PRODUCT_STAGES,
+            )
     return out
 
 

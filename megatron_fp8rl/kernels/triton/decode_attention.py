@@ -145,7 +145,12 @@ def decode(
     """
     num_sequences, num_heads, head_dim = query.shape
     group = num_heads // cache.shape[2]
-    if head_dim not in HEAD_DIMS or not 0 < group <= MAX_GROUP or not out.is_contiguous() or query.stride(1) != head_dim:
+    if (
+        head_dim not in HEAD_DIMS
+        or not 0 < group <= MAX_GROUP
+        or not out.is_contiguous()
+        or query.stride(1) != head_dim
+    ):
         raise ValueError(f"queries {list(query.shape)} over a cache {list(cache.shape)}: not supported by this kernel")
     if num_sequences == 0:
         return

@@ -22,9 +22,20 @@ _BLOCK = 4096  # logits of a token that are read at a time
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _sum_rows(
-    logits, max_n, targets, exp_sums, others, num_tokens, num_columns, stride, first_token, temperature,
-    DIVIDE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    logits,
+    max_n,
+    targets,
+    exp_sums,
+    others,
+    num_tokens,
+    num_columns,
+    stride,
+    first_token,
+    temperature,
+    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """Program t: the sum of exponentials of token t, and the other two values in rows 0 and 1 of ``others`` [2, n]."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride
@@ -49,9 +60,20 @@ def _sum_rows(
 
 @triton.jit
 def _gradient(
-    logits, targets, log_norm, entropy, grad_logprobs, grad_entropy, num_columns, first_token, temperature,
-    ENTROPY: tl.constexpr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    log_norm,
+    entropy,
+    grad_logprobs,
+    grad_entropy,
+    num_columns,
+    first_token,
+    temperature,
+    ENTROPY: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
     """Program (t, b) turns block b of the logits of token t into their gradient."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -82,9 +104,21 @@ def sums(
     others = torch.empty(2, num, dtype=torch.float32, device=logits_nV.device)
     with torch.cuda.device_of(logits_nV):
         _sum_rows[(num,)](
-            logits_nV, max_n, targets_n.contiguous(), exp_sums, others, num, num_columns, logits_nV.stride(0),
-            first_token, float(temperature), DIVIDE=temperature != 1, BLOCK=_BLOCK, UNIT=UNIT, num_warps=8,
-        )  # fmt: skip
+            logits_nV,
+            max_n,
+            targets_n.contiguous(),
+            exp_sums,
+            others,
+            num,
+            num_columns,
+            logits_nV.stride(0),
+            first_token,
+            float(temperature),
+            DIVIDE=temperature != 1,
+            BLOCK=_BLOCK,
+            UNIT=UNIT,
+            num_warps=8,
+        )
     return exp_sums, others
 
 
@@ -104,8 +138,16 @@ def gradient(
     rows = [log_norm, entropy, grad_logprobs, grad_logprobs if grad_entropy is None else grad_entropy]
     with torch.cuda.device_of(logits_nV):
         _gradient[(num, triton.cdiv(num_columns, _BLOCK))](
-            logits_nV, targets_n.contiguous(), *(row.float().contiguous() for row in rows),
-            num_columns, first_token, float(temperature),
-            ENTROPY=grad_entropy is not None, DIVIDE=temperature != 1, BLOCK=_BLOCK, HARDWARE=HARDWARE, num_warps=8,
-        )  # fmt: skip
+            logits_nV,
+            targets_n.contiguous(),
+            *(row.float().contiguous() for row in rows),
+            num_columns,
+            first_token,
+            float(temperature),
+            ENTROPY=grad_entropy is not None,
+            DIVIDE=temperature != 1,
+            BLOCK=_BLOCK,
+            HARDWARE=HARDWARE,
+            num_warps=8,
+        )
     return logits_nV

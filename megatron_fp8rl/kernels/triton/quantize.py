@@ -245,7 +245,13 @@ def quantize_weights(weights_ENK: Tensor, scales: Scales) -> tuple[Tensor, Tenso
     scale = torch.empty(num_matrices, num_rows // BLOCK, num_columns // BLOCK, device=weights_ENK.device)
     with torch.cuda.device_of(weights_ENK):
         _quantize_weights[(scale.numel(),)](
-            weights_ENK, data.view(torch.uint8), scale.view(torch.int32), num_rows, num_columns,
-            POW2=scales == "pow2", HARDWARE=HARDWARE, num_warps=8,
-        )  # fmt: skip
+            weights_ENK,
+            data.view(torch.uint8),
+            scale.view(torch.int32),
+            num_rows,
+            num_columns,
+            POW2=scales == "pow2",
+            HARDWARE=HARDWARE,
+            num_warps=8,
+        )
     return data, scale

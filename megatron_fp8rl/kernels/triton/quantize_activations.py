@@ -95,7 +95,9 @@ def swiglu_quantize(h_T2F: Tensor, data_TF: Tensor, scales_TB: Tensor, scales: S
     num_rows, width = data_TF.shape
     _require(h_T2F, scales_TB, [h_T2F, data_TF], width)
     if width % BLOCK or h_T2F.shape != (num_rows, 2 * width):
-        raise ValueError(f"[T, 2 F] and [T, F] with F a multiple of {BLOCK}, not {list(h_T2F.shape)} and {list(data_TF.shape)}")
+        raise ValueError(
+            f"[T, 2 F] and [T, F] with F a multiple of {BLOCK}, not {list(h_T2F.shape)} and {list(data_TF.shape)}"
+        )
     if not num_rows:
         return
     with torch.cuda.device_of(h_T2F):

@@ -107,7 +107,9 @@ def _inverse_rms(left, right, eps, HALF: tl.constexpr):
 
 
 @triton.jit
-def _write_head(source, target, weight, c, s, inside, eps, HALF: tl.constexpr, NORM: tl.constexpr, HARDWARE: tl.constexpr):
+def _write_head(
+    source, target, weight, c, s, inside, eps, HALF: tl.constexpr, NORM: tl.constexpr, HARDWARE: tl.constexpr
+):
     """One head of some tokens: normed, rounded, rotated and rounded again."""
     left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -176,7 +178,17 @@ def _split_heads(
             of_left += added_left
             of_right += added_right
         key_left, key_right = _write_gradient(
-            mixed + last - WIDTH, key + of_key, dmixed + last - WIDTH, key_weight, c, s, inside, eps, HALF, NORM, HARDWARE
+            mixed + last - WIDTH,
+            key + of_key,
+            dmixed + last - WIDTH,
+            key_weight,
+            c,
+            s,
+            inside,
+            eps,
+            HALF,
+            NORM,
+            HARDWARE,
         )
         tl.store(dmixed + last, tl.load(value + of_key, mask=inside), mask=inside)
         tl.store(dmixed + last + HALF, tl.load(value + of_key + HALF, mask=inside), mask=inside)
@@ -190,7 +202,16 @@ def _split_heads(
     else:
         for i in range(QUERIES):
             _write_head(
-                mixed + first + i * WIDTH, query + of_query + i * WIDTH, query_weight, c, s, inside, eps, HALF, NORM, HARDWARE
+                mixed + first + i * WIDTH,
+                query + of_query + i * WIDTH,
+                query_weight,
+                c,
+                s,
+                inside,
+                eps,
+                HALF,
+                NORM,
+                HARDWARE,
             )
         _write_head(mixed + last - WIDTH, key + of_key, key_weight, c, s, inside, eps, HALF, NORM, HARDWARE)
         tl.store(value + of_key, tl.load(mixed + last, mask=inside), mask=inside)
@@ -221,7 +242,9 @@ class _SplitHeads(torch.autograd.Function):
         # Without norms, backward does not read what it rotates back.
         ctx.save_for_backward(None if query_weight is None else mixed_TW, query_weight, key_weight, cos_T1r, sin_T1r)
         ctx.shape = num_groups, queries, eps
-        _launch_split(mixed_TW, (query, key, value), (query_weight, key_weight), cos_T1r, sin_T1r, None, None, ctx.shape)
+        _launch_split(
+            mixed_TW, (query, key, value), (query_weight, key_weight), cos_T1r, sin_T1r, None, None, ctx.shape
+        )
         return query, key, value
 
     @staticmethod

@@ -30,9 +30,16 @@ def _numerators(logits, inside, exists):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route(
-    logits, scores, num_tokens, factor,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, MOST: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    scores,
+    num_tokens,
+    factor,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    MOST: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     token, expert, inside = tokens_and_experts(num_tokens, NUM_EXPERTS, EXPERTS, TOKENS)
     place, exists = token * NUM_EXPERTS + expert, expert < NUM_EXPERTS
     share = _numerators(logits + place, inside, exists)
@@ -47,9 +54,17 @@ def _route(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_backward(
-    grad, scores, logits, out, num_tokens, factor,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    grad,
+    scores,
+    logits,
+    out,
+    num_tokens,
+    factor,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     """d logit = p (g - sum(p g)) for the softmax p times ``factor`` over what it was normalized over."""
     token, expert, inside = tokens_and_experts(num_tokens, NUM_EXPERTS, EXPERTS, TOKENS)
     place, exists = token * NUM_EXPERTS + expert, expert < NUM_EXPERTS

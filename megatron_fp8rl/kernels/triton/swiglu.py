@@ -36,9 +36,7 @@ def _one_and_exp_of_negative(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _swiglu(
-    h, out, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
-):  # fmt: skip
+def _swiglu(h, out, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr):
     row, column = _tile(width, ROWS, COLUMNS)
     row, column = row[:, None], column[None, :]
     inside = (row < num_rows) & (column < width)
@@ -50,9 +48,7 @@ def _swiglu(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _swiglu_backward(
-    dy, h, out, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
-):  # fmt: skip
+def _swiglu_backward(dy, h, out, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr):
     """``out``: the gradient of h."""
     row, column = _tile(width, ROWS, COLUMNS)
     row, column = row[:, None], column[None, :]
@@ -68,9 +64,7 @@ def _swiglu_backward(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _weigh(
-    y, probs, out, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
-):  # fmt: skip
+def _weigh(y, probs, out, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr):
     row, column = _tile(width, ROWS, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
     prob = tl.load(probs + row, mask=row < num_rows, other=0.0)[:, None]
@@ -82,7 +76,7 @@ def _weigh(
 @triton.jit(do_not_specialize=["num_rows"])
 def _weigh_backward(
     dy, y, probs, out, dprobs, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
-):  # fmt: skip
+):
     """Program i computes rows [ROWS i, ROWS (i + 1)). ``out``: the gradient of y."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     prob = tl.load(probs + row, mask=row < num_rows, other=0.0)[:, None]

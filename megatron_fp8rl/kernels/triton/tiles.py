@@ -204,9 +204,18 @@ def store_rows(
 
 @triton.jit
 def store_columns(
-    x, y, row, column, num_rows, num_columns, data, scales, IN_MATRIX: tl.constexpr, POW2: tl.constexpr,
+    x,
+    y,
+    row,
+    column,
+    num_rows,
+    num_columns,
+    data,
+    scales,
+    IN_MATRIX: tl.constexpr,
+    POW2: tl.constexpr,
     HARDWARE: tl.constexpr,
-):  # fmt: skip
+):
     """Write 128 rows quantized columnwise: bytes [num_rows / 128, num_columns, 128], as words, and the scales of their
     lines.
 
@@ -221,9 +230,12 @@ def store_columns(
     tl.store(scales + line, scale_bits)
     factor = factor_of(amax_bits, scale_bits, POW2)[None, :]
     words = _bytes_of_four(
-        quotient(low(x), factor, POW2), quotient(high(x), factor, POW2),
-        quotient(low(y), factor, POW2), quotient(high(y), factor, POW2), HARDWARE,
-    )  # fmt: skip
+        quotient(low(x), factor, POW2),
+        quotient(high(x), factor, POW2),
+        quotient(low(y), factor, POW2),
+        quotient(high(y), factor, POW2),
+        HARDWARE,
+    )
     if IN_MATRIX:
         place = feature[:, None].to(tl.int64) * (num_rows // 4) + tl.arange(0, SIDE // 4)[None, :]
         tl.store(data + row // 4 + place, tl.trans(words))

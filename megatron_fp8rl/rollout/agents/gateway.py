@@ -74,7 +74,9 @@ class Gateway:
         self._socket = socket.create_server((host, port), backlog=1024)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
         self._server = uvicorn.Server(
-            uvicorn.Config(self._app(), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                self._app(), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            )
         )
         self._task: asyncio.Task[None] | None = None
 

@@ -63,7 +63,9 @@ class _Keeper:
         except (aiohttp.ClientError, OSError) as error:
             return web.Response(status=ENGINE_FAILED, text=f"{type(error).__name__}: {error}")
         if answer.status != 200:
-            return web.Response(status=ENGINE_FAILED, text=f"status {answer.status}: {content.decode(errors='replace')[:1000]}")
+            return web.Response(
+                status=ENGINE_FAILED, text=f"status {answer.status}: {content.decode(errors='replace')[:1000]}"
+            )
         self._num_answers, key = self._num_answers + 1, self._num_answers
         try:
             content, self._numbers[key] = without_numbers(content, key)
@@ -102,7 +104,9 @@ async def _authorized(request: web.Request, handler: Any) -> web.StreamResponse:
 async def _serve(sock: socket.socket) -> None:
     keeper, app = _Keeper(), web.Application(client_max_size=_MAX_REQUEST_BYTES, middlewares=[_authorized])
     app.add_routes([web.post(KEEP_PATH, keeper.keep), web.post(ROWS_PATH, keeper.rows)])
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)  # a request that is withdrawn is so at the engine
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True
+    )  # a request that is withdrawn is so at the engine
     await runner.setup()
     await web.SockSite(runner, sock).start()
     await asyncio.Event().wait()

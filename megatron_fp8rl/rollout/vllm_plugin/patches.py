@@ -89,9 +89,16 @@ def quantize_activations_as_the_trainer(scales: Scales) -> None:
     from megatron_fp8rl.kernels.triton.quantize_activations import norm_quantize, swiglu_quantize
 
     def norm(
-        result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float, scale_ub: Tensor | None,
-        residual: Tensor | None, group_size: int, is_scale_transposed: bool,
-    ) -> None:  # fmt: skip
+        result: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        epsilon: float,
+        scale_ub: Tensor | None,
+        residual: Tensor | None,
+        group_size: int,
+        is_scale_transposed: bool,
+    ) -> None:
         _require_blocks(group_size, scale_ub)
         norm_quantize(input, weight, epsilon, result, scale, scales, residual)
 
@@ -109,7 +116,9 @@ def quantize_activations_as_the_trainer(scales: Scales) -> None:
 
 def _require_blocks(group_size: int, upper_bound: Tensor | None) -> None:
     if group_size != BLOCK or upper_bound is not None:
-        raise ValueError(f"blocks of {BLOCK} without an upper bound are quantized, not of {group_size} with {upper_bound}")
+        raise ValueError(
+            f"blocks of {BLOCK} without an upper bound are quantized, not of {group_size} with {upper_bound}"
+        )
 
 
 @patches(
@@ -153,8 +162,7 @@ def engine_class() -> type:
             if len(ranks) < 2:
                 return await super().collective_rpc(method, timeout, args, kwargs)
             calls = (
-                core._call_utility_async("collective_rpc", method, timeout, args, kwargs, engine=rank)
-                for rank in ranks
+                core._call_utility_async("collective_rpc", method, timeout, args, kwargs, engine=rank) for rank in ranks
             )
             return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 

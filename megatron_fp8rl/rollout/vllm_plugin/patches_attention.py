@@ -95,7 +95,9 @@ class Metadata(FlashAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         self.aot_schedule = False  # FlashAttention's own plan of a step
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FlashAttentionMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> FlashAttentionMetadata:
         metadata = super().build(0, common_attn_metadata, fast_build)
         metadata.parts = []
         if metadata.max_query_len > 1:
@@ -124,10 +126,17 @@ class FP8CacheAttention(FlashAttentionImpl):
             raise ValueError(f"rollout.attention_backend: {problem}; set FLASH_ATTN")
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
-        attn_metadata: FlashAttentionMetadata | None, output: Tensor, output_scale: Tensor | None = None,
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """query and output [tokens, Q, D], kv_cache bytes [pages, G, tokens of a page, 2 D]; the keys and values of all
         tokens are in the cache already. Returns ``output``."""
         if attn_metadata is None:  # vLLM measures memory
@@ -149,9 +158,15 @@ class FP8CacheAttention(FlashAttentionImpl):
         return output
 
     def _attend_to_copy(
-        self, query: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, part: Part, scales: tuple[Tensor, Tensor],
+        self,
+        query: Tensor,
+        cache: Tensor,
+        pages: Tensor,
+        lengths: Tensor,
+        part: Part,
+        scales: tuple[Tensor, Tensor],
         out: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """FlashAttention over a copy of the pages in BF16."""
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # not there on a CPU
 
@@ -160,10 +175,19 @@ class FP8CacheAttention(FlashAttentionImpl):
         keys, values = (x.mul_(scale) for x, scale in zip(copy.split(self.head_size, dim=-1), scales))
         table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
         flash_attn_varlen_func(
-            q=query, k=keys, v=values, out=out, cu_seqlens_q=part.starts, max_seqlen_q=part.max_query, seqused_k=lengths,
-            max_seqlen_k=part.max_length, softmax_scale=self.scale, causal=True, block_table=table,
+            q=query,
+            k=keys,
+            v=values,
+            out=out,
+            cu_seqlens_q=part.starts,
+            max_seqlen_q=part.max_query,
+            seqused_k=lengths,
+            max_seqlen_k=part.max_length,
+            softmax_scale=self.scale,
+            causal=True,
+            block_table=table,
             fa_version=self.vllm_flash_attn_version,
-        )  # fmt: skip
+        )
 
 
 @patches(

@@ -126,9 +126,7 @@ class HoldingScheduler(Scheduler):
         if is_held(request):
             self.held[request.request_id] = Held.of(request, self.max_model_len)
 
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             if held := self.held.pop(request.request_id, None):

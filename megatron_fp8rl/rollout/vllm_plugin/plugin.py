@@ -52,7 +52,9 @@ def register() -> None:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, "megatron_fp8rl.rollout.vllm_plugin.patches_attention.FP8CacheBackend")
+    register_backend(
+        AttentionBackendEnum.CUSTOM, "megatron_fp8rl.rollout.vllm_plugin.patches_attention.FP8CacheBackend"
+    )
     from megatron_fp8rl.rollout.vllm_plugin import patches
 
     patches.quantize_activations_as_the_trainer(cast(Scales, scales))

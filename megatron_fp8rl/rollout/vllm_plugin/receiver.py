@@ -201,7 +201,9 @@ class TransferEngine(WeightTransferEngine):
     def stage(self, version: int, attempt: int) -> None:
         """Begin to receive a publication in spare memory, while the engine samples."""
         if self._transport is None or self._spare is None:
-            raise RuntimeError("weights are to arrive in spare memory of an engine that has none (rollout.spare_weights)")
+            raise RuntimeError(
+                "weights are to arrive in spare memory of an engine that has none (rollout.spare_weights)"
+            )
         if self._switch is None:
             placed = self._placed(self._spare)
             self._switch = Copies([(target, source) for parts in placed for _, target, source in parts])

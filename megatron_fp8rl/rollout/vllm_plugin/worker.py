@@ -63,4 +63,7 @@ class WorkerExtension(Probe):
         strings, as JSON requires. Raises what :func:`megatron_fp8rl.rollout.vllm_plugin.kv_cache.set_kv_scales` raises.
         """
         held = set_kv_scales(self.model_runner.model, {int(layer): row for layer, row in scales.items()})
-        return {"rank": self.weight_transfer_engine.engine_rank, "scales": {str(layer): row for layer, row in held.items()}}
+        return {
+            "rank": self.weight_transfer_engine.engine_rank,
+            "scales": {str(layer): row for layer, row in held.items()},
+        }

@@ -70,7 +70,8 @@ def _gathered(part: Any, use_gloo_comm: bool, empty_data: bool, return_on_all_ra
     for index, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
         ((dtype, of_buckets),) = ranges.items()
         whole: dict[str, Any] = {
-            key: torch.empty(buffer.numel_unpadded, dtype=torch.float32) for key in ("param", *part.optimizer_state_keys)
+            key: torch.empty(buffer.numel_unpadded, dtype=torch.float32)
+            for key in ("param", *part.optimizer_state_keys)
         }
         offset = 0
         for bucket, of_bucket in zip(buffer.buckets, of_buckets, strict=True):

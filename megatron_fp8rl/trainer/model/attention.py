@@ -58,9 +58,22 @@ Attend = Callable[[Tensor, Tensor, Tensor, Segments, float, Tensor | None], Tens
 class PackedAttention(MegatronModule):
     """Core attention of Megatron-Core's SelfAttention, for ``qkv_format="thd"`` only."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, *, rotary: Rotary, scale: float,
-                 window: int | None = None, attend: Attend | None = None, has_fallback: bool = True,
-                 rounds_queries: bool = False, pg_collection=None, **unused):  # fmt: skip
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        *,
+        rotary: Rotary,
+        scale: float,
+        window: int | None = None,
+        attend: Attend | None = None,
+        has_fallback: bool = True,
+        rounds_queries: bool = False,
+        pg_collection=None,
+        **unused,
+    ):
         """``attend``: a varlen kernel for shapes that :func:`attention_te.supports`; None for torch's attention.
         Without ``has_fallback``, unsupported shapes raise ValueError. ``rounds_queries``: with keys and values of an FP8
         cache, as the engine's kernel does."""
@@ -108,7 +121,12 @@ class PackedAttention(MegatronModule):
         return out.to(dtype).reshape(num_tokens, -1)
 
     def split(
-        self, mixed_TW: Tensor, num_groups: int, norms: tuple[Tensor, Tensor] | None, eps: float, packed: PackedSeqParams
+        self,
+        mixed_TW: Tensor,
+        num_groups: int,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        packed: PackedSeqParams,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Heads as :meth:`forward` takes them rotated, of a fused projection: ``kernels/triton/rotate.split_heads``."""
         from megatron_fp8rl.kernels.triton import rotate  # imports Triton
@@ -180,7 +198,9 @@ class PackedSelfAttention(SelfAttention):
         self.splits_heads = splits_heads and is_halves
         self._packed: PackedSeqParams | None = None
 
-    def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any):
+    def forward(
+        self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any
+    ):
         """Collective over tensor-parallel ranks: [T, 1, hidden] -> ([T, 1, hidden], None)."""
         self._packed = packed_seq_params
         self.core_attention.takes_rotated = self._may_split(hidden_states)
@@ -190,7 +210,9 @@ class PackedSelfAttention(SelfAttention):
         norms = [] if self.q_layernorm is None else [self.q_layernorm, self.k_layernorm]
         is_whole = self.config.num_query_groups >= self.world_size  # a rank has whole groups of heads
         is_bf16 = runs_triton(hidden_states) and hidden_states.dtype == torch.bfloat16
-        return self.splits_heads and is_whole and is_bf16 and not any(map(is_watched, norms))  # a hook would see nothing
+        return (
+            self.splits_heads and is_whole and is_bf16 and not any(map(is_watched, norms))
+        )  # a hook would see nothing
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any):
         if not self.core_attention.takes_rotated:

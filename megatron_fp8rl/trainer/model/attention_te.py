@@ -42,9 +42,15 @@ def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> b
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cache_scales: Tensor | None = None,
-    *, match_engine: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    cache_scales: Tensor | None = None,
+    *,
+    match_engine: bool = False,
+) -> Tensor:
     """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
 
     ``match_engine`` uses the engine's kernel in forward; requires V = D and vLLM, and raises RuntimeError without it.
@@ -113,9 +119,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cache_scales: Tensor | None,
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float,
+        cache_scales: Tensor | None,
         match_engine: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if match_engine:
             out, statistics = _like_engine(query, key, value, segments, scale, cache_scales)
         else:

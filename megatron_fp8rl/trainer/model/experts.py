@@ -61,7 +61,10 @@ from megatron_fp8rl.kernels.gemm import (
 from megatron_fp8rl.trainer.optimizer.grad_buffers import is_fused
 from megatron_fp8rl.upstream import patches
 
-_LEARNS, _GRADIENT = attrgetter("requires_grad"), attrgetter("main_grad")  # of hundreds of weights, without bytecode for each
+_LEARNS, _GRADIENT = (
+    attrgetter("requires_grad"),
+    attrgetter("main_grad"),
+)  # of hundreds of weights, without bytecode for each
 _dummies: dict[tuple, Tensor] = {}
 
 
@@ -208,9 +211,15 @@ class _Call:
 class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, probs_T: Tensor, call: _Call, linears: tuple[_Weights, ...],
-        halves: tuple[Sequence[Tensor], ...], everyone: Tensor | Packed | None, *edges: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x_TH: Tensor,
+        probs_T: Tensor,
+        call: _Call,
+        linears: tuple[_Weights, ...],
+        halves: tuple[Sequence[Tensor], ...],
+        everyone: Tensor | Packed | None,
+        *edges: Tensor,
+    ) -> Tensor:
         """``linears`` and ``halves``: the matrices and the weights of fc1 and of fc2. ``everyone``: x of all ranks that
         share experts, of several. ``edges``: the weights autograd tracks, equally many of each."""
         layout, scales = call.layout, call.kernel_scales

@@ -142,7 +142,9 @@ class LayerFactory:
         norm = _norm(self._kernels.norms)
         self.norm = partial(RMSNorm, compute=norm)
         has_stream = self._kernels.norms != "emulated"
-        self._first_norm = partial(RMSNorm, compute=partial(norm, with_input=True) if has_stream else norm)  # of a branch
+        self._first_norm = partial(
+            RMSNorm, compute=partial(norm, with_input=True) if has_stream else norm
+        )  # of a branch
 
     def linear(self, layer: int, name: str) -> LinearSpec:
         """The spec of a linear, by its name within the layer, such as ``mlp.linear_fc1``."""
@@ -177,8 +179,11 @@ class LayerFactory:
             return self.linear(layer, f"self_attention.{name}")
 
         model = self._model
-        kernels = {"torch": None, "cudnn": attention_te.attend,
-                   "engine": partial(attention_te.attend, match_engine=True)}  # fmt: skip
+        kernels = {
+            "torch": None,
+            "cudnn": attention_te.attend,
+            "engine": partial(attention_te.attend, match_engine=True),
+        }
         settings = dict(
             rotary=Rotary.of(model),
             scale=softmax_scale(model),

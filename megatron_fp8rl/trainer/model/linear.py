@@ -42,8 +42,15 @@ class RMSNorm(nn.Module):
     result, which a layer takes as its residual stream.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, compute: Norm | None = None,
-                 **unused: Any):  # fmt: skip
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        compute: Norm | None = None,
+        **unused: Any,
+    ):
         super().__init__()
         self.eps, self.compute = eps, compute or float64.rms_norm
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
@@ -224,9 +231,19 @@ class GroupedLinear(QuantizableLinear, nn.Module):
     The parameters are uninitialized; ``build_chunks`` fills every parameter of a model.
     """
 
-    def __init__(self, num_gemms: int, input_size: int, output_size: int, *, parallel_mode: str,
-                 config: TransformerConfig, pg_collection, bias: bool = False, spec: LinearSpec = LinearSpec(),
-                 **unused: Any):  # fmt: skip
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str,
+        config: TransformerConfig,
+        pg_collection,
+        bias: bool = False,
+        spec: LinearSpec = LinearSpec(),
+        **unused: Any,
+    ):
         super().__init__()
         if bias:
             raise ValueError("expert linears have no bias")

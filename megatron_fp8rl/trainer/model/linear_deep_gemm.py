@@ -156,9 +156,14 @@ class _Mlp(torch.autograd.Function):
         da_PF = multiply_dense(_rows(dy), made2.transposed())
         dy = _columns(dy) if needs_dw else None
         back = swiglu_backward_quantize(
-            da_PF, h_P2F, _layout(num_tokens, dy_TH.device), fc1.scales,
-            rows=needs_dx, columns=needs_dw, activation_columns=needs_dw,
-        )  # fmt: skip
+            da_PF,
+            h_P2F,
+            _layout(num_tokens, dy_TH.device),
+            fc1.scales,
+            rows=needs_dx,
+            columns=needs_dw,
+            activation_columns=needs_dw,
+        )
         del da_PF, h_P2F
         dh, a = back.dh, back.activation
         del back

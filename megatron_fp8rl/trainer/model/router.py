@@ -120,8 +120,16 @@ class Router(ConstantBiasRouter):
 
     routes: Routes | None = None
 
-    def __init__(self, config: Any, *, router: RouterConfig, rounds: bool, match_engine: bool = False, gathers: bool = False,
-                 **kwargs: Any):  # fmt: skip
+    def __init__(
+        self,
+        config: Any,
+        *,
+        router: RouterConfig,
+        rounds: bool,
+        match_engine: bool = False,
+        gathers: bool = False,
+        **kwargs: Any,
+    ):
         super().__init__(config, **kwargs)
         self.router, self.rounds, self.match_engine = router, rounds, match_engine
         self.has_scores = gathers and not match_engine and _is_plain(router) and not self.is_aux_loss_enabled()

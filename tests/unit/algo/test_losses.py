@@ -192,7 +192,9 @@ def test_on_policy_gradient_is_reinforce(loss, has_old):
     batch = with_logprobs(packed(random_samples(seed=4))[0], old_noise=0.0)
     mb = dataclasses.replace(batch.microbatches[0], **({} if has_old else {"old_logprobs_T": None}))
     batch = dataclasses.replace(batch, microbatches=(mb,))
-    _, (gradient,), sums = evaluate(batch, AlgoConfig(loss=loss, loss_options={"aggregate": "token"} if loss == "gspo" else {}), trainer_noise=0.0)
+    _, (gradient,), sums = evaluate(
+        batch, AlgoConfig(loss=loss, loss_options={"aggregate": "token"} if loss == "gspo" else {}), trainer_noise=0.0
+    )
     expected = -mb.advantages_T * mb.loss_mask_T / batch.num_loss_tokens
     torch.testing.assert_close(gradient, expected, **FLOAT64_ORDER)
     assert sums["loss/update_ratio/max"] == sums["correction/weight/max"] == 1.0
@@ -202,7 +204,9 @@ def test_on_policy_gradient_is_reinforce(loss, has_old):
 def test_infinities_and_nan_under_the_mask_are_harmless():
     batch = with_logprobs(packed(random_samples(seed=5))[0])
     (mb,) = batch.microbatches
-    cfg = AlgoConfig(kl_coef=0.1, entropy_coef=0.1, correction="geometric_mask", correction_high=1.5, loss_options={"dual_clip": 2.0})
+    cfg = AlgoConfig(
+        kl_coef=0.1, entropy_coef=0.1, correction="geometric_mask", correction_high=1.5, loss_options={"dual_clip": 2.0}
+    )
     trainer = mb.rollout_logprobs_T + noise(mb, "trainer", 0.3)
     outcomes = []
     for filler in (0.0, float("-inf"), float("inf"), float("nan")):

@@ -46,7 +46,12 @@ def test_impossible_counts_are_refused(n, c, k):
 
 def test_wilson_agrees_with_published_intervals():
     """Newcombe, Statistics in Medicine 17 (1998), table I, method 3."""
-    for successes, trials, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)):
+    for successes, trials, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
         found = wilson(successes, trials)
         assert (round(found.low, 4), round(found.high, 4)) == (low, high)
     assert wilson(20, 20).high == 1.0

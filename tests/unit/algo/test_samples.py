@@ -153,9 +153,13 @@ def test_a_record_of_experts_that_cannot_be_replayed_is_named():
     def sampled(experts, cfg=cfg):
         tokens = tuple(range(18))
         completion = Completion(
-            token_ids=tokens, rollout_logprobs=(-0.1,) * 18, finish_reason="stop", min_version=0, max_version=0,
+            token_ids=tokens,
+            rollout_logprobs=(-0.1,) * 18,
+            finish_reason="stop",
+            min_version=0,
+            max_version=0,
             routed_experts=experts,
-        )  # fmt: skip
+        )
         groups = [group((1.0, 18), (0.0, 0), branches=single_turn(PROMPT, completion))]
         if cfg.algo.router_replay == "rollout":
             algo_samples.require_experts(groups, cfg)

@@ -18,9 +18,16 @@ from tests.helpers.samples import advantages_of, logprobs_of, mask_of
 from tests.unit.algo.algo_cases import LocalReducer, packed, with_logprobs
 
 MODEL = ModelConfig(
-    family="qwen3_moe", num_layers=2, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8,
-    vocab_size=8, num_experts=8, experts_per_token=2,
-)  # fmt: skip
+    family="qwen3_moe",
+    num_layers=2,
+    hidden_size=8,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=8,
+    vocab_size=8,
+    num_experts=8,
+    experts_per_token=2,
+)
 PROMPT = Prompt(prompt_id="sum/7", environment="sum", token_ids=(1, 2, 3), text="", answer="")
 
 
@@ -30,9 +37,13 @@ def config(**algo) -> RunConfig:
 
 def sampled(*token_ids: int, version: int = 0, reason: str = "stop", experts=None) -> Completion:
     return Completion(
-        token_ids=token_ids, rollout_logprobs=tuple(-token / 128 for token in token_ids), finish_reason=reason,
-        min_version=version, max_version=version, routed_experts=experts,
-    )  # fmt: skip
+        token_ids=token_ids,
+        rollout_logprobs=tuple(-token / 128 for token in token_ids),
+        finish_reason=reason,
+        min_version=version,
+        max_version=version,
+        routed_experts=experts,
+    )
 
 
 def given(*token_ids: int) -> Given:

@@ -14,10 +14,17 @@ CURVES = curves.Curves()
 
 def test_a_row_has_both_ends_of_the_curve_the_worst_difference_and_seconds_without_the_first_step(tmp_path):
     steps = [
-        {"step": number, "reward/score/mean": number / 20, "time/step/s": seconds, "time/update/s": seconds / 2,
-         "mismatch/abs_logprob_diff/mean": 1e-3, "mismatch/abs_logprob_diff/max": number / 100, "rollout/num_tokens/sum": 50.0}
+        {
+            "step": number,
+            "reward/score/mean": number / 20,
+            "time/step/s": seconds,
+            "time/update/s": seconds / 2,
+            "mismatch/abs_logprob_diff/mean": 1e-3,
+            "mismatch/abs_logprob_diff/max": number / 100,
+            "rollout/num_tokens/sum": 50.0,
+        }
         for number, seconds in zip(range(1, 13), [40.0] + 11 * [2.0], strict=True)
-    ]  # fmt: skip
+    ]
     steps = [{"step": 0, "eval/pass_rate/mean": 0.25}, *steps[:-1], steps[-1] | {"eval/pass_rate/mean": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
     row = curves.row_of(RunData(tmp_path))

@@ -40,11 +40,21 @@ def written(tmp_path, arm: str, seconds: list[float]) -> ledger_rows.Job:
     (tmp_path / arm).mkdir()
     zero = {"step": 0, "time/start_engines/s": 20.0, "time/publish/s": 1.0, "time/step/s": 1.0}
     steps = [
-        {"step": i + 1, "time/step/s": s, "time/update/s": s / 2, "time/rollouts/s": s / 4, "publish/total/s": 0.1,
-         "publish/num_tensors/sum": 25, "rollout/num_tokens/sum": 128.0, "rollout/length/mean": 16.0, "rollout/prompt_length/mean": 9.0,
-         "rollout/num_completions/sum": 8.0, "mismatch/abs_logprob_diff/mean": 0.01}
+        {
+            "step": i + 1,
+            "time/step/s": s,
+            "time/update/s": s / 2,
+            "time/rollouts/s": s / 4,
+            "publish/total/s": 0.1,
+            "publish/num_tensors/sum": 25,
+            "rollout/num_tokens/sum": 128.0,
+            "rollout/length/mean": 16.0,
+            "rollout/prompt_length/mean": 9.0,
+            "rollout/num_completions/sum": 8.0,
+            "mismatch/abs_logprob_diff/mean": 0.01,
+        }
         for i, s in enumerate(seconds)
-    ]  # fmt: skip
+    ]
     lines = "".join(json.dumps(line) + "\n" for line in [zero, *steps])
     (tmp_path / arm / "metrics.jsonl").write_text(lines)
     return one
@@ -77,7 +87,11 @@ def test_ratios_are_formed_within_one_run_alone(tmp_path):
 
 def test_a_ratio_is_to_the_fastest_bf16_of_a_run_whatever_its_fields(tmp_path):
     rows = []
-    for arm, fields, seconds in (("bf16", [], 6.0), ("bf16", ["--precision.experts", "deep_gemm"], 5.0), ("fp8", [], 4.0)):
+    for arm, fields, seconds in (
+        ("bf16", [], 6.0),
+        ("bf16", ["--precision.experts", "deep_gemm"], 5.0),
+        ("fp8", [], 4.0),
+    ):
         folder = tmp_path / f"{arm}{len(fields)}"
         folder.mkdir()
         found = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, seconds]), PowerMeter(), 3)
@@ -88,7 +102,9 @@ def test_a_ratio_is_to_the_fastest_bf16_of_a_run_whatever_its_fields(tmp_path):
 
 
 def test_arms_take_turns_and_rounds_are_rows_of_their_own(tmp_path):
-    options = parse(ledger.LEDGER, ["--shape", "tiny", "--arm", "bf16", "fp8", "--rounds", "2", "--folder", str(tmp_path)])
+    options = parse(
+        ledger.LEDGER, ["--shape", "tiny", "--arm", "bf16", "fp8", "--rounds", "2", "--folder", str(tmp_path)]
+    )
     found = [(arm["arm"], arm["round"]) for arm in ledger.LEDGER.arms(options)]
     assert found == [("bf16", 1), ("fp8", 1), ("bf16", 2), ("fp8", 2)] and "round" in ledger_rows.KEYS
 
@@ -124,7 +140,9 @@ def test_every_shape_can_be_planned_for_h200(name, tmp_path):
         assert (found.cfg.rollout.kv_cache_dtype == "fp8") == (arm == "fp8_kv")
 
 
-@pytest.mark.parametrize(("runs", "least", "most"), [("JLNO", 0.985, 1.015), ("M", 0.96, 1.0)], ids=["dense", "mixture"])
+@pytest.mark.parametrize(
+    ("runs", "least", "most"), [("JLNO", 0.985, 1.015), ("M", 0.96, 1.0)], ids=["dense", "mixture"]
+)
 def test_a_trainer_takes_the_memory_that_the_doctor_predicts(runs, least, most, tmp_path):
     """Rows on present code in which the trainer had the GPU to itself while it trained, engines elsewhere or asleep. Measured on
     the device, with what PyTorch's allocator holds and nobody uses."""
@@ -134,10 +152,14 @@ def test_a_trainer_takes_the_memory_that_the_doctor_predicts(runs, least, most, 
     for row in rows:
         given = parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path), "--layers", str(row["layers"])])
         given.overrides = [
-            *row["fields"], "--rollout.max_tokens_per_microbatch", f"{row['layout']['microbatch']}",
-            "--optim.recompute", row["layout"]["recompute"],
-            "--optim.logprob_chunk_tokens", f"{max(8192, row['layout']['microbatch'])}",
-        ]  # fmt: skip
+            *row["fields"],
+            "--rollout.max_tokens_per_microbatch",
+            f"{row['layout']['microbatch']}",
+            "--optim.recompute",
+            row["layout"]["recompute"],
+            "--optim.logprob_chunk_tokens",
+            f"{max(8192, row['layout']['microbatch'])}",
+        ]
         cfg = ledger.job_of(given, row["shape"], row["arm"]).cfg
         predicted = trainer_memory.worst_rank(cfg, GPUS["h200"], GPUS["h200"].memory_bytes).total_bytes
         assert least < predicted / GIB / row["memory_gib"]["train_device"] < most, (row["run"], row["arm"])
@@ -149,8 +171,12 @@ def test_a_trainer_that_offloads_takes_the_memory_that_the_doctor_predicts(tmp_p
     rows = [row for row in rows if row["run"] == "U"]
     assert len(rows) == 2
     for row in rows:
-        cfg = ledger.job_of(parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path)]), row["shape"], row["arm"]).cfg
-        assert cfg.rollout.max_tokens_per_microbatch == row["layout"]["microbatch"] and set(cfg.optim.offload) == set(row["layout"]["offload"])
+        cfg = ledger.job_of(
+            parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path)]), row["shape"], row["arm"]
+        ).cfg
+        assert cfg.rollout.max_tokens_per_microbatch == row["layout"]["microbatch"] and set(cfg.optim.offload) == set(
+            row["layout"]["offload"]
+        )
         estimate = trainer_memory.worst_rank(cfg, GPUS["h200"], GPUS["h200"].memory_bytes)
         predicted = estimate.total_bytes - estimate.part("communication, CUDA").num_bytes
         assert predicted / GIB == pytest.approx(row["memory_gib"]["train_allocated"], rel=0.01), row["arm"]

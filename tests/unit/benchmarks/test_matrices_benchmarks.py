@@ -17,7 +17,15 @@ CEILINGS = {"bf16": 1e12, "fp8": 2e12, "copy": 1e12}
 
 
 def row(arm: str, ms: float, pattern: str = "balanced", **more) -> dict:
-    base = {"measured": "experts", **vars(SHAPE), "pattern": pattern, "arm": arm, "ms": ms, "device": "NVIDIA H200", "run": "A"}
+    base = {
+        "measured": "experts",
+        **vars(SHAPE),
+        "pattern": pattern,
+        "arm": arm,
+        "ms": ms,
+        "device": "NVIDIA H200",
+        "run": "A",
+    }
     return base | more
 
 

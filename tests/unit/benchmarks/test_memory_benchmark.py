@@ -76,7 +76,9 @@ def test_a_measurement_of_a_tiny_model_leaves_nothing_behind(monkeypatch, expert
         from megatron_fp8rl.trainer.policy import Policy
 
         build = Policy.build
-        monkeypatch.setattr(Policy, "build", lambda *given: policies.append(weakref.ref(policy := build(*given))) or policy)
+        monkeypatch.setattr(
+            Policy, "build", lambda *given: policies.append(weakref.ref(policy := build(*given))) or policy
+        )
         row = memory.measure(cell, cfg, parallel, meter)
     update = ["reset", "allocated", "allocated", "peak", "allocated", "allocated", "reset", "peak"]
     start = ["allocated", "allocated", "reset", "peak"]  # before, built, around the log-probabilities

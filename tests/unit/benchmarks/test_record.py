@@ -94,7 +94,9 @@ def test_rows_carry_a_letter_and_a_stamp_of_their_invocation(tmp_path, monkeypat
 
 def test_arms_that_run_side_by_side_join_one_run_of_one_machine(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"arm": "old", "run": "A", "date": "2026-11-24"}) + "\n")  # from before there were stamps
+    path.write_text(
+        json.dumps({"arm": "old", "run": "A", "date": "2026-11-24"}) + "\n"
+    )  # from before there were stamps
     both = [Results(path, ["arm"], "B"), Results(path, ["arm"], "B")]
     for results, arm in zip(both, "xy", strict=True):
         results.add({"arm": arm})
@@ -102,7 +104,9 @@ def test_arms_that_run_side_by_side_join_one_run_of_one_machine(tmp_path, monkey
     assert Results(path, ["arm"], "B").add({"arm": "later"})["run"] == "B"
     with pytest.raises(ValueError, match="--run E: .*rows.jsonl has no such run; the next one is D"):
         Results(path, ["arm"], "E")
-    monkeypatch.setattr(record, "stamp", lambda now=record.stamp(): now | {"machine": "8 NVIDIA H100", "command": "other"})
+    monkeypatch.setattr(
+        record, "stamp", lambda now=record.stamp(): now | {"machine": "8 NVIDIA H100", "command": "other"}
+    )
     with pytest.raises(ValueError, match="--run B: the machine of that run is '.*', and now it is '8 NVIDIA H100'"):
         Results(path, ["arm"], "B")
 

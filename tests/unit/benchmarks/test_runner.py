@@ -12,14 +12,33 @@ import psutil
 import pytest
 
 from benchmarks import (
-    agent_turns, curves, experts, layers, ledger, linears, memory, process_tree, publish, record, rollout_speed, runner,
+    agent_turns,
+    curves,
+    experts,
+    layers,
+    ledger,
+    linears,
+    memory,
+    process_tree,
+    publish,
+    record,
+    rollout_speed,
+    runner,
     same_bytes,
-)  # fmt: skip
+)
 
 ALL = [
-    agent_turns.AgentTurns, curves.Curves, experts.Experts, layers.Layers, ledger.Ledger, linears.Linears, memory.Memory,
-    publish.Publish, rollout_speed.RolloutSpeed, same_bytes.SameBytes,
-]  # fmt: skip
+    agent_turns.AgentTurns,
+    curves.Curves,
+    experts.Experts,
+    layers.Layers,
+    ledger.Ledger,
+    linears.Linears,
+    memory.Memory,
+    publish.Publish,
+    rollout_speed.RolloutSpeed,
+    same_bytes.SameBytes,
+]
 
 NO_GPU = pytest.mark.skipif(runner.num_gpus() > 0, reason="says what a machine without a GPU is told")
 # Stands for Python: writes two rows for the first arm, for another nothing but an error, and sleeps for the third.
@@ -136,9 +155,13 @@ def test_programs_explain_themselves(program, capsys):
 
 
 @NO_GPU
-@pytest.mark.parametrize("program, words", [
-    (linears.Linears, ["--quick"]), (publish.Publish, ["--layout", "tp2+tp2"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program, words",
+    [
+        (linears.Linears, ["--quick"]),
+        (publish.Publish, ["--layout", "tp2+tp2"]),
+    ],
+)
 def test_without_a_gpu_real_models_are_refused(program, words, tmp_path, capsys):
     assert runner.main(program(), [*words, "--folder", str(tmp_path)]) == 2
     assert "GPU" in capsys.readouterr().err and not list(Path(tmp_path).glob("*.jsonl"))
@@ -146,8 +169,10 @@ def test_without_a_gpu_real_models_are_refused(program, words, tmp_path, capsys)
 
 def test_what_a_command_has_started_ends_with_it(tmp_path):
     """Also what leads a session of its own and is deaf to requests, after the command itself has ended."""
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(100)"
-    script = f"{sys.executable} -c \"{deaf}\" & setsid {sys.executable} -c \"{deaf}\" & sleep 2; echo ended"
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(100)"
+    )
+    script = f'{sys.executable} -c "{deaf}" & setsid {sys.executable} -c "{deaf}" & sleep 2; echo ended'
     log = tmp_path / "log"
     assert process_tree.run_logged(["sh", "-c", script], log, 30.0)
     assert log.read_text().count("deaf") == 2 and "ended" in log.read_text()

@@ -31,9 +31,14 @@ from tests.helpers.families import MODELS
 
 HERE = WorkOptions(workers=1)
 _QWEN3 = dict(
-    num_layers=3, hidden_size=40, num_attention_heads=4, num_key_value_heads=1, head_dim=20, vocab_size=131,
+    num_layers=3,
+    hidden_size=40,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=20,
+    vocab_size=131,
     max_position_embeddings=64,
-)  # fmt: skip
+)
 FAMILIES = MODELS | {
     "qwen3": ModelConfig(family="qwen3", ffn_hidden_size=56, tie_embeddings=True, **_QWEN3),
     "qwen3_moe": ModelConfig(family="qwen3_moe", num_experts=6, experts_per_token=2, moe_ffn_hidden_size=24, **_QWEN3),

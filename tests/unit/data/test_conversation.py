@@ -75,8 +75,11 @@ def test_dropped_reasoning_is_noticed_at_the_next_question_and_not_before(family
     kept = tokenizer.decode([*rendered.new_ids, *sampled, *user.new_ids])
     again = tokenizer.encode(kept, add_special_tokens=False)
     assert kept.startswith(rendered.text + text) and again == [*rendered.new_ids, *sampled, *user.new_ids]
-    assert kept.endswith(tokenizer.apply_chat_template([{"role": "user", "content": "and 3+3?"}], tokenize=False,
-                                                       add_generation_prompt=True).removeprefix("[gMASK]<sop>"))  # fmt: skip
+    assert kept.endswith(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "and 3+3?"}], tokenize=False, add_generation_prompt=True
+        ).removeprefix("[gMASK]<sop>")
+    )
 
 
 def test_tools_that_move_to_the_last_question_are_noticed():
@@ -93,7 +96,11 @@ def test_calls_of_tools_that_the_template_writes_anew_keep_their_tokens():
     rendered = chat.begin(first, TOOLS)
     call = '{"arguments":   {"a":2},"name":"add"}'
     sampled = chat.tokenizer.encode(call + "<|eot_id|>", add_special_tokens=False)
-    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]}
+    answer = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}],
+    }
     found = chat.extend(rendered.text, [*first, answer], sampled, [{"role": "tool", "content": "4"}], TOOLS)
     assert found.keeps_past and call not in found.text
     told = chat.tokenizer.decode([*rendered.new_ids, *sampled, *found.new_ids])
@@ -117,8 +124,9 @@ def test_without_a_template_a_conversation_is_its_contents():
     rendered = chat.begin(first)
     assert list(rendered.new_ids) == tokenizer.encode("1+2=")
     sampled = [*tokenizer.encode("add", add_special_tokens=False), tokenizer.eos_token_id]
-    found = chat.extend(rendered.text, [*first, {"role": "assistant", "content": "add"}], sampled,
-                        [{"role": "tool", "content": "3"}])  # fmt: skip
+    found = chat.extend(
+        rendered.text, [*first, {"role": "assistant", "content": "add"}], sampled, [{"role": "tool", "content": "3"}]
+    )
     assert found.keeps_past and list(found.new_ids) == tokenizer.encode("3", add_special_tokens=False)
     with pytest.raises(ConversationError, match="does not know 'é'"):
         chat.begin([{"role": "user", "content": "é"}])

@@ -100,7 +100,9 @@ def test_a_single_question_cannot_be_on_both_sides():
 
 def test_bad_prompts_are_named():
     wordy = EnvironmentConfig(template="{question}")
-    with pytest.raises(TooManyDroppedError, match=r"of 500 prompts.*has \d+ tokens, more than rollout.max_prompt_tokens = 20"):
+    with pytest.raises(
+        TooManyDroppedError, match=r"of 500 prompts.*has \d+ tokens, more than rollout.max_prompt_tokens = 20"
+    ):
         PromptStream(config(wordy), TOKENIZER).next_prompts(1)
     with pytest.raises(TooManyDroppedError, match=r"of 500 prompts.*does not know '→'"):
         PromptStream(config(dataclasses.replace(SUMS, template="{expression}→")), TOKENIZER).next_prompts(1)
@@ -138,7 +140,9 @@ def test_sft_samples_are_prompt_answer_end():
         prompt, answer = sample.token_ids[: sample.num_prompt_tokens], sample.token_ids[sample.num_prompt_tokens :]
         assert prompt[0] == TOKENIZER.bos_token_id and answer[-1] == TOKENIZER.eos_token_id
         assert eval(decode(TOKENIZER, prompt).removesuffix("=")) == int(decode(TOKENIZER, answer))
-        assert [stretch.is_trained for stretch in sample.stretches] == [False, True] and sample.num_loss_tokens == len(answer)
+        assert [stretch.is_trained for stretch in sample.stretches] == [False, True] and sample.num_loss_tokens == len(
+            answer
+        )
 
 
 def test_sft_refuses_a_long_answer_by_name():

@@ -34,9 +34,14 @@ def write(path: Path, rows: list[dict] = ROWS) -> str:
 
 def config(folder: Path, *sources: EnvironmentConfig, seed: int = 1, **data) -> RunConfig:
     model = ModelConfig(
-        family="qwen3", num_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8,
+        family="qwen3",
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
         vocab_size=128,
-    )  # fmt: skip
+    )
     rollout = RolloutConfig(max_prompt_tokens=40, max_completion_tokens=8)
     data = DataConfig(environments=sources, **data)
     return RunConfig(name="x", model=model, seed=seed, data=data, rollout=rollout, output_dir=str(folder / "run"))

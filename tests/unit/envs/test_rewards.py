@@ -33,11 +33,15 @@ def score(reward: RewardConfig, completion: str, answer: str = "", **row):
 @pytest.mark.parametrize(
     ("completion", "found"),
     [
-        ("so <answer> 4 </answer>", "4"), ("<answer>3</answer> no, <answer>4</answer>", "4"), ("It is 4.", "It is 4."),
-        ("<think>a <answer>3</answer></think>\n4", "4"), (r"thus \boxed{\frac{1}{2}} units", r"\frac{1}{2}"),
-        (r"\boxed{3} then \boxed{4", "3"), ("work\n#### 42", "42"),
+        ("so <answer> 4 </answer>", "4"),
+        ("<answer>3</answer> no, <answer>4</answer>", "4"),
+        ("It is 4.", "It is 4."),
+        ("<think>a <answer>3</answer></think>\n4", "4"),
+        (r"thus \boxed{\frac{1}{2}} units", r"\frac{1}{2}"),
+        (r"\boxed{3} then \boxed{4", "3"),
+        ("work\n#### 42", "42"),
     ],
-)  # fmt: skip
+)
 def test_the_answer_of_a_completion(completion, found):
     assert answers.answer_in(completion) == found
 
@@ -45,11 +49,20 @@ def test_the_answer_of_a_completion(completion, found):
 @pytest.mark.parametrize(
     ("completion", "reference", "right"),
     [
-        ("The total is $1,200.", "1200", True), ("1200.0 dollars", "1,200", True), ("50 %", "50", True),
-        ("3/4 of them", "0.75", True), ("-7", "7", False), ("5 and then 6", "6", True), ("none", "6", False),
-        ("#### 18", "18", True), ("1.5e3", "1500", True), ("7.", "7", True), ("x = .5", "1/2", True), ("1/0", "1", False),
+        ("The total is $1,200.", "1200", True),
+        ("1200.0 dollars", "1,200", True),
+        ("50 %", "50", True),
+        ("3/4 of them", "0.75", True),
+        ("-7", "7", False),
+        ("5 and then 6", "6", True),
+        ("none", "6", False),
+        ("#### 18", "18", True),
+        ("1.5e3", "1500", True),
+        ("7.", "7", True),
+        ("x = .5", "1/2", True),
+        ("1/0", "1", False),
     ],
-)  # fmt: skip
+)
 def test_number(completion, reference, right):
     assert answers.number()(completion, reference) == right
 
@@ -62,10 +75,15 @@ def test_number_within_a_tolerance():
 @pytest.mark.parametrize(
     ("completion", "reference", "right"),
     [
-        ("The answer is (B).", "B", True), ("B", "(B)", True), ("A or C? C.", "C", True), ("A person", "B", False),
-        ("Because D", "D", True), ("", "A", False), ("BAD", "D", False),
+        ("The answer is (B).", "B", True),
+        ("B", "(B)", True),
+        ("A or C? C.", "C", True),
+        ("A person", "B", False),
+        ("Because D", "D", True),
+        ("", "A", False),
+        ("BAD", "D", False),
     ],
-)  # fmt: skip
+)
 def test_choice(completion, reference, right):
     assert answers.choice()(completion, reference) == right
 
@@ -73,11 +91,17 @@ def test_choice(completion, reference, right):
 @pytest.mark.parametrize(
     ("completion", "reference", "right"),
     [
-        (r"so $\frac{1}{2}$", "0.5", True), (r"\boxed{\frac{2}{4}}", r"\frac12", True), (r"$x=3$", "3", True),
-        (r"\boxed{(1,2]}", r"(1, 2]", True), (r"\boxed{\{2, 1\}}", r"\{1,2\}", True), (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", True),
-        (r"\boxed{5}", "6", False), ("<answer>7</answer>", "7", True), ("I do not know", "3", False),
+        (r"so $\frac{1}{2}$", "0.5", True),
+        (r"\boxed{\frac{2}{4}}", r"\frac12", True),
+        (r"$x=3$", "3", True),
+        (r"\boxed{(1,2]}", r"(1, 2]", True),
+        (r"\boxed{\{2, 1\}}", r"\{1,2\}", True),
+        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", True),
+        (r"\boxed{5}", "6", False),
+        ("<answer>7</answer>", "7", True),
+        ("I do not know", "3", False),
     ],
-)  # fmt: skip
+)
 def test_math_agrees_with_math_verify(completion, reference, right):
     import math_verify
 

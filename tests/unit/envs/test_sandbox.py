@@ -23,12 +23,16 @@ ATTACKS = {  # program -> what it may say, or how it ends
     "write": ("open('/usr/bin/python', 'w')", "Read-only|denied|No such"),
     "write beside its Python": ("import sys\nopen(sys.prefix + '/x', 'w')", "Read-only|denied"),
     "kill others": ("import os\nos.kill(-1, 9)", "No such process"),
-    "kill the parent": ("import os\nassert os.getppid() <= 1\nos.kill(os.getppid(), 9)\nraise SystemExit('lives')", "lives|denied|not permitted"),
+    "kill the parent": (
+        "import os\nassert os.getppid() <= 1\nos.kill(os.getppid(), 9)\nraise SystemExit('lives')",
+        "lives|denied|not permitted",
+    ),
     "1 GB of output": ("import sys\nwhile True: sys.stdout.write('x' * 65536)", "File too large|SIGXFSZ"),
     "fill the disk": (
-        "for i in range(1000):\n  with open(f'/tmp/{i}', 'wb') as f: f.write(b'x' * (8 << 20))", "No space left"
+        "for i in range(1000):\n  with open(f'/tmp/{i}', 'wb') as f: f.write(b'x' * (8 << 20))",
+        "No space left",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ATTACKS)

@@ -61,10 +61,23 @@ def test_other_shapes_are_refused():
 def test_compiled_it_reads_the_cache_asynchronously_and_converts_bytes_by_pairs():
     from megatron_fp8rl.kernels.triton import decode_attention
 
-    pointers = {"query": "bf16", "cache": "i16", "pages": "i32", "lengths": "i32", "key_scale": "fp32", "value_scale": "fp32",
-                "out": "bf16", "parts": "fp32", "norms": "fp32"}  # fmt: skip
+    pointers = {
+        "query": "bf16",
+        "cache": "i16",
+        "pages": "i32",
+        "lengths": "i32",
+        "key_scale": "fp32",
+        "value_scale": "fp32",
+        "out": "bf16",
+        "parts": "fp32",
+        "norms": "fp32",
+    }
     strides = ("query_stride", "page_stride", "token_stride", "head_stride", "table_stride")
-    signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"softmax_scale": "fp32"} | dict.fromkeys(strides, "i32")
+    signature = (
+        {name: f"*{kind}" for name, kind in pointers.items()}
+        | {"softmax_scale": "fp32"}
+        | dict.fromkeys(strides, "i32")
+    )
     constants = {"PAGE": 16, "D": 128, "GROUP": 4, "COLUMNS": 8, "TILE": 128, "SPLIT": 2048, "HARDWARE": True}
     found = instructions(decode_attention._attend, signature, constants, num_warps=4, multiples=tuple(range(10, 15)))
     # 128 keys and 128 values of 128 bytes, by 128 threads: 32 bytes of each for a conversion, 2 bytes at a time.

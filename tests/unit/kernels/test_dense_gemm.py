@@ -72,7 +72,13 @@ def test_linear_and_feed_forward_part_call_the_kernels_as_they_want_it(tokens, m
         torch.testing.assert_close(ours, theirs, **BF16_ROUNDING)
     rows = -(-tokens // 128) * 128
     assert stand_in.calls == [
-        (rows, 768, 256), (rows, 768, 256), (rows, 256, 384),
-        (768, 256, rows), (rows, 256, 768),
-        (rows, 384, 256), (256, 384, rows), (768, 256, rows), (rows, 256, 768),
-    ]  # fmt: skip
+        (rows, 768, 256),
+        (rows, 768, 256),
+        (rows, 256, 384),
+        (768, 256, rows),
+        (rows, 256, 768),
+        (rows, 384, 256),
+        (256, 384, rows),
+        (768, 256, rows),
+        (rows, 256, 768),
+    ]

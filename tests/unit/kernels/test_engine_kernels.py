@@ -67,14 +67,18 @@ _STRIDES = {"stride_ak": 1, "stride_bk": 1, "stride_cn": 1}
 KERNELS = {
     "_rms_norm": ("_rms_norm_kernel", {"BLOCK": 1024}, {"BLOCK_SIZE": 1024, "HAS_WEIGHT": True}, {"num_warps": 4}),
     "_product": (
-        "matmul_kernel_persistent", {"TILE": 128, "TERMS": 64}, _SIZES | _SWITCHES | _STRIDES,
+        "matmul_kernel_persistent",
+        {"TILE": 128, "TERMS": 64},
+        _SIZES | _SWITCHES | _STRIDES,
         {"num_warps": 8, "num_stages": 3},
     ),
     "_weighted_sum": (
-        "_fwd_kernel_ep_gather", {"TERMS": 8, "BLOCK": 1024},
-        {"topk_num": 8, "BLOCK_D": 1024, "HAS_EXPERT_MAP": False, "expert_map": None}, {"num_warps": 2},
+        "_fwd_kernel_ep_gather",
+        {"TERMS": 8, "BLOCK": 1024},
+        {"topk_num": 8, "BLOCK_D": 1024, "HAS_EXPERT_MAP": False, "expert_map": None},
+        {"num_warps": 2},
     ),
-}  # fmt: skip
+}
 _OPERATIONS = "fma|mul|add|sub|div|rcp|sqrt|rsqrt|wgmma\\.mma_async|shfl|cvt"
 _ARITHMETIC = re.compile(rf"\b(?:{_OPERATIONS})\.[\w.]*(?:f32|bf16|b32)\b")
 

@@ -250,9 +250,7 @@ def test_what_is_not_finite_makes_its_blocks_nan(bad):
     found = fused_moe.permute_quantize(x, layout, "pow2", columns=True)
     assert found.row_scales.isnan().nonzero().tolist() == [[129, 1]]
     assert found.column_scales.isnan().nonzero().tolist() == [[1, 200]]
-    expected = fused_moe_torch.permute_quantize(
-        x, layout, "pow2", rows=True, columns=True, bf16=False, probs=None
-    )
+    expected = fused_moe_torch.permute_quantize(x, layout, "pow2", rows=True, columns=True, bf16=False, probs=None)
     assert_equal(found, expected, layout)
 
 

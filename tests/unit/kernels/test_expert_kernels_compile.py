@@ -72,7 +72,15 @@ def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Cou
         ("_swiglu_backward_quantize", _BACKWARD | _DENSE, "_BACKWARD", 3, 5),
         ("_quantize_weights", {"POW2": True, "HARDWARE": True}, {"num_warps": 8}, 1, 1),
     ],
-    ids=["rows", "rows and columns", "columns in a matrix", "swiglu", "swiglu backward", "swiglu backward of dense layers", "weights"],
+    ids=[
+        "rows",
+        "rows and columns",
+        "columns in a matrix",
+        "swiglu",
+        "swiglu backward",
+        "swiglu backward of dense layers",
+        "weights",
+    ],
 )
 def test_memory_moves_in_vectors_and_registers_suffice(name, constants, launch, numbers, quantized, tmp_path):
     """A tile's numbers are read once, ``quantized`` times their bytes are written, and no byte is moved by itself."""
@@ -125,12 +133,16 @@ def test_unpermuting_moves_vectors(tmp_path):
 def test_sums_of_a_tokens_rows_move_vectors(tmp_path):
     constants = {"MOST": 8, "WEIGHTED": True, "ROWS": 4, "COLUMNS": 512, "HARDWARE": True}
     found, said = compiled("_sum_rows", constants, {"num_warps": 4}, tmp_path)
-    assert found["ld.global.v4.b32"] == 2 * 8 and found["st.global.v4.b32"] == 2 and " 0 bytes spill stores" in said, said
+    assert found["ld.global.v4.b32"] == 2 * 8 and found["st.global.v4.b32"] == 2 and " 0 bytes spill stores" in said, (
+        said
+    )
 
 
 @pytest.mark.parametrize("name", ["_count", "_place", "_scores_gradient"])
 def test_tokens_are_placed_by_small_kernels(name, tmp_path, monkeypatch):
-    constants = {"NUM_EXPERTS": 128, "EXPERTS": 128, "TOKENS": 32} | ({"MOST": 8, "SLOTS": 8} if name == "_place" else {})
+    constants = {"NUM_EXPERTS": 128, "EXPERTS": 128, "TOKENS": 32} | (
+        {"MOST": 8, "SLOTS": 8} if name == "_place" else {}
+    )
     if name == "_scores_gradient":
         monkeypatch.setitem(TYPES, "out", "*fp32")
     _, said = compiled(name, constants, {"num_warps": 4}, tmp_path)
@@ -189,9 +201,10 @@ def launches(monkeypatch):
 
     kernels = [x for x in vars(permute).values() if isinstance(x, JITFunction)]
     hopper = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
-    )  # fmt: skip
+    )
     monkeypatch.setattr(driver, "_active", hopper)
     monkeypatch.setattr(JITFunction, "run", compile_alone)
     yield found
@@ -228,8 +241,13 @@ def test_the_forms_that_experts_ask_for_compile_as_they_are_called(scales, launc
         permute.swiglu_backward_quantize(dy, h, layout, kind, **forms, **activation, probs=probs)
     permute.unpermute(torch.zeros(384, 264).bfloat16(), layout, probs)
     assert {name for name, _, _ in launches} == {
-        "_build_layout", "_quantize", "_swiglu_quantize", "_swiglu_backward_quantize", "_sum_for_tokens", "_unpermute",
-    }  # fmt: skip
+        "_build_layout",
+        "_quantize",
+        "_swiglu_quantize",
+        "_swiglu_backward_quantize",
+        "_sum_for_tokens",
+        "_unpermute",
+    }
     assert all(num_bytes <= 227 << 10 for _, _, num_bytes in launches)
 
 
@@ -262,9 +280,16 @@ def test_other_numbers_of_tokens_compile_nothing(launches):
 
 @pytest.mark.parametrize(
     ("module", "argument", "number"),
-    [("permute", "num_tokens", 3), ("slots", "num_tokens", 4), ("route", "num_tokens", 2), ("log_softmax", "num_tokens", 1),
-     ("packed", "num_rows", 1), ("swiglu", "num_rows", 4), ("batch_invariant", "num_rows", 1)],
-)  # fmt: skip
+    [
+        ("permute", "num_tokens", 3),
+        ("slots", "num_tokens", 4),
+        ("route", "num_tokens", 2),
+        ("log_softmax", "num_tokens", 1),
+        ("packed", "num_rows", 1),
+        ("swiglu", "num_rows", 4),
+        ("batch_invariant", "num_rows", 1),
+    ],
+)
 def test_numbers_of_tokens_are_not_specialized(module, argument, number):
     """A run would compile in the middle of a step, for numbers that are divisible by 16 or 1."""
     from triton.runtime.jit import JITFunction

@@ -39,9 +39,13 @@ COUNTS = {"one": [130], "many": [256, 0, 1, 600, 0, 100], "few": [0, 0, 300, 0]}
 def compiled(folder: Path, file: str, name: str, types: list[str], cluster: int, threads: int, options: list[str]):
     """The kernel as a function of a number of blocks and its own arguments, of ``types`` in C++: called as CUDA's is."""
     source = PROGRAM.format(
-        emulation=EMULATION, kernel=FOLDER / file, cluster=cluster, threads=threads, name=name,
+        emulation=EMULATION,
+        kernel=FOLDER / file,
+        cluster=cluster,
+        threads=threads,
+        name=name,
         arguments=", ".join(f"*({kind}*)arguments[{i}]" for i, kind in enumerate(types)),
-    )  # fmt: skip
+    )
     (folder / "run.cpp").write_text(source)
     command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", *options]
     subprocess.run([*command, str(folder / "run.cpp"), "-o", str(folder / "run.so")], check=True, timeout=DEADLINE_S)
@@ -151,7 +155,9 @@ def test_tokens_without_a_row_are_zeros(monkeypatch, counts, has_all):
 @pytest.fixture(scope="module", params=[True, False], ids=["weighted", "of dense layers"])
 def swiglu_backward(request, tmp_path_factory):
     """(whether outputs are weighted, the kernel)."""
-    types = ["const u16*"] * 2 + ["const float*"] + ["const int*"] * 2 + ["u8*", "float*"] * 3 + ["float*", "int", "int"]
+    types = (
+        ["const u16*"] * 2 + ["const float*"] + ["const int*"] * 2 + ["u8*", "float*"] * 3 + ["float*", "int", "int"]
+    )
     options = [f"-DWEIGHTED={int(request.param)}"]
     folder = tmp_path_factory.mktemp("kernel")
     return request.param, compiled(folder, "swiglu_backward.cu", "swiglu_backward", types, 1, 640, options)[0]
@@ -173,9 +179,17 @@ def test_the_gradient_of_swiglu_is_torchs_in_bytes(swiglu_backward, counts, exac
     h[layout.experts < 0], dy[layout.experts < 0] = torch.nan, torch.nan
     probs = torch.rand(layout.num_tokens, generator=generator)
     expected = fused_moe_torch.swiglu_backward_quantize(
-        dy, h, layout, "pow2", rows=True, columns=True, bf16=False, activation_columns=True, activation_bf16=False,
+        dy,
+        h,
+        layout,
+        "pow2",
+        rows=True,
+        columns=True,
+        bf16=False,
+        activation_columns=True,
+        activation_bf16=False,
         probs=probs if weighted else None,
-    )  # fmt: skip
+    )
     dh = [torch.zeros(num_rows, 2 * width, dtype=torch.uint8), torch.zeros(2 * width // 128, num_rows)]
     for features in (2 * width, width):
         dh += [torch.zeros(num_rows // 128, features, 128, dtype=torch.uint8)]

@@ -27,7 +27,9 @@ def instructions(
     hints = {(i,): [["tt.divisibility", 16]] for i, kind in kinds if kind.startswith("*") or i in multiples}
     source = ASTSource(kernel, signature, constants, hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-    return Counter(re.findall(r"\b(?:ld\.global|st\.global|cp\.async|cvt|mma|div|mul|atom)\.[\w.:]+", compiled.asm["ptx"]))
+    return Counter(
+        re.findall(r"\b(?:ld\.global|st\.global|cp\.async|cvt|mma|div|mul|atom)\.[\w.:]+", compiled.asm["ptx"])
+    )
 
 
 @pytest.mark.parametrize("pow2", [True, False])

@@ -38,7 +38,7 @@ def test_sums_and_gradients(vocab, temperature):
     logits, targets, is_here, on_logprobs, on_entropy = case(vocab)
     z = (logits.double() / temperature).requires_grad_()
     largest = z.detach().amax(-1)
-    shifted = (z.detach() - largest[:, None])
+    shifted = z.detach() - largest[:, None]
     local = (targets - FIRST).clamp(0, vocab - 1)
     at_target = torch.where(is_here, shifted.gather(1, local[:, None])[:, 0], 0.0)
     expected = torch.stack([(shifted.exp() * shifted).sum(-1), at_target])

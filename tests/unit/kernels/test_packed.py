@@ -15,7 +15,9 @@ from tests.helpers.interpreter import assert_passes_interpreted, starts_interpre
 
 def rows(num_tokens: int, num_features: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(num_features)
-    x = torch.randn(num_tokens, num_features, generator=draw) * torch.exp(8 * torch.randn(num_tokens, 1, generator=draw))
+    x = torch.randn(num_tokens, num_features, generator=draw) * torch.exp(
+        8 * torch.randn(num_tokens, 1, generator=draw)
+    )
     x[0] = 0.0
     x[-1, :BLOCK] = 224.0  # the largest number of its block is 448 times half of another scale
     x[1, 5] = 2.0**-120

@@ -10,9 +10,15 @@ from megatron_fp8rl.names import registry, slicing
 from tests.helpers.fake_fp8_tensor import Fp8Tensor
 
 MODEL = ModelConfig(
-    family="qwen3", num_layers=1, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
-    vocab_size=64, ffn_hidden_size=256,
-)  # fmt: skip
+    family="qwen3",
+    num_layers=1,
+    hidden_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    vocab_size=64,
+    ffn_hidden_size=256,
+)
 QKV = registry.weight("decoder.layers.0.self_attention.linear_qkv.weight", MODEL)
 
 

@@ -69,8 +69,20 @@ def test_products_are_not_fused_with_sums(tmp_path: Path):
     from megatron_fp8rl.kernels.triton.rotate import _rotate_heads
 
     types = {"x": "*bf16", "out": "*bf16", "cos": "*fp32", "sin": "*fp32"}
-    constants = dict(WIDTH=128, FIRST=0, HALF=64, HALF_UP=64, WIDTH_UP=128, IN_STEP=1, IN_RIGHT=64, OUT_STEP=1,
-                     OUT_RIGHT=64, BACKWARD=False, HEADS=16, HARDWARE=True)  # fmt: skip
+    constants = dict(
+        WIDTH=128,
+        FIRST=0,
+        HALF=64,
+        HALF_UP=64,
+        WIDTH_UP=128,
+        IN_STEP=1,
+        IN_RIGHT=64,
+        OUT_STEP=1,
+        OUT_RIGHT=64,
+        BACKWARD=False,
+        HEADS=16,
+        HARDWARE=True,
+    )
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in _rotate_heads.arg_names}
     hints = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind != "constexpr"}
     options = {"num_warps": 4, "enable_fp_fusion": False}

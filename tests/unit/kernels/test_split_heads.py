@@ -9,7 +9,12 @@ from megatron_fp8rl.kernels.float64 import rotate_halves
 from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter, starts_interpreter
 
 # (tokens, key heads, query heads of each, features of a head)
-CASES = {"many queries": (37, 2, 8, 128), "one query": (16, 3, 1, 64), "one group": (5, 1, 5, 32), "no token": (0, 2, 2, 32)}
+CASES = {
+    "many queries": (37, 2, 8, 128),
+    "one query": (16, 3, 1, 64),
+    "one group": (5, 1, 5, 32),
+    "no token": (0, 2, 2, 32),
+}
 EPS = 1e-6
 
 
@@ -55,8 +60,10 @@ def expected(mixed, groups, norms, cos, sin, grads):
     out = [rotate_halves(x.bfloat16(), cos, sin) for x in normed] + [value.detach().bfloat16()]
     turned = [rotate_halves(grad, cos, -sin).float() for grad in grads[:2]]
     wanted = [x for x in (query, key, *weights) if x is not None]
-    plain = [x if w is None else x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * w
-             for x, w in zip((query, key), weights)]  # fmt: skip
+    plain = [
+        x if w is None else x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * w
+        for x, w in zip((query, key), weights)
+    ]
     found = torch.autograd.grad(plain, wanted, turned)
     parts = (*found[:2], grads[2].float())
     dmixed = torch.cat([part.unflatten(1, (groups, -1)) for part in parts], dim=2).flatten(1)
@@ -101,7 +108,14 @@ def test_it_compiles_without_spills(half, backward):
 
     from megatron_fp8rl.kernels.triton.rotate import _TOKENS, _split_heads
 
-    types = {"cos": "*fp32", "sin": "*fp32", "dweights": "*fp32", "num_tokens": "i32", "num_groups": "i32", "eps": "fp32"}
+    types = {
+        "cos": "*fp32",
+        "sin": "*fp32",
+        "dweights": "*fp32",
+        "num_tokens": "i32",
+        "num_groups": "i32",
+        "eps": "fp32",
+    }
     constants = dict(QUERIES=8, HALF=half, TOKENS=_TOKENS, NORM=True, BACKWARD=backward, HARDWARE=True)
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "*bf16") for arg in _split_heads.arg_names}
     hints = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}

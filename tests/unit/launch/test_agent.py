@@ -20,8 +20,11 @@ def test_a_job_ends_when_its_trainer_has_finished_everywhere(tmp_path: Path):
     job = Job(tmp_path, trainer("5", nodes=(0, 1)), replica(0, 1), replica(1, 2), num_nodes=3)
     statuses, outputs = job.run()
     assert statuses == {0}, outputs
-    assert job.log("trainer", 1).splitlines()[1:] == ["begins after step 0", *(f"step {n}" for n in range(1, 6)),
-                                                      "has finished"]  # fmt: skip
+    assert job.log("trainer", 1).splitlines()[1:] == [
+        "begins after step 0",
+        *(f"step {n}" for n in range(1, 6)),
+        "has finished",
+    ]
     assert job.log("trainer", 0).startswith("=== job local-1, attempt 0, node 0 (")
     assert "listens" in job.log("rollout-1", 2)
     assert (job.board / "done").read_text() == "0\n" and not (job.board / "first_error.txt").exists()
@@ -30,8 +33,13 @@ def test_a_job_ends_when_its_trainer_has_finished_everywhere(tmp_path: Path):
 
 
 def test_a_crash_on_another_node_is_shown_first_by_all_and_nothing_is_left(tmp_path: Path):
-    job = Job(tmp_path, trainer("50", "--crash-at", "3", "--on", "1", nodes=(0, 1)), replica(0, 2), num_nodes=3,
-              max_restarts=0)  # fmt: skip
+    job = Job(
+        tmp_path,
+        trainer("50", "--crash-at", "3", "--on", "1", nodes=(0, 1)),
+        replica(0, 2),
+        num_nodes=3,
+        max_restarts=0,
+    )
     statuses, outputs = job.run()
     assert statuses == {1}, outputs
     error = (job.board / "first_error.txt").read_text()
@@ -135,8 +143,9 @@ def test_a_crash_after_a_new_checkpoint_is_no_loop(tmp_path: Path):
 
 
 def test_what_never_made_a_step_is_not_tried_again(tmp_path: Path):
-    job = Job(tmp_path, Role(name="task", kind="command", nodes=(0,), command=("-c", "import nothing_like_it")),
-              num_nodes=1)  # fmt: skip
+    job = Job(
+        tmp_path, Role(name="task", kind="command", nodes=(0,), command=("-c", "import nothing_like_it")), num_nodes=1
+    )
     statuses, outputs = job.run()
     assert statuses == {1} and "no step was ever finished" in outputs[0], outputs
     assert "ModuleNotFoundError: No module named 'nothing_like_it'" in (job.board / "first_error.txt").read_text()

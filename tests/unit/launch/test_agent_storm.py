@@ -118,5 +118,7 @@ def test_nothing_is_lost_but_the_steps_since_the_last_save(tmp_path: Path):
         assert 0 <= before - save <= SAVE_EVERY, "no more is repeated than was not saved"
     assert sorted(set(found)) == list(range(1, max(found) + 1)), "no step is missing"
     assert killed["node"] and killed["replica"]
-    print(f"\n{STORM_S:.0f} s: killed {killed}; {max(found)} steps, {len(found) - max(found)} repeated; "
-          f"back in {min(restart_s):.1f} to {max(restart_s):.1f} s")
+    print(
+        f"\n{STORM_S:.0f} s: killed {killed}; {max(found)} steps, {len(found) - max(found)} repeated; "
+        f"back in {min(restart_s):.1f} to {max(restart_s):.1f} s"
+    )

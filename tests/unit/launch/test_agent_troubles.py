@@ -175,9 +175,7 @@ def test_what_a_killed_agent_of_this_machine_left_is_ended_with_its_attempt(tmp_
 def test_a_verdict_whose_judge_was_killed_is_carried_out_by_the_next(tmp_path: Path):
     """outcome.json is there, and the batch script still waits for done."""
     spec = JobSpec(name="fake", run_dir=str(tmp_path), roles=(trainer("5"),), nodes=2)
-    boards = [
-        Board(tmp_path, Place(job="7", attempt=0, node=node, num_nodes=2, is_slurm=True)) for node in (0, 1)
-    ]
+    boards = [Board(tmp_path, Place(job="7", attempt=0, node=node, num_nodes=2, is_slurm=True)) for node in (0, 1)]
     boards[0].put("error-x.json", {"time": 1.0, "role": "trainer", "node": 0, "rank": None, "text": "why", "log": "l"})
     first = outcome.conclude(spec, boards[0], "failed", "it broke")
     for name in ("done", "first_error.txt"):

@@ -16,7 +16,7 @@ def test_examples_are_sound(name):
     assert name in cluster.known()
 
 
-@pytest.mark.parametrize("name", ["my cluster.py", "it's \"big\".py"])
+@pytest.mark.parametrize("name", ["my cluster.py", 'it\'s "big".py'])
 def test_a_path_may_hold_blanks_and_quotes(tmp_path, name):
     path = tmp_path / "a b" / name
     path.parent.mkdir()

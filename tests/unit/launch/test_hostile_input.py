@@ -37,9 +37,7 @@ def job(run_dir: Path, role: str = "task") -> JobSpec:
 
 def record(run_dir: Path) -> dict:
     """A line of the run's file of jobs, without the number."""
-    return {
-        "cluster": "c", "kind": "slurm", "name": "x", "nodes": 1, "submitted_at": 0.0, "spec": saved(job(run_dir))
-    }  # fmt: skip
+    return {"cluster": "c", "kind": "slurm", "name": "x", "nodes": 1, "submitted_at": 0.0, "spec": saved(job(run_dir))}
 
 
 # ---- cluster files
@@ -95,7 +93,7 @@ def test_what_sbatch_would_refuse_or_obey_is_refused(field: str, changes: dict):
 
 
 def test_options_of_sbatch_are_taken_as_they_are():
-    options = {"exclusive": True, "mem": 0, "nice": "10", "comment": "it's \"a\" $b"}
+    options = {"exclusive": True, "mem": 0, "nice": "10", "comment": 'it\'s "a" $b'}
     assert Cluster(**CPU, sbatch=options).violations() == []
 
 

@@ -64,13 +64,33 @@ def test_training_jobs_are_those_of_the_plan(tmp_path: Path):
 def test_an_evaluation_has_the_roles_of_training_and_words_that_parse_again(tmp_path: Path):
     checkpoint = write_checkpoint(tmp_path / "runs" / "tiny_qwen3", 40)
     found = plan(
-        cluster_of(tmp_path), "eval", "tiny_qwen3", "--checkpoint", str(checkpoint), "--ks", "1", "4",
-        "--num_completions", "4", "--rollout.num_replicas", "2", "--rollout.placement", "separate",
-        "--rollout.transport", "gloo", "--seed", "7", nodes=2,
-    )  # fmt: skip
+        cluster_of(tmp_path),
+        "eval",
+        "tiny_qwen3",
+        "--checkpoint",
+        str(checkpoint),
+        "--ks",
+        "1",
+        "4",
+        "--num_completions",
+        "4",
+        "--rollout.num_replicas",
+        "2",
+        "--rollout.placement",
+        "separate",
+        "--rollout.transport",
+        "gloo",
+        "--seed",
+        "7",
+        nodes=2,
+    )
     assert found.problems == ()
     spec = found.spec
-    assert spec.name == "tiny_qwen3_eval" and [role.name for role in spec.roles] == ["trainer", "rollout-0", "rollout-1"]
+    assert spec.name == "tiny_qwen3_eval" and [role.name for role in spec.roles] == [
+        "trainer",
+        "rollout-0",
+        "rollout-1",
+    ]
     words = spec.role("trainer").command
     assert words[:4] == ("-m", "megatron_fp8rl", "eval", "tiny_qwen3")
     again = parse(words[2:], {c.name: dataclasses.replace(c, judges_config=True) for c in COMMANDS})
@@ -93,9 +113,18 @@ def test_a_relative_checkpoint_becomes_absolute(tmp_path: Path, monkeypatch: pyt
 
 def test_an_evaluation_is_refused_with_everything_at_once(tmp_path: Path):
     found = plan(
-        cluster_of(tmp_path, save_signal_s=10**6), "eval", "tiny_qwen3", "--checkpoint", str(tmp_path / "none"),
-        "--num_completions", "2", "--ks", "8", "--parallel.tensor", "3",
-    )  # fmt: skip
+        cluster_of(tmp_path, save_signal_s=10**6),
+        "eval",
+        "tiny_qwen3",
+        "--checkpoint",
+        str(tmp_path / "none"),
+        "--num_completions",
+        "2",
+        "--ks",
+        "8",
+        "--parallel.tensor",
+        "3",
+    )
     said = "\n".join(found.problems)
     assert found.spec is None
     for part in ("--checkpoint = ", "is not a folder", "pass@8", "--parallel.tensor = 3", "save_signal_s"):
@@ -128,9 +157,16 @@ def test_a_study_is_one_program_on_one_node(tmp_path: Path):
 
 def test_a_study_that_one_node_cannot_hold_is_refused(tmp_path: Path):
     found = plan(
-        cluster_of(tmp_path), "study", "tiny_qwen3_moe", "--parallel.world_size", "4", "--parallel.expert", "4",
-        "--algo.correction", "off",
-    )  # fmt: skip
+        cluster_of(tmp_path),
+        "study",
+        "tiny_qwen3_moe",
+        "--parallel.world_size",
+        "4",
+        "--parallel.expert",
+        "4",
+        "--algo.correction",
+        "off",
+    )
     assert found.spec is None and len(found.problems) == 2
     assert "takes 4 of the 2 slots" in found.problems[0] and "algo.correction" in found.problems[1]
     assert "--nodes 2" in plan(cluster_of(tmp_path), "study", "tiny_qwen3_moe", nodes=2).problems[0]
@@ -142,8 +178,14 @@ def test_a_conversion_gets_absolute_folders(tmp_path: Path, monkeypatch: pytest.
     found = plan(cluster_of(tmp_path), "convert", "hf_to_megatron", "in put", "out", "--workers", "2")
     (role,) = found.spec.roles
     assert role.command == (
-        "-m", "checkpoint_tools", "hf_to_megatron", str(tmp_path / "in put"), str(tmp_path / "out"), "--workers", "2"
-    )  # fmt: skip
+        "-m",
+        "checkpoint_tools",
+        "hf_to_megatron",
+        str(tmp_path / "in put"),
+        str(tmp_path / "out"),
+        "--workers",
+        "2",
+    )
     assert found.spec.run_dir == str(tmp_path / "runs" / "hf_to_megatron_out")
     found = plan(cluster_of(tmp_path), "convert", "megatron_to_hf", "gone", "out", "--hf_config", "in put")
     assert found.spec is None and "SOURCE = " in found.problems[0]

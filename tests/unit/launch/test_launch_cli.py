@@ -19,8 +19,7 @@ from tests.helpers.launching import saved
 ROOT = Path(__file__).parents[3]
 CPU = "CLUSTER = Cluster(gpu=None, gpus_per_node=0, ranks_per_node=4, run_root={root!r}, time_limit='10:00'{more})\n"
 LOCAL = (
-    "from launch.cluster import Cluster\n"
-    "CLUSTER = Cluster(kind='local', gpu=None, gpus_per_node=0, ranks_per_node=4"
+    "from launch.cluster import Cluster\nCLUSTER = Cluster(kind='local', gpu=None, gpus_per_node=0, ranks_per_node=4"
 )
 
 
@@ -254,7 +253,7 @@ def test_the_copied_code_is_whole_and_stays(tmp_path):
 
 def local_job(tmp_path, code: str, *, max_restarts: int = 2, nodes: int = 1) -> JobSpec:
     role = Role(name="task", kind="command", nodes=tuple(range(nodes)), command=("-c", code))
-    env = {"ODD": "it's \"x\" $HOME\nb", "COUNT": str(tmp_path / "count")}
+    env = {"ODD": 'it\'s "x" $HOME\nb', "COUNT": str(tmp_path / "count")}
     return JobSpec(
         name="x y", run_dir=str(tmp_path / "a 'run'"), roles=(role,), nodes=nodes, max_restarts=max_restarts, env=env
     )
@@ -270,7 +269,7 @@ def test_a_local_job_runs_its_roles_on_every_node(tmp_path):
     spec = local_job(tmp_path, code, nodes=2)
     status, job_id = run_locally(spec)
     assert status == 0
-    assert [(tmp_path / f"count{node}").read_text() for node in (0, 1)] == ["it's \"x\" $HOME\nb"] * 2
+    assert [(tmp_path / f"count{node}").read_text() for node in (0, 1)] == ['it\'s "x" $HOME\nb'] * 2
     [job] = read_jobs(spec.run_dir)
     assert (job["job_id"], job["kind"], job["cluster"]) == (job_id, "local", "here")
     assert JobSpec.load(job["spec"]) == spec and json.dumps(job)

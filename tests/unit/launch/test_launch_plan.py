@@ -125,7 +125,7 @@ def test_commands_are_those_of_the_program():
 
 
 def test_a_run_folder_may_hold_anything(tmp_path):
-    odd = str(tmp_path / "it's {name} \"x\" $y")
+    odd = str(tmp_path / 'it\'s {name} "x" $y')
     spec = plan_training(request("tiny_qwen3_moe", cluster=dataclasses.replace(CPU, run_root=odd))).spec
     assert spec is not None and spec.run_dir == f"{odd}/runs/tiny_qwen3_moe"
     words = spec.role("trainer").command
@@ -145,9 +145,7 @@ def test_warm_start_has_no_engines():
 
 
 def test_a_replica_over_nodes_gets_vllms_flags():
-    [role] = plan.replica_roles(
-        request("grpo_qwen3_8b"), (Place(nodes=(1, 2), slots=tuple(range(8))),), "/shared/run"
-    )
+    [role] = plan.replica_roles(request("grpo_qwen3_8b"), (Place(nodes=(1, 2), slots=tuple(range(8))),), "/shared/run")
     words = role.words(2, head_address="10.0.0.2", head_port=4000)
     for option, value in {"nnodes": "2", "node_rank": "1", "master_addr": "10.0.0.2", "master_port": "4000"}.items():
         assert words[words.index(f"--{option}") + 1] == value

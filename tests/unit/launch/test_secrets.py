@@ -11,7 +11,9 @@ from launch import cli, local
 from launch.spec import JobSpec, Role, log_file, read_jobs
 
 MARK = "s3cret-of-nobody"
-ROLE = "import os, time, pathlib; pathlib.Path(os.environ['SEEN']).write_text(os.environ['WANDB_API_KEY']); time.sleep(6)"
+ROLE = (
+    "import os, time, pathlib; pathlib.Path(os.environ['SEEN']).write_text(os.environ['WANDB_API_KEY']); time.sleep(6)"
+)
 
 
 def _command_lines() -> str:
@@ -36,7 +38,9 @@ def test_a_job_of_this_machine_shows_no_value_to_others(tmp_path: Path):
     assert (tmp_path / "seen").read_text() == MARK, "the role has it"
     assert "launch.agent" in (shown := _command_lines()) and MARK not in shown
     assert process.wait(60) == 0
-    holders = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and MARK in path.read_text(errors="replace")]
+    holders = [
+        path for path in (tmp_path / "run").rglob("*") if path.is_file() and MARK in path.read_text(errors="replace")
+    ]
     assert [str(path) for path in holders] == [read_jobs(spec.run_dir)[0]["spec"]]
     assert holders[0].stat().st_mode & 0o777 == 0o600
     assert log_file(spec.run_dir, "trainer", 0).exists()

@@ -46,7 +46,10 @@ PYXIS = Cluster(
 @pytest.fixture(scope="module")
 def scripts() -> dict[str, str]:
     jobs = {
-        "odd": (JobSpec(name="it's a 'name'", run_dir="/shared/it's a \"run\"", roles=(WIDE,), nodes=3, save_signal_s=120), ODD),
+        "odd": (
+            JobSpec(name="it's a 'name'", run_dir='/shared/it\'s a "run"', roles=(WIDE,), nodes=3, save_signal_s=120),
+            ODD,
+        ),
         "pyxis": (JobSpec(name="qwen3", run_dir="/lustre/runs/qwen3", roles=(WIDE,), nodes=3), PYXIS),
     }
     assert not any(slurm.problems(*job) for job in jobs.values())
@@ -57,7 +60,8 @@ def test_the_scripts_are_those_that_were_reviewed(scripts):
     first = scripts["pyxis"]
     found = {
         "pyxis.sh": first,
-        "odd.diff": "\n".join(difflib.unified_diff(first.splitlines(), scripts["odd"].splitlines(), n=0, lineterm="")) + "\n",
+        "odd.diff": "\n".join(difflib.unified_diff(first.splitlines(), scripts["odd"].splitlines(), n=0, lineterm=""))
+        + "\n",
     }
     for name, text in found.items():
         if os.environ.get("FP8RL_UPDATE_GOLDEN"):
@@ -93,7 +97,7 @@ def words_of_srun(scripts, tmp_path):
 def test_the_words_of_srun_are_whole(words_of_srun, name):
     """As bash splits them: paths with blanks and quotes are one word each."""
     words = words_of_srun(name)
-    folder, id = {"odd": ("/shared/it's a \"run\"", "it-s-a-name"), "pyxis": ("/lustre/runs/qwen3", "qwen3")}[name]
+    folder, id = {"odd": ('/shared/it\'s a "run"', "it-s-a-name"), "pyxis": ("/lustre/runs/qwen3", "qwen3")}[name]
     folder = f"{folder}/launch/jobs/{id}_dry-run"
     assert words[-3:] == ["-m", "launch.agent", f"{folder}/job.json"]
     assert f"--output={folder}/agents-7-0.out" in words
@@ -135,7 +139,7 @@ def end_of_job(tmp_path):
     def run(
         status: int, *, done: str | None = None, restarts: int = 0, state: str = "RUNNING", has_log: bool = True
     ) -> tuple[int, str, str]:
-        run_dir = tmp_path / "it's a \"run\" $x"
+        run_dir = tmp_path / 'it\'s a "run" $x'
         attempt, folder = run_dir / "launch" / f"7.{restarts}", run_dir / "launch" / "jobs" / "run_1"
         for path in (attempt, folder):
             path.mkdir(parents=True, exist_ok=True)
@@ -145,7 +149,9 @@ def end_of_job(tmp_path):
         tools.mkdir(exist_ok=True)
         calls.write_text("")
         said = 'echo "$@" >> {calls}\necho "JobId=7 JobState={state} Reason=None"'
-        (tools / "scontrol").write_text('#!/bin/sh\ncase "$2" in hostnames | topology) exit 0 ;; esac\n' + said.format(calls=calls, state=state))
+        (tools / "scontrol").write_text(
+            '#!/bin/sh\ncase "$2" in hostnames | topology) exit 0 ;; esac\n' + said.format(calls=calls, state=state)
+        )
         (tools / "scancel").write_text(f'#!/bin/sh\necho scancel "$@" >> {calls}\n')
         (tools / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
         for tool in tools.iterdir():

@@ -1,6 +1,5 @@
 """The word of a job survives whatever stands in it, and a wrong job says what is wrong."""
 
-
 import os
 import stat
 

@@ -38,7 +38,9 @@ def test_modules_and_what_they_import_beside_them_travel(tmp_path: Path, monkeyp
     slurm.copy_code(tmp_path / "code", own_modules=found)
     (tmp_path / "my_words.py").write_text("raise RuntimeError('an edit after submission')\n")
     assert (tmp_path / "code" / "my_words.py").read_text() == "WORDS = ()\n"
-    assert (tmp_path / "code" / "my_losses" / "table.csv").is_file() and not (tmp_path / "code" / "not_named.py").exists()
+    assert (tmp_path / "code" / "my_losses" / "table.csv").is_file() and not (
+        tmp_path / "code" / "not_named.py"
+    ).exists()
 
 
 def test_modules_of_this_code_and_installed_ones_stay():
@@ -50,7 +52,12 @@ def test_modules_of_this_code_and_installed_ones_stay():
     [
         ("/tmp", {}, "/lustre/me/run", "on a file system of this machine alone (tmpfs)"),
         ("/tmp", {}, "/data/run", ""),  # one machine, or a mount that nobody knows
-        ("/tmp", {"container_image": "i", "container_mounts": ("/models:/models",)}, "/lustre/run", "not mounted into the container"),
+        (
+            "/tmp",
+            {"container_image": "i", "container_mounts": ("/models:/models",)},
+            "/lustre/run",
+            "not mounted into the container",
+        ),
         ("/tmp", {"container_image": "i", "container_mounts": ("{here}:{here}",)}, "/data/run", ""),
     ],
 )
@@ -58,7 +65,9 @@ def test_paths_that_nodes_would_not_find_are_named(tmp_path: Path, folder, clust
     rows = tmp_path / "train.jsonl"
     rows.write_text('{"question": "1", "answer": "1"}\n')
     mounts = MOUNTS.replace("/tmp", str(tmp_path.parent))
-    cluster = {name: tuple(m.format(here=tmp_path) for m in v) if isinstance(v, tuple) else v for name, v in cluster.items()}
+    cluster = {
+        name: tuple(m.format(here=tmp_path) for m in v) if isinstance(v, tuple) else v for name, v in cluster.items()
+    }
     found = user_files.unreachable(config(str(rows)), Cluster(**cluster), run_dir, mounts)
     assert len(found) == bool(said)
     assert not said or (said in found[0] and found[0].startswith(f"--data.environments.0.dataset = '{rows}'"))

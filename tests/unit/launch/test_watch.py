@@ -78,8 +78,11 @@ def test_following_ends_with_the_job_and_says_whose_each_line_is(tmp_path: Path)
     _, process = local.start(job(run_dir, *words), cluster_name="here")
     follow = subprocess.run(
         [sys.executable, "-m", "launch", "logs", str(run_dir), "--follow"],
-        cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
     assert process.wait(DEADLINE_S) == 0
     lines = follow.stdout.splitlines()
     assert any(line.endswith("has finished") for line in lines) and any(line.endswith("listens") for line in lines)
@@ -90,8 +93,19 @@ def test_following_ends_with_the_job_and_says_whose_each_line_is(tmp_path: Path)
 def test_lines_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run_dir = tmp_path / "run"
     spec = job(run_dir, "1")
-    add_job(run_dir, {"job_id": "local-0", "cluster": "here", "kind": "local", "name": "x", "nodes": 2,
-                      "submitted_at": 0.0, "script": "", "spec": saved(spec)})  # fmt: skip
+    add_job(
+        run_dir,
+        {
+            "job_id": "local-0",
+            "cluster": "here",
+            "kind": "local",
+            "name": "x",
+            "nodes": 2,
+            "submitted_at": 0.0,
+            "script": "",
+            "spec": saved(spec),
+        },
+    )
     for node, text in ((0, "=== attempt 0 ===\n[rank 0] a\n[rank 1] b\n[rank 0] c\n"), (1, "[rank 2] d\n")):
         log_file(run_dir, "trainer", node).parent.mkdir(exist_ok=True)
         log_file(run_dir, "trainer", node).write_text(text)
@@ -114,8 +128,19 @@ def test_slurm_is_asked_for_the_state_and_to_cancel(
     run_dir = tmp_path / "run"
     spec = job(run_dir, "1")
     for job_id in ("41", "42"):
-        add_job(run_dir, {"job_id": job_id, "cluster": "big", "kind": "slurm", "name": "x", "nodes": 2,
-                          "submitted_at": 0.0, "script": "", "spec": saved(spec)})  # fmt: skip
+        add_job(
+            run_dir,
+            {
+                "job_id": job_id,
+                "cluster": "big",
+                "kind": "slurm",
+                "name": "x",
+                "nodes": 2,
+                "submitted_at": 0.0,
+                "script": "",
+                "spec": saved(spec),
+            },
+        )
     board = Board(run_dir, Place(job="41", attempt=0, node=0, num_nodes=2, is_slurm=True))
     board.put("node-0.json", {"host": "n0", "address": "10.0.0.1", "port": 1, "pid": 1})
     board.put("role-trainer.node0.json", {"state": "running", "pid": 2, "incarnation": 0, "status": None})
@@ -137,8 +162,19 @@ def without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def slurm_job(run_dir: Path, **how: int) -> Board:
     """Number 41, submitted to a Slurm and at work on one node."""
     spec = job(run_dir, "1", **how)
-    add_job(run_dir, {"job_id": "41", "cluster": "big", "kind": "slurm", "name": "x", "nodes": 2,
-                      "submitted_at": 0.0, "script": "", "spec": saved(spec)})  # fmt: skip
+    add_job(
+        run_dir,
+        {
+            "job_id": "41",
+            "cluster": "big",
+            "kind": "slurm",
+            "name": "x",
+            "nodes": 2,
+            "submitted_at": 0.0,
+            "script": "",
+            "spec": saved(spec),
+        },
+    )
     board = Board(run_dir, Place(job="41", attempt=0, node=0, num_nodes=1, is_slurm=True))
     board.put("node-0.json", {"host": "n0", "address": "10.0.0.1", "port": 1, "pid": 1})
     return board

@@ -15,23 +15,43 @@ import transformers
 from megatron_fp8rl.names.registry import FAMILIES, from_hf_config
 
 BASE = dict(
-    vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64,
-)  # fmt: skip
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
 MORE = {
     "qwen3": dict(head_dim=8),
     "qwen3_moe": dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "glm4_moe": dict(
-        head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, n_group=1,
-        topk_group=1, num_nextn_predict_layers=0,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        num_nextn_predict_layers=0,
     ),
     "deepseek_v3": dict(
-        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, n_group=2,
-        topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
         num_key_value_heads=4,
     ),
-}  # fmt: skip
+}
 EXTRA = {  # said beside what the class knows
     "is_causal": False,
     "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
@@ -121,8 +141,11 @@ def test_what_was_silent_once_is_refused(change, message):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("qwen2", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-         "rope_scaling = .* disagrees"),
+        (
+            "qwen2",
+            {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            "rope_scaling = .* disagrees",
+        ),
         ("qwen2", {"is_causal": None}, "is_causal = None"),
         ("qwen2", {"rope_parameters": None, "rope_theta": 0}, "rope_theta = 0 is not a number above 0"),
         ("qwen2", {"rope_parameters": None, "rope_theta": "abc"}, "rope_theta = 'abc'"),
@@ -133,10 +156,12 @@ def test_what_was_silent_once_is_refused(change, message):
         ("deepseek_v3", {"n_group": 3}, "n_group = 3 does not divide n_routed_experts = 4"),
         ("deepseek_v3", {"topk_group": 3}, "topk_group = 3 is above n_group = 2"),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_contradict_each_other_are_refused_by_key(name, change, message):
     config = {**BASE, **MORE.get(name, {}), "model_type": name}
     config = json.loads(transformers.CONFIG_MAPPING[name](**config).to_json_string(use_diff=False))
     from_hf_config(config)
     with pytest.raises(ValueError, match=message):
-        from_hf_config({key: value for key, value in {**config, **change}.items() if value is not None or key == "is_causal"})
+        from_hf_config(
+            {key: value for key, value in {**config, **change}.items() if value is not None or key == "is_causal"}
+        )

@@ -154,7 +154,9 @@ def test_a_run_killed_between_a_checkpoint_and_its_steps_line_writes_the_line_wh
 
 def test_lines_are_on_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda number: synced.append((os.readlink(f"/proc/self/fd/{number}"), os.fstat(number).st_size)))
+    monkeypatch.setattr(
+        os, "fsync", lambda number: synced.append((os.readlink(f"/proc/self/fd/{number}"), os.fstat(number).st_size))
+    )
     with Observer(make_config(), True, tmp_path) as observer:
         with observer.step(1) as log:
             log.update({"train/loss/mean": 0.5})
@@ -226,8 +228,16 @@ def test_the_report_stands_alone_and_shows_the_run(tmp_path):
     assert len(links.sources) >= 10
     assert all(source.startswith("data:image/svg+xml;base64,") for source in links.sources)
     assert "http" not in re.sub(r'src="[^"]*"', "", page)
-    for text in ("Completions of step 1", "Completions of step 4", "4 + 4 = ", "Largest disagreement", "chain_sum/4#0",
-                 "output_dir", "reward/score/mean", "the alarm of step 2"):  # fmt: skip
+    for text in (
+        "Completions of step 1",
+        "Completions of step 4",
+        "4 + 4 = ",
+        "Largest disagreement",
+        "chain_sum/4#0",
+        "output_dir",
+        "reward/score/mean",
+        "the alarm of step 2",
+    ):
         assert text in page
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 

@@ -78,9 +78,13 @@ def test_operations_match_the_parameters():
 def test_auto_is_what_was_faster_on_an_h200():
     moe = make(grpo_qwen3_30b_a3b())
     for trainer, tokens, found in (
-        ("blockwise", 16_384, "deep_gemm"), ("blockwise", 512, "deep_gemm"), ("delayed", 16_384, "te"),
-        ("bf16", 16_384, "deep_gemm"), ("bf16", 32_768, "deep_gemm"), ("bf16", 65_536, "te"),
-    ):  # fmt: skip
+        ("blockwise", 16_384, "deep_gemm"),
+        ("blockwise", 512, "deep_gemm"),
+        ("delayed", 16_384, "te"),
+        ("bf16", 16_384, "deep_gemm"),
+        ("bf16", 32_768, "deep_gemm"),
+        ("bf16", 65_536, "te"),
+    ):
         cfg = replace(make(moe, tokens), precision=PrecisionConfig(trainer=trainer))
         assert chosen("experts", cfg) == found, (trainer, tokens)
     assert [chosen("linears", make(grpo_qwen3_8b(), tokens)) for tokens in (1024, 16_384)] == ["te", "deep_gemm"]
@@ -138,7 +142,9 @@ def said(cfg, hardware):
 def test_a_cpu_emulates_and_says_so_when_asked_for_more():
     assert choose(run(), CPU).trainer.kernels == "emulated"
     (text,) = said(run(kernels="te"), CPU)
-    assert text.startswith("--precision.kernels = 'te': Transformer Engine needs a GPU") and text.endswith("Choose auto.")
+    assert text.startswith("--precision.kernels = 'te': Transformer Engine needs a GPU") and text.endswith(
+        "Choose auto."
+    )
 
 
 @pytest.mark.parametrize("trainer", ["bf16", "blockwise", "tensorwise", "delayed"])
@@ -230,7 +236,9 @@ def test_the_record_of_a_run_names_what_computes():
     ):
         record = choose(asked, hardware).record()
         assert (record["trainer kernel, FP8 linears"], record["trainer kernel, expert linears"]) == (linears, experts)
-    assert choose(run(experts="te"), HOPPER).record()["trainer kernel, expert linears"] == "Transformer Engine (grouped)"
+    assert (
+        choose(run(experts="te"), HOPPER).record()["trainer kernel, expert linears"] == "Transformer Engine (grouped)"
+    )
 
 
 def test_a_matrix_that_is_not_in_whole_blocks_stays_with_the_other_kernels():
@@ -243,8 +251,10 @@ def test_a_matrix_that_is_not_in_whole_blocks_stays_with_the_other_kernels():
 def test_engines_that_compute_with_another_kernel_are_told_by_name():
     choice = choose(run(), HOPPER)
     sound = {
-        "linears": ["DeepGemmFp8BlockScaledMMKernel"], "experts": ["Fp8MoEMethod (TRITON)"], "attention": ["FLASH_ATTN"],
-    }  # fmt: skip
+        "linears": ["DeepGemmFp8BlockScaledMMKernel"],
+        "experts": ["Fp8MoEMethod (TRITON)"],
+        "attention": ["FLASH_ATTN"],
+    }
     assert choice.disagreements(sound) == []
     (text,) = choice.disagreements(sound | {"experts": ["Fp8MoEMethod (DEEPGEMM)"]})
     assert "rollout.moe_backend: Triton was chosen" in text and "DEEPGEMM" in text

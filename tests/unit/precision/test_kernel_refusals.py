@@ -24,11 +24,24 @@ from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.preflight import rules
 
 FIELDS = {
-    "precision": ("trainer", "rollout", "scales", "gradients", "params", "kernels", "linears", "experts", "attention", "exact"),
+    "precision": (
+        "trainer",
+        "rollout",
+        "scales",
+        "gradients",
+        "params",
+        "kernels",
+        "linears",
+        "experts",
+        "attention",
+        "exact",
+    ),
     "parallel": ("dispatch",),
     "rollout": ("linear_backend", "moe_backend", "attention_backend", "batch_invariant", "kv_cache_dtype"),
 }
-KERNEL_FIELDS = {f"--{group}.{name}" for group, names in FIELDS.items() for name in names} - {"--rollout.kv_cache_dtype"}
+KERNEL_FIELDS = {f"--{group}.{name}" for group, names in FIELDS.items() for name in names} - {
+    "--rollout.kv_cache_dtype"
+}
 GENERATIONS: tuple[Generation, ...] = typing.get_args(Generation)
 
 
@@ -60,7 +73,9 @@ def build(cfg: RunConfig, generation: Generation, monkeypatch) -> list[Violation
         patch.setattr(trainer, "LayerFactory", Layers)
         patch.setattr(trainer, "transformer_config", lambda *_: None)
         patch.setattr(trainer, "model_parallel_cuda_manual_seed", lambda *_, **__: None)
-        patch.setattr("megatron_fp8rl.trainer.model.layers._norm", lambda kernel: torch.rms_norm)  # imports what is not here
+        patch.setattr(
+            "megatron_fp8rl.trainer.model.layers._norm", lambda kernel: torch.rms_norm
+        )  # imports what is not here
         patch.setattr("megatron_fp8rl.rollout.fleet.here", lambda: hardware)
         patch.setattr("megatron_fp8rl.rollout.fleet.LocalReplicas", start)
         patch.setattr("megatron_fp8rl.rollout.fleet.placement.visible_gpus", lambda: [])
@@ -122,17 +137,28 @@ def test_what_is_installed_changes_no_other_answer(generation):
     from megatron_fp8rl.precision.kernel_choice import refusals
 
     for name, cfg in CONFIGS.items():
-        everything, nothing = (refusals(cfg, Hardware(generation, p)) for p in (Hardware(generation).packages, frozenset()))
+        everything, nothing = (
+            refusals(cfg, Hardware(generation, p)) for p in (Hardware(generation).packages, frozenset())
+        )
         assert {v.field for v in everything} <= {v.field for v in nothing} | {"--precision.kernels"}, name
 
 
 EXACT = RunConfig(
-    name="exact", precision=PrecisionConfig(exact=True),
+    name="exact",
+    precision=PrecisionConfig(exact=True),
     model=ModelConfig(
-        family="qwen3_moe", num_layers=2, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
-        vocab_size=512, num_experts=4, experts_per_token=2, moe_ffn_hidden_size=256,
+        family="qwen3_moe",
+        num_layers=2,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        vocab_size=512,
+        num_experts=4,
+        experts_per_token=2,
+        moe_ffn_hidden_size=256,
     ),
-)  # fmt: skip
+)
 
 
 def test_exact_selects_the_kernels_that_both_ends_share():
@@ -140,26 +166,42 @@ def test_exact_selects_the_kernels_that_both_ends_share():
 
     choice = choose(EXACT, Hardware("hopper"))
     assert (choice.trainer.linears, choice.trainer.experts, choice.trainer.attention) == (
-        "deep_gemm", "deep_gemm", "engine"
-    )  # fmt: skip
+        "deep_gemm",
+        "deep_gemm",
+        "engine",
+    )
     assert (choice.trainer.norms, choice.trainer.router, choice.trainer.combine) == (
-        "batch_invariant", "batch_invariant", "sum"
-    )  # fmt: skip
+        "batch_invariant",
+        "batch_invariant",
+        "sum",
+    )
     assert (choice.engine.linears, choice.engine.experts, choice.engine.norms) == (
-        "deep_gemm", "deep_gemm", "batch_invariant"
-    )  # fmt: skip
+        "deep_gemm",
+        "deep_gemm",
+        "batch_invariant",
+    )
 
 
 @pytest.mark.parametrize(
     "path, value, on_gpu_only",
     [
-        ("rollout.max_staleness", 1, False), ("rollout.top_p", 0.9, False), ("rollout.top_k", 5, False),
-        ("rollout.kv_cache_dtype", "fp8", True), ("rollout.tensor", 2, False), ("parallel.tensor", 2, False),
-        ("parallel.expert_tensor", 2, False), ("precision.trainer", "bf16", False), ("rollout.temperature", 0.7, True),
-        ("precision.scales", "fp32", True), ("precision.bf16_first_layers", 1, True), ("precision.linears", "te", True),
-        ("rollout.moe_backend", "triton", True), ("model.head_dim", 64, True), ("model.moe_ffn_hidden_size", 192, True),
+        ("rollout.max_staleness", 1, False),
+        ("rollout.top_p", 0.9, False),
+        ("rollout.top_k", 5, False),
+        ("rollout.kv_cache_dtype", "fp8", True),
+        ("rollout.tensor", 2, False),
+        ("parallel.tensor", 2, False),
+        ("parallel.expert_tensor", 2, False),
+        ("precision.trainer", "bf16", False),
+        ("rollout.temperature", 0.7, True),
+        ("precision.scales", "fp32", True),
+        ("precision.bf16_first_layers", 1, True),
+        ("precision.linears", "te", True),
+        ("rollout.moe_backend", "triton", True),
+        ("model.head_dim", 64, True),
+        ("model.moe_ffn_hidden_size", 192, True),
     ],
-)  # fmt: skip
+)
 def test_exact_refuses_what_cannot_be(path, value, on_gpu_only):
     from megatron_fp8rl.precision.kernel_choice import refusals
 
@@ -210,9 +252,18 @@ def test_exact_accepts_sums_of_two_ranks_that_the_trainer_has_too(cfg, data, ten
 
 def _tiny(**precision) -> RunConfig:
     model = ModelConfig(
-        family="qwen3_moe", num_layers=2, hidden_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
-        vocab_size=32, num_experts=2, experts_per_token=1, moe_ffn_hidden_size=128, max_position_embeddings=64,
-    )  # fmt: skip
+        family="qwen3_moe",
+        num_layers=2,
+        hidden_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=32,
+        num_experts=2,
+        experts_per_token=1,
+        moe_ffn_hidden_size=128,
+        max_position_embeddings=64,
+    )
     return RunConfig(name="tiny", model=model, precision=PrecisionConfig(**precision))
 
 
@@ -239,10 +290,17 @@ def test_models_are_built_with_the_kernels_that_were_chosen_or_refused_as_prefli
     from tests.helpers.dist import run_ranks
 
     precisions = [
-        {}, {"trainer": "bf16", "rollout": "bf16"}, {"trainer": "delayed"}, {"linears": "deep_gemm"}, {"experts": "deep_gemm"},
-        {"kernels": "te"}, {"linears": "deep_gemm", "gradients": "e5m2"}, {"experts": "deep_gemm", "trainer": "tensorwise"},
-        {"params": "fp8"}, {"attention": "engine"},
-    ]  # fmt: skip
+        {},
+        {"trainer": "bf16", "rollout": "bf16"},
+        {"trainer": "delayed"},
+        {"linears": "deep_gemm"},
+        {"experts": "deep_gemm"},
+        {"kernels": "te"},
+        {"linears": "deep_gemm", "gradients": "e5m2"},
+        {"experts": "deep_gemm", "trainer": "tensorwise"},
+        {"params": "fp8"},
+        {"attention": "engine"},
+    ]
     (found,) = run_ranks(1, _really_built, precisions)
     built = [names for status, names in found if status == "built"]
     assert built == [["in_torch"], [], ["in_torch"], ["in_torch", "on_deep_gemm"], ["grouped", "in_torch"]]

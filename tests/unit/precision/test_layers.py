@@ -16,14 +16,30 @@ MODELS = {
     "qwen2": ModelConfig(family="qwen2", ffn_hidden_size=96, qkv_bias=True, **COMMON),
     "mixtral": ModelConfig(family="mixtral", **EXPERTS, **COMMON),
     "glm4_moe": ModelConfig(
-        family="glm4_moe", ffn_hidden_size=96, num_shared_experts=1, first_dense_layers=1, qkv_bias=True, qk_norm=True,
-        rotary_fraction=0.5, router=ROUTER, num_mtp_layers=1, **EXPERTS, **COMMON,
+        family="glm4_moe",
+        ffn_hidden_size=96,
+        num_shared_experts=1,
+        first_dense_layers=1,
+        qkv_bias=True,
+        qk_norm=True,
+        rotary_fraction=0.5,
+        router=ROUTER,
+        num_mtp_layers=1,
+        **EXPERTS,
+        **COMMON,
     ),
     "deepseek_v3": ModelConfig(
-        family="deepseek_v3", ffn_hidden_size=96, num_shared_experts=1, first_dense_layers=1, mla=MLA, router=ROUTER,
-        num_mtp_layers=1, **EXPERTS, **COMMON,
+        family="deepseek_v3",
+        ffn_hidden_size=96,
+        num_shared_experts=1,
+        first_dense_layers=1,
+        mla=MLA,
+        router=ROUTER,
+        num_mtp_layers=1,
+        **EXPERTS,
+        **COMMON,
     ),
-}  # fmt: skip
+}
 QKVO = {f"self_attn.{x}_proj" for x in "qkvo"}
 DENSE = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
 ROUTED = {f"mlp.experts.{e}.{x}_proj" for e in range(2) for x in ("gate", "up", "down")}

@@ -124,9 +124,7 @@ def test_bf16_results_are_float32_results_rounded_once(trainer):
     for narrow, exact in [(y, y_wide), *((a.grad, b.grad) for a, b in zip((x, *weights), wide))]:
         size = exact.abs().max().item() * 15
         assert narrow.dtype == torch.bfloat16
-        torch.testing.assert_close(
-            narrow.float(), exact, rtol=BF16_ROUNDING["rtol"], atol=BF16_ROUNDING["atol"] * size
-        )
+        torch.testing.assert_close(narrow.float(), exact, rtol=BF16_ROUNDING["rtol"], atol=BF16_ROUNDING["atol"] * size)
 
 
 @pytest.mark.parametrize("trainer", ["blockwise", "tensorwise", "delayed"])

@@ -145,12 +145,24 @@ def test_five_mistakes_give_five_violations():
         ({"data__chat_template": True}, "--data.chat_template"),
         ({"data__tokenizer": "no/such/folder"}, "--data.tokenizer"),
         ({"data__environments": (EnvironmentConfig(template="plain"),)}, "--data.environments.0.template"),
-        ({"data__environments": (EnvironmentConfig(dataset="no.jsonl", rewards=(EXACT,)),)}, "--data.environments.0.dataset"),
-        ({"data__environments": (EnvironmentConfig(dataset=__file__, rewards=(EXACT,)),)}, "--data.environments.0.dataset"),
+        (
+            {"data__environments": (EnvironmentConfig(dataset="no.jsonl", rewards=(EXACT,)),)},
+            "--data.environments.0.dataset",
+        ),
+        (
+            {"data__environments": (EnvironmentConfig(dataset=__file__, rewards=(EXACT,)),)},
+            "--data.environments.0.dataset",
+        ),
         ({"data__environments": (EnvironmentConfig(dataset="hub:x/y"),)}, "--data.environments.0.rewards"),
         ({"data__environments": (EnvironmentConfig(rewards=(EXACT,)),)}, "--data.environments.0.rewards"),
-        ({"data__environments": (EnvironmentConfig(dataset="hub:x/y", eval="hub:x/z", rewards=(RewardConfig(function="maths"),)),)},
-         "--data.environments.0.rewards.0.function"),
+        (
+            {
+                "data__environments": (
+                    EnvironmentConfig(dataset="hub:x/y", eval="hub:x/z", rewards=(RewardConfig(function="maths"),)),
+                )
+            },
+            "--data.environments.0.rewards.0.function",
+        ),
         ({"model__hf_path": "no/such/folder"}, "--model.hf_path"),
         ({"model__num_key_value_heads": 3}, "--model.num_key_value_heads"),
         ({"model__family": "qwen3_moe"}, "--model.num_experts"),
@@ -179,9 +191,15 @@ def test_one_mistake_gives_its_violation_alone(changes, field):
 )
 def test_what_a_router_or_a_rotation_cannot_be(changes, field):
     glm = replace(
-        MOE, family="glm4_moe", qkv_bias=True, qk_norm=True, num_shared_experts=1, experts_per_token=3,
-        rotary_fraction=0.5, router=ROUTER,
-    )  # fmt: skip
+        MOE,
+        family="glm4_moe",
+        qkv_bias=True,
+        qk_norm=True,
+        num_shared_experts=1,
+        experts_per_token=3,
+        rotary_fraction=0.5,
+        router=ROUTER,
+    )
     assert check(make(glm), accelerator="cpu") == []
     assert fields_of(make(replace(glm, **changes))) == [field]
 
@@ -310,7 +328,9 @@ def test_a_replay_needs_every_step_and_samples_nothing(tmp_path):
     (short,) = check(make(rollout__replay=str(tmp_path), num_steps=4), accelerator="cpu")
     assert "holds no step 3, and num_steps = 4" in short.problem and "--num_steps 2" in short.remedy
     assert fields_of(make(rollout__replay=str(tmp_path), num_steps=2)) == []
-    assert fields_of(make(rollout__replay=str(tmp_path), num_steps=2, observe__eval_every=1)) == ["--observe.eval_every"]
+    assert fields_of(make(rollout__replay=str(tmp_path), num_steps=2, observe__eval_every=1)) == [
+        "--observe.eval_every"
+    ]
 
 
 def test_a_truncated_weight_file_is_named_before_anything_starts(tmp_path):

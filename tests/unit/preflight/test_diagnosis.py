@@ -145,8 +145,11 @@ def test_gpus_that_there_are_not():
 def test_machines_that_there_cannot_be_are_refused():
     wrong = DoctorOptions(num_gpus=0, memory_gib=-4.0, gpus_per_node=0, routing_imbalance=float("nan"))
     assert [problem.split()[0] for problem in wrong.problems()] == [
-        "--memory_gib", "--gpus_per_node", "--num_gpus", "--routing_imbalance",
-    ]  # fmt: skip
+        "--memory_gib",
+        "--gpus_per_node",
+        "--num_gpus",
+        "--routing_imbalance",
+    ]
     assert DoctorOptions(num_gpus=1, memory_gib=80.0).problems() == []
 
 

@@ -7,6 +7,7 @@ import pytest
 from megatron_fp8rl.preflight.rules import check
 from tests.helpers.configs import DENSE, MOE, fields_of, make
 
+
 @pytest.mark.parametrize(
     ("accelerator", "changes", "fields"),
     [

@@ -32,9 +32,15 @@ from model_configs.qwen3 import qwen3_8b, qwen3_30b_a3b
 H200 = GPUS["h200"]
 BF16 = PrecisionConfig(trainer="bf16", rollout="bf16")
 DENSE = ModelConfig(
-    family="llama", num_layers=4, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-    vocab_size=1024, ffn_hidden_size=1024,
-)  # fmt: skip
+    family="llama",
+    num_layers=4,
+    hidden_size=512,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    vocab_size=1024,
+    ffn_hidden_size=1024,
+)
 
 
 def run(model: ModelConfig = DENSE, precision: PrecisionConfig | None = None, **changes) -> RunConfig:
@@ -152,7 +158,9 @@ def test_activations_of_an_fp8_layer():
 
 def test_activations_of_a_layer_on_deep_gemm():
     """Between the linears of the feed-forward part gate and up are kept, and nothing else."""
-    found, on_te = (layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg)) for cfg in (run(), run(precision__linears="te")))
+    found, on_te = (
+        layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg)) for cfg in (run(), run(precision__linears="te"))
+    )
     assert kernels(run()).linears == "deep_gemm"
     fp8 = 1 + 4 / 128
     assert on_te.kept - found.kept == 4096 * 1024 * (2 * 2 + fp8)
@@ -161,7 +169,8 @@ def test_activations_of_a_layer_on_deep_gemm():
 
 def test_norms_of_queries_and_keys_keep_their_inputs():
     plain, normed = (
-        layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg)).kept for cfg in (run(), run(replace(DENSE, qk_norm=True)))
+        layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg)).kept
+        for cfg in (run(), run(replace(DENSE, qk_norm=True)))
     )
     assert normed - plain == 4096 * (512 + 256) * 2
 
@@ -199,9 +208,14 @@ def test_selective_recompute_of_core_attention_keeps_the_whole_projection():
 
 def test_experts_keep_every_copy_of_a_token():
     model = replace(
-        DENSE, family="qwen3_moe", qk_norm=True, ffn_hidden_size=0, num_experts=8, experts_per_token=2,
+        DENSE,
+        family="qwen3_moe",
+        qk_norm=True,
+        ffn_hidden_size=0,
+        num_experts=8,
+        experts_per_token=2,
         moe_ffn_hidden_size=256,
-    )  # fmt: skip
+    )
     recompute = dict(optim__recompute="selective", optim__recompute_modules=("moe",))
     cfg = run(model, replace(BF16, experts="te"), **recompute)
     found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5), kernels(cfg))
@@ -304,9 +318,12 @@ def test_kv_cache_takes_what_is_left():
 
 def test_latent_attention_and_its_absorbed_copies():
     model = replace(
-        DENSE, family="deepseek_v3", num_key_value_heads=8, head_dim=96,
+        DENSE,
+        family="deepseek_v3",
+        num_key_value_heads=8,
+        head_dim=96,
         mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
-    )  # fmt: skip
+    )
     assert on_engine_worker(run(model, rollout__tensor=2)).absorbed == 4 * (8 * 128 * 128) // 2 * 2
 
 
@@ -315,7 +332,9 @@ def test_an_optimizer_that_waits_on_the_host_comes_when_activations_have_gone(pa
     """Copies of FP8 primary weights are columns of the parameters, which stay."""
     whole = run(qwen3_8b(), PrecisionConfig(params=params))
     at_once = trainer_memory.worst_rank(whole, H200, H200.memory_bytes)
-    in_turns = trainer_memory.worst_rank(replace(whole, optim=OptimConfig(offload=("optimizer",))), H200, H200.memory_bytes)
+    in_turns = trainer_memory.worst_rank(
+        replace(whole, optim=OptimConfig(offload=("optimizer",))), H200, H200.memory_bytes
+    )
     size = {part.name: part.num_bytes for part in at_once.parts}
     assert in_turns.parts == at_once.parts and at_once.total_bytes == sum(size.values())
     before = size["activations"] + size["temporaries"] + (size["FP8 copies"] if params == "bf16" else 0)

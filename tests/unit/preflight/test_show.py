@@ -40,9 +40,14 @@ def said(capsys, *words: str) -> tuple[int, str]:
 def test_groups_of_a_mixture_of_experts_on_a_hopper_gpu():
     found = shown(grpo_qwen3_30b_a3b())
     assert list(found) == [
-        ("embedding", "-"), ("attention projections", "0-47"), ("routed experts", "0-47"), ("router", "0-47"),
-        ("norms, biases", "0-47"), ("attention", "0-47"), ("output head", "-"),
-    ]  # fmt: skip
+        ("embedding", "-"),
+        ("attention projections", "0-47"),
+        ("routed experts", "0-47"),
+        ("router", "0-47"),
+        ("norms, biases", "0-47"),
+        ("attention", "0-47"),
+        ("output head", "-"),
+    ]
     assert found["routed experts", "0-47"] == Group(
         name="routed experts",
         layers="0-47",
@@ -62,13 +67,16 @@ def test_first_and_last_layers_are_groups_of_their_own():
     for kind in ("attention projections", "routed experts"):
         formats = {layers: (g.trainer, g.wire) for (name, layers), g in found.items() if name == kind}
         assert formats == {
-            "0-1": ("BF16", "BF16"), "2-46": ("FP8 blockwise", "E4M3 + pow2 scales"), "47": ("BF16", "BF16"),
-        }  # fmt: skip
+            "0-1": ("BF16", "BF16"),
+            "2-46": ("FP8 blockwise", "E4M3 + pow2 scales"),
+            "47": ("BF16", "BF16"),
+        }
     assert found["attention projections", "0-1"].trainer_kernel == "PyTorch"
     assert found["routed experts", "47"].trainer_kernel == "DeepGEMM (grouped)"  # in BF16, too
     assert ("norms, biases", "0-47") in found and list(found)[1:3] == [
-        ("attention projections", "0-1"), ("routed experts", "0-1"),
-    ]  # fmt: skip
+        ("attention projections", "0-1"),
+        ("routed experts", "0-1"),
+    ]
 
 
 def test_both_ends_may_differ_in_format_and_the_wire_is_the_engine_s():

@@ -45,12 +45,19 @@ def test_what_shares_a_gpu_moves_as_little_as_fits(gib, tokens, sleeps, recomput
 
 def test_the_layers_of_a_mixture_are_recomputed_before_microbatches_are_shorter():
     cfg = change(
-        colocated(8192), model__family="qwen3_moe", model__ffn_hidden_size=0, model__num_experts=16,
-        model__experts_per_token=4, model__moe_ffn_hidden_size=768, model__num_layers=12,
-    )  # fmt: skip
+        colocated(8192),
+        model__family="qwen3_moe",
+        model__ffn_hidden_size=0,
+        model__num_experts=16,
+        model__experts_per_token=4,
+        model__moe_ffn_hidden_size=768,
+        model__num_layers=12,
+    )
     chosen = set()
     for gib in (28, 32, 36):
-        after = layout_search.apply(cfg, near_layouts.in_place(cfg, partial(judge, options=DoctorOptions(num_gpus=1, memory_gib=gib))))
+        after = layout_search.apply(
+            cfg, near_layouts.in_place(cfg, partial(judge, options=DoctorOptions(num_gpus=1, memory_gib=gib)))
+        )
         chosen.add((after.optim.recompute, after.rollout.max_tokens_per_microbatch))
     assert ("selective", 8192) in chosen and ("none", 4096) not in chosen
 
@@ -58,13 +65,26 @@ def test_the_layers_of_a_mixture_are_recomputed_before_microbatches_are_shorter(
 def colocated(tokens):
     """28 layers on one GPU, which an engine shares; ``tokens`` of a microbatch."""
     return change(
-        small_qwen3(), rollout__placement="colocated", rollout__sleep_level=2, rollout__num_replicas=1,
-        rollout__gpu_memory_utilization=0.85, rollout__kv_cache_bytes=None, parallel__world_size=1,
-        model__num_layers=28, model__hidden_size=2048, model__ffn_hidden_size=6144, model__num_attention_heads=16,
-        model__num_key_value_heads=8, model__head_dim=128, model__max_position_embeddings=8192,
-        rollout__max_prompt_tokens=256, rollout__max_completion_tokens=1024, optim__offload=(),
-        rollout__max_tokens_per_microbatch=tokens, rollout__max_num_sequences=64,
-    )  # fmt: skip
+        small_qwen3(),
+        rollout__placement="colocated",
+        rollout__sleep_level=2,
+        rollout__num_replicas=1,
+        rollout__gpu_memory_utilization=0.85,
+        rollout__kv_cache_bytes=None,
+        parallel__world_size=1,
+        model__num_layers=28,
+        model__hidden_size=2048,
+        model__ffn_hidden_size=6144,
+        model__num_attention_heads=16,
+        model__num_key_value_heads=8,
+        model__head_dim=128,
+        model__max_position_embeddings=8192,
+        rollout__max_prompt_tokens=256,
+        rollout__max_completion_tokens=1024,
+        optim__offload=(),
+        rollout__max_tokens_per_microbatch=tokens,
+        rollout__max_num_sequences=64,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,13 +93,27 @@ def colocated(tokens):
 )
 def test_microbatches_are_as_long_as_memory_and_their_number_allow(gib, sequences, size):
     cfg = change(
-        small_qwen3(), rollout__placement="separate", rollout__num_replicas=1, parallel__world_size=1,
-        rollout__gpu_memory_utilization=0.5, rollout__kv_cache_bytes=None, rollout__max_num_sequences=64,
-        rollout__prompts_per_step=sequences // 16, rollout__completions_per_prompt=16,
-        model__num_layers=28, model__hidden_size=2048, model__ffn_hidden_size=6144, model__num_attention_heads=16,
-        model__num_key_value_heads=8, model__head_dim=128, model__vocab_size=151936, model__max_position_embeddings=8192,
-        rollout__max_prompt_tokens=256, rollout__max_completion_tokens=1024, rollout__max_tokens_per_microbatch=8192,
-    )  # fmt: skip
+        small_qwen3(),
+        rollout__placement="separate",
+        rollout__num_replicas=1,
+        parallel__world_size=1,
+        rollout__gpu_memory_utilization=0.5,
+        rollout__kv_cache_bytes=None,
+        rollout__max_num_sequences=64,
+        rollout__prompts_per_step=sequences // 16,
+        rollout__completions_per_prompt=16,
+        model__num_layers=28,
+        model__hidden_size=2048,
+        model__ffn_hidden_size=6144,
+        model__num_attention_heads=16,
+        model__num_key_value_heads=8,
+        model__head_dim=128,
+        model__vocab_size=151936,
+        model__max_position_embeddings=8192,
+        rollout__max_prompt_tokens=256,
+        rollout__max_completion_tokens=1024,
+        rollout__max_tokens_per_microbatch=8192,
+    )
     judged = partial(judge, options=DoctorOptions(num_gpus=2, memory_gib=gib))
     after = layout_search.apply(cfg, near_layouts.longer_microbatches(cfg, judged))
     assert after.rollout.max_tokens_per_microbatch == size and after.optim.logprob_chunk_tokens == max(size, 8192)
@@ -94,12 +128,23 @@ def test_what_does_not_work_is_left_as_it_is():
 
 def test_engines_give_up_cache_that_no_sequence_needs_for_longer_microbatches():
     cfg = change(
-        small_qwen3(), rollout__placement="colocated", rollout__sleep_level=0, rollout__num_replicas=1,
-        rollout__gpu_memory_utilization=0.5, rollout__kv_cache_bytes=None, parallel__world_size=1,
-        rollout__max_prompt_tokens=256, rollout__max_completion_tokens=1024, rollout__max_num_sequences=64,
-        rollout__max_tokens_per_microbatch=8192, rollout__prompts_per_step=64, rollout__completions_per_prompt=16,
-        model__max_position_embeddings=8192, optim__offload=(), optim__recompute="none",
-    )  # fmt: skip
+        small_qwen3(),
+        rollout__placement="colocated",
+        rollout__sleep_level=0,
+        rollout__num_replicas=1,
+        rollout__gpu_memory_utilization=0.5,
+        rollout__kv_cache_bytes=None,
+        parallel__world_size=1,
+        rollout__max_prompt_tokens=256,
+        rollout__max_completion_tokens=1024,
+        rollout__max_num_sequences=64,
+        rollout__max_tokens_per_microbatch=8192,
+        rollout__prompts_per_step=64,
+        rollout__completions_per_prompt=16,
+        model__max_position_embeddings=8192,
+        optim__offload=(),
+        optim__recompute="none",
+    )
     judged = partial(judge, options=DoctorOptions(num_gpus=1, memory_gib=48))
     after = layout_search.apply(cfg, near_layouts.longer_microbatches(cfg, judged))
     assert after.rollout.max_tokens_per_microbatch > 8192 and after.rollout.gpu_memory_utilization < 0.5
@@ -109,12 +154,20 @@ def test_engines_give_up_cache_that_no_sequence_needs_for_longer_microbatches():
 def _own(gpus, *words):
     """What ``grpo`` makes of all of Qwen3-30B-A3B on so many H200s."""
     cfg = RunConfig(
-        name="own", model=qwen3_30b_a3b(), parallel=ParallelConfig(world_size=gpus),
+        name="own",
+        model=qwen3_30b_a3b(),
+        parallel=ParallelConfig(world_size=gpus),
         rollout=RolloutConfig(
-            placement="colocated", num_replicas=gpus, sleep_level=2, prompts_per_step=16, completions_per_prompt=16,
-            max_prompt_tokens=512, max_completion_tokens=1024, max_tokens_per_microbatch=8192,
+            placement="colocated",
+            num_replicas=gpus,
+            sleep_level=2,
+            prompts_per_step=16,
+            completions_per_prompt=16,
+            max_prompt_tokens=512,
+            max_completion_tokens=1024,
+            max_tokens_per_microbatch=8192,
         ),
-    )  # fmt: skip
+    )
     override = cli.overriding(list(words))
     return near_layouts.fastest(override(cfg), DoctorOptions(gpu="h200", num_gpus=gpus), override)
 

@@ -61,8 +61,10 @@ def test_an_opponent_is_sampled_and_not_trained():
     (branch,) = rollout.branches
     assert len(engine.prompts) == 4 and len(set(engine.seeds)) == 4
     assert [(type(s).__name__, s.text) for s in branch.segments[1:]] == [
-        ("Completion", "m"), ("Given", "o"), ("Completion", "m")
-    ]  # fmt: skip
+        ("Completion", "m"),
+        ("Given", "o"),
+        ("Completion", "m"),
+    ]
 
 
 @pytest.mark.parametrize("agent", ["endless", "endless_by_url"])
@@ -181,10 +183,14 @@ def test_a_rewritten_past_forks_or_is_kept_or_is_refused(policy, num_branches):
             ids = (*tokenizer.encode(text, add_special_tokens=False), end)
             return [
                 Completion(
-                    token_ids=ids, rollout_logprobs=(-1.0,) * len(ids), finish_reason="stop", min_version=0,
-                    max_version=0, text=text,
+                    token_ids=ids,
+                    rollout_logprobs=(-1.0,) * len(ids),
+                    finish_reason="stop",
+                    min_version=0,
+                    max_version=0,
+                    text=text,
                 )
-            ]  # fmt: skip
+            ]
 
     cfg = config("by_turn", rewritten_history=policy)
     (rollout,) = play(cfg, prompt(values=[1.0, 2.0]), engines=[Thinker(None)], chat=chat)

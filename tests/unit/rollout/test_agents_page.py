@@ -38,7 +38,9 @@ def test_the_agents_of_the_page(name, tmp_path):
 
 
 def test_the_fields_and_metrics_that_the_page_names_exist():
-    known = {f"session.{one.name}" for one in fields(SessionConfig)} | {f"rollout.{one.name}" for one in fields(RolloutConfig)}
+    known = {f"session.{one.name}" for one in fields(SessionConfig)} | {
+        f"rollout.{one.name}" for one in fields(RolloutConfig)
+    }
     for name in re.findall(r"`(?:--)?((?:session|rollout)\.\w+)", PAGE):
         assert name in known | {"session.messages", "session.base_url", "session.api_key", "session.finish_reason"} or (
             re.search(rf"`(?:await )?{re.escape(name)}\(", PAGE)

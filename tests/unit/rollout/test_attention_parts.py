@@ -20,7 +20,9 @@ def test_sequences_that_decode_are_one_part_and_prompts_follow_in_parts_of_a_bou
     assert [part.tokens.tolist() for part in parts[:3]] == [[0, 5], [1, 2, 3, 4, *range(6, 13)], [13, 14]]
     assert [part.starts.tolist() for part in parts[:3]] == [[0, 1, 2], [0, 4, 11], [0, 2]]
     assert [(part.max_query, part.max_length) for part in parts] == [(1, 9), (7, 40), (2, 60), (90, 300), (3, 20)]
-    assert all(part.rows.dtype == part.tokens.dtype == torch.int64 and part.starts.dtype == torch.int32 for part in parts)
+    assert all(
+        part.rows.dtype == part.tokens.dtype == torch.int64 and part.starts.dtype == torch.int32 for part in parts
+    )
 
 
 def test_a_batch_may_have_no_prompt_and_no_sequence_that_decodes():

@@ -66,8 +66,15 @@ def test_kv_cache_on_a_cpu_holds_every_sequence():
 
 
 def test_command_line():
-    command = vllm_args.server_command({"a-b": 3, "flag": True, "off": False, "none": None, "j": {"x": [1]}}, listen_fd=7)
-    assert command[1:5] == ["-m", "megatron_fp8rl.rollout.vllm_plugin.server", "--listen-fd=7", f"--parent-pid={os.getpid()}"]
+    command = vllm_args.server_command(
+        {"a-b": 3, "flag": True, "off": False, "none": None, "j": {"x": [1]}}, listen_fd=7
+    )
+    assert command[1:5] == [
+        "-m",
+        "megatron_fp8rl.rollout.vllm_plugin.server",
+        "--listen-fd=7",
+        f"--parent-pid={os.getpid()}",
+    ]
     assert command[5:] == ["--a-b", "3", "--flag", "--j", json.dumps({"x": [1]})]
 
 

@@ -95,9 +95,15 @@ def test_calls_of_tools_go_to_the_agent_and_back(tmp_path):
             text = call if len(self.prompts) == 1 else "5"
             ids = (*tokenizer.encode(text, add_special_tokens=False), end)
             return [
-                Completion(token_ids=ids, rollout_logprobs=(-1.0,) * len(ids), finish_reason="stop", min_version=0,
-                           max_version=0, text=text)
-            ]  # fmt: skip
+                Completion(
+                    token_ids=ids,
+                    rollout_logprobs=(-1.0,) * len(ids),
+                    finish_reason="stop",
+                    min_version=0,
+                    max_version=0,
+                    text=text,
+                )
+            ]
 
     agent = tmp_path / "agent.py"
     agent.write_text(
@@ -157,12 +163,22 @@ def test_calls_that_come_back_written_otherwise_do_not_fork(tmp_path):
         async def generate(self, prompt, n, seed, *, sampling, store=None):
             self.prompts.append(tuple(prompt))
             number = len(self.prompts)
-            text = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}}}}}\n</tool_call>' if number < 4 else "done"
+            text = (
+                f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}}}}}\n</tool_call>'
+                if number < 4
+                else "done"
+            )
             ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|im_end|>"))
             return [
-                Completion(token_ids=ids, rollout_logprobs=(-1.0,) * len(ids), finish_reason="stop", min_version=0,
-                           max_version=0, text=text)
-            ]  # fmt: skip
+                Completion(
+                    token_ids=ids,
+                    rollout_logprobs=(-1.0,) * len(ids),
+                    finish_reason="stop",
+                    min_version=0,
+                    max_version=0,
+                    text=text,
+                )
+            ]
 
     agent = tmp_path / "agent.py"
     agent.write_text(

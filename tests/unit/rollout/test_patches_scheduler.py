@@ -27,9 +27,13 @@ def config(tmp_path_factory):
 
     model = write_model_dir(tiny.tiny_qwen3(), tmp_path_factory.mktemp("scheduler") / "model")
     found = EngineArgs(
-        model=str(model), max_model_len=MAX_MODEL_LEN, max_num_seqs=16, max_num_batched_tokens=64, dtype="bfloat16",
+        model=str(model),
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        dtype="bfloat16",
         skip_tokenizer_init=True,
-    ).create_engine_config()  # fmt: skip
+    ).create_engine_config()
     found.scheduler_config.async_scheduling = True
     init_none_hash(sha256)
     return found
@@ -196,9 +200,12 @@ def test_steps_and_completions_are_vllms(config, case):
         arrivals = sorted(rng.randrange(options["spread"] + 1) for _ in requests)
         aborts = {rng.randrange(5, 60): f"r{i}" for i in range(0, 24, 3)} if options.get("aborts") else {}
         found[kind] = drive(
-            make(config, kind, options["num_blocks"]), requests, arrivals=arrivals, aborts=aborts,
+            make(config, kind, options["num_blocks"]),
+            requests,
+            arrivals=arrivals,
+            aborts=aborts,
             stops_one_in=options["stops_one_in"],
-        )  # fmt: skip
+        )
     (theirs, their_messages), (ours, our_messages) = found["vllm"], found["ours"]
     assert len(theirs) > 30
     for number, (expected, step) in enumerate(zip(theirs, ours, strict=True)):
@@ -268,6 +275,8 @@ def test_a_pause_returns_the_tokens_so_far(config):
     (output,) = message.outputs
     assert output.new_token_ids == [runner.token("r", position) for position in range(3, 12)]
     assert output.finish_reason == FinishReason.ABORT
-    assert output.new_logprobs.logprobs[:, 0].tolist() == np.array([-0.001 * p for p in range(3, 12)], np.float32).tolist()
+    assert (
+        output.new_logprobs.logprobs[:, 0].tolist() == np.array([-0.001 * p for p in range(3, 12)], np.float32).tolist()
+    )
     assert not scheduler.held and not scheduler.ended
     assert scheduler.update_from_output(previous, runner.run(previous)) == {}

@@ -74,10 +74,15 @@ def test_too_few_gpus_are_refused_with_a_remedy(world, replicas, tensor, where, 
 
 def test_an_engine_sees_its_gpus_and_nothing_of_the_trainers_settings(monkeypatch, tmp_path):
     trainer = {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "CUDA_VISIBLE_DEVICES": "4,5,6,7", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    }  # fmt: skip
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "CUDA_VISIBLE_DEVICES": "4,5,6,7",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
     for name, value in trainer.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(fleet_module, "here", lambda: Hardware("hopper"))

@@ -105,7 +105,11 @@ async def client_of(engine: Engine, tmp_path: Path) -> Any:
     exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     replica = Replica(name="rollout-0", url=url, log_path=tmp_path / "log", process_group=0, exited=exited, token=TOKEN)
     client = EngineClient(
-        replica, sampling=SAMPLING, decode=lambda ids: f"decoded {len(ids)}", request_deadline_s=60.0, update_deadline_s=60.0
+        replica,
+        sampling=SAMPLING,
+        decode=lambda ids: f"decoded {len(ids)}",
+        request_deadline_s=60.0,
+        update_deadline_s=60.0,
     )
     try:
         yield client
@@ -145,7 +149,11 @@ def test_completions_are_those_without_a_store_and_their_numbers_are_not_here(st
     arrays = arrays_of(stored)
     assert all(isinstance(one, Stored) and not one.is_here for one in arrays)
     for one, other in zip(direct, stored, strict=True):
-        assert (one.text, one.finish_reason, one.version_spans) == (other.text, other.finish_reason, other.version_spans)
+        assert (one.text, one.finish_reason, one.version_spans) == (
+            other.text,
+            other.finish_reason,
+            other.version_spans,
+        )
         assert (one.num_prompt_tokens, one.num_cached_tokens) == (other.num_prompt_tokens, other.num_cached_tokens)
         assert len(one.token_ids) == len(other.token_ids) and one.routed_experts.shape == other.routed_experts.shape
         assert one.rollout_logprobs.sum() == other.rollout_logprobs.sum()
@@ -240,7 +248,9 @@ def test_nothing_is_told_without_the_token(store):
             return [(await session.post(store.url + path, data="[]")).status for path in (KEEP_PATH, ROWS_PATH)]
 
     assert asyncio.run(ask()) == [401, 401]
-    assert store.token not in " ".join(word for p in psutil.process_iter(["cmdline"]) for word in p.info["cmdline"] or ())
+    assert store.token not in " ".join(
+        word for p in psutil.process_iter(["cmdline"]) for word in p.info["cmdline"] or ()
+    )
 
 
 def groups_of(completions: list[Completion]) -> list[RolloutGroup]:
@@ -320,10 +330,14 @@ def test_a_store_that_has_ended_is_named(tmp_path):
         process.kill()
         process.wait(60)
         for call in (lambda: list(rows), lambda: sampled(tmp_path, store)):
-            with pytest.raises(StoreError, match=rf"the token store at {store.url} failed: .*look into .*token-store-0.log"):
+            with pytest.raises(
+                StoreError, match=rf"the token store at {store.url} failed: .*look into .*token-store-0.log"
+            ):
                 call()
         with another_server_at(store.url):
             for call in (lambda: list(rows), lambda: sampled(tmp_path, store)):
-                with pytest.raises(StoreError, match=rf"(?s){store.url} failed: status 501: .*look into .*token-store-0.log"):
+                with pytest.raises(
+                    StoreError, match=rf"(?s){store.url} failed: status 501: .*look into .*token-store-0.log"
+                ):
                     call()
     assert set(psutil.Process().children()) <= set(others), "it leaves nothing behind"

@@ -22,7 +22,9 @@ QWEN = format_of("qwen3")
 
 def of_taskset(file: str, **more) -> RunConfig:
     """Sessions of 4,000 tokens, with Qwen3's template and its tool calls."""
-    cfg = config("megatron_fp8rl.envs.libraries.verifiers_door:rollout", deadline_s=250.0, max_tokens=4000, tool_parser="hermes")
+    cfg = config(
+        "megatron_fp8rl.envs.libraries.verifiers_door:rollout", deadline_s=250.0, max_tokens=4000, tool_parser="hermes"
+    )
     (source,) = cfg.data.environments
     source = replace(source, agent_options={"taskset": file, **more})
     data = replace(cfg.data, environments=(source,))
@@ -38,9 +40,15 @@ class Scripted(Engine):
         text = self.answer(tokenizer.decode(prompt))
         ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|im_end|>"))
         return [
-            Completion(token_ids=ids, rollout_logprobs=(-1.0,) * len(ids), finish_reason="stop", min_version=0,
-                       max_version=0, text=text)
-        ]  # fmt: skip
+            Completion(
+                token_ids=ids,
+                rollout_logprobs=(-1.0,) * len(ids),
+                finish_reason="stop",
+                min_version=0,
+                max_version=0,
+                text=text,
+            )
+        ]
 
 
 def test_tasks_are_problems():
@@ -72,7 +80,11 @@ def test_a_tool_that_keeps_a_state_is_called_over_several_turns():
     (rollout,) = play(of_taskset(COUNTER), prompt(0, task=3), engines=[Scripted(answer)], chat=QWEN)
     assert rollout.reward == 1.0 and rollout.reward_parts == {"reached": 1.0}, rollout.detail
     (branch,) = rollout.branches
-    assert [one.text for one in branch.segments if isinstance(one, Completion)] == [answer(""), answer("the counter shows 2"), "done"]
+    assert [one.text for one in branch.segments if isinstance(one, Completion)] == [
+        answer(""),
+        answer("the counter shows 2"),
+        "done",
+    ]
     assert "the counter shows 5" in QWEN.tokenizer.decode(branch.token_ids)
 
 

@@ -31,11 +31,15 @@ class Slow(Client):
         length = 40 if prompt[0] in self.held else 10
         return [
             Completion(
-                token_ids=(i,) * length, rollout_logprobs=(-1.0,) * length, finish_reason="stop", min_version=first,
-                max_version=self.version, text=f"{prompt[0]} {i}",
+                token_ids=(i,) * length,
+                rollout_logprobs=(-1.0,) * length,
+                finish_reason="stop",
+                min_version=first,
+                max_version=self.version,
+                text=f"{prompt[0]} {i}",
             )
             for i in range(n)
-        ]  # fmt: skip
+        ]
 
 
 def slow_fleet(*held: int) -> tuple[Fleet, Slow]:

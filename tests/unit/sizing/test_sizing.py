@@ -44,10 +44,14 @@ def seconds_with(changes: dict[str, float], row: dict, cfg: RunConfig, lengths: 
 def solved(equations: list[tuple[tuple[float, ...], float, float]]) -> np.ndarray:
     """Rates by least squares of relative errors, from (factors, measured seconds, seconds of all else)."""
     matrix = [[factor / seconds for factor in factors] for factors, seconds, _ in equations]
-    return np.linalg.lstsq(np.array(matrix), np.array([1 - rest / seconds for _, seconds, rest in equations]), rcond=None)[0]
+    return np.linalg.lstsq(
+        np.array(matrix), np.array([1 - rest / seconds for _, seconds, rest in equations]), rcond=None
+    )[0]
 
 
-Equation = tuple[list[float], float, float]  # seconds that each rate adds as it is, seconds measured, seconds of all else
+Equation = tuple[
+    list[float], float, float
+]  # seconds that each rate adds as it is, seconds measured, seconds of all else
 FLOPS = ("linear_fp8", "linear_bf16", "experts_fp8", "experts_bf16", "attention", "head")
 DENSE = ("linear_fp8", "linear_bf16", "attention", "feature_fp8_s", "feature_bf16_s", "parameter_bytes")
 MIXTURE = ("experts_fp8", "experts_bf16")
@@ -72,8 +76,9 @@ def of_runs(letters: str, names: Sequence[str], phase: str) -> list[Equation]:
             median(row["phases_s"][phase]),
             lambda changes: getattr(seconds_with(free(HOST) | changes, row, cfg, lengths), phase),
         )
-        for row, cfg, lengths in known_rows() if row["run"] in letters
-    ]  # fmt: skip
+        for row, cfg, lengths in known_rows()
+        if row["run"] in letters
+    ]
 
 
 def of_layers(names: Sequence[str], *, head: bool) -> Iterator[Equation]:
@@ -83,10 +88,16 @@ def of_layers(names: Sequence[str], *, head: bool) -> Iterator[Equation]:
 
         def of_depth(changes: dict[str, float], layers: int) -> float:
             """Seconds without the optimizer's."""
-            rollout = RolloutConfig(prompts_per_step=row["tokens"] // 2048, completions_per_prompt=1, num_replicas=1,
-                                    max_tokens_per_microbatch=row["tokens"])  # fmt: skip
+            rollout = RolloutConfig(
+                prompts_per_step=row["tokens"] // 2048,
+                completions_per_prompt=1,
+                num_replicas=1,
+                max_tokens_per_microbatch=row["tokens"],
+            )
             precision = PrecisionConfig(trainer=row["precision"])
-            cfg = RunConfig(name="layers", model=replace(model, num_layers=layers), precision=precision, rollout=rollout)
+            cfg = RunConfig(
+                name="layers", model=replace(model, num_layers=layers), precision=precision, rollout=rollout
+            )
             all_of, rest = (
                 seconds_with(one, row | {"gpus": 1}, cfg, Lengths(prompt=0, mean=2048, longest=2048)).update
                 for one in (free(HOST) | changes, free((*FLOPS, *DENSE, *HOST)))
@@ -132,9 +143,14 @@ def test_decode_steps_cost_what_the_measured_engines_took():
     for row in (row for row in rows("rollout_speed") if row["run"] == "B"):
         in_fp8 = row["precision"] == "fp8_kv"
         rollout = RolloutConfig(
-            placement="separate", num_replicas=1, prompts_per_step=64, completions_per_prompt=1,
-            kv_cache_dtype="fp8" if in_fp8 else "auto", max_prompt_tokens=512, max_completion_tokens=8192,
-        )  # fmt: skip
+            placement="separate",
+            num_replicas=1,
+            prompts_per_step=64,
+            completions_per_prompt=1,
+            kv_cache_dtype="fp8" if in_fp8 else "auto",
+            max_prompt_tokens=512,
+            max_completion_tokens=8192,
+        )
         precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
         cfg = RunConfig(name="engine", model=model, precision=precision, rollout=rollout)
         lengths, gpu = Lengths(prompt=512, mean=8192, longest=8192), {"device": "H200", "gpus": 2}
@@ -149,9 +165,11 @@ def publications(*, with_scales: bool) -> list[tuple[dict, RunConfig, Lengths]]:
     return [
         (row, cfg, lengths)
         for row, cfg, lengths in known_rows()
-        if "H200" in row["device"] and row["gpus"] == 2 and cfg.rollout.placement == "separate"
+        if "H200" in row["device"]
+        and row["gpus"] == 2
+        and cfg.rollout.placement == "separate"
         and (row["arm"] == "fp8_kv") == with_scales
-    ]  # fmt: skip
+    ]
 
 
 def test_publications_cost_what_those_of_the_ledger_took():
@@ -176,13 +194,17 @@ def test_scales_of_a_cache_cost_what_they_add_to_a_publication():
 
 def test_engines_sleep_and_wake_as_long_as_they_did():
     """In runs N, Q and R; the others of present code left their engines awake."""
-    found = [median(row["phases_s"]["colocated"]) for row in rows("ledger") if row["run"] in "NQR" and row["layout"]["sleep"]]
+    found = [
+        median(row["phases_s"]["colocated"]) for row in rows("ledger") if row["run"] in "NQR" and row["layout"]["sleep"]
+    ]
     assert len(found) == 5 and rates.H200.sleep_s == pytest.approx(median(found), rel=0.01)
 
 
 def test_a_trainer_goes_to_the_host_and_back_as_fast_as_it_did():
     """In run U, all of its state on four GPUs at once; T is of older code."""
-    found = [(row, cfg, lengths) for row, cfg, lengths in known_rows() if row["layout"]["offload"] and row["run"] != "T"]
+    found = [
+        (row, cfg, lengths) for row, cfg, lengths in known_rows() if row["layout"]["offload"] and row["run"] != "T"
+    ]
     errors = [seconds_with({}, *one).handover / median(one[0]["phases_s"]["colocated"]) - 1 for one in found]
     assert len(found) == 2 and max(map(abs, errors)) < 0.08 and abs(sum(errors)) < 0.01
 
@@ -210,7 +232,16 @@ def test_measured_runs_are_met():
     errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
     assert len(errors["step"]) >= 17 and len(errors["publish"]) >= 18
     assert median(errors["step"]) < 0.02 and max(errors["step"]) < 0.06
-    assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {1.32, 1.33, 1.39, 1.41, 1.43, 1.44, 1.56, 1.59}
+    assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {
+        1.32,
+        1.33,
+        1.39,
+        1.41,
+        1.43,
+        1.44,
+        1.56,
+        1.59,
+    }
     assert all(abs(predicted / measured - 1) < 0.05 for _, predicted, measured in against_runs.ratios())
     fitted = [abs(one.error) for one in found if one.phase == "rollouts" and not one.run.startswith("ledger U,")]
     assert median(fitted) < 0.02 and max(errors["rollouts"]) < 0.08
@@ -221,7 +252,9 @@ def test_measured_runs_are_met():
 def test_runs_of_which_no_rate_comes_are_met(run):
     """M, 17 layers of a mixture on four GPUs, and Q, all of Qwen3-4B on one."""
     found = [one for one in against_runs.compared() if one.run.startswith(f"ledger {run},")]
-    errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in ("step", "update", "rollouts")}
+    errors = {
+        phase: [abs(one.error) for one in found if one.phase == phase] for phase in ("step", "update", "rollouts")
+    }
     assert len(errors["step"]) == 2 and max(errors["step"]) < 0.05
     assert max(errors["update"]) < 0.07 and max(errors["rollouts"]) < 0.03
     (ratio,) = [ratio for ratio in against_runs.ratios() if ratio[0].startswith(f"ledger {run},")]
@@ -231,7 +264,9 @@ def test_runs_of_which_no_rate_comes_are_met(run):
 def test_rollouts_of_a_whole_mixture_are_met():
     """Run U, all 48 layers on four GPUs, of which no rate of an engine comes."""
     found = [one for one in against_runs.compared() if one.run.startswith("ledger U,")]
-    assert {one.phase for one in found} == {"rollouts"} and len(found) == 2 and max(abs(one.error) for one in found) < 0.05
+    assert (
+        {one.phase for one in found} == {"rollouts"} and len(found) == 2 and max(abs(one.error) for one in found) < 0.05
+    )
 
 
 def test_the_host_takes_what_it_took_for_the_layers_of_a_mixture():
@@ -295,15 +330,27 @@ def test_waiting_for_nodes_is_that_of_a_simulation(spares):
 
 def timed(**fields) -> step_time.StepTime:
     rollout = RolloutConfig(
-        placement="separate", prompts_per_step=256, completions_per_prompt=16, max_prompt_tokens=1024,
-        max_completion_tokens=7168, max_tokens_per_microbatch=8192, num_replicas=4, data=32, expert=32, **fields,
-    )  # fmt: skip
+        placement="separate",
+        prompts_per_step=256,
+        completions_per_prompt=16,
+        max_prompt_tokens=1024,
+        max_completion_tokens=7168,
+        max_tokens_per_microbatch=8192,
+        num_replicas=4,
+        data=32,
+        expert=32,
+        **fields,
+    )
     cfg = deepseek.grpo_deepseek_v3()
     cfg = replace(cfg, rollout=rollout, parallel=replace(cfg.parallel, world_size=256, expert=64))
     return step_time.step_time(
-        cfg, Lengths(prompt=512, mean=3584, longest=7168), rates.H200, NETWORK,
-        memory_bytes=GPUS["h200"].memory_bytes, gpus=384,
-    )  # fmt: skip
+        cfg,
+        Lengths(prompt=512, mean=3584, longest=7168),
+        rates.H200,
+        NETWORK,
+        memory_bytes=GPUS["h200"].memory_bytes,
+        gpus=384,
+    )
 
 
 def test_spare_memory_takes_the_wire_out_of_the_pause():

@@ -39,7 +39,8 @@ def test_gradients_of_a_norm_and_its_stream_are_added(monkeypatch):
     for found, wanted in [((y, same), (expected, x)), ((y,), (expected,)), ((same,), (x,))]:
         grads = (up, stream) if len(found) == 2 else (stream,)
         ours, theirs = (
-            torch.autograd.grad(ends, [x, weight], grads, retain_graph=True, allow_unused=True) for ends in (found, wanted)
+            torch.autograd.grad(ends, [x, weight], grads, retain_graph=True, allow_unused=True)
+            for ends in (found, wanted)
         )
         for a, b in zip(ours, theirs, strict=True):
             assert (a is None) == (b is None)

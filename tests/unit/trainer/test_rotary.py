@@ -13,9 +13,14 @@ from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table, softmax_sc
 from tests.tolerances import ROTARY_FREQUENCY, ROTARY_TABLE
 
 _SIZES = dict(
-    num_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=64, ffn_hidden_size=64,
+    num_layers=1,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=64,
+    ffn_hidden_size=64,
     max_position_embeddings=4096,
-)  # fmt: skip
+)
 
 
 def _llama(**scaling) -> ModelConfig:
@@ -27,10 +32,19 @@ def _deepseek(**scaling) -> ModelConfig:
     stretch = RopeScaling(kind="yarn", original_max_position_embeddings=128, **scaling)
     mla = MlaConfig(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=10, qk_rope_head_dim=36, v_head_dim=8)
     return ModelConfig(
-        family="deepseek_v3", head_dim=46, rope_theta=1e4, rope_scaling=stretch, mla=mla, num_experts=2,
-        experts_per_token=1, moe_ffn_hidden_size=8, first_dense_layers=1, num_shared_experts=1,
-        router=RouterConfig(score="sigmoid", correction_bias=True), **_SIZES,
-    )  # fmt: skip
+        family="deepseek_v3",
+        head_dim=46,
+        rope_theta=1e4,
+        rope_scaling=stretch,
+        mla=mla,
+        num_experts=2,
+        experts_per_token=1,
+        moe_ffn_hidden_size=8,
+        first_dense_layers=1,
+        num_shared_experts=1,
+        router=RouterConfig(score="sigmoid", correction_bias=True),
+        **_SIZES,
+    )
 
 
 def _hf_rotary_module(model: ModelConfig):

@@ -50,14 +50,23 @@ _GROUPS = ((1, 1), (4, 2), (3, 2), (6, 3))
 def test_same_as_deepseek_v3(top_k, groups, normalize):
     """Also where the experts of a token divided by its groups are not two."""
     config = DeepseekV3Config(
-        hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=top_k, n_group=groups[0],
-        topk_group=groups[1], norm_topk_prob=normalize, routed_scaling_factor=2.5,
-    )  # fmt: skip
+        hidden_size=HIDDEN,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=top_k,
+        n_group=groups[0],
+        topk_group=groups[1],
+        norm_topk_prob=normalize,
+        routed_scaling_factor=2.5,
+    )
     module = _random(DeepseekV3TopkRouter(config))
     router = RouterConfig(
-        score="sigmoid", correction_bias=True, num_groups=groups[0], groups_per_token=groups[1], scaling_factor=2.5,
+        score="sigmoid",
+        correction_bias=True,
+        num_groups=groups[0],
+        groups_per_token=groups[1],
+        scaling_factor=2.5,
         normalize=normalize,
-    )  # fmt: skip
+    )
     _assert_same(module, top_k, router, module.e_score_correction_bias)
     with pytest.raises(AssertionError):  # the bias matters
         _assert_same(module, top_k, router, None)
@@ -65,9 +74,7 @@ def test_same_as_deepseek_v3(top_k, groups, normalize):
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_same_as_qwen3_moe(normalize):
-    config = Qwen3MoeConfig(
-        hidden_size=HIDDEN, num_experts=EXPERTS, num_experts_per_tok=3, norm_topk_prob=normalize
-    )
+    config = Qwen3MoeConfig(hidden_size=HIDDEN, num_experts=EXPERTS, num_experts_per_tok=3, norm_topk_prob=normalize)
     _assert_same(_random(Qwen3MoeTopKRouter(config)), 3, RouterConfig(normalize=normalize), None)
 
 
@@ -98,9 +105,12 @@ def test_weights_of_given_experts(router):
     record = torch.where(recorded[:, None], given, unrecorded).to(torch.int16)
     counts, seen = torch.zeros(2, 2, dtype=torch.int64), {}
     routes = Routes(
-        rows_R=torch.arange(TOKENS), given_RLK=torch.stack([record.flip(0), record], dim=1), replays=True,
-        agreement_L2=counts, own=seen,
-    )  # fmt: skip
+        rows_R=torch.arange(TOKENS),
+        given_RLK=torch.stack([record.flip(0), record], dim=1),
+        replays=True,
+        agreement_L2=counts,
+        own=seen,
+    )
     weights, experts = choose_experts(logits, 3, router, bias, partial(routes.experts, 1))
 
     assert torch.equal(experts, torch.where(recorded[:, None], given, own)) and torch.equal(seen[1], own)

@@ -21,8 +21,21 @@ def random_bytes(num_bytes: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("places", [[], [0], [199_999], [0, 1, 2, 70_000, 199_999], list(range(0, 200_000, 7)), [65_534],
-                                    [65_535], [65_536], [0, 65_535 + 1], [0, 65_536 + 1]])  # fmt: skip
+@pytest.mark.parametrize(
+    "places",
+    [
+        [],
+        [0],
+        [199_999],
+        [0, 1, 2, 70_000, 199_999],
+        list(range(0, 200_000, 7)),
+        [65_534],
+        [65_535],
+        [65_536],
+        [0, 65_535 + 1],
+        [0, 65_536 + 1],
+    ],
+)
 def test_a_delta_gives_the_new_bytes(places):
     base = random_bytes(200_000, 1)
     new = changed(base, places)

@@ -49,7 +49,9 @@ def test_kernel_equals_definition():
     parts = places()
     expected = PartSums(parts)().clone()
     sums = torch.zeros_like(expected)
-    for launch in part_sums._prepare([(i, t, e.words(4 if t.dtype == torch.float32 else 8)) for i, (t, e) in enumerate(parts)]):
+    for launch in part_sums._prepare(
+        [(i, t, e.words(4 if t.dtype == torch.float32 else 8)) for i, (t, e) in enumerate(parts)]
+    ):
         launch(sums)
     assert sums.tolist() == expected.tolist()
     assert len(set(sums.tolist())) == len(parts)

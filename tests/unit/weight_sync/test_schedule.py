@@ -214,7 +214,9 @@ def test_any_parts_of_a_tensor_have_its_digest(seed):
 def test_words_that_parts_cut_are_few_and_known_to_both_ends():
     odd = replace(DENSE, hidden_size=130, num_attention_heads=2, num_key_value_heads=2, head_dim=1, vocab_size=6)
     made = plan(odd, table(odd, "bf16"), LAYOUTS[1], EngineLayout())
-    parts = [part for r in plan_schedule(made, odd, bucket_bytes=1 << 20).rounds for m in r.messages for part in m.parts]
+    parts = [
+        part for r in plan_schedule(made, odd, bucket_bytes=1 << 20).rounds for m in r.messages for part in m.parts
+    ]
     cut = [part for part in parts if part.words is None]
     assert cut and all(part.cut_words for part in cut)
     for part in parts:

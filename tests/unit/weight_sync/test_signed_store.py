@@ -69,7 +69,12 @@ def test_a_handle_of_gpu_memory_is_text_and_numbers_in_the_order_of_pytorchs_arg
 
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     given = {"storage_handle": b"\x01\xff", "storage_size_bytes": 64, "storage_offset_bytes": 8, "requires_grad": False}
-    given |= {"ref_counter_handle": b"\x02", "ref_counter_offset": 3, "event_handle": b"\x04", "event_sync_required": True}
+    given |= {
+        "ref_counter_handle": b"\x02",
+        "ref_counter_offset": 3,
+        "event_handle": b"\x04",
+        "event_sync_required": True,
+    }
     fixed = {"tensor_cls": torch.Tensor, "tensor_size": torch.Size((2, 8)), "tensor_stride": (8, 1), "tensor_offset": 0}
     fixed |= {"storage_cls": torch.UntypedStorage, "dtype": torch.uint8, "storage_device": 5}
     assert names == [*fixed, *given]

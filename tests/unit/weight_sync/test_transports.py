@@ -54,7 +54,9 @@ def test_a_worker_that_never_comes_ends_connecting_at_once_on_every_rank(kind):
         open_transport(kind, peer, own, torch.device("cpu"), 60.0, [nothing_to_send], watch=watch)
 
     with ThreadPoolExecutor(3) as pool:
-        first, *others = [pool.submit(connect, rank, request_failed if rank == 0 else lambda: None) for rank in range(3)]
+        first, *others = [
+            pool.submit(connect, rank, request_failed if rank == 0 else lambda: None) for rank in range(3)
+        ]
         with pytest.raises(RuntimeError, match="^rollout-1 died with exit code -9$"):
             first.result()
         for other in others:

@@ -55,9 +55,17 @@ def register() -> None:
         kv_cache[slot_mapping // size, :, slot_mapping % size] = torch.cat([key, value], dim=-1)
 
     def attend(
-        self: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
-        output: Tensor, *others: Any, **more: Any,
-    ) -> Tensor:  # fmt: skip
+        self: Any,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *others: Any,
+        **more: Any,
+    ) -> Tensor:
         if attn_metadata is None or not _is_plain(self):
             return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *others, **more)
         scales = None
@@ -88,9 +96,13 @@ def _is_plain(impl: Any) -> bool:
 
 
 def _attend_requests(
-    query: Tensor, kv_cache: Tensor, cache_scales: Sequence[float] | None, metadata: Any, scale: float,
+    query: Tensor,
+    kv_cache: Tensor,
+    cache_scales: Sequence[float] | None,
+    metadata: Any,
+    scale: float,
     output: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Fill ``output`` [T, Q, D]: requests that decode one token together, each prompt by itself."""
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     counts = [end - start for start, end in zip(starts, starts[1:])]
