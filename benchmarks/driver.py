@@ -6,16 +6,13 @@ Stand-ins speak the real protocol on loopback: a request for several completions
 log-probabilities, after a delay that is drawn from a long-tailed distribution, as are the lengths. They run in processes of
 their own, answer from memory and sample nothing. The client, the step's metrics, the samples, their division among
 ``--data-ranks`` data-parallel ranks and the messages to them are those of a run; scores are drawn, and messages are made
-and not sent. With ``--stores``, the numbers of answers stay in token stores, from which a rank fetches its own. Bounded:
-``--sequences`` completions over all engines, ``--tokens`` on average.
+and not sent. Bounded: ``--sequences`` completions over all engines, ``--tokens`` on average.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import dataclasses
 import gc
 import json
 import multiprocessing
@@ -24,26 +21,22 @@ import random
 import resource
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from megatron_fp8rl.algo.named import load_advantage
 from megatron_fp8rl.algo.samples import to_samples
-from megatron_fp8rl.data.packing import divide, fetch_numbers
+from megatron_fp8rl.data.packing import divide
 from megatron_fp8rl.net import open_files
 from megatron_fp8rl.observe.groups import group_metrics
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.rollout.client import EngineClient
 from megatron_fp8rl.rollout.completions import GENERATE_PATH, Answer, Sampling, Segment, write_answer
 from megatron_fp8rl.rollout.replicas import Replica
-from megatron_fp8rl.rollout.token_store.answer_store import AnswerStore, running
-from megatron_fp8rl.stored_numbers import Store
 from megatron_fp8rl.trainer.messages import pack, unpack
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 from model_configs.tiny import tiny_qwen3
@@ -99,9 +92,7 @@ def _memory_gb() -> float:
     return int(fields[1]) * resource.getpagesize() / 1e9
 
 
-async def drive(
-    urls: Sequence[str], sequences: int, mean_tokens: float, stores: Sequence[Store]
-) -> tuple[list[Completion], dict[str, float]]:
+async def drive(urls: Sequence[str], sequences: int, mean_tokens: float) -> tuple[list[Completion], dict[str, float]]:
     """Ask all engines for their share at once, as a step does; (completions, what it took)."""
     loop = asyncio.get_running_loop()
     sampling = Sampling(
@@ -130,15 +121,14 @@ async def drive(
 
     watching = asyncio.ensure_future(watch())
     before, cpu, started = _memory_gb(), time.process_time(), time.perf_counter()
-    through = [AnswerStore(store) for store in stores] or [None]
     asked = (
-        clients[i % len(clients)].generate(prompt, _PER_PROMPT, _PER_PROMPT * i, store=through[i % len(through)])
+        clients[i % len(clients)].generate(prompt, _PER_PROMPT, _PER_PROMPT * i)
         for i in range(sequences // _PER_PROMPT)
     )
     found = [completion for group in await asyncio.gather(*asked) for completion in group]
     took = {"wall_s": time.perf_counter() - started, "cpu_s": time.process_time() - cpu, "gb": _memory_gb() - before}
     watching.cancel()
-    for one in (*clients, *filter(None, through)):
+    for one in clients:
         await one.close()
     return found, took | {"latency_mean_s": sum(late) / len(late), "latency_max_s": max(late)}
 
@@ -172,31 +162,11 @@ def divided(completions: Sequence[Completion], mean_tokens: float, data_ranks: i
     sizes = timed("messages_s", lambda: [sum(part.numel() for part in pack(share)) for share in shares])
     message = pack(shares[0])
     own = timed("read_own_s", lambda: unpack(message))
-    wall = time.perf_counter()
-    timed("fetch_own_s", lambda: fetch_numbers(own))
-    took["fetch_own_wall_s"] = time.perf_counter() - wall
     gc.enable()
     return took | {"sent_gb": sum(sizes) / 1e9, "own_gb": sum(part.numel() for part in pack(own)) / 1e9}
 
 
-@contextlib.contextmanager
-def token_stores(count: int) -> Iterator[tuple[Store, ...]]:
-    """``count`` token stores, each as a data-parallel rank of its own starts it."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        cfg = tiny_qwen3()
-        cfg = dataclasses.replace(cfg, output_dir=folder, rollout=dataclasses.replace(cfg.rollout, token_stores=count))
-        ranks = [
-            SimpleNamespace(
-                tp_rank=0, pp_rank=0, cp_rank=0, dp_rank=i, dp_size=count, gather_from_all=lambda own: [own]
-            )
-            for i in range(count)
-        ]
-        yield tuple(store for one in ranks for store in stack.enter_context(running(cfg, one)))
-
-
-def measure(
-    engines: int, sequences: int, mean_tokens: float, mean_delay_s: float, data_ranks: int, num_stores: int
-) -> dict[str, Any]:
+def measure(engines: int, sequences: int, mean_tokens: float, mean_delay_s: float, data_ranks: int) -> dict[str, Any]:
     """One step with ``engines`` stand-ins."""
     sockets = [socket.create_server(("127.0.0.1", 0), backlog=256) for _ in range(engines)]
     urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
@@ -209,17 +179,16 @@ def measure(
         for process in processes:
             process.start()
         time.sleep(1.0)
-        with token_stores(num_stores) as stores:
-            found, took = asyncio.run(drive(urls, sequences, mean_tokens, stores))
-            tokens = sum(len(completion.token_ids) for completion in found)
-            took |= divided(found, mean_tokens, data_ranks)
+        found, took = asyncio.run(drive(urls, sequences, mean_tokens))
+        tokens = sum(len(completion.token_ids) for completion in found)
+        took |= divided(found, mean_tokens, data_ranks)
     finally:
         for process in processes:
             process.kill()
             process.join()
         for one in sockets:
             one.close()
-    return {"engines": engines, "stores": num_stores, "completions": len(found), "tokens": tokens, **took}
+    return {"engines": engines, "completions": len(found), "tokens": tokens, **took}
 
 
 def main() -> int:
@@ -228,14 +197,13 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=4096)
     parser.add_argument("--tokens", type=float, default=512.0)
     parser.add_argument("--data-ranks", type=int, default=16, help="of the trainer")
-    parser.add_argument("--stores", type=int, default=0, help="token stores; 0: this process keeps all numbers")
     parser.add_argument("--delay-s", type=float, default=1.0, help="of an answer of mean length")
     options = parser.parse_args()
     if options.sequences * options.tokens > 4e7 or max(options.engines) > 1024:
         parser.error("--sequences x --tokens may be 40 million at most, and --engines 1024: this is one machine")
     open_files.raise_limit()
     for engines in options.engines:
-        row = measure(engines, options.sequences, options.tokens, options.delay_s, options.data_ranks, options.stores)
+        row = measure(engines, options.sequences, options.tokens, options.delay_s, options.data_ranks)
         print(json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     return 0
 

@@ -206,7 +206,6 @@ class RolloutConfig:
     window_groups: int = 0  # groups sampled or waiting at a time, trained as they are complete; 0: batches in order
     partials: Literal["carry", "drop"] = "carry"  # answers in progress at a publication: go on, or start again
     record_routed_experts: bool = False
-    token_stores: int = 0  # processes of trainer ranks that keep what is sampled for all of them; 0: rank 0 keeps it
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_bytes: int | None = None  # per engine worker; None: sized by gpu_memory_utilization
     gpu_memory_utilization: float = 0.85

@@ -23,7 +23,7 @@ from megatron_fp8rl.algo.named import load_advantage, load_loss, needs_old_pass
 from megatron_fp8rl.algo.samples import to_samples
 from megatron_fp8rl.colocation import ColocatedMemory
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.packing import build_for, divide_for, fetch_numbers, pack_for
+from megatron_fp8rl.data.packing import build_for, divide_for, pack_for
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.remote_scoring import build_scorer
@@ -34,7 +34,6 @@ from megatron_fp8rl.precision.hardware import here
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
-from megatron_fp8rl.rollout.token_store.answer_store import running as token_stores
 from megatron_fp8rl.stop import StopRequest
 from megatron_fp8rl.trainer import checkpoint, warm_up
 from megatron_fp8rl.trainer.kv_scales import as_samples
@@ -66,7 +65,7 @@ def run(
     RunStopped. ``explain`` adds to the error of an exact run that is not; ``host`` is memory for what the policy offloads.
     """
     stop, is_driver, checkpoints = stop or StopRequest(), parallel.rank == 0, Path(cfg.run_dir) / CHECKPOINTS
-    with token_stores(cfg, parallel) as stores, ExitStack() as stack:  # records read from stores until the end
+    with ExitStack() as stack:
         observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
         stack.enter_context(stop.errors_noted())
         learn = _learner(cfg, partial(_explain, explain, fleet))
@@ -80,7 +79,7 @@ def run(
         exporter = _exporter(policy, fleet, stack)  # planned while engines start
         if not is_complete:
             _wait_for_engines(policy, prompts, fleet, kernels, observer)
-        rollouts = stack.enter_context(RolloutStream(cfg, fleet, prompts, scorers, parallel, stores))
+        rollouts = stack.enter_context(RolloutStream(cfg, fleet, prompts, scorers, parallel))
         colocated = ColocatedMemory(cfg, policy, fleet)
         publish = _publisher(exporter, policy, rollouts, colocated)
         saver = stack.enter_context(closing(checkpoint.Saver(checkpoints, policy)))
@@ -205,7 +204,7 @@ def _learn(
             samples = sample(groups, version=log.step - 1)
             log.samples(samples)
             shares = divide_for(cfg, samples, num_updates=cfg.algo.updates_per_step)
-        batches = build_for(cfg, policy.parallel.scatter_over_data(shares, complete=fetch_numbers))
+        batches = build_for(cfg, policy.parallel.scatter_over_data(shares))
     if not batches:
         return False
     exact = cfg.precision.exact

@@ -2,7 +2,6 @@
 
 A :class:`Row` behaves like a tuple of Python numbers: it is immutable, and equal to any sequence of the same numbers. It
 takes 4 bytes for a token id or a log-probability, where a tuple takes 32 to 36, and NumPy and pickle read it at once.
-Its numbers may lie in a token store (stored_numbers.py): length, slices and sums of rows then need no transfer.
 """
 
 from __future__ import annotations
@@ -12,19 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fp8rl.stored_numbers import Stored
-
 
 class Row(Sequence):
-    """A read-only array of numbers, [N], that NumPy reads without a copy if it is here."""
+    """A read-only array of numbers, [N], that NumPy reads without a copy."""
 
     __slots__ = ("_array",)
 
-    def __init__(self, array: np.ndarray | Stored) -> None:
-        self._array = array
-        if not isinstance(array, Stored):
-            self._array = array.view()
-            self._array.flags.writeable = False
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array.view()
+        self._array.flags.writeable = False
 
     @classmethod
     def of_ids(cls, values: Sequence[int]) -> Row:
@@ -44,14 +39,8 @@ class Row(Sequence):
         return cls(array)
 
     @property
-    def array(self) -> np.ndarray | Stored:
-        """The numbers themselves, or where they are."""
+    def array(self) -> np.ndarray:
         return self._array
-
-    @property
-    def stored(self) -> Stored | None:
-        """Where the numbers are, if in a token store."""
-        return self._array if isinstance(self._array, Stored) else None
 
     def sum(self) -> float:
         """The sum of the numbers, added in their own precision."""
@@ -61,7 +50,7 @@ class Row(Sequence):
         return len(self._array)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(np.asarray(self._array).tolist())
+        return iter(self._array.tolist())
 
     def __getitem__(self, index: int | slice) -> Any:
         return Row(self._array[index]) if isinstance(index, slice) else self._array[index].item()
@@ -69,8 +58,6 @@ class Row(Sequence):
     def __add__(self, other: Sequence[float]) -> Row:
         if isinstance(other, Row) and (not len(self) or not len(other)):
             return self if len(self) else other
-        if isinstance(other, Row) and self.stored is not None and other.stored is not None:
-            return Row(self.stored + other.stored)
         return Row(np.concatenate([self._array, np.asarray(other, self._array.dtype)]))
 
     def __eq__(self, other: object) -> bool:
@@ -78,7 +65,7 @@ class Row(Sequence):
             return True
         if not isinstance(other, Row | tuple | list):
             return NotImplemented
-        own, found = np.asarray(self._array), np.asarray(other)
+        own, found = self._array, np.asarray(other)
         # A literal such as -0.1 has no float32 of its own.
         found = found.astype(np.float32) if own.dtype == np.float32 and found.dtype == np.float64 else found
         return np.array_equal(own, found, equal_nan=found.dtype.kind == "f")
@@ -89,7 +76,7 @@ class Row(Sequence):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self._array, dtype, copy=copy)
 
-    def __reduce__(self) -> tuple[type[Row], tuple[np.ndarray | Stored]]:
+    def __reduce__(self) -> tuple[type[Row], tuple[np.ndarray]]:
         return Row, (self._array,)
 
     def __repr__(self) -> str:
@@ -98,4 +85,4 @@ class Row(Sequence):
 
 def joined(rows: Iterable[Row], dtype: type[np.generic]) -> np.ndarray:
     """A new array of the rows' numbers, one row after another; ``dtype`` is that of no rows."""
-    return np.concatenate([np.empty(0, dtype), *(np.asarray(row._array) for row in rows)])
+    return np.concatenate([np.empty(0, dtype), *(row.array for row in rows)])

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from megatron_fp8rl.stored_numbers import Stored
     from megatron_fp8rl.token_rows import Row
 
 KVScales: TypeAlias = dict[int, tuple[float, float, float]]
@@ -59,7 +58,7 @@ class Completion:
     version_spans: tuple[tuple[int, int], ...] = ()  # (first token index, version), one entry per version, ascending
     # uint8/uint16 [N, num_layers, top_k] of the N tokens from the end of the completion before, or from the first token,
     # to the last but one of this; None when not recorded.
-    routed_experts: np.ndarray | Stored | None = None
+    routed_experts: np.ndarray | None = None
     text: str = ""
     num_prompt_tokens: int = 0  # tokens before it that the engine read, over all requests for this completion
     num_cached_tokens: int = 0  # those of them that the engine had in its prefix cache
@@ -185,7 +184,7 @@ class Sample:
     environment: str
     stretches: tuple[Stretch, ...]  # all segments, up to the last sampled token
     staleness: int = 0  # trainer version at the start of the step minus the smallest Completion.min_version
-    routed_experts: np.ndarray | Stored | None = None  # [L - 1, num_layers, top_k]
+    routed_experts: np.ndarray | None = None  # [L - 1, num_layers, top_k]
 
     @property
     def num_tokens(self) -> int:  # L

@@ -20,7 +20,6 @@ LIBRARY = "megatron_fp8rl"
 FLOORS = (
     "upstream",
     "garbage",
-    "stored_numbers",
     "token_rows",
     "types",
     "config",

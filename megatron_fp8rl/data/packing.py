@@ -25,7 +25,6 @@ import torch
 from megatron_fp8rl.config import ParallelConfig, RunConfig
 from megatron_fp8rl.data.sample_columns import SampleColumns
 from megatron_fp8rl.precision.kernel_support import may_gather
-from megatron_fp8rl.stored_numbers import Stored, fetch
 from megatron_fp8rl.types import Microbatch, Sample, TrainBatch
 
 # FP8 GEMMs of Transformer Engine and cuBLAS require every dimension, including a rank's tokens, to be a multiple of 16.
@@ -86,14 +85,6 @@ def pack_for(
 def divide_for(cfg: RunConfig, samples: Sequence[Sample], *, num_updates: int = 1) -> list[tuple[Share, ...]]:
     """:func:`divide` with the limits and multiples of a run's configuration."""
     return divide(samples, num_updates=num_updates, **_limits(cfg))
-
-
-def fetch_numbers(shares: Sequence[Share]) -> None:
-    """Fetch what the samples of a rank's shares refer to in token stores."""
-    samples = [sample for share in shares for one in share.microbatches for sample in one]
-    rows = (row for sample in samples for stretch in sample.stretches for row in stretch[:2] if row is not None)
-    arrays = itertools.chain((row.array for row in rows), (sample.routed_experts for sample in samples))
-    fetch(array for array in arrays if isinstance(array, Stored))
 
 
 def build_for(cfg: RunConfig, shares: Sequence[Share]) -> tuple[TrainBatch, ...]:

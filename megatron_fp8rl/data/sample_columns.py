@@ -1,7 +1,6 @@
 """Samples as columns, in which they travel to the ranks that train them: a few arrays instead of objects for each. Pure.
 
-A row that several samples share, as those of a prompt do, is there once. Of what lies in a token store, the columns say
-where (stored_numbers.py), unless it has been fetched.
+Rows that several samples share, such as the row of a prompt, appear once.
 """
 
 from __future__ import annotations
@@ -12,54 +11,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fp8rl.stored_numbers import Entry, Piece, Store, Stored
 from megatron_fp8rl.token_rows import Row
 from megatron_fp8rl.types import Sample, Stretch
-
-_Array = np.ndarray | Stored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Arrays:
-    """R arrays [N, ...] of one kind: those that are here one after another, and where the others are."""
+    """R arrays [N, ...] of one kind, concatenated."""
 
-    lengths: np.ndarray  # int64 [R] of those that are here; -(pieces) of the others
-    numbers: np.ndarray  # of those that are here; otherwise none, of the others' type and shape
-    stores: list[Store]
-    pieces: np.ndarray  # int64 [pieces of all others, 4]: index of the store, key, first byte, items
+    lengths: list[int]  # [R]
+    numbers: np.ndarray
 
     @classmethod
-    def of(cls, arrays: Sequence[_Array]) -> _Arrays:
-        lengths, here, pieces, stores = [], [], [], {}
-        like = arrays[0] if arrays else np.empty(0, np.float32)
-        for one in arrays:
-            if isinstance(one, Stored) and not one.is_here:
-                lengths.append(-len(one.pieces))
-                for entry, first, count in one.pieces:
-                    pieces.append((stores.setdefault(entry.store, len(stores)), entry.key, first, count))
-            else:
-                lengths.append(len(one))
-                here.append(np.asarray(one))
-        return cls(
-            lengths=np.array(lengths, np.int64),
-            numbers=np.concatenate(here) if here else np.empty((0, *like.shape[1:]), like.dtype),
-            stores=list(stores),
-            pieces=np.array(pieces, np.int64).reshape(-1, 4),
-        )
+    def of(cls, arrays: Sequence[np.ndarray]) -> _Arrays:
+        numbers = np.concatenate(arrays) if arrays else np.empty(0, np.float32)
+        return cls(lengths=list(map(len, arrays)), numbers=numbers)
 
-    def arrays(self) -> list[_Array]:
-        """The arrays; those that are here are views of one."""
-        pieces = (Piece(Entry(self.stores[store], key), first, n) for store, key, first, n in self.pieces.tolist())
-        found: list[_Array] = []
-        begin = 0
-        for length in self.lengths.tolist():
-            if length < 0:
-                own = tuple(itertools.islice(pieces, -length))
-                found.append(Stored(own, self.numbers.dtype, self.numbers.shape[1:]))
-            else:
-                found.append(self.numbers[begin : begin + length])
-                begin += length
-        return found
+    def arrays(self) -> list[np.ndarray]:
+        """The arrays, as views of ``numbers``."""
+        ends = itertools.accumulate(self.lengths)
+        return [self.numbers[end - length : end] for length, end in zip(self.lengths, ends, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +51,7 @@ class SampleColumns:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleColumns:
-        """In their order. One copy of the numbers that are here is made."""
+        """In their order. Copies the numbers once."""
         stretches = [one for sample in samples for one in sample.stretches]
         rows = {id(one.token_ids): one.token_ids for one in stretches}
         index = {key: i for i, key in enumerate(rows)}

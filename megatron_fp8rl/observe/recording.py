@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_fp8rl.data.checkpoint_dir import make_folder, sync_to_disk
-from megatron_fp8rl.stored_numbers import Stored, fetch
 from megatron_fp8rl.token_rows import Row
 from megatron_fp8rl.types import Completion, Given, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
 
@@ -194,20 +193,9 @@ def _tables(step: int, groups: Sequence[RolloutGroup]) -> Iterator[pyarrow.Table
         num_tokens += more
     first = 0
     for part in parts:
-        stored = _in_stores(part)
-        fetch(stored)
         numbered = enumerate(part, first)
         yield _table([{"step": step, "group": i, **row} for i, group in numbered for row in _encode(group)], float_type)
         first += len(part)
-        for one in stored:
-            one.forget()
-
-
-def _in_stores(groups: Sequence[RolloutGroup]) -> list[Stored]:
-    """The arrays of the groups that lie in token stores and have not been fetched."""
-    completions = [one for group in groups for rollout in group.rollouts for one in rollout.completions]
-    arrays = (a for one in completions for a in (one.token_ids.array, one.rollout_logprobs.array, one.routed_experts))
-    return [array for array in arrays if isinstance(array, Stored) and not array.is_here]
 
 
 def _encode(group: RolloutGroup) -> Iterator[dict[str, Any]]:
@@ -245,7 +233,7 @@ def _encode_trajectory(prompt: Prompt, branch: Trajectory) -> dict[str, Any]:
             "routed_experts": np.concatenate(recorded) if is_recorded else None,
             "segments": [_layout_of(segment) for segment in branch.segments],
         }
-    experts = None if values["routed_experts"] is None else np.asarray(values["routed_experts"])
+    experts = values["routed_experts"]
     return values | {
         "routed_experts": None if experts is None else experts.tobytes(),
         "routed_experts_layout": None if experts is None else {"dtype": experts.dtype.str, "shape": experts.shape},

@@ -22,7 +22,7 @@ RANGES = {
         model.num_experts model.ffn_hidden_size
         precision.bf16_first_layers precision.bf16_last_layers
         optim.warmup_steps optim.min_lr optim.weight_decay optim.moe_aux_loss_coef
-        rollout.window_groups rollout.token_stores
+        rollout.window_groups
         rollout.top_k rollout.max_replica_restarts
         algo.kl_coef algo.entropy_coef algo.overlong_buffer_tokens algo.correction_low
         data.sft_steps data.score_servers

@@ -127,12 +127,6 @@ def _check_rollout(found: Findings) -> None:
             "latent attention caches one vector for keys and values, for which no scales are measured",
             "Set auto",
         )
-    if rollout.token_stores > cfg.parallel.data:
-        found.refuse(
-            "rollout.token_stores",
-            f"is more than the {cfg.parallel.data} data-parallel ranks, each of which starts one at most",
-            f"Set --rollout.token_stores {cfg.parallel.data} or less; one for each node of the trainer is enough",
-        )
     tokens = ("max_prompt_tokens", "max_completion_tokens", "max_tokens_per_microbatch")
     counts = ("prompts_per_step", "completions_per_prompt")
     if not found.in_range(*(f"rollout.{name}" for name in (*tokens, *counts))):

@@ -22,7 +22,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import aiohttp
 
@@ -39,9 +39,6 @@ from megatron_fp8rl.rollout.completions import (
 )
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.types import Completion, KVScales
-
-if TYPE_CHECKING:
-    from megatron_fp8rl.rollout.token_store.answer_store import AnswerStore
 
 PauseMode = Literal["keep", "wait", "abort"]
 Tag = Literal["weights", "kv_cache"]  # parts of an engine's GPU memory that can sleep
@@ -111,9 +108,8 @@ class EngineClient:
         seed: int,
         *,
         sampling: Sampling | None = None,
-        store: AnswerStore | None = None,
     ) -> list[Completion]:
-        """Sample ``num_completions`` continuations; the i-th with seed ``seed + i``. A ``store`` keeps their numbers.
+        """Sample ``num_completions`` continuations; the i-th with seed ``seed + i``.
 
         Waits while the engine is paused. Raises EngineDeadError, EngineDeadlineError or EngineError.
         """
@@ -122,23 +118,22 @@ class EngineClient:
         self.num_running += num_completions
         try:
             if sampling.temperature > 0:  # vLLM refuses several greedy completions in one request
-                await self._advance(prompt_token_ids, parts, sampling, store)
+                await self._advance(prompt_token_ids, parts, sampling)
             while unfinished := [part for part in parts if part.finish_reason is None]:
-                await asyncio.gather(*(self._advance(prompt_token_ids, [part], sampling, store) for part in unfinished))
+                await asyncio.gather(*(self._advance(prompt_token_ids, [part], sampling) for part in unfinished))
         finally:
             self.num_running -= num_completions
         return [part.complete(self._decode, sampling.stop_strings) for part in parts]
 
-    async def _advance(
-        self, prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling, store: AnswerStore | None
-    ) -> None:
+    async def _advance(self, prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> None:
         """Send one request. Several parts share it only while they have no tokens."""
         await self._until_open()
         version, num_pauses = self.version, self._num_pauses
         done = parts[0].token_ids
-        body = write_request(prompt, parts, sampling, by_store=store is not None)
-        ask = partial(self._sampled, body) if store is None else partial(store.ask, self.replica, body, done)
-        task = asyncio.ensure_future(self._within(ask, GENERATE_PATH, self._request_deadline_s))
+        body = write_request(prompt, parts, sampling)
+        task = asyncio.ensure_future(
+            self._within(partial(self._sampled, body), GENERATE_PATH, self._request_deadline_s)
+        )
         self._in_flight.add(task)
         try:
             answer = await task

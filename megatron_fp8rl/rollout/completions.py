@@ -19,7 +19,6 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fp8rl.config import RolloutConfig
-from megatron_fp8rl.stored_numbers import Entry, Piece, Stored
 from megatron_fp8rl.token_rows import Row
 from megatron_fp8rl.types import Completion
 
@@ -63,7 +62,7 @@ class Segment:
     token_ids: Row  # [C]
     rollout_logprobs: Row  # [C]
     finish_reason: FinishReason
-    routed_experts: np.ndarray | Stored | None  # [prompt + C - 1, num_layers, top_k], with the prompt of that request
+    routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], with the prompt of that request
     text: str | None = None  # of the completion up to the end of this segment; None if it goes on
 
 
@@ -94,53 +93,26 @@ def write_answer(answer: Answer) -> bytes:
         "num_prompt_logprobs": len(prompt[0]) if prompt else None,
     }
     rows = [*numbers, *prompt, *experts]
-    return b"".join([_write_head(head), *(row.tobytes() for row in rows)])
-
-
-def _write_head(head: dict[str, Any]) -> bytes:
-    """The first part of an answer: its length, and JSON."""
     content = json.dumps(head, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    return np.array(len(content), _LENGTH).tobytes() + content
+    return b"".join([np.array(len(content), _LENGTH).tobytes(), content, *(row.tobytes() for row in rows)])
 
 
-def _split(content: bytes) -> tuple[dict[str, Any], np.ndarray]:
-    """(what an answer says, its numbers as uint8, aligned and without the text)."""
-    start = _LENGTH.itemsize + int(np.frombuffer(content, _LENGTH, 1)[0])
-    return json.loads(content[_LENGTH.itemsize : start]), np.frombuffer(content, np.uint8, offset=start).copy()
-
-
-def read_answer(content: bytes, entry_of: Callable[[int], Entry] | None = None) -> Answer:
-    """Decode an answer. ``entry_of`` makes the entry of one whose numbers lie in a token store, by its key there.
+def read_answer(content: bytes) -> Answer:
+    """Decode an answer.
 
     Raises ValueError for a missing log-probability or an unknown finish reason.
     """
-    head, numbers = _split(content)
-    return _answer(head, numbers, entry_of(head["stored"]) if "stored" in head else None)
-
-
-def without_numbers(content: bytes, key: int) -> tuple[bytes, np.ndarray]:
-    """(an answer that says that a token store has its numbers as ``key``, the numbers). Raises as :func:`read_answer`."""
-    head, numbers = _split(content)
-    for choice, segment in zip(head["choices"], _answer(head, numbers, None).segments, strict=True):
-        choice["sum_logprobs"] = segment.rollout_logprobs.sum()
-    return _write_head(head | {"stored": key}), numbers
-
-
-def _answer(head: dict[str, Any], numbers: np.ndarray, entry: Entry | None) -> Answer:
-    """The answer of a head and its numbers, which lie in ``entry`` unless it is None."""
+    start = _LENGTH.itemsize + int(np.frombuffer(content, _LENGTH, 1)[0])
+    head = json.loads(content[_LENGTH.itemsize : start])
+    numbers = np.frombuffer(content, np.uint8, offset=start).copy()  # aligned, and without the text
     start = 0
 
-    def take(dtype: np.dtype, count: int, *item: int, total: float | None = None) -> Any:
+    def take(dtype: np.dtype, count: int, *item: int) -> np.ndarray:
         nonlocal start
         first, start = start, start + count * math.prod(item) * dtype.itemsize
-        if entry is not None:
-            return Stored([Piece(entry, first, count)], dtype, item, total)
         return numbers[first:start].view(dtype).reshape(count, *item)
 
-    rows = [
-        (take(_TOKEN, one["num_tokens"]), take(_LOGPROB, one["num_logprobs"], total=one.get("sum_logprobs")))
-        for one in head["choices"]
-    ]
+    rows = [(take(_TOKEN, choice["num_tokens"]), take(_LOGPROB, choice["num_logprobs"])) for choice in head["choices"]]
     count = head["num_prompt_logprobs"]
     prompt_logprobs = None if count is None else take(_LOGPROB, count)
     segments = []
@@ -148,7 +120,7 @@ def _answer(head: dict[str, Any], numbers: np.ndarray, entry: Entry | None) -> A
         reason, experts = choice["finish_reason"], None
         if reason not in ("stop", "length", "abort"):
             raise ValueError(f"the engine ended a completion with {reason!r}; expected stop, length or abort")
-        if len(logprobs) != len(token_ids) or (entry is None and not np.isfinite(logprobs).all()):
+        if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
             raise ValueError(f"the engine returned {len(token_ids)} tokens but not the log-probability of each")
         if choice["experts"] is not None:
             dtype, *shape = choice["experts"]
@@ -182,7 +154,7 @@ class PartialCompletion:
     rollout_logprobs: Row = Row(np.empty(0, _LOGPROB))
     finish_reason: FinishReason | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first token index, version)
-    routed_experts: np.ndarray | Stored | None = None
+    routed_experts: np.ndarray | None = None
     num_prompt_tokens: int = 0  # over all requests of its own, as the next
     num_cached_tokens: int = 0
     _text: str | None = None  # of all tokens so far, if the engine has written it
@@ -208,12 +180,12 @@ class PartialCompletion:
             self._extend_routed_experts(segment.routed_experts)
         self.finish_reason = reason if reason != "abort" or give_up else None
 
-    def _extend_routed_experts(self, experts: np.ndarray | Stored | None) -> None:
+    def _extend_routed_experts(self, experts: np.ndarray | None) -> None:
         """Keep the experts of the forward pass that sampled; a later request recomputes its prefix with new weights."""
         if experts is None:
             return
         if self.routed_experts is not None:
-            experts = _after(self.routed_experts, experts[len(self.routed_experts) :])
+            experts = np.concatenate([self.routed_experts, experts[len(self.routed_experts) :]])
         self.routed_experts = experts
 
     def complete(self, decode: Callable[[Sequence[int]], str], stop_strings: tuple[str, ...]) -> Completion:
@@ -251,17 +223,11 @@ class PartialCompletion:
                 return
 
 
-def _after(first: np.ndarray | Stored, then: np.ndarray | Stored) -> np.ndarray | Stored:
-    return first + then if isinstance(first, Stored) and isinstance(then, Stored) else np.concatenate([first, then])
-
-
-def write_request(
-    prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling, *, by_store: bool = False
-) -> dict[str, Any]:
-    """The body of a request for the rest of ``parts``. ``by_store``: a token store appends what they have."""
+def write_request(prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> dict[str, Any]:
+    """The body of a request for the rest of ``parts``."""
     done = parts[0].token_ids
     return {
-        "token_ids": [*prompt, *(() if by_store else done)],
+        "token_ids": [*prompt, *done],
         "num_prompt_tokens": len(prompt),  # the text of a completion begins after them
         "sampling_params": {
             "n": len(parts),

@@ -38,7 +38,6 @@ from megatron_fp8rl.rollout.agents.requests import Requests, seed_of
 from megatron_fp8rl.rollout.needs import Broadcaster, PromptSource, Scorer
 from megatron_fp8rl.rollout.unfinished import UnfinishedGroups
 from megatron_fp8rl.rollout.window import Window, positions_of
-from megatron_fp8rl.stored_numbers import Store
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 
 if TYPE_CHECKING:
@@ -73,7 +72,6 @@ class RolloutStream:
         prompts: PromptSource | None,
         score_pool: Scorer | None,
         parallel: Broadcaster,
-        stores: Sequence[Store] = (),
     ) -> None:
         self.cfg = cfg
         self.version = 0  # of the policy that the engines hold
@@ -100,7 +98,7 @@ class RolloutStream:
             elif fleet is None or prompts is None or score_pool is None:
                 raise ValueError("trainer rank 0 needs a fleet, prompts and a score pool, or rollout.replay")
             else:
-                self._requests = Requests(fleet, stores)
+                self._requests = Requests(fleet)
                 if cfg.rollout.window_groups:
                     self._window = Window(cfg, fleet, self._take, self._collect_one, self._unfinished.forget)
                 if any(one.agent for one in cfg.data.environments):
@@ -182,8 +180,8 @@ class RolloutStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for part in filter(None, (self._agents, self._requests)):  # on rank 0: while the fleet still runs
-            self._fleet.sync(part.close(), self.cfg.rollout.update_deadline_s)
+        if self._agents is not None:  # on rank 0: while the fleet still runs
+            self._fleet.sync(self._agents.close(), self.cfg.rollout.update_deadline_s)
 
     def take_metrics(self) -> dict[str, float]:
         """On rank 0: engine events since the last call, and the prompts left out since the start."""

@@ -77,6 +77,6 @@ class UnfinishedGroups:
     def _digest(self) -> str:
         """Of everything in a configuration that decides a completion or its score."""
         cfg = self._cfg
-        rollout = dataclasses.replace(cfg.rollout, num_replicas=1, token_stores=0)
+        rollout = dataclasses.replace(cfg.rollout, num_replicas=1)
         parts = (cfg.seed, cfg.model, cfg.precision, cfg.data, rollout)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -9,7 +9,6 @@ Rates are measured on one machine (``rates.py``); the network, and so everything
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from megatron_fp8rl.sizing import against_runs, lost_time, rates
 from megatron_fp8rl.sizing.layout_choices import Choice, Choices, choices
 from megatron_fp8rl.sizing.step_time import Lengths
 
-_MUCH_GB = 8.0  # on trainer rank 0, beside all else on its node
 _CHECKPOINT_BYTES = 14  # of a parameter: BF16 weight, FP32 master and moments
 
 
@@ -128,8 +126,7 @@ def _phases(best: Choice, options: PlanOptions) -> list[str]:
     lines = [
         f"a step of the best layout: {time.step:.1f} s; {how} (computed)",
         f"  rollouts       {time.rollouts:9.2f} s",
-        f"  driver         {time.driver:9.2f} s   ({time.driver / time.step:.1%} of the step); holds {time.driver_gb:.1f} GB"
-        + _stores(best, options),
+        f"  driver         {time.driver:9.2f} s   ({time.driver / time.step:.1%} of the step); holds {time.driver_gb:.1f} GB",
         f"  old_logprobs   {time.old_logprobs:9.2f} s",
         f"  update         {time.update:9.2f} s   of which bubble {time.bubble:.2f} s, experts' traffic "
         f"{time.expert_traffic:.2f} s",
@@ -140,14 +137,6 @@ def _phases(best: Choice, options: PlanOptions) -> list[str]:
         "million" + _dollars(best, options),
     ]
     return lines
-
-
-def _stores(best: Choice, options: PlanOptions) -> str:
-    """The field by which trainer rank 0 would hold little, if it holds much."""
-    parallel = best.cfg.parallel
-    nodes = min(parallel.data, math.ceil(parallel.world_size / options.gpus_per_node))
-    is_much = best.time.driver_gb > _MUCH_GB and not best.cfg.rollout.token_stores
-    return f", less with --rollout.token_stores {nodes}" if is_much else ""
 
 
 def _against_bf16(best: Choice, layouts: Callable[[RunConfig], Choices]) -> list[str]:

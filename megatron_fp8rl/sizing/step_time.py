@@ -32,8 +32,6 @@ from megatron_fp8rl.sizing.rates import Network, Rates
 
 _STATE_BYTES = 12  # of a parameter: FP32 master and two moments
 _OPTIMIZER_BYTES = 30  # read and written for each parameter of a rank's share: gradient, master, two moments, BF16
-_FETCHED_BYTES = 8  # of a sampled token: id and log-probability
-_FETCH_BYTES_PER_S = 0.6e9  # by one rank from stores that have a core each
 _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # of the forward pass of layers, by ``optim.recompute``
 _TENSOR_COLLECTIVES = 4  # of a layer's forward under tensor parallelism; twice as many in backward
 
@@ -63,18 +61,6 @@ class Driver:
     token_s: float = 6.1e-9  # copied and sent to another rank
     completion_bytes: float = 2.7e3
     token_bytes: float = 12.0  # id, log-probability and text
-
-    @classmethod
-    def of(cls, cfg: RunConfig) -> Driver:
-        """With ``rollout.token_stores`` rank 0 holds text alone, and every data-parallel rank fetches its own numbers."""
-        if not cfg.rollout.token_stores:
-            return cls()
-        return cls(
-            ask_token_s=16e-9,
-            completion_s=34e-6,
-            token_s=_FETCHED_BYTES / _FETCH_BYTES_PER_S / cfg.parallel.data,
-            token_bytes=4.0,
-        )
 
     def seconds(self, completions: float, tokens: float, rollout_s: float) -> float:
         """Beside ``rollout_s`` of sampling."""
@@ -165,7 +151,7 @@ def step_time(
     wire, proof = _publish_s(cfg, rates, network, gpus, gpus_per_node)
     in_spare = cfg.rollout.spare_weights != "none"
     rollouts = _rollout_s(cfg, sequences, lengths, rates, network, memory_bytes, gpus_per_node)
-    driver, sampled = Driver.of(cfg), sequences * lengths.mean
+    driver, sampled = Driver(), sequences * lengths.mean
     return StepTime(
         rollouts=rollouts,
         old_logprobs=passes.forward if has_old_pass else 0.0,

@@ -106,10 +106,10 @@ class Parallel:
         dist.broadcast_object_list(carried, src=0, group=self.control_group)
         return carried[0]
 
-    def scatter_over_data(self, shares: Sequence[_T] | None, complete: Callable[[_T], None] = lambda share: None) -> _T:
+    def scatter_over_data(self, shares: Sequence[_T] | None) -> _T:
         """Collective over all trainer ranks: each gets rank 0's share for its ``dp_rank``; ``shares``, which must be
         picklable, are used on rank 0 only. They travel once to a rank of each data-parallel replica, one share at a
-        time. There ``complete`` gets what a share refers to, and it travels to the replica's others."""
+        time, and from there to the replica's others."""
         message, own = None, None
         if self.rank == 0:
             in_flight: list[tuple[dist.Work, Tensor]] = []
@@ -121,8 +121,6 @@ class Parallel:
             own = shares[0]
         elif self.tp_rank == self.pp_rank == self.cp_rank == 0:
             own = unpack(_received(partial(dist.recv, group=self.data_control_group, group_src=0)))
-        if own is not None:
-            complete(own)
         if self.world_size > self.dp_size:
             message = _broadcast(None if own is None else pack(own), self.replica_control_group)
         return unpack(message) if own is None else own

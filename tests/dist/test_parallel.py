@@ -25,9 +25,6 @@ def _collectives() -> dict:
         broadcast=parallel.broadcast_object({"prompts": [parallel.rank]}),
         share=parallel.scatter_over_data([["a"] * 5, "b"] if parallel.rank == 0 else None),
         arrays=parallel.scatter_over_data([_ARRAYS, _ARRAYS[::-1]] if parallel.rank == 0 else None),
-        completed=parallel.scatter_over_data(
-            [["a"], ["b"]] if parallel.rank == 0 else None, complete=lambda share: share.append(parallel.rank)
-        ),
         is_last_stage=parallel.is_last_stage,
     )
     parallel.close()
@@ -44,8 +41,6 @@ def test_reductions_run_over_the_data_axis_and_broadcasts_over_all_ranks():
     assert results[1]["gathered"] == [{"rank": 1}, {"rank": 3}]
     assert all(r["broadcast"] == {"prompts": [0]} for r in results)
     assert [r["share"] for r in results] == [["a"] * 5, ["a"] * 5, "b", "b"]
-    # What a share refers to is fetched once for a replica.
-    assert [r["completed"] for r in results] == [["a", 0], ["a", 0], ["b", 2], ["b", 2]]
     for rank, result in enumerate(results):
         expected = _ARRAYS if rank < 2 else _ARRAYS[::-1]
         assert all(map(np.array_equal, result["arrays"], expected)) and len(result["arrays"]) == 3

@@ -40,7 +40,7 @@ class Engine:
             stop_strings=(),
         )
 
-    async def generate(self, prompt, n, seed, *, sampling, store=None):
+    async def generate(self, prompt, n, seed, *, sampling):
         self.prompts.append(tuple(prompt))
         self.seeds.append(seed)
         await asyncio.sleep(0.001)

@@ -38,7 +38,7 @@ class Client:
         self.gate.set()
         self.sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), stop_strings=())
 
-    async def generate(self, prompt, n, seed, *, sampling=None, store=None) -> list[Completion]:
+    async def generate(self, prompt, n, seed, *, sampling=None) -> list[Completion]:
         self.num_running += n
         self.prompts.append(prompt[0])
         first = self.version

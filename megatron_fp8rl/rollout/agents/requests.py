@@ -18,8 +18,6 @@ from megatron_fp8rl.net import open_files
 from megatron_fp8rl.observe.spans import add_seconds
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError
 from megatron_fp8rl.rollout.completions import Sampling
-from megatron_fp8rl.rollout.token_store.answer_store import AnswerStore
-from megatron_fp8rl.stored_numbers import Store
 from megatron_fp8rl.types import Completion, Prompt
 
 if TYPE_CHECKING:
@@ -29,9 +27,8 @@ if TYPE_CHECKING:
 class Requests:
     """The one door of a run to its engines' samplers."""
 
-    def __init__(self, fleet: Fleet, stores: Sequence[Store] = ()) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._stores = [AnswerStore(store) for store in stores]
         open_files.raise_limit()
         self._replica_of: weakref.WeakKeyDictionary[Any, EngineClient] = weakref.WeakKeyDictionary()
         self._num_sampling = 0  # active requests, and since when there are any
@@ -48,8 +45,7 @@ class Requests:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> list[Completion]:
-        """Completions of a prompt; completion i has seed ``seed + i``. None stands for the run's own value. Numbers of
-        those without a session, which nothing but training reads, stay in a token store if the run has any.
+        """Completions of a prompt; completion i has seed ``seed + i``. None stands for the run's own value.
 
         Raises EngineDeadError if no replica is left and none comes back, or what a request raises.
         """
@@ -63,15 +59,9 @@ class Requests:
             if stop:
                 sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *stop))
             try:
-                store = self._stores[seed % len(self._stores)] if session is None and self._stores else None
-                return await client.generate(token_ids, num_completions, seed, sampling=sampling, store=store)
+                return await client.generate(token_ids, num_completions, seed, sampling=sampling)
             except EngineDeadError as error:
                 self._fleet.remove(client, str(error), num_retried=1)
-
-    async def close(self) -> None:
-        """Close the connections to token stores."""
-        for store in self._stores:
-            await store.close()
 
     def _choose(self, session: Any) -> EngineClient:
         client = None if session is None else self._replica_of.get(session)

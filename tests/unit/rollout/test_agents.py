@@ -178,7 +178,7 @@ def test_a_rewritten_past_forks_or_is_kept_or_is_refused(policy, num_branches):
     tokenizer, end = chat.tokenizer, chat.tokenizer.convert_tokens_to_ids("<|im_end|>")
 
     class Thinker(Engine):
-        async def generate(self, prompt, n, seed, *, sampling, store=None):
+        async def generate(self, prompt, n, seed, *, sampling):
             text = "<think>a</think>b"
             ids = (*tokenizer.encode(text, add_special_tokens=False), end)
             return [

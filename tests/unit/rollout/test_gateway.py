@@ -42,7 +42,7 @@ def test_what_would_change_the_distribution_is_refused_by_name(tmp_path):
     class Slow(Engine):
         cancelled = 0
 
-        async def generate(self, prompt, n, seed, *, sampling, store=None):
+        async def generate(self, prompt, n, seed, *, sampling):
             try:
                 await asyncio.sleep(30)
             except asyncio.CancelledError:
@@ -90,7 +90,7 @@ def test_calls_of_tools_go_to_the_agent_and_back(tmp_path):
     call = '<tool_call>\n{"name":"add",  "arguments":{"a": 2}}\n</tool_call>'
 
     class Caller(Engine):
-        async def generate(self, prompt, n, seed, *, sampling, store=None):
+        async def generate(self, prompt, n, seed, *, sampling):
             self.prompts.append(tuple(prompt))
             text = call if len(self.prompts) == 1 else "5"
             ids = (*tokenizer.encode(text, add_special_tokens=False), end)
@@ -160,7 +160,7 @@ def test_calls_that_come_back_written_otherwise_do_not_fork(tmp_path):
     tokenizer = chat.tokenizer
 
     class Caller(Engine):
-        async def generate(self, prompt, n, seed, *, sampling, store=None):
+        async def generate(self, prompt, n, seed, *, sampling):
             self.prompts.append(tuple(prompt))
             number = len(self.prompts)
             text = (

@@ -39,7 +39,7 @@ class Mortal(Client):
 
     dies_at = 0
 
-    async def generate(self, prompt, n, seed, *, sampling=None, store=None):
+    async def generate(self, prompt, n, seed, *, sampling=None):
         found = await super().generate(prompt, n, seed, sampling=sampling)
         if self.dies_at and len(self.prompts) >= self.dies_at:
             raise EngineDeadError("rollout-0 died with exit code -9")

@@ -204,7 +204,7 @@ def stopped_in_a_batch(folder, how):
     """(a stream that was asked to stop while one of two prompts was being answered, its fleet)."""
 
     class Half(Client):
-        async def generate(self, prompt, n, seed, *, sampling=None, store=None):
+        async def generate(self, prompt, n, seed, *, sampling=None):
             if self.prompts:  # the second is never answered
                 self.num_running += n
                 try:

@@ -34,7 +34,7 @@ def of_taskset(file: str, **more) -> RunConfig:
 class Scripted(Engine):
     """Says what a function of the conversation says, in Qwen3's tokens."""
 
-    async def generate(self, prompt, n, seed, *, sampling, store=None):
+    async def generate(self, prompt, n, seed, *, sampling):
         self.prompts.append(tuple(prompt))
         tokenizer = QWEN.tokenizer
         text = self.answer(tokenizer.decode(prompt))

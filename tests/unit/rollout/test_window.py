@@ -23,7 +23,7 @@ class Slow(Client):
         super().__init__()
         self.held: dict[int, asyncio.Event] = {}
 
-    async def generate(self, prompt, n, seed, *, sampling=None, store=None) -> list[Completion]:
+    async def generate(self, prompt, n, seed, *, sampling=None) -> list[Completion]:
         self.prompts.append(prompt[0])
         first = self.version
         if prompt[0] in self.held:

@@ -403,21 +403,6 @@ def test_layouts_are_allowed_and_the_cheapest_comes_first():
     assert not few.found and few.refused
 
 
-def test_token_stores_take_numbers_from_trainer_rank_0():
-    """131,072 completions of 8,000 tokens, 512 engines x 256: the target is 8 GB and 2 % of a step of 300 s."""
-    cfg = qwen3.grpo_qwen3_30b_a3b()
-    cfg = replace(cfg, parallel=replace(cfg.parallel, world_size=16, tensor=1, pipeline=1, context=1, expert=16))
-    assert cfg.parallel.data == 16
-    lengths, times = Lengths(prompt=512, mean=8000, longest=64000), {}
-    for stores in (0, 16):
-        rollout = replace(cfg.rollout, prompts_per_step=8192, completions_per_prompt=16, token_stores=stores)
-        changed = replace(cfg, rollout=rollout)
-        times[stores] = step_time.step_time(changed, lengths, rates.H200, NETWORK, memory_bytes=141e9, gpus=32)
-    assert times[0].driver_gb > 12 and times[16].driver_gb < 8
-    assert times[16].driver < 6 < times[0].driver
-    assert times[0].rollouts == times[16].rollouts
-
-
 def test_the_command(capsys):
     assert cli.main(program.COMMANDS, ["plan", "grpo_qwen3_30b_a3b", "--gpus", "16", "--dollars", "3"]) == 0
     text = capsys.readouterr().out

@@ -1,1 +1,0 @@
-"""Processes that keep what engines have sampled, for the ranks that train it."""
