@@ -379,12 +379,14 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Violation:
-    """One mistake in a configuration."""
+    """One mistake in a configuration. Programs read ``code`` and ``choices``; the texts are for people."""
 
     field: str
     value: Any
     problem: str
     remedy: str
+    code: Literal["invalid", "range", "divisor", "untiled_size", "untiled_shard"] = "invalid"  # kind of mistake
+    choices: tuple[Any, ...] = ()  # values of the field to try, the best first; empty: no value is known
 
     def __str__(self) -> str:
         return f"{self.field} = {self.value!r}: {self.problem}. {self.remedy}."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig, Violation
 from megatron_fp8rl.precision.hardware import Hardware, Package
@@ -16,8 +17,8 @@ from megatron_fp8rl.precision.matmul_shapes import linears_of
 Supports = Callable[[RunConfig, Hardware], Violation | None]
 
 
-def _wrong(cfg: RunConfig, path: str, problem: str, remedy: str) -> Violation:
-    return Violation(f"--{path}", attrgetter(path)(cfg), problem, remedy)
+def _wrong(cfg: RunConfig, path: str, problem: str, remedy: str, choices: tuple[Any, ...] = ()) -> Violation:
+    return Violation(f"--{path}", attrgetter(path)(cfg), problem, remedy, choices=choices)
 
 
 def always(cfg: RunConfig, hardware: Hardware) -> None:
@@ -64,7 +65,7 @@ def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, "precision.params", problem, f"{keep}, or --precision.trainer blockwise")
     if precision.rollout != "blockwise":
         problem = "FP8 parameters are sent to engines as they are"
-        return _wrong(cfg, "precision.rollout", problem, f"Choose blockwise, {otherwise}")
+        return _wrong(cfg, "precision.rollout", problem, f"Choose blockwise, {otherwise}", ("blockwise",))
     if precision.kernels == "emulated":
         problem = "the emulation rounds BF16 parameters"
         return _wrong(cfg, "precision.kernels", problem, f"Choose auto, {otherwise}")
@@ -118,14 +119,14 @@ def _deep_gemm(cfg: RunConfig, hardware: Hardware, name: str, whose: str, recipe
     path, precision = f"precision.{name}", cfg.precision
     if hardware.generation not in ("cpu", "hopper"):
         problem = f"{whose} are Hopper's, and this machine is {hardware.generation!r}"
-        return _wrong(cfg, path, problem, "Choose te")
+        return _wrong(cfg, path, problem, "Choose te", ("te",))
     if precision.kernels == "emulated" and hardware.is_gpu:
-        return _wrong(cfg, path, "precision.kernels = 'emulated' wants no kernels at all", "Choose te")
+        return _wrong(cfg, path, "precision.kernels = 'emulated' wants no kernels at all", "Choose te", ("te",))
     if precision.trainer not in recipes:
-        return _wrong(cfg, path, f"{whose} do not multiply in the recipe {precision.trainer}", "Choose te")
+        return _wrong(cfg, path, f"{whose} do not multiply in the recipe {precision.trainer}", "Choose te", ("te",))
     if precision.params == "fp8":
         problem = "what feeds DeepGEMM's kernels here quantizes BF16 parameters"
-        return _wrong(cfg, path, problem, "Choose te, or --precision.params bf16")
+        return _wrong(cfg, path, problem, "Choose te, or --precision.params bf16", ("te",))
     return None
 
 
@@ -134,7 +135,7 @@ def _deep_gemm_is_there(cfg: RunConfig, hardware: Hardware, name: str) -> Violat
     if hardware.is_gpu and "deep_gemm" not in hardware.packages:
         path = f"precision.{name}"
         problem = "DeepGEMM is not installed; vLLM for CUDA brings it"
-        return _wrong(cfg, path, problem, f"Install vLLM, or choose --{path} te")
+        return _wrong(cfg, path, problem, f"Install vLLM, or choose --{path} te", ("te",))
     return None
 
 
@@ -216,11 +217,17 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     for path, allowed, problem in (*_EXACT, *(_EXACT_ON_GPU if hardware.is_gpu else ())):
         if attrgetter(path)(cfg) not in allowed:
             shown = " or ".join(map(str, allowed))
-            return _wrong(cfg, path, f"precision.exact: {problem}", f"Set {shown}, or --precision.exact False")
+            return _wrong(cfg, path, f"precision.exact: {problem}", f"Set {shown}, or --precision.exact False", allowed)
     precision, model = cfg.precision, cfg.model
     if precision.trainer != precision.rollout:
         problem = f"precision.exact: the engine computes in {precision.rollout}, which is another function"
-        return _wrong(cfg, "precision.trainer", problem, f"Set {precision.rollout}, or --precision.exact False")
+        return _wrong(
+            cfg,
+            "precision.trainer",
+            problem,
+            f"Set {precision.rollout}, or --precision.exact False",
+            (precision.rollout,),
+        )
     if cfg.rollout.kv_cache_dtype == "fp8" and not precision.round_kv:
         problem = "precision.exact: the engine attends to rounded keys and values, the trainer does not"
         return _wrong(cfg, "precision.round_kv", problem, "Set True, or --precision.exact False")
@@ -233,7 +240,7 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, "precision.exact", problem, "Set False")
     if precision.bf16_first_layers or precision.bf16_last_layers:
         path = "precision.bf16_first_layers" if precision.bf16_first_layers else "precision.bf16_last_layers"
-        return _wrong(cfg, path, "precision.exact: cuBLAS sums BF16 products by their shapes", "Set 0")
+        return _wrong(cfg, path, "precision.exact: cuBLAS sums BF16 products by their shapes", "Set 0", (0,))
     if model.router.score != "softmax" and model.is_moe:
         problem = "precision.exact: the engine scores this router in a kernel that the trainer does not have"
         return _wrong(cfg, "model.router.score", problem, "Use --precision.exact False")
@@ -259,13 +266,17 @@ def _exact_sums(cfg: RunConfig) -> Violation | None:
         return _wrong(cfg, divided, problem, "Use engines of one or two GPUs, or --precision.exact False")
     if cfg.parallel.tensor != rollout.tensor:
         problem = f"precision.exact: the engine's sums have {rollout.tensor} rounded parts (rollout.tensor)"
-        return _wrong(cfg, "parallel.tensor", problem, f"Set {rollout.tensor}, or --precision.exact False")
+        return _wrong(
+            cfg, "parallel.tensor", problem, f"Set {rollout.tensor}, or --precision.exact False", (rollout.tensor,)
+        )
     if model.is_moe and rollout.expert != rollout.ranks:
         problem = "precision.exact: the engine divides each expert, and adds parts of several experts before it rounds"
-        return _wrong(cfg, "rollout.expert", problem, f"Set {rollout.ranks}, or --precision.exact False")
+        return _wrong(
+            cfg, "rollout.expert", problem, f"Set {rollout.ranks}, or --precision.exact False", (rollout.ranks,)
+        )
     if model.num_shared_experts and rollout.ranks > 1:
         problem = "precision.exact: each rank of the engine adds its part of the shared experts before it rounds"
-        return _wrong(cfg, divided, problem, "Set 1, or --precision.exact False")
+        return _wrong(cfg, divided, problem, "Set 1, or --precision.exact False", (1,))
     return None
 
 
@@ -298,7 +309,9 @@ def engine_fp32_scales(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """The engine's CUTLASS and Triton linears."""
     if cfg.precision.rollout != "bf16" and cfg.precision.scales == "pow2":
         problem = "does not round the scales of activations to powers of two, as the trainer does"
-        return _wrong(cfg, "rollout.linear_backend", problem, "Set deep_gemm, or --precision.scales fp32")
+        return _wrong(
+            cfg, "rollout.linear_backend", problem, "Set deep_gemm, or --precision.scales fp32", ("deep_gemm",)
+        )
     return None
 
 
@@ -315,12 +328,12 @@ def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | 
     edges = precision.bf16_last_layers
     edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
     if precision.rollout == "bf16" or edges:
-        return _wrong(cfg, path, "multiplies FP8 alone, and there are experts in BF16", "Set triton")
+        return _wrong(cfg, path, "multiplies FP8 alone, and there are experts in BF16", "Set triton", ("triton",))
     if cfg.rollout.batch_invariant and precision.scales == "fp32":
         problem = (
             "takes Triton's kernels for small batches where scales are not powers of two: it is not batch-invariant"
         )
-        return _wrong(cfg, path, problem, "Set triton, or --precision.scales pow2")
+        return _wrong(cfg, path, problem, "Set triton, or --precision.scales pow2", ("triton",))
     return None
 
 

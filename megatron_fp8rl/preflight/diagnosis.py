@@ -145,6 +145,8 @@ def judge(cfg: RunConfig, options: DoctorOptions) -> Judgement:
             subject=violation.field,
             problem=f"{violation.value!r}: {violation.problem}",
             remedy=violation.remedy,
+            code=violation.code,
+            choices=violation.choices,
         )
         for violation in rules.check(cfg, accelerator=gpu.generation)
     ]
@@ -273,6 +275,7 @@ def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
                 subject="--rollout.transport",
                 problem=f"{wanted} GPUs are on more than one node of {node}, and CUDA IPC ends at a node",
                 remedy="Choose auto",
+                choices=("auto",),
             )
         )
     for option, degree, why in (

@@ -30,6 +30,7 @@ def _check_placement(found: Findings, accelerator: str) -> None:
             f"colocated replicas of {rollout.ranks} take {wanted} GPUs together, and the trainer has "
             f"{cfg.parallel.world_size}",
             f"{lower}, or --rollout.placement separate",
+            choices=[fitting] if fitting else (),
         )
 
 
@@ -46,14 +47,21 @@ def _check_transport(found: Findings, accelerator: str) -> None:
             "rollout.transport",
             "travels through memory of one host, and rollout.placement = 'remote' puts the engines on others",
             "Choose auto, which takes gloo without GPUs and nccl between them",
+            choices=["auto"],
         )
     elif rollout.transport == "nccl" and accelerator == "cpu":
-        found.refuse("rollout.transport", "travels between GPUs, and this machine has none", "Choose auto, ipc or gloo")
+        found.refuse(
+            "rollout.transport",
+            "travels between GPUs, and this machine has none",
+            "Choose auto, ipc or gloo",
+            choices=["auto"],
+        )
     elif rollout.transport == "nccl" and rollout.placement == "colocated":
         found.refuse(
             "rollout.transport",
             "NCCL does not take two processes on one GPU, and the engines are colocated with the trainer",
             "Choose ipc, gloo across hosts, or --rollout.placement separate",
+            choices=("ipc", "gloo"),
         )
 
 
@@ -66,6 +74,7 @@ def _check_expert_parallel(found: Findings) -> None:
             "rollout.data",
             "repeats attention beside experts that are spread over all ranks, and the model is dense",
             "Set 1, and --rollout.num_replicas higher: replicas of a dense model share nothing",
+            choices=[1],
         )
     if rollout.data > 1 and rollout.sleep_level:
         found.refuse("rollout.sleep_level", "is not tested with engines of several data-parallel ranks", "Set 0")
@@ -78,6 +87,7 @@ def _check_expert_parallel(found: Findings) -> None:
             "rollout.expert",
             f"vLLM spreads whole experts over all data x tensor = {rollout.ranks} ranks of a replica, or cuts each",
             f"Set {rollout.ranks} or 1",
+            choices=(rollout.ranks, 1),
         )
     elif model.num_experts % rollout.expert:
         found.refuse("rollout.expert", f"does not divide {model.num_experts} experts", "Set 1")
@@ -120,19 +130,20 @@ def _check_batch_invariance(found: Findings, accelerator: Generation) -> None:
             "takes NCCL, for which vLLM gives batch-invariant engines an algorithm and a protocol of their own; ranks "
             "that differ in these may wait for each other for ever",
             "Set gloo, or ipc on one host",
+            choices=("gloo", "ipc"),
         )
 
 
-def too_long(cfg: RunConfig, limit: str) -> tuple[str, str, str]:
-    """(field, problem, remedy) of sequences longer than the model's."""
+def too_long(cfg: RunConfig, limit: str) -> tuple[str, str, str, int]:
+    """(field, problem, remedy, value to try) of sequences longer than the model's."""
     rollout, most = cfg.rollout, cfg.model.max_sequence_tokens
     if (cfg.session.max_tokens or 0) > most:
-        return "session.max_tokens", f"sessions reach {cfg.session.max_tokens} tokens, {limit}", f"Lower it to {most}"
-    return (
-        "rollout.max_completion_tokens",
-        f"prompt and completion reach {cfg.max_sequence_tokens} tokens, {limit}",
-        f"Lower it to {max(1, most - rollout.max_prompt_tokens)} or less, or lower --rollout.max_prompt_tokens",
-    )
+        problem = f"sessions reach {cfg.session.max_tokens} tokens, {limit}"
+        return "session.max_tokens", problem, f"Lower it to {most}", most
+    problem = f"prompt and completion reach {cfg.max_sequence_tokens} tokens, {limit}"
+    fitting = max(1, most - rollout.max_prompt_tokens)
+    remedy = f"Lower it to {fitting} or less, or lower --rollout.max_prompt_tokens"
+    return "rollout.max_completion_tokens", problem, remedy, fitting
 
 
 def check_window(found: Findings) -> None:
@@ -143,10 +154,15 @@ def check_window(found: Findings) -> None:
             found.refuse("rollout.partials", "has no effect without a window", "Set --rollout.window_groups")
     elif not rollout.max_staleness:
         problem = "takes groups out of order, which a synchronous run, reproducible bit for bit, does not"
-        found.refuse("rollout.window_groups", problem, "Set --rollout.max_staleness 1 or more, or 0 here")
+        found.refuse("rollout.window_groups", problem, "Set --rollout.max_staleness 1 or more, or 0 here", choices=[0])
     elif rollout.window_groups < rollout.prompts_per_step:
         problem = f"is smaller than a step of {rollout.prompts_per_step} groups"
-        found.refuse("rollout.window_groups", problem, f"Set {rollout.prompts_per_step} or more")
+        found.refuse(
+            "rollout.window_groups",
+            problem,
+            f"Set {rollout.prompts_per_step} or more",
+            choices=[rollout.prompts_per_step],
+        )
 
 
 def check_session(found: Findings) -> None:

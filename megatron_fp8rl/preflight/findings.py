@@ -62,8 +62,8 @@ RANGES = {
 INTERVALS = {path: interval for interval, paths in RANGES.items() for path in paths.split()}
 
 
-def _outside(value: float | None, interval: str) -> tuple[str, str] | None:
-    """(problem, remedy) of a number outside ``interval``, written as in mathematics; None inside. NaN is outside."""
+def _outside(value: float | None, interval: str) -> tuple[str, str, tuple[int, ...]] | None:
+    """(problem, remedy, values to try) of a number outside ``interval``, such as ``[0, 1)``. None inside; NaN is outside."""
     low, high = map(float, interval[1:-1].split(","))
     if value is None:
         return None
@@ -72,10 +72,11 @@ def _outside(value: float | None, interval: str) -> tuple[str, str] | None:
     if above and below:
         return None
     if math.isfinite(high):
-        return f"is outside {interval}", f"Choose a value in {interval}"
+        bounds = [low] * (interval[0] == "[") + [high] * (interval[-1] == "]")
+        return f"is outside {interval}", f"Choose a value in {interval}", tuple(map(int, bounds))
     if interval[0] == "[":
-        return f"is below {low:g}", f"Set it to {low:g} or more"
-    return f"is not above {low:g}", "Set a positive number"
+        return f"is below {low:g}", f"Set it to {low:g} or more", (int(low),)
+    return f"is not above {low:g}", "Set a positive number", ()
 
 
 @dataclass
@@ -89,15 +90,26 @@ class Findings:
     def value(self, path: str) -> Any:
         return attrgetter(path)(self.cfg)
 
-    def refuse(self, path: str, problem: str, remedy: str, *, value: Any = None) -> None:
+    def refuse(
+        self,
+        path: str,
+        problem: str,
+        remedy: str,
+        *,
+        value: Any = None,
+        code: str = "invalid",
+        choices: Sequence[Any] = (),
+    ) -> None:
+        """Add a violation of a field. ``code`` and ``choices``: see :class:`Violation`."""
         shown = self.value(path) if value is None else value
-        self.violations.append(Violation(f"--{path}", shown, problem, remedy))
+        self.violations.append(Violation(f"--{path}", shown, problem, remedy, code=code, choices=tuple(choices)))
 
     def within(self, path: str, interval: str) -> bool:
         """Refuse a number outside an interval such as ``[0, 1)``; return whether it is inside or not set."""
         wrong = _outside(self.value(path), interval)
         if wrong is not None:
-            self.refuse(path, *wrong)
+            problem, remedy, choices = wrong
+            self.refuse(path, problem, remedy, code="range", choices=choices)
         return wrong is None
 
     def in_range(self, *paths: str) -> bool:
@@ -115,8 +127,9 @@ class Findings:
         degree = self.value(path)
         if whole % degree == 0:
             return True
-        choices = ", ".join(str(d) for d in range(1, whole + 1) if whole % d == 0)
-        self.refuse(path, f"does not divide the {whole} {noun}", f"Choose one of {choices}")
+        choices = [divisor for divisor in range(1, whole + 1) if whole % divisor == 0]
+        remedy = f"Choose one of {', '.join(map(str, choices))}"
+        self.refuse(path, f"does not divide the {whole} {noun}", remedy, code="divisor", choices=choices)
         return False
 
 
@@ -135,6 +148,8 @@ class Finding:
     remedy: str = ""  # in words
     change: Change = ()  # to the configuration, which applies the remedy; in a Judgement only a proposal
     command: str = ""  # applies ``change``; or a command that does not concern the configuration
+    code: str = ""  # of the violation, if the finding is one
+    choices: tuple[Any, ...] = ()  # values of the field ``subject`` to try, the best first
     is_of_layout: bool = False  # a warning that another layout may avoid
 
 

@@ -18,7 +18,6 @@ import dataclasses
 import heapq
 import itertools
 import math
-import re
 import shlex
 import time
 import typing
@@ -183,11 +182,11 @@ def _mend_fields(cfg: RunConfig, judge: Judge) -> tuple[Change, list[str]]:
         now = apply(cfg, tuple(changes.items()))
         errors = judge(now).errors
         fields = {f.subject[2:]: f for f in errors if f.subject.startswith("--") and not _is_of_layout(f.subject[2:])}
-        fields = {path: finding for path, finding in fields.items() if not _is_tiled_size(finding.problem)}
+        fields = {path: finding for path, finding in fields.items() if finding.code != "untiled_size"}
         if not fields:
             return tuple(changes.items()), []
         for path, finding in fields.items():
-            for value in _values(now, path, finding.remedy):
+            for value in _values(now, path, finding.choices):
                 after = judge(apply(now, ((path, value),))).errors
                 if len(after) < len(errors) and finding.subject not in {f.subject for f in after}:
                     changes[path] = value
@@ -203,31 +202,27 @@ def _is_of_layout(path: str) -> bool:
     return path.startswith("parallel.") or path in _LAYOUT
 
 
-def _is_tiled_size(problem: str) -> bool:
-    return "no multiple of the FP8 tile" in problem
+def _values(cfg: RunConfig, path: str, choices: Sequence[Any]) -> Iterator[Any]:
+    """Values to try for a field: those of the violation, then all others of a field with few values.
 
-
-def _values(cfg: RunConfig, path: str, remedy: str) -> Iterator[Any]:
-    """Values to try for a field, by its type, starting with those the remedy names; none for strings and the model."""
+    None for a field of the model, whose architecture is never changed.
+    """
     section, _, field = path.rpartition(".")
     if path.count(".") > 1 or section == "model":
         return
+    yield from choices
     value = attrgetter(path)(cfg)
     owner = type(getattr(cfg, section)) if section else RunConfig
     kind = typing.get_type_hints(owner, vars(config_module))[field]
     if typing.get_origin(kind) is typing.Literal:
-        named = re.findall(r"\w+", remedy)
-        choices = [choice for choice in typing.get_args(kind) if choice != value]
-        yield from sorted(choices, key=lambda choice: named.index(choice) if choice in named else len(named))
-    elif isinstance(value, bool):
+        yield from (choice for choice in typing.get_args(kind) if choice != value and choice not in choices)
+    elif isinstance(value, bool) and not choices:
         yield not value
-    elif isinstance(value, int):
-        yield from (int(number) for number in re.findall(r"(?<![\d.])\d+(?![\d.]*\d)", remedy))
 
 
 def _precisions(cfg: RunConfig, judge: Judge) -> Iterator[Change]:
     """Changes for a model with a size that does not tile: BF16 for its layers, or at both ends; otherwise none."""
-    wrong = {finding.subject for finding in judge(cfg).errors if _is_tiled_size(finding.problem)}
+    wrong = {finding.subject for finding in judge(cfg).errors if finding.code == "untiled_size"}
     if not wrong:
         yield ()
         if cfg.precision.rollout == "bf16" or _degrees(cfg, "rollout.tensor") != [1]:

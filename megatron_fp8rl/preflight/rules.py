@@ -88,6 +88,7 @@ def _check_precision(found: Findings) -> None:
                 path,
                 f"together the BF16 edges count {edges} layers and the model has {cfg.model.num_layers}",
                 f"Lower the two to {cfg.model.num_layers} layers at most",
+                choices=[max(0, cfg.model.num_layers - (edges - found.value(path)))],
             )
 
 
@@ -134,15 +135,15 @@ def _check_rollout(found: Findings) -> None:
     longest = cfg.max_sequence_tokens
     if longest > model.max_sequence_tokens:
         limit = "positions" if model.max_sequence_tokens == model.max_position_embeddings else "tokens in its window"
-        found.refuse(
-            *too_long(cfg, f"the model has {model.max_sequence_tokens} {limit}"),
-        )
+        path, problem, remedy, choice = too_long(cfg, f"the model has {model.max_sequence_tokens} {limit}")
+        found.refuse(path, problem, remedy, choices=[choice])
     elif longest > rollout.max_tokens_per_microbatch:
         found.refuse(
             "rollout.max_tokens_per_microbatch",
             f"cannot hold one sequence of {longest} tokens (max_prompt_tokens + max_completion_tokens, or "
             "session.max_tokens)",
             f"Set it to {longest} or more",
+            choices=[longest],
         )
     if rollout.kv_cache_bytes is not None:
         per_layer = 2 * max(1, model.num_key_value_heads // rollout.tensor) * model.head_dim
@@ -154,6 +155,7 @@ def _check_rollout(found: Findings) -> None:
                 "rollout.kv_cache_bytes",
                 f"cannot hold one sequence of {longest} tokens at {per_token} bytes each",
                 f"Set it to {longest * per_token} or more; many sequences need a multiple of that",
+                choices=[longest * per_token],
             )
     num_rollouts = rollout.prompts_per_step * rollout.completions_per_prompt
     if 1 <= num_rollouts < cfg.algo.updates_per_step:
@@ -161,6 +163,7 @@ def _check_rollout(found: Findings) -> None:
             "algo.updates_per_step",
             f"splits the {num_rollouts} rollouts of a step into empty batches",
             f"Set it to {num_rollouts} or less",
+            choices=[num_rollouts],
         )
 
 
@@ -171,6 +174,7 @@ def _check_algo(found: Findings) -> None:
             "rollout.completions_per_prompt",
             "leaves nothing to compare within a group, so every advantage is 0",
             "Set it to 2 or more; 8 is usual",
+            choices=(2, 8),
         )
     found.violations += named.mistakes(algo)
     # CISPO clips the importance weight itself, usually without a lower bound: clip_low = 1.
@@ -198,9 +202,12 @@ def _check_algo(found: Findings) -> None:
                 "algo.overlong_buffer_tokens",
                 "the penalty has to begin within the completion",
                 f"Choose 1 to {limit} tokens before the limit of {limit}",
+                choices=(1, limit),
             )
     elif algo.overlong_buffer_tokens > 0:
-        found.refuse("algo.overlong_buffer_tokens", "has no effect", "Set --algo.overlong penalty, or 0 here")
+        found.refuse(
+            "algo.overlong_buffer_tokens", "has no effect", "Set --algo.overlong penalty, or 0 here", choices=[0]
+        )
 
 
 def _check_recording(found: Findings) -> None:
@@ -217,7 +224,7 @@ def _check_recording(found: Findings) -> None:
         problem = f"holds no step {min(missing)}, and num_steps = {cfg.num_steps}"
         found.refuse("rollout.replay", problem, f"Set --num_steps {min(missing) - 1}, or name a longer recording")
     if cfg.observe.eval_every:
-        found.refuse("observe.eval_every", "has no effect: a replay samples nothing", "Set 0")
+        found.refuse("observe.eval_every", "has no effect: a replay samples nothing", "Set 0", choices=[0])
     if steps and cfg.model.is_moe and cfg.algo.router_replay == "rollout" and recording.lacks_experts(folder):
         found.refuse(
             "rollout.replay",
@@ -232,12 +239,13 @@ def _check_router_replay(found: Findings) -> None:
     if mode == "off":
         return
     if not cfg.model.is_moe:
-        found.refuse("algo.router_replay", "replays a router, and the model is dense", "Set off")
+        found.refuse("algo.router_replay", "replays a router, and the model is dense", "Set off", choices=["off"])
     elif mode == "rollout" and cfg.rollout.replay is None and not cfg.rollout.record_routed_experts:
         found.refuse(
             "algo.router_replay",
             "replays the engines' experts, which they do not record",
             "Set --rollout.record_routed_experts True, or old or off here",
+            choices=("old", "off"),
         )
 
 
@@ -298,6 +306,7 @@ def _check_data(found: Findings) -> None:
             "data.score_servers",
             "the agents of a launched job start them, and this program does not",
             "Launch the run by `python -m launch CONFIG --cluster local`, or set 0",
+            choices=[0],
         )
     if data.sft_stop_pass_rate is not None and found.cfg.observe.eval_prompts == 0:
         found.refuse(

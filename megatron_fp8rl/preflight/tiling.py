@@ -236,6 +236,7 @@ def _refuse_size(found: Findings, key: str, dimension: Dimension, size: int, til
         f"model.{dimension.field}",
         f"{dimension.matrices} count {dimension.formula} = {size}, no multiple of the FP8 tile {tile}",
         remedy,
+        code="untiled_size",
     )
 
 
@@ -257,7 +258,7 @@ def _check_shards(found: Findings, listed: Sequence[Kind], end: _End) -> None:
         fitting = sorted(set.intersection(*(set(end.degrees(kind)) for kind in concerned)))
         remedy = f"Degrees that tile: {', '.join(map(str, fitting))}" if fitting else f"No degree tiles at {end.tile}"
         problem = f"FP8 tiles of {end.tile} do not cover a rank of the {end.name} evenly ({'; '.join(bad.values())})"
-        found.refuse(option, problem, remedy)
+        found.refuse(option, problem, remedy, code="untiled_shard", choices=fitting)
 
 
 def _shown(kind: Kind, key: str, ranks: int, held: Held) -> str:

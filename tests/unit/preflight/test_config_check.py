@@ -353,6 +353,25 @@ def test_a_chat_template_has_to_be_there(tmp_path):
     assert fields_of(cfg) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "code", "choices"),
+    [
+        ({"rollout__max_staleness": -1}, "range", (0, 1000)),
+        ({"optim__warmup_steps": -1}, "range", (0,)),
+        ({"algo__clip_low": 0.0}, "range", ()),
+        ({"rollout__tensor": 3}, "divisor", (1, 2, 4, 8)),
+        ({"parallel__world_size": 4, "parallel__tensor": 4}, "untiled_shard", (1, 2)),
+        ({"model__hidden_size": 192}, "untiled_size", ()),
+        ({"algo__updates_per_step": 1000}, "invalid", (256,)),
+        ({"rollout__transport": "nccl"}, "invalid", ("auto",)),
+        ({"output_dir": "runs/{step}"}, "invalid", ()),
+    ],
+)
+def test_violations_have_a_code_and_values_to_try(changes, code, choices):
+    (violation,) = check(make(**changes), accelerator="cpu")
+    assert (violation.code, violation.choices) == (code, choices)
+
+
 def test_what_starts_all_the_same_is_doubted():
     cfg = make(optim__warmup_steps=50, num_steps=5, rollout__sleep_level=1, rollout__attention_backend="FLASHINFER")
     said = [finding.problem for finding in doubts(cfg, "cpu")]

@@ -199,6 +199,27 @@ def test_commands_do_not_undo_each_other():
         assert not finding.change or judge(layout_search.apply(after.cfg, finding.change), options).works
 
 
+def test_the_search_reads_no_text():
+    """Without problems and remedies in words the proposed change is the same."""
+    untiled = run("glm45_air", dict(world_size=32, pipeline=2, expert=16), dict(num_replicas=4, tensor=2, expert=2))
+    cfg = replace(
+        grpo_deepseek_v3(),
+        algo=replace(grpo_deepseek_v3().algo, updates_per_step=10**6),
+        precision=replace(grpo_deepseek_v3().precision, linears="deep_gemm", gradients="e5m2"),
+        rollout=replace(grpo_deepseek_v3().rollout, moe_backend="deep_gemm", transport="ipc"),
+    )
+    options = DoctorOptions()
+
+    def without_text(cfg: RunConfig):
+        found = judge(cfg, options)
+        return replace(found, findings=tuple(replace(f, problem="", remedy="") for f in found.findings))
+
+    for start in (untiled, cfg):
+        found = diagnose(start, options)
+        outcome = layout_search.search(start, without_text, options.hardware, None, options.gpus_per_node)
+        assert found.change and outcome.change == found.change
+
+
 def test_what_was_tried_is_said():
     found = diagnose(run("deepseek_v3", dict(world_size=8), dict()), DoctorOptions(num_gpus=16))
     assert found.status == 2 and not found.command and "0 layouts of the trainer" in found.tried
