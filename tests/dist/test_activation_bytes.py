@@ -16,12 +16,17 @@ from tests.helpers.dist import run_ranks
 
 _TOKENS = 256
 DENSE = ModelConfig(
-    family="qwen3", num_layers=2, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-    vocab_size=512, ffn_hidden_size=384, qk_norm=True,
+    family="qwen3",
+    num_layers=2,
+    hidden_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=512,
+    ffn_hidden_size=384,
+    qk_norm=True,
 )
-MOE = replace(
-    DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=128
-)
+MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=128)
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -73,9 +78,11 @@ def _saved_bytes(cfg: RunConfig) -> int:
                 is_first = name.endswith(("input_layernorm", "pre_mlp_layernorm"))
                 module.compute = partial(te_rms_norm, with_input=is_first)
         # On a CPU attention widens its operands; the GPU's kernel takes them as they are.
-        patch.setattr(PackedAttention, "_attend", lambda self, q, k, v, plan: _FusedAttention.apply(
-            *(x.bfloat16().contiguous() for x in (q, k, v))
-        ))
+        patch.setattr(
+            PackedAttention,
+            "_attend",
+            lambda self, q, k, v, plan: _FusedAttention.apply(*(x.bfloat16().contiguous() for x in (q, k, v))),
+        )
         x = torch.randn(_TOKENS, 1, cfg.model.hidden_size).bfloat16().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out, _ = layer(x, None, packed_seq_params=packed)

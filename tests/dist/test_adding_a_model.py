@@ -42,8 +42,14 @@ def convert_and_compare(folder: str) -> dict:
 
     family, options = registered()
     sizes = dict(
-        vocab_size=131, hidden_size=48, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=20, max_position_embeddings=64,
+        vocab_size=131,
+        hidden_size=48,
+        intermediate_size=56,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=20,
+        max_position_embeddings=64,
     )
     model = registry.from_hf_config(AutoConfig.for_model(family, **sizes | options).to_dict())
     expected = reference_logits(model, folder)

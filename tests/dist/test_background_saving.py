@@ -91,7 +91,7 @@ def test_a_checkpoint_holds_the_step_at_which_it_was_begun(cfg, tmp_path):
     """Weights, random numbers, and by the next two updates the optimizer's state, though two updates came in between."""
     before = run_ranks(2, _trains_while_writing, cfg, str(tmp_path))
     after = run_ranks(2, _restores, cfg, str(tmp_path))
-    for ((begun, metrics), (restored, again)) in zip(before, after, strict=True):
+    for (begun, metrics), (restored, again) in zip(before, after, strict=True):
         for name, (_, weight) in begun[0].items():
             assert torch.equal(restored[0][name][1], weight), name
         assert restored[1].keys() == begun[1].keys()

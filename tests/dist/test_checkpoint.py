@@ -312,7 +312,9 @@ def test_a_checkpoint_that_would_run_code_is_refused_before_it_does(tmp_path, pl
         torch.save({"python": _Attack(mark)}, folder / "__9_0.distcp")
         key = next(key for key in metadata.storage_data if key.fqn.startswith("rng/"))
         size = (folder / "__9_0.distcp").stat().st_size
-        metadata.storage_data[key] = replace(metadata.storage_data[key], relative_path="__9_0.distcp", offset=0, length=size)
+        metadata.storage_data[key] = replace(
+            metadata.storage_data[key], relative_path="__9_0.distcp", offset=0, length=size
+        )
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     state = json.loads((folder / "state.json").read_text())
     files = [path.name for path in folder.iterdir() if path.name != "state.json"]

@@ -106,9 +106,13 @@ def test_engines_without_memory_are_told_what_holds_it(monkeypatch):
     for name, gib in {"mem_get_info": (9, 140), "memory_reserved": 17.5, "memory_allocated": 0.5}.items():
         found = tuple(x << 30 for x in gib) if isinstance(gib, tuple) else gib * 2**30
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
-    parallel = SimpleNamespace(device=torch.device("cuda", 1), barrier=lambda name: None, broadcast_object=lambda text: text)
+    parallel = SimpleNamespace(
+        device=torch.device("cuda", 1), barrier=lambda name: None, broadcast_object=lambda text: text
+    )
     policy = SimpleNamespace(parallel=parallel, offload=SimpleNamespace(away=()))
     colocated = ColocatedMemory(run_config(model=DENSE), policy, FakeFleet(policy, [], fails_at="wake all"))
-    expected = "9.0 of 140.0 GiB of GPU 1 are free; of the trainer's, tensors take 0.5 GiB and PyTorch's allocator holds 17.5"
+    expected = (
+        "9.0 of 140.0 GiB of GPU 1 are free; of the trainer's, tensors take 0.5 GiB and PyTorch's allocator holds 17.5"
+    )
     with pytest.raises(ResidencyError, match=expected):
         colocated._fleet_does("wake for sampling", lambda fleet: fleet.wake())

@@ -11,21 +11,43 @@ from tests.helpers.training import DENSE, MOE, continue_training, make_batch, ma
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
 PLAIN = replace(
-    DENSE, num_layers=2, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
-    ffn_hidden_size=512, initializer_range=0.03,
+    DENSE,
+    num_layers=2,
+    hidden_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    ffn_hidden_size=512,
+    initializer_range=0.03,
 )
 MODELS = {
     "dense": PLAIN,
     # Heads of half a block, whose q, k and v have blocks in another order than rows, and a bias.
-    "bias": replace(PLAIN, family="qwen2", qkv_bias=True, qk_norm=False, num_attention_heads=8, num_key_value_heads=4,
-                    head_dim=64),
-    "moe": replace(MOE, num_layers=2, hidden_size=256, num_attention_heads=4, head_dim=128, moe_ffn_hidden_size=256,
-                   initializer_range=0.03),
+    "bias": replace(
+        PLAIN, family="qwen2", qkv_bias=True, qk_norm=False, num_attention_heads=8, num_key_value_heads=4, head_dim=64
+    ),
+    "moe": replace(
+        MOE,
+        num_layers=2,
+        hidden_size=256,
+        num_attention_heads=4,
+        head_dim=128,
+        moe_ffn_hidden_size=256,
+        initializer_range=0.03,
+    ),
     # Its kv_a_proj_with_mqa has 192 rows, which are left to the other kernels; shared experts are linears, too.
-    "latent": replace(PLAIN, family="deepseek_v3", qk_norm=False, num_key_value_heads=4, first_dense_layers=1,
-                      num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128, num_shared_experts=1,
-                      mla=MlaConfig(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64,
-                                    v_head_dim=128)),
+    "latent": replace(
+        PLAIN,
+        family="deepseek_v3",
+        qk_norm=False,
+        num_key_value_heads=4,
+        first_dense_layers=1,
+        num_experts=4,
+        experts_per_token=2,
+        moe_ffn_hidden_size=128,
+        num_shared_experts=1,
+        mla=MlaConfig(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128),
+    ),
 }
 
 
@@ -53,7 +75,11 @@ def _train_twice(cfg) -> list:
 
             patch.setattr(module, name, counted)
 
-        for module, name in ((linear_deep_gemm, "linear"), (linear_deep_gemm, "mlp"), (linear_deep_gemm, "multiply_dense")):
+        for module, name in (
+            (linear_deep_gemm, "linear"),
+            (linear_deep_gemm, "mlp"),
+            (linear_deep_gemm, "multiply_dense"),
+        ):
             count(module, name)
         for kind in ("te", "deep_gemm"):
             policy = Policy.build(replace(cfg, precision=replace(cfg.precision, linears=kind)), parallel)

@@ -32,7 +32,13 @@ def _trained(cfg, num_updates):
     with pytest.MonkeyPatch.context() as patch:
         fake_deep_ep.install(patch)
         importlib.reload(fused_a2a)  # looks for the package
-        for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms", "hybrid_ep_dispatch", "hybrid_ep_combine"):
+        for name in (
+            "fused_dispatch",
+            "fused_combine",
+            "set_deepep_num_sms",
+            "hybrid_ep_dispatch",
+            "hybrid_ep_combine",
+        ):
             patch.setattr(token_dispatcher, name, getattr(fused_a2a, name))
         patch.setattr(torch, "zeros", on_cpu)  # of HybridEP's counter
         for name, kernel in (kernels := kernel_choice.TABLE["trainer.dispatch"].kernels).items():
@@ -64,5 +70,7 @@ def test_grouped_experts_in_fp8_take_what_arrives(dispatch):
     expected = run_ranks(2, train, cfg, 1)
     cfg = replace(cfg, parallel=replace(cfg.parallel, dispatch=dispatch))
     for (got, _), want in zip(run_ranks(2, _trained, cfg, 1), expected, strict=True):
-        assert got.metrics[0]["train/loss/mean"] == pytest.approx(want.metrics[0]["train/loss/mean"], abs=FP8_FIRST_LOSS)
+        assert got.metrics[0]["train/loss/mean"] == pytest.approx(
+            want.metrics[0]["train/loss/mean"], abs=FP8_FIRST_LOSS
+        )
         assert got.metrics[0]["train/grad_norm/max"] == pytest.approx(want.metrics[0]["train/grad_norm/max"], rel=0.01)

@@ -13,7 +13,13 @@ from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, run_config
 
 GROUPED = replace(MOE, hidden_size=128, moe_ffn_hidden_size=256)
-NO_EXPERTS = {"family": "qwen3", "num_experts": 0, "experts_per_token": 0, "moe_ffn_hidden_size": 0, "ffn_hidden_size": 256}
+NO_EXPERTS = {
+    "family": "qwen3",
+    "num_experts": 0,
+    "experts_per_token": 0,
+    "moe_ffn_hidden_size": 0,
+    "ffn_hidden_size": 256,
+}
 FP8 = {"trainer": "blockwise", "experts": "deep_gemm"}
 ALL = {"linears": "deep_gemm", "bf16_last_layers": 1}
 

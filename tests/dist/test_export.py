@@ -26,7 +26,20 @@ from megatron_fp8rl.types import PublishReport
 from megatron_fp8rl.weight_sync.digest import combine, digests, widened
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import full_weights, weight_pieces
-from tests.helpers.exports import ENGINE_TENSOR, Fleet, LAYOUTS, MODELS, _COMMON, build, config, digests_of, expected_wire, layout_name, report_of, timeless
+from tests.helpers.exports import (
+    ENGINE_TENSOR,
+    Fleet,
+    LAYOUTS,
+    MODELS,
+    _COMMON,
+    build,
+    config,
+    digests_of,
+    expected_wire,
+    layout_name,
+    report_of,
+    timeless,
+)
 
 
 def save(kind: str, layout: dict[str, int], folder: Path, tokenizer: Path):

@@ -55,7 +55,9 @@ def test_updates_are_those_of_the_all_to_all(layout, precision):
             assert got.metrics == want.metrics
         if want.old_logprobs:  # of the last pipeline stage
             pairs = [(got.old_logprobs[name], values) for name, values in want.old_logprobs.items()]
-            assert torch.cat([(a - b).abs() for a, b in pairs]).mean() < GATHERED_LOGPROBS[precision] * (world > 1) + 1e-9
+            assert (
+                torch.cat([(a - b).abs() for a, b in pairs]).mean() < GATHERED_LOGPROBS[precision] * (world > 1) + 1e-9
+            )
         norms = [run.metrics[0]["train/grad_norm/max"] for run in (got, want)]
         assert norms[0] == pytest.approx(norms[1], rel=GATHERED_GRADIENT[precision])
     for name, weight in others.items():
@@ -72,7 +74,9 @@ def _exchanges(world: int, num_tokens: int, num_experts: int):
     Parallel.init(ParallelConfig(world_size=world), deadline_s=60)
     exchange, rank = Exchange(dist.group.WORLD, in_fp8=False), dist.get_rank()
     tokens = 100.0 * rank + torch.arange(num_tokens)[:, None] + torch.zeros(1, 3)
-    scores = (100.0 * rank + 10.0 * torch.arange(num_tokens)[:, None] + torch.arange(num_experts * world)).requires_grad_()
+    scores = (
+        100.0 * rank + 10.0 * torch.arange(num_tokens)[:, None] + torch.arange(num_experts * world)
+    ).requires_grad_()
     everyone, own = exchange.gathered(tokens), own_experts(scores, exchange.group)
     sums = exchange.added(everyone * (rank + 1))
     (own * (rank + 1)).sum().backward()
@@ -84,7 +88,9 @@ def test_tokens_scores_and_gradients_reach_their_ranks(world):
     num_tokens, num_experts = 4, 2
     everyone = torch.cat([100.0 * r + torch.arange(num_tokens)[:, None] + torch.zeros(1, 3) for r in range(world)])
     total = sum(range(1, world + 1))
-    for rank, (tokens, own, sums, scores_grad) in enumerate(run_ranks(world, _exchanges, world, num_tokens, num_experts)):
+    for rank, (tokens, own, sums, scores_grad) in enumerate(
+        run_ranks(world, _exchanges, world, num_tokens, num_experts)
+    ):
         mine = everyone[num_tokens * rank : num_tokens * (rank + 1)]
         assert torch.equal(tokens, everyone) and torch.equal(sums, total * mine)
         experts = torch.arange(num_experts) + num_experts * rank
@@ -139,7 +145,8 @@ def _to_the_first_experts(cfg, num_updates):
 @pytest.mark.parametrize("precision", ["blockwise", "bf16"])
 def test_a_rank_whose_experts_get_no_token_takes_part(precision):
     expected, found = (
-        run_ranks(2, _to_the_first_experts, config("ep2", precision, dispatch), 2) for dispatch in ("alltoall", "gather")
+        run_ranks(2, _to_the_first_experts, config("ep2", precision, dispatch), 2)
+        for dispatch in ("alltoall", "gather")
     )
     for got, want in zip(found, expected, strict=True):
         for ours, theirs in zip(got.metrics, want.metrics, strict=True):

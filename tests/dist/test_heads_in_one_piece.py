@@ -48,7 +48,9 @@ def _train(cfg, is_one_piece: bool):
     [
         pytest.param(MOE, dict(world_size=2, tensor=2), "full", id="tp2"),
         pytest.param(replace(DENSE, num_key_value_heads=4), dict(world_size=2, context=2), "none", id="cp2"),
-        pytest.param(replace(DENSE, family="llama"), dict(world_size=2, pipeline=2), "selective", id="pp2_without_norms"),
+        pytest.param(
+            replace(DENSE, family="llama"), dict(world_size=2, pipeline=2), "selective", id="pp2_without_norms"
+        ),
     ],
 )
 def test_training_is_the_same_to_the_bit(model, layout, recompute):

@@ -36,9 +36,7 @@ def _samples() -> list[Sample]:
 
 
 def _prompts() -> list[Prompt]:
-    return [
-        Prompt(prompt_id=s.name, environment="test", token_ids=s.token_ids, text="", answer="") for s in _samples()
-    ]
+    return [Prompt(prompt_id=s.name, environment="test", token_ids=s.token_ids, text="", answer="") for s in _samples()]
 
 
 def _save_reference(folder: str) -> torch.Tensor:
@@ -71,7 +69,9 @@ def _measure(overrides: dict, folder: str) -> dict:
     from megatron_fp8rl.trainer.policy import Policy
 
     cfg = run_config(model=replace(DENSE, hf_path=folder), **overrides)
-    cfg = replace(cfg, rollout=replace(cfg.rollout, kv_cache_dtype="fp8"), precision=replace(cfg.precision, round_kv=False))
+    cfg = replace(
+        cfg, rollout=replace(cfg.rollout, kv_cache_dtype="fp8"), precision=replace(cfg.precision, round_kv=False)
+    )
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     amax, over_all_ranks = [], kv_scales.over_all_ranks
@@ -91,7 +91,11 @@ def _measure(overrides: dict, folder: str) -> dict:
     parallel.barrier("done")
     prompts_amax, sampled_amax = map(torch.tensor, amax)
     return {
-        "before": before, "prompts": prompts_amax, "sampled": sampled_amax, "scales": sampled, "again": again,
+        "before": before,
+        "prompts": prompts_amax,
+        "sampled": sampled_amax,
+        "scales": sampled,
+        "again": again,
     }
 
 

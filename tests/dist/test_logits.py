@@ -11,15 +11,18 @@ from tests.helpers.logits import assert_logits_equal, reference_logits, trainer_
 from tests.tolerances import LOGITS_FLOAT32
 
 _COMMON = dict(
-    num_layers=4, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=96,
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=96,
     max_position_embeddings=128,
 )
 MODELS = {
     "dense": ModelConfig(family="qwen3", ffn_hidden_size=96, **_COMMON),
     "tied": ModelConfig(family="qwen3", ffn_hidden_size=96, tie_embeddings=True, **_COMMON),
-    "moe": ModelConfig(
-        family="qwen3_moe", num_experts=4, experts_per_token=2, moe_ffn_hidden_size=48, **_COMMON
-    ),
+    "moe": ModelConfig(family="qwen3_moe", num_experts=4, experts_per_token=2, moe_ffn_hidden_size=48, **_COMMON),
 }
 LAYOUTS = [
     ("dense", dict(world_size=1)),

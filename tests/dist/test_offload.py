@@ -120,7 +120,11 @@ def _with_prepared_memory(cfg):
     continue_training(policy, 1)
     before = weight_pieces(policy)
     policy.offload.release(*PARTS)
-    used = {part: (memory.numel(), memory.data_ptr()) for part, x in policy.offload._parts.items() if (memory := x._host).numel()}
+    used = {
+        part: (memory.numel(), memory.data_ptr())
+        for part, x in policy.offload._parts.items()
+        if (memory := x._host).numel()
+    }
     policy.offload.restore()
     assert all(torch.equal(weight, before[name][1]) for name, (_, weight) in weight_pieces(policy).items())
     return prepared, used

@@ -62,7 +62,9 @@ def one_rank():
     return get
 
 
-@pytest.mark.parametrize("layout", [pytest.param("tp2_ep2_etp1", marks=pytest.mark.core), *sorted({*LAYOUTS} - {"tp2_ep2_etp1"})])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("tp2_ep2_etp1", marks=pytest.mark.core), *sorted({*LAYOUTS} - {"tp2_ep2_etp1"})]
+)
 def test_layout_does_not_matter(layout, one_rank):
     cfg = run_config(**LAYOUTS[layout])
     expected = one_rank(cfg.model)
@@ -106,10 +108,7 @@ def _gradients(cfg):
 
 def _fp8_state(policy):
     return {
-        name: buffer.clone()
-        for model in policy.models
-        for name, buffer in model.named_buffers()
-        if ".fp8." in name
+        name: buffer.clone() for model in policy.models for name, buffer in model.named_buffers() if ".fp8." in name
     }
 
 

@@ -12,8 +12,17 @@ from tests.helpers.families import MODELS as FAMILIES
 from tests.tolerances import AMAX_ACROSS_LAYOUTS
 
 MOE = ModelConfig(
-    family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
-    vocab_size=64, num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128, initializer_range=0.1,
+    family="qwen3_moe",
+    num_layers=4,
+    hidden_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    vocab_size=64,
+    num_experts=4,
+    experts_per_token=2,
+    moe_ffn_hidden_size=128,
+    initializer_range=0.1,
 )
 DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=256)
 
@@ -84,8 +93,11 @@ def _packed(seed: int, lengths=(8, 24, 16)):
     tokens = torch.randint(0, 64, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     return tokens, PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
     )
 
 
@@ -162,9 +174,11 @@ def _held_and_used(cfg: RunConfig) -> list[tuple[str, torch.Tensor, torch.Tensor
     found = []
     for (name, *_), module in named_linears(chunks, parallel):
         if "linear_qkv" in name:
-            used = module._forward_impl(
-                identity, module.weight, sequence_parallel=False, allreduce_dgrad=False, bias=None
-            ).detach().T
+            used = (
+                module._forward_impl(identity, module.weight, sequence_parallel=False, allreduce_dgrad=False, bias=None)
+                .detach()
+                .T
+            )
             assert torch.equal(used, quantized(module, identity, module.weight).detach().T)
             pairs = zip(
                 registry.to_hf(name, module.weight.detach(), cfg.model, *layout),

@@ -17,18 +17,40 @@ from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.training import continue_training, run_config
 
 MOE = ModelConfig(
-    family="qwen3_moe", num_layers=3, hidden_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=128,
-    vocab_size=62, num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128, max_position_embeddings=128,
+    family="qwen3_moe",
+    num_layers=3,
+    hidden_size=256,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=128,
+    vocab_size=62,
+    num_experts=4,
+    experts_per_token=2,
+    moe_ffn_hidden_size=128,
+    max_position_embeddings=128,
     initializer_range=0.08,
 )
 DENSE = replace(
-    MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=256,
-    num_attention_heads=4, num_key_value_heads=2,
+    MOE,
+    family="qwen3",
+    num_experts=0,
+    experts_per_token=0,
+    moe_ffn_hidden_size=0,
+    ffn_hidden_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 # Its kv_a_proj_with_mqa has 192 rows, so that the last block of rows is cut short.
 LATENT = replace(
-    MOE, family="deepseek_v3", num_attention_heads=2, num_key_value_heads=2, head_dim=192, num_shared_experts=1,
-    first_dense_layers=1, ffn_hidden_size=256, router=RouterConfig(score="sigmoid", correction_bias=True),
+    MOE,
+    family="deepseek_v3",
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=192,
+    num_shared_experts=1,
+    first_dense_layers=1,
+    ffn_hidden_size=256,
+    router=RouterConfig(score="sigmoid", correction_bias=True),
     mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
 )
 # Nothing is clipped: the order in which the norm is summed depends on the buffers that parameters lie in.

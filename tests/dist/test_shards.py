@@ -13,7 +13,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.helpers.exports import LAYOUTS, Fleet, build, config, digests_of, expected_wire, layout_name, report_of, timeless
+from tests.helpers.exports import (
+    LAYOUTS,
+    Fleet,
+    build,
+    config,
+    digests_of,
+    expected_wire,
+    layout_name,
+    report_of,
+    timeless,
+)
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.types import PublishReport

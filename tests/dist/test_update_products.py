@@ -112,9 +112,7 @@ def _updates(parallel, kind: str, name: str, change=None, expected=None) -> list
         if change is not None:
             change(patch)
         updates = [products.of_an_update(policy, expected) for _ in range(2)]
-    return [
-        dict(zip(products.PRODUCTS, map(min, zip(*found.values(), strict=True)), strict=True)) for found in updates
-    ]
+    return [dict(zip(products.PRODUCTS, map(min, zip(*found.values(), strict=True)), strict=True)) for found in updates]
 
 
 def _everything() -> tuple[dict, dict, dict]:
@@ -129,9 +127,7 @@ def _everything() -> tuple[dict, dict, dict]:
         if (kind, name) != ("dense", "bf16")
     }
     names = ("blockwise", "blockwise fp32", "blockwise e5m2", "tensorwise")
-    others = {
-        (a, b): _updates(parallel, "dense", a, expected=RECIPES[b]) for a in names for b in names if a != b
-    }
+    others = {(a, b): _updates(parallel, "dense", a, expected=RECIPES[b]) for a in names for b in names if a != b}
     mistakes = {what: _updates(parallel, "dense", name, change) for what, (change, name, *_) in MISTAKES.items()}
     parallel.barrier("done")
     return sound, others, mistakes
