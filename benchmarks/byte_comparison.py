@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 _DIGEST_BYTES = 2 << 30  # of tensors that wait to be digested together
 NOT_BLOCKS = "the trainer's part is not made of whole 128x128 blocks: it is gathered before it is quantized"
 TE_SCALES = "Transformer Engine's FP32 scale is 1 / (448 / amax), ours and vLLM's amax / 448: last bits differ"
+ENGINE_DIFFERS = "unexplained: the engine holds something else"
+KERNEL_DIFFERS = "unexplained: our kernel differs from the definition"
+TE_DIFFERS = "unexplained: Transformer Engine's bytes differ"
+UNEXPLAINED = frozenset({ENGINE_DIFFERS, KERNEL_DIFFERS, TE_DIFFERS})
 
 
 @dataclass
@@ -167,7 +171,7 @@ def compare(
     waiting.flush()
     tally.equal_in_engine = tally.tensors - len(waiting.wrong)
     if waiting.wrong:
-        tally.exceptions["unexplained: the engine holds something else"] += sorted(waiting.wrong)
+        tally.exceptions[ENGINE_DIFFERS] += sorted(waiting.wrong)
     return tally
 
 
@@ -184,7 +188,7 @@ def _compare_with_definition(
     if torch.equal(_raw(data), _raw(expected)) and torch.equal(scale, expected_scale):
         tally.equal_to_definition += 1
     else:
-        tally.exceptions["unexplained: our kernel differs from the definition"].append(transfer.name)
+        tally.exceptions[KERNEL_DIFFERS].append(transfer.name)
 
 
 def _compare_with_te(
@@ -227,7 +231,7 @@ def _compare_with_te(
 def _reason(transfer: Transfer, unquantized: bool, scales: str) -> str:
     if unquantized or transfer.quantize == "gathered":
         return NOT_BLOCKS
-    return TE_SCALES if scales == "fp32" else "unexplained: Transformer Engine's bytes differ"
+    return TE_SCALES if scales == "fp32" else TE_DIFFERS
 
 
 def _raw(data: Tensor) -> Tensor:

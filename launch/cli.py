@@ -238,9 +238,14 @@ def _sweep(options: Options) -> int:
         print(f"table:  {_PROGRAM}.sweep {shlex.quote(folder)}")
     if options.wait and first.cluster.kind == "slurm":
         job_ids = [read_jobs(spec.run_dir)[-1]["job_id"] for _, spec, _ in ready if spec is not None]
-        status, shown = slurm.wait(job_ids)
-        print("\n".join(shown))
+        return _show_states(slurm.wait(job_ids))
     return status
+
+
+def _show_states(states: dict[str, str]) -> int:
+    """Print the last state of each Slurm job; 0 if all are complete, 1 otherwise."""
+    print("\n".join(f"job {job_id}: {state}" for job_id, state in states.items()))
+    return int(any(state != "COMPLETED" for state in states.values()))
 
 
 def _data(options: Options, request: Request) -> tuple[list[str], list[str]]:
@@ -276,12 +281,12 @@ def _slurm(options: Options, spec: JobSpec, request: Request) -> int:
     if not options.wait:
         return 0
     try:
-        status, shown = slurm.wait([job_id])
+        states = slurm.wait([job_id])
     except KeyboardInterrupt:
         print("not waiting any longer; the job goes on", file=sys.stderr)
         return 1
-    print("\n".join(shown))
-    if any(not line.endswith((": COMPLETED", ": CANCELLED")) for line in shown):
+    status = _show_states(states)
+    if any(state not in ("COMPLETED", "CANCELLED") for state in states.values()):
         _show_first_error(spec, job_id)
     return status
 

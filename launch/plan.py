@@ -50,26 +50,26 @@ def plan_training(request: Request) -> Plan:
     """Warm start, reinforcement learning, or both in turn: a trainer on some nodes and replicas on these or others."""
     cfg, cluster = request.cfg, request.cluster
     assert cfg is not None
-    problems, warnings = preflight(request)
     needs_engines = request.job != "sft" and cfg.rollout.replay is None
+    layout, found, between_nodes = None, [], []
+    if not cluster.violations():
+        layout, found = _lay_out(request, needs_engines)
+        between_nodes = [] if layout is None else across_nodes(cfg, layout, needs_engines)
+    # The doctor counts GPUs alone; the nodes that they are on are known here.
+    problems, warnings = preflight(request, without="--rollout.transport" if between_nodes else None)
     if request.job == "rl" and cfg.model.hf_path is None:
         remedy = "Name a checkpoint, or use --job train"
         problems.append(f"--model.hf_path = None: rl starts from trained weights. {remedy}.")
     if request.job == "train" and not (cfg.model.hf_path or cfg.data.sft_steps or cfg.model.random):
         remedy = "Name a checkpoint, set --data.sft_steps, or train random weights by --model.random True"
         problems.append(f"--model.hf_path = None: {request.config_name} has no weights to start from. {remedy}.")
-    layout, found = None, ()
-    if not cluster.violations():
-        layout, found = _lay_out(request, needs_engines)
-        problems += found
-        if layout is not None and cluster.gpu is not None and layout.ranks_per_node % max(1, cfg.parallel.tensor):
-            problems.append(
-                f"--parallel.tensor = {cfg.parallel.tensor}: a tensor-parallel group would cross the edge of a node with "
-                f"{layout.ranks_per_node} trainer ranks. Choose a divisor of {layout.ranks_per_node}, or other --nodes."
-            )
-        if layout is not None and (found := across_nodes(cfg, layout, needs_engines)):
-            # The doctor counts GPUs alone; where they are is known here.
-            problems = [text for text in problems if not text.startswith("--rollout.transport")] + found
+    problems += found
+    if layout is not None and cluster.gpu is not None and layout.ranks_per_node % max(1, cfg.parallel.tensor):
+        problems.append(
+            f"--parallel.tensor = {cfg.parallel.tensor}: a tensor-parallel group would cross the edge of a node with "
+            f"{layout.ranks_per_node} trainer ranks. Choose a divisor of {layout.ranks_per_node}, or other --nodes."
+        )
+    problems += between_nodes
     if problems or layout is None:
         return Plan(spec=None, problems=tuple(problems), warnings=tuple(warnings))
     if _shares_gpus(request) and layout.replicas:
@@ -92,8 +92,11 @@ def plan_training(request: Request) -> Plan:
     return Plan(spec=job_spec(request, run_dir, roles, layout.nodes), warnings=tuple(warnings))
 
 
-def preflight(request: Request) -> tuple[list[str], list[str]]:
-    """(problems, warnings) of the cluster's file and of what ``doctor`` finds, for the GPUs of the cluster."""
+def preflight(request: Request, *, without: str | None = None) -> tuple[list[str], list[str]]:
+    """(problems, warnings) of the cluster's file and of ``doctor``, for the GPUs of the cluster.
+
+    ``without`` names a field, such as "--rollout.transport", about which the caller knows better.
+    """
     cfg, cluster = request.cfg, request.cluster
     problems = [str(violation) for violation in cluster.violations()]
     warnings: list[str] = []
@@ -102,10 +105,13 @@ def preflight(request: Request) -> tuple[list[str], list[str]]:
     if cfg.data.score_servers > 0:  # which the job starts, whereas the program by itself could not
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, score_servers=0))
     if cluster.gpu is None:
-        return problems + [str(found) for found in rules.check(cfg, accelerator="cpu")], warnings
+        found = rules.check(cfg, accelerator="cpu")
+        return problems + [str(violation) for violation in found if violation.field != without], warnings
     options = DoctorOptions(gpu=cluster.gpu, gpus_per_node=max(1, cluster.gpus_per_node))
     diagnosis = diagnose(cfg, options, config_name=request.config_name, overrides=request.overrides)
     for finding in diagnosis.findings:
+        if finding.subject == without:
+            continue
         sentences = [f"{finding.subject}: {finding.problem}.", f"{finding.remedy}." if finding.remedy else ""]
         if finding.change:
             sentences.append(f"Try {layout_search.words((), finding.change)}.")

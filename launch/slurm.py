@@ -197,8 +197,8 @@ def copy_code(folder: Path, own_files: Sequence[str] = (), own_modules: Sequence
         shutil.copy(file, target)
 
 
-def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> tuple[int, list[str]]:
-    """Until all jobs have ended: (0 or 1, a line for each). Asks Slurm, with accounting or without.
+def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> dict[str, str]:
+    """The last state of each job, once all have ended. Asks Slurm, with accounting or without.
 
     However long they queue and run; but Slurm may be silent for 10 minutes at most, which raises SubmitError.
     """
@@ -218,8 +218,7 @@ def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> tuple[int, list[
             raise SubmitError(f"Slurm has said nothing about job {unknown} for {_SILENCE_S:.0f} s; it may still run")
         if len(states) < len(job_ids):
             time.sleep(poll_s)
-    lines = [f"job {job_id}: {states[job_id]}" for job_id in job_ids]
-    return int(any(state != "COMPLETED" for state in states.values())), lines
+    return {job_id: states[job_id] for job_id in job_ids}
 
 
 def job_state(job_id: str) -> str | None:

@@ -12,7 +12,14 @@ _JUDGED_AFTER = 500  # prompts, before their share says anything
 
 
 class RowError(ValueError):
-    """A row, or a problem, that cannot be used and is left out; the message says why."""
+    """A row, or a problem, that cannot be used and is left out; the message says why.
+
+    ``row`` names the row of a file, "row 3 of math", where it is known.
+    """
+
+    def __init__(self, message: str, *, row: str | None = None) -> None:
+        super().__init__(message)
+        self.row = row
 
 
 @contextmanager

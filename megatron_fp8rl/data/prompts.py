@@ -16,7 +16,6 @@ import functools
 import hashlib
 import json
 import random
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +127,8 @@ class ProblemSource:
         try:
             problem = source.problem(row)
         except RowError as error:
-            raise RowError(f"row {row} of {key} {error}") from None
+            name = f"row {row} of {key}"
+            raise RowError(f"{name} {error}", row=name) from None
         return key, replace(problem, metadata={**problem.metadata, "row": row})
 
     def any_problem(self, key: str, rng: random.Random) -> Problem:
@@ -312,8 +312,7 @@ class PromptStream:
             name = f"row {problem.metadata['row']} of {key}" if "row" in problem.metadata else f"{key}/{position}"
             prompt = self._source.prompt(f"{key}/{position}", key, problem)
         except RowError as error:
-            row = re.match(r"row \d+ of \S+", str(error))
-            self._dropped.add(row[0] if row else name, str(error))
+            self._dropped.add(error.row or name, str(error))
             return None
         self._dropped.num_kept += 1
         return prompt

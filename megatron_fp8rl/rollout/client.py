@@ -37,6 +37,7 @@ from megatron_fp8rl.rollout.completions import (
     read_prompt_logprobs,
     write_request,
 )
+from megatron_fp8rl.rollout.errors import EngineDeadError, EngineDeadlineError, EngineError
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.types import Completion, KVScales
 
@@ -47,18 +48,6 @@ _SETTLE_S = 1.0  # for results that the engine returned on pausing and that are 
 _STAGING_POLL_S = 0.05  # between questions whether weights have arrived; each comes between two steps of the engine
 _EXIT_GRACE_S = 2.0  # vLLM's server exits after its engine core has died; when to ask whether that is the case
 _EXIT_DEADLINE_S = 60.0  # for a server that says so
-
-
-class EngineError(RuntimeError):
-    """A rollout replica refused or failed a call."""
-
-
-class EngineDeadError(EngineError):
-    """The process of a rollout replica has ended."""
-
-
-class EngineDeadlineError(EngineError):
-    """A rollout replica did not answer before the deadline."""
 
 
 class EngineClient:
@@ -333,7 +322,7 @@ class EngineClient:
     async def _within(self, ask: Callable[[], Coroutine[Any, Any, Any]], path: str, deadline_s: float) -> Any:
         """What a request returns, while the replica is alive and within a deadline."""
         if not self.is_alive:
-            raise EngineDeadError(self._message(self.replica.exited.result(), path))
+            raise EngineDeadError(self._message(f"{self.replica.exited.result()}", path))
         request = asyncio.ensure_future(ask())
         try:
             await asyncio.wait({request, self.replica.exited}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -343,7 +332,7 @@ class EngineClient:
                 except (aiohttp.ClientError, OSError, EngineError) as error:
                     await self._raise_failure(path, error)
             if self.replica.exited.done():
-                raise EngineDeadError(self._message(self.replica.exited.result(), path))
+                raise EngineDeadError(self._message(f"{self.replica.exited.result()}", path))
             raise EngineDeadlineError(
                 self._message(
                     f"did not answer within {deadline_s:g} s", path, "raise the deadline in rollout.*_deadline_s or "
@@ -364,16 +353,18 @@ class EngineClient:
             content = await response.read()
             if response.status != 200:
                 reason = content.decode(errors="replace")[:1000]
-                raise EngineError(f"status {response.status}: {reason}")
+                raise EngineError(f"status {response.status}: {reason}", status=response.status)
             return read(content) if content else None
 
     async def _raise_failure(self, path: str, error: Exception) -> None:
         """Raise the meaning of a failed request: the replica died, or it refused the request."""
-        if not isinstance(error, EngineError) or str(error).startswith("status 5"):
+        status = error.status if isinstance(error, EngineError) else None
+        if status is None or status >= 500:
             await self._until_exited_or_healthy()
         if self.replica.exited.done():
-            raise EngineDeadError(self._message(self.replica.exited.result(), path)) from error
-        raise EngineError(self._message(f"failed ({type(error).__name__}: {error})", path)) from error
+            raise EngineDeadError(self._message(f"{self.replica.exited.result()}", path)) from error
+        message = self._message(f"failed ({type(error).__name__}: {error})", path)
+        raise EngineError(message, status=status) from error
 
     async def _until_exited_or_healthy(self) -> None:
         """A server without an engine takes a while to exit on a busy host; one that has an engine says so."""

@@ -30,8 +30,9 @@ from megatron_fp8rl.net.endpoint import replica_name
 from megatron_fp8rl.precision.hardware import here
 from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout import placement
-from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineDeadlineError, EngineError, Tag
+from megatron_fp8rl.rollout.client import EngineClient, Tag
 from megatron_fp8rl.rollout.completions import Sampling
+from megatron_fp8rl.rollout.errors import EngineDeadError, EngineDeadlineError, EngineError, Exit
 from megatron_fp8rl.rollout.replicas import LocalReplicas, RemoteReplicas, Replica, Replicas, ping
 from megatron_fp8rl.rollout.server_process import TERM_GRACE_S
 from megatron_fp8rl.weight_sync.engines import NoReplicaError
@@ -324,7 +325,7 @@ class Fleet:
             await asyncio.sleep(_PROBE_S)
             if await client.is_silent(max(1.0, limit_s - _PROBE_S)):
                 _log.warning("%s has answered nothing for %g s (rollout.hang_deadline_s): killed", client.name, limit_s)
-                return self._replicas.end(client.replica, f"hung for {limit_s:g} s and was killed")
+                return self._replicas.end(client.replica, Exit(reason=f"hung for {limit_s:g} s and was killed"))
 
     async def _all_ready(self) -> None:
         """The first incarnations of all replicas, as ``clients``."""

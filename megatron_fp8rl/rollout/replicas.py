@@ -27,6 +27,7 @@ from megatron_fp8rl.net.address import LOOPBACK
 from megatron_fp8rl.net.auth import new_token
 from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path, replica_name
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
+from megatron_fp8rl.rollout.errors import Exit
 from megatron_fp8rl.rollout.server_process import kill_group, shared_memory_of, stands_still, start_server, stop
 
 _log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Replica:
     url: str
     log_path: Path
     process_group: int  # of the server and all processes it starts; 0 on another host
-    exited: asyncio.Future[str]  # how it ended, once it has: "died with exit code -9"
+    exited: asyncio.Future[Exit]  # set once it has ended
     token: str = ""  # the authorization that the server expects
 
     def last_log_lines(self, count: int = 15) -> str:
@@ -57,8 +58,8 @@ class Replica:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it has ended by a signal that it cannot have caused itself."""
-        return self.exited.done() and self.exited.result().endswith("exit code -9")
+        """Whether its process has been ended by SIGKILL."""
+        return self.exited.done() and self.exited.result().was_killed
 
     def obituary(self, when: str = "") -> str:
         """How a replica that has ended did so, and the end of its log."""
@@ -90,8 +91,8 @@ class Replicas(Protocol):
     def note_ready(self, replica: Replica) -> None:
         """Note that the replica answers."""
 
-    def end(self, replica: Replica, how: str) -> None:
-        """End a replica that hangs; ``how`` is told of it once it has ended."""
+    def end(self, replica: Replica, how: Exit) -> None:
+        """End a replica that hangs; its ``exited`` is then ``how``."""
 
     def missing(self, index: int) -> str:
         """A description of a replica that does not answer."""
@@ -121,7 +122,7 @@ class LocalReplicas:
         self._num_starts: dict[int, int] = {}
         self._shared_memory: dict[int, set[str]] = {}  # by process group: vLLM's workers leave them behind when killed
         self._watchers: set[asyncio.Task[None]] = set()
-        self._ended: dict[int, str] = {}  # by process group: how, for those that were killed
+        self._ended: dict[int, Exit] = {}  # by process group: how, for those that were killed
 
     async def next(self, index: int) -> Replica | None:
         num_starts = self._num_starts.get(index, 0)
@@ -145,7 +146,7 @@ class LocalReplicas:
                 self.cfg, self._hf_dir, host=LOOPBACK, token=token, gpus=gpus, kernels=self._kernels, log=log
             )
         self._processes[index] = process
-        exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
 
         async def watch() -> None:
             ended = asyncio.get_running_loop().create_task(self._end_if_it_stands_still(name, process))
@@ -154,7 +155,7 @@ class LocalReplicas:
             ended.cancel()
             kill_group(process.pid)  # its orphans would keep its memory
             self._remove_shared_memory(process.pid)
-            exited.set_result(self._ended.pop(process.pid, f"died with exit code {code}"))
+            exited.set_result(self._ended.pop(process.pid, Exit.of_process(code)))
 
         task = asyncio.get_running_loop().create_task(watch())
         self._watchers.add(task)
@@ -175,7 +176,7 @@ class LocalReplicas:
     def note_ready(self, replica: Replica) -> None:
         self._shared_memory[replica.process_group] = shared_memory_of(replica.process_group)
 
-    def end(self, replica: Replica, how: str) -> None:
+    def end(self, replica: Replica, how: Exit) -> None:
         self._ended[replica.process_group] = how
         kill_group(replica.process_group)
 
@@ -212,7 +213,7 @@ class RemoteReplicas:
                 break
             await asyncio.sleep(_FILE_POLL_S)
         self._known[index] = endpoint
-        exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         task = asyncio.get_running_loop().create_task(_watch(endpoint, path, exited))
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
@@ -228,7 +229,7 @@ class RemoteReplicas:
     def note_ready(self, replica: Replica) -> None:
         """Nothing to do: the replica's memory belongs to its own host."""
 
-    def end(self, replica: Replica, how: str) -> None:
+    def end(self, replica: Replica, how: Exit) -> None:
         """Remove its endpoint file: the process beside it then kills the server, and its agent starts another."""
         for index, endpoint in self._known.items():
             if endpoint.name == replica.name:
@@ -250,7 +251,7 @@ class RemoteReplicas:
         """Nothing to do: agents end their replicas."""
 
 
-async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[str]) -> None:
+async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[Exit]) -> None:
     """Watch a remote replica until it is gone."""
     heard_s = time.monotonic()
     num_refusals = 0
@@ -260,7 +261,9 @@ async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[str]) ->
         if exited.done():
             return None
         if newer is not None and newer != endpoint:
-            return exited.set_result(f"was started again on {newer.host} (incarnation {newer.incarnation})")
+            return exited.set_result(
+                Exit(reason=f"was started again on {newer.host} (incarnation {newer.incarnation})")
+            )
         problem = await ping(endpoint.url)
         if exited.done():
             return None
@@ -270,9 +273,11 @@ async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[str]) ->
         num_refusals = num_refusals + 1 if isinstance(problem, ConnectionRefusedError) else 0
         silent_s = time.monotonic() - heard_s
         if num_refusals >= 2:
-            return exited.set_result(f"has ended: nothing listens at {endpoint.url} on {endpoint.host} any more")
+            reason = f"has ended: nothing listens at {endpoint.url} on {endpoint.host} any more"
+            return exited.set_result(Exit(reason=reason))
         if silent_s > _SILENCE_S:
-            return exited.set_result(f"has gone: {endpoint.host} has been silent for {silent_s:.0f} s ({problem})")
+            reason = f"has gone: {endpoint.host} has been silent for {silent_s:.0f} s ({problem})"
+            return exited.set_result(Exit(reason=reason))
 
 
 async def ping(url: str) -> OSError | None:

@@ -13,7 +13,8 @@ from engine_weights import Reference, publish, random_weights
 
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import choose
-from megatron_fp8rl.rollout.client import EngineClient, EngineDeadlineError, EngineError
+from megatron_fp8rl.rollout.client import EngineClient
+from megatron_fp8rl.rollout.errors import EngineDeadlineError, EngineError
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.types import Completion
 from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN, ROUTER_LOGIT_MAX, ROUTER_LOGIT_MEAN

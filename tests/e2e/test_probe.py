@@ -12,7 +12,7 @@ from engine_weights import publish, random_weights
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.diagnose.engine_probe import load_probe, record_prefill
 from megatron_fp8rl.diagnose.operations import compare, operation_names, table
-from megatron_fp8rl.rollout.client import EngineError
+from megatron_fp8rl.rollout.errors import EngineError
 from tests.helpers.dist import run_ranks
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(45)]

@@ -77,10 +77,10 @@ def test_an_engine_killed_in_the_middle_is_named(engine_cfg, tmp_path, monkeypat
         KillingTransport.kill_at = 2
         started = time.monotonic()
         with pytest.raises(
-            NoReplicaError, match="(?s)no rollout replica is left.*rollout-0 died with exit code -9"
+            NoReplicaError, match="(?s)no rollout replica is left.*rollout-0 was killed by signal 9"
         ) as end:
             exporter.publish(2)
         assert KillingTransport.kill_at == -1
-        assert re.search("policy version 2.*replica 0.*rollout-0 died with exit code -9", str(end.value.__cause__))
+        assert re.search("policy version 2.*replica 0.*rollout-0 was killed by signal 9", str(end.value.__cause__))
         assert time.monotonic() - started < 100.0
         exporter.close()

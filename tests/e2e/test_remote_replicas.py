@@ -22,8 +22,8 @@ from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path
-from megatron_fp8rl.rollout.client import EngineDeadlineError
 from megatron_fp8rl.rollout.completions import GENERATE_PATH
+from megatron_fp8rl.rollout.errors import EngineDeadlineError
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from model_configs.tiny import tiny_qwen3_moe

@@ -12,8 +12,8 @@ from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
 from megatron_fp8rl.rollout.agents.requests import Requests
-from megatron_fp8rl.rollout.client import EngineDeadError
 from megatron_fp8rl.rollout.completions import Sampling
+from megatron_fp8rl.rollout.errors import EngineDeadError
 from megatron_fp8rl.types import Completion, Prompt, Rollout
 from model_configs.tiny import tiny_qwen3_moe
 

@@ -27,7 +27,7 @@ from megatron_fp8rl.rollout.agents.gateway import Gateway
 from megatron_fp8rl.rollout.agents.requests import Requests
 from megatron_fp8rl.rollout.agents.session import Session, SessionError, SessionLimitError
 from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls
-from megatron_fp8rl.rollout.client import EngineError
+from megatron_fp8rl.rollout.errors import EngineError
 from megatron_fp8rl.types import Completion, Prompt, Rollout
 
 _log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from megatron_fp8rl.data.conversation import ConversationError
 from megatron_fp8rl.envs.agent_session import ASIDE
 from megatron_fp8rl.rollout.agents.session import Session, SessionEndedError, SessionError, SessionLimitError
 from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls
-from megatron_fp8rl.rollout.client import EngineError
+from megatron_fp8rl.rollout.errors import EngineError
 from megatron_fp8rl.types import Completion
 
 _log = logging.getLogger(__name__)

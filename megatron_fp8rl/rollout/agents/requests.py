@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fp8rl.net import open_files
 from megatron_fp8rl.observe.spans import add_seconds
-from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError
+from megatron_fp8rl.rollout.client import EngineClient
 from megatron_fp8rl.rollout.completions import Sampling
+from megatron_fp8rl.rollout.errors import EngineDeadError
 from megatron_fp8rl.types import Completion, Prompt
 
 if TYPE_CHECKING:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from megatron_fp8rl.rollout import client as client_module
-from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineError
+from megatron_fp8rl.rollout.client import EngineClient
 from megatron_fp8rl.rollout.completions import GENERATE_PATH, Sampling
+from megatron_fp8rl.rollout.errors import EngineDeadError, EngineError, Exit
 from megatron_fp8rl.rollout.replicas import Replica
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), stop_strings=())
@@ -23,7 +25,7 @@ def ask(tmp_path: Path, monkeypatch, *, health: int, exits_after: int | None) ->
     asked = 0
 
     async def main() -> None:
-        exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
 
         async def generate(_request: web.Request) -> web.Response:
             return web.Response(status=500, text="EngineCore encountered an issue")
@@ -32,7 +34,7 @@ def ask(tmp_path: Path, monkeypatch, *, health: int, exits_after: int | None) ->
             nonlocal asked
             asked += 1
             if asked == exits_after:
-                exited.set_result("ended with status 0")
+                exited.set_result(Exit(code=0))
             return web.Response(status=health)
 
         app = web.Application()
@@ -60,7 +62,7 @@ def ask(tmp_path: Path, monkeypatch, *, health: int, exits_after: int | None) ->
 
 def test_an_engine_that_is_gone_while_its_server_takes_long_to_exit_is_dead(tmp_path, monkeypatch):
     """The requests of a dead replica go to others; an error of a living one would end the run."""
-    with pytest.raises(EngineDeadError, match="rollout-3 ended with status 0"):
+    with pytest.raises(EngineDeadError, match="rollout-3 died with exit code 0"):
         ask(tmp_path, monkeypatch, health=503, exits_after=5)
     assert ask.num_asked >= 5
 
@@ -68,10 +70,23 @@ def test_an_engine_that_is_gone_while_its_server_takes_long_to_exit_is_dead(tmp_
 def test_an_engine_that_lives_has_refused(tmp_path, monkeypatch):
     with pytest.raises(EngineError, match="rollout-3 failed .*status 500: EngineCore") as error:
         ask(tmp_path, monkeypatch, health=200, exits_after=None)
-    assert not isinstance(error.value, EngineDeadError) and ask.num_asked
+    assert not isinstance(error.value, EngineDeadError) and error.value.status == 500 and ask.num_asked
 
 
 def test_one_that_neither_lives_nor_ends_is_given_up(tmp_path, monkeypatch):
     with pytest.raises(EngineError, match="status 500"):
         ask(tmp_path, monkeypatch, health=503, exits_after=None)
     assert ask.num_asked > 1
+
+
+@pytest.mark.parametrize(
+    ("script", "exit_", "text"),
+    [
+        ("exit 3", Exit(code=3), "died with exit code 3"),
+        ("kill -9 $$", Exit(signal=9), "was killed by signal 9"),
+        ("kill -11 $$", Exit(signal=11), "was killed by signal 11"),
+    ],
+)
+def test_the_end_of_a_process_has_its_code_or_its_signal(script, exit_, text):
+    found = Exit.of_process(subprocess.run(["bash", "-c", script], check=False).returncode)
+    assert (found, str(found), found.was_killed) == (exit_, text, exit_.signal == 9)

@@ -23,7 +23,7 @@ from megatron_fp8rl.precision.hardware import here
 from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout import fleet as fleet_module
 from megatron_fp8rl.rollout import replicas
-from megatron_fp8rl.rollout.client import EngineDeadError, EngineDeadlineError
+from megatron_fp8rl.rollout.errors import EngineDeadError, EngineDeadlineError, Exit
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.weight_sync.engines import NoReplicaError
@@ -173,7 +173,7 @@ def started(tmp_path, monkeypatch):
         fleet.shutdown()
 
 
-def die(fleet, source, index: int, how: str) -> None:
+def die(fleet, source, index: int, how: Exit) -> None:
     async def end() -> None:
         source.alive[index].exited.set_result(how)
         for _ in range(5):
@@ -187,7 +187,7 @@ class Frail(Source):
 
     starts_here = True
 
-    def __init__(self, starts: int, *ends: str):
+    def __init__(self, starts: int, *ends: Exit):
         super().__init__(starts)
         self.ends = [*ends]
 
@@ -199,9 +199,9 @@ class Frail(Source):
 
 def test_one_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypatch, started):
     for source, outcome in (
-        (Frail(4, "died with exit code -9", "died with exit code -9"), None),
-        (Frail(1, "died with exit code -9"), EngineDeadError),  # no start is left
-        (Frail(4, "died with exit code 1"), EngineDeadError),  # it would end so again
+        (Frail(4, Exit(signal=9), Exit(signal=9)), None),
+        (Frail(1, Exit(signal=9)), EngineDeadError),  # no start is left
+        (Frail(4, Exit(code=1)), EngineDeadError),  # it would end so again
     ):
         monkeypatch.setitem(globals(), "Source", lambda starts, source=source: source)
         if outcome is None:
@@ -237,7 +237,7 @@ def test_one_that_stands_still_while_it_starts_is_killed(tmp_path, monkeypatch, 
 def test_one_that_comes_back_waits_for_a_publication(started):
     fleet, source = started(3)
     first, second = fleet.clients
-    die(fleet, source, 0, "died with exit code -9")
+    die(fleet, source, 0, Exit(signal=9))
     assert fleet.clients == (second,) and not fleet.wants_publication
     assert fleet.has_lost_replica([first]) and not fleet.has_lost_replica([second])
     admitted = fleet.begin_update()
@@ -251,17 +251,17 @@ def test_one_that_comes_back_waits_for_a_publication(started):
 
 def test_a_publication_waits_for_the_first_that_comes_back(started):
     fleet, source = started(3)
-    die(fleet, source, 0, "died with exit code 1")
-    die(fleet, source, 1, "died with exit code 2")
+    die(fleet, source, 0, Exit(code=1))
+    die(fleet, source, 1, Exit(code=2))
     assert fleet.wants_publication
     assert [client.name for client in fleet.begin_update()] == ["rollout-0"]
 
 
 def test_without_a_replica_and_restarts_the_first_failure_ends_the_run(started):
     fleet, source = started(2)
-    die(fleet, source, 1, "died with exit code -11")
-    die(fleet, source, 0, "died with exit code 1")
-    with pytest.raises(NoReplicaError, match=r"max_replica_restarts is used up.*rollout-1 died with exit code -11"):
+    die(fleet, source, 1, Exit(signal=11))
+    die(fleet, source, 0, Exit(code=1))
+    with pytest.raises(NoReplicaError, match=r"max_replica_restarts is used up.*rollout-1 was killed by signal 11"):
         fleet.begin_update()
 
 
@@ -319,10 +319,10 @@ def test_requests_that_wait_for_weights_hear_of_the_end_of_their_replica(started
         client.hold()
         request = asyncio.ensure_future(client.generate([1, 2], 1, 3))
         await asyncio.sleep(0.01)
-        source.alive[0].exited.set_result("died with exit code -9")
+        source.alive[0].exited.set_result(Exit(signal=9))
         await request
 
-    with pytest.raises(EngineDeadError, match="rollout-0 died with exit code -9"):
+    with pytest.raises(EngineDeadError, match="rollout-0 was killed by signal 9"):
         fleet.sync(ask(), 60.0)
     assert threading.active_count() >= 1
 

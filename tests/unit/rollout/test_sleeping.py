@@ -9,8 +9,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from megatron_fp8rl.rollout.client import EngineClient, EngineError, Replica
+from megatron_fp8rl.rollout.client import EngineClient
 from megatron_fp8rl.rollout.completions import GENERATE_PATH, Answer, Sampling
+from megatron_fp8rl.rollout.errors import EngineError, Exit
+from megatron_fp8rl.rollout.replicas import Replica
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=1, stop_token_ids=(), stop_strings=())
 
@@ -19,7 +21,7 @@ class FakeEngine(EngineClient):
     """A client whose server is a few lines: what sleeps, whether the scheduler runs, and every call in order."""
 
     def __init__(self, log_path: Path) -> None:
-        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         replica = Replica(name="rollout-0", url="", log_path=log_path, process_group=0, exited=exited)
         super().__init__(
             replica, sampling=SAMPLING, decode=lambda ids: "", request_deadline_s=1.0, update_deadline_s=1.0

@@ -1,0 +1,52 @@
+"""Errors of rollout replicas, and how a replica ended. Programs read their fields; the sentences are for people."""
+
+from __future__ import annotations
+
+import signal as signals
+from dataclasses import dataclass
+
+
+class EngineError(RuntimeError):
+    """A rollout replica refused or failed a call. ``status`` is the HTTP status of its answer; None without an answer."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class EngineDeadError(EngineError):
+    """The process of a rollout replica has ended."""
+
+
+class EngineDeadlineError(EngineError):
+    """A rollout replica did not answer before the deadline."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a replica ended; the text completes a sentence that begins with the name of the replica.
+
+    Args:
+        code: exit code of its process. None if a signal ended it, or if nobody here saw it end.
+        signal: number of the signal that ended its process, if one did.
+        reason: text to show in place of the two, such as "hung for 30 s and was killed".
+    """
+
+    code: int | None = None
+    signal: int | None = None
+    reason: str = ""
+
+    @classmethod
+    def of_process(cls, returncode: int) -> Exit:
+        """The end of a process, from the ``returncode`` of its ``Popen``."""
+        return cls(code=returncode) if returncode >= 0 else cls(signal=-returncode)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended the process: by the kernel or by another process, never by its code."""
+        return self.signal == signals.SIGKILL
+
+    def __str__(self) -> str:
+        if self.reason:
+            return self.reason
+        return f"died with exit code {self.code}" if self.signal is None else f"was killed by signal {self.signal}"
