@@ -5,7 +5,7 @@ when it should be started again, 130 when it was cancelled, anything else for a 
 The standard library alone.
 
     come      write this node's address, wait for all nodes
-    start     torchrun for the trainer, with ranks in the order of nodes; replicas and score servers; other commands
+    start     torchrun for the trainer, with ranks in the order of nodes; replicas; other commands
     tend      restart what may be restarted; pass a request to save on to the trainer; see what other nodes say
     end       when a role that the job is for has ended everywhere, when any of them failed, or when all is saved
     conclude  stop what is left, wait for the other nodes to do so, show the first error of all
@@ -23,7 +23,7 @@ from launch import outcome
 from launch.outcome import Outcome, Result
 from launch.peers import CANCEL, FAILED, STOP, STOPPED, Board, PeersMissingError, Place, free_port
 from launch.roles import Failure, RoleProcess, kill_leftovers, status_in_words
-from launch.spec import ENDPOINTS, SAVED, JobSpec, add_job, endpoint_file, read_jobs
+from launch.spec import SAVED, JobSpec, add_job, endpoint_file, read_jobs
 
 JOIN_DEADLINE_S = float(os.environ.get("LAUNCH_JOIN_DEADLINE_S", "600"))  # images may still be fetched on other nodes
 GRACE_S = float(os.environ.get("LAUNCH_GRACE_S", "15"))  # for a role that was asked to end
@@ -85,8 +85,8 @@ class Agent:
         kill_leftovers(self.spec.run_dir, self.place.job, but=self.place.attempt)
         try:
             for role in plan.roles:  # before anybody is told that this node is here
-                if role.kind in ENDPOINTS:
-                    endpoint_file(self.spec.run_dir, role.name, role.kind).unlink(missing_ok=True)
+                if role.kind == "replica":
+                    endpoint_file(self.spec.run_dir, role.name).unlink(missing_ok=True)
             self._enter()
             peers = self.board.meet(JOIN_DEADLINE_S, lambda: bool(self._signals))
             self.say(f"all {self.place.num_nodes} nodes are here; roles: {', '.join(role.name for role in plan.roles)}")
@@ -314,15 +314,15 @@ class Agent:
     def _withdraw(self, process: RoleProcess) -> None:
         """Nobody is to ask a server that is gone."""
         role = process.role
-        if role.kind in ENDPOINTS:
-            endpoint_file(self.spec.run_dir, role.name, role.kind).unlink(missing_ok=True)
+        if role.kind == "replica":
+            endpoint_file(self.spec.run_dir, role.name).unlink(missing_ok=True)
 
     def _fail_without_servers(self, process: RoleProcess, failure: Failure, status: int) -> None:
-        """A role is given up: a failure when it was essential, or the last of the replicas or of the score servers."""
+        """A role is given up: a failure when it was essential, or the last of the replicas."""
         kind, names = process.role.kind, self.board.names()
         alike = {role.name for role in self.spec.roles if role.kind == kind}
         gone = {name for name in alike if f"given-up-{name}.json" in names}
-        is_end = gone == alike if kind in ENDPOINTS else process.role.essential
+        is_end = gone == alike if kind == "replica" else process.role.essential
         if is_end:
             self._fail(process.role.name, failure, str(process.log), status)
 

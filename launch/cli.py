@@ -36,7 +36,6 @@ usage: {_PROGRAM} CONFIG --cluster NAME [--field value ...]
   --cluster NAME   a file of launch/clusters/ ({{known}}), or the path of one
   --job JOB        {", ".join(jobs.KINDS)}; default: train (warm start if there is one, then RL)
   --nodes N        nodes of the job; default: as few as trainer and replicas fit on
-  --score-nodes K  K further nodes for the score servers (--data.score_servers); default: they share the others
   --over FIELD VALUE VALUE ...   one job for each value; given several times, for each combination of values
   --dry-run        print the complete batch script, and queue nothing
   --wait           until the job has ended; exit status 1 when it failed
@@ -59,7 +58,6 @@ class Options:
     cluster: str
     job: str = "train"
     nodes: int | None = None
-    score_nodes: int = 0
     dry_run: bool = False
     wait: bool = False
     id: str | None = None
@@ -103,12 +101,12 @@ def parse(words: Sequence[str]) -> Options:
             own.setdefault("over", []).append(_axis([queue.pop(0) for _ in itertools.takewhile(_is_value, [*queue])]))
         elif name in ("--dry-run", "--dry_run", "--wait"):
             own[field] = True
-        elif field in ("cluster", "job", "nodes", "score_nodes", "id") and name.startswith("--"):
+        elif field in ("cluster", "job", "nodes", "id") and name.startswith("--"):
             if "=" not in word:
                 if not queue:
                     raise UsageError(f"{name} needs a value")
                 value = queue.pop(0)
-            own[field] = _number(name, value) if field in ("nodes", "score_nodes") else value
+            own[field] = _number(name, value) if field == "nodes" else value
         else:
             rest.append(word)
     return _checked(own, rest)
@@ -128,8 +126,6 @@ def _checked(own: dict, rest: list[str]) -> Options:
     if fields and job not in sweep.JOBS:
         raise UsageError(f"--over with --job {job}: cannot be swept. Choose one of {', '.join(sweep.JOBS)}")
     own["over"] = tuple(own.get("over", ()))
-    if own.get("score_nodes", 1) < 1:
-        raise UsageError(f"--score-nodes {own['score_nodes']}: name 1 node or more, or leave it out")
     if not own["config_name"]:
         what = "TOOL" if job == "convert" else "CONFIG"
         raise UsageError(f"{what} is missing: {_PROGRAM} {what} --cluster {own['cluster']} ...")
@@ -147,7 +143,6 @@ def read_request(options: Options) -> Request:
         cfg=target.cfg,
         overrides=target.overrides,
         nodes=options.nodes,
-        score_nodes=options.score_nodes,
         words=target.words,
     )
 

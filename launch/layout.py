@@ -4,13 +4,12 @@ In: how many of each there are, and what a node takes. Out: a :class:`Layout`, o
 
 The trainer has the first nodes, the same number of ranks on each. Engines follow: behind the trainer's ranks where
 slots are left and nothing else was asked for, on nodes of their own when the job is given more nodes than it needs.
-A slot is a GPU, or on nodes without GPUs the room of one rank. Score servers take no slot: they share nodes, first
-those whose processors have least to do, or have nodes of their own behind all others.
+A slot is a GPU, or on nodes without GPUs the room of one rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 Slots = tuple[int, ...]
 
@@ -42,7 +41,6 @@ class Layout:
     trainer_nodes: tuple[int, ...]
     ranks_per_node: int
     replicas: tuple[Place, ...]
-    scorers: tuple[int, ...] = ()  # the node of each score server
 
 
 def plan_layout(need: Need, nodes: int | None = None) -> tuple[Layout | None, list[str]]:
@@ -64,21 +62,6 @@ def plan_layout(need: Need, nodes: int | None = None) -> tuple[Layout | None, li
         shown = ", ".join(map(str, fitting[:8]))
         return None, [f"--nodes {nodes} leaves nodes without work: {_in_words(need)} can take {shown}"]
     return layout, []
-
-
-def with_scorers(layout: Layout, count: int, own_nodes: int = 0) -> Layout:
-    """The layout with ``count`` score servers, spread evenly: on ``own_nodes`` further nodes, or on those there are.
-
-    Nodes without trainer ranks come first, that of rank 0, which also drives the rollouts, last.
-    """
-    if own_nodes:
-        nodes = list(range(layout.nodes, layout.nodes + own_nodes))
-    else:
-        trainers = layout.trainer_nodes
-        others = [node for node in range(layout.nodes) if node not in trainers]
-        nodes = [*others, *trainers[1:], *trainers[:1]]
-    scorers = tuple(nodes[index % len(nodes)] for index in range(count))
-    return replace(layout, nodes=layout.nodes + own_nodes, scorers=scorers)
 
 
 def _problems(need: Need) -> list[str]:

@@ -52,7 +52,6 @@ def experiment(
     *,
     job: str = "train",
     nodes: int | None = None,
-    score_nodes: int = 0,
     title: str | None = None,
     **cluster_fields: Any,
 ) -> run.Experiment:
@@ -63,7 +62,7 @@ def experiment(
     below the run's folder. Raises ClusterError for an executor that cannot be used, PlanError with every problem else.
     """
     cluster = Cluster.from_executor(executor, **cluster_fields)
-    submission, source = _planned(cfg, cluster, job, nodes, score_nodes, title)
+    submission, source = _planned(cfg, cluster, job, nodes, title)
     slurm.write(submission)
     (submission.code_dir / f"{_CONFIG}.py").write_text(source, encoding="utf-8")
     name = submission.id.rpartition("_")[0]
@@ -80,18 +79,14 @@ def experiment(
 
 
 def _planned(
-    cfg: RunConfig, cluster: Cluster, job: str, nodes: int | None, score_nodes: int, title: str | None
+    cfg: RunConfig, cluster: Cluster, job: str, nodes: int | None, title: str | None
 ) -> tuple[Submission, str]:
     """(the submission, the source of its configuration). Raises PlanError."""
     if job not in ("train", "rl", "sft"):
         raise PlanError(f"job = {job!r}: choose train, rl or sft; `python -m launch` has the others")
     source = as_function(cfg) + "\n"
     function = source.partition("\ndef ")[2].partition("(")[0]
-    plan = jobs.plan(
-        Request(
-            job=job, cluster=cluster, config_name=f"{_CONFIG}:{function}", cfg=cfg, nodes=nodes, score_nodes=score_nodes
-        )
-    )
+    plan = jobs.plan(Request(job=job, cluster=cluster, config_name=f"{_CONFIG}:{function}", cfg=cfg, nodes=nodes))
     problems = [*plan.problems, *map(str, cluster.missing_files())]
     if plan.spec is not None:
         problems += slurm.problems(plan.spec, cluster) + user_files.unreachable(cfg, cluster, plan.spec.run_dir)

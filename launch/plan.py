@@ -13,8 +13,8 @@ from pathlib import Path
 
 from launch import user_files
 from launch.cluster import Cluster
-from launch.layout import Layout, Need, Place, plan_layout, with_scorers
-from launch.spec import JobSpec, Kind, Role, endpoint_file, nodes_in_words
+from launch.layout import Layout, Need, Place, plan_layout
+from launch.spec import JobSpec, Kind, Role, nodes_in_words
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.preflight import layout_search, rules
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
@@ -33,7 +33,6 @@ class Request:
     cfg: RunConfig | None = None  # with the overrides
     overrides: tuple[str, ...] = ()  # words that changed fields
     nodes: int | None = None  # of trainer and replicas; None: as few as possible
-    score_nodes: int = 0  # further ones, for score servers alone; 0: these share the others
     words: tuple[str, ...] = ()  # further words for the job's own program
 
 
@@ -88,7 +87,7 @@ def plan_training(request: Request) -> Plan:
         gpus=tuple(range(layout.ranks_per_node)) if cluster.gpus_per_node else (),
         command=("-m", "megatron_fp8rl", request.job, request.config_name, *trainer_words(request, run_dir, replicas)),
     )
-    roles = (trainer, *replicas, *score_roles(request, layout.scorers, run_dir))
+    roles = (trainer, *replicas)
     return Plan(spec=job_spec(request, run_dir, roles, layout.nodes), warnings=tuple(warnings))
 
 
@@ -102,8 +101,6 @@ def preflight(request: Request, *, without: str | None = None) -> tuple[list[str
     warnings: list[str] = []
     if cfg is None:
         return problems, warnings
-    if cfg.data.score_servers > 0:  # which the job starts, whereas the program by itself could not
-        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, score_servers=0))
     if cluster.gpu is None:
         found = rules.check(cfg, accelerator="cpu")
         return problems + [str(violation) for violation in found if violation.field != without], warnings
@@ -173,37 +170,6 @@ def replica_roles(request: Request, places: tuple[Place, ...], run_dir: str) -> 
     return tuple(roles)
 
 
-def score_roles(request: Request, nodes: tuple[int, ...], run_dir: str) -> tuple[Role, ...]:
-    """The score servers of a run, one for each of ``nodes``, which the agents start and start again."""
-    threads = request.cluster.env.get("OMP_NUM_THREADS", "1")  # of each of its processes
-    roles = []
-    for index, node in enumerate(nodes):
-        name = f"score-{index}"
-        command = (
-            "-m",
-            "megatron_fp8rl",
-            "score_server",
-            request.config_name,
-            *run_words(request, run_dir),
-            "--server",
-            str(index),
-            "--endpoint",
-            str(endpoint_file(run_dir, name, "scorer")),
-        )
-        roles.append(
-            Role(
-                name=name,
-                kind="scorer",
-                nodes=(node,),
-                command=command,
-                restart=True,
-                essential=False,
-                env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads},
-            )
-        )
-    return tuple(roles)
-
-
 def run_words(request: Request, run_dir: str) -> tuple[str, ...]:
     """Overrides of every program of the run: the user's, and where the run's folder is."""
     # A brace in the path would be read as a field of output_dir.
@@ -246,10 +212,6 @@ def task_plan(request: Request, run_dir: str, command: tuple[str, ...], *, name:
     problems, warnings = preflight(request)
     if request.nodes not in (None, 1):
         problems.append(f"--nodes {request.nodes}: {request.job} runs on one node. Leave it out.")
-    if request.score_nodes:
-        problems.append(f"--score-nodes {request.score_nodes}: {request.job} runs on one node. Leave it out.")
-    if request.cfg is not None and (servers := request.cfg.data.score_servers) > 0:
-        problems.append(f"--data.score_servers = {servers}: {request.job} scores on its one node by itself. Set 0.")
     if problems:
         return Plan(spec=None, problems=tuple(problems), warnings=tuple(warnings))
     role = Role(name="task", kind=kind, nodes=(0,), command=command)
@@ -307,18 +269,8 @@ def _lay_out(request: Request, needs_engines: bool) -> tuple[Layout | None, list
         return None, [f"--nodes {nodes} is below 1."]
     if min(need.ranks, need.tensor) < 1 or need.replicas < 0:
         return None, []  # refused by the check of the configuration
-    scorers, own = max(0, cfg.data.score_servers) if needs_engines else 0, request.score_nodes
     layout, found = plan_layout(need, nodes)
     found = [f"{sentence}." for sentence in found]
-    if own > scorers:
-        found.append(
-            f"--score-nodes {own}: --data.score_servers = {scorers} leaves some of them without work. Lower it, or set "
-            "more servers."
-            if scorers
-            else f"--score-nodes {own}: the job has no score server. Set --data.score_servers, or leave it out."
-        )
-    if layout is not None:
-        layout = with_scorers(layout, scorers, own)
     if layout is not None and cluster.max_nodes is not None and layout.nodes > cluster.max_nodes:
         found.append(f"the job takes {layout.nodes} nodes, and CLUSTER.max_nodes = {cluster.max_nodes}.")
     if found:

@@ -11,7 +11,6 @@ Files of a run, all below its folder on the shared file system::
     launch/<job>.<attempt>/done           the job is over; its text is the exit status
     launch/<job>.<attempt>/first_error.txt
     replicas/<role>.json                  {"name", "url", "host", "pid", "incarnation", "log"} of a replica that listens
-    scorers/<role>.json                   the same of a score server
     logs/<role>.node<i>.log               all attempts, each below a header line
 """
 
@@ -27,9 +26,8 @@ from typing import Any, Literal
 
 SAVED = 85  # exit status of a trainer, and of an agent, that saved a checkpoint and asks to be started again
 
-Kind = Literal["torchrun", "replica", "scorer", "command"]
+Kind = Literal["torchrun", "replica", "command"]
 SWEEP, ELEMENT = "sweep.json", "element-"  # in the folder of a sweep: what it is, and its runs
-ENDPOINTS = {"replica": "replicas", "scorer": "scorers"}  # servers, and where their endpoint files are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +38,8 @@ class Role:
     :meth:`words`, since addresses are known only when the nodes are.
     """
 
-    name: str  # "trainer", "rollout-0", "score-0", "task": unique in the job, and fit for a file name
-    kind: Kind  # how the agent starts it: under torchrun, as a server of completions or scores, or as it is
+    name: str  # "trainer", "rollout-0", "task": unique in the job, and fit for a file name
+    kind: Kind  # how the agent starts it: under torchrun, as a server of completions, or as it is
     nodes: tuple[int, ...]  # indices of the job's nodes; their order is the order of ranks
     command: tuple[str, ...]
     processes_per_node: int = 1  # of "torchrun"
@@ -166,9 +164,9 @@ def attempt_dir(run_dir: str | Path, job_id: str, attempt: int) -> Path:
     return launch_dir(run_dir) / f"{job_id}.{attempt}"
 
 
-def endpoint_file(run_dir: str | Path, role_name: str, kind: Kind = "replica") -> Path:
-    """Where a replica or a score server says that it listens."""
-    return Path(run_dir) / ENDPOINTS[kind] / f"{role_name}.json"
+def endpoint_file(run_dir: str | Path, role_name: str) -> Path:
+    """Where a replica says that it listens."""
+    return Path(run_dir) / "replicas" / f"{role_name}.json"
 
 
 def log_file(run_dir: str | Path, role_name: str, node: int) -> Path:

@@ -46,14 +46,6 @@ class ReportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreServerOptions:
-    """Identity of this score server in a launched job."""
-
-    server: int = 0  # 0 ... data.score_servers - 1
-    endpoint: Path = Path("score-0.json")  # endpoint file, written when the server is ready
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
     """Identity of this rollout replica in a launched job, or of this node's part of a multi-node replica."""
 
@@ -160,12 +152,6 @@ def write_reports(cfg: RunConfig) -> None:
             continue
         if cfg.observe.display != "none":
             print(f"report: {page}", flush=True)
-
-
-def _score_server(invocation: cli.Invocation) -> int:
-    from megatron_fp8rl.envs import score_server
-
-    return _refused_or(partial(score_server.main, invocation.cfg, **vars(invocation.options)))
 
 
 def _replica(invocation: cli.Invocation) -> int:
@@ -353,13 +339,6 @@ COMMANDS = (
         summary="for every group of layers its format and its kernels at both ends, and why",
         run=_show,
         options=show.ShowOptions,
-        judges_config=True,
-    ),
-    cli.Command(
-        name="score_server",
-        summary="a score server, as the agents of a launched job start it",
-        run=_score_server,
-        options=ScoreServerOptions,
         judges_config=True,
     ),
     cli.Command(

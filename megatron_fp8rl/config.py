@@ -311,8 +311,7 @@ class DataConfig:
     tokenizer: str = "character"
     chat_template: bool | None = None  # render prompts with the tokenizer's chat template; None: if it has one
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)  # such as {"enable_thinking": false}
-    num_score_workers: int = 1  # scoring processes of trainer rank 0, or of each score server
-    score_servers: int = 0  # score servers started by the agents of a launched job; 0: trainer rank 0 scores
+    num_score_workers: int = 1  # scoring processes of trainer rank 0
     score_deadline_s: float = 30.0
     score_memory_gib: float = 16.0  # address space of a scoring process; what asks for more gets a MemoryError
     score_variables: tuple[str, ...] = ()  # further environment variables that scoring processes see, such as HF_TOKEN

@@ -129,7 +129,7 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
     from megatron_fp8rl.data.model_dir import write_model_dir
     from megatron_fp8rl.data.prompts import PromptStream
     from megatron_fp8rl.data.tokenizer import load_tokenizer
-    from megatron_fp8rl.envs.remote_scoring import build_scorer
+    from megatron_fp8rl.envs.scoring import ScorePool
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.rollout.stream import RolloutStream
     from megatron_fp8rl.stop import StopRequest
@@ -148,7 +148,7 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
             # Engines on other nodes are found through the run's folder; local engines get a folder of their own.
             engine_dir = cfg.run_dir if cfg.rollout.placement == "remote" else evaluation.folder
             fleet = stack.enter_context(Fleet.start(cfg, model_dir, engine_dir, wait=False))
-            scorers = stack.enter_context(build_scorer(cfg))
+            scorers = stack.enter_context(ScorePool.build(cfg.data))
             if cfg.rollout.placement == "colocated" and torch.cuda.is_available():
                 # An engine measures free memory while it starts; load the weights afterwards.
                 fleet.wait_until_ready()

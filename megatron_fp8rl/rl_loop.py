@@ -26,7 +26,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import build_for, divide_for, pack_for
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import load_tokenizer
-from megatron_fp8rl.envs.remote_scoring import build_scorer
+from megatron_fp8rl.envs.scoring import ScorePool
 from megatron_fp8rl.garbage import without_collections
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.spans import span
@@ -69,7 +69,7 @@ def run(
         observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
         stack.enter_context(stop.errors_noted())
         learn = _learner(cfg, partial(_explain, explain, fleet))
-        scorers = stack.enter_context(build_scorer(cfg)) if is_driver else None
+        scorers = stack.enter_context(ScorePool.build(cfg.data)) if is_driver else None
         prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)), log=is_driver)
         with span("start_model"):
             policy = Policy.build(cfg, parallel, host)

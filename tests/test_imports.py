@@ -62,7 +62,6 @@ LIGHT = (
     "megatron_fp8rl.preflight.rules",
     "megatron_fp8rl.cli",
     "megatron_fp8rl.preflight.doctor",
-    "megatron_fp8rl.envs.score_server",
     "megatron_fp8rl.sizing.plan_run",
     "model_configs",
 )

@@ -33,7 +33,7 @@ _VARIABLES = re.compile(
 
 
 class ScorePoolError(RuntimeError):
-    """Scoring is impossible: the workers cannot be started, or no score server answers."""
+    """Scoring is impossible: the workers cannot be started."""
 
 
 class WorkerLost(Exception):

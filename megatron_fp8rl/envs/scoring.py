@@ -1,7 +1,6 @@
 """Scores completions in worker processes.
 
-In: prompts and completion texts. Out: rewards. Runs on: rank 0, or score servers on other nodes (envs/score_server.py),
-to which rank 0 sends requests (envs/remote_scoring.py).
+In: prompts and completion texts. Out: rewards. Runs on: rank 0.
 
 A scorer is user code: it may loop forever, backtrack endlessly in a regular expression or crash the interpreter. Here
 that costs one completion its score, with the reason in ``Rollout.detail``, and kills one worker; the run continues.
@@ -12,7 +11,6 @@ why a worker died nor why it failed to start, and imports the trainer's ``__main
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import collections
 import dataclasses
@@ -50,36 +48,7 @@ _MOST_STARTS = 5  # of a scorer for one request, while something from outside en
 _LARGEST_REWARD = 1e15  # sums of larger ones overflow
 
 
-class CompletionScorer(abc.ABC):
-    """Scores completions for the rollout stream. Usable from any thread and event loop."""
-
-    @abc.abstractmethod
-    def submit(self, prompt: Prompt, text: str) -> Future[Score]:
-        """:meth:`score` for callers without an event loop."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Abort the scores in progress and release all resources. Idempotent."""
-
-    async def score(self, prompt: Prompt, text: str) -> Score:
-        """The score of one completion; 0.0 and "score_failed" with the reason if the scorer fails or times out.
-
-        The deadline starts when a worker begins to score the completion, not when it is queued.
-
-        Raises:
-            ScorePoolError: a worker does not start, for instance because an environment cannot be imported, or no
-                score server answers.
-        """
-        return await asyncio.wrap_future(self.submit(prompt, text))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-class ScorePool(CompletionScorer):
+class ScorePool:
     """``num_workers`` persistent processes that score completions, each within ``deadline_s``.
 
     ``environments`` are keyed by ``Prompt.environment``. Workers start immediately, in the background; a worker that
@@ -127,7 +96,18 @@ class ScorePool(CompletionScorer):
             variables=cfg.score_variables,
         )
 
+    async def score(self, prompt: Prompt, text: str) -> Score:
+        """The score of one completion; 0.0 and "score_failed" with the reason if the scorer fails or times out.
+
+        The deadline starts when a worker begins to score the completion, not when it is queued.
+
+        Raises:
+            ScorePoolError: a worker does not start, for instance because an environment cannot be imported.
+        """
+        return await asyncio.wrap_future(self.submit(prompt, text))
+
     def submit(self, prompt: Prompt, text: str) -> Future[Score]:
+        """:meth:`score` for callers without an event loop."""
         if self._closed.is_set():
             raise ScorePoolError("the score pool is closed")
         waiting = _Waiting(prompt, text, Future())
@@ -135,6 +115,12 @@ class ScorePool(CompletionScorer):
             self._waiting.append(waiting)
         self._threads.submit(self._score_next)
         return waiting.score
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Kill the workers, even in the middle of a score. Idempotent."""

@@ -1,7 +1,7 @@
 """Access control for engines: a request must carry the run's token.
 
-In: every request to a rollout replica. Out: the request, or status 401. Runs in the replica's server; score servers
-call :func:`may_pass` themselves. Without a token, anyone on the network could replace an engine's weights.
+In: every request to a rollout replica. Out: the request, or status 401. Runs in the replica's server.
+Without a token, anyone on the network could replace an engine's weights.
 
 vLLM's own ``--api-key`` covers ``/v1``, ``/v2`` and ``/inference``, but not the endpoints of its development mode,
 which pause engines, load weights and call methods of workers. This covers every path. The token is passed in the

@@ -1,9 +1,9 @@
-"""Endpoint files: the addresses of rollout replicas and score servers, on a file system shared by all nodes.
+"""Endpoint files: the addresses of rollout replicas, on a file system shared by all nodes.
 
-In: a server's description of itself once it answers. Out: ``<run>/replicas/<name>.json`` or
-``<run>/scorers/<name>.json``, readable only by its owner because it holds the token that controls the server. Written
-by ``rollout/replica.py`` and ``envs/score_server.py``, read by trainer rank 0. The file of a killed server is
-recognized by its incarnation, and because nothing answers at its address.
+In: a server's description of itself once it answers. Out: ``<run>/replicas/<name>.json``,
+readable only by its owner because it holds the token that controls the server. Written by ``rollout/replica.py``, read
+by trainer rank 0. A trainer recognizes the file of a killed server by its incarnation, and because nothing answers at
+its address.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 class Endpoint:
     """One incarnation of a server."""
 
-    name: str  # "rollout-0", "score-0"
+    name: str  # "rollout-0"
     url: str
     host: str  # name of the node, for messages
     pid: int
@@ -76,14 +76,6 @@ def replica_name(index: int) -> str:
 
 def endpoint_path(run_dir: Path | str, index: int) -> Path:
     return Path(run_dir) / "replicas" / f"{replica_name(index)}.json"
-
-
-def scorer_name(index: int) -> str:
-    return f"score-{index}"
-
-
-def scorer_path(run_dir: Path | str, index: int) -> Path:
-    return Path(run_dir) / "scorers" / f"{scorer_name(index)}.json"
 
 
 def _own_log() -> str:

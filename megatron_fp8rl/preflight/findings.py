@@ -25,7 +25,7 @@ RANGES = {
         rollout.window_groups
         rollout.top_k rollout.max_replica_restarts
         algo.kl_coef algo.entropy_coef algo.overlong_buffer_tokens algo.correction_low
-        data.sft_steps data.score_servers
+        data.sft_steps
         checkpoint.every_steps checkpoint.every_minutes observe.verify_every observe.eval_every observe.eval_prompts
     """,
     "[1, inf)": """

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import string
 import subprocess
 import tempfile
@@ -300,14 +299,7 @@ def _check_data(found: Findings) -> None:
     if data.chat_template and not _has_chat_template(found.cfg.model.hf_path or data.tokenizer):
         problem = f"the tokenizer {found.cfg.model.hf_path or data.tokenizer} has no chat template"
         found.refuse("data.chat_template", problem, "Set False, or add chat_template.jinja to its folder")
-    is_launched = "LAUNCH_DIR" in os.environ or found.cfg.rollout.placement == "remote"
-    if found.in_range("data") and data.score_servers and not is_launched:
-        found.refuse(
-            "data.score_servers",
-            "the agents of a launched job start them, and this program does not",
-            "Launch the run by `python -m launch CONFIG --cluster local`, or set 0",
-            choices=[0],
-        )
+    found.in_range("data")
     if data.sft_stop_pass_rate is not None and found.cfg.observe.eval_prompts == 0:
         found.refuse(
             "data.sft_stop_pass_rate",

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from megatron_fp8rl.config import ConfigError, RewardConfig, RunConfig, Violation
 from megatron_fp8rl.envs.rewards import scalar
 from megatron_fp8rl.net import auth
-from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.net.address import LOOPBACK
 from megatron_fp8rl.net.endpoint import Endpoint
 from megatron_fp8rl.precision.hardware import here
 from megatron_fp8rl.rollout import placement, vllm_args
@@ -98,10 +98,9 @@ class _Server:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus
         else:
             environment |= vllm_args.CPU_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        host = own_address() if self._cfg.data.score_servers else "127.0.0.1"
         with socket.socket() as sock, self._log.open("ab") as log:
-            sock.bind((host, 0))
-            self._url = f"http://{host}:{sock.getsockname()[1]}"
+            sock.bind((LOOPBACK, 0))
+            self._url = f"http://{LOOPBACK}:{sock.getsockname()[1]}"
             self._process = subprocess.Popen(
                 vllm_args.server_command(_arguments(self._options, is_gpu), listen_fd=sock.fileno()),
                 stdin=subprocess.DEVNULL,

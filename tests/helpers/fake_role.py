@@ -96,7 +96,7 @@ def serve(arguments: argparse.Namespace) -> None:
             time.sleep(0.05)
         time.sleep(arguments.die_after)
         raise MemoryError("no memory for the KV cache")
-    endpoint = RUN / ("scorers" if name.startswith("score-") else "replicas") / f"{name}.json"
+    endpoint = RUN / "replicas" / f"{name}.json"
     endpoint.parent.mkdir(exist_ok=True)
     say("listens")
     half = endpoint.with_suffix(".half")

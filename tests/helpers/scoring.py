@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_fp8rl.envs.scoring import CompletionScorer, Score
+from megatron_fp8rl.envs.scoring import Score, ScorePool
 from megatron_fp8rl.types import Prompt
 
 
-def score_all(scorer: CompletionScorer, pairs: Iterable[tuple[Prompt, str]]) -> list[Score]:
+def score_all(scorer: ScorePool, pairs: Iterable[tuple[Prompt, str]]) -> list[Score]:
     """In their order."""
     return [future.result() for future in [scorer.submit(prompt, text) for prompt, text in pairs]]

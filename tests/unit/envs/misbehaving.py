@@ -1,4 +1,4 @@
-"""An environment whose scorer does whatever the completion says, and a run with it. Imported by score workers."""
+"""An environment whose scorer does whatever the completion says. Imported by score workers."""
 
 import os
 import re
@@ -6,10 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
-from megatron_fp8rl import cli
-from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RunConfig
 from megatron_fp8rl.envs.environment import Problem
 
 
@@ -77,12 +74,6 @@ class Judge:
 class Broken:
     def __init__(self):
         raise OSError("no licence server")
-
-
-def judged() -> RunConfig:
-    """The configuration of a job with one score server."""
-    judge = EnvironmentConfig(dataset="misbehaving:Judge")
-    return replace(cli.load_config("tiny_qwen3_moe"), data=DataConfig(environments=(judge,), score_servers=1))
 
 
 class Fragile(Judge):

@@ -58,19 +58,6 @@ def test_router_replay_needs_a_router_and_recorded_experts(tmp_path):
     assert fields_of(missing) == ["--rollout.replay"]
 
 
-def test_score_servers_need_agents_that_start_them(monkeypatch):
-    monkeypatch.delenv("LAUNCH_DIR", raising=False)
-    assert fields_of(make(data__score_servers=-1)) == ["--data.score_servers"]
-    [found] = check(make(data__score_servers=2, rollout__placement="separate"), accelerator="cpu")
-    assert str(found) == (
-        "--data.score_servers = 2: the agents of a launched job start them, and this program does not. Launch the run by "
-        "`python -m launch CONFIG --cluster local`, or set 0."
-    )
-    assert fields_of(make(data__score_servers=2, rollout__placement="remote")) == []
-    monkeypatch.setenv("LAUNCH_DIR", "/a/run/launch/7.0")  # an agent has started this program
-    assert fields_of(make(data__score_servers=2)) == []
-
-
 def test_five_mistakes_give_five_violations():
     cfg = make(
         parallel__pipeline=5,
