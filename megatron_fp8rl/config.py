@@ -215,7 +215,6 @@ class RolloutConfig:
     bucket_bytes: int = 256 << 20  # bytes of weights sent per round
     # Memory of an engine worker for weights that arrive while it samples: their size again, on the GPU or pinned on its host
     spare_weights: Literal["none", "device", "host"] = "none"
-    delta_weights: bool = False  # over gloo, send only changed FP8 bytes and scales; needs spare_weights; up to 10 Gb/s
     start_deadline_s: float = 600.0
     request_deadline_s: float = 600.0
     update_deadline_s: float = 300.0

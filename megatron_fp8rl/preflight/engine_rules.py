@@ -36,12 +36,6 @@ def _check_placement(found: Findings, accelerator: str) -> None:
 
 def _check_transport(found: Findings, accelerator: str) -> None:
     rollout = found.cfg.rollout
-    if rollout.delta_weights and rollout.spare_weights == "none":
-        problem = "changes the weights that an engine has in spare memory, and these have none (rollout.spare_weights)"
-        found.refuse("rollout.delta_weights", problem, "Set --rollout.spare_weights device or host")
-    elif rollout.delta_weights and rollout.transport in ("ipc", "nccl"):
-        problem = f"is compressed on hosts, and rollout.transport = {rollout.transport!r} does not pass them"
-        found.refuse("rollout.delta_weights", problem, "Set False, or --rollout.transport gloo")
     if rollout.placement == "remote" and rollout.transport == "ipc" and rollout.replay is None:
         found.refuse(
             "rollout.transport",

@@ -100,8 +100,6 @@ class WeightExporter:
             one_host=one_host and rollout.placement != "remote",
             colocated=rollout.placement == "colocated",
         )
-        if kind == "gloo" and rollout.delta_weights:
-            kind = "gloo_delta"
         if kind == "ipc" and not one_host:
             raise ValueError("rollout.transport = ipc: the trainer's ranks are on several hosts; choose nccl or auto")
         self._engines = together(lambda: self._find_engines(fleet), self._group)

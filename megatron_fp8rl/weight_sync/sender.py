@@ -173,7 +173,6 @@ class ShardSender:
         self._num_attempts += 1
         is_whole = mode == "reload"
         schedule, packers = self._schedules[is_whole], self._packers[is_whole]
-        self._transport.staged = mode == "stage"
         self._transport.begin(self._num_attempts, schedule.rounds)
         if self._receivers is not None:
             info = {"version": version, "mode": mode, "attempt": self._num_attempts}

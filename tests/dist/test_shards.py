@@ -171,34 +171,25 @@ def test_an_engine_whose_kernels_cannot_be_written_is_not_paused():
 
 
 def publish_to_spare_memory(cfg: RunConfig):
-    """Runs on a rank: (what the workers hold after an update, bytes that the last three publications sent, calls, the
-    weights after it)."""
+    """Runs on a rank: (what the workers hold after an update, calls, the weights after it)."""
     exporter, policy, replicas = exporter_of(cfg)
-    sent = []
     for version in (1, 2, 3, 4):
         if version == 4:
             continue_training(policy, 1)
         exporter.publish(version)
-        sent.append(getattr(exporter.sender._transport, "num_sent_bytes", 0))
     exporter.close()
-    return [worker.held for worker in replicas[0].workers], sent[1:], replicas[0].calls, weight_pieces(policy)
+    return [worker.held for worker in replicas[0].workers], replicas[0].calls, weight_pieces(policy)
 
 
-@pytest.mark.parametrize(
-    ("transport", "more"), [("ipc", {}), ("gloo", {}), ("gloo", dict(delta_weights=True))], ids=["ipc", "gloo", "delta"]
-)
-def test_weights_arrive_in_spare_memory_before_the_pause(transport, more):
+@pytest.mark.parametrize("transport", ["ipc", "gloo"])
+def test_weights_arrive_in_spare_memory_before_the_pause(transport):
     engine = dict(data=2, expert=2, num_replicas=2, spare_weights="host", bucket_bytes=100_000)
-    cfg = shard_config("moe", transport, dict(world_size=2, tensor=2, expert=2), engine | more)
+    cfg = shard_config("moe", transport, dict(world_size=2, tensor=2, expert=2), engine)
     ranks = run_ranks(2, publish_to_spare_memory, cfg)
-    workers, _, calls, _ = ranks[0]
+    workers, calls, _ = ranks[0]
     require_slices(cfg, workers, expected_wire(cfg, full_weights(cfg.model, [pieces for *_, pieces in ranks])))
     first = ["pause", "start", "reload", "start", "compare", "resume"]
     assert calls == [*first, *["stage", "pause", "start", "switch", "resume"] * 3]
-    for _, (whole_bytes, same, updated), _, _ in ranks:
-        if more:
-            assert 0 < same < 0.05 * whole_bytes  # nothing has changed: headers of deltas
-            assert same < updated < whole_bytes
 
 
 def train_and_publish(cfg: RunConfig):

@@ -260,7 +260,6 @@ class TransferEngine(WeightTransferEngine):
     def _load_rounds(self, attempt: int, transport: Transport) -> None:
         schedule = self._whole if self._mode == "reload" else self._slices
         try:
-            transport.staged = False
             transport.begin(attempt, schedule.rounds)
             with torch.inference_mode():
                 if self._mode == "reload":

@@ -81,12 +81,12 @@ class SpareWeights:
     def _receive(self, transport: Transport, attempt: int) -> None:
         try:
             with torch.inference_mode(), self._on_stream():
-                transport.nap_s, transport.staged = _NAP_S, True
+                transport.nap_s = _NAP_S
                 transport.begin(attempt, self._rounds)
                 for number, messages in enumerate(self._rounds):
                     transport.receive(number)
                     for message in messages.received_by(self._engine_rank):
-                        transport.deliver(message, number, self.inbox(message, number))
+                        self.inbox(message, number).copy_(transport.inbox(message, number), non_blocking=True)
                     transport.release(number)
                 transport.finish()
                 if self._stream is not None:

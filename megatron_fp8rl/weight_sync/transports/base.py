@@ -84,7 +84,6 @@ class Transport:
         self.timeout_s = timeout_s
         self.watch: Callable[[], None] = lambda: None
         self.nap_s = _NAP_S
-        self.staged = False  # whether the publication goes to spare memory; both ends set it before :meth:`begin`
         self._store = store
         self._attempt = 0
         self._rounds: tuple[Round, ...] = ()
@@ -166,10 +165,6 @@ class Transport:
     def receive(self, number: int) -> None:
         """Wait until the messages of round ``number`` may be read on the current stream."""
         raise NotImplementedError
-
-    def deliver(self, message: Message, number: int, target: Tensor) -> None:
-        """Write a received message to ``target``, uint8, on the current stream."""
-        target.copy_(self.inbox(message, number), non_blocking=True)
 
     def release(self, number: int) -> None:
         """Mark round ``number`` as read by the current stream."""

@@ -9,7 +9,6 @@ import torch
 from megatron_fp8rl.weight_sync.schedule import SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
 from megatron_fp8rl.weight_sync.transports.cuda_ipc import IpcTransport
-from megatron_fp8rl.weight_sync.transports.delta_group import DeltaGlooTransport
 from megatron_fp8rl.weight_sync.transports.process_group import GlooTransport, NcclTransport
 from megatron_fp8rl.weight_sync.transports.signed_store import SignedStore
 
@@ -17,7 +16,6 @@ TRANSPORTS: dict[str, type[Transport]] = {
     "ipc": IpcTransport,
     "nccl": NcclTransport,
     "gloo": GlooTransport,
-    "gloo_delta": DeltaGlooTransport,  # gloo with rollout.delta_weights
 }
 
 
