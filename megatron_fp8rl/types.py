@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from megatron_fp8rl.token_rows import Row
+    from megatron_fp8rl.token_array import TokenArray
 
 KVScales: TypeAlias = dict[int, tuple[float, float, float]]
 """Layer index -> (q, k, v) scales: the divisors before the cast to E4M3, exactly representable in float32."""
@@ -50,8 +50,8 @@ class Prompt:
 class Completion:
     """A sampled segment: what the engine returned for one request. Takes any sequences, and keeps them as rows."""
 
-    token_ids: Row  # [C] includes the EOS token, if any
-    rollout_logprobs: Row  # [C] of the sampled tokens
+    token_ids: TokenArray  # [C] includes the EOS token, if any
+    rollout_logprobs: TokenArray  # [C] of the sampled tokens
     finish_reason: Literal["stop", "length", "abort"]
     min_version: int  # policy version that sampled the first token
     max_version: int  # policy version that sampled the last token
@@ -64,10 +64,12 @@ class Completion:
     num_cached_tokens: int = 0  # those of them that the engine had in its prefix cache
 
     def __post_init__(self) -> None:
-        from megatron_fp8rl.token_rows import Row  # NumPy, which programs that only read a configuration do without
+        from megatron_fp8rl.token_array import (
+            TokenArray,
+        )  # NumPy, which programs that only read a configuration do without
 
-        object.__setattr__(self, "token_ids", Row.of_ids(self.token_ids))
-        object.__setattr__(self, "rollout_logprobs", Row.of_floats(self.rollout_logprobs))
+        object.__setattr__(self, "token_ids", TokenArray.of_ids(self.token_ids))
+        object.__setattr__(self, "rollout_logprobs", TokenArray.of_floats(self.rollout_logprobs))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +88,7 @@ class Trajectory:
     segments: tuple[Given | Completion, ...]
 
     @property
-    def token_ids(self) -> Row:  # [L]
+    def token_ids(self) -> TokenArray:  # [L]
         return _joined(segment.token_ids for segment in self.segments)
 
     @property
@@ -170,8 +172,8 @@ class RolloutGroup:
 class Stretch(NamedTuple):
     """Consecutive tokens of a sample: all given, or all sampled, with one advantage."""
 
-    token_ids: Row  # [N]
-    rollout_logprobs: Row | None = None  # [N] of sampled tokens
+    token_ids: TokenArray  # [N]
+    rollout_logprobs: TokenArray | None = None  # [N] of sampled tokens
     advantage: float = 0.0  # of each token
     is_trained: bool = False  # whether its tokens carry loss
 
@@ -200,7 +202,7 @@ class Sample:
         return sum(len(one.token_ids) for one in self.stretches if one.is_trained)
 
     @property
-    def token_ids(self) -> Row:  # [L]
+    def token_ids(self) -> TokenArray:  # [L]
         return _joined(one.token_ids for one in self.stretches)
 
 
@@ -208,13 +210,13 @@ def _is_given(stretch: Stretch) -> bool:
     return stretch.rollout_logprobs is None and not stretch.is_trained
 
 
-def _joined(parts: Iterable[Sequence[int]]) -> Row:
+def _joined(parts: Iterable[Sequence[int]]) -> TokenArray:
     """Token ids, one part after another, int32."""
     import numpy as np
 
-    from megatron_fp8rl.token_rows import Row, joined
+    from megatron_fp8rl.token_array import TokenArray
 
-    return Row(joined(map(Row.of_ids, parts), np.int32))
+    return TokenArray(np.concatenate([np.empty(0, np.int32), *(TokenArray.of_ids(part).array for part in parts)]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

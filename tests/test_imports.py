@@ -20,7 +20,7 @@ LIBRARY = "megatron_fp8rl"
 FLOORS = (
     "upstream",
     "garbage",
-    "token_rows",
+    "token_array",
     "types",
     "config",
     "kernels",

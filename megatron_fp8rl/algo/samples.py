@@ -18,7 +18,7 @@ import numpy as np
 from megatron_fp8rl.algo.named import AdvantageFn
 from megatron_fp8rl.algo.turns import advantages_of_turns, is_varied
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Completion, Given, Rollout, RolloutGroup, Sample, Stretch, Trajectory
 
 # A record of this many tokens cannot be all zeros, even if a token has one expert only.
@@ -52,7 +52,7 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
         if cfg.algo.zero_variance != "keep" and not is_varied(rollouts, rewards, cfg.algo):
             continue
         by_rollout = advantages_of_turns(rollouts, rewards, advantage_fn, cfg.algo)
-        prompt_ids = Row.of_ids(group.prompt.token_ids)
+        prompt_ids = TokenArray.of_ids(group.prompt.token_ids)
         for rollout, of_turns in zip(rollouts, by_rollout, strict=True):
             turns = iter(of_turns)
             for number, branch in enumerate(rollout.branches):
@@ -153,7 +153,7 @@ def _sample(
     advantages: Sequence[float],
     version: int,
     oldest: int | None,
-    prompt_ids: Row,
+    prompt_ids: TokenArray,
 ) -> Sample | None:
     """The sample of one branch, without what was given after its last sampled token; None if nothing of it is trained.
 
@@ -167,7 +167,7 @@ def _sample(
     for segment in branch.segments[: last + 1]:
         if not isinstance(segment, Completion):
             is_prompt = segment.token_ids is rollout.prompt.token_ids
-            stretches.append(Stretch(prompt_ids if is_prompt else Row.of_ids(segment.token_ids)))
+            stretches.append(Stretch(prompt_ids if is_prompt else TokenArray.of_ids(segment.token_ids)))
             continue
         num = len(segment.token_ids)
         if len(segment.rollout_logprobs) != num:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample, Stretch
 
 
@@ -74,8 +74,8 @@ class SampleColumns:
 
     def samples(self) -> list[Sample]:
         """The samples; their numbers are views of the columns."""
-        rows = [Row(array) for array in self.token_ids.arrays()]
-        of_sampled = map(Row, self.rollout_logprobs.arrays())
+        rows = [TokenArray(array) for array in self.token_ids.arrays()]
+        of_sampled = map(TokenArray, self.rollout_logprobs.arrays())
         experts = itertools.repeat(None) if self.routed_experts is None else self.routed_experts.arrays()
         flags = zip(
             self.rows.tolist(),

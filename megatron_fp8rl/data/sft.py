@@ -13,7 +13,7 @@ from megatron_fp8rl.data.dropped import DroppedLog, RowError
 from megatron_fp8rl.data.prompts import ProblemSource, apportion
 from megatron_fp8rl.data.tokenizer import encode
 from megatron_fp8rl.envs.environment import Problem
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample, Stretch
 
 
@@ -77,5 +77,5 @@ class SftSource:
                 f"the answer of {name} has {len(answer)} tokens with its end token, more than "
                 f"rollout.max_completion_tokens = {limit}: {problem.answer!r}"
             )
-        stretches = Stretch(Row.of_ids(prompt.token_ids)), Stretch(Row.of_ids(answer), is_trained=True)
+        stretches = Stretch(TokenArray.of_ids(prompt.token_ids)), Stretch(TokenArray.of_ids(answer), is_trained=True)
         return Sample(name=name, environment=key, stretches=stretches)

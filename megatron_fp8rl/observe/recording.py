@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_fp8rl.data.checkpoint_dir import make_folder, sync_to_disk
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Completion, Given, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def _column(name: str, values: pyarrow.Array) -> list[Any]:
     if name in _LISTS:
         flat, offsets = values.values.to_numpy(), values.offsets.to_pylist()
         parts = [flat[start:end] for start, end in zip(offsets, offsets[1:], strict=False)]
-        return [tuple(part.tolist()) if name == "prompt_token_ids" else Row(part.copy()) for part in parts]
+        return [tuple(part.tolist()) if name == "prompt_token_ids" else TokenArray(part.copy()) for part in parts]
     found = values.to_pylist()
     return [None if v is None else json.loads(v) for v in found] if name in _AS_JSON else found
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fp8rl.config import RolloutConfig
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Completion
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -59,8 +59,8 @@ class Sampling:
 class Segment:
     """The tokens that one request sampled for one completion."""
 
-    token_ids: Row  # [C]
-    rollout_logprobs: Row  # [C]
+    token_ids: TokenArray  # [C]
+    rollout_logprobs: TokenArray  # [C]
     finish_reason: FinishReason
     routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], with the prompt of that request
     text: str | None = None  # of the completion up to the end of this segment; None if it goes on
@@ -127,8 +127,8 @@ def read_answer(content: bytes) -> Answer:
             experts = take(np.dtype(dtype), *shape)
         segments.append(
             Segment(
-                token_ids=Row(token_ids),
-                rollout_logprobs=Row(logprobs),
+                token_ids=TokenArray(token_ids),
+                rollout_logprobs=TokenArray(logprobs),
                 finish_reason=reason,
                 routed_experts=experts,
                 text=choice["text"],
@@ -150,8 +150,8 @@ class PartialCompletion:
     """A completion in progress."""
 
     seed: int
-    token_ids: Row = Row(np.empty(0, _TOKEN))
-    rollout_logprobs: Row = Row(np.empty(0, _LOGPROB))
+    token_ids: TokenArray = TokenArray(np.empty(0, _TOKEN))
+    rollout_logprobs: TokenArray = TokenArray(np.empty(0, _LOGPROB))
     finish_reason: FinishReason | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first token index, version)
     routed_experts: np.ndarray | None = None

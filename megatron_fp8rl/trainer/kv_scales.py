@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.trainer.model.attention import PackedAttention
-from megatron_fp8rl.token_rows import Row
 from megatron_fp8rl.types import KVScales, Prompt, Sample, Stretch
 
 MARGIN = 2.0
@@ -102,7 +102,7 @@ def as_samples(prompts: Sequence[Prompt]) -> list[Sample]:
     """Convert prompts to training sequences whose last token is the completion, so that they can be packed and run."""
     samples = []
     for prompt in prompts:
-        tokens = Row.of_ids(prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2)
+        tokens = TokenArray.of_ids(prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2)
         stretches = Stretch(tokens[:-1]), Stretch(tokens[-1:], is_trained=True)
         samples.append(Sample(name=prompt.prompt_id, environment=prompt.environment, stretches=stretches))
     return samples

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_fp8rl.algo.losses import sft
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import Alignment, pack_for
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import Prompt, Sample, Stretch, TrainBatch
 
@@ -42,7 +42,7 @@ def batch_of(cfg: RunConfig, text: np.ndarray, num_sequences: int, length: int, 
     all tokens but the first of each."""
     samples = []
     for i in range(num_sequences):
-        tokens = Row(text.take(range(i * length, (i + 1) * length), mode="wrap"))
+        tokens = TokenArray(text.take(range(i * length, (i + 1) * length), mode="wrap"))
         stretches = Stretch(tokens[:1]), Stretch(tokens[1:], is_trained=True)
         samples.append(Sample(name=f"text-{i}", environment="", stretches=stretches))
     (batch,) = pack_for(cfg, samples, data_rank=data_rank)

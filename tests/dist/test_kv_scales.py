@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.data.packing import pack_for
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Prompt, Sample, Stretch
 from tests.helpers.dist import run_ranks
 from tests.helpers.measured_attention import measure_attention
@@ -30,7 +30,7 @@ def _samples() -> list[Sample]:
     """No sample has the token that fills packs up, 0."""
 
     def without_it(stretch: Stretch) -> Stretch:
-        return stretch._replace(token_ids=Row(np.maximum(stretch.token_ids, 1)))
+        return stretch._replace(token_ids=TokenArray(np.maximum(stretch.token_ids, 1)))
 
     return [replace(s, stretches=tuple(map(without_it, s.stretches))) for s in make_samples()]
 

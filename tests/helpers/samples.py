@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample, Stretch
 
 
@@ -23,11 +23,14 @@ def make_sample(
 ) -> Sample:
     """Each token of the completion is a stretch of its own."""
     sampled = zip(completion, logprobs, mask, advantages, strict=True)
-    stretches = (Stretch(Row.of_ids((i,)), Row.of_floats((p,)), advantage, flag) for i, p, flag, advantage in sampled)
+    stretches = (
+        Stretch(TokenArray.of_ids((i,)), TokenArray.of_floats((p,)), advantage, flag)
+        for i, p, flag, advantage in sampled
+    )
     return Sample(
         name=name,
         environment=environment,
-        stretches=(Stretch(Row.of_ids(prompt)), *stretches),
+        stretches=(Stretch(TokenArray.of_ids(prompt)), *stretches),
         routed_experts=routed_experts,
     )
 

@@ -21,7 +21,7 @@ from megatron_fp8rl.config import (
     RunConfig,
 )
 from megatron_fp8rl.data.packing import pack_for
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample, Stretch, TrainBatch
 from tests.helpers.unshard import unshard
 
@@ -96,14 +96,14 @@ def make_samples(num: int = 8, *, length: int | None = None, seed: int = 5) -> l
         num_completion = num_tokens - num_prompt
         advantage = float(torch.randn((), generator=generator))
         rollout = (-3.5 - torch.rand(num_completion, generator=generator)).tolist()
-        ids = Row(torch.randint(0, VOCAB, (num_tokens,), generator=generator).int().numpy())
+        ids = TokenArray(torch.randint(0, VOCAB, (num_tokens,), generator=generator).int().numpy())
         samples.append(
             Sample(
                 name=f"sample{index}",
                 environment="test",
                 stretches=(
                     Stretch(ids[:num_prompt]),
-                    Stretch(ids[num_prompt:], Row.of_floats(rollout), advantage, True),
+                    Stretch(ids[num_prompt:], TokenArray.of_floats(rollout), advantage, True),
                 ),
             )
         )

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_fp8rl.config import ParallelConfig
 from megatron_fp8rl.data.packing import Alignment, SequenceTooLongError, assign, pack
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample
 from tests.helpers.samples import advantages_of, logprobs_of, make_sample, mask_of
 
@@ -164,7 +164,7 @@ def test_inconsistent_samples_are_refused_by_name():
     good = draw_sample(random.Random(0), 0)
     prompt, sampled, *_ = good.stretches
     with pytest.raises(ValueError, match="env/0#0: 1 log-probabilities of 2 sampled tokens"):
-        packed(replace(good, stretches=(prompt, sampled._replace(token_ids=Row.of_ids((1, 2))))))
+        packed(replace(good, stretches=(prompt, sampled._replace(token_ids=TokenArray.of_ids((1, 2))))))
     for first in (sampled, sampled._replace(is_trained=False), prompt._replace(is_trained=True)):
         with pytest.raises(ValueError, match="env/0#0: no token before the first that was sampled"):
             packed(replace(good, stretches=(first, sampled)))

@@ -7,18 +7,23 @@ import pytest
 
 from megatron_fp8rl.data.packing import divide
 from megatron_fp8rl.data.sample_columns import SampleColumns
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.trainer.messages import pack, unpack
 from megatron_fp8rl.types import Sample, Stretch
 from tests.helpers.samples import advantages_of, logprobs_of, mask_of
 
-PROMPT = Row.of_ids(range(100))
+PROMPT = TokenArray.of_ids(range(100))
 
 
 def sample(number: int, *, experts: bool = False) -> Sample:
     """A prompt that all share, an answer, what a tool said, and a stretch that is too old to be trained."""
-    answer = Row.of_ids(range(number, number + 3)), Row(np.float32([-0.25, -number, 0.0]))
-    stretches = Stretch(PROMPT), Stretch(*answer, 0.5 - number, True), Stretch(Row.of_ids((7,))), Stretch(*answer, 0.1)
+    answer = TokenArray.of_ids(range(number, number + 3)), TokenArray(np.float32([-0.25, -number, 0.0]))
+    stretches = (
+        Stretch(PROMPT),
+        Stretch(*answer, 0.5 - number, True),
+        Stretch(TokenArray.of_ids((7,))),
+        Stretch(*answer, 0.1),
+    )
     routed = np.full((106, 2, 4), number, np.uint8) if experts else None
     return Sample(name=f"p#{number}", environment="e", stretches=stretches, staleness=number, routed_experts=routed)
 

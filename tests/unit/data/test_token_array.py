@@ -1,4 +1,4 @@
-"""Rows of numbers behave like tuples of Python numbers, and take their bytes."""
+"""Token arrays behave like tuples of Python numbers, and take as many bytes as their arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Completion, Given, Trajectory
 
 IDS, FLOATS = (5, 151_935, 0), (-0.5, -0.1, 0.0)
@@ -20,27 +20,27 @@ def completion(**fields) -> Completion:
 
 
 def test_it_is_the_tuple_of_its_numbers():
-    row, values = Row.of_ids(IDS), IDS
+    row, values = TokenArray.of_ids(IDS), IDS
     assert row == values and values == row and list(row) == list(values) and tuple(row) == values
     assert row == list(values) and row != (*values, 1) and row != values[:-1] and row != "x"
     assert row[0] == values[0] and type(row[0]) is type(values[0]) and row[-1] == values[-1]
-    assert row[1:] == values[1:] and isinstance(row[1:], Row) and values[0] in row and hash(row) == hash(values)
-    assert row + values[:1] == (*values, values[0]) and Row.of_ids(()) + IDS == IDS and repr(row) == repr(values)
+    assert row[1:] == values[1:] and isinstance(row[1:], TokenArray) and values[0] in row and hash(row) == hash(values)
+    assert row + values[:1] == (*values, values[0]) and TokenArray.of_ids(()) + IDS == IDS and repr(row) == repr(values)
     for protocol in (4, 5):
         assert pickle.loads(pickle.dumps([row, row[1:], row[::2]], protocol)) == [row, row[1:], row[::2]]
-    assert not Row.of_ids(()) and Row.of_ids(()) == ()
+    assert not TokenArray.of_ids(()) and TokenArray.of_ids(()) == ()
 
 
 def test_floats_are_single_where_nothing_is_lost():
-    exact = Row.of_floats(np.float32(FLOATS).tolist())
-    assert np.asarray(exact).dtype == np.float32 and np.asarray(Row.of_floats(FLOATS)).dtype == np.float64
-    assert exact == np.float32(FLOATS).tolist() and Row.of_floats(FLOATS) == FLOATS
-    assert Row.of_floats((float("nan"),)) == (float("nan"),)  # recordings hold it
+    exact = TokenArray.of_floats(np.float32(FLOATS).tolist())
+    assert np.asarray(exact).dtype == np.float32 and np.asarray(TokenArray.of_floats(FLOATS)).dtype == np.float64
+    assert exact == np.float32(FLOATS).tolist() and TokenArray.of_floats(FLOATS) == FLOATS
+    assert TokenArray.of_floats((float("nan"),)) == (float("nan"),)  # recordings hold it
 
 
 def test_it_cannot_be_changed():
     given = np.arange(3, dtype=np.int32)
-    row = Row(given)
+    row = TokenArray(given)
     with pytest.raises(TypeError):
         row[0] = 1
     with pytest.raises(ValueError, match="read-only"):

@@ -1,19 +1,18 @@
-"""Numbers of the tokens of a sequence, as compact as their bytes.
-
-A :class:`Row` behaves like a tuple of Python numbers: it is immutable, and equal to any sequence of the same numbers. It
-takes 4 bytes for a token id or a log-probability, where a tuple takes 32 to 36, and NumPy and pickle read it at once.
-"""
+"""A compact sequence with one number for each token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 
-class Row(Sequence):
-    """A read-only array of numbers, [N], that NumPy reads without a copy."""
+class TokenArray(Sequence):
+    """A read-only array [N] of token ids or log-probabilities that behaves like a tuple of Python numbers.
+
+    It equals any sequence of the same numbers. A number takes 4 bytes (8 in float64); in a tuple it takes 32 to 36.
+    """
 
     __slots__ = ("_array",)
 
@@ -22,14 +21,14 @@ class Row(Sequence):
         self._array.flags.writeable = False
 
     @classmethod
-    def of_ids(cls, values: Sequence[int]) -> Row:
+    def of_ids(cls, values: Sequence[int]) -> TokenArray:
         """Token ids, as int32."""
-        return values if isinstance(values, Row) else cls(np.asarray(values, np.int32))
+        return values if isinstance(values, TokenArray) else cls(np.asarray(values, np.int32))
 
     @classmethod
-    def of_floats(cls, values: Sequence[float]) -> Row:
+    def of_floats(cls, values: Sequence[float]) -> TokenArray:
         """As float32, which holds what engines return, or as float64 where a number needs it."""
-        if isinstance(values, Row):
+        if isinstance(values, TokenArray):
             return values
         array = np.asarray(values)
         if array.dtype != np.float32:
@@ -53,17 +52,17 @@ class Row(Sequence):
         return iter(self._array.tolist())
 
     def __getitem__(self, index: int | slice) -> Any:
-        return Row(self._array[index]) if isinstance(index, slice) else self._array[index].item()
+        return TokenArray(self._array[index]) if isinstance(index, slice) else self._array[index].item()
 
-    def __add__(self, other: Sequence[float]) -> Row:
-        if isinstance(other, Row) and (not len(self) or not len(other)):
+    def __add__(self, other: Sequence[float]) -> TokenArray:
+        if isinstance(other, TokenArray) and (not len(self) or not len(other)):
             return self if len(self) else other
-        return Row(np.concatenate([self._array, np.asarray(other, self._array.dtype)]))
+        return TokenArray(np.concatenate([self._array, np.asarray(other, self._array.dtype)]))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Row | tuple | list):
+        if not isinstance(other, TokenArray | tuple | list):
             return NotImplemented
         own, found = self._array, np.asarray(other)
         # A literal such as -0.1 has no float32 of its own.
@@ -76,13 +75,8 @@ class Row(Sequence):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self._array, dtype, copy=copy)
 
-    def __reduce__(self) -> tuple[type[Row], tuple[np.ndarray]]:
-        return Row, (self._array,)
+    def __reduce__(self) -> tuple[type[TokenArray], tuple[np.ndarray]]:
+        return TokenArray, (self._array,)
 
     def __repr__(self) -> str:
         return repr(tuple(self))
-
-
-def joined(rows: Iterable[Row], dtype: type[np.generic]) -> np.ndarray:
-    """A new array of the rows' numbers, one row after another; ``dtype`` is that of no rows."""
-    return np.concatenate([np.empty(0, dtype), *(row.array for row in rows)])
