@@ -39,7 +39,6 @@ from checkpoint_tools.safetensors_file import Files
 from megatron_fp8rl.data import checkpoint_pickle
 
 METADATA = ".metadata"
-SUFFIX = ".distcp"
 _CRC_READ_BYTES = 1 << 20
 _LOCAL_HEADER_BYTES = 30  # of a zip archive's member, before its name
 

@@ -14,7 +14,7 @@ ranges of one axis; it is filled once, and every rank of the audience, in every 
 If several trainer ranks hold the same part (data-parallel replicas, tensors replicated over tensor-parallel ranks), the
 one that sends the fewest bytes so far sends it; among equals, one on the rail of its audience: the GPUs with one index
 in their node, whose network cards share a switch. Every sender spreads what it sends evenly over the rounds, so that no
-rank waits for the longest of them. ``traffic.py`` counts what results.
+rank waits for the longest of them. ``tests/helpers/traffic.py`` counts the bytes.
 
 Parts of FP8 tensors start and end at block edges, so each is quantized by itself. A "gathered" tensor, whose parts do
 not, is assembled in BF16 on the rank that sends its first part.

@@ -357,7 +357,7 @@ def test_spare_memory_takes_the_wire_out_of_the_pause():
     direct, spare = timed(), timed(spare_weights="device")
     assert direct.pause == direct.publish == spare.publish
     assert spare.pause == pytest.approx(direct.publish - direct.wire) and spare.pause < 0.3
-    # A worker keeps 1/32 of the experts and all of the rest: 39.5 GB at 40 GB/s, as weight_sync/traffic.py counts.
+    # A worker keeps 1/32 of the experts and all of the rest: 39.5 GB at 40 GB/s, as tests/helpers/traffic.py counts.
     assert direct.wire == pytest.approx(39.5e9 / 40e9, rel=0.02)
 
 

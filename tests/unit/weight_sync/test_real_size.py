@@ -16,10 +16,10 @@ import pytest
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.weight_sync import traffic
 from megatron_fp8rl.weight_sync.plan import plan
 from megatron_fp8rl.weight_sync.schedule import plan_schedule
 from model_configs import deepseek
+from tests.helpers import traffic
 
 MODELS = {"deepseek_v3": deepseek.deepseek_v3(), "kimi_k2": deepseek.kimi_k2()}
 TRAINERS = [TrainerLayout(world_size=256, tensor=t, pipeline=4, expert=64) for t in (1, 4)]
@@ -51,7 +51,7 @@ _MEASURED = """
 import json, resource, sys, time
 import torch  # every rank imports it in any case
 from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig
-from megatron_fp8rl.weight_sync import traffic
+from tests.helpers import traffic
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.sender import Slots
 from model_configs import deepseek
