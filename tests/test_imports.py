@@ -31,10 +31,10 @@ FLOORS = (
     "envs",
     "data",
     "observe",
-    "preflight",
     "trainer",
     "weight_sync",
     "rollout",
+    "preflight",
 )
 PROGRAMS = (
     "report",

@@ -2,13 +2,12 @@
 
 In: a RunConfig and a GPU. Out: an :class:`EngineEstimate`. Pure; vLLM is not imported.
 
-    weights        FP8 bytes, one FP32 scale per 128x128 block, BF16 for the rest; see ``parameters.on_engine_worker``
+    weights        the sum over the plan of a publication: FP8 bytes, FP32 scales, BF16 for the rest
     activations    of the profile run with max_num_batched_tokens tokens: the widest point of one layer, and the
                    sampler's FP32 logits, probabilities and log-probabilities of max_num_sequences rows; experts of
                    data-parallel ranks see the tokens of all of them, before and after
-    KV cache       2 x layers x key/value heads x head_dim per token (heads are replicated if there are more ranks
-                   than heads), or the latent and the rotated key of latent attention, on every rank; vLLM uses the
-                   rest of gpu_memory_utilization unless rollout.kv_cache_bytes is set
+    KV cache       the rest of gpu_memory_utilization unless rollout.kv_cache_bytes is set; bytes per token are those
+                   of ``rollout/vllm_args.py``
     CUDA graphs    an allowance: they share one pool of the size of the largest captured batch
 """
 
@@ -16,14 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fp8rl.config import ModelConfig, RunConfig
-from megatron_fp8rl.precision.parameters import on_engine_worker
+from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.preflight.memory import GIB, Estimate, Part
+from megatron_fp8rl.preflight.weights import on_engine_worker
+from megatron_fp8rl.rollout.vllm_args import kv_token_bytes, max_batched_tokens
 
 _CONTEXT_BYTES = int(0.8 * GIB)  # CUDA context and cuBLAS
 _TENSOR_PARALLEL_BYTES = int(0.5 * GIB)  # NCCL and vLLM's own all-reduce buffers
 _GRAPH_BYTES = int(1.0 * GIB)
-_MIN_BATCHED_TOKENS = 8192  # rollout/vllm_args.py
 _MIN_FULL_SEQUENCES = 8  # in the KV cache
 
 
@@ -52,24 +51,15 @@ class EngineEstimate:
         return self.full_sequences < min(_MIN_FULL_SEQUENCES, self.num_sequences)
 
 
-def kv_token_bytes(model: ModelConfig, tensor: int, *, fp8: bool) -> int:
-    """Bytes of KV cache for one token on one worker, over all layers."""
-    element = 1 if fp8 else 2
-    if model.mla is not None:
-        return model.num_layers * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) * element
-    heads = max(1, model.num_key_value_heads // tensor)
-    return 2 * model.num_layers * heads * model.head_dim * element
-
-
 def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
     """Estimate the memory of one worker of one replica."""
-    rollout, model = cfg.rollout, cfg.model
+    rollout = cfg.rollout
     weights = on_engine_worker(cfg)
     context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if rollout.ranks > 1 else 0)
     longest = cfg.max_sequence_tokens
     activations = _activation_bytes(cfg)
     graphs = 0 if rollout.enforce_eager else _GRAPH_BYTES
-    per_token = kv_token_bytes(model, rollout.tensor, fp8=rollout.kv_cache_dtype == "fp8")
+    per_token = kv_token_bytes(cfg, cpu=False)
     left = int(rollout.gpu_memory_utilization * capacity_bytes) - (weights.total + activations + graphs + context)
     kv_bytes = rollout.kv_cache_bytes if rollout.kv_cache_bytes is not None else left
     if rollout.kv_cache_bytes is not None:
@@ -89,7 +79,7 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
         Part(
             name="activations",
             num_bytes=activations,
-            formula=f"{batched_tokens(cfg)} tokens at a time, and the sampler",
+            formula=f"{max_batched_tokens(cfg)} tokens at a time, and the sampler",
         ),
         Part(name="CUDA graphs", num_bytes=graphs, formula="allowance" if graphs else "rollout.enforce_eager"),
         Part(name="communication, CUDA", num_bytes=context, formula="allowance"),
@@ -101,7 +91,7 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
         ),
     ]
     if rollout.spare_weights == "device":
-        spare = weights.total - weights.absorbed
+        spare = weights.sent
         parts.append(
             Part(
                 name="spare weights",
@@ -122,13 +112,6 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
     )
 
 
-def batched_tokens(cfg: RunConfig) -> int:
-    """vLLM's ``max_num_batched_tokens``, as ``rollout/vllm_args.py`` sets it."""
-    rollout = cfg.rollout
-    longest = cfg.max_sequence_tokens
-    return max(_MIN_BATCHED_TOKENS, longest, rollout.max_num_sequences)
-
-
 def _activation_bytes(cfg: RunConfig) -> int:
     """The widest point of one layer in BF16, and the sampler.
 
@@ -136,7 +119,7 @@ def _activation_bytes(cfg: RunConfig) -> int:
     product and its FP8 copy. Experts hold, per token copy, gate and up or their output (vLLM's ``cache13``), the
     product, and its FP8 copy.
     """
-    model, tensor, tokens = cfg.model, cfg.rollout.tensor, batched_tokens(cfg)
+    model, tensor, tokens = cfg.model, cfg.rollout.tensor, max_batched_tokens(cfg)
     stream = 3 * model.hidden_size * 2
     attention = 2 * 2 * (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / tensor
     has_dense = not model.is_moe_layer(0)

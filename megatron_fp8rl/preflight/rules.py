@@ -30,6 +30,7 @@ from megatron_fp8rl.preflight.engine_rules import check_engines, check_session, 
 from megatron_fp8rl.preflight.findings import Findings
 from megatron_fp8rl.preflight.shapes import check_degrees, check_model, check_source
 from megatron_fp8rl.preflight.tiling import check_tiling
+from megatron_fp8rl.rollout.vllm_args import kv_token_bytes
 
 
 def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Violation]:
@@ -44,7 +45,7 @@ def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Viol
     if model_is_sound and degrees_are_sound:
         check_tiling(found)
     _check_optim(found)
-    _check_rollout(found)
+    _check_rollout(found, accelerator)
     check_engines(found, accelerator)
     check_window(found)
     check_session(found)
@@ -110,7 +111,7 @@ def _check_optim(found: Findings) -> None:
         found.refuse("optim.moe_aux_loss_coef", "balances experts, and the model is dense", "Set 0")
 
 
-def _check_rollout(found: Findings) -> None:
+def _check_rollout(found: Findings, accelerator: Generation) -> None:
     cfg, rollout, model = found.cfg, found.cfg.rollout, found.cfg.model
     found.in_range("rollout")
     if any(not text for text in rollout.stop_strings):
@@ -145,10 +146,7 @@ def _check_rollout(found: Findings) -> None:
             choices=[longest],
         )
     if rollout.kv_cache_bytes is not None:
-        per_layer = 2 * max(1, model.num_key_value_heads // rollout.tensor) * model.head_dim
-        if model.mla is not None:  # one latent vector for all heads, on every rank
-            per_layer = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
-        per_token = model.num_layers * per_layer * (1 if rollout.kv_cache_dtype == "fp8" else 2)
+        per_token = kv_token_bytes(cfg, cpu=accelerator == "cpu")
         if rollout.kv_cache_bytes < longest * per_token:
             found.refuse(
                 "rollout.kv_cache_bytes",

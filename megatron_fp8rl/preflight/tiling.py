@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, RunConfig
 from megatron_fp8rl.names import slicing
+from megatron_fp8rl.names.layouts import EngineLayout
 from megatron_fp8rl.names.registry import FAMILIES
 from megatron_fp8rl.names.table import Weight, fill, sizes
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.precision.parameters import engine_shape
 from megatron_fp8rl.preflight.findings import Findings
+from megatron_fp8rl.weight_sync.plan import engine_slices, fills_blocks
 
 TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": FP8_BLOCK}
 _MAX_DEGREE = 64
@@ -104,16 +105,17 @@ def on_trainer(kind: Kind, ranks: int, tile: int) -> Held:
 @functools.lru_cache(maxsize=1 << 13)
 def on_engine(kind: Kind, ranks: int, tile: int) -> Held:
     """A Hugging Face tensor on ``ranks`` engine workers."""
-    weight, model = kind.weight, kind.model
+    weight, model, shape = kind.weight, kind.model, list(kind.shape)
     name = weight.parts[kind.part][0]
-    shape = engine_shape(name, kind.shape, weight, model, ranks)
+    kept = [part for part in engine_slices(name, weight, kind.shape, model, EngineLayout(tensor=ranks)) if part]
+    shape[weight.axis] = max(stop - start for start, stop in kept)
     divides = True
     if name.endswith((".k_proj.weight", ".v_proj.weight")):
         divides = model.num_key_value_heads % ranks == 0 or ranks % model.num_key_value_heads == 0
     elif weight.cut != "none":
         is_of_heads = weight.unit[0] == "heads" or weight.join == "qkv"
         divides = kind.shape[weight.axis] % ranks == 0 and not (is_of_heads and model.num_attention_heads % ranks)
-    return Held(shape, divides and _covers(shape, kind.shape, tile))
+    return Held(tuple(shape), divides and (tile == 1 or fills_blocks(name, weight, kind.shape, kept)))
 
 
 def _covers(shard: tuple[int, ...], whole: tuple[int, ...], tile: int) -> bool:

@@ -39,9 +39,9 @@ from megatron_fp8rl.names.registry import padded_vocab_size
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.precision.parameters import RankWeights, expert_copies, on_trainer_rank
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
 from megatron_fp8rl.preflight.memory import GIB, Estimate, Gpu, Part
+from megatron_fp8rl.preflight.weights import RankWeights, expert_copies, on_trainer_rank
 
 # Allowances: a CUDA context with its modules and cuBLAS workspaces (measured on one H200: 1.7 GiB for a dense model,
 # 2.1 for an MoE model), and NCCL's buffers for each process group with more than one rank.

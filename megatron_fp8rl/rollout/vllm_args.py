@@ -19,7 +19,6 @@ from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, PrecisionConfig, RunCo
 from megatron_fp8rl.names.registry import hf_tensors
 from megatron_fp8rl.precision.kernel_choice import EngineKernels, KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.rollout.deep_gemm_warmup import LINEARS_VARIABLE, to_env
 from megatron_fp8rl.rollout.vllm_plugin.plugin import SCALES_VARIABLE, WEIGHT_TRANSFER_BACKEND
 
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
@@ -60,13 +59,28 @@ def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
     """KV cache bytes of one worker. On a CPU: as configured, else ``max_num_sequences`` of full length, up to 4 GiB."""
     if cfg.rollout.kv_cache_bytes is not None or not cpu:
         return cfg.rollout.kv_cache_bytes
-    model, rollout = cfg.model, cfg.rollout
-    kv_heads = max(1, model.num_key_value_heads // rollout.tensor)
-    element_bytes = 1 if rollout.kv_cache_dtype == "fp8" else 2
-    token_bytes = 2 * model.num_layers * kv_heads * model.head_dim * element_bytes
     blocks_per_sequence = -(-cfg.max_sequence_tokens // CPU_KV_BLOCK_TOKENS)
-    num_blocks = rollout.max_num_sequences * blocks_per_sequence + 1  # vLLM reserves one block for padding
-    return min(num_blocks * CPU_KV_BLOCK_TOKENS * token_bytes, _CPU_KV_LIMIT_BYTES)
+    num_blocks = cfg.rollout.max_num_sequences * blocks_per_sequence + 1  # vLLM reserves one block for padding
+    return min(num_blocks * CPU_KV_BLOCK_TOKENS * kv_token_bytes(cfg, cpu=True), _CPU_KV_LIMIT_BYTES)
+
+
+def kv_token_bytes(cfg: RunConfig, *, cpu: bool) -> int:
+    """Bytes of KV cache for one token on one worker, over all layers.
+
+    Key and value heads are replicated if there are more ranks than heads. Latent attention caches the latent vector and
+    the rotated key on every rank; on a CPU it caches keys and values (VLLM_MLA_DISABLE, below).
+    """
+    model, rollout = cfg.model, cfg.rollout
+    if model.mla is not None and not cpu:
+        values = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+    else:
+        values = 2 * max(1, model.num_key_value_heads // rollout.tensor) * model.head_dim
+    return model.num_layers * values * (1 if rollout.kv_cache_dtype == "fp8" else 2)
+
+
+def max_batched_tokens(cfg: RunConfig) -> int:
+    """Tokens that an engine computes in one step, at most."""
+    return max(8192, cfg.max_sequence_tokens, cfg.rollout.max_num_sequences)
 
 
 def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) -> dict[str, Any]:
@@ -82,7 +96,7 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         "data-parallel-size": rollout.data,
         "max-model-len": cfg.max_sequence_tokens,
         "max-num-seqs": rollout.max_num_sequences,
-        "max-num-batched-tokens": _max_batched_tokens(cfg),
+        "max-num-batched-tokens": max_batched_tokens(cfg),
         "kv-cache-dtype": rollout.kv_cache_dtype,
         # The distribution that was sampled from: after temperature, top-p and top-k. vLLM's default is before them.
         "logprobs-mode": "processed_logprobs",
@@ -166,9 +180,12 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.rollout.record_routed_experts else "1",
         }
         if kernel_backends(cfg, kernels.engine).get("linear-backend") == "deep_gemm":
+            # Imports torch, which a check of a configuration does without.
+            from megatron_fp8rl.rollout.deep_gemm_warmup import LINEARS_VARIABLE, to_env
+
             # Trainer ranks on other nodes have folders of their own.
             is_shared = kernels.trainer.linears == "deep_gemm" and cfg.rollout.placement != "remote"
-            environment[LINEARS_VARIABLE] = to_env(cfg, _max_batched_tokens(cfg), with_trainer=is_shared)
+            environment[LINEARS_VARIABLE] = to_env(cfg, max_batched_tokens(cfg), with_trainer=is_shared)
         if kernels.engine.norms == "batch_invariant":
             environment["VLLM_BATCH_INVARIANT"] = "1"
         if "flashinfer" not in kernels.hardware.packages:
@@ -199,7 +216,3 @@ def server_command(arguments: dict[str, Any], *, listen_fd: int) -> list[str]:
         elif value is not False and value is not None:
             command += [f"--{name}", str(value)]
     return command
-
-
-def _max_batched_tokens(cfg: RunConfig) -> int:
-    return max(8192, cfg.max_sequence_tokens, cfg.rollout.max_num_sequences)

@@ -27,10 +27,12 @@ from megatron_fp8rl.algo.named import needs_old_pass
 from megatron_fp8rl.config import ModelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.precision.kernel_support import may_gather
-from megatron_fp8rl.preflight.engine_memory import kv_token_bytes, worker
+from megatron_fp8rl.preflight import weights
+from megatron_fp8rl.preflight.engine_memory import worker
+from megatron_fp8rl.preflight.trainer_memory import Bytes
+from megatron_fp8rl.rollout.vllm_args import kv_token_bytes
 from megatron_fp8rl.sizing.rates import Network, Rates
 
-_STATE_BYTES = 12  # of a parameter: FP32 master and two moments
 _OPTIMIZER_BYTES = 30  # read and written for each parameter of a rank's share: gradient, master, two moments, BF16
 _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # of the forward pass of layers, by ``optim.recompute``
 _TENSOR_COLLECTIVES = 4  # of a layer's forward under tensor parallelism; twice as many in backward
@@ -234,17 +236,15 @@ def _update_s(
         busy = max(busy, updates * microbatches * layers * launched)
     bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
     link = network.nvlink_bytes_per_s if parallel.world_size <= node else network.nic_bytes_per_s
-    copied = held.dense * (parallel.data * parallel.context > 1) + held.expert * (
-        parameters.expert_copies(parallel) > 1
-    )
+    copied = held.dense * (parallel.data * parallel.context > 1) + held.expert * (weights.expert_copies(parallel) > 1)
     reduced = copied * (4 + 2) / link  # gradients in FP32, parameters in BF16
     optimizer = held.divided(parallel) * _OPTIMIZER_BYTES / rates.read_bytes_per_s
     return busy + bubble + updates * (reduced + optimizer), bubble, experts
 
 
-def _held(cfg: RunConfig) -> parameters.RankWeights:
+def _held(cfg: RunConfig) -> weights.RankWeights:
     """Weights of the trainer rank that has most."""
-    stages = [parameters.on_trainer_rank(cfg, stage) for stage in range(cfg.parallel.pipeline)]
+    stages = [weights.on_trainer_rank(cfg, stage) for stage in range(cfg.parallel.pipeline)]
     return max(stages, key=lambda stage: stage.trained)
 
 
@@ -252,7 +252,7 @@ def _handover_s(cfg: RunConfig, rates: Rates) -> float:
     if cfg.rollout.placement != "colocated":
         return 0.0
     held, updates = _held(cfg), cfg.algo.updates_per_step
-    sizes = {"params": 2.0 * held.trained, "optimizer": _STATE_BYTES * held.divided(cfg.parallel) * updates}
+    sizes = {"params": 2.0 * held.trained, "optimizer": Bytes.of(cfg).optimizer * held.divided(cfg.parallel) * updates}
     away = sum(size for part, size in sizes.items() if part in cfg.optim.offload)
     return (rates.sleep_s if cfg.rollout.sleep_level else 0.0) + 2.0 * away / rates.host_bytes_per_s
 
@@ -269,7 +269,7 @@ def _rollout_s(
     steps = max(lengths.longest, per_group * lengths.mean / held)
     average = per_group * lengths.mean / steps  # sequences of a step
     kv_read = per_group * lengths.mean * (lengths.prompt + lengths.mean / 2)
-    kv_read *= kv_token_bytes(model, rollout.tensor, fp8=rollout.kv_cache_dtype == "fp8")
+    kv_read *= kv_token_bytes(cfg, cpu=False)
     one = Flops.of(model, average / rollout.tensor, 0.0)
     products = one.linears / _linear_rate(model, cfg.precision.rollout != "bf16", rates) + one.head / rates.head
     matrices = max(products, _read_bytes(cfg, average * rollout.data) / rates.read_bytes_per_s)
@@ -291,8 +291,7 @@ def _rollout_s(
 def _read_bytes(cfg: RunConfig, num_sequences: float) -> float:
     """Bytes of weights that one worker reads in a decode step: of experts, those that the batch reaches."""
     model, rollout = cfg.model, cfg.rollout
-    held = parameters.on_engine_worker(cfg)
-    matrices = float(held.fp8 + held.scales + held.bf16)
+    matrices = float(weights.on_engine_worker(cfg).sent)
     if not model.tie_embeddings:  # the input embedding is looked up
         matrices -= 2 * model.vocab_size * model.hidden_size / rollout.tensor
     if not model.is_moe:
@@ -306,8 +305,7 @@ def _read_bytes(cfg: RunConfig, num_sequences: float) -> float:
 
 def _publish_s(cfg: RunConfig, rates: Rates, network: Network, gpus: int, node: int) -> tuple[float, float]:
     """(seconds of the wire, of everything else). The busiest cards are those of engines, or of trainers if they are few."""
-    weights = parameters.on_engine_worker(cfg)
-    own = weights.fp8 + weights.scales + weights.bf16
+    own = weights.on_engine_worker(cfg).sent
     link = network.nvlink_bytes_per_s if gpus <= node else network.nic_bytes_per_s
     sent = own * cfg.rollout.ranks * cfg.rollout.num_replicas / cfg.parallel.world_size
     scales = rates.kv_scales_s if cfg.rollout.kv_cache_dtype == "fp8" else 0.0

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,13 +71,22 @@ class Transfer:
     def scale_name(self) -> str:
         return f"{self.name}_scale_inv"
 
-    def wire_tensors(self) -> Iterator[WireTensor]:
-        """The tensor as sent: itself, or its FP8 bytes followed by their scales."""
+    def wire_tensors(self, engine_rank: int | None = None) -> Iterator[WireTensor]:
+        """The tensor as sent: itself, or its FP8 bytes followed by their scales.
+
+        With ``engine_rank``: the part that this engine rank keeps, in the same format.
+        """
+        shape = self.shape
+        if engine_rank is not None:
+            kept = self.slices[engine_rank]
+            if kept is None:
+                return
+            shape = (*shape[: self.axis], kept[1] - kept[0], *shape[self.axis + 1 :])
         if not self.is_fp8:
-            yield WireTensor(self.name, self.dtype, self.shape)
+            yield WireTensor(self.name, self.dtype, shape)
             return
-        yield WireTensor(self.name, "float8_e4m3fn", self.shape)
-        yield WireTensor(self.scale_name, "float32", tuple(-(-n // FP8_BLOCK) for n in self.shape))
+        yield WireTensor(self.name, "float8_e4m3fn", shape)
+        yield WireTensor(self.scale_name, "float32", tuple(-(-n // FP8_BLOCK) for n in shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +132,7 @@ def _even(size: int, parts: int) -> list[Range]:
     return [(i * step, (i + 1) * step) for i in range(parts)]
 
 
-def _engine_slices(name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, engine: EngineLayout):
+def engine_slices(name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, engine: EngineLayout):
     """The range of a tensor that each engine rank keeps under vLLM's sharding."""
     size = shape[weight.axis]
     if weight.is_expert:
@@ -169,7 +178,7 @@ def _transfer(
     held = [slicing.part_range(weight, model, part, len(ranks), rank) for rank in range(len(ranks))]
     # With fewer query groups than ranks, a rank may hold no row of a part.
     sources = tuple(Source(rank, *span) for rank, span in zip(ranks, held) if span[0] < span[1])
-    slices = _engine_slices(name, weight, shape, model, engine)
+    slices = engine_slices(name, weight, shape, model, engine)
     if is_fp8:
         problems += _untiled(name, weight, shape, [span for span in slices if span is not None])
     quantize: Literal["never", "at_source", "gathered"] = "never"
@@ -188,12 +197,17 @@ def _transfer(
     return transfer, problems
 
 
-def _untiled(name: str, weight: Weight, shape: tuple[int, ...], kept: list[Range]) -> list[str]:
-    """Problems of an engine's parts of an FP8 tensor: a list of at most one."""
+def fills_blocks(name: str, weight: Weight, shape: tuple[int, ...], kept: list[Range]) -> bool:
+    """Whether an engine can hold these parts of an FP8 tensor with the scales of the whole tensor."""
     # vLLM stacks the scales of fused matrices, so each of them must fill whole blocks on every rank. Of the two
     # projections into the latent space, the second may end within a block.
     fused = weight.join != "copy" or name.endswith(".q_a_proj.weight")
-    if block_edges_only(shape, weight.axis, kept) and not (fused and any(b % FP8_BLOCK for _, b in kept)):
+    return block_edges_only(shape, weight.axis, kept) and not (fused and any(b % FP8_BLOCK for _, b in kept))
+
+
+def _untiled(name: str, weight: Weight, shape: tuple[int, ...], kept: list[Range]) -> list[str]:
+    """Problems of an engine's parts of an FP8 tensor: a list of at most one."""
+    if fills_blocks(name, weight, shape, kept):
         return []
     return [
         f"{name}: an engine rank keeps {kept[0][1] - kept[0][0]} of axis {weight.axis} of {shape}, which is not a "
@@ -228,9 +242,20 @@ def plan(model: ModelConfig, table: LayerTable, trainer: TrainerLayout, engine: 
     problems = _check_layouts(model, trainer, engine)
     if problems:
         raise PlanError(problems)
+    transfers, problems = plan_weights(registry.weights(model).values(), model, table, trainer, engine)
+    if problems:
+        raise PlanError(problems)
+    return Plan(trainer, engine, tuple(transfers))
+
+
+def plan_weights(
+    weights: Iterable[Weight], model: ModelConfig, table: LayerTable, trainer: TrainerLayout, engine: EngineLayout
+) -> tuple[list[Transfer], list[str]]:
+    """(transfers of these weights, problems). A memory estimate plans one expert of a layer for all of them."""
+    problems: list[str] = []
     transfers: list[Transfer] = []
     alike: dict[tuple, Transfer] = {}  # tens of thousands of experts differ in name alone
-    for weight in registry.weights(model).values():
+    for weight in weights:
         pattern, _, expert = split_indices(weight.name)
         for number, (name, shape) in enumerate((*weight.parts, *((copy, weight.shape) for copy in weight.copies))):
             is_fp8 = table.rollout_fp8(name)
@@ -256,6 +281,4 @@ def plan(model: ModelConfig, table: LayerTable, trainer: TrainerLayout, engine: 
             problems += wrong
             if not wrong and expert >= 0:
                 alike[key] = transfer
-    if problems:
-        raise PlanError(problems)
-    return Plan(trainer, engine, tuple(transfers))
+    return transfers, problems

@@ -11,10 +11,12 @@ Only a process with :data:`SCALES_VARIABLE` in its environment is one of our rol
 from __future__ import annotations
 
 import os
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from megatron_fp8rl import upstream
-from megatron_fp8rl.kernels.blockwise import Scales
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.kernels.blockwise import Scales
 
 SCALES_VARIABLE = "MEGATRON_FP8RL_SCALES"  # PrecisionConfig.scales, passed to the engine's processes
 
@@ -47,7 +49,7 @@ def register() -> None:
     if current_platform.is_cpu():
         from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_experts, cpu_layers
 
-        cpu_layers.register(cast(Scales, scales))
+        cpu_layers.register(cast("Scales", scales))
         cpu_experts.exchange_tokens_on_cpu()
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -57,7 +59,7 @@ def register() -> None:
     )
     from megatron_fp8rl.rollout.vllm_plugin import patches
 
-    patches.quantize_activations_as_the_trainer(cast(Scales, scales))
+    patches.quantize_activations_as_the_trainer(cast("Scales", scales))
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         patches.make_residual_norms_batch_invariant()
         patches.make_logprobs_order_independent()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -16,15 +15,15 @@ from megatron_fp8rl.config import (
     RolloutConfig,
     RunConfig,
 )
-from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.precision.parameters import engine_shape, on_engine_worker, on_trainer_rank
 from megatron_fp8rl.preflight import engine_memory, trainer_memory
 from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
 from megatron_fp8rl.preflight.memory import GIB, GPUS
+from megatron_fp8rl.preflight.weights import on_engine_worker, on_trainer_rank
+from megatron_fp8rl.rollout import vllm_args
 from megatron_fp8rl.weight_sync.plan import plan
 from model_configs.deepseek import deepseek_v3
 from model_configs.qwen3 import qwen3_8b, qwen3_30b_a3b
@@ -267,28 +266,25 @@ def test_logits_follow_the_code_that_makes_them(tied, chunk, expected):
     assert trainer_memory.head_bytes(cfg, Tokens.of(cfg, 1.0)) == expected + 4096 * 512 * 2
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("engine", [(1, 1, 1), (1, 2, 1), (1, 4, 4), (2, 2, 4), (2, 1, 1)], ids=str)
 @pytest.mark.parametrize("model", [qwen3_8b(), qwen3_30b_a3b(), deepseek_v3()], ids=lambda model: model.family)
-def test_engine_weights_are_those_of_the_publication_plan(model, tensor):
-    """Worker 0 of the planner, tensor by tensor."""
+def test_engine_weights_are_those_of_the_publication_plan(model, engine):
+    """Every worker, tensor by tensor and expert by expert; (data, tensor, expert) degrees."""
     small = replace(model, num_layers=4)
     if model.is_moe:
         small = replace(small, num_experts=8, moe_ffn_hidden_size=1024)
         small = replace(small, router=replace(small.router, num_groups=1, groups_per_token=1))
-    cfg = run(small, rollout__tensor=tensor)
-    table = LayerTable.build(small, cfg.precision)
-    planned = 0
-    for transfer in plan(small, table, TrainerLayout(), EngineLayout(tensor=tensor)).transfers:
-        kept = transfer.slices[0]
-        rows = list(transfer.shape)
-        rows[transfer.axis] = kept[1] - kept[0]
-        weight = registry.weight(transfer.mcore_name, small)
-        ours = engine_shape(transfer.name, transfer.shape, weight, small, tensor)
-        assert ours == tuple(rows), transfer.name
-        element = 1 if transfer.is_fp8 else {"bfloat16": 2, "float32": 4}[weight.dtype]
-        planned += math.prod(ours) * element
+    data, tensor, expert = engine
+    cfg = run(small, rollout__data=data, rollout__tensor=tensor, rollout__expert=expert if model.is_moe else 1)
+    layout = EngineLayout.from_config(cfg.rollout)
     found = on_engine_worker(cfg)
-    assert found.fp8 + found.bf16 == planned
+    transfers = plan(small, LayerTable.build(small, cfg.precision), TrainerLayout(), layout).transfers
+    for rank in range(layout.size):
+        kept = [(t, tensor) for t in transfers for tensor in t.wire_tensors(rank)]
+        assert found.sent == sum(tensor.num_bytes for _, tensor in kept)
+        assert found.scales == sum(tensor.num_bytes for t, tensor in kept if tensor.name == t.scale_name)
+    if layout.size == 1:
+        assert found.sent == sum(tensor.num_bytes for t in transfers for tensor in t.wire_tensors())
 
 
 def test_engine_weights_of_qwen3_8b_by_hand():
@@ -300,10 +296,14 @@ def test_engine_weights_of_qwen3_8b_by_hand():
 
 
 def test_kv_cache_of_known_models():
-    """Bytes per token: Qwen3-8B 2 x 36 x 8 x 128 x 2; heads are copied beyond 8 ranks; DeepSeek-V3 576 per layer."""
-    assert engine_memory.kv_token_bytes(qwen3_8b(), 1, fp8=False) == 147_456
-    assert engine_memory.kv_token_bytes(qwen3_8b(), 16, fp8=True) == 2 * 36 * 128
-    assert engine_memory.kv_token_bytes(deepseek_v3(), 8, fp8=False) == 61 * 576 * 2
+    """Bytes per token: Qwen3-8B 2 x 36 x 8 x 128 x 2; heads are copied beyond 8 ranks; DeepSeek-V3 576 per layer, and on a
+    CPU, without latent attention, 128 heads of 192 values twice."""
+    deepseek = run(deepseek_v3(), rollout__tensor=8)
+    assert vllm_args.kv_token_bytes(run(qwen3_8b()), cpu=False) == 147_456
+    narrow = run(qwen3_8b(), rollout__tensor=16, rollout__kv_cache_dtype="fp8")
+    assert vllm_args.kv_token_bytes(narrow, cpu=True) == 2 * 36 * 128
+    assert vllm_args.kv_token_bytes(deepseek, cpu=False) == 61 * 576 * 2
+    assert vllm_args.kv_token_bytes(deepseek, cpu=True) == 61 * 2 * 16 * 192 * 2
 
 
 def test_kv_cache_takes_what_is_left():

@@ -16,9 +16,9 @@ from benchmarks.ledger_rows import flops as flops_of_ledger
 from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight.memory import GPUS, TIGHT, copied_bytes, gpu_in
 from megatron_fp8rl.preflight.trainer_memory import worst_rank
+from megatron_fp8rl.preflight.weights import on_engine_worker
 from megatron_fp8rl.sizing import against_runs, layout_choices, lost_time, rates, step_time
 from megatron_fp8rl.sizing.step_time import Lengths
 from model_configs import deepseek, qwen3
@@ -176,8 +176,7 @@ def test_publications_cost_what_those_of_the_ledger_took():
     """Without scales of a cache, which are measured in the same phase."""
     names, equations = ("publish_s", "publish_s_per_byte"), []
     for row, cfg, lengths in publications(with_scales=False):
-        weights = parameters.on_engine_worker(cfg)
-        factors = 1.0, float(weights.fp8 + weights.scales + weights.bf16)
+        factors = 1.0, float(on_engine_worker(cfg).sent)
         rest = seconds_with(dict.fromkeys(names, 0.0), row, cfg, lengths).publish
         equations.append((factors, median(row["phases_s"]["publish"]), rest))
     for name, value in zip(names, solved(equations), strict=True):

@@ -1,0 +1,134 @@
+"""Weights that one trainer rank and one engine worker hold, summed over the plan of a publication. Pure; no torch.
+
+An engine's shards are those of ``weight_sync/plan.py``, a trainer's those of ``names/slicing.py``. One expert of each
+layer is planned and multiplied by the number of experts on a rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, ParallelConfig, RunConfig
+from megatron_fp8rl.names import blocks, slicing
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.parameters import Entry, entries
+from megatron_fp8rl.weight_sync.plan import plan_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWeights:
+    """Elements on one trainer rank, including padding of the vocabulary."""
+
+    dense: int  # outside routed experts, with gradients
+    expert: int
+    fp8: int  # of both, those that the trainer multiplies in FP8
+    fp8_expert: int  # of these, experts
+    fp8_whole: int  # and others, in matrices of whole blocks
+    buffers: int  # FP32, without gradients
+
+    @property
+    def trained(self) -> int:
+        return self.dense + self.expert
+
+    def divided(self, parallel: ParallelConfig) -> float:
+        """Of these, the elements whose optimizer states the rank keeps: its share of what all its copies train."""
+        return self.dense / (parallel.data * parallel.context) + self.expert / expert_copies(parallel)
+
+
+def expert_copies(parallel: ParallelConfig) -> int:
+    """Trainer ranks that hold the same routed experts."""
+    return max(1, parallel.world_size // (parallel.pipeline * parallel.expert * parallel.expert_tensor))
+
+
+def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
+    """Weights of a rank of pipeline stage ``stage``. All ranks of a stage hold equal amounts."""
+    model, parallel = cfg.model, cfg.parallel
+    layout = TrainerLayout.from_config(parallel)
+    table = LayerTable.build(model, cfg.precision)
+    degrees = (parallel.tensor, parallel.expert, parallel.expert_tensor)
+    held = [
+        numbers
+        for entry, numbers in _rank_elements(model, table, *degrees)
+        if _is_on_stage(entry, model, layout, stage)
+    ]
+    dense, expert, fp8, buffers, *of_fp8 = map(sum, zip(*held, strict=True))
+    return RankWeights(dense=dense, expert=expert, fp8=fp8, fp8_expert=of_fp8[0], fp8_whole=of_fp8[1], buffers=buffers)
+
+
+@functools.lru_cache(maxsize=256)
+def _rank_elements(
+    model: ModelConfig, table: LayerTable, tensor: int, expert: int, expert_tensor: int
+) -> list[tuple[Entry, tuple[int, ...]]]:
+    """(entry, elements on a rank: dense, expert, fp8, buffers, FP8 experts, other FP8 matrices of whole blocks); a layer's
+    weights together, under the first of them."""
+    found: dict[int | Entry, tuple[Entry, list[int]]] = {}
+    for entry in entries(model):
+        weight = entry.weight
+        ranks = expert_tensor if weight.is_expert else tensor
+        shape = slicing.shard_shape(weight, model, ranks)
+        numel = math.prod(shape) * entry.num_experts
+        numel //= expert if weight.is_expert else 1
+        _, sums = found.setdefault(entry.layer if entry.layer >= 0 else entry, (entry, [0] * 6))
+        sums[1 if weight.is_expert else 3 if entry.is_buffer else 0] += numel
+        if table.trainer_fp8(weight.parts[0][0]):
+            sums[2] += numel
+            sums[4] += numel if weight.is_expert else 0
+            sums[5] += numel if not weight.is_expert and all(size % FP8_BLOCK == 0 for size in shape) else 0
+    return [(entry, (*sums,)) for entry, sums in found.values()]
+
+
+def _is_on_stage(entry: Entry, model: ModelConfig, layout: TrainerLayout, stage: int) -> bool:
+    last = layout.pipeline - 1
+    if 0 <= entry.layer < model.num_layers:
+        return layout.stage(entry.layer, model.num_layers) == stage
+    if entry.weight.name == blocks.EMBEDDING:
+        # A tied head is the embedding's copy on the last stage, where multi-token prediction needs one as well.
+        return stage == 0 or (stage == last and (model.tie_embeddings or model.num_mtp_layers > 0))
+    return stage == last
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerWeights:
+    """Bytes of weights on one engine worker."""
+
+    fp8: int
+    scales: int
+    bf16: int  # and FP32 buffers of routers
+    absorbed: int  # BF16 copies that vLLM makes of kv_b_proj for latent attention
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a publication brings."""
+        return self.fp8 + self.scales + self.bf16
+
+    @property
+    def total(self) -> int:
+        return self.sent + self.absorbed
+
+
+def on_engine_worker(cfg: RunConfig) -> WorkerWeights:
+    """Weight bytes of the first worker of a replica. The others hold as much, or a few rows of the vocabulary less."""
+    layout = EngineLayout.from_config(cfg.rollout)
+    if cfg.model.num_experts % layout.expert:  # refused elsewhere
+        layout = replace(layout, expert=1)
+    return _worker_weights(cfg.model, LayerTable.build(cfg.model, cfg.precision), layout)
+
+
+@functools.lru_cache(maxsize=256)
+def _worker_weights(model: ModelConfig, table: LayerTable, layout: EngineLayout) -> WorkerWeights:
+    fp8 = scales = bf16 = absorbed = 0
+    for entry in entries(model):
+        count = entry.num_experts // layout.expert if entry.weight.is_expert else 1
+        for transfer in plan_weights([entry.weight], model, table, TrainerLayout(), layout)[0]:
+            data, *scale = (count * tensor.num_bytes for tensor in transfer.wire_tensors(engine_rank=0))
+            scales += sum(scale)
+            if transfer.is_fp8:
+                fp8 += data
+            else:
+                bf16 += data
+            if transfer.name.endswith(".kv_b_proj.weight"):
+                absorbed += 2 * data if transfer.is_fp8 else data
+    return WorkerWeights(fp8=fp8, scales=scales, bf16=bf16, absorbed=absorbed)
