@@ -139,18 +139,14 @@ class PrecisionConfig:
     gradients: Literal["e4m3", "e5m2"] = "e4m3"  # format of output gradients
     bf16_first_layers: int = 0  # leading layers whose matrices stay BF16 in trainer and engine
     bf16_last_layers: int = 0
-    amax_history_len: int = 16  # delayed scaling: length of the amax history in steps
-    amax_algorithm: Literal["max", "most_recent"] = "max"
     params: Literal["bf16", "fp32", "fp8"] = "bf16"  # trainer; fp8: FP8 linears keep no BF16 copy; fp32 is for tests
     kernels: Literal["auto", "emulated", "te"] = "auto"  # auto: Transformer Engine on a GPU, emulated on a CPU
     linears: Literal["auto", "te", "deep_gemm"] = "auto"  # FP8 linears except experts; te follows ``kernels``
     experts: Literal["auto", "te", "deep_gemm"] = "auto"  # kernels of experts; precision/kernel_choice.py defines auto
-    expert_wgrad: Literal["fp8", "bf16"] = "fp8"  # operands of the experts' wgrad with deep_gemm
     # Both ends compute the same bits: "auto" selects such kernels, the first update of a step measures every token, and
     # a difference stops the run. Replaces the pass for old log-probabilities.
     exact: bool = False
     attention: Literal["auto", "engine"] = "auto"  # engine: the trainer's forward runs the engine's attention kernel
-    round_kv: bool = True  # with an FP8 KV cache the trainer attends to what the engine attends to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,9 +262,7 @@ class AlgoConfig:
     correction_low: float = 0.0  # lower bound of the importance weight (masks)
     correction_high: float = 2.0  # cap or upper bound of the importance weight
     veto_below: float | None = 1e-4  # drop a sequence with any token weight below this; None: never
-    alarm_abs_logprob_diff: float | None = 0.5  # mean |old - rollout| above this triggers alarm_action; None: never
-    alarm_kl_k3: float | None = 0.5
-    alarm_action: Literal["warn", "stop"] = "warn"
+    alarm_action: Literal["warn", "stop"] = "warn"  # if a mean of the mismatch is above its limit (algo/mismatch.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,10 +331,10 @@ class ObserveConfig:
     """Display, logging, verification and evaluation."""
 
     display: Literal["live", "plain", "none"] = "live"
-    tensorboard: bool = True
     wandb_project: str | None = None
-    record_rollouts: bool = True
-    rollouts_gib: float = 100.0  # space for recorded rollouts; beyond it the oldest steps but the first are removed
+    rollouts_gib: float = (
+        100.0  # space for recorded rollouts; beyond it the oldest steps but the first go; 0 records none
+    )
     verify_every: int = 1  # weight updates between verifications that the engines hold what was sent; 0: never
     eval_every: int = 0  # steps between evaluations on held-out problems; 0: only at start and end
     eval_prompts: int = 128  # held-out problems per evaluation; 0: no evaluation

@@ -27,6 +27,8 @@ from megatron_fp8rl.types import Microbatch, TrainBatch
 # exp(20) = 5e8: a larger ratio carries no information, and float32 sums would overflow.
 LOG_RATIO_LIMIT = 20.0
 GEOMETRIC_CAP = 2.0  # cap of a token's weight with geometric_mask; the default cap of "truncate"
+# A mean above its limit raises an alarm: at 0.5 nats, trainer and engine no longer compute the same policy.
+_ALARM_LIMITS = {"mismatch/abs_logprob_diff/mean": 0.5, "mismatch/kl_k3/mean": 0.5}
 # Rounding can raise a log-softmax at most 1e-6 above 0; a larger value is not a log-probability.
 LOGPROB_TOLERANCE = 1e-3
 
@@ -200,7 +202,7 @@ def mismatch_metrics(
 
     Raises (on every rank):
         LogprobError: names tensor, sequence and token.
-        MismatchAlarm: a threshold is exceeded and ``cfg.alarm_action`` is "stop"; with "warn" see ``report.alarms``.
+        MismatchAlarm: a mean is above its limit and ``cfg.alarm_action`` is "stop"; with "warn" see ``report.alarms``.
     """
     mine = _RankStatistics()
     for batch in batches:
@@ -224,7 +226,7 @@ def mismatch_metrics(
         by_turn=tuple(sums.slice(str(turn)) for turn, sums in turns.items()),
         by_environment=tuple(sums.slice(name) for name, sums in environments.items()),
         worst=worst,
-        alarms=_alarms(metrics, cfg, worst),
+        alarms=_alarms(metrics, worst),
     )
     if report.alarms and cfg.alarm_action == "stop":
         raise MismatchAlarm(report)
@@ -379,14 +381,10 @@ def _position_label(bucket: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _alarms(metrics: dict[str, float], cfg: AlgoConfig, worst: Sequence[MismatchSlice]) -> tuple[str, ...]:
-    limits = {
-        "mismatch/abs_logprob_diff/mean": ("algo.alarm_abs_logprob_diff", cfg.alarm_abs_logprob_diff),
-        "mismatch/kl_k3/mean": ("algo.alarm_kl_k3", cfg.alarm_kl_k3),
-    }
+def _alarms(metrics: dict[str, float], worst: Sequence[MismatchSlice]) -> tuple[str, ...]:
     return tuple(
-        f"{key} is {metrics[key]:.4g}, above {name} = {limit:g}; worst is {worst[0].label} with a mean "
+        f"{key} is {metrics[key]:.4g}, above {limit:g}; worst is {worst[0].label} with a mean "
         f"|old - rollout| of {worst[0].abs_logprob_diff_mean:.4g}. {_REMEDY}"
-        for key, (name, limit) in limits.items()
-        if limit is not None and metrics.get(key, 0.0) > limit
+        for key, limit in _ALARM_LIMITS.items()
+        if metrics.get(key, 0.0) > limit
     )

@@ -201,12 +201,11 @@ class Observer:
                 _log.info("%s: moved aside %d bytes recorded from step %d on", self.run_dir / name, cut, step)
             self._files[name] = (self.run_dir / name).open("a", encoding="utf-8")
         sync_to_disk(self.run_dir)
-        if self.cfg.observe.record_rollouts:
+        if self.cfg.observe.rollouts_gib:
             self._rollouts = RolloutWriter(self.run_dir / FOLDER, step, self.cfg.observe.rollouts_gib)
-        if self.cfg.observe.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # takes 0.3 s to import
 
-            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=step)
+        self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=step)
 
     def _write_step(self, log: StepLog) -> None:
         # JSON has no NaN or infinity: write null, which a curve shows as a gap.

@@ -228,9 +228,6 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
             f"Set {precision.rollout}, or --precision.exact False",
             (precision.rollout,),
         )
-    if cfg.rollout.kv_cache_dtype == "fp8" and not precision.round_kv:
-        problem = "precision.exact: the engine attends to rounded keys and values, the trainer does not"
-        return _wrong(cfg, "precision.round_kv", problem, "Set True, or --precision.exact False")
     if wrong := _exact_sums(cfg):
         return wrong
     if not hardware.is_gpu:

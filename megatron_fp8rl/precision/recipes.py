@@ -42,6 +42,7 @@ from megatron_fp8rl.kernels.blockwise import (
 )
 
 INPUT, WEIGHT, GRAD = 0, 1, 2  # the tensors of a linear, in the order of AmaxHistory
+AMAX_HISTORY_LEN = 16  # optimizer steps; long enough that one step with small values does not shrink a scale
 
 
 @dataclass(frozen=True)
@@ -229,10 +230,6 @@ class Delayed(Tensorwise):
     history is scaled by its own amax, where TE starts at scale 1 and flushes small gradients to zero.
     """
 
-    def __init__(self, grad_format: Format, algorithm: str):
-        super().__init__(grad_format)
-        self.algorithm = algorithm
-
     def _amax(self, amax_E: Tensor, tensor: int, history: AmaxHistory | None, record: bool) -> Tensor:
         assert history is not None, "delayed scaling needs the history of its linear"
         if record:
@@ -242,8 +239,7 @@ class Delayed(Tensorwise):
 
     def past_amax(self, history: AmaxHistory, tensor: int) -> Tensor:
         """The amax from which the scale is computed, float32 [E]; 0 without history."""
-        past = history.history[:, tensor]
-        return past.amax(dim=0) if self.algorithm == "max" else past[0]
+        return history.history[:, tensor].amax(dim=0)
 
 
 class Plain:
@@ -279,7 +275,7 @@ def make_recipe(precision: PrecisionConfig) -> Recipe | None:
         case "tensorwise":
             return Tensorwise(grad_format)
         case "delayed":
-            return Delayed(grad_format, precision.amax_algorithm)
+            return Delayed(grad_format)
 
 
 def _multiply(left: Operand, right: Operand, rows: Rows, dtype: torch.dtype) -> Tensor:

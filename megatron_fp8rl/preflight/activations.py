@@ -178,7 +178,7 @@ def _routed_experts(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: Tra
 def _padded(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
     """Token copies, with each expert's padded to blocks: by half a block on average, and by almost a whole one where a rank
     with all experts leaves their numbers of tokens on the GPU (``fused_moe.max_rows``, without torch)."""
-    is_bound = width.fp8 is not None and cfg.parallel.expert == 1 and cfg.precision.expert_wgrad == "fp8"
+    is_bound = width.fp8 is not None and cfg.parallel.expert == 1
     experts = cfg.model.num_experts / cfg.parallel.expert
     return tokens.routed + min(tokens.routed, experts) * (FP8_BLOCK - 1 if is_bound else FP8_BLOCK / 2)
 

@@ -27,13 +27,14 @@ RANGES = {
         algo.kl_coef algo.entropy_coef algo.overlong_buffer_tokens algo.correction_low
         data.sft_steps
         checkpoint.every_steps checkpoint.every_minutes observe.verify_every observe.eval_every observe.eval_prompts
+        observe.rollouts_gib
     """,
     "[1, inf)": """
         model.num_layers model.hidden_size model.num_attention_heads model.num_key_value_heads model.head_dim
         model.vocab_size model.max_position_embeddings model.router.num_groups model.router.groups_per_token
         parallel.world_size parallel.tensor parallel.pipeline parallel.virtual_stages parallel.context parallel.expert
         parallel.expert_tensor
-        precision.amax_history_len optim.logprob_chunk_tokens
+        optim.logprob_chunk_tokens
         rollout.data rollout.tensor rollout.expert rollout.max_num_sequences rollout.bucket_bytes rollout.max_tokens_per_microbatch
         rollout.start_deadline_s rollout.request_deadline_s rollout.update_deadline_s rollout.hang_deadline_s
         session.max_tokens session.max_turns session.deadline_s session.max_running
@@ -50,7 +51,7 @@ RANGES = {
     "(0, inf)": """
         model.norm_eps model.rope_theta model.embedding_range
         optim.lr optim.eps optim.clip_grad_norm
-        algo.clip_high algo.alarm_abs_logprob_diff algo.alarm_kl_k3 data.score_memory_gib data.sft_lr observe.rollouts_gib
+        algo.clip_high data.score_memory_gib data.sft_lr
     """,
     "[0, 1)": "optim.beta1 optim.beta2",
     "[0, 1]": "data.sft_wrong_answers data.max_dropped",

@@ -63,6 +63,5 @@ class FrozenPolicy:
             for batch in pack_for(self.cfg, kv_scales.as_samples(prompts), data_rank=self.parallel.dp_rank):
                 forward.logprobs(self.models, batch.microbatches)
         scales = kv_scales.scales(kv_scales.over_all_ranks(amax, self.parallel.world_size))
-        if self.cfg.precision.round_kv:
-            kv_scales.hold(self.models, scales, self.parallel.device)
+        kv_scales.hold(self.models, scales, self.parallel.device)
         return scales

@@ -153,14 +153,13 @@ class Policy:
         """Collective: scales for the engines' FP8 KV cache, measured since the last call; None for BF16 caches.
 
         :meth:`with_old_logprobs`, :meth:`calibrate_kv` and, where it has no pass before it, :meth:`update` measure them;
-        if none has run, returns the last scales. With ``precision.round_kv`` later forward passes round as this cache does.
+        if none has run, returns the last scales. Later forward passes round as this cache does.
         Raises ValueError on all ranks if a query, key or value was not finite.
         """
         if self._kv_amax is not None:
             amax = kv_scales.over_all_ranks(self._kv_amax, self.parallel.world_size)
             self._kv_amax, self._kv_scales = None, kv_scales.scales(amax)
-            if self.cfg.precision.round_kv:
-                kv_scales.hold([*self.chunks, *(self.reference or ())], self._kv_scales, self.parallel.device)
+            kv_scales.hold([*self.chunks, *(self.reference or ())], self._kv_scales, self.parallel.device)
         return self._kv_scales
 
     def router_metrics(self) -> dict[str, float]:

@@ -56,7 +56,6 @@ _STEPS = {
     "--rollout.update_deadline_s": "120",
     "--observe.display": "plain",
     "--observe.eval_prompts": "8",
-    "--observe.tensorboard": "False",
     "--data.num_score_workers": "2",
     "--data.score_deadline_s": "10",
 }

@@ -69,9 +69,7 @@ def _measure(overrides: dict, folder: str) -> dict:
     from megatron_fp8rl.trainer.policy import Policy
 
     cfg = run_config(model=replace(DENSE, hf_path=folder), **overrides)
-    cfg = replace(
-        cfg, rollout=replace(cfg.rollout, kv_cache_dtype="fp8"), precision=replace(cfg.precision, round_kv=False)
-    )
+    cfg = replace(cfg, rollout=replace(cfg.rollout, kv_cache_dtype="fp8"))
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     amax, over_all_ranks = [], kv_scales.over_all_ranks
@@ -81,6 +79,7 @@ def _measure(overrides: dict, folder: str) -> dict:
         return amax[-1]
 
     kv_scales.over_all_ranks = record
+    kv_scales.hold = lambda *_: None  # later passes measure unrounded keys and values, as the reference does
     before = policy.kv_scales()
     for batch in pack_for(cfg, kv_scales.as_samples(_prompts()), data_rank=parallel.dp_rank):
         policy.calibrate_kv(batch)

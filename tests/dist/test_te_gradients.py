@@ -12,7 +12,7 @@ from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
 PRECISIONS = {
     "blockwise": PrecisionConfig(trainer="blockwise", params="fp32", bf16_last_layers=1),
-    "delayed": PrecisionConfig(trainer="delayed", params="fp32", amax_history_len=2),
+    "delayed": PrecisionConfig(trainer="delayed", params="fp32"),
 }
 
 

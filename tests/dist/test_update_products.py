@@ -21,7 +21,7 @@ RECIPES = {
     "blockwise fp32": replace(BLOCKWISE, scales="fp32"),
     "blockwise e5m2": replace(BLOCKWISE, gradients="e5m2"),
     "tensorwise": PrecisionConfig(trainer="tensorwise"),
-    "delayed": PrecisionConfig(trainer="delayed", gradients="e5m2", amax_history_len=3),
+    "delayed": PrecisionConfig(trainer="delayed", gradients="e5m2"),
 }
 MODELS = {"dense": replace(DENSE, hidden_size=128, head_dim=32), "moe": MOE}
 

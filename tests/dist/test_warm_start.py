@@ -26,7 +26,7 @@ def _config(folder: Path, **parallel: int) -> RunConfig:
         tiny,
         parallel=ParallelConfig(**parallel),
         data=replace(tiny.data, sft_steps=4, sft_batch_size=16),
-        observe=ObserveConfig(display="none", tensorboard=False, eval_prompts=8),
+        observe=ObserveConfig(display="none", eval_prompts=8),
         checkpoint=CheckpointConfig(keep=1),
         output_dir=str(folder),
     )

@@ -26,7 +26,6 @@ OPTIONS = {
     "--rollout.prompts_per_step": "8",
     "--observe.display": "plain",
     "--observe.eval_prompts": "4",
-    "--observe.tensorboard": "False",
     "--checkpoint.every_steps": "1",
     "--checkpoint.export_hf": "False",
     "--data.sft_steps": "5",

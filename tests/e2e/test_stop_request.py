@@ -24,8 +24,6 @@ BRIEF = (
     "plain",
     "--observe.eval_prompts",
     "4",
-    "--observe.tensorboard",
-    "False",
     "--data.sft_steps",
     "30",
     "--rollout.prompts_per_step",

@@ -35,7 +35,7 @@ E, H, FEATURES = 4, 256, 256
 PRECISIONS = {
     "bf16": PrecisionConfig(trainer="bf16", experts="deep_gemm"),
     "fp8": PrecisionConfig(experts="deep_gemm"),
-    "fp8, bf16 wgrad": PrecisionConfig(experts="deep_gemm", expert_wgrad="bf16"),
+    "fp8, bf16 wgrad": PrecisionConfig(experts="deep_gemm"),
     "fp8, fp32 scales": PrecisionConfig(scales="fp32", experts="deep_gemm"),
 }
 COUNTS = {
@@ -45,8 +45,12 @@ COUNTS = {
 }
 
 
+def _wgrad(name: str) -> str:
+    return "bf16" if "bf16 wgrad" in name else "fp8"
+
+
 def build(name: str):
-    return build_experts(E, H, FEATURES, PRECISIONS[name], kernels="te")
+    return build_experts(E, H, FEATURES, PRECISIONS[name], kernels="te", wgrad=_wgrad(name))
 
 
 def on_cpu(module):

@@ -1,7 +1,6 @@
 """Transformer Engine's kernels against the emulation and float64 on one GPU; run with -s for the decibels."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -188,7 +187,7 @@ def test_an_order_of_rows_changes_the_blocks_and_nothing_else():
 def test_delayed_scaling_over_steps():
     from megatron_fp8rl.trainer.model.linear_te import te_linear
 
-    recipe = make_recipe(replace(RECIPES["delayed e5m2"], amax_history_len=3))
+    recipe = make_recipe(RECIPES["delayed e5m2"])
     _, _, splits, _ = _case("experts")
     histories = [AmaxHistory(3, len(splits), torch.device("cuda")) for _ in range(2)]
     cache = WeightCache()

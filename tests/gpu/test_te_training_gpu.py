@@ -44,7 +44,7 @@ RECIPES = {
     "blockwise fp32 e5m2": PrecisionConfig(trainer="blockwise", scales="fp32", gradients="e5m2"),
     "blockwise edges": PrecisionConfig(trainer="blockwise", bf16_first_layers=1, bf16_last_layers=1),
     "tensorwise": PrecisionConfig(trainer="tensorwise"),
-    "delayed": PrecisionConfig(trainer="delayed", gradients="e5m2", amax_history_len=3),
+    "delayed": PrecisionConfig(trainer="delayed", gradients="e5m2"),
 }
 
 

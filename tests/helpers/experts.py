@@ -30,6 +30,7 @@ def build_experts(
     *,
     kernels: str = "emulated",
     applies_router_weights: bool = True,
+    wgrad: str = "fp8",
 ) -> Experts | GroupedExperts:
     """BF16 experts of one rank: grouped ones for ``precision.experts = "deep_gemm"``. Weights depend on sizes alone."""
     config = TransformerConfig(
@@ -57,9 +58,7 @@ def build_experts(
     kind = partial(Experts, applies_router_weights=applies_router_weights)
     if grouped:
         scales = None if recipe is None else recipe.scales
-        kind = partial(
-            GroupedExperts, wgrad=precision.expert_wgrad, scales=scales, applies_router_weights=applies_router_weights
-        )
+        kind = partial(GroupedExperts, wgrad=wgrad, scales=scales, applies_router_weights=applies_router_weights)
     groups = SimpleNamespace(ep=_ALONE, expt_tp=_ALONE, expt_dp=_ALONE)
     module = kind(num_experts, config, submodules=submodules, pg_collection=groups)
     generator = torch.Generator().manual_seed(1)

@@ -62,7 +62,7 @@ def run_config(
         name="test",
         model=model,
         parallel=ParallelConfig(**parallel),
-        precision=PrecisionConfig(trainer=trainer, params=params, amax_history_len=3),
+        precision=PrecisionConfig(trainer=trainer, params=params),
         optim=optim,
         rollout=RolloutConfig(temperature=0.8, max_tokens_per_microbatch=max_tokens),
         algo=algo or AlgoConfig(entropy_coef=0.01, loss="grpo"),

@@ -48,7 +48,7 @@ def test_overrides_are_typed_and_hyphens_read_like_underscores():
             "2",
             "--algo.veto_below",
             "None",
-            "--observe.tensorboard",
+            "--checkpoint.export_hf",
             "False",
         ],
         COMMANDS,
@@ -56,7 +56,7 @@ def test_overrides_are_typed_and_hyphens_read_like_underscores():
     assert invocation.config_name == "tiny_qwen3"
     assert invocation.cfg.rollout.max_staleness == 2
     assert invocation.cfg.algo.veto_below is None
-    assert invocation.cfg.observe.tensorboard is False
+    assert invocation.cfg.checkpoint.export_hf is False
     assert invocation.cfg.model == cli.load_config("tiny_qwen3").model
 
 

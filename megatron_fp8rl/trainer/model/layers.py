@@ -35,7 +35,7 @@ from megatron_fp8rl.kernels.combine import weighted_in_combine
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.precision.recipes import Blockwise, Recipe, make_recipe
+from megatron_fp8rl.precision.recipes import AMAX_HISTORY_LEN, Blockwise, Recipe, make_recipe
 from megatron_fp8rl.trainer.compat.megatron import is_watched
 from megatron_fp8rl.trainer.model import attention_te, linear_deep_gemm
 from megatron_fp8rl.trainer.model.attention import PackedAttention, PackedSelfAttention
@@ -172,7 +172,7 @@ class LayerFactory:
 
     @property
     def _history_len(self) -> int | None:
-        return self._cfg.precision.amax_history_len if self._cfg.precision.trainer == "delayed" else None
+        return AMAX_HISTORY_LEN if self._cfg.precision.trainer == "delayed" else None
 
     def _attention(self, layer: int) -> ModuleSpec:
         def linear(name: str) -> LinearSpec:
@@ -250,13 +250,11 @@ class LayerFactory:
         if self._kernels.experts != "deep_gemm":
             return partial(Experts, submodules=grouped, applies_router_weights=applies_router_weights)
         scales = None if fc1.recipe is None else fc1.recipe.scales
-        wgrad = self._cfg.precision.expert_wgrad
         return partial(
             GroupedExperts,
             submodules=grouped,
             applies_router_weights=applies_router_weights,
             scales=scales,
-            wgrad=wgrad,
         )
 
     def layer(self, layer: int) -> ModuleSpec:

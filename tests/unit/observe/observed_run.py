@@ -12,7 +12,7 @@ def make_config() -> RunConfig:
     from model_configs.tiny import tiny_qwen3
 
     cfg = replace(tiny_qwen3(), name="observed", num_steps=4)
-    return replace(cfg, observe=replace(cfg.observe, display="none", tensorboard=False))
+    return replace(cfg, observe=replace(cfg.observe, display="none"))
 
 
 def make_groups(step: int) -> tuple[RolloutGroup, ...]:

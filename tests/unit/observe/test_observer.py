@@ -178,8 +178,7 @@ def test_the_prelude_of_a_new_run_is_step_0(tmp_path):
 def test_tensorboard_holds_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    cfg = make_config()
-    observe_run(tmp_path, steps=range(1, 3), cfg=replace(cfg, observe=replace(cfg.observe, tensorboard=True)))
+    observe_run(tmp_path, steps=range(1, 3), cfg=make_config())
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     written = [(event.step, event.value) for event in events.Scalars("reward/score/mean")]

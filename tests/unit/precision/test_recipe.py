@@ -150,9 +150,8 @@ def test_without_a_recipe_gradients_are_those_of_autograd():
     )
 
 
-def _delayed(algorithm="max", length=3, experts=1):
-    recipe = make_recipe(PrecisionConfig(trainer="delayed", amax_algorithm=algorithm, amax_history_len=length))
-    return recipe, AmaxHistory(length, experts)
+def _delayed(experts=1):
+    return make_recipe(PrecisionConfig(trainer="delayed")), AmaxHistory(3, experts)
 
 
 def _train(recipe, history, x_size, grad_size=1.0):
@@ -185,9 +184,9 @@ def test_history_keeps_the_largest_of_a_step_and_moves_once_per_step():
     assert history.history[:, INPUT, 0].tolist() == [1.0, 1.0, 3.0], "entries older than the length are forgotten"
 
 
-@pytest.mark.parametrize("algorithm, amax", [("max", 8.0), ("most_recent", 2.0)])
-def test_the_scale_comes_from_finished_steps_and_larger_values_saturate(algorithm, amax):
-    recipe, history = _delayed(algorithm)
+def test_the_scale_comes_from_finished_steps_and_larger_values_saturate():
+    recipe, history = _delayed()
+    amax = 8.0  # the largest of both steps
     for size in (8.0, 2.0):
         _train(recipe, history, size)
         finish_step([history], lambda flat: None)

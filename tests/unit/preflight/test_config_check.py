@@ -128,7 +128,7 @@ def test_five_mistakes_give_five_violations():
         ({"algo__correction_high": 0.9}, "--algo.correction_high"),
         ({"algo__overlong": "penalty"}, "--algo.overlong_buffer_tokens"),
         ({"algo__overlong_buffer_tokens": 4}, "--algo.overlong_buffer_tokens"),
-        ({"algo__alarm_kl_k3": float("nan")}, "--algo.alarm_kl_k3"),
+        ({"algo__clip_high": float("nan")}, "--algo.clip_high"),
         ({"data__chat_template": True}, "--data.chat_template"),
         ({"data__tokenizer": "no/such/folder"}, "--data.tokenizer"),
         ({"data__environments": (EnvironmentConfig(template="plain"),)}, "--data.environments.0.template"),

@@ -24,7 +24,7 @@ H, FEATURES = 256, 128
 PRECISIONS = {
     "bf16": PrecisionConfig(trainer="bf16"),
     "fp8": PrecisionConfig(trainer="blockwise"),
-    "fp8, bf16 wgrad": PrecisionConfig(trainer="blockwise", expert_wgrad="bf16"),
+    "fp8, bf16 wgrad": PrecisionConfig(trainer="blockwise"),
     "fp8, fp32 scales": PrecisionConfig(trainer="blockwise", scales="fp32"),
 }
 COUNTS = {
@@ -38,9 +38,10 @@ COUNTS = {
 
 def build(name: str, counts: list[int]):
     """(experts on grouped kernels, experts on the linears) with equal weights."""
-    precision = PRECISIONS[name]
+    precision, wgrad = PRECISIONS[name], "bf16" if "bf16 wgrad" in name else "fp8"
     return [
-        build_experts(len(counts), H, FEATURES, replace(precision, experts=experts)) for experts in ("deep_gemm", "te")
+        build_experts(len(counts), H, FEATURES, replace(precision, experts=experts), wgrad=wgrad)
+        for experts in ("deep_gemm", "te")
     ]
 
 

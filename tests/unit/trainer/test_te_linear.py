@@ -1,7 +1,5 @@
 """How the trainer drives Transformer Engine, against the emulation: with a stand-in of it that checks its arguments."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -123,7 +121,7 @@ def test_weights_are_quantized_once_until_they_change(te_linear):
 
 
 def test_delayed_scaling_remembers_what_the_emulation_remembers(te_linear):
-    recipe = make_recipe(replace(RECIPES["delayed"], amax_history_len=3))
+    recipe = make_recipe(RECIPES["delayed"])
     histories = [AmaxHistory(3, 4) for _ in range(2)]
     cache = WeightCache()
     for step in range(4):
