@@ -5,13 +5,15 @@ In: the arguments and the functions of ``model_configs/``. Out: an :class:`Invoc
 Imports no torch and no other heavy package, so help and ``--dry-run`` respond immediately.
 
 CONFIG is ``module:function`` or the name of a function in ``model_configs/`` that takes no arguments and is annotated
-to return a ``RunConfig``. Every configuration field is an option (``--parallel.tensor 2``); unknown options are errors.
+to return a ``RunConfig``. Every configuration field is an option (``--parallel.tensor 2``), and
+``--set path=JSON`` sets a value inside a dictionary field; unknown options are errors.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import json
@@ -24,17 +26,27 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Annotated, Any
 
-from megatron_fp8rl import own_job
+from megatron_fp8rl import own_job, removed_fields
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.preflight import layout_search, rules
 
 _PROGRAM = "python -m megatron_fp8rl"
 _CONFIGS_PACKAGE = "model_configs"
-_OPTION = re.compile(
-    r"--(?:data\.environments\.(?P<index>\d+)\.options|algo\.(?P<field>loss_options|advantage_options))"
-    r"\.(?P<key>\w+)(?:=(?P<value>.*))?",
-    re.DOTALL,
-)
+# The fields that ``--help`` shows: what most runs set.
+COMMON_FIELDS = """
+    num_steps seed output_dir
+    model.hf_path
+    parallel.world_size parallel.tensor parallel.pipeline parallel.context parallel.expert
+    precision.trainer precision.rollout precision.exact
+    optim.lr optim.warmup_steps optim.weight_decay optim.recompute optim.offload
+    rollout.num_replicas rollout.tensor rollout.placement rollout.sleep_level rollout.gpu_memory_utilization
+    rollout.kv_cache_dtype rollout.prompts_per_step rollout.completions_per_prompt rollout.max_prompt_tokens
+    rollout.max_completion_tokens rollout.temperature rollout.max_staleness rollout.max_tokens_per_microbatch
+    session.max_turns session.max_tokens
+    algo.loss algo.clip_high algo.kl_coef algo.correction
+    data.tokenizer data.num_score_workers data.sft_steps
+    checkpoint.every_steps observe.eval_every observe.eval_prompts observe.wandb_project
+""".split()
 
 
 class UsageError(ValueError):
@@ -149,7 +161,7 @@ def overriding(overrides: Sequence[str]) -> Callable[[RunConfig], RunConfig]:
 
     def override(cfg: RunConfig) -> RunConfig:
         nonlocal parsed
-        started, words = _set_options(cfg, list(overrides))
+        started, words = _apply_set(cfg, overrides)
         paths = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
         if parsed is None or any(path.count(".") > 1 for path in paths):
             parsed = parse_overrides(cfg, overrides)
@@ -220,7 +232,7 @@ def overview(commands: Mapping[str, Command]) -> str:
     example = next(iter(functions), "CONFIG")
     lines += [
         "",
-        f"{_PROGRAM} {with_config} {example} --help    lists every field that can be overridden",
+        f"{_PROGRAM} {with_config} {example} --help    lists the fields that most runs set; --help-all lists all",
         f"{_PROGRAM} {with_config} {example} --dry-run prints the resolved configuration as JSON",
         "CONFIG may also be module:function for a function of your own that returns a RunConfig.",
     ]
@@ -241,15 +253,20 @@ def _parse_words(
     if cfg is None:
         parsed = _tyro(own, words, program, command.summary)
         return None, getattr(parsed, "options", None), ()
+    if "--help-all" in words:
+        _tyro({**own, "cfg": cfg}, ["--help"], program, command.summary)  # prints both sets of options and exits
     if "-h" in words or "--help" in words:
-        _tyro({**own, "cfg": cfg}, words, program, command.summary)  # prints both sets of options and exits
+        print(f"usage: {program} [--field value ...]: {command.summary}\n\n{common_help(cfg)}\n")
+        if own:
+            _tyro(own, ["--help"], program, "options of the command")  # exits
+        raise SystemExit(0)
     options = None
     if own:
         # Two passes, so that the configuration's arguments can be passed on to the runs of a study.
         parsed, words = _tyro(own, words, program, command.summary, return_unknown_args=True)
         options = parsed.options
     overrides = tuple(words)
-    cfg, words = _set_options(cfg, words)
+    cfg, words = _apply_set(cfg, words)
     return _tyro({"cfg": cfg}, words, program, command.summary).cfg, options, overrides
 
 
@@ -274,38 +291,69 @@ def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary:
     )
 
 
-def _set_options(cfg: RunConfig, words: list[str]) -> tuple[RunConfig, list[str]]:
-    """Apply and remove ``--data.environments.0.options.KEY VALUE`` and ``--algo.loss_options.KEY VALUE``.
+def _apply_set(cfg: RunConfig, args: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """Apply and remove each ``--set path=JSON``, a value inside a dictionary field; text that is no JSON stays text.
 
-    No dataclass lists the parameters of generators and losses, so their values are parsed as JSON, or else kept as
-    text. Arguments for environments that do not exist remain in the list and are rejected later.
+    Raises UsageError for a removed or renamed field, and for a path that does not lead into a dictionary.
     """
-    environments = list(cfg.data.environments)
-    algo: dict[str, dict[str, Any]] = {"loss_options": {}, "advantage_options": {}}
-    rest: list[str] = []
-    queue = list(words)
+    rest, queue = [], list(args)
     while queue:
-        word = queue.pop(0)
-        match = _OPTION.fullmatch(word)
-        if match is None or int(match["index"] or 0) >= len(environments):
-            rest.append(word)
+        arg = queue.pop(0)
+        name, _, given = arg.partition("=")
+        if name != "--set":
+            if arg.startswith("--") and (remedy := removed_fields.remedy(name[2:].replace("-", "_"))):
+                raise UsageError(f"{name} is no longer an option. {remedy}.")
+            rest.append(arg)
             continue
-        if match["value"] is None and not queue:
-            raise UsageError(f"{word} needs a value")
-        text = match["value"] if match["value"] is not None else queue.pop(0)
+        assignment = given or (queue.pop(0) if queue else "")
+        path, equals, text = assignment.partition("=")
+        if not equals:
+            raise UsageError(f"--set {assignment}: needs PATH=VALUE, such as --set algo.loss_options.dual_clip=3")
         try:
             value = json.loads(text)
         except ValueError:
             value = text
-        if match["field"]:
-            algo[match["field"]][match["key"]] = value
-            continue
-        environment = environments[int(match["index"])]
-        options = {**environment.options, match["key"]: value}
-        environments[int(match["index"])] = dataclasses.replace(environment, options=options)
-    changed = {field: {**getattr(cfg.algo, field), **options} for field, options in algo.items()}
-    data = dataclasses.replace(cfg.data, environments=tuple(environments))
-    return dataclasses.replace(cfg, data=data, algo=dataclasses.replace(cfg.algo, **changed)), rest
+        cfg = _with_value(cfg, path.split("."), value, path)
+    return cfg, rest
+
+
+def _with_value(node: Any, keys: list[str], value: Any, path: str) -> Any:
+    """A copy of ``node``, a dataclass, tuple or dictionary, with ``value`` at the dictionary entry below ``keys``."""
+    key, rest = keys[0], keys[1:]
+    if isinstance(node, dict):
+        return {**node, key: _with_value(node.get(key, {}), rest, value, path) if rest else value}
+    if rest and isinstance(node, tuple) and key.isdecimal() and int(key) < len(node):
+        index = int(key)
+        return (*node[:index], _with_value(node[index], rest, value, path), *node[index + 1 :])
+    if rest and dataclasses.is_dataclass(node) and hasattr(node, key):
+        return dataclasses.replace(node, **{key: _with_value(getattr(node, key), rest, value, path)})
+    remedy = "it sets values inside dictionaries, such as data.environments.0.options.KEY; other fields are options"
+    raise UsageError(f"--set {path}: {key!r} is not an entry of a dictionary; {remedy}: --{path} VALUE")
+
+
+def common_help(cfg: RunConfig) -> str:
+    """The fields that most runs set, with their values in ``cfg`` and their meaning."""
+    lines = ["common fields (--help-all lists all):"]
+    for path in COMMON_FIELDS:
+        section, _, name = path.rpartition(".")
+        owner = attrgetter(section)(cfg) if section else cfg
+        text = f"  --{path} {getattr(owner, name)}"
+        lines.append(f"{text:<56} {_comments(type(owner)).get(name, '')}".rstrip())
+    return "\n".join(
+        [*lines, "  --set PATH=JSON  a value inside a dictionary, such as data.environments.0.options.KEY"]
+    )
+
+
+@functools.cache
+def _comments(cls: type) -> dict[str, str]:
+    """The comment behind each field of a configuration class, or else the one in the line above."""
+    found, above = {}, ""
+    for line in inspect.getsource(cls).splitlines():
+        code, _, comment = line.strip().partition("# ")
+        if name := re.match(r"(\w+): ", code):
+            found[name[1]] = comment or above
+        above = "" if code else f"{above} {comment}".lstrip()
+    return found
 
 
 def _functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:

@@ -92,7 +92,7 @@ def test_the_command_of_the_page_is_accepted_and_mistakes_in_it_are_not():
     algo = cli.parse(words, commands).cfg.algo
     assert (algo.loss, algo.loss_options) == ("my_loss:fading", {"temperature": 0.3})
     assert algo.advantage == "my_loss:against_the_others"
-    found = load_names(cli, [*words, "--algo.loss_options.heat", "1"], commands)
+    found = load_names(cli, [*words, "--set", "algo.loss_options.heat=1"], commands)
     assert found == ["--algo.loss_options.heat"]
     assert load_names(cli, [word.replace(":fading", ":fadin") for word in words], commands) == ["--algo.loss"]
 

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from megatron_fp8rl import cli
+from megatron_fp8rl import cli, removed_fields
 from megatron_fp8rl.config import ConfigError, RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -69,29 +70,63 @@ def test_own_options_stand_apart_from_overrides():
         "5",
         "--num_steps",
         "7",
-        "--data.environments.0.options.max_terms",
-        "4",
+        "--set",
+        "data.environments.0.options.max_terms=4",
     ]
     invocation = cli.parse(words, COMMANDS)
     assert invocation.options == StudyOptions(seeds=(4, 5))
-    assert invocation.overrides == ("--num_steps", "7", "--data.environments.0.options.max_terms", "4")
+    assert invocation.overrides == ("--num_steps", "7", "--set", "data.environments.0.options.max_terms=4")
     assert cli.parse_overrides(cli.load_config("tiny_qwen3"), invocation.overrides) == invocation.cfg
     assert cli.parse(["report", "--run-dir", "x"], COMMANDS).options == ReportOptions(run_dir="x")
 
 
 def test_generator_options_may_be_new():
     before = cli.load_config("tiny_qwen3").data.environments[0].options
-    words = ["--data.environments.0.options.max_terms", "5", '--data.environments.0.options.operators=["+", "-"]']
+    words = [
+        "--set",
+        "data.environments.0.options.max_terms=5",
+        '--set=data.environments.0.options.operators=["+", "-"]',
+    ]
     options = cli.parse(["rl", "tiny_qwen3", *words], COMMANDS).cfg.data.environments[0].options
     assert options == {**before, "max_terms": 5, "operators": ["+", "-"]}
 
 
 def test_options_of_a_loss_are_set_one_by_one():
-    words = ["--algo.loss", "gspo", "--algo.loss_options.dual_clip", "3", "--algo.loss_options.aggregate=token"]
+    words = [
+        "--algo.loss",
+        "gspo",
+        "--set",
+        "algo.loss_options.dual_clip=3",
+        "--set",
+        "algo.loss_options.aggregate=token",
+    ]
     algo = cli.parse(["rl", "tiny_qwen3", *words], COMMANDS).cfg.algo
     assert (algo.loss, algo.loss_options) == ("gspo", {"dual_clip": 3, "aggregate": "token"})
     with pytest.raises(ConfigError, match=r"--algo.loss_options.dual_clip = 'much': has the wrong type"):
-        cli.parse(["rl", "tiny_qwen3", *words, "--algo.loss_options.dual_clip", "much"], COMMANDS)
+        cli.parse(["rl", "tiny_qwen3", *words, "--set", "algo.loss_options.dual_clip=much"], COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--algo.loss_options.dual_clip", "3"], "Write --set algo.loss_options.dual_clip=VALUE"),
+        (["--observe.tensorboard=False"], "--observe.tensorboard is no longer an option. TensorBoard files are always"),
+        (["--set", "num_steps=3"], "'num_steps' is not an entry of a dictionary.*--num_steps VALUE"),
+        (["--set", "data.environments.7.options.x=3"], "'7' is not an entry"),
+        (["--set", "seed"], "needs PATH=VALUE"),
+        (["--set"], "needs PATH=VALUE"),
+    ],
+)
+def test_removed_options_and_wrong_paths_name_the_remedy(args, message):
+    with pytest.raises(cli.UsageError, match=message):
+        cli.parse(["rl", "tiny_qwen3", *args], COMMANDS)
+
+
+def test_removed_fields_do_not_exist():
+    cfg = cli.load_config("tiny_qwen3")
+    for path in removed_fields.REMOVED:
+        with pytest.raises(AttributeError):
+            attrgetter(path)(cfg)
 
 
 @pytest.mark.parametrize("words", [["runs/a run"], ["--run_dir", "runs/a run"]])
@@ -165,12 +200,14 @@ def test_help_lists_commands_configurations_and_field_comments(capsys):
         with pytest.raises(SystemExit):
             cli.parse(words, COMMANDS)
         assert "tiny_qwen3_moe" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        cli.parse(["study", "tiny_qwen3", "--help"], COMMANDS)
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert "trainer ranks over all nodes" in shown
-    assert "seeds of every arm" in shown
+    for option, is_all in (("--help", False), ("--help-all", True)):
+        with pytest.raises(SystemExit) as stop:
+            cli.parse(["study", "tiny_qwen3", option], COMMANDS)
+        assert stop.value.code == 0
+        shown = capsys.readouterr().out
+        assert "trainer ranks over all nodes" in shown
+        assert "seeds of every arm" in shown
+        assert ("--optim.beta1" in shown) == is_all
 
 
 def test_configuration_needs_no_torch():
@@ -194,8 +231,8 @@ def test_words_that_were_parsed_once_say_the_same_of_other_configurations():
         "7",
         "8",
         "--num_steps=9",
-        "--data.environments.0.options.x",
-        "2",
+        "--set",
+        "data.environments.0.options.x=2",
     ]
     override = cli.overriding(words)
     first, second = cli.load_config("tiny_qwen3"), cli.load_config("tiny_qwen3_moe")
