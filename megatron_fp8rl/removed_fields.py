@@ -13,6 +13,9 @@ REMOVED = {
     "algo.alarm_kl_k3": f"{_CONSTANT} (algo/mismatch.py); --algo.alarm_action decides what an alarm does",
     "observe.tensorboard": "TensorBoard files are always written: leave it out",
     "observe.record_rollouts": "Set --observe.rollouts_gib 0 to record no rollouts",
+    "rollout.token_stores": "Trainer rank 0 keeps the tokens of all samples: leave it out",
+    "rollout.delta_weights": "gloo sends whole weights: leave it out; rollout.spare_weights hides the transfer",
+    "data.score_servers": "Trainer rank 0 scores all completions: leave it out, and raise data.num_score_workers",
 }
 
 
