@@ -1,7 +1,10 @@
 # make demo    first run: creates .venv, installs, trains the tiny mixture of experts into runs/demo
 # make demo-math  writes a jsonl of word problems and a tokenizer, and trains on them by the grpo command, with --reward math
-# make test    runs tests of everything in a few minutes: library, a layout of ranks, an engine, a short run, launches, conversions
-# make test-all  runs these and all others, an hour or so (test-rest: the others alone); FP8RL_SLURM_TESTS=1 adds those on a real Slurm, which it installs by apt as root
+# make lint    checks style (ruff), layout (ruff format) and types (pyright on the pure packages)
+# make test    runs tests of everything in a few minutes: library, a layout of ranks, an engine, a short run, launches,
+#              conversions; ends with the coverage of megatron_fp8rl
+# make test-all  runs these and all others, an hour or so (test-rest: the others alone); FP8RL_SLURM_TESTS=1 adds those on a
+#              real Slurm, which it installs by apt as root
 #              JOBS=1 runs them one after the other
 # make install only creates .venv; EXTRAS="test launch" adds extras
 # FP8RL_EXTRA=cpu or gpu overrides what nvidia-smi says; FP8RL_PYTHON names a Python 3.12.
@@ -12,7 +15,7 @@ ARGS ?=
 JOBS ?= 3
 EXTRAS ?=
 
-.PHONY: help install demo demo-math test test-all test-rest
+.PHONY: help install demo demo-math lint test test-all test-rest
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -33,9 +36,16 @@ demo-math:
 	    --rollout.prompts_per_step 16 --rollout.completions_per_prompt 16 --rollout.max_prompt_tokens 64 \
 	    --rollout.max_completion_tokens 8 --observe.eval_prompts 101 --observe.eval_every 8 $(ARGS)
 
+lint:
+	@sh tools/bootstrap.sh lint
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m pyright
+
+# sys.monitoring measures coverage almost for free. Processes that tests start are not measured.
 test:
 	@sh tools/bootstrap.sh test launch
-	@$(PYTHON) tools/run_tests.py -m "not slow" -n $(JOBS) $(ARGS)
+	@COVERAGE_CORE=sysmon $(PYTHON) tools/run_tests.py -m "not slow" -n $(JOBS) --cov --cov-report= $(ARGS)
 
 test-rest:
 	@sh tools/bootstrap.sh test launch

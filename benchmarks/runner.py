@@ -36,7 +36,7 @@ class Benchmark(ABC):
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's own arguments."""
 
-    def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:  # noqa: B027  may stay empty
         """Complete the options, also for ``options.quick``; ``parser.error`` for those that contradict each other."""
 
     @abstractmethod

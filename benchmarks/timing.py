@@ -96,7 +96,7 @@ def copy_bandwidth(num_bytes: int = 2 << 30, rounds: int = 10) -> float:
 
     source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    seconds = min(timed(lambda: target.copy_(source)) for _ in range(rounds))
+    seconds = min(timed(lambda: target.copy_(source)) for _ in range(rounds))  # noqa: F821  deleted only below
     del source, target
     torch.cuda.empty_cache()
     return 2 * num_bytes / seconds

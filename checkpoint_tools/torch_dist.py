@@ -239,7 +239,9 @@ def append(stream: BinaryIO, data: Tensor | list, file: str, offsets: Iterable[i
     try:
         torch.save(data, stream)
     except RuntimeError as error:  # closing the archive fails after a write that failed, and hides why
-        raise error.__context__ if isinstance(error.__context__, OSError) else error
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
     sizes = tuple(data.shape) if isinstance(data, Tensor) else ()
     return Piece(tuple(offsets), sizes, file, position, stream.tell() - position)
 

@@ -238,7 +238,7 @@ def _of_slurm(cluster: Cluster) -> list[Violation]:
         if (option := str(name).replace("_", "-")) in _RESERVED:
             remedy = f"Remove it, and use {_RESERVED[option]}" if _RESERVED[option] else "Remove it"
             found.append(_bad(f"sbatch[{name!r}]", value, "is set by the launcher", remedy))
-        elif value is not True and not isinstance(value, (str, int, float)) or value is False:
+        elif (value is not True and not isinstance(value, (str, int, float))) or value is False:
             remedy = "Write text, a number, or True for an option without a value; or remove it"
             found.append(_bad(f"sbatch[{name!r}]", value, "is not a value of an option", remedy))
     return found

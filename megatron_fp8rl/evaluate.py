@@ -196,7 +196,7 @@ def _publish(
             fleet.wake("weights")
     if not cfg.rollout.sleep_level:
         stack.callback(exporter.close)
-        return exporter.publish(0, scales), lambda: exporter.publish(0, scales)
+        return exporter.publish(0, scales), lambda: exporter.publish(0, scales)  # noqa: F821  the `del` is on another path
     try:
         published = exporter.publish(0, scales)
     finally:

@@ -340,10 +340,8 @@ def _save(
     """
     every = cfg.checkpoint.every_steps
     is_due = step == cfg.num_steps or (every > 0 and step % every == 0)
-    if is_asked:
-        begins = not is_due and minutes.step != step  # otherwise the end of the step has begun it
-    else:
-        begins = is_due or minutes.are_over()
+    # On request: unless the end of the step has begun it.
+    begins = not is_due and minutes.step != step if is_asked else is_due or minutes.are_over()
     if begins:
         minutes.begin(step)
         with span("checkpoint"):

@@ -67,7 +67,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
         if step:
             with observer.prelude(step):
                 pass
-        for step in range(step + 1, cfg.num_steps + 1):
+        for step in range(step + 1, cfg.num_steps + 1):  # noqa: B020  the first step is read once, before the loop
             stop.at_boundary(parallel, step - 1, saves.save)
             with observer.step(step) as log:
                 (batch,) = pack_for(cfg, source.samples(step - 1), data_rank=parallel.dp_rank)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from megatron_fp8rl.token_array import TokenArray
 
-KVScales: TypeAlias = dict[int, tuple[float, float, float]]
+type KVScales = dict[int, tuple[float, float, float]]
 """Layer index -> (q, k, v) scales: the divisors before the cast to E4M3, exactly representable in float32."""
 
 

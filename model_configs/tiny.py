@@ -84,7 +84,7 @@ def tiny_qwen3() -> RunConfig:
 def demo() -> RunConfig:
     """What `make demo` runs: tiny_qwen3_moe sorts four digits, up or down; 20,000 questions, 512 of them held out."""
     base = tiny_qwen3_moe()
-    digits = "".join("{original_numbers[%d][0]}" % i for i in range(4))
+    digits = "".join(f"{{original_numbers[{i}][0]}}" for i in range(4))
     sorting = EnvironmentConfig(
         dataset="number_sorting",
         options={

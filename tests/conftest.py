@@ -26,7 +26,7 @@ from megatron_fp8rl.trainer.compat import megatron_on_cpu  # noqa: E402
 
 megatron_on_cpu.install()
 
-# vLLM configures logging when it is first imported, which closes the stream of absl's handler: here, what pytest captures.
+# The first import of vLLM configures logging, and so closes the stream of absl's handler: the one that pytest captures.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
@@ -70,8 +70,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if is_quick or "mark.core" in collection_path.read_text(encoding="utf-8") else True
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With ``--cov``: the line coverage of megatron_fp8rl, and its ten least covered packages."""
+    if not config.getoption("cov_source", None) or config.getoption("no_cov", False):
+        return
+    import coverage
+
+    measured = coverage.Coverage()
+    measured.load()
+    lines: dict[str, list[int]] = {}  # package -> [lines, lines that no test ran]
+    for path in (Path(ROOT) / "megatron_fp8rl").rglob("*.py"):
+        _, statements, _, missing, _ = measured.analysis2(str(path))
+        for package in (path.parent.relative_to(ROOT).as_posix(), "total"):
+            counts = lines.setdefault(package, [0, 0])
+            counts[0] += len(statements)
+            counts[1] += len(missing)
+    covered = {name: 100 * (1 - missing / total) for name, (total, missing) in lines.items() if total}
+    terminalreporter.section(f"line coverage of megatron_fp8rl: {covered.pop('total'):.1f} %; least covered packages")
+    for name in sorted(covered, key=covered.__getitem__)[:10]:
+        terminalreporter.write_line(f"{covered[name]:5.1f} %  {name}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first; mark what `make test` leaves out as slow; and skip what takes minutes, unless it is asked for."""
+    """Sort long tests first, mark what `make test` leaves out as slow, and skip tests of minutes by default."""
     for item in items:
         is_quick = item.nodeid.startswith(_QUICK) and not item.nodeid.startswith(_BY_HAND)
         if item.nodeid.startswith(("tests/gpu/", "tests/multi_gpu/")):

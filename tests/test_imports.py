@@ -1,6 +1,6 @@
-"""Who may import whom: folders are floors, and few of them know a third party.
+"""The package order: which packages may import which, and where third parties may be imported.
 
-``megatron_fp8rl/README.md`` draws the floors; a module that breaks a rule is named with the import that does.
+``megatron_fp8rl/README.md`` shows the layers. A failure names the module and the import that breaks a rule.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARY = "megatron_fp8rl"
 
-# Lowest first. A folder imports only itself and what stands before it; so do the files at the top of the library.
-FLOORS = (
+# Lowest layer first. A package imports only itself and the packages before it. So do the top-level files listed here.
+LAYERS = (
     "upstream",
     "garbage",
     "token_array",
@@ -94,10 +94,10 @@ def imported_names(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{module}.{alias.name}"
 
 
-def floor_of(dotted: str) -> int:
-    """Place of a module of the library in the order; loops and commands stand above all folders."""
+def layer_of(dotted: str) -> int:
+    """Return the place of a module in the package order; loops and commands come after all packages."""
     top = dotted.partition(".")[0]
-    return FLOORS.index(top) if top in FLOORS else len(FLOORS)
+    return LAYERS.index(top) if top in LAYERS else len(LAYERS)
 
 
 def module_of(path: Path) -> str:
@@ -105,7 +105,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def test_a_folder_imports_only_what_stands_below_it():
+def test_a_package_imports_only_lower_layers():
     wrong = []
     for path in library_files():
         module = module_of(path)
@@ -117,8 +117,8 @@ def test_a_folder_imports_only_what_stands_below_it():
             target_top = target.partition(".")[0]
             if target_top in PROGRAMS and top not in (*PROGRAMS, *COMMANDS):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, a program")
-            elif top not in PROGRAMS and floor_of(target) > floor_of(module) and target != "__version__":
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, which stands above it")
+            elif top not in PROGRAMS and layer_of(target) > layer_of(module) and target != "__version__":
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, which is in a higher layer")
     assert not wrong, "\n".join(wrong)
 
 

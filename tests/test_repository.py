@@ -102,7 +102,7 @@ def test_importing_the_trainer_changes_nothing():
         "before = state()\n"
         "import megatron_fp8rl.trainer\n"
         "after = state()\n"
-        "sys.exit(0 if before == after else 'importing megatron_fp8rl.trainer changed torch, os.environ or sys.meta_path')"
+        "sys.exit(0 if before == after else 'importing megatron_fp8rl.trainer changes torch, environ or meta_path')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -110,11 +110,11 @@ def test_importing_the_trainer_changes_nothing():
 
 def test_the_map_shows_the_tree(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import house_map
-    from test_imports import FLOORS, PROGRAMS
+    import module_map
+    from test_imports import LAYERS, PROGRAMS
 
-    text = house_map.README.read_text(encoding="utf-8")
-    assert text == house_map.written(text, FLOORS + PROGRAMS), "run python tools/house_map.py --write"
+    text = module_map.README.read_text(encoding="utf-8")
+    assert text == module_map.updated(text, LAYERS + PROGRAMS), "run python tools/module_map.py --write"
 
 
 def test_every_module_says_what_it_is():

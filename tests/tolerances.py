@@ -10,9 +10,9 @@ FLOAT32_STORAGE = {"rtol": 2e-7, "atol": 1e-7}
 # 6 %, and a near tie of the router changes an expert. In nats, for weights that give logits a standard deviation of 1:
 # two unrelated models are 1 apart in the mean.
 ENGINE_LOGPROB_MEAN, ENGINE_LOGPROB_MAX = 0.1, 0.5
-# The same noise in the logits of a router, of standard deviation 1: how far an expert that the engine chose may lie below
-# the one that the model chose. Two attention kernels in the model itself move a logit of the second layer by 0.05 in the
-# standard deviation and by up to 0.17; measured between engine and model 0.002 and 0.05.
+# The same noise in the logits of a router, of standard deviation 1: how far an expert that the engine chose may lie
+# below the one that the model chose. Two attention kernels in the model itself move a logit of the second layer by 0.05
+# in the standard deviation and by up to 0.17; measured between engine and model 0.002 and 0.05.
 ROUTER_LOGIT_MEAN, ROUTER_LOGIT_MAX = 0.02, 0.25
 # FP8 products against BF16 ones (3 % per operand) through two layers. The median: a few tokens change experts.
 ENGINE_FP8_LOGPROB_MEDIAN = 0.2  # nats; measured 0.06 to 0.12
@@ -49,7 +49,7 @@ ROTARY_TABLE = {"rtol": 0.0, "atol": 2e-5}
 ROUTER_FLOAT32 = {"rtol": 1e-5, "atol": 1e-6}
 # Gradients in float32 in another layout, over the largest number of each tensor: sums of thousands of terms, reordered.
 FAMILY_GRADIENT = {"rtol": 0.0, "atol": 2e-5}
-# One step after a resume in another layout, in BF16 and FP8: sums in another order move roundings (8 bits) here and there.
+# One step after a resume in another layout, in BF16 and FP8: sums in another order move a few roundings (8 bits).
 RESUMED_METRIC = {"rel": 0.05, "abs": 2e-3}
 # Of the difference that FP8 makes: float32 sums in another order move one number in some thousands to the next one.
 FAMILY_FP8 = 0.1
@@ -60,9 +60,9 @@ TE_DECIBELS = 45.0
 # the numbers made of it one in a thousand then becomes the next FP8 number (6 %).
 GROUPED_DECIBELS = 38.0
 # FP32 scales of blocks: x * (448 / amax) there, x / (amax / 448) here, which differ in the last bit and then move what
-# lies exactly between two FP8 numbers. Of 128 BF16 magnitudes four are such an amax: 40 dB for one operand with the worst
-# (49/32), 37 for two. Measured on an H200 38.9 or more for linears of updates. An operand that is not quantized leaves
-# 31.5. Scales of whole tensors are one formula at both ends, and have TE_DECIBELS.
+# lies exactly between two FP8 numbers. Of 128 BF16 magnitudes four are such an amax: 40 dB for one operand with the
+# worst (49/32), 37 for two. Measured on an H200 38.9 or more for linears of updates. An operand that is not quantized
+# leaves 31.5. Scales of whole tensors are one formula at both ends, and have TE_DECIBELS.
 TE_DECIBELS_FP32_SCALES = 35.0
 # Losses, of terms near 1 that cancel, of a tiny policy on two sets of FP8 kernels. At equal weights float32 sums in
 # another order move a number to the next FP8 one (6 %) here and there; measured up to 0.004 on an H200, and 0 between
@@ -73,8 +73,8 @@ FP8_FIRST_LOSS, FP8_LOSS_NOISE = 1e-2, 0.05
 # when an eighth of the linears' BF16 results moves by its last bit. Over 14 seeds losses spread by up to 0.03 and 0.16,
 # norms of the first gradient by 5 to 50 %; with BF16 linears, of which only experts are moved, losses by 0.003, 0.013.
 TINY_FP8_LOSS, TINY_BF16_LOSS = (0.05, 0.25), (0.01, 0.05)
-# An FP8 KV cache against a BF16 one on a CPU, where vLLM truncates keys and values to 3 bits of mantissa: 5 % in each of
-# three layers whose attention outweighs the embedding; in nats, measured 0.29.
+# An FP8 KV cache against a BF16 one on a CPU, where vLLM truncates keys and values to 3 bits of mantissa: 5 % in each
+# of three layers whose attention outweighs the embedding; in nats, measured 0.29.
 KV_CACHE_LOGPROB_MEAN = 0.4
 # Attention of BF16 numbers in a fused kernel against float32: probabilities and their gradients are rounded to BF16 on
 # the way (2^-9 relative each, 48 dB for two), and results once more.
@@ -85,9 +85,9 @@ ROUTER_WEIGHTS_FLOAT32 = {"rtol": 2e-6, "atol": 0.0}
 ATTENTION_BLOCKS_DECIBELS = 55.0
 # What one loss adds to a gradient, found as the difference of two float32 gradients of numbers near 1 (2^-24 each).
 BALANCING_GRADIENT = {"rtol": 1e-4, "atol": 1e-6}
-# A token's outputs are rounded to BF16 once for each rank, and not once: mean difference of log-probabilities in nats, of
-# the norm of gradients (relative), and of weights after two updates of at most 1e-2. Measured 0.011 and 0.029, 0.0035 and
-# 0.022, 0.001; with scores that reach the wrong tokens 0.8, 0.05 and 0.004.
+# A token's outputs are rounded to BF16 once for each rank, and not once: mean difference of log-probabilities in nats,
+# of the norm of gradients (relative), and of weights after two updates of at most 1e-2. Measured 0.011 and 0.029,
+# 0.0035 and 0.022, 0.001; with scores that reach the wrong tokens 0.8, 0.05 and 0.004.
 GATHERED_LOGPROBS = {"bf16": 0.03, "blockwise": 0.08}
 GATHERED_GRADIENT = {"bf16": 0.01, "blockwise": 0.05}
 GATHERED_WEIGHTS = 2e-3

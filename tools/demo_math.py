@@ -1,4 +1,4 @@
-"""What `make demo-math` trains on: a folder with a tiny model's config.json and tokenizer, and two files of word problems.
+"""Write the data of `make demo-math`: a tiny model's config.json and tokenizer, and two files of word problems.
 
     python tools/demo_math.py FOLDER [--seed 1]
 

@@ -1,8 +1,8 @@
 """The locked versions of everything that an installation brings: python tools/lock.py [--write]
 
 In: requirements.toml, and the index that uv is configured for. Out: locks/cpu.txt and locks/gpu.txt, which
-tools/install.py gives the installer as constraints; without --write, exit status 1 when they no longer follow from the pins.
-Resolves for Linux on x86-64 and Python 3.12, on any machine; downloads metadata alone. What is locked already stays.
+tools/install.py gives the installer as constraints. Without --write, the exit status is 1 if they no longer follow from
+the pins. Resolves for Linux on x86-64 and Python 3.12, on any machine; downloads metadata alone. Locked versions stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from install import LOCKS, PINS, ROOT, requirements
 
-EXTRAS = ("launch", "test")
+EXTRAS = ("launch", "test", "lint")
 _HOW = (
     "--quiet",
     "--no-header",

@@ -2,8 +2,8 @@
 
     python tools/models_table.py --write
 
-Sizes and layouts are the doctor's. Whether a run was ever run is told by hand, in ``RAN``: it counts only as far as rows of
-docs/measured say it. ``tests/unit/test_model_configs.py`` compares the page with this program.
+Sizes and layouts come from the doctor. ``RAN``, written by hand, says which configurations were run: only what rows of
+docs/measured show counts. ``tests/unit/test_model_configs.py`` compares the page with this program.
 """
 
 from __future__ import annotations

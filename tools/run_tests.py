@@ -1,9 +1,9 @@
 """Run the tests; one that fails beside others is run again alone, to be told apart: python tools/run_tests.py [ARG...]
 
-In: arguments of pytest, among them ``-n``, the number of processes that share the cores. Out: pytest's exit status. A test
-that passes only alone fails the build too, and is named: it counts on time, memory or a port that others may have. Nothing
-is repeated after a usage error, an interrupt or a collection error, nor when more than MOST tests failed. Runs in the
-installed environment; the standard library alone.
+In: arguments of pytest, among them ``-n``, the number of processes that share the cores. Out: pytest's exit status.
+A test that passes only alone fails the build too, and is named: it needs time, memory or a port that others may use.
+Nothing is repeated after a usage error, an interrupt or a collection error, nor when more than MOST tests failed.
+Runs in the installed environment; imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ TESTS_FAILED = 1  # pytest's exit status for tests that failed, as against 2 to 
 
 def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="fp8rl-tests-") as cache:
-        # A cache of its own holds the failures of this run alone.
-        words = [*arguments, "-o", f"cache_dir={cache}"]
-        status = pytest(words)
+        # A separate cache, which holds the failures of this run alone.
+        arguments = [*arguments, "-o", f"cache_dir={cache}"]
+        status = pytest(arguments)
         failed = failures(Path(cache)) if status == TESTS_FAILED else []
         if not 0 < len(failed) <= MOST or not all("::" in name for name in failed):  # a file: it cannot be imported
             return status
         print(f"\n{len(failed)} failed while others shared the cores; again, alone, to tell why:", flush=True)
-        pytest([*words, "-n", "0", "--last-failed", "--last-failed-no-failures", "none"])
+        without_coverage = ["--no-cov"] if any(argument.startswith("--cov") for argument in arguments) else []
+        pytest([*arguments, *without_coverage, "-n", "0", "--last-failed", "--last-failed-no-failures", "none"])
         broken = failures(Path(cache))
         for name in failed:
             print(f"FAILS {'ALSO ALONE' if name in broken else 'ONLY BESIDE OTHERS'}: {name}", flush=True)

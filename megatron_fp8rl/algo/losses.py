@@ -73,8 +73,16 @@ def dapo(
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """:func:`grpo` with equal weight for all tokens."""
-    how = dict(cfg=cfg, max_completion_tokens=max_completion_tokens, dual_clip=dual_clip)
-    return grpo(mb, trainer_logprobs_T, entropy_T, batch, aggregate="token", **how)
+    return grpo(
+        mb,
+        trainer_logprobs_T,
+        entropy_T,
+        batch,
+        cfg=cfg,
+        max_completion_tokens=max_completion_tokens,
+        dual_clip=dual_clip,
+        aggregate="token",
+    )
 
 
 def dr_grpo(
@@ -88,8 +96,16 @@ def dr_grpo(
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """:func:`grpo` without length bias; the paper combines it with ``algo.advantage`` dr_grpo."""
-    how = dict(cfg=cfg, max_completion_tokens=max_completion_tokens, dual_clip=dual_clip)
-    return grpo(mb, trainer_logprobs_T, entropy_T, batch, aggregate="constant", **how)
+    return grpo(
+        mb,
+        trainer_logprobs_T,
+        entropy_T,
+        batch,
+        cfg=cfg,
+        max_completion_tokens=max_completion_tokens,
+        dual_clip=dual_clip,
+        aggregate="constant",
+    )
 
 
 def gspo(

@@ -73,6 +73,7 @@ class Reducer(Protocol):
 
     def gather(self, value: Any) -> list[Any]:
         """Collective: the values of all data-parallel ranks, in rank order, on every rank."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +338,7 @@ class _RankStatistics:
         ids, positions = mb.sequence_ids_T[mask_T].cpu(), mb.completion_positions_T[mask_T].cpu()
         buckets = torch.frexp(positions.double()).exponent  # 0 -> 0, 1 -> 1, 2..3 -> 2, 4..7 -> 3
 
-        def sums_of(chosen: Tensor) -> _Sums:
+        def sums_of(chosen: Tensor | slice) -> _Sums:
             return _Sums.of(diff[chosen], corrected[chosen], vetoed[chosen])
 
         self.total = _Sums.merged([self.total, sums_of(slice(None))])
@@ -357,6 +358,7 @@ def _no_logprobs(mb: Microbatch) -> list[str]:
     """One message per tensor with a NaN or infinity under the loss mask, or with an engine value above 0."""
     messages = []
     for name, values_T in (("rollout_logprobs", mb.rollout_logprobs_T), ("old_logprobs", mb.old_logprobs_T)):
+        assert values_T is not None
         bad_T = ~torch.isfinite(values_T)
         if name == "rollout_logprobs":  # old_logprobs are the trainer's own
             bad_T = bad_T | (values_T > LOGPROB_TOLERANCE)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_fp8rl.types import Microbatch, TrainBatch
 
 AdvantageFn = Callable[[Sequence[float]], Sequence[float]]
-LossFn: typing.TypeAlias = "Callable[[Microbatch, Tensor, Tensor, TrainBatch], tuple[Tensor, dict[str, Tensor]]]"
+type LossFn = Callable[[Microbatch, Tensor, Tensor, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class NamedFunctionError(ValueError):

@@ -178,15 +178,15 @@ def _sample(
         if not num:
             continue
         recorded.append(segment.routed_experts)
-        sampled = segment.token_ids, segment.rollout_logprobs
+        token_ids, rollout_logprobs = segment.token_ids, segment.rollout_logprobs
         first = 0  # that is new enough
         if oldest is not None:
             first = sum(length for sampled_by, length in version_runs(segment) if sampled_by < oldest)
         if first:
-            stretches.append(Stretch(*(row[:first] for row in sampled)))
-            sampled = tuple(row[first:] for row in sampled)
+            stretches.append(Stretch(token_ids[:first], rollout_logprobs[:first]))
+            token_ids, rollout_logprobs = token_ids[first:], rollout_logprobs[first:]
         if first < num:
-            stretches.append(Stretch(*sampled, advantage, True))
+            stretches.append(Stretch(token_ids, rollout_logprobs, advantage, True))
             versions.append(segment.min_version if oldest is None else max(segment.min_version, oldest))
     if not versions:
         return None
@@ -204,9 +204,10 @@ def _is_sampled(segment: Given | Completion) -> bool:
 
 
 def _joined(recorded: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    if any(one is None for one in recorded):
+    arrays = [array for array in recorded if array is not None]
+    if len(arrays) < len(recorded):
         return None
-    return recorded[0] if len(recorded) == 1 else np.concatenate(recorded)
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def version_runs(completion: Completion) -> list[tuple[int, int]]:

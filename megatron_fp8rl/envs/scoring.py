@@ -36,7 +36,7 @@ class Score(NamedTuple):
     reward: float
     status: Literal["scored", "score_failed"]
     detail: str = ""  # why it failed
-    parts: dict[str, float] = {}  # of the reward, by name
+    parts: dict[str, float] = {}  # noqa: RUF012  of the reward, by name; a NamedTuple has no default_factory
 
     @classmethod
     def failed(cls, detail: str) -> Score:

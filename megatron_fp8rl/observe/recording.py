@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, count, groupby
+from itertools import chain, count, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -299,7 +299,7 @@ def _rows(table: pyarrow.Table) -> Iterator[dict[str, Any]]:
 def _column(name: str, values: pyarrow.Array) -> list[Any]:
     if name in _LISTS:
         flat, offsets = values.values.to_numpy(), values.offsets.to_pylist()
-        parts = [flat[start:end] for start, end in zip(offsets, offsets[1:], strict=False)]
+        parts = [flat[start:end] for start, end in pairwise(offsets)]
         return [tuple(part.tolist()) if name == "prompt_token_ids" else TokenArray(part.copy()) for part in parts]
     found = values.to_pylist()
     return [None if v is None else json.loads(v) for v in found] if name in _AS_JSON else found

@@ -35,10 +35,16 @@ def installed_packages() -> frozenset[Package]:
     """Which of :data:`PACKAGES` are installed. Imports only their parent packages."""
     from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm  # imports torch
 
-    found: set[Package] = {"deep_gemm"} if has_deep_gemm() else set()
+    names: tuple[Package, ...] = ("transformer_engine", "flashinfer")
+    packages: set[Package] = set()
+    packages.update(name for name in names if importlib.util.find_spec(name))
+    if has_deep_gemm():
+        packages.add("deep_gemm")
     if (spec := importlib.util.find_spec("deep_ep")) and spec.origin:  # importing it loads CUDA libraries
-        found |= {"deep_ep"} | ({"hybrid_ep"} if Path(spec.origin).with_name("hybrid_ep_buffer.py").exists() else set())
-    return frozenset(found | {name for name in ("transformer_engine", "flashinfer") if importlib.util.find_spec(name)})
+        packages.add("deep_ep")
+        if Path(spec.origin).with_name("hybrid_ep_buffer.py").exists():
+            packages.add("hybrid_ep")
+    return frozenset(packages)
 
 
 def cpu_has_avx512() -> bool:

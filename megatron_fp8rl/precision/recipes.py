@@ -21,6 +21,7 @@ linear), N = output features, K = input features.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ class Rows:
     def slices(self) -> tuple[slice, ...]:
         """Rows of each expert in the padded order."""
         ends = torch.tensor((0, *self.padded)).cumsum(0).tolist()
-        return tuple(slice(a, b) for a, b in zip(ends, ends[1:]))
+        return tuple(slice(a, b) for a, b in itertools.pairwise(ends))
 
     def pad(self, x_TK: Tensor) -> Tensor:
         if self.padded == self.splits:
@@ -106,6 +107,8 @@ class AmaxHistory(nn.Module):
     checkpoints. ``current`` [3, E] accumulates the maxima over the microbatches of the current step.
     """
 
+    history: Tensor
+    current: Tensor
     is_filled: tuple[bool, bool, bool] = (False, False, False)
     """By tensor: no scale needs the magnitude of what is quantized, for the newest entry has one for every expert.
     False is always safe, and all that is known after loading."""
@@ -139,7 +142,8 @@ class Blockwise:
     """Scales from the block itself: one per 128 values, one per 128x128 block of a weight."""
 
     def __init__(self, scales: Scales, grad_format: Format):
-        self.scales, self.grad_format = scales, grad_format
+        self.scales: Scales = scales
+        self.grad_format = grad_format
 
     def _round_rows(self, x_PK: Tensor, fmt: Format) -> Operand:
         blocks = float32_copy(x_PK, columns_to=BLOCK).unflatten(1, (-1, BLOCK))
@@ -325,8 +329,8 @@ class _QuantizedLinear(torch.autograd.Function):
             matrices = recipe.weight(_stack(weights), history, False)
             grad_x = rows.unpad(_multiply(grad_rows, matrices, rows, x.dtype))
         if any(ctx.needs_input_grad[5:]):
-            operands = recipe.for_weight_gradient(grad, rows.pad(x), grad_rows, rows, history)
-            grad_weights = _weight_gradient(*operands, rows, weights[0].dtype)
+            for_grad, for_input = recipe.for_weight_gradient(grad, rows.pad(x), grad_rows, rows, history)
+            grad_weights = _weight_gradient(for_grad, for_input, rows, weights[0].dtype)
         return grad_x, None, None, None, None, *grad_weights
 
 

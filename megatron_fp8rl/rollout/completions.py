@@ -150,8 +150,8 @@ class PartialCompletion:
     """A completion in progress."""
 
     seed: int
-    token_ids: TokenArray = TokenArray(np.empty(0, _TOKEN))
-    rollout_logprobs: TokenArray = TokenArray(np.empty(0, _LOGPROB))
+    token_ids: TokenArray = field(default_factory=lambda: TokenArray(np.empty(0, _TOKEN)))
+    rollout_logprobs: TokenArray = field(default_factory=lambda: TokenArray(np.empty(0, _LOGPROB)))
     finish_reason: FinishReason | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first token index, version)
     routed_experts: np.ndarray | None = None

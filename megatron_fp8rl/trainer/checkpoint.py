@@ -235,7 +235,8 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     path, parallel = Path(path), policy.parallel
     if (missing := parallel.broadcast_object(missing_part(path))) is not None:
         raise DamagedError(f"{path} is not a complete checkpoint: {missing}")
-    wrong = sum(parallel.gather_from_all(damaged_files(path, parallel.rank, parallel.world_size)), [])
+    damaged = parallel.gather_from_all(damaged_files(path, parallel.rank, parallel.world_size))
+    wrong = [name for names in damaged for name in names]
     if wrong:
         raise DamagedError(f"{path} is damaged: {', '.join(wrong)} holds other bytes than were written")
     require_only_data(path, parallel.rank, parallel.world_size)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.router_replay import Routes, for_update
 from megatron_fp8rl.types import Microbatch, TrainBatch
 
-LossFn: TypeAlias = Callable[[Microbatch, Tensor, Tensor, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
+type LossFn = Callable[[Microbatch, Tensor, Tensor, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """(microbatch, trainer_logprobs_T, entropy_T, batch) -> (loss, metrics).
 
 The loss is this microbatch's contribution to the loss of the global batch: already divided by the batch's denominators,

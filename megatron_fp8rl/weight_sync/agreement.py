@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-
-Result = TypeVar("Result")
 
 
 class TrainerRankError(RuntimeError):
     """An error on another trainer rank that could not be pickled; the message quotes it."""
 
 
-def together(work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
+def together[Result](work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
     """Collective: run ``work`` on every rank; if any rank fails, all raise the error of the lowest failing rank.
 
     Otherwise a failure on one rank would leave the others waiting in their next collective. ``group`` is a CPU group;

@@ -102,7 +102,7 @@ def _prepare(places: list[tuple[int, Tensor, tuple[int, int, int]]]) -> list[Any
             continue
         device = members[0][1].device
         rows, chunks, num_chunks = [], [], 0
-        for number, (index, tensor, layout) in enumerate(members):
+        for index, tensor, layout in members:
             num_bytes = tensor.numel() * tensor.element_size()
             rows.append([tensor.data_ptr(), num_bytes, *layout, index, num_chunks])
             count = -(-num_bytes // ((4 if narrow else 8) * _CHUNK_WORDS))

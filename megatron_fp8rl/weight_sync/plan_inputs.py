@@ -67,6 +67,8 @@ def _rebuild(cls: type, content: Mapping[str, Any]) -> Any:
         value = content[item.name]
         if isinstance(value, Mapping):
             kinds = [hints[item.name], *typing.get_args(hints[item.name])]
-            value = _rebuild(next(kind for kind in kinds if dataclasses.is_dataclass(kind)), value)
+            value = _rebuild(
+                next(kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), value
+            )
         values[item.name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)

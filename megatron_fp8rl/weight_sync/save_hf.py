@@ -64,7 +64,8 @@ def save_hf(
     for index, shard in enumerate(shards):
         gathers = together(lambda shard=shard: prepare_gathers(policy, shard, group), group)
         gather_all(gathers)
-        together(lambda: _write_shard(gathers, partial / _shard_name(index, len(shards))), group)
+        name = _shard_name(index, len(shards))
+        together(lambda gathers=gathers, name=name: _write_shard(gathers, partial / name), group)
     together(lambda: _complete(policy, shards, partial, path, Path(tokenizer_dir)), group)
     if group is not None:
         dist.destroy_process_group(group)

@@ -22,6 +22,7 @@ not, is assembled in BF16 on the rank that sends its first part.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -294,7 +295,7 @@ def _pieces(transfer: Transfer, index: int, source: Source, limit: int, whole: b
         return [item] if item.sent else []
     step = max(1, limit * (stop - start) // num_bytes // FP8_BLOCK) * FP8_BLOCK
     edges = [start, *range(start + step - start % FP8_BLOCK, stop, step), stop]
-    pieces = (_Item(transfer, index, span, _sent(transfer, span, whole)) for span in zip(edges, edges[1:]))
+    pieces = (_Item(transfer, index, span, _sent(transfer, span, whole)) for span in itertools.pairwise(edges))
     return [piece for piece in pieces if piece.sent]
 
 

@@ -130,7 +130,7 @@ class ShardSender:
         return store, ((host, store.port, secret), layers)
 
     def _join(self, store: SignedStore | None, host: str, port: int, secret: str, layers: list[int]) -> None:
-        parallel, rollout = self.inputs.parallel, self.inputs.rollout
+        parallel = self.inputs.parallel
         peer = Peer(
             rank=self.rank,
             num_trainers=parallel.world_size,

@@ -47,9 +47,9 @@ def test_balancing_loss_does_not_depend_on_the_layout(layout):
 def _balancing_gradient(cfg, samples):
     """On a rank: (what the balancing loss adds to the router's gradient, its weight, [tokens, hidden] that it sees)."""
     from megatron_fp8rl.trainer.forward import Forward
+    from megatron_fp8rl.trainer.model.router import Router
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
-    from megatron_fp8rl.trainer.model.router import Router
 
     parallel, gradients, seen = Parallel.init(cfg.parallel, deadline_s=60), [], []
     for coefficient in (0.0, AUX.moe_aux_loss_coef):

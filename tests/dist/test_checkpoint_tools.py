@@ -82,7 +82,7 @@ def _plain_load(folder: str) -> dict[str, tuple[set[str], set[str]]]:
     """Keys that a model asks for and a converted folder lacks, and the reverse, by Megatron-Core's own strict load."""
     from megatron.core import dist_checkpointing, parallel_state
 
-    from megatron_fp8rl.trainer.model.build import unwrap, build_chunks
+    from megatron_fp8rl.trainer.model.build import build_chunks, unwrap
     from megatron_fp8rl.trainer.parallel import Parallel
 
     found = {}

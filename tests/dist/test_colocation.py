@@ -80,7 +80,7 @@ def test_nothing_moves_unless_asked_for():
 def _failing(cfg, fails_at):
     from megatron_fp8rl.colocation import ResidencyError
 
-    policy, events, colocated = _build(cfg, fails_at)
+    _policy, events, colocated = _build(cfg, fails_at)
     with pytest.raises(ResidencyError, match="on trainer rank 0: TimeoutError: rollout-0 did not answer"):
         with colocated.publication():
             events.append(("publish", ()))

@@ -24,7 +24,6 @@ def _trained(cfg, num_updates):
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
     from megatron_fp8rl.precision import kernel_choice
-    from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
     def on_cpu(*shape, zeros=torch.zeros, device=None, **kwargs):
         return zeros(*shape, device="cpu" if device == "cuda" else device, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,36 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fp8rl.config import (
-    MlaConfig,
-    ModelConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RolloutConfig,
-    RouterConfig,
-    RunConfig,
-)
-from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry as names
-from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.types import PublishReport
-from megatron_fp8rl.weight_sync.digest import combine, digests, widened
 from tests.helpers.dist import run_ranks
-from tests.helpers.training import full_weights, weight_pieces
 from tests.helpers.exports import (
-    ENGINE_TENSOR,
-    Fleet,
-    LAYOUTS,
     MODELS,
-    _COMMON,
     build,
     config,
-    digests_of,
-    expected_wire,
     layout_name,
-    report_of,
-    timeless,
 )
+from tests.helpers.training import full_weights, weight_pieces
 
 
 def save(kind: str, layout: dict[str, int], folder: Path, tokenizer: Path):

@@ -9,11 +9,11 @@ import torch
 
 from benchmarks.light_policy import light_policy
 from megatron_fp8rl.config import ParallelConfig
+from megatron_fp8rl.names import registry
 from megatron_fp8rl.trainer.model.build import build_chunks, named_global_tensors
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.names import registry
-from tests.helpers.exports import MODELS, config
 from tests.helpers.dist import run_ranks
+from tests.helpers.exports import MODELS, config
 
 LAYOUTS = [
     ("tied", dict(world_size=2, pipeline=2)),

@@ -58,9 +58,9 @@ def test_lists_change_no_bit(name):
 def reduced_gradients(overlap: bool):
     """(values in this rank's part of the sums, whether all buckets were on their way before the end); autograd knows of
     one parameter alone."""
+    from megatron_fp8rl.trainer.model.build import build_chunks
     from megatron_fp8rl.trainer.optimizer.optimizer import wrap_chunks
     from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.model.build import build_chunks
 
     cfg = run_config(model=DENSE, params="bf16", world_size=2, optim=replace(SMOOTH_ADAM, overlap_grad_reduce=overlap))
     parallel = Parallel.init(cfg.parallel, deadline_s=60)

@@ -5,6 +5,7 @@ Layouts are compared in FP32 without FP8, where only the order of sums differs.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import AlgoConfig, OptimConfig
-from megatron_fp8rl.types import TrainBatch
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.types import TrainBatch
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.training import (
     DENSE,
@@ -211,7 +212,7 @@ def test_same_as_transformers(model, tmp_path):
         """[T] by running every sequence alone, without its padding."""
         log_p, entropy = [], []
         bounds = mb.cu_seqlens_S.tolist()
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             logits = reference(input_ids=mb.tokens_T[None, start:end]).logits[0].float() / cfg.rollout.temperature
             every = torch.log_softmax(logits, dim=-1)
             log_p.append(every.gather(1, mb.targets_T[start:end, None])[:, 0])

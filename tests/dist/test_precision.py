@@ -42,8 +42,8 @@ def _build(cfg: RunConfig):
 
 def _fp8_weights(cfg: RunConfig) -> set[str]:
     """Hugging Face names of the weights whose linear multiplies in FP8, from the recipes that the modules hold."""
-    from megatron_fp8rl.trainer.model.build import named_global_parameters
     from megatron_fp8rl.names import registry
+    from megatron_fp8rl.trainer.model.build import named_global_parameters
 
     chunks, parallel = _build(cfg)
     owners = {
@@ -164,9 +164,9 @@ def test_amax_histories_do_not_depend_on_the_layout_or_recomputation():
 
 def _held_and_used(cfg: RunConfig) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """(Hugging Face name, weight, what the FP8 linear really multiplies by) of this rank's q, k and v projections."""
-    from megatron_fp8rl.trainer.model.linear import quantized
-    from megatron_fp8rl.trainer.model.build import named_linears
     from megatron_fp8rl.names import registry
+    from megatron_fp8rl.trainer.model.build import named_linears
+    from megatron_fp8rl.trainer.model.linear import quantized
 
     chunks, parallel = _build(cfg)
     identity = torch.eye(cfg.model.hidden_size, dtype=torch.bfloat16)  # exact in FP8, so the product is the weight

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.helpers.exports import MODELS, Fleet, build, config, layout_name
-from tests.helpers.shards import Replica
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight
@@ -22,17 +20,16 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.exports import MODELS, Fleet, build, config, layout_name
 from tests.helpers.fake_fp8_tensor import Fp8Tensor
+from tests.helpers.shards import Replica
 
 WIDE = replace(MODELS["dense"], head_dim=128, ffn_hidden_size=512)
 FUSED = "decoder.layers.1.mlp.linear_fc1.weight"
 
 
 def _config(kind: str, layout: dict[str, int], transport: str = "ipc") -> RunConfig:
-    if kind == "wide":
-        cfg = replace(config("dense", layout), model=WIDE)
-    else:
-        cfg = config(kind, layout)
+    cfg = replace(config("dense", layout), model=WIDE) if kind == "wide" else config(kind, layout)
     return replace(cfg, rollout=replace(cfg.rollout, tensor=1, transport=transport))
 
 
@@ -54,7 +51,7 @@ def _as_powers(x: torch.Tensor) -> torch.Tensor:
 
 
 def _halved(x: torch.Tensor) -> Fp8Tensor:
-    data, scale = quantize_weight(x, "pow2")
+    data, _scale = quantize_weight(x, "pow2")
     made = Fp8Tensor.of(x, "pow2")
     made._rowwise_data = (data.float() / 2).to(torch.float8_e4m3fn).view(torch.uint8)
     made._rowwise_scale_inv = made._rowwise_scale_inv * 2

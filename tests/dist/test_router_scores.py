@@ -50,7 +50,7 @@ def test_scores_and_gradients_are_those_of_weights_and_map(router):
 @pytest.mark.parametrize("router", [{"score": "sigmoid"}, {"score": "sigmoid", "correction_bias": True}], ids=str)
 def test_other_routers_take_the_general_way(router):
     for module in _routers(**router):
-        weights, goes = module(torch.randn(5, 1, 128).bfloat16())
+        _weights, goes = module(torch.randn(5, 1, 128).bfloat16())
         assert not module.has_scores and goes.sum().item() == 5 * MOE.experts_per_token
 
 

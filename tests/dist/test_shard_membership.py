@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.helpers.exports import Fleet, build
-from tests.helpers.shards import Replica, shard_config
 
 from megatron_fp8rl.config import RunConfig
 from tests.helpers.dist import run_ranks
+from tests.helpers.exports import Fleet, build
+from tests.helpers.shards import Replica, shard_config
 from tests.helpers.training import continue_training
 
 

@@ -13,6 +13,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.types import PublishReport
+from megatron_fp8rl.weight_sync.plan import scale_range
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
+from tests.helpers.dist import run_ranks
 from tests.helpers.exports import (
     LAYOUTS,
     Fleet,
@@ -24,17 +30,8 @@ from tests.helpers.exports import (
     report_of,
     timeless,
 )
-
-from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.types import PublishReport
-from megatron_fp8rl.weight_sync.plan import scale_range
-from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
-from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
-from megatron_fp8rl.weight_sync.transports.choose import open_transport
-from megatron_fp8rl.weight_sync.transports.signed_store import open_store
-from tests.helpers.dist import run_ranks
+from tests.helpers.shards import Replica, Worker, shard_config
 from tests.helpers.training import continue_training, full_weights, weight_pieces
-from tests.helpers.shards import CPU, Replica, Worker, shard_config
 
 CASES = [
     ("dense", "gloo", dict(world_size=2, tensor=2), dict()),

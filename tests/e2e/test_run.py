@@ -209,7 +209,7 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_a_report(finished_run: P
         ["pgrep", "-P", str(process.pid), "-f", "vllm_plugin.server"], capture_output=True, text=True, check=True
     ).stdout.split()
     os.kill(int(server[0]), signal.SIGKILL)
-    status, output = _finish(process)
+    status, _output = _finish(process)
     assert status != 0
     failure = json.loads((run_dir / "failure.json").read_text())
     assert "rollout-0" in failure["message"], failure["message"]

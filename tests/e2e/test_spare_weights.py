@@ -68,7 +68,7 @@ async def sampling(fleet: Fleet, published: threading.Event) -> list[Completion]
             found += await client.generate(PROMPT, 1, num_tokens + len(found), sampling=how)
         return found
 
-    return sum(await asyncio.gather(*map(one_after_another, LENGTHS)), [])
+    return [made for several in await asyncio.gather(*map(one_after_another, LENGTHS)) for made in several]
 
 
 def flip(transport: Transport, number: int, messages) -> None:
@@ -127,7 +127,7 @@ def test_an_engine_samples_while_weights_arrive(engine_cfg, tmp_path: Path, slow
 
 
 def test_an_engine_that_dies_while_weights_arrive_is_named(engine_cfg, tmp_path: Path, slow):
-    kind, transport = slow
+    kind, _transport = slow
     cfg = with_spare(engine_cfg, "host", kind)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         exporter = WeightExporter(policy_of(cfg, random_weights(cfg, 1)), fleet, cfg)

@@ -59,7 +59,7 @@ def test_sums_are_rounded_once_and_the_same_in_every_run():
         runs.append((rows, outputs, summed, *grad))
     assert all(torch.equal(*pair) for pair in zip(*runs))
     rows, outputs, summed, dx, dweights = runs[0]
-    expert, token = goes.t().nonzero(as_tuple=True)  # experts one after another, tokens in order
+    _expert, token = goes.t().nonzero(as_tuple=True)  # experts one after another, tokens in order
     assert torch.equal(rows, x[token]) and torch.equal(dweights, goes.float())
     exact = torch.zeros(x.shape, dtype=torch.float64, device="cuda").index_add_(0, token, outputs.double())
     for found in (summed, dx):

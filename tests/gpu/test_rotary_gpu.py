@@ -70,7 +70,7 @@ def test_heads_in_one_piece_are_those_of_one_after_the_other():
         out = way()
         found.append([*out, *torch.autograd.grad(out, (mixed, *norms), grads, retain_graph=True)])
         forward = milliseconds(way, 20)
-        both = milliseconds(lambda: torch.autograd.grad(way(), (mixed, *norms), grads), 20)  # noqa: B023
+        both = milliseconds(lambda: torch.autograd.grad(way(), (mixed, *norms), grads), 20)
         print(f"\n{name}: forward {forward:.3f} ms, with backward {both:.3f} ms", end="")
     for ours, theirs in zip(*found, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype

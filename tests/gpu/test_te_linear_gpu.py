@@ -252,8 +252,8 @@ def test_speed_of_a_layer():
         history, cache = AmaxHistory(2, 1, torch.device("cuda")), WeightCache()
 
         def run():
-            y = te_linear(x, [weight], recipe, history=history, cache=cache)  # noqa: B023
-            torch.autograd.grad(y, [x, weight], grad)  # noqa: B023
+            y = te_linear(x, [weight], recipe, history=history, cache=cache)
+            torch.autograd.grad(y, [x, weight], grad)
 
         run()
         finish_step([history], lambda flat: None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import types
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ class _Config:
 class Buffer:
     """A handle is, for each rank, the tokens that it has sent here."""
 
-    calls: list[str] = []  # of this process
+    calls: ClassVar[list[str]] = []  # of this process
     num_sms = 0
 
     def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int) -> None:

@@ -34,7 +34,7 @@ def slurm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmClu
     """A cluster that somebody started by hand is used and left as it is; else one is started, and stopped again."""
     if (reason := _missing()) is not None:
         pytest.skip(reason)
-    lock = Path(f"{STATE}.lock").open("w")  # one session at a time has the machine's cluster
+    lock = Path(f"{STATE}.lock").open("w")  # noqa: SIM115  one session at a time has the machine's cluster
     end_s = time.monotonic() + LOCK_DEADLINE_S
     while True:
         try:

@@ -7,6 +7,7 @@ input and output, as in APPS: ``{"inputs": [...], "outputs": [...]}`` or a list 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -80,10 +81,8 @@ def tests_of(prompt: Prompt, column: str = "") -> tuple[list[str], list[tuple[st
     names = [column] if column else [name for name in _COLUMNS if prompt.metadata.get(name)]
     value = prompt.metadata.get(names[0]) if names else prompt.answer
     if isinstance(value, str) and value.strip()[:1] in ("[", "{"):
-        try:
+        with contextlib.suppress(ValueError):
             value = json.loads(value)
-        except ValueError:
-            pass
     if isinstance(value, Mapping) and "inputs" in value:
         return [], [
             (_text(given), _text(wanted)) for given, wanted in zip(value["inputs"], value["outputs"], strict=True)

@@ -41,7 +41,7 @@ async def generate(body: dict[str, Any], raw_request: Request) -> Response:
             flat_logprobs=True,  # lists of numbers, without an object per token
         )
         given = body["token_ids"][body["num_prompt_tokens"] :]  # sampled before
-        async for result in engine.generate(tokens_input(body["token_ids"]), sampling, uuid.uuid4().hex):
+        async for result in engine.generate(tokens_input(body["token_ids"]), sampling, uuid.uuid4().hex):  # noqa: B007
             pass
     except (KeyError, TypeError, ValueError) as error:
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=400)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -199,7 +199,7 @@ class FP8CacheAttention(FlashAttentionImpl):
 class FP8CacheBackend(FlashAttentionBackend):
     """FlashAttention's cache, and the attention above."""
 
-    supported_kv_cache_dtypes = ["fp8", "fp8_e4m3"]
+    supported_kv_cache_dtypes: ClassVar = ["fp8", "fp8_e4m3"]
 
     @staticmethod
     def get_name() -> str:

@@ -36,8 +36,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_fp8rl.config import FP8_BLOCK
-from megatron_fp8rl.kernels.blockwise import canonical
 from megatron_fp8rl.garbage import without_collections
+from megatron_fp8rl.kernels.blockwise import canonical
 from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
     DerivedTensors,
@@ -57,7 +57,6 @@ from megatron_fp8rl.weight_sync.schedule import Part, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
 from megatron_fp8rl.weight_sync.transports.signed_store import open_store
-
 
 Placed = tuple[Part, Tensor, Tensor]  # with what the kernels read, and where it is received
 

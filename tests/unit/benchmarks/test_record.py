@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -104,9 +103,8 @@ def test_arms_that_run_side_by_side_join_one_run_of_one_machine(tmp_path, monkey
     assert Results(path, ["arm"], "B").add({"arm": "later"})["run"] == "B"
     with pytest.raises(ValueError, match="--run E: .*rows.jsonl has no such run; the next one is D"):
         Results(path, ["arm"], "E")
-    monkeypatch.setattr(
-        record, "stamp", lambda now=record.stamp(): now | {"machine": "8 NVIDIA H100", "command": "other"}
-    )
+    now = record.stamp() | {"machine": "8 NVIDIA H100", "command": "other"}
+    monkeypatch.setattr(record, "stamp", lambda: dict(now))
     with pytest.raises(ValueError, match="--run B: the machine of that run is '.*', and now it is '8 NVIDIA H100'"):
         Results(path, ["arm"], "B")
 

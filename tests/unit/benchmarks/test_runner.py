@@ -134,7 +134,7 @@ def test_the_reason_of_a_refusal_is_the_last_exception_of_its_log():
     assert runner.reason(ValueError("linear_backend = 'x': cannot be read")).endswith("cannot be read")
 
 
-@pytest.mark.parametrize("path", sorted(record.KEPT.glob("*.md")) + [record.MEASURED], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*sorted(record.KEPT.glob("*.md")), record.MEASURED], ids=lambda path: path.stem)
 def test_tables_are_made_of_the_rows_of_the_repository(path):
     text = path.read_text(encoding="utf-8")
     names = re.findall(r"<!-- begin (\w+) -->", text)

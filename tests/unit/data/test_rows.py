@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -191,7 +192,7 @@ class TestHeldOut:
 
 
 class TestDropped:
-    BAD = [*ROWS, {"question": "€ 5"}, {"question": "x" * 60}, {"question": "  "}, {"other": 1}]
+    BAD: ClassVar = [*ROWS, {"question": "€ 5"}, {"question": "x" * 60}, {"question": "  "}, {"other": 1}]
 
     def test_bad_rows_are_left_out_and_named_once(self, tmp_path):
         cfg = config(tmp_path, EnvironmentConfig(dataset=write(tmp_path / "t.jsonl", self.BAD)), max_dropped=0.5)
@@ -217,7 +218,7 @@ class TestDropped:
 
 
 class TestMessages:
-    ROW = [{"prompt": ASKED, "answer": "2"}]
+    ROW: ClassVar = [{"prompt": ASKED, "answer": "2"}]
 
     def test_messages_and_a_system_prompt_need_a_chat_template(self, tmp_path):
         tokenizer = character_tokenizer()

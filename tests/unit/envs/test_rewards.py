@@ -7,6 +7,7 @@ import json
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -204,7 +205,7 @@ class TestFunctions:
 
 @needs_sandbox
 class TestPrograms:
-    ASSERTS = ["assert f(2) == 4", "assert f(3) == 9", "assert f(-1) == 1"]
+    ASSERTS: ClassVar = ["assert f(2) == 4", "assert f(3) == 9", "assert f(-1) == 1"]
 
     def test_statements(self):
         good, half = "x ```python\ndef f(n):\n    return n * n\n```", "```\ndef f(n): return 4 if n == 2 else 1\n```"

@@ -6,6 +6,8 @@ in a process of its own.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy
 import pytest
 import torch
@@ -132,7 +134,7 @@ def test_columns_are_the_rows_of_each_experts_transpose(scales):
     assert torch.equal(found.rows.view(torch.uint8), data.view(torch.uint8)) and torch.equal(found.row_scales, scale)
     assert found.row_scales.stride() == (1, layout.num_rows)
     offsets = layout.offsets.tolist()
-    for begin, end in zip(offsets, offsets[1:]):
+    for begin, end in itertools.pairwise(offsets):
         data, scale = blockwise.quantize_activation(padded[begin:end].t(), scales)
         mine = slice(begin // 128, end // 128)
         pieces = found.columns.view(torch.uint8)[mine].reshape(-1, 256, 8, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_weight_gradients_of_every_expert_are_added(add_weight_gradients, counts
     g, x = (swizzled(m.columns).double() * m.column_scales[..., None] for m in made)
     products = g @ x.transpose(1, 2)
     ends = (layout.offsets // 128).tolist()
-    sums = torch.stack([products[begin:end].sum(0) for begin, end in zip(ends, ends[1:])])
+    sums = torch.stack([products[begin:end].sum(0) for begin, end in itertools.pairwise(ends)])
     expected = out.double() + sums
     operands = [tensor for m in made for tensor in (m.columns, m.column_scales)]
     run(groups * down * across)(*operands, layout.offsets, out, *out.shape)

@@ -1,8 +1,8 @@
 """What a run leaves in its folder: after steps, after a resume, after a failure."""
 
 import json
-import os
 import math
+import os
 import re
 from contextlib import ExitStack
 from dataclasses import replace

@@ -277,7 +277,7 @@ def test_one_that_answers_nothing_is_killed_named_and_replaced(started, monkeypa
             raise EngineDeadlineError("did not answer")
 
     monkeypatch.setattr(fleet_module.EngineClient, "_call", call)
-    fleet, source = started(3)
+    fleet, _source = started(3)
     first, second = fleet.clients
     until(lambda: len(asked) > 6, "questions to both")
     assert fleet.clients == (first, second) and set(asked) == {"rollout-0", "rollout-1"}

@@ -111,7 +111,7 @@ def test_bf16_is_float32_attention_rounded_once_after_rotation():
 def test_ranks_of_context_parallelism_share_every_position_once(cp_size):
     lengths = (16, 8, 40, 8)
     plans = [plan_pack(lengths, cp_size, rank) for rank in range(cp_size)]
-    for rank, plan in enumerate(plans):
+    for plan in plans:
         assert plan.positions_T.numel() == sum(lengths) // cp_size
     for index, length in enumerate(lengths):
         start = sum(lengths[:index]) // cp_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -203,7 +204,7 @@ def test_any_parts_of_a_tensor_have_its_digest(seed):
         name="w", mcore_name="w", shape=shape, axis=axis, sources=(), quantize="never", dtype=dtype, slices=()
     )
     found = []
-    for start, stop in zip(edges, edges[1:]):
+    for start, stop in itertools.pairwise(edges):
         part_shape = list(shape)
         part_shape[axis] = stop - start
         part = Part(transfer, False, start, stop, (0, length), tuple(part_shape), 0)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fp8rl.weight_sync.transports import cuda_ipc
 from megatron_fp8rl.weight_sync.schedule import SendSchedule
+from megatron_fp8rl.weight_sync.transports import cuda_ipc
 from megatron_fp8rl.weight_sync.transports.base import DeliveryError, Peer
 from megatron_fp8rl.weight_sync.transports.choose import open_transport, resolve
 from megatron_fp8rl.weight_sync.transports.signed_store import open_store

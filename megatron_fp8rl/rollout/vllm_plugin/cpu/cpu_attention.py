@@ -10,6 +10,7 @@ value.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ def _attend_requests(
 ) -> None:
     """Fill ``output`` [T, Q, D]: requests that decode one token together, each prompt by itself."""
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    counts = [end - start for start, end in zip(starts, starts[1:])]
+    counts = [end - start for start, end in itertools.pairwise(starts)]
     out = output.view(len(output), -1, query.shape[-1])
     decoding = [i for i, count in enumerate(counts) if count == 1]
     groups = [decoding] if decoding else []
