@@ -62,13 +62,11 @@ class Waiting:
     wrong: set[str] = field(default_factory=set)
 
     def add(self, transfer: Transfer, tensors: dict[str, Tensor]) -> None:
-        from megatron_fp8rl.weight_sync.plan import scale_range
-
         for rank, kept in enumerate(transfer.slices):
             if kept is None:
                 continue
             for name, tensor in tensors.items():
-                first, end = scale_range(kept) if name != transfer.name else kept
+                first, end = transfer.blocks(kept) if name != transfer.name else kept
                 part = tensor.narrow(transfer.axis, first, end - first)
                 self.slices.append((transfer.name, rank, name, part))
                 self.num_bytes += part.nbytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.timing import Call, device, te_recipe
-from megatron_fp8rl.config import FP8_BLOCK, PrecisionConfig
+from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision.matmul_shapes import Linear as Shape
 
 TE_RECIPES = ("bf16", "blockwise", "delayed")
@@ -103,5 +104,5 @@ def _ours(arm: str, shape: Shape) -> Call:
 
 def require_whole_blocks(shape: Shape) -> None:
     """Raise ValueError for a shape that DeepGEMM does not multiply; its kernels would read beside the matrix."""
-    if shape.rows % FP8_BLOCK or shape.columns % FP8_BLOCK:
-        raise ValueError(f"{shape.rows} x {shape.columns} are no multiples of {FP8_BLOCK}; the trainer takes te for it")
+    if shape.rows % BLOCK or shape.columns % BLOCK:
+        raise ValueError(f"{shape.rows} x {shape.columns} are no multiples of {BLOCK}; the trainer takes te for it")

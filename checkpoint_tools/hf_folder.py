@@ -21,13 +21,16 @@ from checkpoint_tools import digests
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.safetensors_file import Entry, Files, read_header
 from checkpoint_tools.strips import strips
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
-from megatron_fp8rl.kernels.blockwise import dequantize_weight
+from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.formats import BLOCKWISE_FP32, SCALE_SUFFIX
+from megatron_fp8rl.precision.quantizers import dequantize
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SCALE = "_scale_inv"
+SCALE = SCALE_SUFFIX
+FP8 = BLOCKWISE_FP32  # in which FP8 weights are read: scales that are powers of two are FP32 scales too
+_FP8_DTYPE = getattr(torch, FP8.element)
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 # What belongs to a model besides its weights: tokenizer, chat template, generation defaults, code and license.
@@ -89,7 +92,7 @@ class HfFolder:
         return [*named, *sorted(file.name for file in self.path.glob("*.py"))]
 
     def is_fp8(self, name: str) -> bool:
-        return self.entries[name].dtype == torch.float8_e4m3fn
+        return self.entries[name].dtype == _FP8_DTYPE
 
     def dtype(self, name: str) -> torch.dtype:
         """Type in which rows come: FP8 is dequantized to BF16."""
@@ -101,14 +104,14 @@ class HfFolder:
         Raises CheckpointError, after the last row, when a tensor is not the one of digests.json.
         """
         entry = self.entries[name]
-        start = first // FP8_BLOCK * FP8_BLOCK if self.is_fp8(name) else first
+        block, end_block = FP8.blocks((first, end), 0)
+        start = block * FP8.block_size(0) if self.is_fp8(name) else first
         rows = self._files.rows(entry, start, end)
         if self.recorded:
             self._digests.add(name, start, rows, entry.shape[0])
         if not self.is_fp8(name):
             return rows
-        scale = self._scale(name)[start // FP8_BLOCK : -(-end // FP8_BLOCK)]
-        return dequantize_weight(rows, scale)[first - start :].to(torch.bfloat16)
+        return dequantize(rows, self._scale(name)[block:end_block], FP8)[first - start :].to(torch.bfloat16)
 
     def require_tied_head(self, memory_bytes: int) -> None:
         """Read a head that is stored beside the embedding to which it is tied: it may be left out if it is the same.
@@ -278,14 +281,13 @@ def _wrong_with(name: str, entries: dict[str, Entry], shape: tuple[int, ...]) ->
     entry, scale = entries[name], entries.get(name + SCALE)
     if entry.shape != shape:
         return [f"{name}: shape {entry.shape} in {entry.file.name}, but config.json says {shape}"]
-    if entry.dtype == torch.float8_e4m3fn:
-        blocks = tuple(-(-n // FP8_BLOCK) for n in shape)
+    if entry.dtype == _FP8_DTYPE:
         if len(shape) != 2:
             return [f"{name}: FP8 of shape {shape}; block FP8 is read for matrices only"]
         if scale is None:
             return [f"{name}{SCALE}: missing; {name} is FP8 and means nothing without its scales"]
-        if scale.shape != blocks:
-            return [f"{name}{SCALE}: shape {scale.shape}, but blocks of {FP8_BLOCK} need {blocks}"]
+        if scale.shape != (blocks := FP8.scale_shape(shape)):
+            return [f"{name}{SCALE}: shape {scale.shape}, but blocks of {FP8.block_size(0)} need {blocks}"]
         if scale.dtype not in (*_PLAIN, torch.float8_e8m0fnu):
             return [f"{name}{SCALE}: type {scale.dtype}; scales are read as BF16, FP16, FP32 or E8M0"]
         return []

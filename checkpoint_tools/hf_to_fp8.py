@@ -20,17 +20,18 @@ from torch import Tensor
 from checkpoint_tools import digests
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_files import HfWriter, create_shards, plan_shards, shard_bytes, write_rest
-from checkpoint_tools.hf_folder import HfFolder, has_tokenizer, side_files
+from checkpoint_tools.hf_folder import SCALE, HfFolder, has_tokenizer, side_files
 from checkpoint_tools.output import fingerprint, output_folder
 from checkpoint_tools.published import check_files
 from checkpoint_tools.report import say_converted
 from checkpoint_tools.strips import strips
 from checkpoint_tools.work import Bucket, Volume, WorkOptions, fill_buckets, run_buckets
-from megatron_fp8rl.config import FP8_BLOCK, PrecisionConfig
-from megatron_fp8rl.kernels.blockwise import Scales, quantize_weight
+from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.kernels.types import Scales
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.quantizers import quantize
 from megatron_fp8rl.rollout.vllm_args import quantization_config
 from megatron_fp8rl.weight_sync.plan import PlanError, Transfer, plan
 
@@ -101,7 +102,7 @@ def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Tran
     wire = {
         t.name: (getattr(torch, t.dtype), t.shape) for transfer in planned.transfers for t in transfer.wire_tensors()
     }
-    sizes = {t.name: sum(_size(wire[name]) for name in _outputs(t)) for t in planned.transfers}
+    sizes = {t.name: t.format.num_bytes(t.shape) for t in planned.transfers}
     buckets, total = fill_buckets(sizes.items()), sum(sizes.values())
     decides = {
         "command": "hf_to_fp8",
@@ -115,7 +116,7 @@ def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Tran
         create_shards(shards)
         entries = {name: entry for shard in shards for name, entry in shard.items()}
         transfers = {t.name: t for t in planned.transfers}
-        job = ToFp8(source, HfWriter(entries, options.memory_bytes), transfers, options.scales)
+        job = ToFp8(source, HfWriter(entries, options.memory_bytes), transfers)
         volume = run_buckets(job, buckets, output, workers=options.workers, label="hf_to_fp8")
         done = {name: value for bucket in buckets for name, value in output.done[bucket.index]["digests"].items()}
         digests.write(output.partial, {name: done[name] for name in wire}, source=source.path.name)
@@ -132,14 +133,6 @@ def _with_our_options(problem: str, tensor: int) -> str:
     return problem.replace("rollout.tensor", "--tensor") if tensor > 1 else problem.replace(lower, "")
 
 
-def _outputs(transfer: Transfer) -> tuple[str, ...]:
-    return (transfer.name, transfer.scale_name) if transfer.is_fp8 else (transfer.name,)
-
-
-def _size(tensor: tuple[torch.dtype, tuple[int, ...]]) -> int:
-    return torch.Size(tensor[1]).numel() * tensor[0].itemsize
-
-
 @dataclass
 class ToFp8:
     """The job: a bucket of tensors, each quantized or rounded to BF16."""
@@ -147,7 +140,6 @@ class ToFp8:
     source: HfFolder
     writer: HfWriter
     transfers: dict[str, Transfer]
-    scales: Scales
 
     def run(self, bucket: Bucket) -> dict[str, Any]:
         """{digests by name}, on disk and read back."""
@@ -159,18 +151,17 @@ class ToFp8:
                 if not transfer.is_fp8:
                     self._write(name, first, rows.to(getattr(torch, transfer.dtype)), written)
                     continue
-                data, scale = quantize_weight(rows.to(torch.bfloat16), self.scales)
+                data, scale = quantize(rows.to(torch.bfloat16), transfer.format)
                 self._write(name, first, data, written)
-                self._write(transfer.scale_name, first // FP8_BLOCK, scale, written)
+                self._write(transfer.scale_name, transfer.format.blocks((first, end), 0)[0], scale, written)
         self.writer.verify(written.done)
         return {"digests": written.done}
 
     def _write(self, name: str, first: int, rows: Tensor, written: digests.Running) -> None:
         # FP8 has no infinity and few NaNs; a block that is not finite shows in its scale.
-        if rows.dtype != torch.float8_e4m3fn and not rows.isfinite().all():
-            raise CheckpointError(
-                self.source.path, f"{name.removesuffix('_scale_inv')}: holds NaN or infinity from row {first} on"
-            )
+        if rows.dtype.itemsize > 1 and not rows.isfinite().all():
+            name = name.removesuffix(SCALE)
+            raise CheckpointError(self.source.path, f"{name}: holds NaN or infinity from row {first} on")
         self.writer.write(name, first, rows)
         written.add(name, first, rows, self.writer.entries[name].shape[0])
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
+from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.table import Weight
 
 # A strip, what it is made of, its bytes on the way to a file, and FP8 blocks in float32 while they are scaled.
 BYTES_PER_ELEMENT = 24
 MIN_MEMORY_BYTES = 64 << 20
+UNIT = 128  # rows: strips start at multiples of it, whole blocks of every format
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,9 @@ def is_finite(rows: Tensor) -> bool:
 def strips(shape: tuple[int, ...], memory_bytes: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows [first, end) that cover ``shape``, each of so many that work on one stays within ``memory_bytes``.
 
-    They start at multiples of 128, so that a strip holds whole blocks of FP8.
+    They start at multiples of :data:`UNIT`.
     """
     rows = max(1, memory_bytes // (BYTES_PER_ELEMENT * math.prod(shape[1:])))
-    rows = max(FP8_BLOCK, rows // FP8_BLOCK * FP8_BLOCK)
+    rows = max(UNIT, rows // UNIT * UNIT)
     for first in range(0, shape[0], rows):
         yield first, min(first + rows, shape[0])

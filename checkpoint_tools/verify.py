@@ -27,10 +27,11 @@ from checkpoint_tools.hf_folder import SCALE, HfFolder
 from checkpoint_tools.megatron_folder import MegatronFolder, is_megatron
 from checkpoint_tools.strips import clip, segments, strips
 from checkpoint_tools.work import Bucket, Progress, WorkOptions, fill_buckets, results
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
-from megatron_fp8rl.kernels.blockwise import Scales, quantize_weight
+from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.table import Weight
+from megatron_fp8rl.precision.formats import BLOCKWISE_FP32, BLOCKWISE_POW2, QuantFormat
+from megatron_fp8rl.precision.quantizers import quantize
 
 _MAX_NAMED = 20
 _FLOAT32_BYTES = 4
@@ -110,7 +111,7 @@ def compare_tensors(source: HfFolder, converted: HfFolder | MegatronFolder, work
     weights = registry.weights(source.model)
     sizes = ((name, 2 * torch.Size(weight.shape).numel()) for name, weight in weights.items())
     buckets = fill_buckets(sizes)
-    job = Comparison(source, converted, work.memory_bytes, _scale_kind(converted))
+    job = Comparison(source, converted, work.memory_bytes, _fp8_format(converted))
     wrong: list[str] = []
     num_tensors = 0
     with Progress("verify", sum(bucket.num_bytes for bucket in buckets)) as progress:
@@ -122,13 +123,13 @@ def compare_tensors(source: HfFolder, converted: HfFolder | MegatronFolder, work
     return sorted(wrong, key=lambda name: order.index(name.removesuffix(SCALE))), num_tensors
 
 
-def _scale_kind(converted: HfFolder | MegatronFolder) -> Scales | None:
-    """How FP8 matrices of a Hugging Face folder were scaled; None when there are none."""
+def _fp8_format(converted: HfFolder | MegatronFolder) -> QuantFormat | None:
+    """The format of the FP8 matrices of a Hugging Face folder; None when there are none."""
     if isinstance(converted, MegatronFolder):
         return None
     scaled = [name for name in converted.entries if name.endswith(SCALE)]
     pow2 = (not (converted.stored(name).float().view(torch.int32) & _POW2_MANTISSA).any() for name in scaled)
-    return None if not scaled else "pow2" if all(pow2) else "fp32"
+    return None if not scaled else BLOCKWISE_POW2 if all(pow2) else BLOCKWISE_FP32
 
 
 @dataclass
@@ -138,7 +139,7 @@ class Comparison:
     source: HfFolder
     converted: HfFolder | MegatronFolder
     memory_bytes: int
-    scales: Scales | None
+    fp8: QuantFormat | None
 
     def run(self, bucket: Bucket) -> dict[str, Any]:
         """{names of the tensors that differ, how many were compared}"""
@@ -179,11 +180,12 @@ class Comparison:
                         self.converted.rows(name, first, end),
                     )
                     continue
-                data, scale = quantize_weight(rows.to(torch.bfloat16), self.scales or "pow2")
+                fmt = self.fp8 or BLOCKWISE_POW2
+                data, scale = quantize(rows.to(torch.bfloat16), fmt)
                 yield name, first, shape[0], data, self.converted.stored(name, first, end)
-                block = first // FP8_BLOCK
+                block, _ = fmt.blocks((first, end), 0)
                 stored = self.converted.stored(name + SCALE, block, block + len(scale))
-                yield name + SCALE, block, -(-shape[0] // FP8_BLOCK), scale, stored.float()
+                yield name + SCALE, block, fmt.scale_shape(shape)[0], scale, stored.float()
 
 
 def _no_logits(options: Options, source: HfFolder, converted: HfFolder | MegatronFolder) -> str | None:
@@ -193,7 +195,7 @@ def _no_logits(options: Options, source: HfFolder, converted: HfFolder | Megatro
     if any(source.is_fp8(name) for name in source.entries if not name.endswith(SCALE)):
         return "the source is FP8, which transformers computes on a GPU only; its dequantized digests are the proof"
     if not isinstance(converted, MegatronFolder):
-        if _scale_kind(converted) is not None:
+        if _fp8_format(converted) is not None:
             return "FP8 rounds; equal bytes of what the source rounds to are the proof"
         return "two Hugging Face folders run through the same code; their digests are the proof"
     needed = sum(torch.Size(shape).numel() for shape in registry.hf_tensors(source.model).values()) * _FLOAT32_BYTES

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from checkpoint_tools import hf_folder, strips
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.hf_folder import SCALE
+from checkpoint_tools.hf_folder import FP8, SCALE
 from checkpoint_tools.keys import Place
 from checkpoint_tools.megatron_folder import MegatronFolder, is_megatron, model_of, resolve
 from checkpoint_tools.safetensors_file import Entry, Files
 from checkpoint_tools.torch_dist import PieceReader, StoredTensor, problems_of, read_metadata
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
-from megatron_fp8rl.kernels.blockwise import dequantize_weight
+from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.table import Weight
+from megatron_fp8rl.precision.quantizers import dequantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,10 @@ class HfView:
         entry = self.entries[name]
         if not self._is_quantized(name):
             return self.files.rows(entry) if not entry.shape else self.files.rows(entry, first, end)
-        start = first // FP8_BLOCK * FP8_BLOCK
-        scales = self.files.rows(self.entries[name + SCALE], start // FP8_BLOCK, -(-end // FP8_BLOCK)).float()
-        return dequantize_weight(self.files.rows(entry, start, end), scales)[first - start :]
+        block, end_block = FP8.blocks((first, end), 0)
+        start = block * FP8.block_size(0)
+        scales = self.files.rows(self.entries[name + SCALE], block, end_block).float()
+        return dequantize(self.files.rows(entry, start, end), scales, FP8)[first - start :]
 
 
 @dataclass
@@ -168,4 +169,4 @@ def open_view(
 def strip_rows(info: TensorInfo, memory_bytes: int) -> int:
     """Rows to read at a time, whole blocks of FP8, so that one strip of two checkpoints stays near ``memory_bytes``."""
     row_bytes = math.prod(info.shape[1:]) * 16
-    return max(FP8_BLOCK, memory_bytes // max(1, row_bytes) // FP8_BLOCK * FP8_BLOCK)
+    return max(strips.UNIT, memory_bytes // max(1, row_bytes) // strips.UNIT * strips.UNIT)

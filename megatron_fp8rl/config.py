@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FP8_BLOCK = 128  # weight blocks are 128 x 128, activation blocks 1 x 128
-
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"]
 _QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 
@@ -199,7 +197,8 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the tokenizer's EOS token
     stop_strings: tuple[str, ...] = ()
     max_staleness: int = 0  # 0: sample from the current policy; k: from a policy at most k versions old
-    window_groups: int = 0  # groups ahead, trained as they are complete; 0: max_staleness + 1 steps, in order
+    window_groups: int = 0  # groups sampled or waiting at a time, trained as they are complete; 0: batches in order
+    partials: Literal["carry", "drop"] = "carry"  # answers in progress at a publication: go on, or start again
     record_routed_experts: bool = False
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_bytes: int | None = None  # per engine worker; None: sized by gpu_memory_utilization

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -120,6 +121,17 @@ def test_a_package_imports_only_lower_layers():
             elif top not in PROGRAMS and layer_of(target) > layer_of(module) and target != "__version__":
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, which is in a higher layer")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", ["kernels", "names", "precision", "weight_sync"])
+def test_modules_of_a_package_import_each_other_without_cycles(package):
+    modules = {f"{LIBRARY}.{module_of(path)}": path for path in library_files() if module_of(path).startswith(package)}
+    imported = {
+        module: {name if name in modules else name.rpartition(".")[0] for _, name in imported_names(path)}
+        for module, path in modules.items()
+    }
+    sorted_ = graphlib.TopologicalSorter({module: names & modules.keys() for module, names in imported.items()})
+    sorted_.prepare()  # raises CycleError that names the modules
 
 
 def bound_names(path: Path) -> set[str]:

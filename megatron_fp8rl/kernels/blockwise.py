@@ -19,19 +19,15 @@ Shapes: N = output features, K = input features, Nb = ceil(N / 128), Kb = ceil(K
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fp8rl.kernels import float64
+from megatron_fp8rl.kernels.types import BLOCK, Scales
 
-BLOCK = 128
-E4M3_MAX = 448.0
 _VLLM_LEAST_AMAX = 1e-4  # lower bound on block amax in vllm.utils.deep_gemm.per_block_cast_to_fp8
-
-Scales = Literal["pow2", "fp32"]
 
 
 @dataclass(frozen=True)

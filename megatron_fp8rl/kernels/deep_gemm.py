@@ -12,7 +12,7 @@ import importlib.util
 import os
 from types import ModuleType
 
-from megatron_fp8rl.kernels.blockwise import BLOCK
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.upstream import patches
 
 _PACKAGES = ("deep_gemm", "vllm.third_party.deep_gemm")  # in vLLM's search order

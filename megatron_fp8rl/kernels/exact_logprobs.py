@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels.backend import runs_triton
-
-UNIT = 2.0**44  # sums of up to 2^19 exponentials, each at most 1, stay below 2^63
+from megatron_fp8rl.kernels.types import UNIT
 
 
 def log_of_sum(exp_sums: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels.backend import runs_triton
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Packed
+from megatron_fp8rl.kernels.fused_moe import expert_permutation
+from megatron_fp8rl.kernels.types import ExpertPermutation, Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Choice:
             self.arrived.synchronize()
         counts = None if self.host_counts is None else self.host_counts.tolist()
         num_rows = self.num_rows if counts is None else sum(counts)
-        layout = ExpertPermutation.of(self.counts_E, num_rows, counts)
+        layout = expert_permutation(self.counts_E, num_rows, counts)
         num_tokens, num_experts = self.scores_TE.shape
         build = _implementation(self.scores_TE).place
         sources, rows_TK, probs_R = build(

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import BLOCK
 from megatron_fp8rl.kernels.compat import rowwise
+from megatron_fp8rl.kernels.types import BLOCK
 
 
 class Fp8Weight(NamedTuple):

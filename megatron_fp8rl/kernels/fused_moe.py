@@ -27,53 +27,35 @@ features of the permuted rows (a multiple of 128), F = features of each half of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels.backend import runs_triton
-from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
+from megatron_fp8rl.kernels.types import BLOCK, ExpertPermutation, Packed, Quantized, Scales, SwigluGradients
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertPermutation:
-    """Maps T rows sorted by expert to P padded rows, in which each expert starts at a multiple of 128."""
+def expert_permutation(
+    tokens_per_expert: Tensor, num_tokens: int, counts: Sequence[int] | None = None, in_matrix: bool = False
+) -> ExpertPermutation:
+    """Build the layout for ``tokens_per_expert`` (int32 or int64 [E], on the device of the tokens).
 
-    num_tokens: int  # T
-    num_rows: int  # P, a multiple of 128: exact if the host has the counts, else an upper bound
-    offsets: Tensor  # int32 [E + 1], first row of each expert, then the end of the last
-    padded_counts: Tensor  # int32 [E], padded rows per expert: DeepGEMM's ``ks_tensor``
-    experts: Tensor  # int32 [P], the expert of each row, -1 for padding: DeepGEMM's ``m_indices``
-    rows: Tensor  # int32 [P], the token of each row, -1 for padding
-    positions: Tensor  # int32 [T], the row of each token, -1 for tokens after those of the last expert
-    host_counts: tuple[int, ...] | None  # padded_counts if known on the host: DeepGEMM's ``ks``
-    in_matrix: bool = False  # store the columns of the only expert as one matrix
-    has_all_tokens: bool = False  # whether the host can tell that every token has a row
-    sources: Tensor | None = None  # int32 [P], the row of what is permuted, -1 for padding; None: ``rows``
-    num_sources: int = 0  # rows of what is permuted, with ``sources``
-
-    @classmethod
-    def of(
-        cls, tokens_per_expert: Tensor, num_tokens: int, counts: Sequence[int] | None = None, in_matrix: bool = False
-    ) -> ExpertPermutation:
-        """Build the layout for ``tokens_per_expert`` (int32 or int64 [E], on the device of the tokens).
-
-        Never synchronizes with the device. ``counts`` are the same numbers on the host, if the dispatcher has copied
-        them; without them, P is an upper bound, and BF16 wgrad, which needs host counts, is unavailable. Tokens beyond
-        the sum of the counts belong to no expert.
-        """
-        if tokens_per_expert.dim() != 1 or tokens_per_expert.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"tokens_per_expert must be an integer tensor [E], not {_described(tokens_per_expert)}")
-        padded = None if counts is None else tuple(-(-int(count) // BLOCK) * BLOCK for count in counts)
-        if padded is not None and len(padded) != len(tokens_per_expert):
-            raise ValueError(f"counts has {len(padded)} experts, but tokens_per_expert has {len(tokens_per_expert)}")
-        num_rows = max_rows(num_tokens, len(tokens_per_expert)) if padded is None else sum(padded)
-        build = _implementation(tokens_per_expert).layout_tensors
-        if in_matrix and len(tokens_per_expert) != 1:
-            raise ValueError(f"in_matrix needs 1 expert, but tokens_per_expert has {len(tokens_per_expert)} experts")
-        has_all = counts is not None and sum(counts) == num_tokens
-        return cls(num_tokens, num_rows, *build(tokens_per_expert, num_tokens, num_rows), padded, in_matrix, has_all)
+    Never synchronizes with the device. ``counts`` are the same numbers on the host, if the dispatcher has copied
+    them; without them, P is an upper bound, and BF16 wgrad, which needs host counts, is unavailable. Tokens beyond
+    the sum of the counts belong to no expert.
+    """
+    if tokens_per_expert.dim() != 1 or tokens_per_expert.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"tokens_per_expert must be an integer tensor [E], not {_described(tokens_per_expert)}")
+    padded = None if counts is None else tuple(-(-int(count) // BLOCK) * BLOCK for count in counts)
+    if padded is not None and len(padded) != len(tokens_per_expert):
+        raise ValueError(f"counts has {len(padded)} experts, but tokens_per_expert has {len(tokens_per_expert)}")
+    num_rows = max_rows(num_tokens, len(tokens_per_expert)) if padded is None else sum(padded)
+    build = _implementation(tokens_per_expert).layout_tensors
+    if in_matrix and len(tokens_per_expert) != 1:
+        raise ValueError(f"in_matrix needs 1 expert, but tokens_per_expert has {len(tokens_per_expert)} experts")
+    has_all = counts is not None and sum(counts) == num_tokens
+    tensors = build(tokens_per_expert, num_tokens, num_rows)
+    return ExpertPermutation(num_tokens, num_rows, *tensors, padded, in_matrix, has_all)
 
 
 def max_rows(num_tokens: int, num_experts: int) -> int:
@@ -81,35 +63,11 @@ def max_rows(num_tokens: int, num_experts: int) -> int:
     return (num_tokens + min(num_tokens, num_experts) * (BLOCK - 1)) // BLOCK * BLOCK
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Rows quantized for the GEMMs, to be sent between ranks; the values are BF16 exactly."""
-
-    data: Tensor  # uint8 [T, width]: a row's E4M3 bytes, the exponents of its scales (powers of two), and padding
-    num_features: int
-
-    @staticmethod
-    def width(num_features: int) -> int:
-        """Bytes of a row: those behind the features are a multiple of 16, so that rows are aligned."""
-        return num_features + -(-num_features // BLOCK // 16) * 16
-
-
 def pack(x_TH: Tensor) -> Packed:
     """Quantize BF16 [T, H] along rows, in blocks of 128 features with scales of powers of two."""
     _require_matrix("x_TH", x_TH, len(x_TH))
     num_features = x_TH.shape[1]
     return Packed(_implementation(x_TH).pack(x_TH, Packed.width(num_features)), num_features)
-
-
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """A matrix [P, K] in the requested orientations; layouts are in the module docstring."""
-
-    rows: Tensor | None = None
-    row_scales: Tensor | None = None
-    columns: Tensor | None = None
-    column_scales: Tensor | None = None
-    bf16: Tensor | None = None  # [P, K], the values before quantization
 
 
 def permute_quantize(
@@ -165,15 +123,6 @@ def swiglu_quantize(
     """
     _require_matrix("h_P2F", h_P2F, layout.num_rows, halves=2)
     return _implementation(h_P2F).swiglu_quantize(h_P2F, layout, scales, rows=rows, columns=columns, bf16=bf16)
-
-
-@dataclass(frozen=True, slots=True)
-class SwigluGradients:
-    """Results of one pass over h and dy."""
-
-    dh: Quantized  # [P, 2F], gate | up
-    activation: Quantized  # [P, F], silu(gate) * up, times probs if given: input of the fc2 wgrad
-    dprobs: Tensor | None  # float32 [T]
 
 
 def swiglu_backward_quantize(

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import BLOCK, Scales, dequantize_activation, quantize_activation
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Packed, Quantized, SwigluGradients
+from megatron_fp8rl.kernels.blockwise import dequantize_activation, quantize_activation
+from megatron_fp8rl.kernels.types import BLOCK, ExpertPermutation, Packed, Quantized, Scales, SwigluGradients
 
 
 def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ engine's: a row's result does not depend on the other rows in the batch. FP8 par
 128 terms. DeepGEMM compiles a kernel on the first GEMM with a new weight shape, which takes seconds, and caches it in
 DG_JIT_CACHE_DIR, by default the cache of vLLM's engines. The number of tokens is not a compile-time constant.
 
-Each expert's rows start at a multiple of 128 (``fused_moe.ExpertPermutation``); padded rows are zero and contribute
+Each expert's rows start at a multiple of 128 (``types.ExpertPermutation``); padded rows are zero and contribute
 nothing to a GEMM.
 
 Shapes: P = rows with padding (of all experts, or of one dense matrix), a multiple of 128; E = experts of this rank;
@@ -32,17 +32,12 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels import float64
-from megatron_fp8rl.kernels.blockwise import (
-    BLOCK,
-    Scales,
-    dequantize_activation,
-    dequantize_weight,
-    quantize_weight,
-)
+from megatron_fp8rl.kernels.blockwise import dequantize_activation, dequantize_weight, quantize_weight
 from megatron_fp8rl.kernels.cuda import launch
 from megatron_fp8rl.kernels.deep_gemm import deep_gemm
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, unpermute
+from megatron_fp8rl.kernels.fused_moe import unpermute
 from megatron_fp8rl.kernels.fused_moe_torch import swizzled
+from megatron_fp8rl.kernels.types import BLOCK, ExpertPermutation, Scales
 
 _BOTH_BY_ROWS = (1, 1, 128)  # scale blocks: 1 row of the left operand, 1 of the right, 128 terms of the sum
 

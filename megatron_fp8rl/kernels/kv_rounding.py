@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LARGEST_E4M3 = 448.0
+from megatron_fp8rl.kernels.types import E4M3_MAX
 
 
 def to_cache(x: Tensor, scale: Tensor | float) -> Tensor:
     """E4M3, in the shape of x: x / scale."""
-    return (x.float() / scale).clamp(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
+    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def as_cached(x: Tensor, scale: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron_fp8rl.config import FP8_BLOCK, MlaConfig, ModelConfig, RouterConfig
+from megatron_fp8rl.config import MlaConfig, ModelConfig, RouterConfig
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import rope
 from megatron_fp8rl.names.table import Row
 
@@ -248,7 +249,7 @@ def is_block_fp8(quantization: Mapping[str, Any]) -> bool:
     if not isinstance(quantization, dict):
         return False
     block = quantization.get("weight_block_size")
-    return quantization.get("quant_method") == "fp8" and block in ([FP8_BLOCK, FP8_BLOCK], (FP8_BLOCK, FP8_BLOCK))
+    return quantization.get("quant_method") == "fp8" and block in ([BLOCK, BLOCK], (BLOCK, BLOCK))
 
 
 def write(family: Family, model: ModelConfig) -> dict[str, Any]:

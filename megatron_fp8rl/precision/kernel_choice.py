@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
-from megatron_fp8rl.config import FP8_BLOCK, ConfigError, RunConfig, Violation
+from megatron_fp8rl.config import ConfigError, RunConfig, Violation
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision import kernel_support as support
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_support import Supports
@@ -293,7 +294,7 @@ class TrainerKernels:
 
     def of_matrix(self, rows: int, columns: int) -> str:
         """The kernel of an FP8 linear with shape [rows, columns] on a rank: DeepGEMM multiplies whole blocks only."""
-        is_whole = rows % FP8_BLOCK == 0 and columns % FP8_BLOCK == 0
+        is_whole = rows % BLOCK == 0 and columns % BLOCK == 0
         return self.linears if is_whole or self.linears != "deep_gemm" else self.kernels
 
 

@@ -6,31 +6,20 @@ packages matter only on GPUs: a CPU computes everything in torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from megatron_fp8rl import upstream
-from megatron_fp8rl.config import FP8_BLOCK, RunConfig, Violation
+from megatron_fp8rl.config import RunConfig, Violation
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision.hardware import Hardware, Package
 from megatron_fp8rl.precision.matmul_shapes import linears_of
-
-# Optional patches of upstream.py, by what needs them.
-INVARIANT_PATCHES = ("make_residual_norms_batch_invariant", "make_logprobs_order_independent")
-FP8_CACHE_PATCHES = ("FP8CacheBackend", "FP8CacheAttention", "Metadata")
 
 Supports = Callable[[RunConfig, Hardware], Violation | None]
 
 
 def _wrong(cfg: RunConfig, path: str, problem: str, remedy: str, choices: tuple[Any, ...] = ()) -> Violation:
     return Violation(f"--{path}", attrgetter(path)(cfg), problem, remedy, choices=choices)
-
-
-def _untested(cfg: RunConfig, path: str, patches: Sequence[str], remedy: str) -> Violation | None:
-    """Optional patches of ``upstream.py`` that a kernel needs, if they do not apply to the installed versions."""
-    if upstream.applies(*patches):
-        return None
-    return _wrong(cfg, path, f"needs {', '.join(patches)}, not tested with the installed versions", remedy)
 
 
 def always(cfg: RunConfig, hardware: Hardware) -> None:
@@ -68,7 +57,7 @@ def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     precision, keep = cfg.precision, "Choose --precision.params bf16"
     otherwise = "or --precision.params bf16"
     if hardware.generation != "hopper":
-        problem = f"Hopper's kernels multiply blocks of {FP8_BLOCK} as they lie, and this machine is "
+        problem = f"Hopper's kernels multiply blocks of {BLOCK} as they lie, and this machine is "
         return _wrong(cfg, "precision.params", f"{problem}{hardware.generation!r}", keep)
     if precision.trainer != "blockwise":
         problem = "FP8 parameters are blocks of 128x128, which engines take as they are; here a weight has one scale"
@@ -81,9 +70,9 @@ def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if precision.kernels == "emulated":
         problem = "the emulation rounds BF16 parameters"
         return _wrong(cfg, "precision.kernels", problem, f"Choose auto, {otherwise}")
-    if cfg.model.mla is None and cfg.model.head_dim % FP8_BLOCK:
+    if cfg.model.mla is None and cfg.model.head_dim % BLOCK:
         problem = (
-            f"heads of {cfg.model.head_dim} rows do not fill blocks of {FP8_BLOCK}: a block of Megatron's matrix of "
+            f"heads of {cfg.model.head_dim} rows do not fill blocks of {BLOCK}: a block of Megatron's matrix of "
             "queries, keys and values would hold rows of two of them, where the engine's holds rows of one"
         )
         return _wrong(cfg, "precision.params", problem, keep)
@@ -113,14 +102,13 @@ def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, "precision.params", "the grouped kernels of experts take BF16 activations", "Choose bf16")
     if not cfg.model.is_moe:
         return _deep_gemm_is_there(cfg, hardware, "experts")
-    if cfg.model.hidden_size % FP8_BLOCK:
-        problem = f"the grouped kernels want a multiple of {FP8_BLOCK}"
+    if cfg.model.hidden_size % BLOCK:
+        problem = f"the grouped kernels want a multiple of {BLOCK}"
         return _wrong(cfg, "model.hidden_size", problem, "Choose another size, or --precision.experts te")
     features, ranks = cfg.model.moe_ffn_hidden_size, cfg.parallel.expert_tensor
-    if ranks >= 1 and features % ranks == 0 and features // ranks % FP8_BLOCK:
+    if ranks >= 1 and features % ranks == 0 and features // ranks % BLOCK:
         problem = (
-            f"leaves a rank {features // ranks} features of an expert, and grouped kernels want a multiple of "
-            f"{FP8_BLOCK}"
+            f"leaves a rank {features // ranks} features of an expert, and grouped kernels want a multiple of {BLOCK}"
         )
         return _wrong(cfg, "parallel.expert_tensor", problem, "Lower it, or choose --precision.experts te")
     return _deep_gemm_is_there(cfg, hardware, "experts")
@@ -165,7 +153,7 @@ def gather(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, path, "ranks that divide each expert would add parts of its output", remedy)
     if cfg.precision.experts not in ("auto", "deep_gemm"):
         return _wrong(cfg, path, f"experts on {cfg.precision.experts} read tokens sorted by expert", remedy)
-    return deep_gemm_experts(cfg, hardware) or _untested(cfg, path, ["GatherDispatcher"], "Choose alltoall")
+    return deep_gemm_experts(cfg, hardware)
 
 
 def deep_ep(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -211,7 +199,7 @@ def engine_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if "transformer_engine" not in hardware.packages:
         problem = "its backward pass is cuDNN's, by transformer_engine, which is not installed"
         return _wrong(cfg, path, problem, "Install it, or choose auto")
-    return _untested(cfg, path, ["vllm_flash_attention"], "Choose auto")
+    return None
 
 
 def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -219,8 +207,7 @@ def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not hardware.is_gpu:
         problem = "chooses GPU kernels, and there is no GPU"
         return _wrong(cfg, "rollout.batch_invariant", problem, "Leave it out")
-    path = "precision.exact" if cfg.precision.exact else "rollout.batch_invariant"
-    return _untested(cfg, path, INVARIANT_PATCHES, "Set False")
+    return None
 
 
 def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -255,17 +242,14 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         problem = "precision.exact: the engine scores this router in a kernel that the trainer does not have"
         return _wrong(cfg, "model.router.score", problem, "Use --precision.exact False")
     sides = (*(use.shape for use in linears_of(cfg)),)
-    if odd := next((s for s in sides if s.rows % FP8_BLOCK or s.columns % FP8_BLOCK), None):
-        problem = f"precision.exact: a matrix of {odd.rows} x {odd.columns} is not in whole blocks of {FP8_BLOCK}"
+    if odd := next((s for s in sides if s.rows % BLOCK or s.columns % BLOCK), None):
+        problem = f"precision.exact: a matrix of {odd.rows} x {odd.columns} is not in whole blocks of {BLOCK}"
         return _wrong(cfg, "precision.linears", problem, "Use --precision.exact False")
     checks = [
         engine_attention,
         deep_gemm_linears,
         *([deep_gemm_experts, engine_deep_gemm_experts] if model.is_moe else []),
-        batch_invariant,
     ]
-    if model.is_moe and (wrong := _untested(cfg, "precision.exact", ["vllm_topk_softmax"], "Set False")):
-        return wrong
     return next((wrong for check in checks if (wrong := check(cfg, hardware))), None)
 
 
@@ -347,9 +331,6 @@ def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | 
             "takes Triton's kernels for small batches where scales are not powers of two: it is not batch-invariant"
         )
         return _wrong(cfg, path, problem, "Set triton, or --precision.scales pow2", ("triton",))
-    if cfg.rollout.batch_invariant or cfg.precision.exact:
-        remedy = "Set triton, or --rollout.batch_invariant False and --precision.exact False"
-        return _untested(cfg, path, ["accept_deep_gemm_experts"], remedy)
     return None
 
 
@@ -370,7 +351,7 @@ def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if model.head_dim not in (64, 128) or group > 16:
         problem = f"has heads of 64 or 128 features, up to 16 of a group; the model's have {model.head_dim}, {group} of a group"
         return _wrong(cfg, path, problem, "Set auto")
-    return _untested(cfg, path, FP8_CACHE_PATCHES, "Set auto")
+    return None
 
 
 def flashinfer_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:

@@ -1,7 +1,7 @@
-"""The single table that defines which weights are FP8.
+"""The format of each weight, in the trainer and in the engine.
 
-The trainer's linears, the weight exporter, the engine's quantization config and the digests that compare both ends all
-read :class:`LayerTable`; nothing else decides. A weight is identified by its Hugging Face checkpoint name.
+Only :class:`LayerTable` decides which weights are FP8. The trainer's linears, the weight exporter, the engine's
+quantization config and the digests read it. A weight is identified by its Hugging Face checkpoint name.
 
 FP8:  the attention projections q, k, v, o (with latent attention q_a, q_b, kv_a, kv_b, o) and the MLP projections
       gate, up, down of dense layers, of every expert and of shared experts, in all layers except the BF16 edge
@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
+from megatron_fp8rl.precision.formats import BF16, QuantFormat, rollout_format, trainer_format
 
 _ATTENTION = r"self_attn\.(?:[qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj)"
 _FEED_FORWARD = r"mlp\.(?:experts\.\d+\.|shared_experts\.)?(?:gate|up|down)_proj"
@@ -26,13 +27,13 @@ _MATRIX = re.compile(rf"model\.layers\.(\d+)\.(?:{_ATTENTION}|{_FEED_FORWARD}|{_
 
 @dataclass(frozen=True)
 class LayerTable:
-    """Which Hugging Face weights are FP8 in the trainer and in the engine."""
+    """The format of each Hugging Face weight in the trainer and in the engine."""
 
     num_layers: int
     first_fp8_layer: int
     end_fp8_layer: int  # exclusive
-    trainer_is_fp8: bool
-    rollout_is_fp8: bool
+    trainer: QuantFormat  # of the weights that are quantized
+    rollout: QuantFormat
 
     @classmethod
     def build(cls, model: ModelConfig, precision: PrecisionConfig) -> LayerTable:
@@ -40,8 +41,8 @@ class LayerTable:
             num_layers=model.num_layers,
             first_fp8_layer=precision.bf16_first_layers,
             end_fp8_layer=model.num_layers - precision.bf16_last_layers,
-            trainer_is_fp8=precision.trainer != "bf16",
-            rollout_is_fp8=precision.rollout != "bf16",
+            trainer=trainer_format(precision),
+            rollout=rollout_format(precision),
         )
 
     def is_quantizable(self, hf_name: str) -> bool:
@@ -55,10 +56,10 @@ class LayerTable:
         layer = int(match[1])
         return self.first_fp8_layer <= layer < self.end_fp8_layer or layer >= self.num_layers
 
-    def trainer_fp8(self, hf_name: str) -> bool:
-        """Whether the trainer multiplies by this weight in FP8."""
-        return self.trainer_is_fp8 and self.is_quantizable(hf_name)
+    def trainer_format(self, hf_name: str) -> QuantFormat:
+        """The format in which the trainer multiplies by this weight."""
+        return self.trainer if self.is_quantizable(hf_name) else BF16
 
-    def rollout_fp8(self, hf_name: str) -> bool:
-        """Whether this weight is sent to and held by the engine as FP8 bytes with scales."""
-        return self.rollout_is_fp8 and self.is_quantizable(hf_name)
+    def rollout_format(self, hf_name: str) -> QuantFormat:
+        """The format in which this weight travels to the engine, which holds it in that format."""
+        return self.rollout if self.is_quantizable(hf_name) else BF16

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.registry import FAMILIES
 from megatron_fp8rl.names.table import Weight, fill
@@ -66,7 +67,7 @@ class Range:
 
     first: float
     last: float = math.inf
-    smallest_side: int = FP8_BLOCK  # of the matrix, rows or columns
+    smallest_side: int = BLOCK  # of the matrix, rows or columns
 
     def holds(self, tokens: float, *sides: int) -> bool:
         return self.first <= tokens <= self.last and min(sides) >= self.smallest_side

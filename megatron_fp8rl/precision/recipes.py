@@ -31,16 +31,15 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.kernels.blockwise import (
-    BLOCK,
     E4M3,
     E5M2,
     Format,
-    Scales,
     float32_copy,
     operand_dtype,
     round_blocks_,
     round_to_grid_,
 )
+from megatron_fp8rl.kernels.types import BLOCK, Scales
 
 INPUT, WEIGHT, GRAD = 0, 1, 2  # the tensors of a linear, in the order of AmaxHistory
 AMAX_HISTORY_LEN = 16  # optimizer steps; long enough that one step with small values does not shrink a scale

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fp8rl.config import FP8_BLOCK, RunConfig
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision.kernel_choice import TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
 
 _FP32_BYTES, _INT64_BYTES = 4, 8
-_FP8_BYTES = {"blockwise": 1 + _FP32_BYTES / FP8_BLOCK, "tensorwise": 1.0, "delayed": 1.0}
+_FP8_BYTES = {"blockwise": 1 + _FP32_BYTES / BLOCK, "tensorwise": 1.0, "delayed": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,11 @@ class _Widths:
 def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKernels) -> LayerBytes:
     """Activations of one layer under the configured recomputation."""
     model, optim = cfg.model, cfg.optim
-    is_fp8 = LayerTable.build(model, cfg.precision).trainer_fp8(f"model.layers.{layer}.self_attn.o_proj.weight")
+    is_fp8 = (
+        LayerTable.build(model, cfg.precision)
+        .trainer_format(f"model.layers.{layer}.self_attn.o_proj.weight")
+        .is_quantized
+    )
     width = _Widths(
         element=4.0 if cfg.precision.params == "fp32" else 2.0,
         fp8=_FP8_BYTES[cfg.precision.trainer] if is_fp8 else None,
@@ -180,7 +185,7 @@ def _padded(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
     with all experts leaves their numbers of tokens on the GPU (``fused_moe.max_rows``, without torch)."""
     is_bound = width.fp8 is not None and cfg.parallel.expert == 1
     experts = cfg.model.num_experts / cfg.parallel.expert
-    return tokens.routed + min(tokens.routed, experts) * (FP8_BLOCK - 1 if is_bound else FP8_BLOCK / 2)
+    return tokens.routed + min(tokens.routed, experts) * (BLOCK - 1 if is_bound else BLOCK / 2)
 
 
 def _shared_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:

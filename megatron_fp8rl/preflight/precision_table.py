@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fp8rl.config import FP8_BLOCK, RunConfig
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -57,9 +58,9 @@ def agreement(cfg: RunConfig) -> list[Row]:
         for name, shape in entry.weight.parts:
             layers, trainer, engine = found.setdefault(kind_of(name, len(shape)), (set(), set(), set()))
             layers.add(entry.layer)
-            if table.trainer_fp8(name):
+            if table.trainer_format(name).is_quantized:
                 trainer.add(entry.layer)
-            if table.rollout_fp8(name):
+            if table.rollout_format(name).is_quantized:
                 engine.add(entry.layer)
     same = cfg.precision.trainer == cfg.precision.rollout
     return [
@@ -150,13 +151,13 @@ def _of_linears(cfg: RunConfig, choice: KernelChoice) -> list[Finding]:
     """The one matrix that DeepGEMM cannot multiply; ``rules.py`` refuses all others."""
     mla = cfg.model.mla
     rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim
-    if choice.trainer.of_matrix(rows, FP8_BLOCK) == choice.trainer.linears:
+    if choice.trainer.of_matrix(rows, BLOCK) == choice.trainer.linears:
         return []
     return [
         Finding(
             severity="note",
             subject="--precision.linears",
-            problem=f"kv_a_proj_with_mqa has {rows} rows, no multiple of {FP8_BLOCK}: DeepGEMM does not multiply it, "
+            problem=f"kv_a_proj_with_mqa has {rows} rows, no multiple of {BLOCK}: DeepGEMM does not multiply it, "
             "and the trainer takes the kernels of precision.kernels for it",
         )
     ]

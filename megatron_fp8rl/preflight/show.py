@@ -130,8 +130,8 @@ def _group(
     layers: set[int],
     weights: list[tuple[str, Weight]],
 ) -> Group:
-    trainer_fp8 = any(table.trainer_fp8(name) for name, _ in weights)
-    engine_fp8 = any(table.rollout_fp8(name) for name, _ in weights)
+    trainer_fp8 = any(table.trainer_format(name).is_quantized for name, _ in weights)
+    engine_fp8 = any(table.rollout_format(name).is_quantized for name, _ in weights)
     bf16 = "FP32" if cfg.precision.params == "fp32" else "BF16"
     first, last = min(layers), max(layers)
     return Group(

@@ -13,16 +13,18 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.layouts import EngineLayout
 from megatron_fp8rl.names.registry import FAMILIES
 from megatron_fp8rl.names.table import Weight, fill, sizes
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight.findings import Findings
 from megatron_fp8rl.weight_sync.plan import engine_slices, fills_blocks
 
-TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": FP8_BLOCK}
+TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": BLOCK}
 _MAX_DEGREE = 64
 
 
@@ -55,7 +57,7 @@ class Kind:
 def kinds(model: ModelConfig, first_fp8_layer: int = 0, end_fp8_layer: int | None = None) -> tuple[Kind, ...]:
     """Every kind of matrix that FP8 recipes quantize, in the order of a layer."""
     end = model.num_layers if end_fp8_layer is None else end_fp8_layer
-    table = LayerTable(model.num_layers, first_fp8_layer, end, trainer_is_fp8=True, rollout_is_fp8=True)
+    table = LayerTable(model.num_layers, first_fp8_layer, end, BLOCKWISE_POW2, BLOCKWISE_POW2)
     layers = range(model.num_layers + model.num_mtp_layers)
     found = []
     for row in FAMILIES[model.family].rows(model):
@@ -95,7 +97,7 @@ def on_trainer(kind: Kind, ranks: int, tile: int) -> Held:
         return Held(tuple(shape), False)
     held = [slicing.part_range(weight, kind.model, kind.part, ranks, rank) for rank in range(ranks)]
     shape[axis] = max(stop - start for start, stop in held)
-    if tile < FP8_BLOCK:
+    if tile < BLOCK:
         rows = slicing.shard_shape(weight, kind.model, ranks)[0]  # of the fused matrix
         return Held(tuple(shape), _covers(tuple(shape), kind.shape, tile) and rows % tile == 0)
     edges = {edge for piece in held for edge in piece}
@@ -115,13 +117,13 @@ def on_engine(kind: Kind, ranks: int, tile: int) -> Held:
     elif weight.cut != "none":
         is_of_heads = weight.unit[0] == "heads" or weight.join == "qkv"
         divides = kind.shape[weight.axis] % ranks == 0 and not (is_of_heads and model.num_attention_heads % ranks)
-    return Held(tuple(shape), divides and (tile == 1 or fills_blocks(name, weight, kind.shape, kept)))
+    return Held(tuple(shape), divides and (tile == 1 or fills_blocks(name, weight, kind.shape, BLOCKWISE_POW2, kept)))
 
 
 def _covers(shard: tuple[int, ...], whole: tuple[int, ...], tile: int) -> bool:
     """Whether shard boundaries are tile boundaries. An undivided dimension may end in a partial block, which both ends
     round alike. Per-tensor scales need whole tiles throughout."""
-    return all(size % tile == 0 for size, all_ in zip(shard, whole, strict=True) if tile < FP8_BLOCK or size != all_)
+    return all(size % tile == 0 for size, all_ in zip(shard, whole, strict=True) if tile < BLOCK or size != all_)
 
 
 @dataclass(frozen=True)

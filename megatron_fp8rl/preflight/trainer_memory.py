@@ -33,7 +33,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_fp8rl.config import FP8_BLOCK, RunConfig
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.names.registry import padded_vocab_size
 from megatron_fp8rl.precision.hardware import Hardware
@@ -96,7 +97,7 @@ def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
         "bf16": 0.0,
         "delayed": 1.0,
         "tensorwise": 1.0,
-        "blockwise": 1 + 4 / FP8_BLOCK**2,
+        "blockwise": 1 + 4 / BLOCK**2,
     }[cfg.precision.trainer]
     is_per_tensor = cfg.precision.trainer in ("delayed", "tensorwise")
     return per_copy * (gpu.fp8_weight_copies if is_per_tensor else 2)

@@ -10,7 +10,8 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, ParallelConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import blocks, slicing
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -73,10 +74,10 @@ def _rank_elements(
         numel //= expert if weight.is_expert else 1
         _, sums = found.setdefault(entry.layer if entry.layer >= 0 else entry, (entry, [0] * 6))
         sums[1 if weight.is_expert else 3 if entry.is_buffer else 0] += numel
-        if table.trainer_fp8(weight.parts[0][0]):
+        if table.trainer_format(weight.parts[0][0]).is_quantized:
             sums[2] += numel
             sums[4] += numel if weight.is_expert else 0
-            sums[5] += numel if not weight.is_expert and all(size % FP8_BLOCK == 0 for size in shape) else 0
+            sums[5] += numel if not weight.is_expert and all(size % BLOCK == 0 for size in shape) else 0
     return [(entry, (*sums,)) for entry, sums in found.values()]
 
 

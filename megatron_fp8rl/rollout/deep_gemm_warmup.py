@@ -31,8 +31,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron_fp8rl.config import FP8_BLOCK, RunConfig
+from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.kernels.deep_gemm import compiled_folder, deep_gemm, package
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names.blocks import FUSED_INTO
 from megatron_fp8rl.names.registry import weights
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -86,7 +87,7 @@ def linear_sizes(cfg: RunConfig) -> list[Size]:
     found: dict[tuple[str, str], Size] = {}
     parts = ((weight, *part) for weight in weights(cfg.model).values() for part in weight.parts)
     for weight, name, shape in parts:
-        if weight.is_expert or not table.rollout_fp8(name):
+        if weight.is_expert or not table.rollout_format(name).is_quantized:
             continue
         *where, matrix, _ = name.split(".")
         rows, columns = shape
@@ -98,7 +99,7 @@ def linear_sizes(cfg: RunConfig) -> list[Size]:
             rows //= ranks
         key = ".".join(where), FUSED_INTO.get(matrix, matrix)
         found[key] = (found.get(key, (0, 0))[0] + rows, columns)
-    return sorted({size for size in found.values() if not any(n % FP8_BLOCK for n in size)})
+    return sorted({size for size in found.values() if not any(n % BLOCK for n in size)})
 
 
 def trainer_sizes(cfg: RunConfig) -> list[Size]:
@@ -106,7 +107,11 @@ def trainer_sizes(cfg: RunConfig) -> list[Size]:
     table, ranks = LayerTable.build(cfg.model, cfg.precision), cfg.parallel.tensor
     found = set()
     for weight in weights(cfg.model).values():
-        if weight.is_expert or len(weight.shape) != 2 or not all(table.trainer_fp8(name) for name, _ in weight.parts):
+        if (
+            weight.is_expert
+            or len(weight.shape) != 2
+            or not all(table.trainer_format(name).is_quantized for name, _ in weight.parts)
+        ):
             continue
         rows, columns = weight.shape
         if weight.cut == "columns":
@@ -114,7 +119,7 @@ def trainer_sizes(cfg: RunConfig) -> list[Size]:
         elif weight.cut == "rows" or weight.join == "qkv":
             rows //= ranks
         found.add((rows, columns))
-    return sorted(size for size in found if not any(n % FP8_BLOCK for n in size))
+    return sorted(size for size in found if not any(n % BLOCK for n in size))
 
 
 def token_counts(max_tokens: int, num_rows: int, num_processors: int) -> list[int]:
@@ -250,10 +255,10 @@ def _product(n: int, k: int, tokens: int) -> None:
     import torch
 
     data = torch.zeros(n, k, dtype=torch.float8_e4m3fn, device="cuda")
-    weight = data, torch.ones(n // FP8_BLOCK, k // FP8_BLOCK, device="cuda")
+    weight = data, torch.ones(n // BLOCK, k // BLOCK, device="cuda")
     x = torch.zeros(tokens, k, dtype=torch.float8_e4m3fn, device="cuda")
     # Scale columns begin at multiples of 16 bytes, as in vLLM's quantizer.
-    scale = torch.ones(k // FP8_BLOCK, -(-tokens // 4) * 4, device="cuda").t()[:tokens]
+    scale = torch.ones(k // BLOCK, -(-tokens // 4) * 4, device="cuda").t()[:tokens]
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
     deep_gemm().fp8_gemm_nt((x, scale), weight, out, disable_ue8m0_cast=True)
 
@@ -265,7 +270,7 @@ def _weight_gradient(n: int, k: int, tokens: int) -> None:
 
     def zeros(rows: int) -> Fp8:
         data = torch.zeros(rows, tokens, dtype=torch.float8_e4m3fn, device="cuda")
-        return Fp8(data, torch.ones(tokens // FP8_BLOCK, rows, device="cuda").t())
+        return Fp8(data, torch.ones(tokens // BLOCK, rows, device="cuda").t())
 
     add_dense_weight_gradient(zeros(n), zeros(k), torch.zeros(n, k, device="cuda"))
 
@@ -279,7 +284,7 @@ def start_from_env() -> subprocess.Popen[bytes] | None:
 
 def to_env(cfg: RunConfig, max_tokens: int, *, with_trainer: bool) -> str:
     """The value for the server's environment. Kernels not compiled in time are compiled when they are needed."""
-    tokens = -(-cfg.rollout.max_tokens_per_microbatch // FP8_BLOCK) * FP8_BLOCK
+    tokens = -(-cfg.rollout.max_tokens_per_microbatch // BLOCK) * BLOCK
     trained = tuple(trainer_sizes(cfg)) if with_trainer else ()
     work = Work(tuple(linear_sizes(cfg)), max_tokens, trained, tokens if trained else 0)
     return " ".join([f"--deadline-s={_SHARE_OF_START * cfg.rollout.start_deadline_s:g}", *work.words()])

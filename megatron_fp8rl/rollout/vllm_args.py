@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl import upstream
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.names.registry import hf_tensors
+from megatron_fp8rl.precision.formats import engine_format
 from megatron_fp8rl.precision.kernel_choice import EngineKernels, KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.rollout.vllm_plugin.plugin import SCALES_VARIABLE, WEIGHT_TRANSFER_BACKEND
+from megatron_fp8rl.rollout.vllm_plugin.plugin import FORMAT_VARIABLE, WEIGHT_TRANSFER_BACKEND
 
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
 _CPU_KV_LIMIT_BYTES = 4 << 30
@@ -42,18 +42,12 @@ def modules_not_converted(model: ModelConfig, precision: PrecisionConfig) -> lis
     """
     table = LayerTable.build(model, precision)
     matrices = (name for name, shape in hf_tensors(model).items() if len(shape) == 2)
-    return [name.removesuffix(".weight") for name in matrices if not table.rollout_fp8(name)]
+    return [name.removesuffix(".weight") for name in matrices if not table.rollout_format(name).is_quantized]
 
 
 def quantization_config(model: ModelConfig, precision: PrecisionConfig) -> dict[str, Any]:
-    """The ``quantization_config`` of config.json, as in FP8 checkpoints."""
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        "modules_to_not_convert": modules_not_converted(model, precision),
-    }
+    """The ``quantization_config`` of config.json, as in FP8 checkpoints. A BF16 engine on a CPU lists all modules."""
+    return engine_format(precision).hf_quantization_config(modules_not_converted(model, precision))
 
 
 def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
@@ -135,9 +129,8 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         arguments["enable-expert-parallel"] = True
     if rollout.record_routed_experts:
         arguments["enable-return-routed-experts"] = True
-    elif upstream.applies("HoldingScheduler"):
-        decode = "DecodeScheduler" if not cpu and upstream.applies("DecodeScheduler") else "HoldingAsyncScheduler"
-        arguments["scheduler-cls"] = f"{_SCHEDULERS}.{'HoldingScheduler' if cpu else decode}"
+    else:
+        arguments["scheduler-cls"] = f"{_SCHEDULERS}.{'HoldingScheduler' if cpu else 'DecodeScheduler'}"
     return arguments
 
 
@@ -158,9 +151,9 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
     """Variables to add to the environment of the trainer process. torchrun's own must be removed: see
     server_process.py.
     """
-    pow2, cpu = cfg.precision.scales == "pow2", not kernels.hardware.is_gpu
+    fmt, cpu = engine_format(cfg.precision), not kernels.hardware.is_gpu
     environment = {
-        SCALES_VARIABLE: cfg.precision.scales,
+        FORMAT_VARIABLE: fmt.name,
         "VLLM_SERVER_DEV_MODE": "1",  # the endpoints that pause, update weights and call workers
         "VLLM_NO_USAGE_STATS": "1",
         # A request on a connection that the server has closed fails; keep connections through a training step.
@@ -168,7 +161,7 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
         "VLLM_LOGGING_COLOR": "0",  # logs go to files
         "TOKENIZERS_PARALLELISM": "false",
         # One switch for every GPU kernel: activation scales, and no requantization of weights.
-        "VLLM_USE_DEEP_GEMM_E8M0": "1" if pow2 else "0",
+        "VLLM_USE_DEEP_GEMM_E8M0": "1" if fmt.scale_kind == "pow2" else "0",
     }
     if not cpu:
         environment |= {

@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_fp8rl.kernels.types import E4M3_MAX
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.trainer.model.attention import PackedAttention
 from megatron_fp8rl.types import KVScales, Prompt, Sample, Stretch
 
 MARGIN = 2.0
-_LARGEST_E4M3 = 448.0
 _TENSORS = ("query", "key", "value")
 
 
@@ -76,7 +76,7 @@ def scales(amax: list[list[float]]) -> KVScales:
                     f"the largest {name} of layer {layer} is {value}, so the FP8 KV cache has no scale for it; lower "
                     "optim.lr and resume from the last checkpoint"
                 )
-    rows = torch.tensor(amax) * (MARGIN / _LARGEST_E4M3)  # FP32, as in the engines
+    rows = torch.tensor(amax) * (MARGIN / E4M3_MAX)  # FP32, as in the engines
     rows = torch.where(rows > 0, rows.log2().ceil().exp2(), 1.0)  # all zeros: any scale works
     return {layer: tuple(row) for layer, row in enumerate(rows.tolist())}
 
@@ -90,7 +90,7 @@ def hold(chunks: Sequence[nn.Module], by_layer: KVScales, device: torch.device) 
 
 def metrics(by_layer: KVScales) -> dict[str, float]:
     """The largest key and the largest value that any layer's cache can hold."""
-    keys, values = (max(row[i] for row in by_layer.values()) * _LARGEST_E4M3 for i in (1, 2))
+    keys, values = (max(row[i] for row in by_layer.values()) * E4M3_MAX for i in (1, 2))
     return {"publish/kv_amax_key/max": keys, "publish/kv_amax_value/max": values}
 
 

@@ -8,23 +8,24 @@ round, regardless of the number of experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
-from megatron_fp8rl.kernels.blockwise import Scales, quantize_weight
+from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, has_nan, is_fp8
 from megatron_fp8rl.names import registry, slicing
 from megatron_fp8rl.names.layouts import TrainerLayout
+from megatron_fp8rl.precision import quantizers
+from megatron_fp8rl.precision.formats import QuantFormat
+from megatron_fp8rl.precision.quantizers import Quantization
 from megatron_fp8rl.weight_sync.copies import Copies, parts_in
 from megatron_fp8rl.weight_sync.part_sums import PartSums
 from megatron_fp8rl.weight_sync.plan import Transfer
 from megatron_fp8rl.weight_sync.schedule import Gathering, Part, Round
 
-Quantization = tuple[Tensor, Tensor, Tensor]  # BF16 matrix, its E4M3 bytes, its scales
 Copied = tuple[Tensor, Tensor]  # (target, source)
 
 
@@ -59,8 +60,8 @@ class LocalShards:
         if is_fp8(tensor):
             if transfer.quantize == "gathered":
                 raise ValueError(
-                    f"{transfer.name}: its parts on trainer ranks cut blocks of {FP8_BLOCK}, and FP8 parameters are not "
-                    "quantized again. Choose --precision.params bf16"
+                    f"{transfer.name}: its parts on trainer ranks cut blocks of {transfer.block_size}, and FP8 "
+                    "parameters are not quantized again. Choose --precision.params bf16"
                 )
             if transfer.quantize == "never":
                 raise ValueError(
@@ -79,15 +80,16 @@ class LocalShards:
         Raises ValueError if a piece cuts a block, because bytes and scales would have to be recomputed.
         """
         scale, found = fp8_weight(self._tensor(transfer.mcore_name)).scale, []
+        size = transfer.block_size
         for position, first, end in self._ranges(transfer, start, stop):
-            if position % FP8_BLOCK or first % FP8_BLOCK or (end % FP8_BLOCK and end != stop):
+            if position % size or first % size or (end % size and end != stop):
                 raise ValueError(
                     f"{transfer.name}: trainer rank {self._rank} holds [{first}, {end}) of its axis {transfer.axis} at "
-                    f"{position}, which cuts blocks of {FP8_BLOCK}. Choose --precision.params bf16"
+                    f"{position}, which cuts blocks of {size}. Choose --precision.params bf16"
                 )
-            blocks = -(-(end - first) // FP8_BLOCK)
-            view = scale.narrow(transfer.axis, position // FP8_BLOCK, blocks)
-            found.append((view, first // FP8_BLOCK, first // FP8_BLOCK + blocks))
+            first_block, end_block = transfer.blocks((first, end))
+            view = scale.narrow(transfer.axis, position // size, end_block - first_block)
+            found.append((view, first_block, end_block))
         return found
 
     def _ranges(self, transfer: Transfer, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -136,7 +138,6 @@ class RoundPacker:
         slot: Tensor,
         shards: LocalShards,
         *,
-        scales: Scales,
         rank: int,
         group: dist.ProcessGroup | None,
     ):
@@ -150,7 +151,7 @@ class RoundPacker:
         self._joins: list[tuple[Tensor, list[Tensor]]] = []  # matrices whose pieces cut blocks, or are not BF16
         copies: list[Copied] = []
         self._as_they_are: list[tuple[Part, Tensor, Tensor]] = []  # FP8 parameters: (part, bytes, scales) in the slot
-        quantizations: list[Quantization] = []
+        quantizations: dict[QuantFormat, list[Quantization]] = {}
         self._parts: list[tuple[Part, Tensor]] = []
         for message in self._messages:
             memory = slot[message.out_offset : message.out_offset + message.num_bytes]
@@ -161,7 +162,7 @@ class RoundPacker:
                 if part.is_scale:
                     continue
                 if shards.are_fp8(part.transfer) and part.name not in whole:
-                    scale = by_key[part.transfer.scale_name, part.start // FP8_BLOCK]
+                    scale = by_key[part.transfer.scale_name, part.blocks[0]]
                     copies += _raw_copies(part, shards, target, scale)
                     self._as_they_are.append((part, target, scale))
                     continue
@@ -171,23 +172,23 @@ class RoundPacker:
                 else:
                     pieces = shards.pieces(part.transfer, part.start, part.stop)
                 if part.transfer.is_fp8:
-                    scale = by_key[part.transfer.scale_name, part.start // FP8_BLOCK]
-                    quantizations += self._quantizations(part, pieces, target, scale)
+                    scale = by_key[part.transfer.scale_name, part.blocks[0]]
+                    chosen = quantizations.setdefault(part.transfer.format, [])
+                    chosen += self._quantizations(part, pieces, target, scale)
                 else:
                     axis = part.transfer.axis
                     copies += [(target.narrow(axis, a - part.start, b - a), view) for view, a, b in pieces]
         self._copy = Copies(copies)
-        self._quantize = _prepared(quantizations, scales)
+        self._quantize = [quantizers.prepare(chosen, fmt) for fmt, chosen in quantizations.items()]
         self._sums = PartSums([(tensor, part.extent) for part, tensor in self._parts])
 
     def _quantizations(
         self, part: Part, pieces: list[tuple[Tensor, int, int]], target: Tensor, scale: Tensor
     ) -> Iterator[Quantization]:
         """Quantize each piece alone if its edges are block edges; join the others in BF16 first."""
+        size = part.transfer.block_size
         alone = all(
-            view.dtype == torch.bfloat16
-            and (first - part.start) % FP8_BLOCK == 0
-            and (end % FP8_BLOCK == 0 or end == part.stop)
+            view.dtype == torch.bfloat16 and (first - part.start) % size == 0 and (end % size == 0 or end == part.stop)
             for view, first, end in pieces
         )
         if not alone:
@@ -200,9 +201,9 @@ class RoundPacker:
             if part.transfer.axis == 1:  # columns are held in one piece
                 yield view, target, scale
             else:
-                block = (first - part.start) // FP8_BLOCK
+                block, end_block = part.transfer.blocks((first - part.start, end - part.start))
                 rows = target.narrow(0, first - part.start, end - first)
-                yield view, rows, scale.narrow(0, block, -(-(end - first) // FP8_BLOCK))
+                yield view, rows, scale.narrow(0, block, end_block - block)
 
     @torch.no_grad()
     def __call__(self) -> tuple[Tensor, Tensor]:
@@ -220,7 +221,8 @@ class RoundPacker:
         for target, view in self._joins:
             target.copy_(view)
         self._copy()
-        self._quantize()
+        for quantize in self._quantize:
+            quantize()
         return self._sums(), self._all_finite()
 
     def _all_finite(self) -> Tensor:
@@ -235,9 +237,9 @@ class RoundPacker:
     def not_finite(self) -> list[str]:
         """Names of the tensors in the messages that contain NaN or infinity."""
         found = {
-            part.name.removesuffix("_scale_inv"): None
+            part.transfer.name: None
             for part, tensor in self._parts
-            if tensor.dtype != torch.float8_e4m3fn and not tensor.isfinite().all()
+            if tensor.dtype.itemsize > 1 and not tensor.isfinite().all()
         }
         found |= {part.name: None for part, data, _ in self._as_they_are if has_nan(data)}
         return list(found)
@@ -245,27 +247,11 @@ class RoundPacker:
 
 def _raw_copies(part: Part, shards: LocalShards, target: Tensor, scale: Tensor) -> Iterator[Copied]:
     """Copy the bytes and scales of an FP8 parameter to their places in the slot."""
-    axis, first_block = part.transfer.axis, part.start // FP8_BLOCK
+    axis, first_block = part.transfer.axis, part.blocks[0]
     for view, first, end in shards.pieces(part.transfer, part.start, part.stop):
         yield target.narrow(axis, first - part.start, end - first), view
     for view, first, end in shards.scales(part.transfer, part.start, part.stop):
         yield scale.narrow(axis, first - first_block, end - first), view
-
-
-def _prepared(quantizations: Sequence[Quantization], scales: Scales) -> Callable[[], None]:
-    """A function that quantizes all of them: one launch on a GPU."""
-    if quantizations and quantizations[0][0].is_cuda:
-        from megatron_fp8rl.kernels.triton import quantize  # imports Triton
-
-        matrices, data, scale = (list(column) for column in zip(*quantizations))
-        return quantize.prepare_weights_into(matrices, data, scale, scales)
-
-    def run() -> None:
-        for matrix, data, scale in quantizations:
-            for target, source in zip((data, scale), quantize_weight(matrix, scales)):
-                target.copy_(source)
-
-    return run
 
 
 class TensorGather:

@@ -6,7 +6,7 @@ Out: a :class:`Plan`. Every rank computes the same plan and executes its own par
 Every Hugging Face tensor is sharded along at most one axis, the same one at both ends:
 
     trainer ranks hold   [start, stop) of the axis; among replicas of a shard, the lowest rank sends
-    the wire carries     the whole tensor: E4M3 data and one FP32 scale per 128x128 block, or BF16
+    the wire carries     the whole tensor in its format: values, and scales of their blocks
     engine ranks keep    [start, stop) of the axis
 
 Quantizing a part equals slicing the quantized whole exactly if the part's edges are block edges. Such tensors are
@@ -17,15 +17,15 @@ bytes are those of the whole tensor, for every layout.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
+from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import registry, slicing
 from megatron_fp8rl.names.layouts import VOCAB_PADDING, EngineLayout, TrainerLayout
 from megatron_fp8rl.names.table import DType, Weight, split_indices
+from megatron_fp8rl.precision.formats import UNQUANTIZED, QuantFormat, Range, WireTensor
 from megatron_fp8rl.precision.layer_table import LayerTable
 
 
@@ -35,10 +35,6 @@ class PlanError(ValueError):
     def __init__(self, problems: list[str]):
         self.problems = problems
         super().__init__(f"{len(problems)} tensors cannot be published:\n" + "\n".join(f"  {p}" for p in problems))
-
-
-Range = tuple[int, int]  # [start, stop)
-ITEM_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +55,30 @@ class Transfer:
     shape: tuple[int, ...]
     axis: int  # along which the sources and the engine's slices are cut
     sources: tuple[Source, ...]  # together they cover the axis exactly once, in order
-    quantize: Literal["never", "at_source", "gathered"]  # "never" is sent and stays in ``dtype``
-    dtype: DType  # of an unquantized tensor
+    quantize: Literal["never", "at_source", "gathered"]
+    dtype: DType  # before quantization
+    format: QuantFormat  # on the wire and in the engine
     slices: tuple[Range | None, ...]  # by engine rank: the range it keeps; None: nothing
 
     @property
     def is_fp8(self) -> bool:
-        return self.quantize != "never"
+        return self.format.is_quantized
 
     @property
     def scale_name(self) -> str:
-        return f"{self.name}_scale_inv"
+        return self.format.scale_name(self.name)
+
+    @property
+    def block_size(self) -> int:
+        """Rows or columns of a block along the axis of the transfer; 1 without blocks."""
+        return self.format.block_size(self.axis)
+
+    def blocks(self, part: Range) -> Range:
+        """The blocks that a part of the axis covers."""
+        return self.format.blocks(part, self.axis)
 
     def wire_tensors(self, engine_rank: int | None = None) -> Iterator[WireTensor]:
-        """The tensor as sent: itself, or its FP8 bytes followed by their scales.
+        """The tensor as sent: its values, followed by their scales if its format has some.
 
         With ``engine_rank``: the part that this engine rank keeps, in the same format.
         """
@@ -82,24 +88,7 @@ class Transfer:
             if kept is None:
                 return
             shape = (*shape[: self.axis], kept[1] - kept[0], *shape[self.axis + 1 :])
-        if not self.is_fp8:
-            yield WireTensor(self.name, self.dtype, shape)
-            return
-        yield WireTensor(self.name, "float8_e4m3fn", shape)
-        yield WireTensor(self.scale_name, "float32", tuple(-(-n // FP8_BLOCK) for n in shape))
-
-
-@dataclass(frozen=True, slots=True)
-class WireTensor:
-    """One whole tensor in its wire format."""
-
-    name: str
-    dtype: Literal["bfloat16", "float8_e4m3fn", "float32"]
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+        yield from self.format.wire_tensors(self.name, shape)
 
 
 @dataclass(frozen=True)
@@ -114,17 +103,6 @@ class Plan:
     def num_bytes(self) -> int:
         """Bytes of all tensors, each counted once."""
         return sum(tensor.num_bytes for transfer in self.transfers for tensor in transfer.wire_tensors())
-
-
-def block_edges_only(transfer_shape: tuple[int, ...], axis: int, parts: list[Range]) -> bool:
-    """Whether every inner edge of ``parts`` is a block edge, so that parts can be quantized separately."""
-    end = transfer_shape[axis]
-    return all(edge % FP8_BLOCK == 0 or edge == end for part in parts for edge in part)
-
-
-def scale_range(part: Range) -> Range:
-    """The blocks covered by a part of the axis."""
-    return part[0] // FP8_BLOCK, -(-part[1] // FP8_BLOCK)
 
 
 def _even(size: int, parts: int) -> list[Range]:
@@ -163,7 +141,7 @@ def _on_tensor_ranks(name: str, weight: Weight, shape: tuple[int, ...], model: M
 
 
 def _transfer(
-    name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, is_fp8: bool, layouts
+    name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, fmt: QuantFormat, layouts
 ) -> tuple[Transfer, list[str]]:
     """The transfer of one tensor, and its problems."""
     trainer, engine = layouts
@@ -179,11 +157,11 @@ def _transfer(
     # With fewer query groups than ranks, a rank may hold no row of a part.
     sources = tuple(Source(rank, *span) for rank, span in zip(ranks, held) if span[0] < span[1])
     slices = engine_slices(name, weight, shape, model, engine)
-    if is_fp8:
-        problems += _untiled(name, weight, shape, [span for span in slices if span is not None])
     quantize: Literal["never", "at_source", "gathered"] = "never"
-    if is_fp8:
-        quantize = "at_source" if block_edges_only(shape, axis, [(s.start, s.stop) for s in sources]) else "gathered"
+    if fmt.is_quantized:
+        problems += _untiled(name, weight, shape, fmt, [span for span in slices if span is not None])
+        is_whole = fmt.cuts_no_block([(s.start, s.stop) for s in sources], axis, shape[axis])
+        quantize = "at_source" if is_whole else "gathered"
     transfer = Transfer(
         name=name,
         mcore_name=weight.name,
@@ -192,26 +170,29 @@ def _transfer(
         sources=sources,
         quantize=quantize,
         dtype=weight.dtype,
+        format=fmt,
         slices=slices,
     )
     return transfer, problems
 
 
-def fills_blocks(name: str, weight: Weight, shape: tuple[int, ...], kept: list[Range]) -> bool:
-    """Whether an engine can hold these parts of an FP8 tensor with the scales of the whole tensor."""
+def fills_blocks(name: str, weight: Weight, shape: tuple[int, ...], fmt: QuantFormat, kept: list[Range]) -> bool:
+    """Whether an engine can hold these parts of a quantized tensor with the scales of the whole tensor."""
     # vLLM stacks the scales of fused matrices, so each of them must fill whole blocks on every rank. Of the two
     # projections into the latent space, the second may end within a block.
     fused = weight.join != "copy" or name.endswith(".q_a_proj.weight")
-    return block_edges_only(shape, weight.axis, kept) and not (fused and any(b % FP8_BLOCK for _, b in kept))
+    axis, block = weight.axis, fmt.block_size(weight.axis)
+    return fmt.cuts_no_block(kept, axis, shape[axis]) and not (fused and any(end % block for _, end in kept))
 
 
-def _untiled(name: str, weight: Weight, shape: tuple[int, ...], kept: list[Range]) -> list[str]:
-    """Problems of an engine's parts of an FP8 tensor: a list of at most one."""
-    if fills_blocks(name, weight, shape, kept):
+def _untiled(name: str, weight: Weight, shape: tuple[int, ...], fmt: QuantFormat, kept: list[Range]) -> list[str]:
+    """Problems of an engine's parts of a quantized tensor: a list of at most one."""
+    axis, block = weight.axis, fmt.block_size(weight.axis)
+    if fills_blocks(name, weight, shape, fmt, kept):
         return []
     return [
-        f"{name}: an engine rank keeps {kept[0][1] - kept[0][0]} of axis {weight.axis} of {shape}, which is not a "
-        f"multiple of {FP8_BLOCK}; lower rollout.tensor or keep its layer BF16 (precision.bf16_first_layers, "
+        f"{name}: an engine rank keeps {kept[0][1] - kept[0][0]} of axis {axis} of {shape}, which is not a "
+        f"multiple of {block}; lower rollout.tensor or keep its layer BF16 (precision.bf16_first_layers, "
         "bf16_last_layers)"
     ]
 
@@ -258,25 +239,14 @@ def plan_weights(
     for weight in weights:
         pattern, _, expert = split_indices(weight.name)
         for number, (name, shape) in enumerate((*weight.parts, *((copy, weight.shape) for copy in weight.copies))):
-            is_fp8 = table.rollout_fp8(name)
+            fmt = table.rollout_format(name)
+            fmt = fmt if fmt.is_quantized else UNQUANTIZED[weight.dtype]
             owner = expert // (model.num_experts // engine.expert) if expert >= 0 else -1
-            key = (pattern, number, is_fp8, owner, *trainer.shards(weight, model))
+            key = (pattern, number, fmt.name, owner, *trainer.shards(weight, model))
             if key in alike:
-                first = alike[key]
-                transfers.append(
-                    Transfer(
-                        name=name,
-                        mcore_name=weight.name,
-                        shape=first.shape,
-                        axis=first.axis,
-                        sources=first.sources,
-                        quantize=first.quantize,
-                        dtype=first.dtype,
-                        slices=first.slices,
-                    )
-                )
+                transfers.append(replace(alike[key], name=name, mcore_name=weight.name))
                 continue
-            transfer, wrong = _transfer(name, weight, shape, model, is_fp8, (trainer, engine))
+            transfer, wrong = _transfer(name, weight, shape, model, fmt, (trainer, engine))
             transfers.append(transfer)
             problems += wrong
             if not wrong and expert >= 0:

@@ -27,11 +27,13 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
+from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.weight_sync.plan import ITEM_BYTES, Plan, Range, Source, Transfer, scale_range
+from megatron_fp8rl.precision.formats import ITEM_BYTES, Range
+from megatron_fp8rl.weight_sync.plan import Plan, Source, Transfer
 
 GPUS_PER_NODE = 8  # of a rail-optimized network, for the choice among equal senders
+_PIECE = 128  # rows or columns: pieces of a tensor start at multiples of it
 _ALIGNMENT_BYTES = 64  # of every part in a message: a cache line, and enough for any vector load
 
 
@@ -90,13 +92,17 @@ class Part:
 
     @property
     def dtype(self) -> str:
-        if self.is_scale:
-            return "float32"
-        return "float8_e4m3fn" if self.transfer.is_fp8 else self.transfer.dtype
+        fmt = self.transfer.format
+        return fmt.scale_dtype if self.is_scale and fmt.scale_dtype else fmt.element
 
     @property
     def num_bytes(self) -> int:
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+    @property
+    def blocks(self) -> Range:
+        """The blocks of a part of values: where its scales start and end."""
+        return self.transfer.blocks((self.start, self.stop))
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
@@ -247,9 +253,10 @@ class _Item:
 
 
 def _part(transfer: Transfer, is_scale: bool, span: Range, kept: Range, offset: int) -> Part:
-    shape = [-(-n // FP8_BLOCK) for n in transfer.shape] if is_scale else list(transfer.shape)
+    shape = list(transfer.shape)
     if is_scale:
-        span, kept = scale_range(span), scale_range(kept)
+        shape = list(transfer.format.scale_shape(shape))
+        span, kept = transfer.blocks(span), transfer.blocks(kept)
     shape[transfer.axis] = span[1] - span[0]
     return Part(transfer, is_scale, span[0], span[1], kept, tuple(shape), offset)
 
@@ -272,17 +279,16 @@ def _audiences(slices: tuple[Range | None, ...], whole: bool, length: int) -> tu
 
 def _sent(transfer: Transfer, span: Range, whole: bool) -> tuple[tuple[tuple[int, ...], int], ...]:
     """(audience, bytes in its message) of a piece of a tensor."""
-    axis, shape = transfer.axis, transfer.shape
-    across = math.prod(shape) // shape[axis]
+    axis, tensors = transfer.axis, tuple(transfer.wire_tensors())
     found = []
-    for kept, ranks in _audiences(transfer.slices, whole, shape[axis]):
-        first, end = max(span[0], kept[0]), min(span[1], kept[1])
-        if first < end and transfer.is_fp8:
-            blocks = math.prod(-(-n // FP8_BLOCK) for i, n in enumerate(shape) if i != axis)
-            first_block, end_block = scale_range((first, end))
-            found.append((ranks, aligned(across * (end - first)) + aligned(4 * blocks * (end_block - first_block))))
-        elif first < end:
-            found.append((ranks, aligned(across * (end - first) * ITEM_BYTES[transfer.dtype])))
+    for kept, ranks in _audiences(transfer.slices, whole, transfer.shape[axis]):
+        part = max(span[0], kept[0]), min(span[1], kept[1])
+        if part[0] < part[1]:
+            ranges = (part, transfer.blocks(part))  # of values and of scales
+            sizes = (
+                t.num_bytes // t.shape[axis] * (end - first) for t, (first, end) in zip(tensors, ranges, strict=False)
+            )
+            found.append((ranks, sum(map(aligned, sizes))))
     return tuple(found)
 
 
@@ -291,10 +297,11 @@ def _pieces(transfer: Transfer, index: int, source: Source, limit: int, whole: b
     start, stop = source.start, source.stop
     item = _Item(transfer, index, (start, stop), _sent(transfer, (start, stop), whole))
     num_bytes = item.num_bytes
-    if num_bytes <= limit or len(transfer.shape) == 1 or stop - start <= FP8_BLOCK:
+    unit = math.lcm(_PIECE, transfer.block_size)
+    if num_bytes <= limit or len(transfer.shape) == 1 or stop - start <= unit:
         return [item] if item.sent else []
-    step = max(1, limit * (stop - start) // num_bytes // FP8_BLOCK) * FP8_BLOCK
-    edges = [start, *range(start + step - start % FP8_BLOCK, stop, step), stop]
+    step = max(1, limit * (stop - start) // num_bytes // unit) * unit
+    edges = [start, *range(start + step - start % unit, stop, step), stop]
     pieces = (_Item(transfer, index, span, _sent(transfer, span, whole)) for span in itertools.pairwise(edges))
     return [piece for piece in pieces if piece.sent]
 

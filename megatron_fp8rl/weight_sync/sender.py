@@ -210,8 +210,7 @@ class ShardSender:
         return list(map(self._packer, schedule.rounds, slots))
 
     def _packer(self, number: Round, slot: Tensor) -> RoundPacker:
-        scales = self.inputs.precision.scales
-        return RoundPacker(number, slot, self._shards, scales=scales, rank=self.rank, group=self._group)
+        return RoundPacker(number, slot, self._shards, rank=self.rank, group=self._group)
 
     def _send_rounds(self, schedule: SendSchedule, packers: list[RoundPacker]) -> Tensor:
         """Send all rounds; return the sums of this rank's parts in order, int64 on the CPU."""

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_fp8rl.precision.formats import SCALE_SUFFIX
 from megatron_fp8rl.types import KVScales
 from megatron_fp8rl.weight_sync.digest import combine
 
 Kind = Literal["missing", "extra", "corrupted", "stale", "mis-scaled", "version"]
 
-_SCALE = "_scale_inv"
 _MEANING = {
     "missing": "was sent, but the engine does not hold it",
     "extra": "is held by the engine, but was not sent",
@@ -75,8 +75,8 @@ def _kind(name: str, held: Mapping[str, str], expected: Mapping[str, str], previ
     """How the tensor held differs from the expected one."""
     if held[name] == previous.get(name):
         return "stale"
-    if name.endswith(_SCALE):
-        weight = name.removesuffix(_SCALE)
+    if name.endswith(SCALE_SUFFIX):
+        weight = name.removesuffix(SCALE_SUFFIX)
         if held.get(weight) == expected.get(weight):
             return "mis-scaled"
     return "corrupted"
@@ -91,7 +91,7 @@ def _compare(
         if name in held and held[name] != expected[name]:
             kind = _kind(name, held, expected, previous)
             # A mis-scaled weight is reported under the name of the weight.
-            found.append(Mismatch(name.removesuffix(_SCALE) if kind == "mis-scaled" else name, worker, kind))
+            found.append(Mismatch(name.removesuffix(SCALE_SUFFIX) if kind == "mis-scaled" else name, worker, kind))
     return found
 
 

@@ -43,7 +43,7 @@ def _in_float32_and_fp8(model: ModelConfig, folder: str) -> tuple[list, list]:
     )
     table = LayerTable.build(model, PrecisionConfig())
     for name, module in reference.named_modules():
-        if isinstance(module, torch.nn.Linear) and table.trainer_fp8(name):
+        if isinstance(module, torch.nn.Linear) and table.trainer_format(name).is_quantized:
             module.forward = _fp8_linear(module.weight, module.bias)
     with torch.no_grad():
         return plain, [[reference(tokens[None]).logits[0] for tokens in pack] for pack in sequences(model)]

@@ -81,7 +81,7 @@ def test_the_layer_table_decides_which_linears_are_fp8(model, trainer, first, la
     precision = PrecisionConfig(trainer=trainer, bf16_first_layers=first, bf16_last_layers=last)
     table = LayerTable.build(model, precision)
     found = run_ranks(1, _fp8_weights, _run(model, precision))[0]
-    assert found == {name for name in registry.hf_tensors(model) if table.trainer_fp8(name)}
+    assert found == {name for name in registry.hf_tensors(model) if table.trainer_format(name).is_quantized}
     layers = {int(name.split(".")[2]) for name in found}
     assert layers == (set() if trainer == "bf16" else set(range(first, model.num_layers - last)))
     assert not any(word in name for name in found for word in ("norm", "mlp.gate.", "embed", "lm_head"))

@@ -63,7 +63,7 @@ def _policy(cfg: RunConfig, *, is_fp8: bool) -> _Policy:
     table = LayerTable.build(cfg.model, cfg.precision)
     for name, tensor in built.named_tensors():
         value = _as_powers(tensor.detach()) if tensor.ndim == 2 else tensor.detach().clone()
-        in_fp8 = is_fp8 and all(map(table.trainer_fp8, registry.hf_names_of(name, cfg.model)))
+        in_fp8 = is_fp8 and all(table.trainer_format(n).is_quantized for n in registry.hf_names_of(name, cfg.model))
         tensors[name] = _halved(value) if in_fp8 else value
     return _Policy(cfg, built.parallel, tensors)
 

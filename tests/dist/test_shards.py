@@ -16,7 +16,6 @@ import torch
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.types import PublishReport
-from megatron_fp8rl.weight_sync.plan import scale_range
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from tests.helpers.dist import run_ranks
 from tests.helpers.exports import (
@@ -98,7 +97,7 @@ def require_slices(cfg: RunConfig, workers: list[dict[str, torch.Tensor]], tenso
             if span is not None and span[0] < span[1]:
                 kept[transfer.name] = transfer.axis, span
                 if transfer.is_fp8:
-                    kept[transfer.scale_name] = transfer.axis, scale_range(span)
+                    kept[transfer.scale_name] = transfer.axis, transfer.blocks(span)
         assert held.keys() == kept.keys()
         for name, (axis, (start, stop)) in kept.items():
             expected = tensors[name].narrow(axis, start, stop - start).contiguous()

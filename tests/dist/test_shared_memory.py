@@ -63,7 +63,7 @@ def _require_all_that_are_copied(policy) -> None:
     cfg, shared = policy.cfg, _shared(policy)
     table = LayerTable.build(cfg.model, cfg.precision)
     for name, parameter in policy.named_parameters():
-        is_fp8 = table.trainer_fp8(registry.weight(name, cfg.model).parts[0][0])
+        is_fp8 = table.trainer_format(registry.weight(name, cfg.model).parts[0][0]).is_quantized
         is_on_deep_gemm = ".experts." in name or cfg.precision.linears == "deep_gemm"
         is_whole = all(size % 128 == 0 for size in parameter.shape)
         assert (name in shared) == (is_fp8 and is_on_deep_gemm and is_whole), name

@@ -80,7 +80,7 @@ class Reference:
                 continue
             module = named[name]
             module.weight.data.copy_(weight)
-            if self._table.rollout_fp8(name):
+            if self._table.rollout_format(name).is_quantized:
                 module.forward = lambda x, n=name: self._multiply(x, n)
         for index, layer in enumerate(self._model.model.layers):
             layer.mlp.gate.forward = lambda x, i=index, w=layer.mlp.gate.weight: self._route(i, x, w)
@@ -99,7 +99,7 @@ class Reference:
 
     def _multiply(self, x: Tensor, name: str) -> Tensor:
         weight = self._weights[name]
-        if not self._table.rollout_fp8(name):
+        if not self._table.rollout_format(name).is_quantized:
             return F.linear(x, weight)
         scales = self.cfg.precision.scales
         return blockwise.linear(x, *blockwise.quantize_weight(weight, scales), scales)

@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
-    "MEGATRON_FP8RL_SCALES": "pow2",
+    "MEGATRON_FP8RL_FORMAT": "blockwise_pow2",
 }
 PRELOAD = [
     "transformers",
@@ -143,7 +143,7 @@ def write_checkpoint(cfg: RunConfig, tensors: Mapping[str, Tensor], folder: Path
     table = LayerTable.build(cfg.model, cfg.precision)
     content = {}
     for name, tensor in tensors.items():
-        if table.rollout_fp8(name):
+        if table.rollout_format(name).is_quantized:
             content[name], content[f"{name}_scale_inv"] = quantize_weight(tensor, cfg.precision.scales)
         else:
             content[name] = tensor

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
 from megatron_fp8rl.kernels import gemm
 from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, permute_quantize
+from megatron_fp8rl.kernels.fused_moe import expert_permutation, permute_quantize
 from megatron_fp8rl.kernels.gemm import Fp8
 from megatron_fp8rl.precision.hardware import installed_packages
 from megatron_fp8rl.precision.recipes import make_recipe
@@ -141,7 +141,7 @@ def test_weight_gradients_are_those_of_the_grouped_kernel_and_are_added(tokens):
     ours = torch.ones(2 * FEATURES, H, device="cuda")
     for _ in range(2):
         gemm.add_dense_weight_gradient(*map(linear_deep_gemm._columns, made), ours)
-    layout = ExpertPermutation.of(torch.tensor([tokens], device="cuda"), tokens, [tokens])
+    layout = expert_permutation(torch.tensor([tokens], device="cuda"), tokens, [tokens])
     grouped = torch.ones(1, 2 * FEATURES, H, device="cuda")
     blocks = [permute_quantize(m, layout, "pow2", rows=False, columns=True) for m in (grad, x)]
     operands = [Fp8(m.columns, m.column_scales) for m in blocks]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fp8rl.kernels.blockwise import BLOCK, dequantize_activation, quantize_activation
+from megatron_fp8rl.kernels.blockwise import dequantize_activation, quantize_activation
+from megatron_fp8rl.kernels.types import BLOCK
 from tests.helpers.dist import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_fp8rl.kernels import blockwise, fused_moe, fused_moe_torch, gemm
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Quantized
+from megatron_fp8rl.kernels.fused_moe import expert_permutation
 from megatron_fp8rl.kernels.triton import swiglu
+from megatron_fp8rl.kernels.types import ExpertPermutation, Quantized
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -32,7 +33,7 @@ def counts_of(kind: str, num_tokens: int, num_experts: int = NUM_EXPERTS) -> lis
 
 
 def layout_of(counts: list[int], *, exact: bool = True) -> ExpertPermutation:
-    return ExpertPermutation.of(torch.tensor(counts, device="cuda"), sum(counts), counts if exact else None)
+    return expert_permutation(torch.tensor(counts, device="cuda"), sum(counts), counts if exact else None)
 
 
 def random_rows(*shape: int, seed: int = 0, octaves: int = 12) -> torch.Tensor:
@@ -77,7 +78,7 @@ def assert_nearly_equal(found: torch.Tensor, expected: torch.Tensor, layout: Exp
 def test_permutation(kind, scales):
     counts = counts_of(kind, 20_000)
     layout = layout_of(counts, exact=kind != "skewed")
-    expected = ExpertPermutation.of(torch.tensor(counts), sum(counts), counts if kind != "skewed" else None)
+    expected = expert_permutation(torch.tensor(counts), sum(counts), counts if kind != "skewed" else None)
     for name in ("offsets", "padded_counts", "experts", "rows", "positions"):
         assert torch.equal(getattr(layout, name).cpu(), getattr(expected, name)), name
     x, probs = random_rows(layout.num_tokens, 1024), torch.rand(layout.num_tokens, device="cuda")

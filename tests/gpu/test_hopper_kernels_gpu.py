@@ -11,7 +11,7 @@ from benchmarks.timing import milliseconds
 from megatron_fp8rl.kernels.cuda import launch
 from megatron_fp8rl.kernels.deep_gemm import deep_gemm, has_deep_gemm
 from megatron_fp8rl.kernels.fused_moe import (
-    ExpertPermutation,
+    expert_permutation,
     permute_quantize,
     quantize_rows_columns,
     swiglu_backward_quantize,
@@ -34,7 +34,7 @@ COUNTS = {
 
 def operands(counts, *widths: int, scales: str = "pow2"):
     """The layout, and for each width random tokens in columns."""
-    layout = ExpertPermutation.of(torch.tensor(counts, device="cuda"), sum(counts), counts)
+    layout = expert_permutation(torch.tensor(counts, device="cuda"), sum(counts), counts)
     generator = torch.Generator("cuda").manual_seed(0)
     made = []
     for width in widths:
@@ -130,7 +130,7 @@ def test_weight_gradients_are_faster_than_deep_gemms():
 
 def products(counts, shape, scales="pow2"):
     """The layout, padded tokens [P, K] in rows, and weights [E, N, K]."""
-    layout = ExpertPermutation.of(torch.tensor(counts, device="cuda"), sum(counts), counts)
+    layout = expert_permutation(torch.tensor(counts, device="cuda"), sum(counts), counts)
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(layout.num_rows, shape[1], device="cuda", generator=generator).bfloat16()
     weights = torch.randn(len(counts), *shape, device="cuda", generator=generator).bfloat16() / 16
@@ -175,7 +175,7 @@ def test_products_to_tokens_are_faster_than_deep_gemms_and_a_copy(shape):
 def test_the_gradient_of_swiglu_is_tritons(counts, weighted, monkeypatch):
     """Both add and multiply in float32, which compilers may contract differently, before they round to BF16."""
     counts, width = COUNTS.get(counts, [1024] * 128), 768
-    layout = ExpertPermutation.of(torch.tensor(counts, device="cuda"), sum(counts), counts)
+    layout = expert_permutation(torch.tensor(counts, device="cuda"), sum(counts), counts)
     generator = torch.Generator("cuda").manual_seed(0)
     h = torch.randn(layout.num_rows, 2 * width, device="cuda", generator=generator).bfloat16()
     dy = torch.randn(layout.num_rows, width, device="cuda", generator=generator).bfloat16()

@@ -170,7 +170,7 @@ def test_what_is_published_are_the_bytes():
         for number in PlanInputs.of(cfg).slices().rounds:
             (message,) = number.messages
             slot = torch.zeros(message.num_bytes, dtype=torch.uint8, device=parallel.device)
-            RoundPacker(number, slot, shards, scales="pow2", rank=0, group=None)()
+            RoundPacker(number, slot, shards, rank=0, group=None)()
             for part in message.parts:
                 data = (
                     slot[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype)).view(part.shape)

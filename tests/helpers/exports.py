@@ -122,7 +122,7 @@ def expected_wire(cfg: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str,
     wire = {}
     for name in names.weights(cfg.model):
         for hf_name, tensor in names.to_hf(name, weights[name], cfg.model):
-            if table.rollout_fp8(hf_name):
+            if table.rollout_format(hf_name).is_quantized:
                 wire[hf_name], wire[f"{hf_name}_scale_inv"] = quantize_weight(tensor, cfg.precision.scales)
             else:
                 wire[hf_name] = tensor

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from megatron_fp8rl.kernels import fused_moe as kernels
-from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation
+from megatron_fp8rl.kernels.types import BLOCK, ExpertPermutation, Scales
 
 
 def output_bytes(

@@ -91,7 +91,7 @@ def of_an_update(policy, precision=None) -> dict[str, tuple[float, float, float]
     recipe = make_recipe(precision or policy.cfg.precision)
     table = LayerTable.build(policy.cfg.model, policy.cfg.precision)
     recipes = {
-        linear: recipe if table.trainer_fp8(registry.hf_names_of(name, policy.cfg.model)[0]) else None
+        linear: recipe if table.trainer_format(registry.hf_names_of(name, policy.cfg.model)[0]).is_quantized else None
         for linear, name in linears.items()
     }
     found, step = {}, policy.optimizer.step

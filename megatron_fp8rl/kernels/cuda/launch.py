@@ -30,8 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import BLOCK
 from megatron_fp8rl.kernels.compat import compile_cuda
+from megatron_fp8rl.kernels.types import BLOCK
 
 _FOLDER = Path(__file__).parent
 _WIDTH = 192  # tile columns of multiply_rows

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp8rl.kernels.backend import INTERPRETED
-from megatron_fp8rl.kernels.blockwise import E4M3_MAX
+from megatron_fp8rl.kernels.types import E4M3_MAX
 
 HARDWARE = not INTERPRETED  # a GPU runs the kernels
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp8rl.kernels.exact_logprobs import UNIT
 from megatron_fp8rl.kernels.triton.bits import HARDWARE, rounded_to_bf16
+from megatron_fp8rl.kernels.types import UNIT
 
 _BLOCK = 4096  # logits of a token that are read at a time
 

@@ -17,9 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
 from megatron_fp8rl.kernels.cuda import launch
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Packed, Quantized, SwigluGradients
 from megatron_fp8rl.kernels.triton.bits import HARDWARE
 from megatron_fp8rl.kernels.triton.packed import pack, packed_pair  # noqa: F401  pack is a function of fused_moe.py
 from megatron_fp8rl.kernels.triton.tiles import (
@@ -35,6 +33,7 @@ from megatron_fp8rl.kernels.triton.tiles import (
     store_rows,
     two_rows_backward,
 )
+from megatron_fp8rl.kernels.types import BLOCK, ExpertPermutation, Packed, Quantized, Scales, SwigluGradients
 
 _IN_BLOCKS, _IN_MATRIX = tl.constexpr(1), tl.constexpr(2)  # forms of columns; 0: none
 

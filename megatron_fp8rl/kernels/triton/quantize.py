@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
 from megatron_fp8rl.kernels.triton.bits import HARDWARE, bits_of_scale, e4m3_bytes, factor_of, quotient
 from megatron_fp8rl.kernels.triton.tiles import SIDE, load_pair, store_block
+from megatron_fp8rl.kernels.types import BLOCK, Scales
 
 _VECTOR_BYTES = 16  # of the widest load and store
 _SOURCES = {torch.bfloat16: tl.uint16, torch.float32: tl.uint32}  # dtype used to read the bits

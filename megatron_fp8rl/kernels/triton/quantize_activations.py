@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
 from megatron_fp8rl.kernels.triton.bits import HARDWARE, quantized_rows, rounded_to_bf16
 from megatron_fp8rl.kernels.triton.tiles import SIDE, exp_of_negative
+from megatron_fp8rl.kernels.types import BLOCK, Scales
 
 _ROWS = 16  # of a program of SwiGLU
 _THREAD_NUMBERS = 16  # of a row that a thread of a norm holds

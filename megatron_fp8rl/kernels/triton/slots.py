@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation
 from megatron_fp8rl.kernels.triton.bits import HARDWARE, rounded_to_bf16
 from megatron_fp8rl.kernels.triton.tiles import SIDE
+from megatron_fp8rl.kernels.types import ExpertPermutation
 
 _TOKENS = 32  # of a program that places
 _ROWS, _COLUMNS = 4, 512  # of one that sums

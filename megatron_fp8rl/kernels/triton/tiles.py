@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp8rl.kernels.blockwise import BLOCK
 from megatron_fp8rl.kernels.triton.bits import INFINITY_BITS, NAN_BITS, bits_of_scale, e4m3_bytes, factor_of, quotient
+from megatron_fp8rl.kernels.types import BLOCK
 
 SIDE: tl.constexpr = tl.constexpr(BLOCK)
 _MAGNITUDES: tl.constexpr = tl.constexpr(0x7FFF7FFF)

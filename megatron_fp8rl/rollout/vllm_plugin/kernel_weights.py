@@ -24,14 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_fp8rl.config import FP8_BLOCK
 from megatron_fp8rl.names.blocks import ENGINE_FUSIONS, EXPERT_PROJECTIONS, FUSED_INTO
 from megatron_fp8rl.names.registry import layer_of
+from megatron_fp8rl.precision.formats import SCALE_SUFFIX
 from megatron_fp8rl.rollout.vllm_plugin.patches import expert_scale_descriptions
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_values
 
 # Parameter or buffer names that belong to a checkpoint. Others (rotary caches, attention scales) are computed.
-_MATRICES = ("weight", "weight_scale_inv")
+_SCALES = f"weight{SCALE_SUFFIX}"
+_MATRICES = ("weight", _SCALES)
 _WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias")
 _ATTRIBUTES = (*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _MATRICES))
 _LATENT_FACTORS = ("W_UV", "W_UK_T")
@@ -64,7 +65,7 @@ def _fused_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
     for kind in _WEIGHTS:
         tensor = _tensor(module, kind, path)
         if tensor is not None:
-            sizes = [-(-n // FP8_BLOCK) for n in rows] if kind == "weight_scale_inv" else rows
+            sizes = [-(-n // module.weight_block_size[0]) for n in rows] if kind == _SCALES else rows
             for name, part in zip(ENGINE_FUSIONS[leaf], tensor.split(sizes), strict=True):
                 yield f"{parent}.{name}.{kind}", part
 
@@ -261,7 +262,7 @@ class DerivedTensors:
         self._dequantized = [m for m in model.modules() if any(hasattr(m, name) for name in dequantized)]
         self._latent = [m for m in model.modules() if isinstance(getattr(m, _LATENT_FACTORS[0], None), Tensor)]
         self._factors = [{name: getattr(m, name) for name in _LATENT_FACTORS} for m in self._latent]
-        self._experts = [m for m in model.modules() if hasattr(m, "w13_weight_scale_inv")]
+        self._experts = [m for m in model.modules() if hasattr(m, f"w13_{_SCALES}")]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -281,7 +282,7 @@ class DerivedTensors:
         """
         for module in self._experts:
             for description, name in zip(expert_scale_descriptions(module), ("w13", "w2")):
-                _share_scale(description, getattr(module, f"{name}_weight_scale_inv"))
+                _share_scale(description, getattr(module, f"{name}_{_SCALES}"))
         for module, factors in zip(self._latent, self._factors):
             for name, tensor in factors.items():
                 new = getattr(module, name)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from megatron_fp8rl.precision.formats import SCALE_SUFFIX
+
 
 def kernels_in_use(model: nn.Module) -> dict[str, list[str]]:
     """vLLM's names of the kernels by role ("linears" in FP8, "experts", "attention"), sorted and unique."""
@@ -21,7 +23,7 @@ def kernels_in_use(model: nn.Module) -> dict[str, list[str]]:
             found.setdefault("attention", set()).add(backend.get_name())
         if hasattr(module, "w13_weight"):
             found.setdefault("experts", set()).add(_of_experts(method))
-        elif hasattr(module, "weight_scale_inv"):
+        elif hasattr(module, f"weight{SCALE_SUFFIX}"):
             kernel = getattr(method, "fp8_linear", method)
             found.setdefault("linears", set()).add(type(kernel).__name__)
     return {role: sorted(names) for role, names in found.items()}

@@ -4,21 +4,18 @@ In: the environment that the fleet gives to a rollout engine. Out: entries in vL
 a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the entry point
 ``vllm.general_plugins``; ``rollout/vllm_plugin/server.py`` also calls it before the engine forks its other processes.
 
-Only a process with :data:`SCALES_VARIABLE` in its environment is one of our rollout engines; in any other,
+Only a process with :data:`FORMAT_VARIABLE` in its environment is one of our rollout engines; in any other,
 :func:`register` leaves vLLM unchanged.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, cast
 
 from megatron_fp8rl import upstream
+from megatron_fp8rl.precision.formats import FORMATS
 
-if TYPE_CHECKING:
-    from megatron_fp8rl.kernels.blockwise import Scales
-
-SCALES_VARIABLE = "MEGATRON_FP8RL_SCALES"  # PrecisionConfig.scales, passed to the engine's processes
+FORMAT_VARIABLE = "MEGATRON_FP8RL_FORMAT"  # name of its format, passed to the engine's processes
 
 WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every rollout.transport: the first request names it
 
@@ -28,15 +25,16 @@ _registered = False
 def register() -> None:
     """Register with vLLM once per process.
 
-    Raises ValueError for an unknown kind of scale in the environment, and upstream.UntestedVersion for a vLLM that a
+    Raises ValueError for an unknown format in the environment, and upstream.UntestedVersion for a vLLM that a
     patch was not tested with.
     """
     global _registered
-    if _registered or SCALES_VARIABLE not in os.environ:
+    if _registered or FORMAT_VARIABLE not in os.environ:
         return
-    scales = os.environ[SCALES_VARIABLE]
-    if scales not in ("pow2", "fp32"):
-        raise ValueError(f"{SCALES_VARIABLE} = {scales!r}: expected 'pow2' or 'fp32'")
+    fmt = FORMATS.get(os.environ[FORMAT_VARIABLE])
+    if fmt is None or fmt.scale_kind is None:
+        known = ", ".join(name for name, known in FORMATS.items() if known.scale_kind is not None)
+        raise ValueError(f"{FORMAT_VARIABLE} = {os.environ[FORMAT_VARIABLE]!r}: expected one of {known}")
     upstream.check()
     _registered = True
 
@@ -49,7 +47,7 @@ def register() -> None:
     if current_platform.is_cpu():
         from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_experts, cpu_layers
 
-        cpu_layers.register(cast("Scales", scales))
+        cpu_layers.register(fmt)
         cpu_experts.exchange_tokens_on_cpu()
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -59,7 +57,7 @@ def register() -> None:
     )
     from megatron_fp8rl.rollout.vllm_plugin import patches
 
-    patches.quantize_activations_as_the_trainer(cast("Scales", scales))
+    patches.quantize_activations_as_the_trainer(fmt.scale_kind)
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         patches.make_residual_norms_batch_invariant()
         patches.make_logprobs_order_independent()

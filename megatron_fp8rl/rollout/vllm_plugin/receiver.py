@@ -35,10 +35,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_fp8rl.config import FP8_BLOCK
 from megatron_fp8rl.garbage import without_collections
-from megatron_fp8rl.kernels.blockwise import canonical
 from megatron_fp8rl.names.registry import layer_of
+from megatron_fp8rl.precision.quantizers import same_values
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
     DerivedTensors,
     HeldDigests,
@@ -349,13 +348,11 @@ def compare(placed: Sequence[Placed]) -> None:
             continue  # compared with its weight
         transfer, pairs = part.transfer, [(held, source)]
         if transfer.is_fp8:
-            pairs.append(scales[transfer.scale_name, part.start // FP8_BLOCK])
+            pairs.append(scales[transfer.scale_name, part.blocks[0]])
         if all(_same(*pair) for pair in pairs):
             continue
-        if transfer.is_fp8:
-            there, came = (canonical(data.contiguous(), scale.contiguous()) for data, scale in zip(*pairs, strict=True))
-            if all(map(_same, there, came)):
-                continue
+        if transfer.is_fp8 and same_values(*zip(*pairs, strict=True), transfer.format):
+            continue
         raise UnwritableKernel(
             f"{part.name}: the engine's kernels do not hold what vLLM's own loaders were given, so they keep it in a form "
             "that cannot be written directly; choose other kernels (rollout.linear_backend, rollout.moe_backend)"
@@ -363,6 +360,6 @@ def compare(placed: Sequence[Placed]) -> None:
 
 
 def _same(held: Tensor, source: Tensor) -> bool:
-    if source.dtype == torch.float8_e4m3fn:
+    if source.dtype.itemsize == 1:
         return held.dtype == source.dtype and torch.equal(source.view(torch.uint8), held.view(torch.uint8))
     return torch.equal(source.float(), held.float())

@@ -37,13 +37,10 @@ import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import Scales
 from megatron_fp8rl.kernels.compat import add_together
 from megatron_fp8rl.kernels.expert_slots import Choice, sum_rows
 from megatron_fp8rl.kernels.fused_moe import (
-    ExpertPermutation,
-    Packed,
-    Quantized,
+    expert_permutation,
     permute_quantize,
     swiglu_backward_quantize,
     swiglu_quantize,
@@ -58,6 +55,7 @@ from megatron_fp8rl.kernels.gemm import (
     multiply_fp8_to_tokens,
     quantized,
 )
+from megatron_fp8rl.kernels.types import ExpertPermutation, Packed, Quantized, Scales
 from megatron_fp8rl.trainer.optimizer.grad_buffers import is_fused
 from megatron_fp8rl.upstream import patches
 
@@ -108,7 +106,7 @@ class GroupedExperts(TEGroupedMLP):
             exchange, everyone = tokens_per_expert.exchange, tokens_per_expert.everyone
         else:
             on_device = tokens_per_expert.to(hidden.device, non_blocking=True)
-            layout = ExpertPermutation.of(on_device, hidden.shape[0], tokens_per_expert.tolist())
+            layout = expert_permutation(on_device, hidden.shape[0], tokens_per_expert.tolist())
         call = _Call(
             layout=layout,
             rows_TK=rows_TK,

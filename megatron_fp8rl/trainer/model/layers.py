@@ -30,8 +30,8 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.kernels import float64
-from megatron_fp8rl.kernels.blockwise import BLOCK
 from megatron_fp8rl.kernels.combine import weighted_in_combine
+from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -167,7 +167,7 @@ class LayerFactory:
     def _of(self, layer: int, name: str) -> tuple[Recipe | None, registry.Weight]:
         """(recipe, weight) of a linear; q, k and v are one linear, so all or none of them are FP8."""
         weight = registry.weight(f"decoder.layers.{layer}.{name}.weight", self._model)
-        (in_fp8,) = {self._table.trainer_fp8(part) for part, _ in weight.parts}
+        (in_fp8,) = {self._table.trainer_format(part).is_quantized for part, _ in weight.parts}
         return self._recipe if in_fp8 else None, weight
 
     @property

@@ -29,15 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import Scales
 from megatron_fp8rl.kernels.fused_moe import (
-    ExpertPermutation,
-    Quantized,
+    expert_permutation,
     permute_quantize,
     swiglu_backward_quantize,
     swiglu_quantize,
 )
 from megatron_fp8rl.kernels.gemm import Fp8, add_dense_weight_gradient, multiply_dense, quantized
+from megatron_fp8rl.kernels.types import ExpertPermutation, Quantized, Scales
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient, no_gradients
 
@@ -180,7 +179,7 @@ class _Mlp(torch.autograd.Function):
 def _layout(num_tokens: int, device: torch.device) -> ExpertPermutation:
     """The permutation with all tokens on one expert. Never synchronizes the device."""
     count = torch.full((1,), num_tokens, dtype=torch.int64, device=device)
-    return ExpertPermutation.of(count, num_tokens, (num_tokens,), in_matrix=True)
+    return expert_permutation(count, num_tokens, (num_tokens,), in_matrix=True)
 
 
 def _quantize(x_TK: Tensor, scales: Scales, *, rows: bool, columns: bool) -> Quantized:

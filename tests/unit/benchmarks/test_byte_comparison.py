@@ -12,7 +12,6 @@ from benchmarks.light_policy import _draw
 from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.weight_sync.plan import scale_range
 from model_configs import tiny
 
 CPU = torch.device("cpu")
@@ -41,7 +40,7 @@ def held_by_an_engine(cfg: RunConfig) -> list[list[dict]]:
             for worker in workers:
                 for tensor_name, tensor in tensors.items():
                     kept = transfer.slices[worker["rank"]]
-                    first, end = kept if tensor_name == transfer.name else scale_range(kept)
+                    first, end = kept if tensor_name == transfer.name else transfer.blocks(kept)
                     part = tensor.narrow(transfer.axis, first, end - first)
                     (worker["digests"][tensor_name],) = byte_comparison.digests_as_held([part])
     return [workers]

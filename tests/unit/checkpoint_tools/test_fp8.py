@@ -66,7 +66,7 @@ def published(model: ModelConfig, tensors: dict, options: hf_to_fp8.Options) -> 
     for number in plan_schedule(planned, model, bucket_bytes=1 << 40).rounds:
         (message,) = number.messages
         slot = torch.zeros(message.num_bytes, dtype=torch.uint8)
-        RoundPacker(number, slot, shards, scales=options.scales, rank=0, group=None)()
+        RoundPacker(number, slot, shards, rank=0, group=None)()
         for part in message.parts:
             data = slot[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
             sent[part.name] = data.view(part.shape)

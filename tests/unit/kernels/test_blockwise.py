@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_fp8rl.kernels import blockwise
-from megatron_fp8rl.kernels.blockwise import BLOCK, E4M3, E5M2
+from megatron_fp8rl.kernels.blockwise import E4M3, E5M2
+from megatron_fp8rl.kernels.types import BLOCK
 from tests.tolerances import BF16_ROUNDING, FLOAT32_ACCUMULATION
 
 

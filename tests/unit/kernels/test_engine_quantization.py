@@ -6,7 +6,8 @@ import numpy
 import pytest
 import torch
 
-from megatron_fp8rl.kernels.blockwise import BLOCK, dequantize_activation, quantize_activation
+from megatron_fp8rl.kernels.blockwise import dequantize_activation, quantize_activation
+from megatron_fp8rl.kernels.types import BLOCK
 from tests.helpers.interpreter import assert_passes_interpreted, in_interpreter, starts_interpreter
 
 EPS = 1e-6

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megatron_fp8rl.kernels import blockwise, fused_moe, fused_moe_torch
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Quantized
+from megatron_fp8rl.kernels.fused_moe import expert_permutation
+from megatron_fp8rl.kernels.types import ExpertPermutation, Quantized
 from tests.helpers import moved_bytes
 from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter
 
@@ -40,7 +41,7 @@ def test_in_the_interpreter():
 
 
 def layout_of(counts: list[int], *, exact: bool, dropped: int = 0) -> ExpertPermutation:
-    return ExpertPermutation.of(torch.tensor(counts), sum(counts) + dropped, counts if exact else None)
+    return expert_permutation(torch.tensor(counts), sum(counts) + dropped, counts if exact else None)
 
 
 def random_rows(num_rows: int, num_columns: int, seed: int = 0) -> torch.Tensor:
@@ -146,20 +147,20 @@ def test_columns_are_the_rows_of_each_experts_transpose(scales):
 
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_columns_of_one_expert_may_be_a_matrix(scales):
-    layout, x = ExpertPermutation.of(torch.tensor([300]), 300, [300], in_matrix=True), random_rows(300, 256)
+    layout, x = expert_permutation(torch.tensor([300]), 300, [300], in_matrix=True), random_rows(300, 256)
     found = fused_moe.permute_quantize(x, layout, scales, columns=True)
     data, scale = blockwise.quantize_activation(expected_padded(x, [300], 384).t(), scales)
     assert torch.equal(found.columns.view(torch.uint8), data.view(torch.uint8)) and found.columns.is_contiguous()
     assert torch.equal(found.column_scales, scale) and found.column_scales.stride() == (1, 256)
     with pytest.raises(ValueError, match="in_matrix needs 1 expert, but tokens_per_expert has 2 experts"):
-        ExpertPermutation.of(torch.tensor([300, 5]), 305, [300, 5], in_matrix=True)
+        expert_permutation(torch.tensor([300, 5]), 305, [300, 5], in_matrix=True)
 
 
 @in_interpreter
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_interpreted_matrices(scales, monkeypatch):
     use_the_interpreters_exponential(monkeypatch)
-    layout = ExpertPermutation.of(torch.tensor([200]), 200, [200], in_matrix=True)
+    layout = expert_permutation(torch.tensor([200]), 200, [200], in_matrix=True)
     x, h = random_rows(200, 256), random_gates(256, 128)
     wanted = dict(rows=True, columns=True, bf16=False)
     found = fused_moe.permute_quantize(x, layout, scales, **wanted)
@@ -318,9 +319,9 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match=r"probs must be float32 \[8\]"):
         fused_moe.unpermute(torch.zeros(256, 128).bfloat16(), layout, torch.ones(7))
     with pytest.raises(ValueError, match="counts has 1 experts"):
-        ExpertPermutation.of(torch.tensor([5, 3]), 8, [8])
+        expert_permutation(torch.tensor([5, 3]), 8, [8])
     with pytest.raises(ValueError, match="tokens_per_expert"):
-        ExpertPermutation.of(torch.tensor([5.0, 3.0]), 8)
+        expert_permutation(torch.tensor([5.0, 3.0]), 8)
 
 
 @in_torch

@@ -213,8 +213,8 @@ def launches(monkeypatch):
 
 
 def _layout(num_tokens: int, num_rows: int):
-    from megatron_fp8rl.kernels.fused_moe import ExpertPermutation
     from megatron_fp8rl.kernels.triton.permute import layout_tensors
+    from megatron_fp8rl.kernels.types import ExpertPermutation
 
     tensors = (x.zero_() for x in layout_tensors(torch.tensor([num_tokens, 0, 0]), num_tokens, num_rows))
     return ExpertPermutation(num_tokens, num_rows, *tensors, host_counts=(num_rows, 0, 0))

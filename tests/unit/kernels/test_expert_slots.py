@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fp8rl.kernels.blockwise import BLOCK
 from megatron_fp8rl.kernels.expert_slots import Choice, sum_rows
+from megatron_fp8rl.kernels.types import BLOCK
 from tests.helpers.interpreter import assert_passes_interpreted, starts_interpreter
 
 CASES = [(40, 5, 3, 0.5), (7, 64, 8, 0.1), (1, 1, 1, 1.0), (300, 3, 2, 0.9), (20, 6, 2, 0.0)]

@@ -14,7 +14,7 @@ import torch
 from megatron_fp8rl.kernels import fused_moe_torch
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.kernels.cuda import launch
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, permute_quantize, unpermute
+from megatron_fp8rl.kernels.fused_moe import expert_permutation, permute_quantize, unpermute
 from megatron_fp8rl.kernels.fused_moe_torch import swizzled
 from megatron_fp8rl.kernels.gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens
 
@@ -77,7 +77,7 @@ def test_weight_gradients_of_every_expert_are_added(add_weight_gradients, counts
     """``groups`` of blocks share the tiles; experts without a token keep what is there."""
     down, across, run = add_weight_gradients
     counts, num_rows, num_columns = COUNTS[counts], 128 * down * groups, 128 * across * 2
-    layout = ExpertPermutation.of(torch.tensor(counts), sum(counts), counts)
+    layout = expert_permutation(torch.tensor(counts), sum(counts), counts)
     generator = torch.Generator().manual_seed(0)
     tokens = (torch.randn(sum(counts), n, generator=generator).bfloat16() for n in (num_rows, num_columns))
     made = [permute_quantize(x, layout, "pow2", rows=False, columns=True) for x in tokens]
@@ -114,7 +114,7 @@ def test_rows_are_multiplied_by_their_experts_weights_and_written_to_their_token
     monkeypatch.setattr(launch, "_multiply_rows", lambda device: kernel(4))
     monkeypatch.setattr(launch, "_encoder", lambda: encode)
     counts, depth = COUNTS[counts], 256
-    layout = ExpertPermutation.of(torch.tensor(counts), sum(counts), counts if exact else None)
+    layout = expert_permutation(torch.tensor(counts), sum(counts), counts if exact else None)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(sum(counts), depth, generator=generator).bfloat16()
     made = permute_quantize(tokens, layout, "pow2")
@@ -129,7 +129,7 @@ def test_rows_are_multiplied_by_their_experts_weights_and_written_to_their_token
     launch.multiply_rows(*operands, to_rows)
 
     end = int(layout.offsets[-1])
-    alone = ExpertPermutation.of(torch.tensor(counts), sum(counts), counts)
+    alone = expert_permutation(torch.tensor(counts), sum(counts), counts)
     expected = multiply_fp8(Fp8(made.rows[:end], made.row_scales[:end]), w, alone, torch.bfloat16)
     close = dict(rtol=1e-2, atol=1e-2)  # sums round to BF16, and are in another order
     torch.testing.assert_close(to_rows[:end], expected, **close)
@@ -141,7 +141,7 @@ def test_rows_are_multiplied_by_their_experts_weights_and_written_to_their_token
 @pytest.mark.parametrize("counts, has_all", [([100, 28], True), ([100, 20], False), (None, False)])
 def test_tokens_without_a_row_are_zeros(monkeypatch, counts, has_all):
     """Memory is cleared where the host does not know that every token has a row, which the kernel writes."""
-    layout = ExpertPermutation.of(torch.tensor(counts or [100, 28]), 128, counts)
+    layout = expert_permutation(torch.tensor(counts or [100, 28]), 128, counts)
     assert layout.has_all_tokens == has_all
     made = permute_quantize(torch.ones(128, 256).bfloat16(), layout, "pow2")
     w = Fp8(torch.zeros(2, 128, 256).to(torch.float8_e4m3fn), torch.ones(2, 1, 2))
@@ -170,7 +170,7 @@ def test_the_gradient_of_swiglu_is_torchs_in_bytes(swiglu_backward, counts, exac
     """In all forms at once; zeros, infinity and what stands in padding included."""
     weighted, run = swiglu_backward
     counts, width = COUNTS[counts], 256
-    layout = ExpertPermutation.of(torch.tensor(counts), sum(counts), counts if exact else None)
+    layout = expert_permutation(torch.tensor(counts), sum(counts), counts if exact else None)
     num_rows, end = layout.num_rows, int(layout.offsets[-1])
     generator = torch.Generator().manual_seed(0)
     sizes = torch.exp2(torch.randint(-4, 3, (num_rows, 1), generator=generator).float())

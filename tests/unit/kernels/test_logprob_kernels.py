@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fp8rl.kernels.exact_logprobs import UNIT
+from megatron_fp8rl.kernels.types import UNIT
 from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter, starts_interpreter
 from tests.tolerances import LOGPROBS_FLOAT32
 

@@ -7,9 +7,10 @@ import torch
 
 from megatron_fp8rl.kernels import fused_moe_torch
 from megatron_fp8rl.kernels.backend import INTERPRETED
-from megatron_fp8rl.kernels.blockwise import BLOCK, dequantize_activation, quantize_activation
+from megatron_fp8rl.kernels.blockwise import dequantize_activation, quantize_activation
 from megatron_fp8rl.kernels.expert_slots import Choice
-from megatron_fp8rl.kernels.fused_moe import Packed, pack, permute_quantize
+from megatron_fp8rl.kernels.fused_moe import pack, permute_quantize
+from megatron_fp8rl.kernels.types import BLOCK, Packed
 from tests.helpers.interpreter import assert_passes_interpreted, starts_interpreter
 
 

@@ -57,8 +57,8 @@ EXPECTED = {  # by layer; the last of four is for multi-token prediction
 
 def fp8_names(model: ModelConfig, precision: PrecisionConfig) -> set[str]:
     table = LayerTable.build(model, precision)
-    found = {name for name in registry.hf_tensors(model) if table.rollout_fp8(name)}
-    assert found == {name for name in registry.hf_tensors(model) if table.trainer_fp8(name)}
+    found = {name for name in registry.hf_tensors(model) if table.rollout_format(name).is_quantized}
+    assert found == {name for name in registry.hf_tensors(model) if table.trainer_format(name).is_quantized}
     return found
 
 
@@ -80,4 +80,6 @@ def test_parts_of_one_megatron_matrix_are_fp8_together():
     for model in MODELS.values():
         table = LayerTable.build(model, PrecisionConfig())
         for name in registry.weights(model):
-            assert len({table.trainer_fp8(part) for part in registry.hf_names_of(name, model)}) == 1, name
+            assert len({table.trainer_format(part).is_quantized for part in registry.hf_names_of(name, model)}) == 1, (
+                name
+            )

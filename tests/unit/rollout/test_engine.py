@@ -42,7 +42,7 @@ def test_exceptions_are_the_complement_of_the_layer_table(cfg, precision):
     listed = set(vllm_args.modules_not_converted(cfg.model, precision))
     for name, shape in hf_tensors(cfg.model).items():
         if len(shape) == 2:
-            assert (name.removesuffix(".weight") in listed) != table.rollout_fp8(name), name
+            assert (name.removesuffix(".weight") in listed) != table.rollout_format(name).is_quantized, name
     assert {"model.embed_tokens", "lm_head"} <= listed
     if cfg.model.is_moe:
         assert {f"model.layers.{i}.mlp.gate" for i in range(cfg.model.num_layers)} <= listed
@@ -82,7 +82,7 @@ def test_command_line():
 def test_scale_kind_reaches_every_kernel(scales, lever):
     cfg = replace(tiny_qwen3_moe(), precision=PrecisionConfig(scales=scales))
     environment = environment_on(HOPPER, cfg)
-    assert environment["MEGATRON_FP8RL_SCALES"] == scales
+    assert environment["MEGATRON_FP8RL_FORMAT"] == f"blockwise_{scales}"
     assert environment["VLLM_USE_DEEP_GEMM_E8M0"] == lever
 
 

@@ -12,7 +12,8 @@ from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
-from megatron_fp8rl.weight_sync.plan import PlanError, block_edges_only, plan, scale_range
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
+from megatron_fp8rl.weight_sync.plan import PlanError, plan
 from tests.helpers.plans import DENSE, LAYOUTS, MOE, TIED, table
 
 
@@ -115,13 +116,13 @@ def test_parts_between_block_edges_quantize_to_the_whole():
     weight = torch.randn(384, 300)
     data, scale = quantize_weight(weight, "pow2")
     for axis, parts in ((0, [(0, 256), (256, 384)]), (1, [(0, 128), (128, 300)])):
-        assert block_edges_only(weight.shape, axis, parts)
+        assert BLOCKWISE_POW2.cuts_no_block(parts, axis, weight.shape[axis])
         for part in parts:
             d, s = quantize_weight(weight.narrow(axis, part[0], part[1] - part[0]), "pow2")
             assert torch.equal(d.view(torch.uint8), data.narrow(axis, part[0], part[1] - part[0]).view(torch.uint8))
-            first, end = scale_range(part)
+            first, end = BLOCKWISE_POW2.blocks(part, axis)
             assert torch.equal(s, scale.narrow(axis, first, end - first))
-    assert not block_edges_only(weight.shape, 0, [(0, 192), (192, 384)])
+    assert not BLOCKWISE_POW2.cuts_no_block([(0, 192), (192, 384)], 0, 384)
 
 
 def test_what_travels():

@@ -14,6 +14,7 @@ import torch
 from megatron_fp8rl.config import ParallelConfig, RolloutConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout
+from megatron_fp8rl.precision.formats import QuantFormat
 from megatron_fp8rl.weight_sync.digest import digest, headers_of, terms_of_words, values_of_sums, widened
 from megatron_fp8rl.weight_sync.part_sums import PartSums
 from megatron_fp8rl.weight_sync.plan import Transfer, plan
@@ -201,7 +202,15 @@ def test_any_parts_of_a_tensor_have_its_digest(seed):
     length = shape[axis]
     edges = sorted({0, length, *(draw.randint(0, length) for _ in range(draw.randint(0, 6)))})
     transfer = Transfer(
-        name="w", mcore_name="w", shape=shape, axis=axis, sources=(), quantize="never", dtype=dtype, slices=()
+        name="w",
+        mcore_name="w",
+        shape=shape,
+        axis=axis,
+        sources=(),
+        quantize="never",
+        dtype="bfloat16",
+        format=QuantFormat(name="w", element=dtype),
+        slices=(),
     )
     found = []
     for start, stop in itertools.pairwise(edges):

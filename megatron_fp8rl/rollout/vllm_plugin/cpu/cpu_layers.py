@@ -48,12 +48,13 @@ from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from megatron_fp8rl.config import RouterConfig
 from megatron_fp8rl.kernels import blockwise, float64
-from megatron_fp8rl.kernels.blockwise import Scales
 from megatron_fp8rl.kernels.routing import choose_experts
+from megatron_fp8rl.kernels.types import BLOCK, Scales
+from megatron_fp8rl.precision.formats import QuantFormat
 from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_attention
 from megatron_fp8rl.upstream import patches
 
-_BLOCK_SHAPE = [blockwise.BLOCK, blockwise.BLOCK]
+_BLOCK_SHAPE = [BLOCK, BLOCK]
 
 
 @patches(
@@ -63,8 +64,11 @@ _BLOCK_SHAPE = [blockwise.BLOCK, blockwise.BLOCK]
     "weights into a form that cannot be read back; matrices without a quantization config (routers, output heads) too",
     remove_when="vLLM can leave weights as loaded, and has W8A8 blocks on any CPU",
 )
-def register(scales: Scales) -> None:
-    """Make ``quant_method: fp8`` use the methods of this module in the calling process, with this kind of scale."""
+def register(fmt: QuantFormat) -> None:
+    """Make ``quant_method: fp8`` use the methods of this module in the calling process, for this blockwise format."""
+    scales = fmt.scale_kind
+    if scales is None or fmt.weight_block != (BLOCK, BLOCK):
+        raise ValueError(f"format {fmt.name}: the emulated layers are written for blocks of {BLOCK}; choose blockwise")
 
     class CpuFp8Config(Fp8Config):
         """vLLM's ``fp8`` config; only the methods it returns differ. ``scales`` applies to activations."""
