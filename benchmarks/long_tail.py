@@ -1,12 +1,12 @@
-"""Long-tailed lengths: whole batches in order against the window, with simulated engines and trainer.
+"""Long-tailed lengths: groups in order against groups as they are complete, with simulated engines and trainer.
 
     python -m benchmarks.long_tail [--steps 100]
 
 The rollout stream is the library's; only what takes time is simulated, on a clock that jumps to the next event, so that
 the figures depend on no machine. An engine decodes ``SLOTS`` sequences at a time, a token of each in TOKEN_S; answers have
 lognormal lengths, 1 % at the limit; a tenth of them waits for a tool; a trainer's step takes TRAINER_S. Prints a row for
-each arm: trained tokens per simulated second, idle share of the engine's slots and of the trainer, groups that began anew or
-were left out, tokens too old to be trained, the bias in length, and the mean age of trained tokens.
+each arm: trained tokens per simulated second, idle share of the engine's slots and of the trainer, tokens
+too old to be trained, the bias in length, and the mean age of trained tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MEDIAN, SIGMA, LIMIT = 800, 1.0, 8192  # tokens of an answer
 TOOL_S = 20.0  # simulated seconds that a tenth of the answers waits for a tool
 PROMPTS, COMPLETIONS, TRAINER_S = 16, 16, 30.0
 # max_staleness and window_groups of each arm
-ARMS = {f"batches in order, {k} ahead": (k, 0) for k in (0, 1, 4, 8)}
-# As many groups as batches in order would have ahead, and fewer.
-ARMS |= {f"window of {n}, {k} ahead": (k, n) for k, n in ((1, 32), (4, 48), (4, 80), (8, 64), (8, 80), (8, 144))}
+ARMS = {f"in order, {k} steps ahead": (k, 0) for k in (0, 1, 4, 8)}
+# As many groups as in order, and fewer.
+ARMS |= {f"window of {n}, at most {k} old": (k, n) for k, n in ((1, 32), (4, 48), (4, 80), (8, 64), (8, 80), (8, 144))}
 
 
 class Engine:
@@ -183,7 +183,6 @@ def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -
     (engine,) = fleet.clients
     stream = RolloutStream(cfg, fleet, _Prompts(), _Scorer(), _Rank())
     skipped, begun_s, tokens, waited_s, staleness = num_steps // 5, 0.0, 0, 0.0, []
-    events = {"rollout/window_restarted/sum": 0.0, "rollout/window_left_out/sum": 0.0}
     metrics: dict[str, float] = {}
     stale: list[float] = []
     for step in range(num_steps):
@@ -203,16 +202,12 @@ def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -
         stream.after_update(step + 1)
         metrics = stream.take_metrics()
         stale.append(metrics.get("rollout/window_stale_tokens/mean", 0.0))
-        for name in events:
-            events[name] += metrics.get(name, 0.0)
     seconds = _CLOCK.time() - begun_s
     fleet.close()
     return {
         "tokens_per_s": tokens / seconds,
         "idle_engine": 1 - engine.busy_s / (SLOTS * seconds),
         "idle_trainer": waited_s / seconds,
-        "restarted": events["rollout/window_restarted/sum"],
-        "left_out": events["rollout/window_left_out/sum"],
         "stale_tokens": statistics.fmean(stale),
         "length_bias": metrics.get("rollout/window_length_bias/mean", 1.0),
         "staleness": statistics.fmean(staleness),
@@ -223,8 +218,6 @@ _SHOWN = {
     "tokens_per_s": ",.0f",
     "idle_engine": ".1%",
     "idle_trainer": ".1%",
-    "restarted": ".0f",
-    "left_out": ".0f",
     "stale_tokens": ".1%",
     "length_bias": ".3f",
     "staleness": ".2f",
@@ -242,8 +235,6 @@ def main() -> None:
         "tokens/s",
         "engine idle",
         "trainer idle",
-        "begun anew",
-        "left out",
         "too old",
         "length bias",
         "staleness",

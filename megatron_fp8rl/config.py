@@ -197,8 +197,7 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the tokenizer's EOS token
     stop_strings: tuple[str, ...] = ()
     max_staleness: int = 0  # 0: sample from the current policy; k: from a policy at most k versions old
-    window_groups: int = 0  # groups sampled or waiting at a time, trained as they are complete; 0: batches in order
-    partials: Literal["carry", "drop"] = "carry"  # answers in progress at a publication: go on, or start again
+    window_groups: int = 0  # groups ahead, trained as they are complete; 0: max_staleness + 1 steps, in order
     record_routed_experts: bool = False
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_bytes: int | None = None  # per engine worker; None: sized by gpu_memory_utilization

@@ -1,17 +1,18 @@
 """Uses of other packages' internals, with the versions they were tested with.
 
-A patch, an override of an internal or a use of a private name stands where the architecture allows it
-(``trainer/compat/``, ``rollout/vllm_plugin/patches*.py``, ``kernels/compat.py``), and carries its version range:
+A patch, an override of an internal or a use of a private name carries its version range:
 
     @patches("megatron-core", ">=0.19.2,<0.20", why="...", remove_when="...")
 
-Programs call :func:`check` before they import such a package. Outside a range they stop there, with the names of the
-patches to review. docs/upgrading.md describes an upgrade step by step.
+A required patch guards a result: bits, verified weights, log-probabilities, memory that is freed, a process that ends.
+Programs call :func:`check` before they import such a package. Outside the range of a required patch they stop there,
+with the names of the patches to review. An optional patch (``optional=True``) saves time or memory only. Its caller
+asks :func:`applies`; outside the range the stock code runs. docs/upgrading.md describes an upgrade step by step.
 
-Patches are read from the source, not collected during imports, so all of them are known on a machine without any of the
+Patches are read from the source, not collected during imports. All of them are known on a machine without any of the
 packages, and before any is imported.
 
-    python -m megatron_fp8rl.upstream        prints every patch; the exit status is 1 if one is outside its range
+    python -m megatron_fp8rl.upstream        prints every patch; the exit status is 1 if a required one is out of range
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import TypeVar
 
 from packaging.specifiers import SpecifierSet
 
-GO_ON = "MEGATRON_FP8RL_UNTESTED_VERSIONS"  # environment variable: 1 turns errors of check() into warnings
+GO_ON = "MEGATRON_FP8RL_UNTESTED_VERSIONS"  # environment variable: 1 applies every patch regardless of versions
+SKIP = "MEGATRON_FP8RL_SKIP_PATCHES"  # environment variable: optional patches to skip, by name, separated by commas
 
 _ROOT = Path(__file__).parent
 _DISTRIBUTIONS = {  # distribution names of a package
@@ -42,7 +44,7 @@ _T = TypeVar("_T", bound=Callable)
 
 
 class UntestedVersion(RuntimeError):
-    """A package is installed in a version that one of the patches was not tested with."""
+    """A package is installed in a version that a required patch was not tested with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +56,21 @@ class Patch:
     versions: str  # tested version range, in pip's syntax
     why: str
     remove_when: str
+    optional: bool = False  # outside the range the stock code runs; ``why`` says what that costs
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rpartition(":")[2]
 
     def fits(self, version: str) -> bool:
         return SpecifierSet(self.versions).contains(version, prereleases=True)
 
 
-def patches(package: str, versions: str, *, why: str, remove_when: str) -> Callable[[_T], _T]:
-    """Mark a function or class that depends on the internals of ``package``. All arguments are literal strings, because
+def patches(package: str, versions: str, *, why: str, remove_when: str, optional: bool = False) -> Callable[[_T], _T]:
+    """Mark a function or class that depends on the internals of ``package``. All arguments are literals, because
     :func:`registered` reads them from the source; the function or class is returned unchanged.
+
+    The caller of an ``optional`` one has to ask :func:`applies` first.
     """
     return lambda marked: marked
 
@@ -109,16 +118,21 @@ def outside() -> dict[str, list[Patch]]:
 
 
 def check() -> None:
-    """Raise UntestedVersion, naming every patch of every installed package that is outside its range.
+    """Raise UntestedVersion, naming every required patch of every installed package that is outside its range.
 
     With ``MEGATRON_FP8RL_UNTESTED_VERSIONS=1`` in the environment, warn with the same text instead.
     """
-    if not (wrong := outside()):
-        return
     lines = []
-    for package, found in wrong.items():
-        lines.append(f"{package} {installed_version(package)} is installed. Not tested with it are:")
-        lines += [f"  {patch.name} ({patch.versions}): {patch.why}" for patch in found]
+    for package, wrong in outside().items():
+        if required := [patch for patch in wrong if not patch.optional]:
+            lines.append(f"{package} {installed_version(package)} is installed. Not tested with it, and required:")
+            lines += [f"  {patch.name} ({patch.versions}): {patch.why}" for patch in required]
+            if num_optional := len(wrong) - len(required):
+                lines.append(
+                    f"  {num_optional} optional patches are out of range too; the stock code can replace them."
+                )
+    if not lines:
+        return
     lines.append(
         "Install the versions that requirements.toml pins. To upgrade, follow docs/upgrading.md; "
         f"{GO_ON}=1 goes on regardless."
@@ -128,17 +142,51 @@ def check() -> None:
     print("warning: " + "\n".join(lines), file=sys.stderr)
 
 
+def applies(*names: str) -> bool:
+    """Whether a set of optional patches, by function or class, is to be used; if not, the stock code has to run.
+
+    All are in range, or none is used. Warns once a job about each that is out of range, with its cost.
+    Raises ValueError for a name that no optional patch has, here or in ``MEGATRON_FP8RL_SKIP_PATCHES``.
+    """
+    return all([_applies(name, os.environ.get(SKIP, ""), os.environ.get(GO_ON) == "1") for name in names])
+
+
+@functools.cache
+def _applies(name: str, skipped: str, regardless: bool) -> bool:
+    optional = {patch.short_name: patch for patch in registered() if patch.optional}
+    skip = set(filter(None, skipped.split(",")))
+    if unknown := {name, *skip} - optional.keys():
+        raise ValueError(
+            f"{', '.join(sorted(unknown))}: no optional patch ({SKIP}); choose from {', '.join(sorted(optional))}"
+        )
+    patch = optional[name]
+    version = installed_version(patch.package)
+    if name in skip:
+        problem = f"{SKIP} names it"
+    elif version is None or patch.fits(version) or regardless:
+        return True
+    else:
+        problem = f"tested with {patch.versions}, and {patch.package} {version} is installed"
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"warning: optional patch {patch.name} is skipped: {problem}. It exists because {patch.why}",
+            file=sys.stderr,
+        )
+    return False
+
+
 def main() -> int:
     """Print the table."""
     for package in _DISTRIBUTIONS:
         version = installed_version(package)
         print(f"{package} {version or 'is not installed'}")
         for patch in (patch for patch in registered() if patch.package == package):
+            kind = "optional" if patch.optional else "required"
             state = "" if version is None or patch.fits(version) else "   OUTSIDE"
-            print(f"  {patch.versions:<18} {patch.name}{state}")
+            print(f"  {patch.versions:<16} {kind}  {patch.name}{state}")
             for label, text in (("why", patch.why), ("remove when", patch.remove_when)):
                 print(textwrap.fill(text, 120, initial_indent=f"      {label}: ", subsequent_indent="      "))
-    return 1 if outside() else 0
+    return int(any(not patch.optional for wrong in outside().values() for patch in wrong))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Patches of other packages: each has a range and refuses other versions; private names stand in few files."""
+"""Patches of other packages: each has a range; required ones refuse other versions, optional ones are skipped."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from megatron_fp8rl import upstream
+from megatron_fp8rl.precision import kernel_support
 
 LIBRARY = Path(__file__).parents[1] / "megatron_fp8rl"
 ALLOWED = ("trainer/compat/", "rollout/vllm_plugin/patches", "kernels/compat.py")
@@ -32,6 +33,21 @@ def test_every_patch_says_what_it_was_tested_with():
         assert patch.why and patch.remove_when
 
 
+def test_optional_patches_are_asked_for_by_names_of_their_own():
+    names = [patch.short_name for patch in upstream.registered() if patch.optional]
+    assert len(set(names)) == len(names) > 15
+    asked = {
+        argument.value
+        for path in LIBRARY.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("applies", "_untested"))
+        for argument in ast.walk(node)
+        if isinstance(argument, ast.Constant) and argument.value in names
+    }
+    needed = {*kernel_support.INVARIANT_PATCHES, *kernel_support.FP8_CACHE_PATCHES}
+    assert asked | needed == set(names), "an optional patch that nobody asks for is applied to any version"
+
+
 def test_installed_versions_are_in_range(capsys):
     assert not upstream.outside()
     upstream.check()
@@ -47,12 +63,47 @@ def test_other_versions_are_refused_by_name(package, monkeypatch, capsys):
         upstream.check()
     message = str(caught.value)
     for patch in upstream.registered():
-        assert (f"{patch.name} ({patch.versions})" in message) is (patch.package == package)
+        is_refused = patch.package == package and not patch.optional
+        assert (f"{patch.name} ({patch.versions})" in message) is is_refused
     assert upstream.GO_ON in message and "docs/upgrading.md" in message
-    assert upstream.main() == 1 and "OUTSIDE" in capsys.readouterr().out
+    assert upstream.main() == 1
+    shown = capsys.readouterr().out.splitlines()
+    for patch in upstream.registered():
+        (line,) = (line for line in shown if line.split("   OUTSIDE")[0].endswith(f"  {patch.name}"))
+        assert ("optional" in line, "required" in line) == (patch.optional, not patch.optional)
+        assert ("OUTSIDE" in line) is (patch.package == package)
     monkeypatch.setenv(upstream.GO_ON, "1")
     upstream.check()
-    assert "Not tested with it are" in capsys.readouterr().err
+    assert "Not tested with it" in capsys.readouterr().err
+
+
+def test_optional_patches_alone_are_no_reason_to_refuse(monkeypatch, capsys):
+    """They are skipped, each with one warning that names the patch, its range, the installed version and the cost."""
+    optional = tuple(patch for patch in upstream.registered() if patch.optional)
+    monkeypatch.setattr(upstream, "registered", lambda: optional)
+    monkeypatch.setattr(upstream, "installed_version", lambda name: "99.0")
+    upstream._applies.cache_clear()
+    upstream.check()
+    assert upstream.main() == 0
+    capsys.readouterr()
+    for patch in optional:
+        assert not upstream.applies(patch.short_name) and not upstream.applies(patch.short_name)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert all(text in line for text in (patch.name, patch.versions, f"{patch.package} 99.0", patch.why))
+    monkeypatch.setenv(upstream.GO_ON, "1")
+    assert all(upstream.applies(patch.short_name) for patch in optional)
+    upstream._applies.cache_clear()
+
+
+def test_an_optional_patch_can_be_skipped_by_name(monkeypatch, capsys):
+    assert upstream.applies("DecodeScheduler", "HoldingScheduler")
+    monkeypatch.setenv(upstream.SKIP, "HoldingScheduler,copy_together")
+    assert not upstream.applies("DecodeScheduler", "HoldingScheduler") and upstream.applies("DecodeScheduler")
+    assert "patches_scheduler.py:HoldingScheduler is skipped" in capsys.readouterr().err
+    for name, skipped in (("GradientBuffers", ""), ("DecodeScheduler", "no_such_patch")):
+        monkeypatch.setenv(upstream.SKIP, skipped)
+        with pytest.raises(ValueError, match=f"{skipped or name}: no optional patch"):
+            upstream.applies(name)
 
 
 def test_all_packages_are_named_at_once(monkeypatch):

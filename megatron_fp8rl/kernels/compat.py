@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp8rl import upstream
 from megatron_fp8rl.upstream import patches
 
 _VERSION = attrgetter("_version")
@@ -28,10 +29,15 @@ _VERSION = attrgetter("_version")
     ">=2.11,<2.12",
     why="copies many tensors in few launches; PyTorch has no public API for this (torch._foreach_copy_)",
     remove_when="PyTorch makes the foreach functions public",
+    optional=True,
 )
 def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False) -> None:
     """Copy each source in place into the target of the same shape, converting dtypes; not recorded by autograd."""
-    torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+    if upstream.applies("copy_together"):
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+    else:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=non_blocking)
 
 
 @patches(
@@ -39,10 +45,15 @@ def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_b
     ">=2.11,<2.12",
     why="adds many tensors in few launches; PyTorch has no public API for this (torch._foreach_add_)",
     remove_when="PyTorch makes the foreach functions public",
+    optional=True,
 )
 def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Add each source in place to the target of the same shape and dtype."""
-    torch._foreach_add_(targets, sources)
+    if upstream.applies("add_together"):
+        torch._foreach_add_(targets, sources)
+    else:
+        for target, source in zip(targets, sources, strict=True):
+            target.add_(source)
 
 
 @patches(
@@ -214,11 +225,14 @@ def rowwise(parameter: Tensor) -> tuple[Tensor, Tensor] | None:
     ">=0.25.1,<0.27",
     why="only vLLM's own kernel (vllm._custom_ops.topk_softmax) gives router weights bitwise equal to the engine's",
     remove_when="vLLM makes the kernel public",
+    optional=True,
 )
 @functools.cache
 def vllm_topk_softmax() -> Callable[..., None] | None:
     """vLLM's kernel: (weights float32 [T, K], experts int32 [T, K], int32 [T, K], logits [T, E], normalize) fills the
     first three. None if vLLM is not installed or lacks the kernel, as in CPU builds."""
+    if not upstream.applies("vllm_topk_softmax"):
+        return None
     try:
         from vllm import _custom_ops  # loads the kernel library
     except ImportError:
@@ -231,6 +245,7 @@ def vllm_topk_softmax() -> Callable[..., None] | None:
     ">=0.25.1,<0.27",
     why="only vLLM's own build of FlashAttention 3 (vllm.vllm_flash_attn) is bitwise equal to the engine's attention",
     remove_when="vLLM uses FlashAttention 3 from a standalone package",
+    optional=True,
 )
 def vllm_flash_attention() -> Callable[..., tuple[Tensor, Tensor]]:
     """vLLM's ``flash_attn_varlen_func``. Raises ImportError if vLLM for CUDA is not installed."""

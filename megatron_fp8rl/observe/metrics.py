@@ -82,10 +82,6 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/prefill_saved/sum", "Prompt tokens of the step's requests that the prefix cache already held."),
         Metric("rollout/prefill_saved/mean", "The same as a fraction of all prompt tokens of the step's requests."),
         Metric(
-            "rollout/window_restarted/sum", "Groups that were started again because they were too late to be trained."
-        ),
-        Metric("rollout/window_left_out/sum", "Groups given up because they were too late again and again."),
-        Metric(
             "rollout/window_stale_tokens/mean",
             "Fraction of the sampled tokens of the step that max_staleness keeps from being trained.",
         ),

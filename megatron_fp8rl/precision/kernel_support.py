@@ -6,20 +6,32 @@ packages matter only on GPUs: a CPU computes everything in torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from megatron_fp8rl import upstream
 from megatron_fp8rl.config import RunConfig, Violation
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision.hardware import Hardware, Package
 from megatron_fp8rl.precision.matmul_shapes import linears_of
+
+# Optional patches of upstream.py, by what needs them.
+INVARIANT_PATCHES = ("make_residual_norms_batch_invariant", "make_logprobs_order_independent")
+FP8_CACHE_PATCHES = ("FP8CacheBackend", "FP8CacheAttention", "Metadata")
 
 Supports = Callable[[RunConfig, Hardware], Violation | None]
 
 
 def _wrong(cfg: RunConfig, path: str, problem: str, remedy: str, choices: tuple[Any, ...] = ()) -> Violation:
     return Violation(f"--{path}", attrgetter(path)(cfg), problem, remedy, choices=choices)
+
+
+def _untested(cfg: RunConfig, path: str, patches: Sequence[str], remedy: str) -> Violation | None:
+    """Optional patches of ``upstream.py`` that a kernel needs, if they do not apply to the installed versions."""
+    if upstream.applies(*patches):
+        return None
+    return _wrong(cfg, path, f"needs {', '.join(patches)}, not tested with the installed versions", remedy)
 
 
 def always(cfg: RunConfig, hardware: Hardware) -> None:
@@ -153,7 +165,7 @@ def gather(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, path, "ranks that divide each expert would add parts of its output", remedy)
     if cfg.precision.experts not in ("auto", "deep_gemm"):
         return _wrong(cfg, path, f"experts on {cfg.precision.experts} read tokens sorted by expert", remedy)
-    return deep_gemm_experts(cfg, hardware)
+    return deep_gemm_experts(cfg, hardware) or _untested(cfg, path, ["GatherDispatcher"], "Choose alltoall")
 
 
 def deep_ep(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -199,7 +211,7 @@ def engine_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if "transformer_engine" not in hardware.packages:
         problem = "its backward pass is cuDNN's, by transformer_engine, which is not installed"
         return _wrong(cfg, path, problem, "Install it, or choose auto")
-    return None
+    return _untested(cfg, path, ["vllm_flash_attention"], "Choose auto")
 
 
 def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -207,7 +219,8 @@ def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not hardware.is_gpu:
         problem = "chooses GPU kernels, and there is no GPU"
         return _wrong(cfg, "rollout.batch_invariant", problem, "Leave it out")
-    return None
+    path = "precision.exact" if cfg.precision.exact else "rollout.batch_invariant"
+    return _untested(cfg, path, INVARIANT_PATCHES, "Set False")
 
 
 def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -249,7 +262,10 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         engine_attention,
         deep_gemm_linears,
         *([deep_gemm_experts, engine_deep_gemm_experts] if model.is_moe else []),
+        batch_invariant,
     ]
+    if model.is_moe and (wrong := _untested(cfg, "precision.exact", ["vllm_topk_softmax"], "Set False")):
+        return wrong
     return next((wrong for check in checks if (wrong := check(cfg, hardware))), None)
 
 
@@ -331,6 +347,9 @@ def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | 
             "takes Triton's kernels for small batches where scales are not powers of two: it is not batch-invariant"
         )
         return _wrong(cfg, path, problem, "Set triton, or --precision.scales pow2", ("triton",))
+    if cfg.rollout.batch_invariant or cfg.precision.exact:
+        remedy = "Set triton, or --rollout.batch_invariant False and --precision.exact False"
+        return _untested(cfg, path, ["accept_deep_gemm_experts"], remedy)
     return None
 
 
@@ -351,7 +370,7 @@ def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if model.head_dim not in (64, 128) or group > 16:
         problem = f"has heads of 64 or 128 features, up to 16 of a group; the model's have {model.head_dim}, {group} of a group"
         return _wrong(cfg, path, problem, "Set auto")
-    return None
+    return _untested(cfg, path, FP8_CACHE_PATCHES, "Set auto")
 
 
 def flashinfer_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:

@@ -143,10 +143,10 @@ def too_long(cfg: RunConfig, limit: str) -> tuple[str, str, str, int]:
 def check_window(found: Findings) -> None:
     """Check the window of groups that are sampled ahead."""
     rollout = found.cfg.rollout
+    most = (rollout.max_staleness + 1) * rollout.prompts_per_step
     if not rollout.window_groups:
-        if rollout.partials != "carry":
-            found.refuse("rollout.partials", "has no effect without a window", "Set --rollout.window_groups")
-    elif not rollout.max_staleness:
+        return
+    if not rollout.max_staleness:
         problem = "takes groups out of order, which a synchronous run, reproducible bit for bit, does not"
         found.refuse("rollout.window_groups", problem, "Set --rollout.max_staleness 1 or more, or 0 here", choices=[0])
     elif rollout.window_groups < rollout.prompts_per_step:
@@ -157,6 +157,11 @@ def check_window(found: Findings) -> None:
             f"Set {rollout.prompts_per_step} or more",
             choices=[rollout.prompts_per_step],
         )
+    elif rollout.window_groups > most:
+        problem = (
+            f"is larger than the groups of {rollout.max_staleness + 1} steps: complete groups would become too old"
+        )
+        found.refuse("rollout.window_groups", problem, f"Set {most} or less, or raise max_staleness", choices=[most])
 
 
 def check_session(found: Findings) -> None:

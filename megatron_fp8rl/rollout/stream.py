@@ -1,65 +1,52 @@
-"""Scored groups for the training loop, one batch per step, from engines or from a recording.
+"""Scored groups for the training loop, from engines or from a recording.
 
-In: prompts, engines and a scorer on trainer rank 0. Out: a tuple of groups there, and an empty one on all other trainer
-ranks, which learn only that there are groups, or why not. Runs on every trainer rank.
+In: prompts, engines and a scorer on trainer rank 0. Out: the groups of a step on rank 0, and an empty tuple on all
+other trainer ranks. Runs on every trainer rank.
 
-Synchronous and asynchronous training are one code path. Batches are numbered; batch b is trained on after b
-publications, and its sampling may start up to ``max_staleness`` publications earlier. With ``max_staleness = 0`` a
-batch is sampled when it is requested; with k, up to k further batches are sampled while the trainer works, and no token
-of a returned batch is older than k versions. Batches are returned in order regardless of their lengths, so there is no
-bias towards short answers. With ``rollout.window_groups`` groups are returned as they are complete (rollout/window.py).
+Synchronous and asynchronous training are one code path: rollout/window.py. With ``rollout.max_staleness`` = 0 the
+groups of a step are sampled when the step asks for them. With k, those of k further steps are sampled while the
+trainer works.
 
-With ``max_staleness = 0`` the rollouts of a run depend only on its configuration: prompts come in order, and the seed
-of a completion follows from the run's and its prompt. The unfinished requests of a replica that dies go to the others.
+With ``max_staleness`` = 0 the rollouts of a run depend only on its configuration: prompts come in order, and the seed
+of a completion depends only on the run's seed and its prompt. Requests of a replica that dies are sent to the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron_fp8rl.algo.samples import has_signal, require_experts
+from megatron_fp8rl.algo.samples import require_experts
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import position_after
 from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.recording import read_step, steps_of
 from megatron_fp8rl.observe.spans import add_seconds, span
+from megatron_fp8rl.rollout import unfinished
 from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
 from megatron_fp8rl.rollout.agents.requests import Requests, seed_of
-from megatron_fp8rl.rollout.needs import Broadcaster, PromptSource, Scorer
-from megatron_fp8rl.rollout.unfinished import UnfinishedGroups
-from megatron_fp8rl.rollout.window import Window, positions_of
+from megatron_fp8rl.rollout.window import MAX_REFILLS, Window
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 
 if TYPE_CHECKING:
+    from megatron_fp8rl.data.prompts import PromptStream
+    from megatron_fp8rl.envs.scoring import CompletionScorer
     from megatron_fp8rl.rollout.fleet import Fleet
+    from megatron_fp8rl.trainer.parallel import Parallel
 
-_log = logging.getLogger(__name__)
 Groups = tuple[RolloutGroup, ...]
 
-_MAX_REFILLS = 3  # extra rounds of prompts for algo.zero_variance "refill"
 _LOOK_S = 0.2  # between checks whether replicas wait for weights
 
 
 class RolloutError(RuntimeError):
     """Rollouts could not be produced, or they violate the staleness bound."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """A batch in progress."""
-
-    start_position: Any  # of the prompt stream, before this batch
-    groups: Future[Groups]
 
 
 class RolloutStream:
@@ -69,9 +56,9 @@ class RolloutStream:
         self,
         cfg: RunConfig,
         fleet: Fleet | None,
-        prompts: PromptSource | None,
-        score_pool: Scorer | None,
-        parallel: Broadcaster,
+        prompts: PromptStream | None,
+        score_pool: CompletionScorer | None,
+        parallel: Parallel,
     ) -> None:
         self.cfg = cfg
         self.version = 0  # of the policy that the engines hold
@@ -81,16 +68,14 @@ class RolloutStream:
         self._prompts = prompts
         self._scorer = score_pool
         self._parallel = parallel
-        self._lock = threading.Lock()  # prompts are taken on the caller's thread and, for refills, on the fleet's
-        self._batches: deque[_Batch] = deque()
-        self._num_started = 0
-        self._first_version: int | None = None
         self._position = None if prompts is None or parallel.rank else prompts.position
         self._recording: dict[int, Path] | None = None
-        self._unfinished = UnfinishedGroups(cfg)
+        self._window: Window | None = None
+        self._has_begun = False
+        self._complete: dict[str, RolloutGroup] = {}  # by prompt, from an earlier start of the run
+        self._sampled_s = self._scored_s = 0.0  # when the last completion of a step ended, and its last score
         self._is_asked: Callable[[], bool] = lambda: False
         self._agents: AgentPool | None = None
-        self._window: Window | None = None
         self._requests: Requests | None = None
         if parallel.rank == 0:
             if cfg.rollout.replay is not None:
@@ -99,20 +84,19 @@ class RolloutStream:
                 raise ValueError("trainer rank 0 needs a fleet, prompts and a score pool, or rollout.replay")
             else:
                 self._requests = Requests(fleet)
-                if cfg.rollout.window_groups:
-                    self._window = Window(cfg, fleet, self._take, self._collect_one, self._unfinished.forget)
-                if any(one.agent for one in cfg.data.environments):
+                self._window = Window(cfg, fleet, prompts, self._training_group)
+                if any(environment.agent for environment in cfg.data.environments):
                     self._agents = AgentPool(cfg, self._requests, score_pool, prompts.chat_format)
 
     @property
     def position(self) -> Any:
-        """Where the prompt stream continues after the batches returned so far. None on ranks other than 0."""
+        """Where the prompt stream continues after the groups returned so far. None on ranks other than 0."""
         return self._position
 
     def next_groups(self, is_asked: Callable[[], bool] = lambda: False) -> Groups | None:
-        """Collective: the next batch of scored groups, on rank 0; none on others, which get only the samples that they
-        train (``Parallel.scatter_over_data``). None, on every rank, as soon as ``is_asked`` says on rank 0 that the run
-        is to end.
+        """Collective: the scored groups of the next step, on rank 0; none on others, which get only the samples that
+        they train (``Parallel.scatter_over_data``). None, on every rank, as soon as ``is_asked`` says on rank 0 that
+        the run is to end.
 
         Call once per publication. Raises, on every rank, the error of rank 0: an engine's death, a passed deadline, a
         scorer that cannot start, the end of a recording.
@@ -137,9 +121,9 @@ class RolloutStream:
             if self._fleet is None:
                 raise RolloutError("evaluation samples from engines, but this run replays rollout.replay")
             if not asked:
-                asked.append(self._fleet.submit(self._gather_groups(prompts, num_completions, temperature)))
-            num_scores = len(prompts) * num_completions
-            return self._result(asked[0], self._deadline_s(num_rounds=1, num_scores=num_scores))
+                asked.append(self._fleet.submit(self._groups(prompts, num_completions, temperature)))
+            deadline_s = self._deadline_s(num_rounds=1, num_scores=len(prompts) * num_completions)
+            return self._until(lambda: self._result(asked[0]), deadline_s)
 
         with span("evaluate"):
             return self._sampled(produce) or ()
@@ -151,30 +135,29 @@ class RolloutStream:
             raise RolloutError(f"{running} completions are being sampled during an update; wait for next_groups first")
 
     def after_update(self, version: int) -> None:
-        """Call when the engines hold policy ``version``; starts the batches that this version allows."""
+        """Call when the engines hold policy ``version``; starts the groups that this version allows."""
         self.version = version
-        if self._first_version is not None and self._recording is None and self._parallel.rank == 0:
-            if self._window is not None:
-                return self._window.publish(version, self.cfg.num_steps - version)
-            self._start_batches()
+        if self._has_begun:
+            self._window.fill(version, num_steps_taken=version)
 
     def resume_unfinished(self) -> int:
-        """On rank 0, before the first batch: take up the groups that the run left at this version; how many."""
-        return self._unfinished.load(self.version) if self._parallel.rank == 0 else 0
+        """On rank 0, before the first step: load the groups that the run left at this version; return how many."""
+        if self._parallel.rank == 0:
+            self._complete = unfinished.load(self.cfg, self.version)
+        return len(self._complete)
 
     def abandon(self) -> int:
-        """On rank 0: give up the batches in progress, so that engines may sleep; :attr:`position` stays before them.
-        Their finished groups are kept on disk for the run that goes on; returns how many."""
-        if self._parallel.rank:
+        """On rank 0: cancel the groups in progress, so that engines may sleep; :attr:`position` stays before them. The
+        complete ones are kept on disk for the run that continues; returns how many."""
+        if self._window is None:
             return 0
-        if self._window is not None:
-            self._window.abandon()
-        while self._batches:
-            self._batches.popleft().groups.cancel()
+        complete = {group.prompt.prompt_id: group for group in self._window.abandon()}
+        self._complete |= complete
+        self._prompts.position = self._position
         end = time.monotonic() + self.cfg.rollout.update_deadline_s
-        while self._fleet and any(c.num_running for c in self._fleet.clients) and time.monotonic() < end:
+        while any(client.num_running for client in self._fleet.clients) and time.monotonic() < end:
             time.sleep(_LOOK_S / 10)
-        return self._unfinished.save(self.version)
+        return unfinished.save(self.cfg, self.version, list(self._complete.values()))
 
     def __enter__(self) -> Self:
         return self
@@ -187,8 +170,8 @@ class RolloutStream:
         """On rank 0: engine events since the last call, and the prompts left out since the start."""
         if self._fleet is None:
             return {}
-        found = {**self._fleet.take_metrics(), "data/dropped/sum": self._prompts.num_dropped}
-        return found if self._window is None else found | self._window.take_metrics()
+        metrics = {**self._fleet.take_metrics(), "data/dropped/sum": self._prompts.num_dropped}
+        return metrics | self._window.take_metrics() if self.cfg.rollout.window_groups else metrics
 
     # ---- every rank
 
@@ -215,22 +198,21 @@ class RolloutStream:
 
     # ---- rank 0
 
-    def _result(self, sampling: Future[Groups], deadline_s: float) -> Groups | None:
-        """The result of sampling in progress; None if the replicas that should sample wait for weights."""
+    def _until(self, poll: Callable[[], Groups | None], deadline_s: float) -> Groups | None:
+        """The first groups that ``poll`` returns; () if the run is asked to stop, None if replicas wait for weights."""
         end = time.monotonic() + deadline_s
-        while True:
-            try:
-                return sampling.result(timeout=_LOOK_S)
-            except TimeoutError:
-                if sampling.done():  # a TimeoutError of its own
-                    raise
+        while (groups := poll()) is None:
             if self._is_asked():
                 return ()
             if self.republish is not None and self._fleet.wants_publication:
                 return None
             if time.monotonic() > end:
-                sampling.cancel()
                 raise RolloutError("rollouts were not ready in time; look into the engines' logs")
+        return groups
+
+    def _result(self, sampling: Future[Groups]) -> Groups | None:
+        self._fleet.wait_for_any([sampling], _LOOK_S)
+        return sampling.result() if sampling.done() else None
 
     def _next_trainable(self) -> Groups | None:
         groups = self._next_groups()
@@ -241,55 +223,20 @@ class RolloutStream:
     def _next_groups(self) -> Groups | None:
         if self._recording is not None:
             return self._next_recorded(self._recording)
-        if self._first_version is None:
-            self._first_version = self.version
-        if self._window is not None:
-            return self._next_of_window(self._window)
-        self._start_batches(at_least_one=True)
-        deadline_s = self._deadline_s(num_rounds=1 + _MAX_REFILLS)
-        groups = self._result(self._batches[0].groups, deadline_s)
+        self._has_begun = True
+        self._window.fill(self.version, num_steps_taken=self.version)
+        deadline_s = self._deadline_s(num_rounds=1 + MAX_REFILLS)
+        groups = self._until(lambda: self._window.take(self.version, _LOOK_S), deadline_s)
         if not groups:
             return groups
-        self._batches.popleft()
-        self._unfinished.forget(groups)
-        self._position = self._batches[0].start_position if self._batches else self._prompts.position
-        self._check_staleness(groups)
+        self._window.fill(self.version, num_steps_taken=self.version + 1)
+        self._position = self._window.position
+        # Scoring overlaps with sampling; the metric is how long the last scores take after the last completion.
+        add_seconds("score", max(0.0, self._scored_s - self._sampled_s))
+        self._sampled_s = self._scored_s = 0.0
+        if not self.cfg.rollout.window_groups:
+            self._check_staleness(groups)
         return groups
-
-    def _next_of_window(self, window: Window) -> Groups | None:
-        """The first groups that are complete; None if the replicas that should sample wait for weights."""
-        end = time.monotonic() + self._deadline_s(num_rounds=1 + _MAX_REFILLS)
-        window.fill(self.version, self.cfg.num_steps - self.version)
-        while (groups := window.collect(self.version, _LOOK_S)) is None:
-            if self._is_asked():
-                return ()
-            if self.republish is not None and self._fleet.wants_publication:
-                return None
-            if time.monotonic() > end:
-                raise RolloutError("rollouts were not ready in time; look into the engines' logs")
-        window.fill(self.version, self.cfg.num_steps - self.version - 1)
-        self._unfinished.forget(groups)
-        self._position = positions_of(self._prompts.position, window.pending)
-        return groups
-
-    def _start_batches(self, *, at_least_one: bool = False) -> None:
-        """Start every batch that the current version may sample and that a step will train on.
-
-        After the last step the engines stay idle: they may have to sleep while the policy is written.
-        """
-        num_allowed = self.version - self._first_version + 1 + self.cfg.rollout.max_staleness
-        num_allowed = min(num_allowed, self.cfg.num_steps - self._first_version)
-        while self._num_started < num_allowed or (at_least_one and not self._batches):
-            start_position = self._prompts.position
-            prompts = self._take(self.cfg.rollout.prompts_per_step)
-            self._batches.append(
-                _Batch(start_position=start_position, groups=self._fleet.submit(self._collect(prompts)))
-            )
-            self._num_started += 1
-
-    def _take(self, count: int) -> list[Prompt]:
-        with self._lock:
-            return self._prompts.next_prompts(count)
 
     def _check_staleness(self, groups: Groups) -> None:
         for group in groups:
@@ -314,55 +261,36 @@ class RolloutStream:
 
     # ---- on the fleet's event loop
 
-    async def _collect(self, prompts: list[Prompt]) -> Groups:
-        """One batch. With "refill", groups whose rewards are all equal are replaced by groups of further prompts."""
-        wanted = len(prompts)
-        groups = await self._gather_groups(prompts, self.cfg.rollout.completions_per_prompt, None, timed=True)
-        if self.cfg.algo.zero_variance != "refill":
-            return groups
-        useful = [group for group in groups if has_signal(group, self.cfg)]
-        for _ in range(_MAX_REFILLS):
-            if len(useful) >= wanted:
-                break
-            more = self._take(wanted - len(useful))
-            groups = await self._gather_groups(more, self.cfg.rollout.completions_per_prompt, None, timed=True)
-            useful += [group for group in groups if has_signal(group, self.cfg)]
-        if len(useful) < wanted:
-            _log.info("%d of %d groups differ in reward after %d refills", len(useful), wanted, _MAX_REFILLS)
-        return tuple(useful) or groups
+    async def _training_group(self, prompt: Prompt) -> RolloutGroup:
+        """The group of a prompt, from an earlier start of the run if that has completed it."""
+        num_completions = self.cfg.rollout.completions_per_prompt
+        group = self._complete.pop(prompt.prompt_id, None)
+        if group and group.prompt.token_ids == prompt.token_ids and len(group.rollouts) == num_completions:
+            return replace(group, prompt=prompt)
+        return await self._group(prompt, num_completions, None, timed=True)
 
-    async def _collect_one(self, prompt: Prompt) -> RolloutGroup:
-        return (await self._gather_groups([prompt], self.cfg.rollout.completions_per_prompt, None, timed=True))[0]
-
-    async def _gather_groups(
-        self, prompts: Sequence[Prompt], num_completions: int, temperature: float | None, *, timed: bool = False
-    ) -> Groups:
+    async def _groups(self, prompts: Sequence[Prompt], num_completions: int, temperature: float | None) -> Groups:
         """All groups concurrently; the engines bound how many sequences run at a time."""
-        sampled_s = [time.monotonic()] * len(prompts)
+        return tuple(await asyncio.gather(*(self._group(prompt, num_completions, temperature) for prompt in prompts)))
 
-        async def group(index: int, prompt: Prompt) -> RolloutGroup:
-            if timed and (kept := self._unfinished.of(prompt, num_completions)) is not None:
-                return kept
-            seed = seed_of(self.cfg.seed, prompt)
-            if self._agents is not None and self._agents.plays(prompt):
-                rollouts = await asyncio.gather(
-                    *(self._agents.play(prompt, i, seed + i, temperature=temperature) for i in range(num_completions))
-                )
-                sampled_s[index] = time.monotonic()
-                return self._unfinished.add(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts)), timed)
-            with self._requests.timed() if timed else contextlib.nullcontext():
-                completions = await self._requests.ask(prompt.token_ids, num_completions, seed, temperature=temperature)
-            sampled_s[index] = time.monotonic()
+    async def _group(
+        self, prompt: Prompt, num_completions: int, temperature: float | None, *, timed: bool = False
+    ) -> RolloutGroup:
+        seed = seed_of(self.cfg.seed, prompt)
+        if self._agents is not None and self._agents.plays(prompt):
             rollouts = await asyncio.gather(
-                *(self._rollout(prompt, i, completion, seed + i) for i, completion in enumerate(completions))
+                *(self._agents.play(prompt, i, seed + i, temperature=temperature) for i in range(num_completions))
             )
-            return self._unfinished.add(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts)), timed)
-
-        groups = tuple(await asyncio.gather(*(group(i, prompt) for i, prompt in enumerate(prompts))))
-        # Scoring overlaps with sampling; the metric is how long the last scores take after the last completion.
+            return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+        with self._requests.timed() if timed else contextlib.nullcontext():
+            completions = await self._requests.ask(prompt.token_ids, num_completions, seed, temperature=temperature)
+        sampled_s = time.monotonic()
+        rollouts = await asyncio.gather(
+            *(self._rollout(prompt, i, completion, seed + i) for i, completion in enumerate(completions))
+        )
         if timed:
-            add_seconds("score", time.monotonic() - max(sampled_s))
-        return groups
+            self._sampled_s, self._scored_s = max(self._sampled_s, sampled_s), time.monotonic()
+        return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
 
     async def _rollout(self, prompt: Prompt, index: int, completion: Completion, seed: int) -> Rollout:
         if completion.finish_reason == "abort":

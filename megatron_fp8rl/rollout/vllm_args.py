@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_fp8rl import upstream
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.names.registry import hf_tensors
 from megatron_fp8rl.precision.formats import engine_format
@@ -129,8 +130,9 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         arguments["enable-expert-parallel"] = True
     if rollout.record_routed_experts:
         arguments["enable-return-routed-experts"] = True
-    else:
-        arguments["scheduler-cls"] = f"{_SCHEDULERS}.{'HoldingScheduler' if cpu else 'DecodeScheduler'}"
+    elif upstream.applies("HoldingScheduler"):
+        decode = "DecodeScheduler" if not cpu and upstream.applies("DecodeScheduler") else "HoldingAsyncScheduler"
+        arguments["scheduler-cls"] = f"{_SCHEDULERS}.{'HoldingScheduler' if cpu else decode}"
     return arguments
 
 

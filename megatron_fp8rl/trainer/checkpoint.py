@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_fp8rl import upstream
 from megatron_fp8rl.data.checkpoint_dir import (
     PARTIAL_PREFIX,
     STATE_FILE,
@@ -297,7 +298,8 @@ def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) 
         add_prefix_for_sharding(reference, "reference.")  # on disk; the policy's names have no prefix
         state |= reference
     optimizer = policy.optimizer.megatron
-    with padded_buckets(optimizer), nullcontext() if is_loading else gathered_on_device(optimizer):
+    on_device = not is_loading and upstream.applies("gathered_on_device")
+    with padded_buckets(optimizer), gathered_on_device(optimizer) if on_device else nullcontext():
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     _write_in_bf16(models)
     if with_rng:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.ranges import leave_range
 from tests.helpers.training import DENSE, MOE, continue_training, run_config, weight_pieces
 
 GATE_S = 60.0
@@ -50,10 +51,14 @@ def _state(policy):
     return weight_pieces(policy), histories, policy.step, torch.rand(4)
 
 
-def _trains_while_writing(cfg, folder):
+def _trains_while_writing(cfg, folder, stock):
     """On a rank: (state when the checkpoint was begun, metrics of the two updates after it)."""
     from megatron_fp8rl.trainer import checkpoint
+    from megatron_fp8rl.trainer.compat import megatron_saving
 
+    if stock:
+        leave_range("megatron-core")
+        megatron_saving._gathered = None
     policy, gate = _build(cfg), _Gate()
     torch.manual_seed(1)
     continue_training(policy, 2)
@@ -80,16 +85,17 @@ def _restores(cfg, folder):
 
 
 @pytest.mark.parametrize(
-    "cfg",
+    ("cfg", "stock"),
     [
-        run_config(model=MOE, trainer="delayed", params="bf16", world_size=2, tensor=2, expert=2),
-        run_config(model=DENSE, params="fp32", world_size=2),
+        (run_config(model=MOE, trainer="delayed", params="bf16", world_size=2, tensor=2, expert=2), False),
+        (run_config(model=DENSE, params="fp32", world_size=2), False),
+        (run_config(model=DENSE, params="fp32", world_size=2), True),
     ],
-    ids=["tp2_ep2", "dp2"],
+    ids=["tp2_ep2", "dp2", "dp2_gathered_by_megatron"],
 )
-def test_a_checkpoint_holds_the_step_at_which_it_was_begun(cfg, tmp_path):
+def test_a_checkpoint_holds_the_step_at_which_it_was_begun(cfg, stock, tmp_path):
     """Weights, random numbers, and by the next two updates the optimizer's state, though two updates came in between."""
-    before = run_ranks(2, _trains_while_writing, cfg, str(tmp_path))
+    before = run_ranks(2, _trains_while_writing, cfg, str(tmp_path), stock)
     after = run_ranks(2, _restores, cfg, str(tmp_path))
     for (begun, metrics), (restored, again) in zip(before, after, strict=True):
         for name, (_, weight) in begun[0].items():

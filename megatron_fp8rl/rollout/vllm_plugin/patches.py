@@ -1,7 +1,7 @@
 """Patches of vLLM and uses of its private names, for the engine's processes.
 
-Each records the versions it was tested with; :mod:`megatron_fp8rl.upstream` lists them and refuses others before an
-engine starts. Replacements of vLLM's CPU layers are in ``cpu/cpu_layers.py``, of its startup in ``server.py``; both are
+Each records the versions it was tested with; :mod:`megatron_fp8rl.upstream` lists them. Before an engine starts, a
+required patch refuses other versions, and an optional patch is skipped. Replacements of vLLM's CPU layers are in ``cpu/cpu_layers.py``, of its startup in ``server.py``; both are
 marked in the same way. vLLM is imported by the functions that need it.
 """
 
@@ -27,6 +27,7 @@ from megatron_fp8rl.upstream import patches
     "(fused_add_rms_norm in csrc/libtorch_stable/layernorm_kernels.cu), so that a row's sum of squares has another "
     "order in another batch",
     remove_when="the kernel's number of threads no longer depends on the tokens",
+    optional=True,
 )
 def make_residual_norms_batch_invariant() -> None:
     """Use vLLM's batch-invariant RMSNorm after a residual sum too, which is rounded as in vLLM's kernel.
@@ -55,6 +56,7 @@ def make_residual_norms_batch_invariant() -> None:
     why="a log-softmax adds exponentials in an order of its own, which differs from the trainer's in the last bit "
     "(compute_token_logprobs of the V2 runner, batch_invariant.log_softmax of the V1 runner)",
     remove_when="vLLM has a hook for the log-probabilities of sampled tokens",
+    optional=True,
 )
 def make_logprobs_order_independent() -> None:
     """Compute log-probabilities as the trainer does, in ``kernels/exact_logprobs.py``. For batch-invariant engines on GPUs."""
@@ -127,6 +129,7 @@ def _require_blocks(group_size: int, upper_bound: Tensor | None) -> None:
     why="a batch-invariant engine refuses experts on DeepGEMM, because they change to Triton's kernels in small "
     "batches; with power-of-two scales they never do",
     remove_when="vLLM accepts them where scales are powers of two",
+    optional=True,
 )
 def accept_deep_gemm_experts() -> None:
     """Make a batch-invariant engine accept experts on DeepGEMM with power-of-two scales.
@@ -171,29 +174,6 @@ def engine_class() -> type:
             super().shutdown(timeout)
 
     return Engine
-
-
-@patches(
-    "vllm",
-    ">=0.26,<0.27",
-    why="the engine core ends the requests of a pause by a message without tokens, whereas patches_scheduler.py still "
-    "holds theirs (EngineCoreProc._send_finish_outputs_to_client)",
-    remove_when="a scheduler makes the last messages of requests that are aborted",
-)
-def send_held_tokens_on_abort() -> None:
-    """Send what a scheduler of ours holds of a request that is ended by a pause."""
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-    from vllm.v1.engine.core import EngineCoreProc
-
-    def send(core: EngineCoreProc, request_ids: list[str], client_index: int, finish_reason: Any) -> None:
-        outputs = [EngineCoreOutput(request_id, [], finish_reason=finish_reason) for request_id in request_ids]
-        for output in outputs:
-            if (held := core.scheduler.take_held(output.request_id)) is not None:
-                held.into(output)
-        message = EngineCoreOutputs(finished_requests=request_ids, outputs=outputs)
-        core.output_queue.put_nowait((client_index, message))
-
-    EngineCoreProc._send_finish_outputs_to_client = send
 
 
 @patches(
@@ -268,6 +248,7 @@ def has_kv_scales(module: nn.Module) -> bool:
     ">=0.25.1,<0.27",
     why="a model's class is inspected in a new process, which imports everything again: 25 s of a first start on an H200",
     remove_when="vLLM inspects its own classes without importing them, or in a fork",
+    optional=True,
 )
 def inspect_classes_in_forks(deadline_s: float = 60.0) -> None:
     """Inspect a model's class in a fork of this process, which keeps CUDA out of it as a new one does.

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 from vllm.sampling_params import RequestOutputKind
@@ -29,11 +30,11 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from megatron_fp8rl.rollout.vllm_plugin import patches as vllm_patches
 from megatron_fp8rl.upstream import patches
 
 HELD_TOKENS = 32  # a request sends what it holds when its length is a multiple of this
@@ -101,15 +102,17 @@ def is_held(request: Request) -> bool:
     "vllm",
     ">=0.26,<0.27",
     why="every token of every request becomes an object, is sent to the server and decoded there, although the server "
-    "needs none before the last (Scheduler.update_from_output)",
+    "needs none before the last (Scheduler.update_from_output; EngineCoreProc._send_finish_outputs_to_client, which "
+    "ends the requests of a pause by a message without tokens)",
     remove_when="vLLM's scheduler holds back the tokens of requests that want their final output only",
+    optional=True,
 )
 class HoldingScheduler(Scheduler):
     """vLLM's scheduler, which sends tokens in few messages. For engines without asynchronous scheduling."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        vllm_patches.send_held_tokens_on_abort()
+        _send_held_tokens_on_abort()
         self.held: dict[str, Held] = {}  # of requests that run
         self.ended: dict[str, Held] = {}  # of those that were ended from outside; the engine core may send them now
 
@@ -158,6 +161,24 @@ class HoldingScheduler(Scheduler):
             yield output
 
 
+def _send_held_tokens_on_abort() -> None:
+    """Make the engine core send what a scheduler of ours holds of a request that is ended by a pause."""
+
+    def send(core: EngineCoreProc, request_ids: list[str], client_index: int, finish_reason: Any) -> None:
+        outputs = [EngineCoreOutput(request_id, [], finish_reason=finish_reason) for request_id in request_ids]
+        for output in outputs:
+            if (held := core.scheduler.take_held(output.request_id)) is not None:
+                held.into(output)
+        message = EngineCoreOutputs(finished_requests=request_ids, outputs=outputs)
+        core.output_queue.put_nowait((client_index, message))
+
+    EngineCoreProc._send_finish_outputs_to_client = send
+
+
+class HoldingAsyncScheduler(HoldingScheduler, AsyncScheduler):
+    """:class:`HoldingScheduler` for engines with asynchronous scheduling."""
+
+
 class DecodeStep(SchedulerOutput):
     """A step in which every request decodes one token, made by the short path."""
 
@@ -168,8 +189,9 @@ class DecodeStep(SchedulerOutput):
     why="a step in which every request decodes one token costs as much per request as any other "
     "(Scheduler.schedule, AsyncScheduler._update_after_schedule, Scheduler.update_from_output)",
     remove_when="vLLM has a short path for such steps",
+    optional=True,
 )
-class DecodeScheduler(HoldingScheduler, AsyncScheduler):
+class DecodeScheduler(HoldingAsyncScheduler):
     """Asynchronous scheduling with a short path for steps in which all requests decode. For vLLM's V2 model runner."""
 
     def __init__(self, *args, **kwargs) -> None:

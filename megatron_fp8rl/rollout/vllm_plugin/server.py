@@ -18,13 +18,11 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
-import json
 import os
 import shutil
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_fp8rl import upstream
@@ -49,30 +47,19 @@ def end_with_parent(pid: int) -> None:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="a model's class that is registered by name is inspected in a process of its own, which takes 12 s",
-    remove_when="vLLM keeps what it found out about its own classes",
-)
-def _load_model_classes(model_dir: Path) -> None:
-    """Import the model's class here, once, before the fork.
-
-    vLLM inspects a class that it meets for the first time in a separate process, which on a GPU keeps CUDA out of this
-    one. That costs 12 s; a class that is registered directly, rather than by name, needs no inspection.
-    """
-    from vllm.model_executor.models import ModelRegistry
-
-    config = json.loads((model_dir / "config.json").read_text())
-    for architecture in config.get("architectures") or ():
-        known = ModelRegistry.models.get(architecture)
-        if known is not None:
-            ModelRegistry.register_model(architecture, known.load_model_cls())
-
-
-@patches(
-    "vllm",
-    ">=0.25.1,<0.27",
     why="the CPU platform asks for spawn while it builds the configuration; a forked engine core starts 11 s earlier",
     remove_when="the platform stops overwriting VLLM_WORKER_MULTIPROC_METHOD",
+    optional=True,
 )
+def fork_engine_core() -> None:
+    """Make vLLM fork the engine core, which then shares the modules imported so far.
+
+    Forking is safe on a CPU before the engine starts: one OpenMP thread so far, no model, no request.
+    """
+    gc.freeze()  # the garbage collector must not touch, and so copy, shared pages
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+
 def _engine_config(args: argparse.Namespace) -> VllmConfig:
     """The engine's configuration, with this process ready to fork its other processes on a CPU."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -81,20 +68,13 @@ def _engine_config(args: argparse.Namespace) -> VllmConfig:
 
     from megatron_fp8rl.rollout.vllm_plugin import patches as vllm_patches
 
-    engine_args = AsyncEngineArgs.from_cli_args(args)
-    if current_platform.is_cpu():
-        _load_model_classes(Path(args.model))
-    else:
+    if upstream.applies("inspect_classes_in_forks"):
         vllm_patches.inspect_classes_in_forks()
-    config = engine_args.create_engine_config(
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER, headless=bool(args.headless)
     )
-    if current_platform.is_cpu():
-        # The engine core shares the modules imported so far; the garbage collector must not touch, and so copy, their
-        # pages.
-        gc.freeze()
-        # Forking is safe here: one OpenMP thread so far, no model, no request.
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    if current_platform.is_cpu() and upstream.applies("fork_engine_core"):
+        fork_engine_core()
     return config
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import distrib_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -117,47 +116,6 @@ class GradientBuffers(DistributedDataParallel):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="looks up each parameter's range in its buffers every time and launches a copy for each, so a GPU idles for "
-    "most of an update; the class of a built optimizer is replaced, because there is no way to choose it",
-    remove_when="DistributedOptimizer caches the ranges of its parameters",
-)
-class ListableOptimizer(DistributedOptimizer):
-    """A DistributedOptimizer whose subclasses implement the copies to and from master weights."""
-
-    @classmethod
-    def adopt(cls, optimizer: object) -> None:
-        """Convert a DistributedOptimizer with parameters to this class, in place. Leaves other optimizers unchanged,
-        and those with FP8 parameters or with gradients other than FP32."""
-        if type(optimizer) is not DistributedOptimizer or optimizer.is_stub_optimizer:
-            return
-        is_fp32 = all(buffer.grad_dtype == torch.float32 for buffer in optimizer.buffers)
-        special = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        if is_fp32 and not special and not optimizer.ddp_config.fp8_param_gather:
-            optimizer.__class__ = cls
-
-    def place_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Location of this rank's shard of a parameter: its range in the parameter ("param") and in its bucket
-        ("gbuf_world_in_bucket"), each with ``start`` and ``end``."""
-        return self._get_model_param_range_map(parameter)
-
-    def set_master_gradients(self) -> None:
-        """Set the gradient of every master weight."""
-        raise NotImplementedError(f"{type(self).__name__} has no list of gradients")
-
-    def write_parameters(self) -> None:
-        """Copy every master weight to its slice of the parameter buffers."""
-        raise NotImplementedError(f"{type(self).__name__} has no list of weights")
-
-    def _copy_model_grads_to_main_grads(self) -> None:
-        self.set_master_gradients()
-
-    def _copy_main_params_to_model_params(self) -> None:
-        self.write_parameters()
-
-
-@patches(
-    "megatron-core",
-    ">=0.19.2,<0.20",
     why="copies master weights to parameters outside a step (_copy_main_params_to_model_params)",
     remove_when="the optimizer has a public method for it",
 )
@@ -184,6 +142,7 @@ def leave_gathering(optimizer: Any) -> None:
     why="passes all master weights to Transformer Engine at once (distrib_optimizer.quantize_param_shard), which "
     "copies them to BF16, taking as much memory as FP8 parameters save on one rank",
     remove_when="Transformer Engine's quantize_master_weights no longer copies all masters to BF16",
+    optional=True,
 )
 @contextlib.contextmanager
 def quantized_in_groups(groups: Callable[[list[int]], Iterator[slice]]) -> Iterator[None]:
@@ -230,6 +189,7 @@ def _forget_initial_values(parameter: nn.Parameter) -> None:
     why="a dispatcher that skips sorting must still copy the token counts to the host at the same points as "
     "Megatron-Core's (_maybe_dtoh_and_synchronize)",
     remove_when="MoEAlltoAllTokenDispatcher skips the sort on a rank that has all experts",
+    optional=True,
 )
 def counts_on_host(dispatcher: MoEAlltoAllTokenDispatcher) -> Tensor:
     """Move the tokens per expert to the host and out of the dispatcher."""
@@ -290,14 +250,3 @@ class LatentAttentionBase(MultiLatentAttention):
 def is_watched(module: nn.Module) -> bool:
     """Whether a module has forward hooks."""
     return bool(module._forward_hooks)
-
-
-@patches(
-    "torch",
-    ">=2.11,<2.12",
-    why="getattr of a parameter is twenty times slower than a dictionary lookup, and every pass needs hundreds",
-    remove_when="nn.Module returns its own parameters as fast",
-)
-def own_parameters(module: nn.Module) -> Sequence[nn.Parameter]:
-    """Parameters of this module itself, in registration order."""
-    return tuple(module._parameters.values())

@@ -49,6 +49,7 @@ def padded_buckets(optimizer: Any) -> Iterator[None]:
     why="get_parameter_state_dp_zero copies every number of the optimizer's state six times through host memory that was "
     "never used before: 7 of the 10 seconds of a checkpoint's copy on an H200, for 2.5 GiB",
     remove_when="get_parameter_state_dp_zero concatenates and gathers on the GPU",
+    optional=True,
 )
 @contextlib.contextmanager
 def gathered_on_device(optimizer: Any) -> Iterator[None]:

@@ -45,6 +45,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from torch import Tensor
 
+from megatron_fp8rl import upstream
 from megatron_fp8rl.kernels.combine import combine_experts
 from megatron_fp8rl.kernels.expert_slots import Choice
 from megatron_fp8rl.kernels.fused_moe import pack
@@ -90,6 +91,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     ">=0.19.2,<0.20",
     why="overrides dispatch_postprocess and combine_preprocess, which sort tokens that are already sorted",
     remove_when="the dispatcher skips the sort on a rank that has all experts",
+    optional=True,
 )
 class OneRankDispatcher(Dispatcher):
     """Dispatcher for a rank that has all experts, unsharded."""
@@ -158,6 +160,7 @@ def own_experts(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
     why="its all-gather dispatcher copies every routed token and waits for the host; this one gives experts tokens to read by "
     "index, in Megatron-Core's six steps",
     remove_when="an all-gather dispatcher hands indices to the experts",
+    optional=True,
 )
 class GatherDispatcher(MoETokenDispatcher):
     """Megatron-Core's steps of a dispatcher. Experts get a :class:`Choice` and return sums of tokens; they do the exchanges of
@@ -236,7 +239,8 @@ class ExpertLayer(MoELayer):
             )
         elif config.moe_token_dispatcher_type == "alltoall":
             is_alone = self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1
-            self.token_dispatcher = (OneRankDispatcher if is_alone else Dispatcher)(
+            skips_sort = is_alone and upstream.applies("OneRankDispatcher", "counts_on_host")
+            self.token_dispatcher = (OneRankDispatcher if skips_sort else Dispatcher)(
                 self.num_local_experts,
                 self.local_expert_indices,
                 config=config,

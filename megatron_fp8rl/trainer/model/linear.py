@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.precision.recipes import AmaxHistory, Recipe, quantized_linear
-from megatron_fp8rl.trainer.compat.megatron import ColumnLinearBase, RowLinearBase, own_parameters
+from megatron_fp8rl.trainer.compat.megatron import ColumnLinearBase, RowLinearBase
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 
@@ -270,7 +270,7 @@ class GroupedLinear(QuantizableLinear, nn.Module):
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         """One per expert, in order; they are this module's only parameters, registered in reverse."""
-        return tuple(reversed(own_parameters(self)))
+        return tuple(reversed([*self.parameters(recurse=False)]))
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """x [T, K], sorted by expert, ``splits`` tokens each -> [T, N]."""

@@ -15,10 +15,11 @@ parameters save on one rank. :func:`few_masters_at_a_time` makes it work in chun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
+from megatron_fp8rl import upstream
 from megatron_fp8rl.precision.recipes import Blockwise
 from megatron_fp8rl.trainer.compat.megatron import begin_with, quantized_in_groups
 from megatron_fp8rl.trainer.model.build import named_linears
@@ -52,7 +53,7 @@ def few_masters_at_a_time() -> AbstractContextManager[None]:
     Collective over the ranks that shard the masters, once per group of parameters; all ranks form the same groups.
     This lowers peak memory and changes no value.
     """
-    return quantized_in_groups(_groups)
+    return quantized_in_groups(_groups) if upstream.applies("quantized_in_groups") else nullcontext()
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[slice]:

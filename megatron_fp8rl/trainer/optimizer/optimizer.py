@@ -24,7 +24,6 @@ from megatron_fp8rl.config import OptimConfig, RunConfig
 from megatron_fp8rl.trainer.compat.megatron import GradientBuffers, leave_gathering, parameters_from_masters
 from megatron_fp8rl.trainer.model.build import named_global_parameters
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
-from megatron_fp8rl.trainer.optimizer.fast_lists import ListedOptimizer
 from megatron_fp8rl.trainer.optimizer.fp8_params import few_masters_at_a_time
 from megatron_fp8rl.trainer.optimizer.shared_memory import SharedMemory
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -117,7 +116,6 @@ class Optimizer:
             list(chunks),
         )
         for part in self._parts:
-            ListedOptimizer.adopt(part)
             leave_gathering(part)
 
     @property

@@ -112,6 +112,7 @@ def test_five_mistakes_give_five_violations():
         ({"rollout__prompts_per_step": 10**9}, "--rollout.prompts_per_step"),
         ({"rollout__num_replicas": 100_000}, "--rollout.num_replicas"),
         ({"rollout__max_staleness": 10**6}, "--rollout.max_staleness"),
+        ({"rollout__max_staleness": 1, "rollout__window_groups": 129}, "--rollout.window_groups"),
         ({"rollout__max_completion_tokens": 1, "algo__overlong": "mask"}, "--algo.overlong"),
         ({"data__num_score_workers": 100_000}, "--data.num_score_workers"),
         ({"data__environments": (EnvironmentConfig(weight=float("inf")),)}, "--data.environments.0.weight"),

@@ -1,6 +1,6 @@
 """Order, staleness, refills and failures of the stream, with engines that are told when to answer.
 
-The engines here are in memory: what is tested is which batch starts when, which no real engine can be made to show.
+The engines are in memory. The tests are about which group starts when, and no real engine can show that.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 
 from megatron_fp8rl.algo.samples import RoutedExpertsError
+from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.recording import RolloutWriter
+from megatron_fp8rl.rollout import unfinished
 from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
-from megatron_fp8rl.rollout.unfinished import UnfinishedGroups
 from tests.helpers.processes import until
 from tests.helpers.streams import Client, Fleet, Numbers, Ranks, Scorer, build, numbers, publish
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_batches_come_in_order_and_never_too_old(max_staleness):
+def test_groups_come_in_order_and_never_too_old(max_staleness):
     fleet = Fleet()
     stream = build(fleet, rollout={"max_staleness": max_staleness})
     publish(fleet, stream, 10)  # a resumed run
@@ -78,6 +79,18 @@ def test_groups_without_variance_are_replaced():
     assert stream.position == 8
     keep = build(Fleet(), scorer=Scorer(uniform=True), algo={"zero_variance": "drop"})
     assert numbers(keep.next_groups()) == [0, 1]
+
+
+def test_at_most_three_times_the_groups_of_a_step_are_replaced():
+    class Same(Scorer):
+        async def score(self, prompt, text):
+            return Score(1.0, "scored")
+
+    fleet = Fleet()
+    stream = build(fleet, scorer=Same(), algo={"zero_variance": "refill"})
+    assert len(stream.next_groups()) == 2 and sorted(fleet.clients[0].prompts) == [*range(8)]
+    publish(fleet, stream, 1)
+    assert len(stream.next_groups()) == 2 and stream.position == 16
 
 
 def test_an_update_during_synchronous_sampling_is_refused():
@@ -173,6 +186,9 @@ def test_a_run_that_ends_early_gives_up_what_it_has_begun():
     stream.abandon()
     assert not any(client.num_running for client in fleet.clients) and stream.position == position
     stream.abandon()  # nothing is left to give up
+    for client in fleet.clients:
+        fleet.call(client.gate.set)
+    assert numbers(stream.next_groups()) == [2, 3], "a run that goes on all the same leaves no prompt out"
 
 
 def test_a_request_to_stop_ends_the_wait_and_finished_groups_are_used_by_the_run_that_goes_on(tmp_path):
@@ -185,7 +201,6 @@ def test_a_request_to_stop_ends_the_wait_and_finished_groups_are_used_by_the_run
     then = Fleet()
     again = build(then, **how)
     again.cfg = replace(again.cfg, output_dir=str(tmp_path))
-    again._unfinished = UnfinishedGroups(again.cfg)
     assert again.resume_unfinished() == 1 and not (tmp_path / "unfinished").exists()
     groups = again.next_groups()
     assert [group.prompt.text for group in groups] == ["0", "1"] and then.clients[0].prompts == [1 - first]
@@ -196,7 +211,7 @@ def test_groups_of_another_policy_or_sampling_are_not_used(tmp_path, change):
     stream, _ = stopped_in_a_batch(tmp_path, {})
     assert stream.abandon() == 1
     cfg = replace(stream.cfg, seed=change.get("seed", stream.cfg.seed))
-    assert UnfinishedGroups(cfg).load(change.get("version", 0)) == 0
+    assert unfinished.load(cfg, change.get("version", 0)) == {}
     assert not (tmp_path / "unfinished").exists()
 
 
@@ -217,6 +232,5 @@ def stopped_in_a_batch(folder, how):
     fleet.clients = [Half()]
     stream = build(fleet, **how)
     stream.cfg = replace(stream.cfg, output_dir=str(folder))
-    stream._unfinished = UnfinishedGroups(stream.cfg)
-    assert stream.next_groups(lambda: len(stream._unfinished._groups) == 1) is None
+    assert stream.next_groups(lambda: sum(ahead.sampling.done() for ahead in stream._window._ahead) == 1) is None
     return stream, fleet

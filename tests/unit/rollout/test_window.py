@@ -1,4 +1,4 @@
-"""The window: what is trained is complete and not too old, one long answer holds nothing, and the bias is counted."""
+"""``window_groups``: complete groups are trained first, long answers delay only their own group, the bias is measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8rl.rollout.window import positions_of
+from megatron_fp8rl.rollout.window import position_before
 from megatron_fp8rl.types import Completion, single_turn
 from tests.helpers.processes import until
 from tests.helpers.samples import advantages_of, mask_of
@@ -49,47 +49,33 @@ def slow_fleet(*held: int) -> tuple[Fleet, Slow]:
     return fleet, client
 
 
-def test_a_long_answer_holds_nothing_but_its_own_group():
+def test_a_long_answer_delays_only_its_own_group():
     fleet, client = slow_fleet(0)
     stream = build(fleet, rollout=WINDOW)
     assert numbers(stream.next_groups()) == [1, 2], "prompt 0 is not waited for"
-    until(lambda: client.prompts == [0, 1, 2, 3, 4, 5], "the window is full again")
-    assert stream.position == {"next": 6, "pending": [0, 3, 4, 5]}
+    assert stream.position == {"next": 3, "pending": [0]}, "1 and 2 are trained"
     publish(fleet, stream, 1)
+    until(lambda: client.prompts == [0, 1, 2, 3, 4, 5], "the window is full again")
     fleet.call(client.held[0].set)
     fleet.turn()
     groups = stream.next_groups()
     assert numbers(groups)[0] == 0 and stream.version - groups[0].rollouts[0].completions[0].min_version == 1
     assert groups[0].rollouts[0].completions[0].max_version == 1, "carried over the publication"
-    assert stream._window.take_metrics()["rollout/window_restarted/sum"] == 0
 
 
-def test_dropped_groups_begin_anew_and_are_left_out_in_the_end():
-    fleet, client = slow_fleet(0)
-    stream = build(fleet, rollout=WINDOW | {"partials": "drop"})
+def test_a_complete_group_in_a_full_window_is_trained_within_the_bound():
+    stream = build(fleet := Fleet(), rollout={"max_staleness": 2, "window_groups": 6})
     seen = []
-    restarted = left_out = 0
-    for version in range(1, 7):
-        seen += numbers(stream.next_groups())
+    for version in range(1, 9):
+        groups = stream.next_groups()
+        seen += numbers(groups)
+        assert all(stream.version - r.completions[0].max_version <= 2 for group in groups for r in group.rollouts)
+        until(lambda: stream._window.take_metrics()["rollout/window_complete/sum"] == 4, "all are complete")
         publish(fleet, stream, version)
-        metrics = stream._window.take_metrics()
-        restarted += metrics["rollout/window_restarted/sum"]
-        left_out += metrics["rollout/window_left_out/sum"]
-    assert 0 not in seen and client.prompts.count(0) == 4 and restarted >= 3 and left_out == 1
-    assert 0 not in stream.position["pending"]
+    assert sorted(seen) == [*range(16)]
 
 
-def test_a_complete_group_that_has_waited_too_long_begins_anew():
-    stream = build(fleet := Fleet(), rollout={"max_staleness": 1, "window_groups": 8})
-    for version in (1, 2, 3):
-        for group in stream.next_groups():
-            assert all(stream.version - r.completions[0].max_version <= 1 for r in group.rollouts)
-        until(lambda: stream._window.take_metrics()["rollout/window_complete/sum"] == 8, "all are complete")
-        publish(fleet, stream, version)
-    assert fleet.clients[0].prompts.count(7) == 2, "oversampling beyond what the bound allows is in vain"
-
-
-def test_tokens_beyond_the_bound_are_given_and_not_trained():
+def test_tokens_beyond_the_bound_are_context_and_not_trained():
     from megatron_fp8rl.algo.named import load_advantage
     from megatron_fp8rl.algo.samples import to_samples, version_runs
 
@@ -116,30 +102,16 @@ def test_tokens_beyond_the_bound_are_given_and_not_trained():
         assert sample.staleness == 1 and not any(advantages_of(sample)[:26]) and all(advantages_of(sample)[26:])
 
 
-def test_dropped_partials_have_one_version():
-    fleet, client = slow_fleet(0)
-    stream = build(fleet, rollout=WINDOW | {"partials": "drop"})
-    stream.next_groups()
-    publish(fleet, stream, 1)
-    fleet.call(client.held[0].set)
-    fleet.turn()
-    found = {n: group for group in stream.next_groups() for n in numbers([group])}
-    found |= {n: group for group in (publish(fleet, stream, 2) or stream.next_groups()) for n in numbers([group])}
-    completion = found[0].rollouts[0].completions[0]
-    assert completion.min_version == completion.max_version == 1 and client.prompts.count(0) == 2
-
-
 def test_the_bias_in_length_is_measured():
     fleet, client = slow_fleet(0, 1)
     stream = build(fleet, rollout={"max_staleness": 3, "window_groups": 8})
     stream.next_groups()
     fleet.call(lambda: [event.set() for event in client.held.values()])
     fleet.turn()
-    # 8 + 2 complete groups, two of 40 tokens and the rest of 10; trained are two of 10.
-    until(lambda: len(client.prompts) == 10, "all groups")
-    until(lambda: stream._window.take_metrics()["rollout/window_complete/sum"] == 8, "all are complete")
+    # 8 complete groups, two of 40 tokens and the rest of 10; two of 10 are trained.
+    until(lambda: stream._window.take_metrics()["rollout/window_complete/sum"] == 6, "all are complete")
     bias = stream._window.take_metrics()["rollout/window_length_bias/mean"]
-    assert bias == pytest.approx(10 / ((8 * 10 + 2 * 40) / 10))
+    assert bias == pytest.approx(10 / ((6 * 10 + 2 * 40) / 8))
 
 
 def test_groups_that_teach_nothing_are_replaced():
@@ -147,7 +119,7 @@ def test_groups_that_teach_nothing_are_replaced():
     assert all(number % 2 for number in numbers(stream.next_groups()))
 
 
-def test_a_resumed_run_samples_what_it_owes_first():
+def test_a_resumed_run_samples_pending_prompts_first():
     from megatron_fp8rl.data.prompts import PromptStream
     from megatron_fp8rl.data.tokenizer import character_tokenizer
     from model_configs.tiny import tiny_qwen3_moe
@@ -157,8 +129,9 @@ def test_a_resumed_run_samples_what_it_owes_first():
     stream.position = {"next": 6, "pending": [0, 3, 4]}
     again = [prompt.prompt_id for prompt in stream.next_prompts(5)]
     assert again == [ids[0], ids[3], ids[4], ids[6], ids[7]] and stream.position == 8
-    numbers_ = Numbers().next_prompts(4)
-    assert positions_of({"next": 9, "pending": [7]}, numbers_[:2]) == {"next": 9, "pending": [0, 1, 7]}
+    prompts = Numbers().next_prompts(4)
+    assert position_before({"next": 9, "pending": [7]}, prompts[:2]) == {"next": 9, "pending": [0, 1, 7]}
+    assert position_before({"next": 4, "pending": []}, prompts[2:]) == position_before(4, prompts[2:]) == 2
 
 
 def test_nothing_is_sampled_behind_the_last_step():

@@ -1,4 +1,4 @@
-"""Updates from lists of all parameters at once are those of Megatron-Core's loops, bit for bit."""
+"""Updates without the optional patches are the same, bit for bit; gradients that autograd does not see are reduced."""
 
 from __future__ import annotations
 
@@ -8,51 +8,33 @@ import pytest
 import torch
 
 from tests.helpers.dist import run_ranks
+from tests.helpers.ranges import leave_range
 from tests.helpers.training import DENSE, MOE, SMOOTH_ADAM, continue_training, run_config, weight_pieces
 
-OVERLAP = replace(SMOOTH_ADAM, overlap_grad_reduce=True)
-CLIPPED = replace(OVERLAP, clip_grad_norm=1e-3)
-RUNS = {
-    "dense": run_config(model=DENSE, params="bf16"),
-    "fp32": run_config(model=DENSE, params="fp32", world_size=2, tensor=2),
-    "experts": run_config(model=MOE, params="bf16", world_size=2, expert=2, optim=CLIPPED),
-    "virtual stages": run_config(params="bf16", world_size=2, pipeline=2, virtual_stages=2),
-}
 
-
-def updates(cfg, listed: bool):
-    """Metrics and weights of three updates; how many of the rank's optimizers have lists; whether counted twice."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    from megatron_fp8rl.trainer.optimizer.fast_lists import ListedOptimizer
+def updates(cfg, stock: bool):
+    """Metrics and weights of three updates, and the classes of the layers; ``stock``: without optional patches."""
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
+    if stock:
+        leave_range("megatron-core", "torch")
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
-    parts = policy.optimizer._parts
-    found = [type(part) for part in parts if not part.is_stub_optimizer]
-    assert found and set(found) == {ListedOptimizer}
-    if not listed:
-        for part in parts:
-            part.__class__ = DistributedOptimizer
+    modules = [module for model in policy.models for module in model.modules()]
+    layers = {type(getattr(module, "token_dispatcher", module)).__name__ for module in modules}
     metrics, _ = continue_training(policy, 3)
-    for part in parts if listed else ():
-        with torch.no_grad():
-            expected = [x.data_ptr() for x in DistributedOptimizer.get_grads_for_grad_norm(part)]
-        assert [x.data_ptr() for x in part.get_grads_for_grad_norm()] == expected
-    return metrics, weight_pieces(policy)
+    return metrics, weight_pieces(policy), layers
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_lists_change_no_bit(name):
-    cfg = RUNS[name]
-    world = cfg.parallel.world_size
-    theirs, ours = (run_ranks(world, updates, cfg, listed) for listed in (False, True))
-    for (metrics, weights), (same_metrics, same_weights) in zip(theirs, ours, strict=True):
-        assert metrics == same_metrics
-        assert weights.keys() == same_weights.keys()
-        for key, (_, piece) in weights.items():
-            assert torch.equal(piece, same_weights[key][1]), key
+def test_optional_patches_change_no_bit():
+    cfg = run_config(model=MOE, params="bf16")
+    ((metrics, weights, layers),) = run_ranks(1, updates, cfg, False)
+    ((same_metrics, same_weights, stock_layers),) = run_ranks(1, updates, cfg, True)
+    assert "OneRankDispatcher" in layers and "OneRankDispatcher" not in stock_layers and "Dispatcher" in stock_layers
+    assert metrics == same_metrics
+    assert weights.keys() == same_weights.keys()
+    for key, (_, piece) in weights.items():
+        assert torch.equal(piece, same_weights[key][1]), key
 
 
 def reduced_gradients(overlap: bool):

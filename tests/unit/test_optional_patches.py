@@ -1,0 +1,106 @@
+"""Without its optional patches, the library takes stock code; what stock code cannot give is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl import upstream
+from megatron_fp8rl.kernels import compat
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import choose, refusals
+from megatron_fp8rl.rollout.vllm_args import engine_arguments
+from model_configs.qwen3 import grpo_qwen3_30b_a3b
+from tests.helpers.ranges import leave_range
+from tests.unit.precision.test_kernel_refusals import EXACT
+
+CPU, HOPPER = Hardware("cpu"), Hardware("hopper")
+SCHEDULERS = "megatron_fp8rl.rollout.vllm_plugin.patches_scheduler"
+
+
+@pytest.fixture
+def leave(monkeypatch):
+    yield lambda *packages: leave_range(*packages, set_attribute=monkeypatch.setattr)
+    monkeypatch.undo()
+    upstream._applies.cache_clear()
+    compat.vllm_topk_softmax.cache_clear()
+
+
+def with_fp8_cache(**fields):
+    cfg = grpo_qwen3_30b_a3b()
+    return replace(cfg, rollout=replace(cfg.rollout, kv_cache_dtype="fp8", **fields))
+
+
+def test_an_fp8_cache_is_read_by_vllms_attention_and_the_trainer_follows(leave):
+    cfg = with_fp8_cache(record_routed_experts=False)
+    before = choose(cfg, HOPPER)
+    assert before.engine.attention == "FP8_CACHE" and not before.engine.rounds_queries
+    leave("vllm")
+    after = choose(cfg, HOPPER)
+    assert after.engine.attention == "vllm" and after.engine.rounds_queries and not refusals(cfg, HOPPER)
+    assert "attention-backend" not in engine_arguments(cfg, "model", after)
+    (refused,) = refusals(with_fp8_cache(attention_backend="FP8_CACHE"), HOPPER)
+    assert "--rollout.attention_backend" in str(refused) and "FP8CacheAttention" in str(refused)
+
+
+def test_engines_have_vllms_scheduler(leave, monkeypatch):
+    cfg = with_fp8_cache(record_routed_experts=False)
+
+    def scheduler(hardware):
+        return engine_arguments(cfg, "model", choose(cfg, hardware)).get("scheduler-cls")
+
+    assert [scheduler(CPU), scheduler(HOPPER)] == [f"{SCHEDULERS}.HoldingScheduler", f"{SCHEDULERS}.DecodeScheduler"]
+    monkeypatch.setenv(upstream.SKIP, "DecodeScheduler")
+    assert scheduler(HOPPER) == f"{SCHEDULERS}.HoldingAsyncScheduler"
+    monkeypatch.delenv(upstream.SKIP)
+    leave("vllm")
+    assert [scheduler(CPU), scheduler(HOPPER)] == [None, None]
+
+
+def test_exact_runs_and_invariant_engines_name_the_patches_that_they_need(leave):
+    cfg = grpo_qwen3_30b_a3b()
+    invariant = replace(cfg, rollout=replace(cfg.rollout, batch_invariant=True))
+    assert not refusals(EXACT, HOPPER) and not refusals(invariant, HOPPER)
+    leave("vllm")
+    texts = "\n".join(map(str, refusals(EXACT, HOPPER)))
+    assert "vllm_topk_softmax" in texts and "not tested with the installed versions" in texts
+    texts = "\n".join(map(str, refusals(invariant, HOPPER)))
+    assert "rollout.batch_invariant" in texts and "make_residual_norms_batch_invariant" in texts
+    assert compat.vllm_topk_softmax() is None
+    assert not refusals(EXACT, CPU), "a CPU needs none of them"
+
+
+def test_tokens_travel_by_megatrons_dispatcher(leave):
+    cfg = replace(grpo_qwen3_30b_a3b(), parallel=replace(grpo_qwen3_30b_a3b().parallel, expert=2))
+    assert choose(cfg, HOPPER).trainer.dispatch == "gather"
+    leave("megatron-core")
+    assert choose(cfg, HOPPER).trainer.dispatch == "alltoall"
+    (refused,) = refusals(replace(cfg, parallel=replace(cfg.parallel, dispatch="gather")), HOPPER)
+    assert "GatherDispatcher" in str(refused)
+
+
+def test_lists_of_tensors_are_copied_and_added_one_by_one(leave, monkeypatch):
+    sources = [torch.randn(n) for n in (3, 5)]
+    targets = [torch.ones(n, dtype=torch.bfloat16) for n in (3, 5)]
+    leave("torch")
+    for function in ("_foreach_copy_", "_foreach_add_"):
+        monkeypatch.setattr(torch, function, None)
+    compat.copy_together(targets, sources)
+    assert all(torch.equal(target, source.bfloat16()) for target, source in zip(targets, sources, strict=True))
+    compat.add_together(targets, [source.bfloat16() for source in sources])
+    assert all(torch.equal(target, source.bfloat16() * 2) for target, source in zip(targets, sources, strict=True))
+
+
+def test_an_optimizer_quantizes_all_masters_at_once(leave):
+    from megatron.core.optimizer import distrib_optimizer
+
+    from megatron_fp8rl.trainer.optimizer.fp8_params import few_masters_at_a_time
+
+    theirs = distrib_optimizer.quantize_param_shard
+    with few_masters_at_a_time():
+        assert distrib_optimizer.quantize_param_shard is not theirs
+    leave("megatron-core")
+    with few_masters_at_a_time():
+        assert distrib_optimizer.quantize_param_shard is theirs
