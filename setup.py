@@ -25,6 +25,7 @@ setup(
     package_data={
         "megatron_fp8rl": ["README.md", "py.typed"],
         "megatron_fp8rl.kernels": ["README.md"],
+        "megatron_fp8rl.preflight": ["rates.toml"],
         "megatron_fp8rl.kernels.cuda": ["*"],
     },
     install_requires=PINS["core"],

@@ -24,7 +24,8 @@ from benchmarks.runner import num_gpus
 from benchmarks.timing import busy_seconds, timed
 from benchmarks.training import MODELS, single_rank
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.preflight.layout_search import apply, microbatches_of
+from megatron_fp8rl.preflight.auto_layout import microbatches_of
+from megatron_fp8rl.preflight.findings import apply
 
 _MICROBATCHES = 4
 

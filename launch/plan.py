@@ -16,8 +16,9 @@ from launch.cluster import Cluster
 from launch.layout import Layout, Need, Place, plan_layout
 from launch.spec import JobSpec, Kind, Role, nodes_in_words
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.preflight import layout_search, rules
+from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
+from megatron_fp8rl.preflight.findings import arguments
 
 TRAINING_JOBS = ("train", "rl", "sft")
 REMOTE = ("--rollout.placement", "remote")  # the engines are where agents started them
@@ -111,7 +112,7 @@ def preflight(request: Request, *, without: str | None = None) -> tuple[list[str
             continue
         sentences = [f"{finding.subject}: {finding.problem}.", f"{finding.remedy}." if finding.remedy else ""]
         if finding.change:
-            sentences.append(f"Try {layout_search.words((), finding.change)}.")
+            sentences.append(f"Try {arguments((), finding.change)}.")
         elif finding.command:
             sentences.append(f"Try `{finding.command}`.")
         text = " ".join(sentence for sentence in sentences if sentence)
@@ -121,7 +122,7 @@ def preflight(request: Request, *, without: str | None = None) -> tuple[list[str
             warnings.append(text)
     if found := problems or warnings:  # one remedy for all of them, with the last
         if diagnosis.change:
-            found[-1] += f" All of it works with {layout_search.words((), diagnosis.change)}."
+            found[-1] += f" All of it works with {arguments((), diagnosis.change)}."
         elif diagnosis.tried:
             found[-1] += f" No change was found that mends it: {diagnosis.tried}."
     return problems, warnings

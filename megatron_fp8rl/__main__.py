@@ -23,11 +23,10 @@ from megatron_fp8rl import cli, evaluate, own_job
 from megatron_fp8rl.config import ConfigError, RunConfig, Violation
 from megatron_fp8rl.net.parent import end_with
 from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
-from megatron_fp8rl.preflight import doctor, show
+from megatron_fp8rl.preflight import doctor, plan, show
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, doubts
 from megatron_fp8rl.preflight.rules import local_accelerator
 from megatron_fp8rl.report import study
-from megatron_fp8rl.sizing import plan_run
 from megatron_fp8rl.stop import StopRequest, run_ranks
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def _show(invocation: cli.Invocation) -> int:
 
 
 def _plan(invocation: cli.Invocation) -> int:
-    return plan_run.run(invocation.cfg, invocation.options)
+    return plan.run(invocation.cfg, invocation.options)
 
 
 def _report(invocation: cli.Invocation) -> int:
@@ -331,7 +330,7 @@ COMMANDS = (
         name="plan",
         summary="seconds by phase, memory, cost and lost time of a run on --gpus N, and the best layout; needs no GPU",
         run=_plan,
-        options=plan_run.PlanOptions,
+        options=plan.PlanOptions,
         judges_config=True,
     ),
     cli.Command(

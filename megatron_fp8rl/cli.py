@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 from megatron_fp8rl import own_job, removed_fields
 from megatron_fp8rl.config import ConfigError, RunConfig
-from megatron_fp8rl.preflight import layout_search, rules
+from megatron_fp8rl.preflight import findings, rules
 
 _PROGRAM = "python -m megatron_fp8rl"
 _CONFIGS_PACKAGE = "model_configs"
@@ -166,7 +166,7 @@ def overriding(overrides: Sequence[str]) -> Callable[[RunConfig], RunConfig]:
         if parsed is None or any(path.count(".") > 1 for path in paths):
             parsed = parse_overrides(cfg, overrides)
             return parsed
-        return layout_search.apply(started, [(path, attrgetter(path)(parsed)) for path in paths])
+        return findings.apply(started, [(path, attrgetter(path)(parsed)) for path in paths])
 
     return override
 

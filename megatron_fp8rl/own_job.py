@@ -1,7 +1,7 @@
 """The ``grpo`` command: a run from a model's folder, rows of data and a reward, without a line of Python.
 
 In: ``--model DIR --data FILE --reward NAME``. Out: a complete ``RunConfig``. The architecture, the tokenizer and the
-chat template are those of the folder; the layout is that of ``sizing/near_layouts.py``, with the reason. Runs in the
+chat template are those of the folder; the layout is that of ``preflight/auto_layout.py``, with the reason. Runs in the
 process that the user starts; imports nothing heavy.
 """
 
@@ -35,11 +35,10 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.envs.source_kind import has_rows, kind_of, short_name
 from megatron_fp8rl.names.registry import from_hf_config
-from megatron_fp8rl.preflight import rules
+from megatron_fp8rl.preflight import auto_layout, rules
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
 from megatron_fp8rl.preflight.doctor import headline
 from megatron_fp8rl.preflight.memory import GIB, GpuName
-from megatron_fp8rl.sizing import near_layouts
 
 VERIFIERS = "verifiers:"  # what a taskset of that library is named by
 _PROMPT_TOKENS, _COMPLETION_TOKENS = 1024, 3072
@@ -230,7 +229,7 @@ def _on_gpus(
     start = override(replace(cfg, rollout=together, parallel=ParallelConfig(world_size=num_gpus)))
     if start.rollout.placement == "colocated":
         start = override(replace(start, rollout=replace(start.rollout, sleep_level=2)))
-    cfg, change, how = near_layouts.fastest(start, machines, override)
+    cfg, change, how = auto_layout.fastest(start, machines, override)
     if violations := rules.check(cfg, accelerator=machines.hardware.generation):
         raise ConfigError(violations)  # with them no layout is accepted, so that memory would be blamed
     diagnosis = diagnose(cfg, machines)

@@ -40,7 +40,6 @@ LAYERS = (
 PROGRAMS = (
     "report",
     "diagnose",
-    "sizing",
 )  # run by themselves or by a command: nothing else in the library imports them
 COMMANDS = ("__main__", "own_job")
 
@@ -63,7 +62,7 @@ LIGHT = (
     "megatron_fp8rl.preflight.rules",
     "megatron_fp8rl.cli",
     "megatron_fp8rl.preflight.doctor",
-    "megatron_fp8rl.sizing.plan_run",
+    "megatron_fp8rl.preflight.plan",
     "model_configs",
 )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -139,6 +141,32 @@ Change = tuple[tuple[str, Any], ...]  # (dotted field, value), in the order in w
 EXIT_STATUS = {"note": 0, "warning": 1, "error": 2}
 
 
+def apply(cfg: RunConfig, change: Change) -> RunConfig:
+    """``cfg`` with the fields of ``change`` set."""
+    for path, value in change:
+        section, _, field = path.rpartition(".")
+        if section:
+            value = dataclasses.replace(getattr(cfg, section), **{field: value})
+        cfg = dataclasses.replace(cfg, **{section or field: value})
+    return cfg
+
+
+def arguments(overrides: Sequence[str], change: Change) -> str:
+    """``overrides`` followed by ``change``, as command-line arguments; a field set by both keeps the new value only."""
+    fields = {path for path, _ in change}
+    kept: list[str] = []
+    is_old = False  # the following arguments are values of a field that ``change`` sets
+    for argument in overrides:
+        if argument.startswith("--"):
+            is_old = argument[2:].partition("=")[0].replace("-", "_") in fields
+        if not is_old:
+            kept.append(argument)
+    new = []
+    for path, value in change:
+        new += [f"--{path}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return shlex.join([*kept, *new])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One thing the user should know before the run starts."""
@@ -147,16 +175,16 @@ class Finding:
     subject: str  # a field of the configuration, a package, or a process
     problem: str
     remedy: str = ""  # in words
-    change: Change = ()  # to the configuration, which applies the remedy; in a Judgement only a proposal
+    change: Change = ()  # to the configuration, which applies the remedy; in an Assessment only a proposal
     command: str = ""  # applies ``change``; or a command that does not concern the configuration
-    code: str = ""  # of the violation, if the finding is one
+    code: str = ""  # of the violation, if the finding is one; "memory" if a GPU has too little
     choices: tuple[Any, ...] = ()  # values of the field ``subject`` to try, the best first
     is_of_layout: bool = False  # a warning that another layout may avoid
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """All findings about one configuration on given machines. No estimates if the degrees do not divide the model."""
+class Assessment:
+    """Everything that preflight finds about one configuration on given machines. No estimates if the degrees do not divide the model."""
 
     findings: tuple[Finding, ...]
     trainer: Estimate | None = None

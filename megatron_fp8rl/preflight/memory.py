@@ -20,8 +20,8 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.precision.hardware import Generation
 
 GIB = 1 << 30
-TIGHT = 0.92  # share of a GPU above which fragmentation of the allocator may cause out-of-memory errors
-FULL = 0.97  # and above which it does: an 8B shape of 15 layers at 0.986 of an H100 had no memory for its second update
+TIGHT = 0.92  # share of a GPU above which fragments of the allocator may cause out-of-memory errors
+FULL = 0.97  # share above which they do
 GpuName = Literal["h100", "h200", "b200"]
 
 

@@ -134,12 +134,16 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
             )
         )
     if cfg.rollout.kv_cache_dtype == "fp8":
+        problem = "the engine stores keys and values in FP8, with scales that are measured at every step. The trainer "
+        if precision.round_kv:
+            problem += "rounds its keys and values alike (precision.round_kv), but attends with another kernel"
+        else:
+            problem += "attends to unrounded keys and values (precision.round_kv is False), so the two ends differ"
         found.append(
             Finding(
                 severity="warning",
                 subject="--rollout.kv_cache_dtype",
-                problem="keys and values are held in FP8, with scales that are measured at every step, and the trainer "
-                "attends in BF16: one more difference between the two ends",
+                problem=problem,
                 remedy="Watch mismatch/abs_logprob_diff/mean, or keep the cache in BF16",
                 change=(("rollout.kv_cache_dtype", "auto"),),
             )

@@ -38,7 +38,7 @@ from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.names.registry import padded_vocab_size
 from megatron_fp8rl.precision.hardware import Hardware
-from megatron_fp8rl.precision.kernel_choice import KernelChoice
+from megatron_fp8rl.precision.kernel_choice import KernelChoice, TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
 from megatron_fp8rl.preflight.memory import GIB, Estimate, Gpu, Part
@@ -67,8 +67,10 @@ class Bytes:
 
 def worst_rank(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float = 1.0) -> Estimate:
     """The estimate of the pipeline stage with the largest total."""
+    kernels = KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
     stages = [
-        estimate_stage(cfg, gpu, capacity_bytes, routing_imbalance, stage) for stage in range(cfg.parallel.pipeline)
+        estimate_stage(cfg, gpu, capacity_bytes, routing_imbalance, stage, kernels)
+        for stage in range(cfg.parallel.pipeline)
     ]
     return max(stages, key=lambda estimate: estimate.total_bytes)
 
@@ -103,26 +105,32 @@ def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
     return per_copy * (gpu.fp8_weight_copies if is_per_tensor else 2)
 
 
-def shares_memory(cfg: RunConfig, gpu: Gpu) -> tuple[bool, bool]:
+def shares_memory(cfg: RunConfig, kernels: TrainerKernels) -> tuple[bool, bool]:
     """Whether BF16 weights lie in the memory of their gradients: of FP8 linears, and of FP8 experts."""
     if cfg.precision.trainer != "blockwise" or cfg.precision.params != "bf16":
         return False, False
-    kernels = KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
     return kernels.linears == "deep_gemm", kernels.experts == "deep_gemm"
 
 
-def estimate_stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float, stage: int) -> Estimate:
+def estimate_stage(
+    cfg: RunConfig,
+    gpu: Gpu,
+    capacity_bytes: int,
+    routing_imbalance: float,
+    stage: int,
+    kernels: TrainerKernels | None = None,
+) -> Estimate:
     """Peak memory of a rank of one pipeline stage; all ranks of the stage need the same if routing is balanced."""
     tokens = Tokens.of(cfg, routing_imbalance)
     layout = TrainerLayout.from_config(cfg.parallel)
     held = [i for i in range(cfg.model.num_layers) if layout.stage(i, cfg.model.num_layers) == stage]
-    kernels = KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
+    kernels = kernels or KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
     table = LayerTable.build(cfg.model, cfg.precision)
     kinds = {i: (cfg.model.is_moe_layer(i), table.first_fp8_layer <= i < table.end_fp8_layer) for i in held}
     of_kind = {kind: layer_bytes(cfg, i, tokens, kernels) for kind, i in {kind: i for i, kind in kinds.items()}.items()}
     layers = [of_kind[kind] for kind in kinds.values()]
     parts = (
-        *_states(cfg, gpu, on_trainer_rank(cfg, stage)),
+        *_states(cfg, gpu, on_trainer_rank(cfg, stage), kernels),
         _activations(cfg, layers, tokens, stage),
         _temporaries(cfg, layers, tokens, stage),
         _overhead(cfg, tokens),
@@ -139,14 +147,14 @@ def _turns(cfg: RunConfig) -> tuple[frozenset[str], ...]:
     return frozenset({"optimizer states"}), frozenset({"activations", "temporaries", *copies})
 
 
-def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
+def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights, kernels: TrainerKernels) -> tuple[Part, ...]:
     parallel, per = cfg.parallel, Bytes.of(cfg)
     dense_ranks = parallel.data * parallel.context
     expert_ranks = expert_copies(parallel)
     optimizer = per.optimizer * weights.divided(parallel)
     copies = fp8_copy_bytes(cfg, gpu)
     weight_bytes, how = per.weight * weights.trained + 4 * weights.buffers, cfg.precision.trainer
-    linears, experts = shares_memory(cfg, gpu)
+    linears, experts = shares_memory(cfg, kernels)
     of_dense, of_expert = linears * weights.fp8_whole, experts * weights.fp8_expert
     shared = bool(of_dense) * weights.dense + bool(of_expert) * weights.expert  # whole buffers
     twice = shared - of_dense - of_expert

@@ -16,8 +16,8 @@ from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli, own_job
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
-from megatron_fp8rl.preflight import doctor, layout_search, packages, precision_table, rules, tiling
-from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose, judge
+from megatron_fp8rl.preflight import doctor, findings, packages, precision_table, rules, tiling
+from megatron_fp8rl.preflight.diagnosis import DoctorOptions, assess, diagnose
 from megatron_fp8rl.preflight.memory import GIB, GPUS, host_bytes
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_8b_colocated, grpo_qwen3_30b_a3b
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def change(cfg, **fields):
-    return layout_search.apply(cfg, tuple((path.replace("__", "."), value) for path, value in fields.items()))
+    return findings.apply(cfg, tuple((path.replace("__", "."), value) for path, value in fields.items()))
 
 
 def errors(found):
@@ -47,7 +47,7 @@ def test_degrees_that_tile_are_those_that_config_check_accepts():
             accepted = []
             for degree in range(1, 17):
                 world = ("parallel.world_size", cfg.parallel.world_size * degree)
-                changed = layout_search.apply(cfg, ((path, degree), world))
+                changed = findings.apply(cfg, ((path, degree), world))
                 if not rules.check(changed, accelerator="hopper"):
                     accepted.append(degree)
             assert [degree for degree in listed[path] if degree <= 16] == accepted, (cfg.name, path)
@@ -98,7 +98,7 @@ def test_each_command_takes_its_finding_away():
     proposed = [f for f in found.findings if f.change]
     assert len(proposed) >= 3
     for finding in proposed:
-        after = diagnose(layout_search.apply(cfg, finding.change))
+        after = diagnose(findings.apply(cfg, finding.change))
         assert after.status < 2
         assert (finding.severity, finding.problem) not in {(f.severity, f.problem) for f in after.findings}
 
@@ -107,7 +107,7 @@ def test_errors_of_several_kinds_get_one_command():
     cfg = change(grpo_qwen3_8b(), precision__gradients="e5m2", precision__linears="deep_gemm")
     cfg = change(cfg, rollout__transport="ipc", rollout__num_replicas=8)
     found = diagnose(cfg)
-    assert found.status == 2 and diagnose(layout_search.apply(cfg, found.change)).status < 2
+    assert found.status == 2 and diagnose(findings.apply(cfg, found.change)).status < 2
     assert dict(found.change)["rollout.transport"] == "auto"
 
 
@@ -117,7 +117,7 @@ def test_a_trainer_that_does_not_fit_is_given_ranks_or_recompute():
     )
     found = diagnose(cfg, DoctorOptions(gpu="h100"))
     assert "trainer, every rank" in errors(found)
-    after = diagnose(layout_search.apply(cfg, found.change), DoctorOptions(gpu="h100"))
+    after = diagnose(findings.apply(cfg, found.change), DoctorOptions(gpu="h100"))
     assert after.trainer.share <= 0.92
 
 
@@ -303,14 +303,14 @@ def test_taking_turns_needs_the_largest_phase_and_not_the_sum():
     found = diagnose(together, DoctorOptions(num_gpus=2))
     finding = errors(found)["one GPU of both"]
     assert "while training" in finding.problem
-    after = diagnose(layout_search.apply(together, found.change), DoctorOptions(num_gpus=2))
+    after = diagnose(findings.apply(together, found.change), DoctorOptions(num_gpus=2))
     assert not errors(after) and max(phase.share for phase in after.phases) < 0.92
     assert "Memory per GPU that trainer and engine share" in doctor.plain(found)
     assert len(json.loads(doctor.to_json(found))["phases"]) == 3
 
 
 def test_offloading_is_typed_as_several_words():
-    changed = layout_search.words([], (("optim.offload", ("params", "optimizer")), ("rollout.sleep_level", 2)))
+    changed = findings.arguments([], (("optim.offload", ("params", "optimizer")), ("rollout.sleep_level", 2)))
     assert changed == "--optim.offload params optimizer --rollout.sleep_level 2"
     cfg = cli.parse(["doctor", "tiny_qwen3_moe", *shlex.split(changed)], {c.name: c for c in program.COMMANDS}).cfg
     assert cfg.optim.offload == ("params", "optimizer")
@@ -338,8 +338,8 @@ def test_expert_parallel_engines_keep_experts_whole():
 @pytest.mark.parametrize(("share", "severity"), [(0.90, None), (0.95, "warning"), (0.98, "error"), (1.02, "error")])
 def test_the_last_percents_of_a_gpu_are_the_allocators(share, severity):
     cfg = change(grpo_qwen3_8b(), rollout__placement="separate", rollout__sleep_level=0, optim__offload=())
-    needed = judge(cfg, DoctorOptions()).trainer.total_bytes
-    found = judge(cfg, DoctorOptions(memory_gib=needed / share / GIB))
+    needed = assess(cfg, DoctorOptions()).trainer.total_bytes
+    found = assess(cfg, DoctorOptions(memory_gib=needed / share / GIB))
     (about,) = [f for f in found.findings if f.subject == found.trainer.title] or [None]
     assert (about and about.severity) == severity
     assert about is None or ("fragments" in about.problem) == (share < 1)

@@ -11,8 +11,8 @@ from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import OptimConfig, ParallelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.names.registry import from_hf_config
-from megatron_fp8rl.preflight import doctor, layout_search
-from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose, gpus_wanted, judge
+from megatron_fp8rl.preflight import auto_layout, doctor, findings
+from megatron_fp8rl.preflight.diagnosis import DoctorOptions, assess, diagnose, gpus_wanted
 from model_configs.deepseek import grpo_deepseek_v3
 from tests.unit.test_model_configs import (
     DEEPSEEK_V3,
@@ -153,17 +153,17 @@ def test_what_is_printed_as_a_remedy_works(name, gpu):
             if not found.change:
                 assert "layouts on at most" in found.tried and f"{num_gpus} GPUs" in found.tried
                 continue
-            mended = layout_search.apply(cfg, found.change)
+            mended = findings.apply(cfg, found.change)
             assert mended.model == cfg.model  # an architecture is no remedy
-            assert judge(mended, options).works and gpus_wanted(mended) <= num_gpus
+            assert assess(mended, options).works and gpus_wanted(mended) <= num_gpus
             proposed = [finding for finding in found.findings if finding.change]
-            assert all(judge(layout_search.apply(cfg, f.change), options).works for f in proposed)
+            assert all(assess(findings.apply(cfg, f.change), options).works for f in proposed)
 
 
 def mended(cfg: RunConfig, **options) -> RunConfig:
     found = diagnose(cfg, DoctorOptions(**options))
     assert found.change, found.tried
-    return layout_search.apply(cfg, found.change)
+    return findings.apply(cfg, found.change)
 
 
 def test_a_model_of_which_only_the_first_layers_do_not_tile_keeps_these_in_bf16():
@@ -193,13 +193,13 @@ def test_a_pipeline_is_tried():
 def test_commands_do_not_undo_each_other():
     options = DoctorOptions(gpu="h100")
     first = diagnose(grpo_deepseek_v3(), options)
-    after = diagnose(layout_search.apply(first.cfg, first.change), options)
+    after = diagnose(findings.apply(first.cfg, first.change), options)
     assert after.status < 2
     for finding in after.findings:
-        assert not finding.change or judge(layout_search.apply(after.cfg, finding.change), options).works
+        assert not finding.change or assess(findings.apply(after.cfg, finding.change), options).works
 
 
-def test_the_search_reads_no_text():
+def test_the_search_reads_no_text(monkeypatch):
     """Without problems and remedies in words the proposed change is the same."""
     untiled = run("glm45_air", dict(world_size=32, pipeline=2, expert=16), dict(num_replicas=4, tensor=2, expert=2))
     cfg = replace(
@@ -210,14 +210,13 @@ def test_the_search_reads_no_text():
     )
     options = DoctorOptions()
 
-    def without_text(cfg: RunConfig):
-        found = judge(cfg, options)
+    def without_text(cfg: RunConfig, machines: DoctorOptions):
+        found = assess(cfg, machines)
         return replace(found, findings=tuple(replace(f, problem="", remedy="") for f in found.findings))
 
-    for start in (untiled, cfg):
-        found = diagnose(start, options)
-        outcome = layout_search.search(start, without_text, options.hardware, None, options.gpus_per_node)
-        assert found.change and outcome.change == found.change
+    changes = [diagnose(start, options).change for start in (untiled, cfg)]
+    monkeypatch.setattr(auto_layout, "assess", without_text)
+    assert all(changes) and changes == [auto_layout.nearest(start, options).change for start in (untiled, cfg)]
 
 
 def test_what_was_tried_is_said():
@@ -232,10 +231,10 @@ def test_a_command_can_be_typed_again():
     cfg = grpo_deepseek_v3()
     found = diagnose(cfg, DoctorOptions(gpu="h100"), config_name="grpo_deepseek_v3", overrides=["--seed", "3"])
     parsed = cli.parse(shlex.split(found.command)[3:], {command.name: command for command in program.COMMANDS})
-    assert parsed.options.gpu == "h100" and parsed.cfg == layout_search.apply(replace(cfg, seed=3), found.change)
+    assert parsed.options.gpu == "h100" and parsed.cfg == findings.apply(replace(cfg, seed=3), found.change)
 
 
 def test_a_search_without_time_says_what_it_tried(monkeypatch):
-    monkeypatch.setattr(layout_search, "_DEADLINE_S", 0.0)
+    monkeypatch.setattr(auto_layout, "_DEADLINE_S", 0.0)
     found = diagnose(grpo_deepseek_v3(), DoctorOptions(gpu="h100"))
     assert found.status == 2 and not found.command and found.tried

@@ -13,7 +13,7 @@ from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose
-from megatron_fp8rl.preflight.layout_search import apply
+from megatron_fp8rl.preflight.findings import apply
 from megatron_fp8rl.preflight.precision_table import agreement
 from megatron_fp8rl.preflight.show import Group, groups
 from model_configs.deepseek import grpo_deepseek_v3

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import ParallelConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.preflight import layout_search
-from megatron_fp8rl.preflight.diagnosis import DoctorOptions, judge
-from megatron_fp8rl.sizing import near_layouts
+from megatron_fp8rl.preflight import auto_layout, findings
+from megatron_fp8rl.preflight.assessment import DoctorOptions, assess
 from model_configs.qwen3 import qwen3_30b_a3b
 from model_configs.small import small_qwen3
 
 
 def change(cfg, **fields):
-    return layout_search.apply(cfg, tuple((path.replace("__", "."), value) for path, value in fields.items()))
+    return findings.apply(cfg, tuple((path.replace("__", "."), value) for path, value in fields.items()))
 
 
 @pytest.mark.parametrize(
@@ -34,13 +31,13 @@ def test_what_shares_a_gpu_moves_as_little_as_fits(gib, tokens, sleeps, recomput
     """``sleeps``: None where weights or states would have to be offloaded."""
     options = DoctorOptions(num_gpus=1, memory_gib=gib)
     cfg = change(colocated(tokens), precision__linears="te")
-    found = near_layouts.in_place(cfg, partial(judge, options=options))
-    after = layout_search.apply(cfg, found)
+    found = auto_layout.in_place(cfg, options)
+    after = findings.apply(cfg, found)
     assert bool(found) == (sleeps is not None)
     if found:
         assert (after.rollout.sleep_level > 0) == sleeps and not after.optim.offload
         assert (after.optim.recompute, after.rollout.max_tokens_per_microbatch) == (recompute, size)
-        assert not judge(after, options).errors
+        assert not assess(after, options).errors
 
 
 def test_the_layers_of_a_mixture_are_recomputed_before_microbatches_are_shorter():
@@ -55,9 +52,7 @@ def test_the_layers_of_a_mixture_are_recomputed_before_microbatches_are_shorter(
     )
     chosen = set()
     for gib in (28, 32, 36):
-        after = layout_search.apply(
-            cfg, near_layouts.in_place(cfg, partial(judge, options=DoctorOptions(num_gpus=1, memory_gib=gib)))
-        )
+        after = findings.apply(cfg, auto_layout.in_place(cfg, DoctorOptions(num_gpus=1, memory_gib=gib)))
         chosen.add((after.optim.recompute, after.rollout.max_tokens_per_microbatch))
     assert ("selective", 8192) in chosen and ("none", 4096) not in chosen
 
@@ -114,16 +109,16 @@ def test_microbatches_are_as_long_as_memory_and_their_number_allow(gib, sequence
         rollout__max_completion_tokens=1024,
         rollout__max_tokens_per_microbatch=8192,
     )
-    judged = partial(judge, options=DoctorOptions(num_gpus=2, memory_gib=gib))
-    after = layout_search.apply(cfg, near_layouts.longer_microbatches(cfg, judged))
+    machines = DoctorOptions(num_gpus=2, memory_gib=gib)
+    after = findings.apply(cfg, auto_layout.longer_microbatches(cfg, machines))
     assert after.rollout.max_tokens_per_microbatch == size and after.optim.logprob_chunk_tokens == max(size, 8192)
-    assert after.rollout.gpu_memory_utilization == 0.5 and judged(after).works
+    assert after.rollout.gpu_memory_utilization == 0.5 and assess(after, machines).works
 
 
 def test_what_does_not_work_is_left_as_it_is():
     """Its own mistake is what the user is told: here there is not even one data-parallel rank."""
     cfg = change(small_qwen3(), parallel__world_size=2, parallel__pipeline=3)
-    assert near_layouts.longer_microbatches(cfg, partial(judge, options=DoctorOptions(num_gpus=4, memory_gib=80))) == ()
+    assert auto_layout.longer_microbatches(cfg, DoctorOptions(num_gpus=4, memory_gib=80)) == ()
 
 
 def test_engines_give_up_cache_that_no_sequence_needs_for_longer_microbatches():
@@ -145,10 +140,10 @@ def test_engines_give_up_cache_that_no_sequence_needs_for_longer_microbatches():
         optim__offload=(),
         optim__recompute="none",
     )
-    judged = partial(judge, options=DoctorOptions(num_gpus=1, memory_gib=48))
-    after = layout_search.apply(cfg, near_layouts.longer_microbatches(cfg, judged))
+    machines = DoctorOptions(num_gpus=1, memory_gib=48)
+    after = findings.apply(cfg, auto_layout.longer_microbatches(cfg, machines))
     assert after.rollout.max_tokens_per_microbatch > 8192 and after.rollout.gpu_memory_utilization < 0.5
-    assert judged(after).engine.full_sequences >= 64
+    assert assess(after, machines).engine.full_sequences >= 64
 
 
 def _own(gpus, *words):
@@ -169,7 +164,7 @@ def _own(gpus, *words):
         ),
     )
     override = cli.overriding(list(words))
-    return near_layouts.fastest(override(cfg), DoctorOptions(gpu="h200", num_gpus=gpus), override)
+    return auto_layout.fastest(override(cfg), DoctorOptions(gpu="h200", num_gpus=gpus), override)
 
 
 def test_experts_are_divided_where_steps_are_fastest():
@@ -180,12 +175,12 @@ def test_experts_are_divided_where_steps_are_fastest():
     of_user, change, how = _own(8, "--parallel.expert", "2")
     assert of_user.parallel.expert == 2 and of_user.optim.offload and "parallel.expert" not in dict(change)
     assert how.startswith("nearest to data parallel")
-    step_s = near_layouts._step_s
+    step_s = auto_layout._step_s
     assert step_s(cfg, DoctorOptions(num_gpus=8)) < 0.9 * step_s(of_user, DoctorOptions(num_gpus=8))
 
 
 def test_four_gpus_hold_all_of_a_mixture_of_thirty_billion():
     cfg, _, _ = _own(4)
-    found = judge(cfg, DoctorOptions(gpu="h200", num_gpus=4))
+    found = assess(cfg, DoctorOptions(gpu="h200", num_gpus=4))
     assert found.works and not found.num_layout_warnings
     assert cfg.optim.offload and cfg.optim.recompute == "none" and cfg.rollout.max_tokens_per_microbatch >= 16384

@@ -1,4 +1,4 @@
-"""Seconds of one step, phase by phase, from a configuration, rates and a network. Arithmetic; pure, no torch.
+"""Seconds of one step, phase by phase, from a configuration, the rates of ``rates.toml`` and a network. No torch.
 
     rollouts       prompts: their FLOP. Decoding: every step reads the matrices that it needs once, or multiplies by them if
                    that takes longer, and the cache of its sequences, and samples; the steps last until the longest sequence
@@ -20,21 +20,27 @@ longer of the two, and the pause.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from megatron_fp8rl.algo.named import needs_old_pass
 from megatron_fp8rl.config import ModelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.precision.kernel_support import may_gather
 from megatron_fp8rl.preflight import weights
+from megatron_fp8rl.preflight.assessment import DoctorOptions, gpus_wanted
 from megatron_fp8rl.preflight.engine_memory import worker
+from megatron_fp8rl.preflight.memory import GpuName
 from megatron_fp8rl.preflight.trainer_memory import Bytes
 from megatron_fp8rl.rollout.vllm_args import kv_token_bytes
-from megatron_fp8rl.sizing.rates import Network, Rates
 
 _OPTIMIZER_BYTES = 30  # read and written for each parameter of a rank's share: gradient, master, two moments, BF16
 _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # of the forward pass of layers, by ``optim.recompute``
+_FLOPS = ("linear_fp8", "linear_bf16", "experts_fp8", "experts_bf16", "attention", "head", "prefill")
 _TENSOR_COLLECTIVES = 4  # of a layer's forward under tensor parallelism; twice as many in backward
 
 
@@ -53,16 +59,92 @@ class Lengths:
         return cls(prompt=prompt or rollout.max_prompt_tokens / 2, mean=mean or longest / 2, longest=longest)
 
 
+@functools.cache
+def _data() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "rates.toml").read_text())
+
+
+def _values(table: dict[str, Any]) -> dict[str, float]:
+    return {name: entry["value"] for name, entry in table.items()}
+
+
+def largest_step_error() -> float:
+    """The largest error of a whole predicted step against the measured runs, as a share."""
+    return _data()["h200"]["largest_step_error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one GPU reaches; ``rates.toml`` says what each rate is, when and how it was measured."""
+
+    linear_fp8: float
+    linear_bf16: float
+    experts_fp8: float
+    experts_bf16: float
+    attention: float
+    head: float
+    feature_fp8_s: float
+    feature_bf16_s: float
+    parameter_bytes: float
+    host_moe_layer_s: float
+    prefill: float
+    read_bytes_per_s: float
+    decode_layer_s: float
+    decode_moe_layer_s: float
+    logit_s: float
+    publish_s: float
+    publish_s_per_byte: float
+    kv_scales_s: float
+    sleep_s: float
+    host_bytes_per_s: float
+    source: str
+
+    @classmethod
+    def of(cls, gpu: GpuName) -> Rates:
+        """The rates of a kind of GPU: measured for H200, scaled by data sheets for others."""
+        measured = cls(**_values(_data()["h200"]["rates"]), source="measured on H200")
+        if gpu == "h200":
+            return measured
+        theirs, ours = (_data()["sheets"][name] for name in (gpu, "h200"))
+        flops, read = theirs["flops"] / ours["flops"], theirs["bytes_per_s"] / ours["bytes_per_s"]
+        faster = {name: getattr(measured, name) * flops for name in _FLOPS} | {
+            "read_bytes_per_s": measured.read_bytes_per_s * read
+        }
+        shorter = ("feature_fp8_s", "feature_bf16_s", "logit_s", "publish_s_per_byte")
+        return replace(
+            measured,
+            **faster,
+            **{name: getattr(measured, name) / read for name in shorter},
+            source=f"H200's, times {flops:.2f} (FLOP/s) and {read:.2f} (memory) by data sheets; not measured on {gpu.upper()}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Assumed, never measured here. Bytes per second of one GPU, in each direction."""
+
+    nvlink_bytes_per_s: float = 0.0  # 0 in any field: the value of rates.toml
+    nic_bytes_per_s: float = 0.0
+    node_collective_s: float = 0.0
+    cluster_collective_s: float = 0.0
+    storage_bytes_per_s: float = 0.0
+
+    def __post_init__(self):
+        for name, value in _values(_data()["network"]).items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """What trainer rank 0 does for all engines, and what it holds: measured with stand-ins on CPUs, docs/scale.md."""
+    """What trainer rank 0 does for all engines, and what it holds; ``rates.toml`` has the numbers."""
 
-    ask_completion_s: float = 76e-6  # while engines sample
-    ask_token_s: float = 29e-9
-    completion_s: float = 28e-6  # while all wait: metrics, samples, dividing, messages
-    token_s: float = 6.1e-9  # copied and sent to another rank
-    completion_bytes: float = 2.7e3
-    token_bytes: float = 12.0  # id, log-probability and text
+    ask_completion_s: float
+    ask_token_s: float
+    completion_s: float
+    token_s: float
+    completion_bytes: float
+    token_bytes: float
 
     def seconds(self, completions: float, tokens: float, rollout_s: float) -> float:
         """Beside ``rollout_s`` of sampling."""
@@ -153,7 +235,7 @@ def step_time(
     wire, proof = _publish_s(cfg, rates, network, gpus, gpus_per_node)
     in_spare = cfg.rollout.spare_weights != "none"
     rollouts = _rollout_s(cfg, sequences, lengths, rates, network, memory_bytes, gpus_per_node)
-    driver, sampled = Driver(), sequences * lengths.mean
+    driver, sampled = Driver(**_values(_data()["driver"])), sequences * lengths.mean
     return StepTime(
         rollouts=rollouts,
         old_logprobs=passes.forward if has_old_pass else 0.0,
@@ -170,6 +252,19 @@ def step_time(
         tokens=sequences * length,
         gpus=gpus,
     )
+
+
+def step_seconds(cfg: RunConfig, machines: DoctorOptions) -> float:
+    """Seconds of a step with the default network and half of the longest sequences, as ``plan`` without options."""
+    return step_time(
+        cfg,
+        Lengths.of(cfg.rollout),
+        Rates.of(machines.gpu),
+        Network(),
+        memory_bytes=machines.hardware.memory_bytes,
+        gpus=gpus_wanted(cfg),
+        gpus_per_node=machines.gpus_per_node,
+    ).step
 
 
 def _moe_layers(model: ModelConfig) -> int:

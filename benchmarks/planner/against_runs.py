@@ -1,7 +1,9 @@
-"""The arithmetic of a plan against the runs that were measured, phase by phase.
+"""Compare the arithmetic of ``plan`` with the runs that were measured, phase by phase.
 
-In: rows of docs/measured of this repository. Out: the predicted and the measured seconds, and the error. Rates come from
-some of these rows (``rates.py``): for those the error says how well a few numbers fit many, not how well they predict.
+    python -m benchmarks.planner.against_runs
+
+In: rows of docs/measured. Out: predicted and measured seconds, and the error. The rates of ``preflight/rates.toml`` are
+fitted to some of these rows: for those, the error says how well a few numbers fit many, not how well they predict.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from typing import Any
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.preflight.memory import gpu_in
-from megatron_fp8rl.sizing import rates
-from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
+from megatron_fp8rl.preflight.step_time import Lengths, Network, Rates, StepTime, step_time
+from model_configs import dense, qwen3
 
 FOLDER = Path(__file__).parents[2] / "docs" / "measured"
 _PHASES = ("rollouts", "update", "publish")
 _OLDER = tuple("ABCDEFGH")  # runs of the ledger of which publications alone are of present code
 # Beside another run, with updates in which GPUs waited for the host; and U, whose updates took longer for a reason not proven.
 _STALLED = ("K", "L", "O", "U")
+
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,12 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    path = FOLDER / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+def rows(name: str) -> list[Row]:
+    """The rows of one file of docs/measured."""
+    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 
-def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) -> tuple[RunConfig, Lengths] | None:
+def of_ledger(row: Row, models: dict[tuple[str, int], ModelConfig]) -> tuple[RunConfig, Lengths] | None:
     """The configuration of a row of the ledger with engines of one GPU; None for a model that is not known here, and for an
     exact run, whose kernels are others."""
     model = models.get((row["model"]["family"], row["model"]["hidden_size"]))
@@ -81,21 +86,19 @@ def compared() -> tuple[Compared, ...]:
 
 def models() -> dict[tuple[str, int], ModelConfig]:
     """The models of the ledger's shapes by family and width, at full depth."""
-    from model_configs import dense, qwen3
-
     shapes = (dense.qwen3_0_6b(), dense.qwen3_1_7b(), dense.qwen3_4b(), qwen3.qwen3_8b(), qwen3.qwen3_30b_a3b())
     return {(model.family, model.hidden_size): model for model in shapes}
 
 
 def _compared() -> Iterator[Compared]:
-    for row in _rows("ledger"):
-        known = _of_ledger(row, models())
+    for row in rows("ledger"):
+        known = of_ledger(row, models())
         if known is None:
             continue
         cfg, lengths = known
         gpu = gpu_in(row["device"])
         found: StepTime = step_time(
-            cfg, lengths, rates.of(gpu.name), rates.Network(), memory_bytes=gpu.memory_bytes, gpus=row["gpus"]
+            cfg, lengths, Rates.of(gpu.name), Network(), memory_bytes=gpu.memory_bytes, gpus=row["gpus"]
         )
         name, bf16 = (
             f"ledger {row['run']}, {gpu.name.upper()}: {row['shape']} {arm}, {row['layers']} layers"
@@ -126,10 +129,8 @@ def ratios() -> list[tuple[str, float, float]]:
 
 
 def report() -> list[str]:
-    """A table, or a line that says why there is none."""
+    """A table of all phases, the errors by phase, and the ratios of BF16 to other precisions."""
     found = compared()
-    if not found:
-        return ["no measured runs are at hand to check this arithmetic against (docs/measured of the repository)"]
     lines = ["this arithmetic against measured runs: predicted, measured, error"]
     for one in found:
         lines.append(f"  {one.run:<64} {one.phase:<13}{one.predicted:9.3f} s{one.measured:9.3f} s {one.error:+7.1%}")
@@ -139,4 +140,9 @@ def report() -> list[str]:
             lines.append(
                 f"  {phase}: {median(errors):.1%} in the median, {max(errors):.1%} at most, of {len(errors)} runs"
             )
+    lines += [f"  {run}: BF16 takes {one:.2f} times as long, measured {two:.2f}" for run, one, two in ratios()]
     return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(report()))

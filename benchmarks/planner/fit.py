@@ -1,0 +1,193 @@
+"""Fit the rates of ``preflight/rates.toml`` to the measured rows, by least squares of relative errors.
+
+    python -m benchmarks.planner.fit
+
+Prints each rate, fitted and stored. A rate is fitted where it decides most: linears and attention by updates of dense models,
+experts by updates of a mixture, decode layers by rollouts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from benchmarks.planner import against_runs
+from benchmarks.planner.against_runs import Row
+from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.preflight.memory import gpu_in
+from megatron_fp8rl.preflight.step_time import Lengths, Network, Rates, StepTime, step_time
+from megatron_fp8rl.preflight.weights import on_engine_worker
+from model_configs import qwen3
+
+Equation = tuple[
+    list[float], float, float
+]  # seconds that each rate adds as it is, measured seconds, seconds of all else
+H200 = Rates.of("h200")
+FLOPS = ("linear_fp8", "linear_bf16", "experts_fp8", "experts_bf16", "attention", "head")
+DENSE = ("linear_fp8", "linear_bf16", "attention", "feature_fp8_s", "feature_bf16_s", "parameter_bytes")
+MIXTURE = ("experts_fp8", "experts_bf16")
+HOST = ("host_moe_layer_s",)  # which kept no GPU waiting in the runs that rates come from
+
+
+@functools.cache
+def known_rows() -> tuple[tuple[Row, RunConfig, Lengths], ...]:
+    """Rows of the ledger whose configuration is known."""
+    rows = [(row, against_runs.of_ledger(row, against_runs.models())) for row in against_runs.rows("ledger")]
+    return tuple((row, *known) for row, known in rows if known is not None)
+
+
+def seconds_with(changes: dict[str, float], row: Row, cfg: RunConfig, lengths: Lengths) -> StepTime:
+    """A step with some rates changed."""
+    gpu = gpu_in(row["device"])
+    changed = replace(Rates.of(gpu.name), **changes)
+    return step_time(cfg, lengths, changed, Network(), memory_bytes=gpu.memory_bytes, gpus=row["gpus"])
+
+
+def solved(equations: Sequence[Equation]) -> np.ndarray:
+    """Rates, or factors of the stored ones, by least squares of relative errors."""
+    matrix = [[factor / seconds for factor in factors] for factors, seconds, _ in equations]
+    return np.linalg.lstsq(
+        np.array(matrix), np.array([1 - rest / seconds for _, seconds, rest in equations]), rcond=None
+    )[0]
+
+
+def free(names: Sequence[str]) -> dict[str, float]:
+    """Rates with which these cost nothing."""
+    return {name: math.inf if name in FLOPS else 0.0 for name in names}
+
+
+def equation(names: Sequence[str], measured: float, seconds: Callable[[dict[str, float]], float]) -> Equation:
+    none = free(names)
+    rest = seconds(none)
+    return [seconds(none | {name: getattr(H200, name)}) - rest for name in names], measured, rest
+
+
+def of_runs(letters: str, names: Sequence[str], phase: str) -> list[Equation]:
+    return [
+        equation(
+            names,
+            median(row["phases_s"][phase]),
+            lambda changes: getattr(seconds_with(free(HOST) | changes, row, cfg, lengths), phase),
+        )
+        for row, cfg, lengths in known_rows()
+        if row["run"] in letters
+    ]
+
+
+def of_layers(names: Sequence[str], *, head: bool) -> Iterator[Equation]:
+    """Run A of ``layers``: of dense layers, or what is not of layers, of the mixture, too."""
+    for row in (
+        row for row in against_runs.rows("layers") if row["run"] == "A" and (head or row["model"] == "qwen3_8b")
+    ):
+        model = {"qwen3_8b": qwen3.qwen3_8b(), "qwen3_30b_a3b": qwen3.qwen3_30b_a3b()}[row["model"]]
+
+        def of_depth(changes: dict[str, float], layers: int) -> float:
+            """Seconds without the optimizer's."""
+            rollout = RolloutConfig(
+                prompts_per_step=row["tokens"] // 2048,
+                completions_per_prompt=1,
+                num_replicas=1,
+                max_tokens_per_microbatch=row["tokens"],
+            )
+            precision = PrecisionConfig(trainer=row["precision"])
+            cfg = RunConfig(
+                name="layers", model=replace(model, num_layers=layers), precision=precision, rollout=rollout
+            )
+            all_of, rest = (
+                seconds_with(one, row | {"gpus": 1}, cfg, Lengths(prompt=0, mean=2048, longest=2048)).update
+                for one in (free(HOST) | changes, free((*FLOPS, *DENSE, *HOST)))
+            )
+            return all_of - rest
+
+        half = row["layers"] // 2
+        if head:
+            measured = (row["busy_ms"] - row["layers_busy_ms"]) / 1e3
+            yield equation(names, measured, lambda changes: 2 * of_depth(changes, half) - of_depth(changes, 2 * half))
+        else:
+            measured = row["layers_busy_ms"] / 1e3
+            yield equation(names, measured, lambda changes: 2 * (of_depth(changes, 2 * half) - of_depth(changes, half)))
+
+
+def of_decoding() -> list[Equation]:
+    """Rollouts of dense layers in runs L, O, R and S, and run B of the engine alone: 64 sequences of 8,192 tokens."""
+    names, model = ("decode_layer_s", "logit_s"), qwen3.qwen3_8b()
+    equations = of_runs("LORS", names, "rollouts")
+    for row in (row for row in against_runs.rows("rollout_speed") if row["run"] == "B"):
+        in_fp8 = row["precision"] == "fp8_kv"
+        rollout = RolloutConfig(
+            placement="separate",
+            num_replicas=1,
+            prompts_per_step=64,
+            completions_per_prompt=1,
+            kv_cache_dtype="fp8" if in_fp8 else "auto",
+            max_prompt_tokens=512,
+            max_completion_tokens=8192,
+        )
+        precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
+        cfg = RunConfig(name="engine", model=model, precision=precision, rollout=rollout)
+        lengths, gpu = Lengths(prompt=512, mean=8192, longest=8192), {"device": "H200", "gpus": 2}
+        seconds = functools.partial(_rollout_seconds, gpu=gpu, cfg=cfg, lengths=lengths)
+        equations.append(equation(names, row["seconds"], seconds))
+    return equations
+
+
+def _rollout_seconds(changes: dict[str, float], gpu: Row, cfg: RunConfig, lengths: Lengths) -> float:
+    return seconds_with(changes, gpu, cfg, lengths).rollouts
+
+
+def publications(*, with_scales: bool) -> list[tuple[Row, RunConfig, Lengths]]:
+    """Rows of two H200s, one for the trainer and one for the engine, with scales of a cache or without."""
+    return [
+        (row, cfg, lengths)
+        for row, cfg, lengths in known_rows()
+        if "H200" in row["device"]
+        and row["gpus"] == 2
+        and cfg.rollout.placement == "separate"
+        and (row["arm"] == "fp8_kv") == with_scales
+    ]
+
+
+def of_publications() -> list[Equation]:
+    """Publications without scales of a cache, which are measured in the same phase."""
+    equations = []
+    for row, cfg, lengths in publications(with_scales=False):
+        num_bytes = on_engine_worker(cfg).sent
+        rest = seconds_with({"publish_s": 0.0, "publish_s_per_byte": 0.0}, row, cfg, lengths).publish
+        factors = [H200.publish_s, H200.publish_s_per_byte * num_bytes]
+        equations.append((factors, median(row["phases_s"]["publish"]), rest))
+    return equations
+
+
+def fitted() -> dict[str, float]:
+    """Each rate that is fitted, divided by the stored one."""
+    groups = (
+        (("head",), list(of_layers(["head"], head=True))),
+        (DENSE, [*of_runs("JRS", DENSE, "update"), *of_layers(DENSE, head=False)]),
+        (MIXTURE, of_runs("P", MIXTURE, "update")),
+        (("decode_layer_s", "logit_s"), of_decoding()),
+        (("decode_moe_layer_s",), of_runs("P", ["decode_moe_layer_s"], "rollouts")),
+        (("publish_s", "publish_s_per_byte"), of_publications()),
+    )
+    factors = {}
+    for names, equations in groups:
+        for name, factor in zip(names, solved(equations), strict=True):
+            factors[name] = 1 / factor if name in FLOPS else factor  # equations count the seconds that a rate adds
+    scales = [
+        median(row["phases_s"]["publish"]) - seconds_with({"kv_scales_s": 0.0}, row, cfg, lengths).publish
+        for row, cfg, lengths in publications(with_scales=True)
+    ]
+    asleep = [row for row in against_runs.rows("ledger") if row["run"] in "NQR" and row["layout"]["sleep"]]
+    slept = median(median(row["phases_s"]["colocated"]) for row in asleep)
+    return factors | {"kv_scales_s": median(scales) / H200.kv_scales_s, "sleep_s": slept / H200.sleep_s}
+
+
+if __name__ == "__main__":
+    for name, factor in fitted().items():
+        print(
+            f"{name:<20} {getattr(H200, name) * factor:12.4g} fitted {getattr(H200, name):12.4g} stored {factor - 1:+.1%}"
+        )

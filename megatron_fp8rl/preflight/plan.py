@@ -1,0 +1,248 @@
+"""``python -m megatron_fp8rl plan CONFIG --gpus 1024``: how long a step takes on so many GPUs, before asking for them.
+
+In: a configuration, a number of GPUs, and a network. Out: the layouts that were considered and the best of them, its
+seconds by phase, memory, GPU time for a million trained tokens, and the time that failures cost. Needs neither a GPU nor
+torch. The rates are those of ``rates.toml``: measured on one machine. The network, and so everything that spans nodes, is
+assumed. ``benchmarks/planner`` compares the same arithmetic with measured runs.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_fp8rl.config import PrecisionConfig, RunConfig
+from megatron_fp8rl.precision import parameters
+from megatron_fp8rl.preflight import step_time
+from megatron_fp8rl.preflight.assessment import DoctorOptions
+from megatron_fp8rl.preflight.auto_layout import Layout, all_layouts
+from megatron_fp8rl.preflight.memory import GIB, GpuName
+from megatron_fp8rl.preflight.step_time import Lengths, Network, Rates, StepTime
+from megatron_fp8rl.preflight.trainer_memory import Bytes
+
+_RESTART_S = 151.0  # a lost node is noticed (25 s), the job starts again (6 s), processes start and publish (120 s)
+_HOST_BYTES_PER_S = 25e9  # a rank's copy to its host, assumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The machines, and what is known about the work."""
+
+    gpus: int = 8
+    gpu: GpuName = "h200"
+    gpus_per_node: int = 8
+    nic_gbits: float = 400.0  # of one GPU's network card; 80 % of it is counted with
+    storage_gbytes: float = 2.0  # GB/s of one GPU to the shared file system
+    prompt_tokens: float | None = None  # mean; None: half of rollout.max_prompt_tokens
+    completion_tokens: float | None = None  # mean; None: half of rollout.max_completion_tokens
+    dollars: float | None = None  # of a GPU for an hour
+    failures_per_hour: float | None = None  # lost nodes; None: one for 64 nodes
+    repair_hours: float = 2.0  # until a lost node is back
+    top: int = 5  # layouts shown
+
+    def problems(self) -> list[str]:
+        """Options with impossible values."""
+        given = {name: getattr(self, name) for name in ("gpus", "gpus_per_node", "nic_gbits", "storage_gbytes", "top")}
+        return [f"--{name} {value}: more than 0 is needed" for name, value in given.items() if not value > 0]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout and the seconds of its step."""
+
+    layout: Layout
+    time: StepTime
+
+    @property
+    def cfg(self) -> RunConfig:
+        return self.layout.cfg
+
+    @property
+    def text(self) -> str:
+        parallel, rollout = self.cfg.parallel, self.cfg.rollout
+        virtual = f" VP{parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
+        trainer = (
+            f"{parallel.world_size} = TP{parallel.tensor} PP{parallel.pipeline}{virtual} EP{parallel.expert} "
+            f"DP{parallel.data}, {rollout.max_tokens_per_microbatch:,} tokens a microbatch"
+        )
+        engine = f"DP{rollout.data} TP{rollout.tensor} EP{rollout.expert}"
+        shared = " on the same GPUs" if rollout.placement == "colocated" else ""
+        return f"{trainer}; {rollout.num_replicas} x {engine}{shared}"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Layouts that work, the cheapest first; and numbers of refused ones, by reason."""
+
+    found: tuple[Choice, ...]
+    refused: Counter[str]
+
+    @property
+    def num_considered(self) -> int:
+        return len(self.found) + self.refused.total()
+
+
+def run(cfg: RunConfig, options: PlanOptions) -> int:
+    """Print the plan; return the exit status: 2 if no layout works."""
+    if problems := options.problems():
+        print("\n".join(f"python -m megatron_fp8rl plan: {problem}" for problem in problems), file=sys.stderr)
+        return 2
+    choices, lines = plan(cfg, options)
+    print("\n".join(lines))
+    return 0 if choices.found else 2
+
+
+def plan(cfg: RunConfig, options: PlanOptions) -> tuple[Choices, list[str]]:
+    """(layouts, lines of the report)."""
+    machines = DoctorOptions(gpu=options.gpu, num_gpus=options.gpus, gpus_per_node=options.gpus_per_node)
+    rates, rollout = Rates.of(options.gpu), cfg.rollout
+    network = Network(
+        nic_bytes_per_s=options.nic_gbits / 8 * 1e9 * 0.8, storage_bytes_per_s=options.storage_gbytes * 1e9
+    )
+    lengths = Lengths.of(rollout, options.prompt_tokens, options.completion_tokens)
+
+    def timed(cfg: RunConfig) -> StepTime:
+        memory = machines.hardware.memory_bytes
+        return step_time.step_time(
+            cfg, lengths, rates, network, memory_bytes=memory, gpus=options.gpus, gpus_per_node=options.gpus_per_node
+        )
+
+    def choices_of(cfg: RunConfig) -> Choices:
+        layouts, refused = all_layouts(cfg, machines, lambda cfg: timed(cfg).gpu_seconds_per_million)
+        return Choices(tuple(Choice(layout, timed(layout.cfg)) for layout in layouts), refused)
+
+    choices, counted = choices_of(cfg), parameters.count(cfg.model)
+    lines = [
+        f"{cfg.name}: {counted.total / 1e9:.1f} G parameters, {counted.active / 1e9:.1f} G active; {options.gpus} "
+        f"{options.gpu.upper()} in nodes of {options.gpus_per_node}; {rollout.prompts_per_step} x "
+        f"{rollout.completions_per_prompt} sequences of {lengths.prompt:.0f} + {lengths.mean:.0f} tokens on average, "
+        f"{lengths.longest:.0f} at most",
+        f"rates: {rates.source}. Network, assumed: {network.nic_bytes_per_s / 1e9:.0f} GB/s of a card, "
+        f"{network.nvlink_bytes_per_s / 1e9:.0f} GB/s within a node. Nothing of this was measured across nodes.",
+        "",
+        f"{choices.num_considered} layouts considered, {len(choices.found)} can work",
+        *(f"  {count:5d} refused: {reason[:150]}" for reason, count in choices.refused.most_common(6)),
+    ]
+    if not choices.found:
+        return choices, [*lines, "", "No layout works: ask for more GPUs, or let the doctor propose a change."]
+    best = choices.found[0]
+    lines += ["", *_table(choices.found[: options.top]), "", *_degrees(choices), "", *_phases(best, options)]
+    lines += ["", *_against_bf16(best, choices_of), "", *_failures(best, options, network)]
+    return choices, lines
+
+
+def _table(shown: tuple[Choice, ...]) -> list[str]:
+    head = f"  {'step s':>8} {'sample':>8} {'train':>8} {'publish':>8} {'pause':>7} {'GPU s/Mtok':>11}  layout"
+    rows = [
+        f"  {c.time.step:8.1f} {c.time.rollouts:8.1f} {c.time.training:8.1f} {c.time.publish:8.2f} {c.time.pause:7.2f} "
+        f"{c.time.gpu_seconds_per_million:11.0f}  {c.text}"
+        for c in shown
+    ]
+    return [head, *rows]
+
+
+def _degrees(choices: Choices) -> list[str]:
+    """For each degree of the best layout: the best layout with another value, and its cost."""
+    best = choices.found[0]
+    lines = [f"best: {best.text}"]
+    for degree, name in (
+        (lambda c: c.cfg.parallel.world_size, "GPUs for the trainer"),
+        (lambda c: c.cfg.parallel.tensor, "trainer tensor"),
+        (lambda c: c.cfg.parallel.pipeline, "trainer pipeline"),
+        (lambda c: c.cfg.parallel.expert, "trainer expert"),
+        (lambda c: c.cfg.rollout.data, "engine data"),
+        (lambda c: c.cfg.rollout.tensor, "engine tensor"),
+    ):
+        other = next((c for c in choices.found if degree(c) != degree(best)), None)
+        if other is not None:
+            more = other.time.gpu_seconds_per_million / best.time.gpu_seconds_per_million - 1
+            lines.append(f"  {name} {degree(best)} (next best: {degree(other)}, {more:+.1%} GPU seconds)")
+    return lines
+
+
+def _phases(best: Choice, options: PlanOptions) -> list[str]:
+    time, assessment = best.time, best.layout.assessment
+    order = "sampling overlaps training" if time.overlaps else "phases follow each other"
+    moves = ["engines sleep and wake"] if best.cfg.rollout.sleep_level else []
+    moves += [f"the trainer offloads {', '.join(best.cfg.optim.offload)}"] if best.cfg.optim.offload else []
+    dollars = " (--dollars of a GPU hour gives a price)"
+    if options.dollars is not None:
+        dollars = f", {time.gpu_seconds_per_million / 3600 * options.dollars:.2f} dollars"
+    trainer, engine = assessment.trainer, assessment.engine
+    assert trainer is not None and engine is not None  # the layout works
+    return [
+        f"a step of the best layout: {time.step:.1f} s; {order} (computed)",
+        f"  rollouts       {time.rollouts:9.2f} s",
+        f"  driver         {time.driver:9.2f} s   ({time.driver / time.step:.1%} of the step); rank 0 holds {time.driver_gb:.1f} GB",
+        f"  old_logprobs   {time.old_logprobs:9.2f} s",
+        f"  update         {time.update:9.2f} s   pipeline bubble {time.bubble:.2f} s, expert traffic {time.expert_traffic:.2f} s",
+        f"  publish        {time.publish:9.2f} s   wire {time.wire:.2f} s; engines pause {time.pause:.2f} s",
+        *([f"  handover       {time.handover:9.2f} s   {'; '.join(moves)}"] if time.handover else []),
+        f"  memory: trainer {trainer.share:.0%} of a GPU, engine {engine.estimate.share:.0%}",
+        f"  {time.tokens / time.step:,.0f} trained tokens/s, {time.gpu_seconds_per_million:,.0f} GPU seconds per million"
+        + dollars,
+    ]
+
+
+def _against_bf16(best: Choice, choices_of: Callable[[RunConfig], Choices]) -> list[str]:
+    """Whether FP8 pays in whole steps. The answer is yes or no only beyond the largest error of a measured step."""
+    cfg = best.cfg
+    if cfg.precision.trainer == cfg.precision.rollout == "bf16":
+        return ["does FP8 pay? This run has none"]
+    plain = PrecisionConfig(trainer="bf16", rollout="bf16", exact=cfg.precision.exact)
+    others = choices_of(replace(cfg, precision=plain, rollout=replace(cfg.rollout, kv_cache_dtype="auto"))).found
+    if not others:
+        return ["does FP8 pay? In BF16 no layout works on these GPUs"]
+    time, other = best.time, others[0].time
+    gain = other.gpu_seconds_per_million / time.gpu_seconds_per_million
+    error = 1 + step_time.largest_step_error()
+    answer = "yes" if gain > error else "no" if gain < 1 / error else "too close to say"
+    return [
+        f"does FP8 pay? {answer}: {gain:.2f} times the tokens of a GPU hour in BF16, whose best layout is {others[0].text} "
+        "(computed)",
+        *(
+            f"  {name:<14} {getattr(other, name):9.2f} s in BF16 {getattr(time, name):9.2f} s in FP8"
+            for name in ("rollouts", "old_logprobs", "update", "publish", "step")
+        ),
+        f"  a ratio between {1 / error:.2f} and {error:.2f} says nothing: measured steps differ from this arithmetic by "
+        f"{error - 1:.0%} at most",
+    ]
+
+
+def _failures(best: Choice, options: PlanOptions, network: Network) -> list[str]:
+    """The time that lost nodes cost, with the save interval that loses least (Young, CACM 17(9), 1974).
+
+    A lost node costs half an interval and a restart. The number of nodes in repair is Poisson with mean rate x repair time.
+    """
+    per_hour = options.failures_per_hour
+    if per_hour is None:
+        per_hour = -(-options.gpus // options.gpus_per_node) / 64
+    if not per_hour > 0:
+        return ["failures: none expected"]
+    per = Bytes.of(best.cfg)
+    state = parameters.count(best.cfg.model).total * (per.weight + per.optimizer) / best.cfg.parallel.world_size
+    load_s, rate = state / network.storage_bytes_per_s, per_hour / 3600
+    lines = [
+        f"failures: {per_hour:.2f} lost nodes an hour; {_spares(per_hour * options.repair_hours)} spare nodes suffice for 99 % "
+        f"of the time; a restart takes {_RESTART_S + load_s:.0f} s, {load_s:.0f} s of it to load {state / GIB:.1f} GiB of a rank "
+        "(computed)"
+    ]
+    for target, save_s in (("files", load_s), ("files, after a copy to the host", state / _HOST_BYTES_PER_S)):
+        interval = max(best.time.step, math.sqrt(2 * save_s / rate))
+        lost = save_s / interval + rate * (interval / 2 + _RESTART_S + load_s)
+        lines.append(f"  saved to {target}: every {interval:.0f} s loses least, {lost:.1%} of the time")
+    return lines
+
+
+def _spares(mean: float, share: float = 0.01) -> int:
+    """The smallest number of spare nodes that more nodes in repair exceed for less than ``share`` of the time."""
+    spares, term = 0, math.exp(-mean)
+    total = term
+    while 1 - total >= share:
+        spares += 1
+        term *= mean / spares
+        total += term
+    return spares
