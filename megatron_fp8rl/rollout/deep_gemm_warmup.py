@@ -34,9 +34,12 @@ from typing import Literal
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.kernels.deep_gemm import compiled_folder, deep_gemm, package
 from megatron_fp8rl.kernels.types import BLOCK
+from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.blocks import FUSED_INTO
+from megatron_fp8rl.names.layouts import EngineLayout
 from megatron_fp8rl.names.registry import weights
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.weight_sync.plan import engine_slices
 
 _MODULE = "megatron_fp8rl.rollout.deep_gemm_warmup"  # __name__ differs when run as a program
 LINEARS_VARIABLE = "MEGATRON_FP8RL_LINEARS"  # words of this program, passed to the engine's server
@@ -83,20 +86,15 @@ class Work:
 
 def linear_sizes(cfg: RunConfig) -> list[Size]:
     """[N, K] of every FP8 linear of one engine rank, as vLLM fuses them; routed experts are not linears."""
-    table, ranks = LayerTable.build(cfg.model, cfg.precision), cfg.rollout.tensor
+    table, layout = LayerTable.build(cfg.model, cfg.precision), EngineLayout.from_config(cfg.rollout)
     found: dict[tuple[str, str], Size] = {}
     parts = ((weight, *part) for weight in weights(cfg.model).values() for part in weight.parts)
     for weight, name, shape in parts:
         if weight.is_expert or not table.rollout_format(name).is_quantized:
             continue
         *where, matrix, _ = name.split(".")
-        rows, columns = shape
-        if weight.cut == "columns":
-            columns //= ranks
-        elif weight.join == "qkv":
-            rows = max(rows // ranks, cfg.model.head_dim)  # more ranks than heads share them
-        elif weight.cut == "rows":
-            rows //= ranks
+        start, stop = engine_slices(name, weight, shape, cfg.model, layout)[0]
+        rows, columns = (stop - start, shape[1]) if weight.axis == 0 else (shape[0], stop - start)
         key = ".".join(where), FUSED_INTO.get(matrix, matrix)
         found[key] = (found.get(key, (0, 0))[0] + rows, columns)
     return sorted({size for size in found.values() if not any(n % BLOCK for n in size)})
@@ -113,12 +111,7 @@ def trainer_sizes(cfg: RunConfig) -> list[Size]:
             or not all(table.trainer_format(name).is_quantized for name, _ in weight.parts)
         ):
             continue
-        rows, columns = weight.shape
-        if weight.cut == "columns":
-            columns //= ranks
-        elif weight.cut == "rows" or weight.join == "qkv":
-            rows //= ranks
-        found.add((rows, columns))
+        found.add(slicing.shard_shape(weight, cfg.model, ranks))
     return sorted(size for size in found if not any(n % BLOCK for n in size))
 
 

@@ -18,7 +18,7 @@ from model_configs import qwen3
 def test_stored_rates_are_those_of_the_rows():
     """Least squares would change no rate by more than a hundredth, rates of publications by five."""
     factors = fit.fitted()
-    assert len(factors) == 14 and len(fit.of_decoding()) == 10
+    assert len(factors) == 16 and len(fit.of_decoding()) == 10
     for name, factor in factors.items():
         assert factor == pytest.approx(1.0, abs=0.05 if name.startswith(("publish", "kv_scales")) else 0.011), name
 
