@@ -435,9 +435,8 @@ def all_layouts(
     """
     refused: Counter[str] = Counter()
     outcome, (fields, unfixed) = nearest(cfg, machines), _fix_fields(cfg, lambda cfg: assess(cfg, machines))
-    candidates = itertools.chain(
-        [[apply(cfg, outcome.change)]], () if unfixed else _grid(apply(cfg, fields), machines, refused)
-    )
+    grid = () if unfixed else _grid(apply(cfg, fields), machines, refused)
+    candidates = itertools.chain(grid, [[apply(cfg, outcome.change)]])
     layouts: list[Layout] = []
     seen = set()
     for shortest, *longer in candidates:  # one layout with several lengths of microbatches

@@ -46,6 +46,13 @@ def test_doctor_and_plan_agree_about_every_configuration(name):
         assert doctor == planned
 
 
+def test_a_single_layout_gets_longer_microbatches_too():
+    """On one GPU the configuration is the only layout."""
+    cfg = cli.config_functions()["grpo_qwen3_1_7b"]()
+    (choice,) = plan.plan(cfg, PlanOptions(gpus=1, gpu="h100"))[0].found
+    assert choice.cfg.rollout.max_tokens_per_microbatch == 4 * cfg.rollout.max_tokens_per_microbatch
+
+
 @pytest.mark.parametrize("name", ["grpo_qwen3_30b_a3b", "grpo_qwen3_235b_a22b"])
 def test_the_commands_print_the_same_verdict(name, capsys):
     gpus = str(gpus_wanted(cli.config_functions()[name]()))
