@@ -449,8 +449,11 @@ def all_layouts(
             seen.add(key)
             best = Layout(shortest, result, cost(shortest))
             for total, candidate in sorted(((cost(cfg), cfg) for cfg in longer), key=lambda entry: entry[0]):
-                if total < best.cost and (longest := assess(candidate, machines)).works:
-                    best = Layout(candidate, longest, total)
+                if total >= best.cost:
+                    break
+                other = assess(candidate, machines)
+                if other.works and other.num_layout_warnings <= result.num_layout_warnings:
+                    best = Layout(candidate, other, total)
                     break
             layouts.append(best)
     least = min((layout.assessment.num_layout_warnings > 0 for layout in layouts), default=False)
