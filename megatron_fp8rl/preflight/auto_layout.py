@@ -4,16 +4,16 @@
     fastest      the layout of a job whose user names none (grpo)
     all_layouts  every layout on a number of GPUs (plan)
 
-All three accept what ``assessment.assess`` accepts. A configuration that works is the first candidate of each.
-``nearest`` tries layouts in the order of their distance from the configuration, then the grid that ``all_layouts`` tries.
-So ``doctor`` and ``plan`` agree about the same number of GPUs:
+All three accept what ``assessment.assess`` accepts, and the configuration itself is a candidate of each. ``nearest``
+tries layouts in the order of their distance from the configuration, then the grid that ``all_layouts`` tries. So
+``doctor`` and ``plan`` agree about the same number of GPUs:
 
     engines    degrees that divide and tile, a share of the GPU, as many replicas as fit
     trainer    tensor, pipeline, context, expert and expert-tensor degrees that divide and tile; more or fewer ranks
     memory     recompute, smaller microbatches, no virtual stages; on shared GPUs also sleeping and offloading
 
-The architecture is never changed. Layouts whose weights, gradients and optimizer states alone exceed a GPU are discarded
-without an assessment.
+The architecture is never changed. Layouts whose weights, gradients and optimizer states alone exceed a GPU are
+discarded without an assessment.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class _Search:
             f"{self._count} layouts on {limit} were checked. Nearest to the configuration, {self.num_engines} ways to "
             "divide an engine (rollout.tensor, expert, gpu_memory_utilization) tile and leave memory for a KV cache, "
             f"and {self.num_trainers} layouts of the trainer (world_size, tensor, pipeline, context, expert, "
-            "expert_tensor) tile and fit its states. Each was tried with recompute, smaller microbatches and, on shared "
-            "GPUs, sleeping and offloading"
+            "expert_tensor) tile and fit its states. Each was tried with recompute, smaller microbatches and, on "
+            "shared GPUs, sleeping and offloading"
         )
         return f"{tried}. The closest: {self._closest[1]}" if self._closest[1] else tried
 
@@ -540,8 +540,8 @@ def fastest(start: RunConfig, machines: DoctorOptions, override: Override) -> tu
     """(configuration, difference from ``start``, reason).
 
     A dense model gets the layout nearest to ``start``. Experts may be divided over any number of a node's ranks: of the
-    layouts nearest to each number, the one whose steps take least by the arithmetic of ``plan``. With fewer experts, a rank may keep what it would have
-    to move, and have longer microbatches.
+    layouts nearest to each number, the one whose steps take least by the arithmetic of ``plan``. With fewer experts, a
+    rank may keep what it would have to move, and have longer microbatches.
     """
     degrees = math.gcd(start.parallel.world_size, max(1, start.model.num_experts), machines.gpus_per_node)
     starts: dict[ParallelConfig, RunConfig] = {}  # a single entry, if the user has set the degree
@@ -586,10 +586,10 @@ def _nearest_job(start: RunConfig, machines: DoctorOptions, override: Override) 
 def in_place(cfg: RunConfig, machines: DoctorOptions, override: Override = lambda cfg: cfg) -> Change:
     """The change after which engines share the trainer's GPUs and least of their memory moves in every step.
 
-    At best nothing moves, else engines sleep, with microbatches of half as many tokens or selective recompute if nothing
-    less fits. Empty if all of these need offloading, or a KV cache for less than half of the sequences that are decoded at
-    once. To move what an 80 GB GPU holds takes seconds, more than the recompute of a step; a smaller KV cache costs
-    nothing while it holds all sequences.
+    At best nothing moves, else engines sleep, with microbatches of half as many tokens or selective recompute if
+    nothing less fits. Empty if all of these need offloading, or a KV cache for less than half of the sequences that are
+    decoded at once. To move what an 80 GB GPU holds takes seconds, more than the recompute of a step; a smaller KV
+    cache costs nothing while it holds all sequences.
     """
     tokens, wanted = cfg.rollout.max_tokens_per_microbatch, _decoded_at_once(cfg.rollout) / 2
     sizes = (tokens, tokens // 2) if tokens // 2 >= max(_SHORTEST, cfg.max_sequence_tokens) else (tokens,)

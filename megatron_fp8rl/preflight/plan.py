@@ -1,9 +1,9 @@
 """``python -m megatron_fp8rl plan CONFIG --gpus 1024``: how long a step takes on so many GPUs, before asking for them.
 
 In: a configuration, a number of GPUs, and a network. Out: the layouts that were considered and the best of them, its
-seconds by phase, memory, GPU time for a million trained tokens, and the time that failures cost. Needs neither a GPU nor
-torch. The rates are those of ``rates.toml``: measured on one machine. The network, and so everything that spans nodes, is
-assumed. ``benchmarks/planner`` compares the same arithmetic with measured runs.
+seconds by phase, memory, GPU time for a million trained tokens, and the time that failures cost. Needs neither a GPU
+nor torch. The rates are those of ``rates.toml``: measured on one machine. The network, and so everything that spans
+nodes, is assumed. ``benchmarks/planner`` compares the same arithmetic with measured runs.
 """
 
 from __future__ import annotations
@@ -176,14 +176,16 @@ def _phases(best: Choice, options: PlanOptions) -> list[str]:
     return [
         f"a step of the best layout: {time.step:.1f} s; {order} (computed)",
         f"  rollouts       {time.rollouts:9.2f} s",
-        f"  driver         {time.driver:9.2f} s   ({time.driver / time.step:.1%} of the step); rank 0 holds {time.driver_gb:.1f} GB",
+        f"  driver         {time.driver:9.2f} s   ({time.driver / time.step:.1%} of the step); "
+        f"rank 0 holds {time.driver_gb:.1f} GB",
         f"  old_logprobs   {time.old_logprobs:9.2f} s",
-        f"  update         {time.update:9.2f} s   pipeline bubble {time.bubble:.2f} s, expert traffic {time.expert_traffic:.2f} s",
+        f"  update         {time.update:9.2f} s   pipeline bubble {time.bubble:.2f} s, "
+        f"expert traffic {time.expert_traffic:.2f} s",
         f"  publish        {time.publish:9.2f} s   wire {time.wire:.2f} s; engines pause {time.pause:.2f} s",
         *([f"  handover       {time.handover:9.2f} s   {'; '.join(moves)}"] if time.handover else []),
         f"  memory: trainer {trainer.share:.0%} of a GPU, engine {engine.estimate.share:.0%}",
-        f"  {time.tokens / time.step:,.0f} trained tokens/s, {time.gpu_seconds_per_million:,.0f} GPU seconds per million"
-        + dollars,
+        f"  {time.tokens / time.step:,.0f} trained tokens/s, {time.gpu_seconds_per_million:,.0f} GPU seconds for a "
+        f"million{dollars}",
     ]
 
 
@@ -201,21 +203,22 @@ def _against_bf16(best: Choice, choices_of: Callable[[RunConfig], Choices]) -> l
     error = 1 + step_time.largest_step_error()
     answer = "yes" if gain > error else "no" if gain < 1 / error else "too close to say"
     return [
-        f"does FP8 pay? {answer}: {gain:.2f} times the tokens of a GPU hour in BF16, whose best layout is {others[0].text} "
-        "(computed)",
+        f"does FP8 pay? {answer}: {gain:.2f} times the tokens of a GPU hour in BF16, whose best layout is "
+        f"{others[0].text} (computed)",
         *(
             f"  {name:<14} {getattr(other, name):9.2f} s in BF16 {getattr(time, name):9.2f} s in FP8"
             for name in ("rollouts", "old_logprobs", "update", "publish", "step")
         ),
-        f"  a ratio between {1 / error:.2f} and {error:.2f} says nothing: measured steps differ from this arithmetic by "
-        f"{error - 1:.0%} at most",
+        f"  a ratio between {1 / error:.2f} and {error:.2f} says nothing: "
+        f"measured steps differ from this arithmetic by {error - 1:.0%} at most",
     ]
 
 
 def _failures(best: Choice, options: PlanOptions, network: Network) -> list[str]:
     """The time that lost nodes cost, with the save interval that loses least (Young, CACM 17(9), 1974).
 
-    A lost node costs half an interval and a restart. The number of nodes in repair is Poisson with mean rate x repair time.
+    A lost node costs half an interval and a restart. The number of nodes in repair is Poisson with mean rate x repair
+    time.
     """
     per_hour = options.failures_per_hour
     if per_hour is None:
@@ -225,10 +228,10 @@ def _failures(best: Choice, options: PlanOptions, network: Network) -> list[str]
     per = Bytes.of(best.cfg)
     state = parameters.count(best.cfg.model).total * (per.weight + per.optimizer) / best.cfg.parallel.world_size
     load_s, rate = state / network.storage_bytes_per_s, per_hour / 3600
+    spares = _spares(per_hour * options.repair_hours)
     lines = [
-        f"failures: {per_hour:.2f} lost nodes an hour; {_spares(per_hour * options.repair_hours)} spare nodes suffice for 99 % "
-        f"of the time; a restart takes {_RESTART_S + load_s:.0f} s, {load_s:.0f} s of it to load {state / GIB:.1f} GiB of a rank "
-        "(computed)"
+        f"failures: {per_hour:.2f} lost nodes an hour; {spares} spare nodes suffice for 99 % of the time; a restart takes "
+        f"{_RESTART_S + load_s:.0f} s, {load_s:.0f} s of it to load {state / GIB:.1f} GiB of a rank (computed)"
     ]
     for target, save_s in (("files", load_s), ("files, after a copy to the host", state / _HOST_BYTES_PER_S)):
         interval = max(best.time.step, math.sqrt(2 * save_s / rate))

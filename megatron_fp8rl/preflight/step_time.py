@@ -115,7 +115,8 @@ class Rates:
             measured,
             **faster,
             **{name: getattr(measured, name) / read for name in shorter},
-            source=f"H200's, times {flops:.2f} (FLOP/s) and {read:.2f} (memory) by data sheets; not measured on {gpu.upper()}",
+            source=f"H200's, times {flops:.2f} (FLOP/s) and {read:.2f} (memory) by data sheets; "
+            f"not measured on {gpu.upper()}",
         )
 
 

@@ -48,7 +48,7 @@ def test_doctor_and_plan_agree_about_every_configuration(name):
 
 def test_a_single_layout_gets_longer_microbatches_too():
     """On one GPU the configuration is the only layout."""
-    cfg = cli.config_functions()["grpo_qwen3_1_7b"]()
+    cfg = cli.config_functions()["grpo_qwen3_0_6b"]()
     (choice,) = plan.plan(cfg, PlanOptions(gpus=1, gpu="h100"))[0].found
     assert choice.cfg.rollout.max_tokens_per_microbatch == 4 * cfg.rollout.max_tokens_per_microbatch
 
