@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner.fit
 
-Prints each rate, fitted and stored. A rate is fitted where it decides most: linears and attention by updates of dense models,
-experts by updates of a mixture, decode layers by rollouts.
+Prints each rate, fitted and stored. A rate is fitted where it decides most: linears and attention by updates of dense
+models, experts by updates of a mixture, decode layers by rollouts.
 """
 
 from __future__ import annotations
@@ -67,50 +67,64 @@ def equation(names: Sequence[str], measured: float, seconds: Callable[[dict[str,
     return [seconds(none | {name: getattr(H200, name)}) - rest for name in names], measured, rest
 
 
+def _phase_seconds(changes: dict[str, float], phase: str, row: Row, cfg: RunConfig, lengths: Lengths) -> float:
+    return getattr(seconds_with(free(HOST) | changes, row, cfg, lengths), phase)
+
+
 def of_runs(letters: str, names: Sequence[str], phase: str) -> list[Equation]:
+    """One phase of these runs of the ledger."""
     return [
         equation(
             names,
             median(row["phases_s"][phase]),
-            lambda changes: getattr(seconds_with(free(HOST) | changes, row, cfg, lengths), phase),
+            functools.partial(_phase_seconds, phase=phase, row=row, cfg=cfg, lengths=lengths),
         )
         for row, cfg, lengths in known_rows()
         if row["run"] in letters
     ]
 
 
+def _depth_seconds(changes: dict[str, float], row: Row, layers: int) -> float:
+    """Seconds of an update of ``layers`` layers without the optimizer's."""
+    model = {"qwen3_8b": qwen3.qwen3_8b(), "qwen3_30b_a3b": qwen3.qwen3_30b_a3b()}[row["model"]]
+    rollout = RolloutConfig(
+        prompts_per_step=row["tokens"] // 2048,
+        completions_per_prompt=1,
+        num_replicas=1,
+        max_tokens_per_microbatch=row["tokens"],
+    )
+    precision = PrecisionConfig(trainer=row["precision"])
+    cfg = RunConfig(name="layers", model=replace(model, num_layers=layers), precision=precision, rollout=rollout)
+    lengths = Lengths(prompt=0, mean=2048, longest=2048)
+    total, optimizer = (
+        seconds_with(rates, row | {"gpus": 1}, cfg, lengths).update
+        for rates in (free(HOST) | changes, free((*FLOPS, *DENSE, *HOST)))
+    )
+    return total - optimizer
+
+
+def _layers_seconds(changes: dict[str, float], row: Row) -> float:
+    """Seconds of all layers of a row."""
+    half = row["layers"] // 2
+    return 2 * (_depth_seconds(changes, row, 2 * half) - _depth_seconds(changes, row, half))
+
+
+def _head_seconds(changes: dict[str, float], row: Row) -> float:
+    """Seconds of an update outside the layers."""
+    half = row["layers"] // 2
+    return 2 * _depth_seconds(changes, row, half) - _depth_seconds(changes, row, 2 * half)
+
+
 def of_layers(names: Sequence[str], *, head: bool) -> Iterator[Equation]:
-    """Run A of ``layers``: of dense layers, or what is not of layers, of the mixture, too."""
+    """Run A of ``layers``: layers of the dense model, or with ``head`` the rest of an update, of the mixture too."""
     for row in (
         row for row in against_runs.rows("layers") if row["run"] == "A" and (head or row["model"] == "qwen3_8b")
     ):
-        model = {"qwen3_8b": qwen3.qwen3_8b(), "qwen3_30b_a3b": qwen3.qwen3_30b_a3b()}[row["model"]]
-
-        def of_depth(changes: dict[str, float], layers: int) -> float:
-            """Seconds without the optimizer's."""
-            rollout = RolloutConfig(
-                prompts_per_step=row["tokens"] // 2048,
-                completions_per_prompt=1,
-                num_replicas=1,
-                max_tokens_per_microbatch=row["tokens"],
-            )
-            precision = PrecisionConfig(trainer=row["precision"])
-            cfg = RunConfig(
-                name="layers", model=replace(model, num_layers=layers), precision=precision, rollout=rollout
-            )
-            all_of, rest = (
-                seconds_with(one, row | {"gpus": 1}, cfg, Lengths(prompt=0, mean=2048, longest=2048)).update
-                for one in (free(HOST) | changes, free((*FLOPS, *DENSE, *HOST)))
-            )
-            return all_of - rest
-
-        half = row["layers"] // 2
         if head:
             measured = (row["busy_ms"] - row["layers_busy_ms"]) / 1e3
-            yield equation(names, measured, lambda changes: 2 * of_depth(changes, half) - of_depth(changes, 2 * half))
+            yield equation(names, measured, functools.partial(_head_seconds, row=row))
         else:
-            measured = row["layers_busy_ms"] / 1e3
-            yield equation(names, measured, lambda changes: 2 * (of_depth(changes, 2 * half) - of_depth(changes, half)))
+            yield equation(names, row["layers_busy_ms"] / 1e3, functools.partial(_layers_seconds, row=row))
 
 
 def of_decoding() -> list[Equation]:
