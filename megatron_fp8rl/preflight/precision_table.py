@@ -135,10 +135,7 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
         )
     if cfg.rollout.kv_cache_dtype == "fp8":
         problem = "the engine stores keys and values in FP8, with scales that are measured at every step. The trainer "
-        if precision.round_kv:
-            problem += "rounds its keys and values alike (precision.round_kv), but attends with another kernel"
-        else:
-            problem += "attends to unrounded keys and values (precision.round_kv is False), so the two ends differ"
+        problem += "rounds its keys and values alike, but attends with another kernel"
         found.append(
             Finding(
                 severity="warning",

@@ -8,6 +8,7 @@ from megatron_fp8rl import cli
 from megatron_fp8rl.config import ParallelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.preflight import auto_layout, findings
 from megatron_fp8rl.preflight.assessment import DoctorOptions, assess
+from megatron_fp8rl.preflight.step_time import step_seconds
 from model_configs.qwen3 import qwen3_30b_a3b
 from model_configs.small import small_qwen3
 
@@ -175,7 +176,7 @@ def test_experts_are_divided_where_steps_are_fastest():
     of_user, change, how = _own(8, "--parallel.expert", "2")
     assert of_user.parallel.expert == 2 and of_user.optim.offload and "parallel.expert" not in dict(change)
     assert how.startswith("nearest to data parallel")
-    step_s = auto_layout._step_s
+    step_s = step_seconds
     assert step_s(cfg, DoctorOptions(num_gpus=8)) < 0.9 * step_s(of_user, DoctorOptions(num_gpus=8))
 
 
