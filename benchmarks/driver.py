@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fp8rl.algo.named import load_advantage
+from megatron_fp8rl.algo.load_function import load_advantage
 from megatron_fp8rl.algo.samples import to_samples
 from megatron_fp8rl.data.packing import divide
 from megatron_fp8rl.net import open_files

@@ -183,11 +183,11 @@ class _Watch:
         self._meter.reset()
         self._policy.update(batch, self._loss)
 
-    def _loss(self, *arguments):
+    def _loss(self, inputs):
         from megatron_fp8rl.algo.losses import sft
 
         self.at_loss = self._meter.allocated()  # of the last microbatch, in the end
-        return sft(*arguments)
+        return sft(inputs)
 
     def _observed_step(self, lr: float) -> float:
         from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from megatron_fp8rl.algo.mismatch import InexactError, mismatch_metrics, require_exact
-from megatron_fp8rl.algo.named import load_advantage, load_loss, needs_old_pass
+from megatron_fp8rl.algo.load_function import load_advantage, load_loss
+from megatron_fp8rl.algo.old_pass import needs_old_pass
 from megatron_fp8rl.algo.samples import to_samples
 from megatron_fp8rl.colocation import ColocatedMemory
 from megatron_fp8rl.config import RunConfig
@@ -156,7 +157,7 @@ def _resume_unfinished(rollouts: RolloutStream, step: int, observer: Observer) -
 
 def _learner(cfg: RunConfig, explain: Callable[..., str]) -> Callable[..., bool]:
     """:func:`_learn` with the loss and the advantages of the configuration."""
-    loss = load_loss(cfg.algo, cfg.rollout.max_completion_tokens)
+    loss = load_loss(cfg.algo)
     sample = partial(to_samples, advantage_fn=load_advantage(cfg.algo), cfg=cfg)
     return partial(_learn, loss=loss, sample=sample, explain=explain)
 

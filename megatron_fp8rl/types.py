@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from megatron_fp8rl.config import AlgoConfig
     from megatron_fp8rl.token_array import TokenArray
 
 type KVScales = dict[int, tuple[float, float, float]]
@@ -250,6 +251,18 @@ class TrainBatch:
     microbatches: tuple[Microbatch, ...]  # the same number on every data-parallel rank
     num_loss_tokens: int  # over all data-parallel ranks
     num_sequences: int  # over all data-parallel ranks; sequences with at least one loss token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInputs:
+    """Everything a loss function may read about one packed microbatch, whatever the model's parallel layout."""
+
+    mb: Microbatch
+    batch: TrainBatch  # has the denominators of the global batch
+    trainer_logprobs_T: torch.Tensor  # float32 [T] with gradient; 0 outside the loss mask
+    entropy_T: torch.Tensor  # float32 [T] nats; has a gradient only with ``cfg.entropy_coef``; 0 outside the loss mask
+    cfg: AlgoConfig
+    max_completion_tokens: int  # rollout.max_completion_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,13 +9,13 @@
 
 All have the same signature, which also applies to a user-defined ``module:function`` (docs/your_own_loss.md):
 
-    (mb, trainer_logprobs_T, entropy_T, batch, *, cfg, max_completion_tokens, **options) -> (loss, metrics)
+    (inputs: LossInputs, **options) -> (loss, metrics)
 
-``trainer_logprobs_T`` [T] has a gradient; ``entropy_T`` [T] needs one only with ``cfg.entropy_coef``. ``cfg`` is the
-run's AlgoConfig. ``algo.loss_options`` sets ``options`` (keyword arguments): ``aggregate`` selects how tokens are
-averaged, ``dual_clip`` bounds the loss of a token with a negative advantage (usually 3.0). The result is the loss
-(scalar) and detached metrics (scalars): for keys that end in ``/mean``, sums over loss tokens, to be divided by
-``batch.num_loss_tokens`` after summing over microbatches and ranks; for ``/max``, maxima.
+``algo.loss_options`` sets ``options`` (keyword arguments): ``aggregate`` selects how tokens are averaged, ``dual_clip``
+bounds the loss of a token with a negative advantage (usually 3.0). The result is the loss (scalar) and detached metrics
+(scalars): for keys that end in ``/mean``, sums over loss tokens, to be divided by ``batch.num_loss_tokens`` after
+summing over microbatches and ranks; for ``/max``, maxima. A function with the attribute ``may_lack_lower_clip`` accepts
+``algo.clip_low`` = 1.
 
 A loss is a sum over this microbatch's tokens divided by the denominators of the global batch, so losses and gradients
 add up to the same total however the batch is split into microbatches and ranks. Functions are pure and get the
@@ -27,12 +27,11 @@ Shapes: T = packed tokens of one microbatch, S = its sequences.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from megatron_fp8rl.algo.objective import (
+    Aggregate,
     bounded_surrogate,
     clipped_surrogate,
     masked_sum,
@@ -41,119 +40,46 @@ from megatron_fp8rl.algo.objective import (
     token_shares,
     update_log_ratio,
 )
-from megatron_fp8rl.config import AlgoConfig
-from megatron_fp8rl.types import Microbatch, TrainBatch
+from megatron_fp8rl.types import LossInputs
+
+Loss = tuple[Tensor, dict[str, Tensor]]
 
 
-def grpo(
-    mb: Microbatch,
-    trainer_logprobs_T: Tensor,
-    entropy_T: Tensor,
-    batch: TrainBatch,
-    *,
-    cfg: AlgoConfig,
-    max_completion_tokens: int,
-    aggregate: Literal["token", "sequence", "constant"] = "sequence",
-    dual_clip: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def grpo(inputs: LossInputs, *, aggregate: Aggregate = "sequence", dual_clip: float | None = None) -> Loss:
     """Clip each token's ratio; all sequences have equal weight."""
-    surrogate = clipped_surrogate(mb, update_log_ratio(mb, trainer_logprobs_T), cfg, dual_clip)
-    shares_T = token_shares(mb, batch, aggregate, max_completion_tokens)
-    return policy_loss(mb, trainer_logprobs_T, entropy_T, surrogate, shares_T, cfg)
+    surrogate = clipped_surrogate(inputs, update_log_ratio(inputs), dual_clip)
+    return policy_loss(inputs, surrogate, token_shares(inputs, aggregate))
 
 
-def dapo(
-    mb: Microbatch,
-    trainer_logprobs_T: Tensor,
-    entropy_T: Tensor,
-    batch: TrainBatch,
-    *,
-    cfg: AlgoConfig,
-    max_completion_tokens: int,
-    dual_clip: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def dapo(inputs: LossInputs, *, dual_clip: float | None = None) -> Loss:
     """:func:`grpo` with equal weight for all tokens."""
-    return grpo(
-        mb,
-        trainer_logprobs_T,
-        entropy_T,
-        batch,
-        cfg=cfg,
-        max_completion_tokens=max_completion_tokens,
-        dual_clip=dual_clip,
-        aggregate="token",
-    )
+    return grpo(inputs, aggregate="token", dual_clip=dual_clip)
 
 
-def dr_grpo(
-    mb: Microbatch,
-    trainer_logprobs_T: Tensor,
-    entropy_T: Tensor,
-    batch: TrainBatch,
-    *,
-    cfg: AlgoConfig,
-    max_completion_tokens: int,
-    dual_clip: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def dr_grpo(inputs: LossInputs, *, dual_clip: float | None = None) -> Loss:
     """:func:`grpo` without length bias; the paper combines it with ``algo.advantage`` dr_grpo."""
-    return grpo(
-        mb,
-        trainer_logprobs_T,
-        entropy_T,
-        batch,
-        cfg=cfg,
-        max_completion_tokens=max_completion_tokens,
-        dual_clip=dual_clip,
-        aggregate="constant",
-    )
+    return grpo(inputs, aggregate="constant", dual_clip=dual_clip)
 
 
-def gspo(
-    mb: Microbatch,
-    trainer_logprobs_T: Tensor,
-    entropy_T: Tensor,
-    batch: TrainBatch,
-    *,
-    cfg: AlgoConfig,
-    max_completion_tokens: int,
-    aggregate: Literal["token", "sequence", "constant"] = "sequence",
-    dual_clip: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def gspo(inputs: LossInputs, *, aggregate: Aggregate = "sequence", dual_clip: float | None = None) -> Loss:
     """Clip the geometric mean of a sequence's ratios, so that a sequence is clipped as a whole."""
-    log_ratio_T = sequence_log_ratio(mb, update_log_ratio(mb, trainer_logprobs_T))
-    surrogate = clipped_surrogate(mb, log_ratio_T, cfg, dual_clip)
-    shares_T = token_shares(mb, batch, aggregate, max_completion_tokens)
-    return policy_loss(mb, trainer_logprobs_T, entropy_T, surrogate, shares_T, cfg)
+    surrogate = clipped_surrogate(inputs, sequence_log_ratio(inputs, update_log_ratio(inputs)), dual_clip)
+    return policy_loss(inputs, surrogate, token_shares(inputs, aggregate))
 
 
-def cispo(
-    mb: Microbatch,
-    trainer_logprobs_T: Tensor,
-    entropy_T: Tensor,
-    batch: TrainBatch,
-    *,
-    cfg: AlgoConfig,
-    max_completion_tokens: int,
-    aggregate: Literal["token", "sequence", "constant"] = "token",
-) -> tuple[Tensor, dict[str, Tensor]]:
+def cispo(inputs: LossInputs, *, aggregate: Aggregate = "token") -> Loss:
     """Weight the log-probability by the detached bounded ratio, so that every token keeps its gradient."""
-    surrogate = bounded_surrogate(mb, trainer_logprobs_T, update_log_ratio(mb, trainer_logprobs_T), cfg)
-    shares_T = token_shares(mb, batch, aggregate, max_completion_tokens)
-    return policy_loss(mb, trainer_logprobs_T, entropy_T, surrogate, shares_T, cfg)
+    surrogate = bounded_surrogate(inputs, update_log_ratio(inputs))
+    return policy_loss(inputs, surrogate, token_shares(inputs, aggregate))
 
 
-def sft(
-    mb: Microbatch,
-    trainer_logprobs_T: Tensor,
-    entropy_T: Tensor,
-    batch: TrainBatch,
-    *,
-    cfg: AlgoConfig | None = None,
-    max_completion_tokens: int = 0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+cispo.may_lack_lower_clip = True  # pyright: ignore[reportFunctionMemberAccess]  (it clips the weight, usually only from above)
+
+
+def sft(inputs: LossInputs) -> Loss:
     """Mean cross-entropy over all loss tokens, ignoring rewards; the loss of the warm start."""
-    mask_T = mb.loss_mask_T
-    nll = -torch.where(mask_T, trainer_logprobs_T, 0.0).sum()
+    mask_T = inputs.mb.loss_mask_T
+    nll = -torch.where(mask_T, inputs.trainer_logprobs_T, 0.0).sum()
     with torch.no_grad():
-        metrics = {"loss/nll/mean": nll.detach(), "loss/entropy/mean": masked_sum(entropy_T, mask_T)}
-    return nll / max(batch.num_loss_tokens, 1), metrics
+        metrics = {"loss/nll/mean": nll.detach(), "loss/entropy/mean": masked_sum(inputs.entropy_T, mask_T)}
+    return nll / max(inputs.batch.num_loss_tokens, 1), metrics

@@ -17,46 +17,47 @@ Shapes: T = packed tokens of one microbatch, S = its sequences.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_fp8rl.algo.mismatch import limited, log_ratio, sequence_sum, weights
-from megatron_fp8rl.config import AlgoConfig
-from megatron_fp8rl.types import Microbatch, TrainBatch
+from megatron_fp8rl.types import LossInputs, Microbatch
 
+Aggregate = Literal["token", "sequence", "constant"]
 Surrogate = tuple[Tensor, dict[str, Tensor]]  # objective [T], 0 outside the loss mask; metrics of its ratio
 
 
-def old_logprobs(mb: Microbatch, trainer_logprobs_T: Tensor) -> Tensor:
-    """Log-probabilities of the old policy, [T], without gradient. Without ``mb.old_logprobs_T``, assumes that this is
-    the batch's only update, so that old equals trainer."""
-    return (trainer_logprobs_T if mb.old_logprobs_T is None else mb.old_logprobs_T).detach()
+def old_logprobs(inputs: LossInputs) -> Tensor:
+    """Log-probabilities of the old policy, [T], without gradient.
+
+    Without ``mb.old_logprobs_T`` this is the batch's only update, so that old equals trainer.
+    """
+    old_T = inputs.mb.old_logprobs_T
+    return (inputs.trainer_logprobs_T if old_T is None else old_T).detach()
 
 
-def update_log_ratio(mb: Microbatch, trainer_logprobs_T: Tensor) -> Tensor:
+def update_log_ratio(inputs: LossInputs) -> Tensor:
     """trainer - old, [T], with gradient; 0 outside the loss mask."""
-    return log_ratio(trainer_logprobs_T, old_logprobs(mb, trainer_logprobs_T), mb.loss_mask_T)
+    return log_ratio(inputs.trainer_logprobs_T, old_logprobs(inputs), inputs.mb.loss_mask_T)
 
 
-def sequence_log_ratio(mb: Microbatch, log_ratio_T: Tensor) -> Tensor:
+def sequence_log_ratio(inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
     """Value: the sequence's mean log ratio; gradient: the token's own (GSPO-token, arXiv 2507.18071 eq. 14)."""
-    num_sequences = len(mb.names)
+    mb, num_sequences = inputs.mb, len(inputs.mb.names)
     length_S = sequence_sum(mb.loss_mask_T.to(log_ratio_T.dtype), mb.sequence_ids_T, num_sequences).clamp(min=1)
     mean_S = sequence_sum(log_ratio_T.detach(), mb.sequence_ids_T, num_sequences) / length_S
     return torch.where(mb.loss_mask_T, mean_S[mb.sequence_ids_T] + log_ratio_T - log_ratio_T.detach(), 0.0)
 
 
-def clipped_surrogate(
-    mb: Microbatch, log_ratio_T: Tensor, cfg: AlgoConfig, dual_clip: float | None = None
-) -> Surrogate:
+def clipped_surrogate(inputs: LossInputs, log_ratio_T: Tensor, dual_clip: float | None = None) -> Surrogate:
     """PPO's pessimistic minimum of ratio and clipped ratio, times the advantage (arXiv 1707.06347 eq. 7).
 
     A large ratio times a negative advantage is unbounded below; ``dual_clip`` bounds it by dual_clip * advantage (Ye et
     al. 2020, arXiv 1912.09729).
     """
-    mask_T, advantages_T = mb.loss_mask_T, mb.advantages_T
+    mask_T, advantages_T, cfg = inputs.mb.loss_mask_T, inputs.mb.advantages_T, inputs.cfg
     ratio_T = limited(log_ratio_T).exp()
     clipped_T = ratio_T.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     objective_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
@@ -70,60 +71,57 @@ def clipped_surrogate(
     return torch.where(mask_T, objective_T, 0.0), _ratio_metrics(ratio_T, low_T, high_T, dual_T, mask_T)
 
 
-def bounded_surrogate(mb: Microbatch, trainer_logprobs_T: Tensor, log_ratio_T: Tensor, cfg: AlgoConfig) -> Surrogate:
+def bounded_surrogate(inputs: LossInputs, log_ratio_T: Tensor) -> Surrogate:
     """Bounded ratio as a constant weight of advantage * log-probability; both bounds apply to either sign."""
-    mask_T = mb.loss_mask_T
+    mask_T, cfg = inputs.mb.loss_mask_T, inputs.cfg
     ratio_T = limited(log_ratio_T).exp()
     bounded_T = ratio_T.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     low_T, high_T = ratio_T < 1 - cfg.clip_low, ratio_T > 1 + cfg.clip_high
-    objective_T = bounded_T.detach() * mb.advantages_T * torch.where(mask_T, trainer_logprobs_T, 0.0)
+    objective_T = bounded_T.detach() * inputs.mb.advantages_T * torch.where(mask_T, inputs.trainer_logprobs_T, 0.0)
     nowhere_T = torch.zeros_like(mask_T)
     return torch.where(mask_T, objective_T, 0.0), _ratio_metrics(ratio_T, low_T, high_T, nowhere_T, mask_T)
 
 
-def token_shares(
-    mb: Microbatch,
-    batch: TrainBatch,
-    aggregate: Literal["token", "sequence", "constant"],
-    max_completion_tokens: int,
-) -> Tensor:
+def token_shares(inputs: LossInputs, aggregate: Aggregate) -> Tensor:
     """Weight of each token in the global loss, [T]; 0 outside the mask.
 
     token: 1 / all loss tokens. sequence: 1 / (all sequences * the sequence's own loss tokens). constant: 1 / (all
     sequences * the longest completion allowed), which removes the length bias from the gradient.
+
+    Raises:
+        ValueError: unknown ``aggregate``.
     """
+    mb, batch = inputs.mb, inputs.batch
     mask_T = mb.loss_mask_T.to(mb.advantages_T.dtype)
     if aggregate == "token":
         return mask_T / max(batch.num_loss_tokens, 1)
     num_sequences = max(batch.num_sequences, 1)
     if aggregate == "constant":
-        return mask_T / (num_sequences * max_completion_tokens)
+        return mask_T / (num_sequences * inputs.max_completion_tokens)
+    if aggregate != "sequence":
+        raise ValueError(
+            f"--algo.loss_options.aggregate = {aggregate!r}: unknown. Set one of {', '.join(get_args(Aggregate))}"
+        )
     length_S = sequence_sum(mask_T, mb.sequence_ids_T, len(mb.names)).clamp(min=1)
     return mask_T / (num_sequences * length_S[mb.sequence_ids_T])
 
 
-def policy_loss(
-    mb: Microbatch,
-    trainer_logprobs_T: Tensor,
-    entropy_T: Tensor,
-    surrogate: Surrogate,
-    shares_T: Tensor,
-    cfg: AlgoConfig,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(inputs: LossInputs, surrogate: Surrogate, shares_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics of a surrogate: with mismatch correction and the KL and entropy terms configured in ``cfg``.
 
     Raises:
         ValueError: ``cfg.kl_coef`` without reference log-probabilities.
     """
+    mb, entropy_T, cfg = inputs.mb, inputs.entropy_T, inputs.cfg
     mask_T = mb.loss_mask_T
-    log_mismatch_T = log_ratio(old_logprobs(mb, trainer_logprobs_T), mb.rollout_logprobs_T, mask_T)
+    log_mismatch_T = log_ratio(old_logprobs(inputs), mb.rollout_logprobs_T, mask_T)
     correction = weights(log_mismatch_T, mask_T, mb.sequence_ids_T, cfg, num_sequences=len(mb.names))
-    log_update_T = limited(update_log_ratio(mb, trainer_logprobs_T).detach())
+    log_update_T = limited(update_log_ratio(inputs).detach())
 
     objective_T, metrics = surrogate
     objective_T = correction.weights_T * objective_T
     if cfg.kl_coef:
-        kl_T, value_T = _kl_to_reference(mb, trainer_logprobs_T)
+        kl_T, value_T = _kl_to_reference(mb, inputs.trainer_logprobs_T)
         reweight_T = correction.weights_T * log_update_T.exp().clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
         objective_T = objective_T - cfg.kl_coef * reweight_T * kl_T
         metrics = metrics | {"loss/kl_ref/mean": masked_sum(value_T, mask_T)}

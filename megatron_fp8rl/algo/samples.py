@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from megatron_fp8rl.algo.named import AdvantageFn
+from megatron_fp8rl.algo.load_function import AdvantageFn
 from megatron_fp8rl.algo.turns import advantages_of_turns, is_varied
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig
 from megatron_fp8rl.token_array import TokenArray
@@ -42,7 +42,7 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
     Raises:
         NonFiniteRewardError: names the rollout.
         RoutedExpertsError: names the rollout whose experts ``algo.router_replay`` = "rollout" cannot replay.
-        NamedFunctionError: ``advantage_fn`` did not return one finite number per reward.
+        FunctionError: ``advantage_fn`` did not return one finite number per reward.
     """
     samples = []
     # Answers that go on over publications may hold tokens of versions that are too old to be trained.

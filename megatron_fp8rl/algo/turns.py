@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.algo.named import AdvantageFn, NamedFunctionError
+from megatron_fp8rl.algo.load_function import AdvantageFn, FunctionError
 from megatron_fp8rl.config import AlgoConfig
 from megatron_fp8rl.types import Rollout
 
@@ -68,7 +68,7 @@ def turn_of_tokens(loss_mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
 def _advantages(rewards: Sequence[float], advantage_fn: AdvantageFn, cfg: AlgoConfig) -> list[float]:
     advantages = advantage_fn(rewards)
     if len(advantages) != len(rewards) or not all(math.isfinite(advantage) for advantage in advantages):
-        raise NamedFunctionError(
+        raise FunctionError(
             f"--algo.advantage = {cfg.advantage!r}: returned {advantages} for the rewards {rewards}. "
             "Return one finite number for each reward."
         )

@@ -119,7 +119,12 @@ def read(
     ``checks_numbers`` those that contradict each other."""
     config = {family.aliases.get(key, key): value for key, value in config.items()}
     problems = _unsupported(family, config, fp8_weights)
-    values, wrong = rope.read(config, family)
+    values, wrong = rope.read(
+        config,
+        default_theta=family.rope_theta,
+        default_fraction=family.rotary_fraction,
+        scalings=family.rope_scalings,
+    )
     problems += wrong
     for key, name in family.fields.items():
         value = _value(key, config, {**_WHEN_ABSENT, **family.defaults})
@@ -271,7 +276,7 @@ def write(family: Family, model: ModelConfig) -> dict[str, Any]:
         config[key] = getattr(part, leaf)
     if "num_key_value_heads" not in family.fields:
         config["num_key_value_heads"] = model.num_attention_heads
-    config |= rope.write(model, family)
+    config |= rope.write(model, has_fraction=family.rotary_fraction is not None)
     again = read(family, config, keep_mtp=True, fp8_weights=False, checks_numbers=False)
     # A path, and a choice of where to start, are no part of the architecture.
     ours = {name: getattr(model, name) for name in ("hf_path", "random", "embedding_range")}

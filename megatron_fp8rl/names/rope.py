@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_fp8rl.config import ModelConfig, RopeScaling
-
-if TYPE_CHECKING:
-    from megatron_fp8rl.names.family import Family
 
 KEYS = frozenset(
     ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
@@ -18,8 +15,17 @@ _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
 _FIELDS = {"llama3": _LLAMA3, "yarn": _YARN}
 
 
-def read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """(fields of ModelConfig, unsupported features) of the rotary embedding in a config.json."""
+def read(
+    config: Mapping[str, Any], *, default_theta: float, default_fraction: float | None, scalings: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """(fields of ModelConfig, unsupported features) of the rotary embedding in a config.json.
+
+    Args:
+        config: content of config.json.
+        default_theta: ``rope_theta`` if it is missing.
+        default_fraction: rotated fraction of a head if it is missing; None: the family always rotates whole heads.
+        scalings: supported kinds of RopeScaling.
+    """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
         return {}, [f"rope_parameters = {found!r} is not supported; needed is one rotary embedding for all layers"]
@@ -29,23 +35,23 @@ def read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
     found.pop("type", None)
     theta = found.pop("rope_theta", None)
     theta = config.get("rope_theta") if theta is None else theta
-    theta = family.rope_theta if theta is None else theta
+    theta = default_theta if theta is None else theta
     fraction = found.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
-    fraction = fraction or family.rotary_fraction or 1.0
+    fraction = fraction or default_fraction or 1.0
     for name, number in (("rope_theta", theta), ("partial_rotary_factor", fraction)):
         if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
             return {}, [*problems, f"{name} = {number!r} is not a number above 0"]
     values: dict[str, Any] = {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
-    if family.rotary_fraction is None and fraction != 1.0:
+    if default_fraction is None and fraction != 1.0:
         problems.append(
             f"partial_rotary_factor = {fraction} is not supported (supported is 1.0); needed is a family that rotates "
             "parts of heads"
         )
-    if kind in family.rope_scalings:
+    if kind in scalings:
         values["rope_scaling"], wrong = _read_scaling(kind, found, config)
         problems += wrong
     elif kind != "default":
-        supported = ", ".join(("default", *family.rope_scalings))
+        supported = ", ".join(("default", *scalings))
         problems.append(
             f"rope_type = {kind!r} is not supported (supported: {supported}); needed is its formula in the trainer's "
             "rotary embedding and a kind of RopeScaling"
@@ -111,8 +117,11 @@ def _unify_mscale(given: dict[str, Any]) -> list[str]:
     return []
 
 
-def write(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """The config.json keys for the rotary embedding of ``model``, for transformers 5 and earlier releases."""
+def write(model: ModelConfig, *, has_fraction: bool) -> dict[str, Any]:
+    """The config.json keys for the rotary embedding of ``model``, for transformers 5 and earlier releases.
+
+    ``has_fraction``: write the rotated fraction of a head also if it is 1.
+    """
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     config: dict[str, Any] = {"rope_theta": model.rope_theta}
     scaling = model.rope_scaling
@@ -120,6 +129,6 @@ def write(model: ModelConfig, family: Family) -> dict[str, Any]:
         stretch = {name: getattr(scaling, name) for name in _FIELDS[scaling.kind]}
         parameters |= {"rope_type": scaling.kind, **stretch}
         config["rope_scaling"] = {"rope_type": scaling.kind, **stretch}
-    if family.rotary_fraction is not None or model.rotary_fraction != 1.0:
+    if has_fraction or model.rotary_fraction != 1.0:
         parameters["partial_rotary_factor"] = config["partial_rotary_factor"] = model.rotary_fraction
     return config | {"rope_parameters": parameters}

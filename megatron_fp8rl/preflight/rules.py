@@ -18,7 +18,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from megatron_fp8rl.algo import named
+from megatron_fp8rl.algo import load_function
 from megatron_fp8rl.config import EnvironmentConfig, RunConfig, Violation
 from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.envs import sandbox
@@ -173,13 +173,13 @@ def _check_algo(found: Findings) -> None:
             "Set it to 2 or more; 8 is usual",
             choices=(2, 8),
         )
-    found.violations += named.mistakes(algo)
-    # CISPO clips the importance weight itself, usually without a lower bound: clip_low = 1.
-    is_unbounded = algo.loss == "cispo" or ":" in algo.loss
+    found.violations += load_function.errors(algo)
+    is_unbounded = algo.clip_low == 1 and load_function.may_lack_lower_clip(algo)
     found.within("algo.clip_low", "(0, 1]" if is_unbounded else "(0, 1)")
     found.in_range("algo")
     dual_clip = algo.loss_options.get("dual_clip")
-    if isinstance(dual_clip, int | float) and ":" not in algo.loss and not dual_clip > 1 + algo.clip_high:
+    is_valid = dual_clip is None or (isinstance(dual_clip, int | float) and dual_clip > 1 + algo.clip_high)
+    if ":" not in algo.loss and not is_valid:
         found.refuse(
             "algo.loss_options.dual_clip",
             f"has to lie above 1 + clip_high = {1 + algo.clip_high:g}, where the ordinary clip ends",

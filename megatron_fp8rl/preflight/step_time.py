@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.algo.named import needs_old_pass
+from megatron_fp8rl.algo.old_pass import needs_old_pass
 from megatron_fp8rl.config import ModelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.precision.kernel_support import may_gather

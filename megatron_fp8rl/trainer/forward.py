@@ -27,18 +27,13 @@ from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.trainer.logprobs import HeadShard, gather_context, token_logprobs, zigzag_indices
-from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences, upload
+from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences, Routes, upload
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.trainer.router_replay import Routes, for_update
-from megatron_fp8rl.types import Microbatch, TrainBatch
+from megatron_fp8rl.trainer.router_replay import for_update
+from megatron_fp8rl.types import LossInputs, Microbatch, TrainBatch
 
-type LossFn = Callable[[Microbatch, Tensor, Tensor, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(microbatch, trainer_logprobs_T, entropy_T, batch) -> (loss, metrics).
-
-The loss is this microbatch's contribution to the loss of the global batch: already divided by the batch's denominators,
-and summed over microbatches and ranks only by the gradient reduction. Metrics are sums over loss tokens for keys that
-end in ``/mean`` and maxima for ``/max``. The function is pure and independent of the rank.
-"""
+type LossFn = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
+"""inputs -> (loss, metrics), as algo/losses.py defines them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +197,16 @@ class Forward:
 
     def _loss(self, batch: TrainBatch, loss_fn: LossFn, item: _Input, output: tuple[Tensor, Tensor]):
         logprobs_T, entropy_T = (self._whole(item, values) for values in output)
-        loss, metrics = loss_fn(item.microbatch, logprobs_T, entropy_T, batch)
+        loss, metrics = loss_fn(
+            LossInputs(
+                mb=item.microbatch,
+                batch=batch,
+                trainer_logprobs_T=logprobs_T,
+                entropy_T=entropy_T,
+                cfg=self.cfg.algo,
+                max_completion_tokens=self.cfg.rollout.max_completion_tokens,
+            )
+        )
         result = MicrobatchResult(
             index=item.index,
             loss=loss.detach().clone(),

@@ -29,6 +29,7 @@ from megatron_fp8rl.trainer.model.build import (
     named_global_parameters,
     named_global_tensors,
 )
+from megatron_fp8rl.trainer.model.packed_sequences import Routes
 from megatron_fp8rl.trainer.optimizer.fp8_params import quantize_parameters
 from megatron_fp8rl.trainer.optimizer.offload import HostMemory, Offload
 from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError, Optimizer, learning_rate, wrap_chunks
@@ -55,7 +56,14 @@ class Policy:
 
     def __post_init__(self, host: HostMemory | None) -> None:
         self._forward = Forward(self.cfg, self.parallel)
-        self.offload = Offload(self, host)
+        self.offload = Offload(
+            self.chunks,
+            self.optimizer,
+            self.reference or (),
+            parts=self.cfg.optim.offload,
+            device=self.parallel.device,
+            memory=host,
+        )
 
     @classmethod
     def build(cls, cfg: RunConfig, parallel: Parallel, host: HostMemory | None = None) -> Policy:
@@ -170,7 +178,7 @@ class Policy:
         counts, self._agreement_L2 = self._agreement_L2, None
         return {} if counts is None else router_replay.agreement_metrics(counts, self.parallel.world_size)
 
-    def _routes(self, microbatches: Sequence[Microbatch]) -> list[router_replay.Routes | None]:
+    def _routes(self, microbatches: Sequence[Microbatch]) -> list[Routes | None]:
         """Routes of the pass for old log-probabilities."""
         if self._agreement_L2 is None and any(mb.routed_experts_T is not None for mb in microbatches):
             shape = (self.cfg.model.num_layers, 2)
@@ -178,9 +186,7 @@ class Policy:
         counts = self._agreement_L2
         return [router_replay.for_old_logprobs(self.cfg, self.parallel, mb, counts) for mb in microbatches]
 
-    def _with_own_experts(
-        self, microbatches: Sequence[Microbatch], routes: Sequence[router_replay.Routes]
-    ) -> tuple[Microbatch, ...]:
+    def _with_own_experts(self, microbatches: Sequence[Microbatch], routes: Sequence[Routes]) -> tuple[Microbatch, ...]:
         """Collective: the microbatches with the experts that the routers have chosen, as ``routed_experts_T``."""
         chosen = [
             router_replay.recorded(one, mb.tokens_T.numel(), self.cfg.model, self.parallel)
@@ -192,7 +198,7 @@ class Policy:
         )
 
     def _logprobs(
-        self, microbatches: Sequence[Microbatch], routes: Sequence[router_replay.Routes | None] | None = None
+        self, microbatches: Sequence[Microbatch], routes: Sequence[Routes | None] | None = None
     ) -> tuple[Tensor, ...]:
         """Collective: log-probabilities of the current weights; with an FP8 KV cache, also records its amax values."""
         with self._kv_measured():

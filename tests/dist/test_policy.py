@@ -280,9 +280,9 @@ def _fails_with(cfg, breakage):
         broken = dict(policy.named_parameters())["decoder.layers.2.mlp.router.weight"]
         broken.register_hook(lambda gradient: gradient * float("inf"))
 
-    def loss(mb, logprobs_T, entropy_T, batch):
-        value, metrics = loss_fn(mb, logprobs_T, entropy_T, batch)
-        return (value * float("nan") if breakage == "loss" and "sample3" in mb.names else value), metrics
+    def loss(inputs):
+        value, metrics = loss_fn(inputs)
+        return (value * float("nan") if breakage == "loss" and "sample3" in inputs.mb.names else value), metrics
 
     try:
         policy.update(policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank)), loss)
@@ -310,7 +310,7 @@ def _decay_only(cfg):
 
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
     before = weight_pieces(policy)
-    policy.update(make_batch(cfg, 0), lambda mb, logprobs_T, entropy_T, batch: (0.0 * logprobs_T.sum(), {}))
+    policy.update(make_batch(cfg, 0), lambda inputs: (0.0 * inputs.trainer_logprobs_T.sum(), {}))
     return before, weight_pieces(policy)
 
 

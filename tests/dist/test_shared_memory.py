@@ -152,8 +152,8 @@ def _without_a_step(cfg):
     again = policy.with_old_logprobs(batch)
     assert all(map(torch.equal, old, [mb.old_logprobs_T for mb in again.microbatches]))
 
-    def broken(*arguments):
-        value, metrics = loss(*arguments)
+    def broken(inputs):
+        value, metrics = loss(inputs)
         return value * float("nan"), metrics
 
     policy.offload.release("optimizer")

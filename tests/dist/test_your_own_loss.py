@@ -38,14 +38,14 @@ def learn(folder: str, algo: AlgoConfig, world_size: int) -> list[dict[str, floa
     import sys
 
     sys.path.insert(0, folder)
-    from megatron_fp8rl.algo.named import load_advantage, load_loss
+    from megatron_fp8rl.algo.load_function import load_advantage, load_loss
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
     from tests.helpers.training import make_batch
 
     cfg = run_config(model=DENSE, algo=algo, world_size=world_size)
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
-    policy, loss, samples = Policy.build(cfg, parallel), load_loss(algo, 30), make_samples()
+    policy, loss, samples = Policy.build(cfg, parallel), load_loss(algo), make_samples()
     advantages = load_advantage(algo)([float(index % 2) for index in range(len(samples))])
     samples = [
         replace(s, stretches=tuple(one._replace(advantage=a) if one.is_trained else one for one in s.stretches))
@@ -72,8 +72,8 @@ def test_ones_own_loss_is_the_same_on_two_ranks(folder):
 
 
 def test_a_loss_that_is_nan_names_the_field(folder):
-    code = "def broken(mb, logprobs_T, entropy_T, batch, *, cfg, max_completion_tokens):\n"
-    (folder / "my_loss.py").write_text(code + "    return (logprobs_T * float('nan')).sum(), {}\n")
+    code = "def broken(inputs):\n    return (inputs.trainer_logprobs_T * float('nan')).sum(), {}\n"
+    (folder / "my_loss.py").write_text(code)
     with pytest.raises(
         RankError, match=r"the loss is nan; the update was not applied.*\n.*sample(.*\n)+--algo.loss = 'my_loss:broken'"
     ):
@@ -93,7 +93,7 @@ def test_the_command_of_the_page_is_accepted_and_mistakes_in_it_are_not():
     assert (algo.loss, algo.loss_options) == ("my_loss:fading", {"temperature": 0.3})
     assert algo.advantage == "my_loss:against_the_others"
     found = load_names(cli, [*words, "--set", "algo.loss_options.heat=1"], commands)
-    assert found == ["--algo.loss_options.heat"]
+    assert found == ["--algo.loss_options"]
     assert load_names(cli, [word.replace(":fading", ":fadin") for word in words], commands) == ["--algo.loss"]
 
 
@@ -106,7 +106,7 @@ def load_names(cli, words, commands) -> list[str]:
 
 
 def test_advantages_of_the_page_by_hand():
-    from megatron_fp8rl.algo.named import load_advantage
+    from megatron_fp8rl.algo.load_function import load_advantage
 
     found = load_advantage(OWN)([1.0, 0.0, 0.0])
     assert found == pytest.approx([2.0, -1.0, -1.0]) and math.isclose(sum(found), 0, abs_tol=1e-12)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.algo.named import load_loss
+from megatron_fp8rl.algo.load_function import load_loss
 from megatron_fp8rl.config import (
     AlgoConfig,
     ModelConfig,
@@ -117,7 +117,7 @@ def make_batch(cfg: RunConfig, data_rank: int, samples: list[Sample] | None = No
 
 
 def make_loss(cfg: RunConfig) -> Callable:
-    return load_loss(cfg.algo, max_completion_tokens=30)
+    return load_loss(cfg.algo)
 
 
 def token_values(batch: TrainBatch, values: list[Tensor]) -> dict[str, Tensor]:

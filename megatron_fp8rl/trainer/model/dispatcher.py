@@ -54,7 +54,7 @@ from megatron_fp8rl.trainer.compat.megatron import counts_on_host
 from megatron_fp8rl.upstream import patches
 
 if TYPE_CHECKING:
-    from megatron_fp8rl.trainer.router_replay import Routes
+    from megatron_fp8rl.trainer.model.packed_sequences import Routes
 
 
 def has_fused_permutation(device: torch.device) -> bool:

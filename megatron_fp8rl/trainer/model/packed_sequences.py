@@ -10,7 +10,8 @@ There are two plans for two kinds of kernels: batches of sequences of similar le
 segments for a varlen kernel. A segment is a run of queries with all keys up to the last query's own: a whole sequence,
 or one chunk with everything before its end.
 
-Shapes: T = packed tokens of this rank, L = longest sequence of a batch, K = keys of all segments.
+Shapes: T = packed tokens of this rank, L = longest sequence of a batch, K = keys of all segments. In :class:`Routes`:
+R = tokens that this rank routes, L = layers of the whole model, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -20,15 +21,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from megatron_fp8rl.trainer.router_replay import Routes
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16  # of vLLM's KV cache
@@ -39,6 +36,35 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu" or x.is_cuda or not x.numel():
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """Expert ids of the tokens that this rank routes in one pass of one microbatch."""
+
+    rows_R: Tensor  # int64 [R] positions in the packed microbatch
+    given_RLK: Tensor | None  # int16 [R, L, K]; negative without a record
+    replays: bool  # False: the routers choose, and the given experts are only compared
+    agreement_L2: Tensor | None = None  # int64 [L, 2] tokens that agree and tokens compared; updated in place
+    own: dict[int, Tensor] | None = None  # layer -> int64 [R, K]; if not None, filled with the routers' choices
+
+    def experts(self, layer: int, own_RK: Tensor) -> Tensor:
+        """The experts that a layer uses, int64 [R, K]; ``own_RK`` are the choice of its router.
+
+        ``layer`` is the index in the whole model. A token without a record keeps its router's choice. Equal ids are no
+        record: an engine returns zeros for tokens that it has not routed.
+        """
+        if self.own is not None:
+            self.own[layer] = own_RK
+        if self.given_RLK is None:
+            return own_RK
+        given_RK = self.given_RLK[:, layer].long()
+        sorted_RK = given_RK.sort(dim=1).values
+        recorded_R = (sorted_RK[:, 0] >= 0) & (sorted_RK.diff(dim=1) > 0).all(dim=1)
+        if self.agreement_L2 is not None:
+            same_R = (sorted_RK == own_RK.sort(dim=1).values).all(dim=1)
+            self.agreement_L2[layer] += torch.stack([(same_R & recorded_R).sum(), recorded_R.sum()])
+        return torch.where(recorded_R[:, None], given_RK, own_RK) if self.replays else own_RK
 
 
 @dataclass

@@ -19,7 +19,7 @@ Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +36,8 @@ from megatron_fp8rl.kernels import engine_ops, float64
 from megatron_fp8rl.kernels.backend import runs_triton
 from megatron_fp8rl.kernels.routing import choose_experts, routed_scores
 from megatron_fp8rl.trainer.compat.megatron import ConstantBiasRouter
-from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences
+from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences, Routes
 from megatron_fp8rl.upstream import patches
-
-if TYPE_CHECKING:
-    from megatron_fp8rl.trainer.router_replay import Routes
 
 
 def _is_plain(router: RouterConfig) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -31,7 +31,9 @@ from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.optimizer.shared_memory import bytes_of_weights
 
 if TYPE_CHECKING:
-    from megatron_fp8rl.trainer.policy import Policy
+    from megatron.core.distributed import DistributedDataParallel
+
+    from megatron_fp8rl.trainer.optimizer.optimizer import Optimizer
 
 Part = Literal["params", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -124,11 +126,22 @@ class _Storages:
 
 
 class Offload:
-    """Offloads the parts of a policy listed in ``optim.offload``. Parts that are not listed always stay on the GPU."""
+    """Offloads ``parts`` of a policy (``optim.offload``). Parts that are not listed always stay on the GPU."""
 
-    def __init__(self, policy: Policy, memory: HostMemory | None = None) -> None:
-        self._policy = policy
-        self._parts: dict[Part, _Storages] = {part: _Storages(part, memory) for part in policy.cfg.optim.offload}
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: Optimizer,
+        reference: Sequence[nn.Module],
+        *,
+        parts: Sequence[Part],
+        device: torch.device,
+        memory: HostMemory | None = None,
+    ) -> None:
+        self._chunks, self._optimizer, self._device = chunks, optimizer, device
+        self._models: list[nn.Module] = [chunk.module for chunk in chunks]
+        self._reference = reference
+        self._parts: dict[Part, _Storages] = {part: _Storages(part, memory) for part in parts}
 
     @property
     def away(self) -> tuple[Part, ...]:
@@ -137,14 +150,13 @@ class Offload:
 
     def release(self, *parts: Part) -> None:
         """Offload ``parts`` and release PyTorch's cached memory to the device."""
-        device = self._policy.parallel.device
         for part in parts:
             held = self._parts.get(part)
             if held is not None and not held:
-                held.release(self._storages_of(part), device)
+                held.release(self._storages_of(part), self._device)
                 if part == "params":
                     self._forget_copies()
-        if device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def restore(self, *parts: Part) -> None:
@@ -188,29 +200,30 @@ class Offload:
             return {storage: shared.get(key, 0) for key, storage in gradients.items()}
         # FP32 parameters are their own master weights, and the optimizer's gradients are views of the buffers.
         others = params | gradients
-        states = unique_storages(self._optimizer())
+        states = unique_storages(self._states())
         return {storage: storage.nbytes() for key, storage in states.items() if key not in others}
 
     def _forget_copies(self) -> None:
         """Free cached FP8 copies and columnwise data, as large as the rowwise data; the next pass makes them again."""
         forget_quantized_weights()
-        for parameter in (parameter for model in self._policy.models for parameter in model.parameters()):
+        for parameter in (parameter for model in self._models for parameter in model.parameters()):
             if is_fp8(parameter):
                 parameter.update_usage(rowwise_usage=True, columnwise_usage=False)
 
     def _buffers(self) -> Iterator:
-        for chunk in self._policy.chunks:
+        for chunk in self._chunks:
             yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
     def _params(self) -> Iterator[Tensor]:
         yield from (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
-        modules: list[nn.Module] = [*self._policy.models, *(self._policy.reference or ())]
-        for parameter in (parameter for module in modules for parameter in module.parameters()):
+        for parameter in (
+            parameter for module in (*self._models, *self._reference) for parameter in module.parameters()
+        ):
             if type(parameter.data) is Tensor:  # a quantized parameter wraps tensors that are in the buffers
                 yield parameter.data
 
-    def _optimizer(self) -> Iterator[Tensor]:
-        megatron = self._policy.optimizer.megatron
+    def _states(self) -> Iterator[Tensor]:
+        megatron = self._optimizer.megatron
         for part in getattr(megatron, "chained_optimizers", [megatron]):
             for group in part.optimizer.param_groups:
                 yield from (parameter.data for parameter in group["params"])

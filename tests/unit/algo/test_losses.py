@@ -7,14 +7,27 @@ import pytest
 import torch
 from algo_cases import noise, packed, random_samples, with_logprobs
 
-from megatron_fp8rl.algo import losses
-from megatron_fp8rl.algo.named import load_loss
+from megatron_fp8rl.algo.load_function import load_loss
 from megatron_fp8rl.config import AlgoConfig
+from megatron_fp8rl.types import LossInputs
 from tests.tolerances import FLOAT64_EXP, FLOAT64_ORDER
 
 MAX_COMPLETION = 16
 PLAIN = AlgoConfig(correction="off")
 AGGREGATE = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant", "gspo": "sequence", "cispo": "token"}
+
+
+def call(cfg: AlgoConfig, mb, trainer, entropy, batch, max_completion_tokens: int = MAX_COMPLETION):
+    """(loss, metrics) of the loss that ``cfg`` names."""
+    inputs = LossInputs(
+        mb=mb,
+        batch=batch,
+        trainer_logprobs_T=trainer,
+        entropy_T=entropy,
+        cfg=cfg,
+        max_completion_tokens=max_completion_tokens,
+    )
+    return load_loss(cfg)(inputs)
 
 
 def loop_weights(log_ratios: list[float], cfg: AlgoConfig) -> list[float]:
@@ -84,8 +97,7 @@ def evaluate(batch, cfg: AlgoConfig, trainer_noise: float = 0.3):
     for mb in batch.microbatches:
         trainer = (mb.rollout_logprobs_T + noise(mb, "trainer", trainer_noise)).requires_grad_()
         entropy = mb.rollout_logprobs_T.abs() + 0.5
-        loss_fn = load_loss(cfg, max_completion_tokens=MAX_COMPLETION)
-        loss, metrics = loss_fn(mb, trainer, entropy, batch)
+        loss, metrics = call(cfg, mb, trainer, entropy, batch)
         loss.backward()
         total += loss.item()
         gradients.append(trainer.grad)
@@ -221,7 +233,7 @@ def test_infinities_and_nan_under_the_mask_are_harmless():
             rollout_logprobs_T=spoil(mb.rollout_logprobs_T),
         )
         leaf = spoil(trainer).requires_grad_()
-        loss, metrics = load_loss(cfg, max_completion_tokens=16)(spoilt, leaf, spoil(trainer.abs()), batch)
+        loss, metrics = call(cfg, spoilt, leaf, spoil(trainer.abs()), batch)
         loss.backward()
         assert (leaf.grad[~mb.loss_mask_T] == 0).all()
         outcomes.append((loss.item(), leaf.grad, metrics))
@@ -255,7 +267,7 @@ def test_kl_gradient_is_that_of_the_true_kl():
     cfg = AlgoConfig(kl_coef=1.0)
     batch = dataclasses.replace(batch, microbatches=(mb,), num_loss_tokens=1)
     leaf = old.clone().requires_grad_()
-    load_loss(cfg, max_completion_tokens=1)(mb, leaf, old, batch)[0].backward()
+    call(cfg, mb, leaf, old, batch, max_completion_tokens=1)[0].backward()
     (actual,) = torch.autograd.grad(logp, logits, grad_outputs=old.exp() * leaf.grad)
     torch.testing.assert_close(actual, expected, **FLOAT64_ORDER)
 
@@ -265,7 +277,7 @@ def test_extreme_ratios_stay_finite():
     (mb,) = batch.microbatches
     for shift in (-1e4, 1e4):
         leaf = (mb.old_logprobs_T.float() + shift).requires_grad_()
-        loss, metrics = load_loss(PLAIN, max_completion_tokens=16)(mb, leaf, leaf.detach(), batch)
+        loss, metrics = call(PLAIN, mb, leaf, leaf.detach(), batch)
         loss.backward()
         assert torch.isfinite(loss) and torch.isfinite(leaf.grad).all()
         assert all(torch.isfinite(value) for value in metrics.values())
@@ -288,7 +300,7 @@ def test_kl_without_a_reference_is_refused():
     batch = with_logprobs(packed(random_samples(seed=8))[0])
     mb = dataclasses.replace(batch.microbatches[0], ref_logprobs_T=None)
     with pytest.raises(ValueError, match="kl_coef needs reference"):
-        load_loss(AlgoConfig(kl_coef=0.1), max_completion_tokens=8)(mb, mb.old_logprobs_T, mb.old_logprobs_T, batch)
+        call(AlgoConfig(kl_coef=0.1), mb, mb.old_logprobs_T, mb.old_logprobs_T, batch)
 
 
 def test_sft_loss_is_the_mean_cross_entropy():
@@ -300,7 +312,7 @@ def test_sft_loss_is_the_mean_cross_entropy():
         for mb in batch.microbatches:
             logits = torch.randn(len(mb.tokens_T), 100, generator=generator, dtype=torch.float64)
             logprobs = logits.log_softmax(-1).gather(1, mb.targets_T[:, None])[:, 0]
-            total += losses.sft(mb, logprobs, logprobs, batch)[0].item()
+            total += call(AlgoConfig(loss="sft"), mb, logprobs, logprobs, batch)[0].item()
             chosen = mb.loss_mask_T
             reference += torch.nn.functional.cross_entropy(logits[chosen], mb.targets_T[chosen], reduction="sum").item()
             count += int(chosen.sum())
@@ -317,7 +329,7 @@ def test_gspo_limits_the_mean_of_a_sequence_and_not_its_tokens():
     offsets[mb.loss_mask_T] = torch.tensor([30.0, -29.5], dtype=torch.float64)
     leaf = (mb.old_logprobs_T + offsets).requires_grad_()
     cfg = AlgoConfig(loss="gspo", clip_high=1.0, correction="off")
-    loss, _ = load_loss(cfg, max_completion_tokens=16)(mb, leaf, leaf.detach(), batch)
+    loss, _ = call(cfg, mb, leaf, leaf.detach(), batch)
     loss.backward()
     expected = -mb.advantages_T * math.exp(0.25) / 2 * mb.loss_mask_T
     assert loss.item() == pytest.approx(expected.sum().item(), rel=FLOAT64_EXP["rtol"])

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fp8rl.algo import advantages
 from megatron_fp8rl.algo import samples as algo_samples
-from megatron_fp8rl.algo.named import NamedFunctionError, load_advantage
+from megatron_fp8rl.algo.load_function import FunctionError, load_advantage
 from megatron_fp8rl.algo.samples import NonFiniteRewardError, RoutedExpertsError, has_signal, overlong_penalty
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
@@ -184,7 +184,5 @@ def test_an_advantage_function_that_returns_nonsense_is_named(tmp_path, monkeypa
         "def nan(rewards):\n    return [float('nan')] * len(rewards)\n\n\ndef one(rewards):\n    return [1.0]\n"
     )
     for name in ("nan", "one"):
-        with pytest.raises(
-            NamedFunctionError, match=f"--algo.advantage = 'nonsense:{name}': returned .* for each reward"
-        ):
+        with pytest.raises(FunctionError, match=f"--algo.advantage = 'nonsense:{name}': returned .* for each reward"):
             to_samples([group((1.0, 2), (0.0, 2))], config(advantage=f"nonsense:{name}"), version=3)

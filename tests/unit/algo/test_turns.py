@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fp8rl.algo.load_function import load_advantage
 from megatron_fp8rl.algo.mismatch import mismatch_metrics
-from megatron_fp8rl.algo.named import load_advantage
 from megatron_fp8rl.algo.samples import require_experts, to_samples
 from megatron_fp8rl.algo.turns import turn_of_tokens
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig

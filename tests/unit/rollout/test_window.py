@@ -76,7 +76,7 @@ def test_a_complete_group_in_a_full_window_is_trained_within_the_bound():
 
 
 def test_tokens_beyond_the_bound_are_context_and_not_trained():
-    from megatron_fp8rl.algo.named import load_advantage
+    from megatron_fp8rl.algo.load_function import load_advantage
     from megatron_fp8rl.algo.samples import to_samples, version_runs
 
     fleet, client = slow_fleet(0)

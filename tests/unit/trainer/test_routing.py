@@ -12,8 +12,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_fp8rl.config import RouterConfig
+from megatron_fp8rl.trainer.model.packed_sequences import Routes
 from megatron_fp8rl.trainer.model.router import Router, choose_experts, in_two_parts, rounded_linear
-from megatron_fp8rl.trainer.router_replay import Routes
 from tests.tolerances import ROUTER_FLOAT32
 
 TOKENS, HIDDEN, EXPERTS = 200, 16, 12

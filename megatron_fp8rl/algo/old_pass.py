@@ -1,0 +1,15 @@
+"""Decide whether a step computes old log-probabilities in a forward pass before its updates."""
+
+from __future__ import annotations
+
+from megatron_fp8rl.config import RunConfig
+
+
+def needs_old_pass(cfg: RunConfig) -> bool:
+    """Whether old log-probabilities need a forward pass before the updates.
+
+    The only update of a step computes them in its own forward pass, and the loss takes them as both old and trainer.
+    Recorded experts are compared or replaced in a separate pass. A user's loss may read ``old_logprobs_T``.
+    """
+    has_experts = cfg.model.is_moe and (cfg.rollout.record_routed_experts or cfg.rollout.replay is not None)
+    return cfg.algo.updates_per_step > 1 or has_experts or ":" in cfg.algo.loss
