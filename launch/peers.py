@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.spec import attempt_dir
-from megatron_fp8rl.stop import Bell
+from megatron_fp8rl.runtime.stop import Bell
 
 POLL_S = 1.0  # between looks at a shared disk
 _SIOCGIFCONF = 0x8912  # linux/sockios.h

@@ -23,7 +23,7 @@ from launch.outcome import read_outcome
 from launch.peers import CANCEL
 from launch.run_state import JobState
 from launch.spec import ELEMENT, SWEEP, JobSpec, attempt_dir, launch_dir
-from megatron_fp8rl.stop import Bell
+from megatron_fp8rl.runtime.stop import Bell
 
 _POLL_S = 0.5
 _QUIET_S = 3.0  # after the end of a job, until its last lines have come

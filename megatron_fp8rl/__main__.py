@@ -27,7 +27,7 @@ from megatron_fp8rl.preflight import doctor, plan, show
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, doubts
 from megatron_fp8rl.preflight.rules import local_accelerator
 from megatron_fp8rl.report import study
-from megatron_fp8rl.stop import StopRequest, run_ranks
+from megatron_fp8rl.runtime.stop import StopRequest, run_ranks
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
@@ -222,9 +222,9 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
 
             megatron_on_cpu.install()
             from megatron_fp8rl import rl_loop, sft_loop
-            from megatron_fp8rl.colocation import host_memory
             from megatron_fp8rl.data.model_dir import model_dir
             from megatron_fp8rl.diagnose.first_difference import explain
+            from megatron_fp8rl.runtime.colocation import host_memory
             from megatron_fp8rl.trainer.parallel import Parallel
         parallel = Parallel.init(cfg.parallel, deadline_s=_longest_wait_s(cfg))
         stack.callback(parallel.close)

@@ -132,7 +132,7 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
     from megatron_fp8rl.envs.scoring import ScorePool
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.rollout.stream import RolloutStream
-    from megatron_fp8rl.stop import StopRequest
+    from megatron_fp8rl.runtime.stop import StopRequest
     from megatron_fp8rl.trainer.parallel import Parallel
 
     cfg, started_s = evaluation.cfg, time.monotonic()

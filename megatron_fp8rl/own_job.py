@@ -177,7 +177,7 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
 def _of_verifiers(taskset: str) -> EnvironmentConfig:
     """A taskset of the library ``verifiers``: an installed one, or a file with one."""
     options = {"taskset": _absolute(taskset) if taskset.endswith(".py") else taskset}
-    door = "megatron_fp8rl.envs.libraries.verifiers_door"
+    door = "megatron_fp8rl.envs.libraries.verifiers"
     return EnvironmentConfig(
         dataset=f"env:{door}:Tasks", options=options, agent=f"{door}:rollout", agent_options=options
     )

@@ -18,24 +18,24 @@ from typing import Any
 
 import torch
 
-from megatron_fp8rl.algo.mismatch import InexactError, mismatch_metrics, require_exact
 from megatron_fp8rl.algo.load_function import load_advantage, load_loss
+from megatron_fp8rl.algo.mismatch import InexactError, mismatch_metrics, require_exact
 from megatron_fp8rl.algo.old_pass import needs_old_pass
 from megatron_fp8rl.algo.samples import to_samples
-from megatron_fp8rl.colocation import ColocatedMemory
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import build_for, divide_for, pack_for
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.scoring import ScorePool
-from megatron_fp8rl.garbage import without_collections
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.precision.hardware import here
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
-from megatron_fp8rl.stop import StopRequest
+from megatron_fp8rl.runtime.colocation import ColocatedMemory
+from megatron_fp8rl.runtime.gc_pause import gc_paused
+from megatron_fp8rl.runtime.stop import StopRequest
 from megatron_fp8rl.trainer import checkpoint, warm_up
 from megatron_fp8rl.trainer.kv_scales import as_samples
 from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
@@ -200,7 +200,7 @@ def _learn(
     """Collective: train the policy, at version ``log.step`` - 1, on the groups, which rank 0 has; False if no sample
     remains."""
     cfg, samples, shares = policy.cfg, [], None
-    with span("pack"), without_collections():  # of many objects, all of which stay
+    with span("pack"), gc_paused():  # of many objects, all of which stay
         if policy.parallel.rank == 0:
             samples = sample(groups, version=log.step - 1)
             log.samples(samples)

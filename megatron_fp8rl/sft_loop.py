@@ -23,7 +23,7 @@ from megatron_fp8rl.data.sft import SftSource
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.observe.observer import Observer
 from megatron_fp8rl.observe.spans import span
-from megatron_fp8rl.stop import StopRequest
+from megatron_fp8rl.runtime.stop import StopRequest
 from megatron_fp8rl.trainer import checkpoint
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy

@@ -20,7 +20,6 @@ LIBRARY = "megatron_fp8rl"
 # Lowest layer first. A package imports only itself and the packages before it. So do the top-level files listed here.
 LAYERS = (
     "upstream",
-    "garbage",
     "token_array",
     "types",
     "config",
@@ -33,6 +32,7 @@ LAYERS = (
     "data",
     "observe",
     "trainer",
+    "runtime",
     "weight_sync",
     "rollout",
     "preflight",
@@ -122,9 +122,9 @@ def test_a_package_imports_only_lower_layers():
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("package", ["kernels", "names", "precision", "weight_sync"])
-def test_modules_of_a_package_import_each_other_without_cycles(package):
-    modules = {f"{LIBRARY}.{module_of(path)}": path for path in library_files() if module_of(path).startswith(package)}
+def test_modules_import_each_other_without_cycles():
+    """Imports inside functions count; those for type checkers alone do not."""
+    modules = {f"{LIBRARY}.{module_of(path)}": path for path in library_files()}
     imported = {
         module: {name if name in modules else name.rpartition(".")[0] for _, name in imported_names(path)}
         for module, path in modules.items()

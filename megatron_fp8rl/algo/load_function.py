@@ -39,12 +39,12 @@ def load_function(name: str, module: str = "") -> Any:
     """
     module, _, attribute = name.rpartition(":") if ":" in name else (module, "", name)
     try:
-        namespace = vars(importlib.import_module(module))
+        imported = importlib.import_module(module)
     except Exception as error:  # a user's module may raise anything
-        raise FunctionError(f"cannot import {module}: {type(error).__name__}: {error}") from error
-    if attribute not in namespace:
-        raise FunctionError(f"{module} has no {attribute!r}{near_matches(attribute, namespace)}")
-    return namespace[attribute]
+        raise FunctionError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
+    if not hasattr(imported, attribute):
+        raise FunctionError(f"{module} has no {attribute!r}{near_matches(attribute, dir(imported))}")
+    return getattr(imported, attribute)
 
 
 def near_matches(name: str, candidates: Iterable[str]) -> str:

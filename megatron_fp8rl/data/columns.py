@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fp8rl.algo.load_function import near_matches
 from megatron_fp8rl.data.dropped import RowError
-from megatron_fp8rl.envs.environment import Problem, near
+from megatron_fp8rl.envs.environment import Problem
 
 # In the order of preference; letters' case does not matter.
 _PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "input", "instruction")
@@ -76,7 +77,7 @@ def find_columns(row: Mapping[str, Any], *, prompt: str = "", answer: str = "") 
     listed = ", ".join(names) or "none"
     for field, name in (("prompt_column", prompt), ("answer_column", answer)):
         if name and lookup(row, name) is None and name.partition(".")[0] not in names:
-            raise ColumnError(f"{field} = {name!r} is no column{near(name, names)} (there are: {listed})")
+            raise ColumnError(f"{field} = {name!r} is no column{near_matches(name, names)} (there are: {listed})")
     found = prompt or _first(row, _PROMPTS)
     if found is None:
         raise ColumnError(f"no column is known to hold prompts; name one by prompt_column (there are: {listed})")

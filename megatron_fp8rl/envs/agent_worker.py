@@ -16,7 +16,6 @@ which one has crashed or blocked it.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import mmap
@@ -32,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from megatron_fp8rl.algo.load_function import load_function
 from megatron_fp8rl.envs.agent_session import AgentError, AgentSession, SessionLimit
 from megatron_fp8rl.envs.rewards.configured import as_number, reward_and_parts
 from megatron_fp8rl.envs.rewards.functions import function_of
@@ -158,10 +158,7 @@ class Worker:
 
 def _load(spec: str) -> Callable[..., Any]:
     """The agent ``FILE.py:function`` or ``module:function``."""
-    if ".py:" in spec:
-        return function_of(spec)
-    module, _, name = spec.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return function_of(spec) if ".py:" in spec else load_function(spec)
 
 
 def _is_coroutine(agent: Any) -> bool:

@@ -10,16 +10,17 @@ same environment again, so all data that scoring needs must be in ``Prompt.metad
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron_fp8rl.algo.load_function import FunctionError, load_function, near_matches
 from megatron_fp8rl.config import EnvironmentConfig
 from megatron_fp8rl.envs.source_kind import CLASS, kind_of, short_name
 from megatron_fp8rl.types import Prompt
+
+_GENERATORS = "megatron_fp8rl.envs.libraries.reasoning_gym:ReasoningGymEnvironment"
 
 
 class EnvironmentSpecError(ValueError):
@@ -54,20 +55,11 @@ def build_environment(cfg: EnvironmentConfig) -> Environment:
         EnvironmentSpecError: unknown module, class, generator or option.
     """
     if kind_of(cfg.dataset) == "generator":
-        from megatron_fp8rl.envs.libraries.reasoning_gym import ReasoningGymEnvironment
-
-        return ReasoningGymEnvironment(cfg.dataset, cfg.options)
-    module_name, _, class_name = cfg.dataset.removeprefix(CLASS).partition(":")
+        return load_function(_GENERATORS)(cfg.dataset, cfg.options)
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise EnvironmentSpecError(f"environment {cfg.dataset!r}: cannot import {module_name!r}: {error}") from error
-    if not hasattr(module, class_name):
-        raise EnvironmentSpecError(
-            f"environment {cfg.dataset!r}: {module_name} has no {class_name!r}{near(class_name, dir(module))}"
-        )
-    try:
-        return getattr(module, class_name)(**cfg.options)
+        return load_function(cfg.dataset.removeprefix(CLASS))(**cfg.options)
+    except FunctionError as error:
+        raise EnvironmentSpecError(f"environment {cfg.dataset!r}: {error}") from error
     except TypeError as error:
         raise EnvironmentSpecError(f"environment {cfg.dataset!r} with options {cfg.options}: {error}") from error
 
@@ -99,17 +91,11 @@ def render(template: str, problem: Problem) -> str:
     except (KeyError, IndexError, ValueError) as error:
         names = [name for _, name, _, _ in _parsed(template) if name is not None]
         unknown = [name for name in names if name.split(".")[0].split("[")[0] not in fields]
-        hint = near(unknown[0], fields) if unknown else f": {error}"
+        hint = near_matches(unknown[0], fields) if unknown else f": {error}"
         raise EnvironmentSpecError(
             f"template {template!r}: {'no field ' + repr(unknown[0]) if unknown else 'cannot be filled'}{hint} "
             f"(fields: {', '.join(sorted(fields))}; write a literal brace twice)"
         ) from error
-
-
-def near(name: str, candidates: Iterable[str]) -> str:
-    """'; did you mean ...?' with the closest candidates, or an empty string."""
-    found: Sequence[str] = difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def _parsed(template: str) -> list[tuple]:

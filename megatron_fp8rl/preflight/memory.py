@@ -1,7 +1,7 @@
 """GPU kinds, memory estimates, and the phases of a GPU shared by trainer and engine. Pure.
 
 The GPUs need not be those of this machine. If trainer and engines share a GPU, each phase of a step adds up the parts
-that are resident together, in the order of ``megatron_fp8rl.colocation``:
+that are resident together, in the order of ``megatron_fp8rl.runtime.colocation``:
 
     sampling     engine: everything                            trainer: CUDA context and everything not offloaded
     training     engine: CUDA context and graphs, while        trainer: everything; the optimizer's states, if they are

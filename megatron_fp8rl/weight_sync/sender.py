@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp8rl.garbage import without_collections
 from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.runtime.gc_pause import gc_paused
 from megatron_fp8rl.weight_sync.agreement import together
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, headers_of, terms_of_words, values_of_sums
 from megatron_fp8rl.weight_sync.engines import Engines, TransportError
@@ -79,7 +79,7 @@ class ShardSender:
         self._num_replicas = inputs.rollout.num_replicas
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @without_collections()
+    @gc_paused()
     def check(self) -> None:
         """Raise RuntimeError or ValueError if this rank's model does not hold what it must send."""
         for number in self._slices.rounds:
@@ -102,7 +102,7 @@ class ShardSender:
 
     # ---- connection
 
-    @without_collections()
+    @gc_paused()
     def connect(self, num_replicas: int) -> None:
         """Collective over all trainer ranks and, through a request, all engine workers; repeated when the workers
         change.
@@ -182,7 +182,7 @@ class ShardSender:
             self._settle_request()
         return sums
 
-    @without_collections()
+    @gc_paused()
     def prepare(self, modes: Sequence[str]) -> None:
         """Compute the packers of all rounds that a publication in these modes needs, once, and again after parameters
         have moved; and wait until the engines have done the like. All this before they pause.

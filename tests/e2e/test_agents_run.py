@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl.observe.recording import read_steps
-from megatron_fp8rl.stop import SAVED
+from megatron_fp8rl.runtime.stop import SAVED
 from megatron_fp8rl.types import Completion, Given
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_fp8rl.stop import SAVED, RunStopped, StopRequest
+from megatron_fp8rl.runtime.stop import SAVED, RunStopped, StopRequest
 from tests.helpers.processes import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,7 +134,7 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path):
 def test_what_a_rank_starts_outlives_the_signal():
     program = (
         "import os, signal, subprocess, sys, time\n"
-        "from megatron_fp8rl.stop import StopRequest\n"
+        "from megatron_fp8rl.runtime.stop import StopRequest\n"
         "StopRequest.install()\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(120)'],"
         " stdout=subprocess.PIPE)\n"

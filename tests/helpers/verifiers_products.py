@@ -48,7 +48,7 @@ def tiny_products():
     """The run ``tiny_calculator`` on this taskset."""
     from model_configs.agents import tiny_calculator
 
-    cfg, door = tiny_calculator(), "megatron_fp8rl.envs.libraries.verifiers_door"
+    cfg, door = tiny_calculator(), "megatron_fp8rl.envs.libraries.verifiers"
     (source,) = cfg.data.environments
     source = replace(
         source,

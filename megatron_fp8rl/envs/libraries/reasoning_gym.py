@@ -16,7 +16,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_fp8rl.envs.environment import EnvironmentSpecError, Problem, near
+from megatron_fp8rl.algo.load_function import near_matches
+from megatron_fp8rl.envs.environment import EnvironmentSpecError, Problem
 from megatron_fp8rl.types import Prompt
 
 with warnings.catch_warnings():
@@ -44,14 +45,14 @@ class ReasoningGymEnvironment:
     def __init__(self, dataset: str, options: Mapping[str, Any]):
         if dataset not in DATASETS:
             raise EnvironmentSpecError(
-                f"reasoning-gym has no generator {dataset!r}{near(dataset, DATASETS)} (an environment of your own is "
+                f"reasoning-gym has no generator {dataset!r}{near_matches(dataset, DATASETS)} (an environment of your own is "
                 "named 'module:Class')"
             )
         known = {field.name for field in dataclasses.fields(DATASETS[dataset][1])} - {"size"}
         for name in options:
             if name not in known:
                 raise EnvironmentSpecError(
-                    f"generator {dataset!r} has no option {name!r}{near(name, known)} "
+                    f"generator {dataset!r} has no option {name!r}{near_matches(name, known)} "
                     f"(options: {', '.join(sorted(known))})"
                 )
         try:

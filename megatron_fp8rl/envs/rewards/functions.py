@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import difflib
 import importlib.util
 import inspect
 import os
@@ -18,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_fp8rl.algo.load_function import near_matches
 from megatron_fp8rl.types import Prompt
 
 
@@ -41,8 +41,7 @@ def problem(spec: str) -> str:
     path, name = parse(spec)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path(".")
-        near = difflib.get_close_matches(path.name, [file.name for file in folder.glob("*.py")], n=3, cutoff=0.5)
-        return f"{path} does not exist" + (f"; did you mean {' or '.join(near)}?" if near else "")
+        return f"{path} does not exist{near_matches(path.name, [file.name for file in folder.glob('*.py')])}"
     try:
         tree = ast.parse(path.read_text(), filename=str(path))
     except SyntaxError as error:
@@ -53,8 +52,7 @@ def problem(spec: str) -> str:
     ]
     if name in names or name in imported:
         return ""
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(names) or 'none'}"
+    hint = near_matches(name, names) or f"; it has {', '.join(names) or 'none'}"
     return f"{path} has no function {name!r}{hint}"
 
 

@@ -35,7 +35,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_fp8rl.garbage import without_collections
 from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.precision.quantizers import same_values
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
@@ -48,6 +47,7 @@ from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
 )
 from megatron_fp8rl.rollout.vllm_plugin.patches import forget_loaded_weights
 from megatron_fp8rl.rollout.vllm_plugin.spare_weights import SpareWeights
+from megatron_fp8rl.runtime.gc_pause import gc_paused
 from megatron_fp8rl.upstream import patches
 from megatron_fp8rl.weight_sync.copies import Copies, parts_in
 from megatron_fp8rl.weight_sync.digest import NamedDigests
@@ -129,7 +129,7 @@ class TransferEngine(WeightTransferEngine):
         parallel = self.parallel_config
         return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
-    @without_collections()
+    @gc_paused()
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Collective: join the trainer and the workers of all replicas. A second call starts over."""
         self.shutdown()
@@ -156,7 +156,7 @@ class TransferEngine(WeightTransferEngine):
         self._find_places(self._transport)
         self.digests()
 
-    @without_collections()
+    @gc_paused()
     def _find_places(self, transport: Transport) -> None:
         self._table = self._held_digests.table(self.model, self._num_reloads)
         placed, proving = list(self._placed(transport)), {None, *self._proving}

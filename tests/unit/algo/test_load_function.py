@@ -91,8 +91,8 @@ def test_valid_functions_and_options_are_accepted(algo):
     ("algo", "message"),
     [
         ({"loss": "grpoo"}, "--algo.loss = 'grpoo': megatron_fp8rl.algo.losses has no 'grpoo'; did you mean"),
-        ({"loss": "nowhere:loss"}, "--algo.loss = 'nowhere:loss': cannot import nowhere: ModuleNotFoundError: "),
-        ({"loss": "my_broken:loss"}, "--algo.loss = 'my_broken:loss': cannot import my_broken: AttributeError: "),
+        ({"loss": "nowhere:loss"}, "--algo.loss = 'nowhere:loss': cannot import 'nowhere': ModuleNotFoundError: "),
+        ({"loss": "my_broken:loss"}, "--algo.loss = 'my_broken:loss': cannot import 'my_broken': AttributeError: "),
         ({"loss": "my_functions:goood"}, "--algo.loss = 'my_functions:goood': my_functions has no 'goood'; did you"),
         ({"loss": "my_functions:old_style"}, "--algo.loss_options = {}: my_functions:old_style cannot be called"),
         ({"loss": "my_functions:needs"}, "--algo.loss_options = {}: my_functions:needs cannot be called with these"),

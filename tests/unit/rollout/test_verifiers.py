@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.envs.libraries.verifiers_door import Tasks
+from megatron_fp8rl.envs.libraries.verifiers import Tasks
 from megatron_fp8rl.types import Completion
 from tests.helpers.chat_templates import format_of
 from tests.helpers.sessions import TOKENIZER, Engine, config, play, prompt
@@ -23,7 +23,7 @@ QWEN = format_of("qwen3")
 def of_taskset(file: str, **more) -> RunConfig:
     """Sessions of 4,000 tokens, with Qwen3's template and its tool calls."""
     cfg = config(
-        "megatron_fp8rl.envs.libraries.verifiers_door:rollout", deadline_s=250.0, max_tokens=4000, tool_parser="hermes"
+        "megatron_fp8rl.envs.libraries.verifiers:rollout", deadline_s=250.0, max_tokens=4000, tool_parser="hermes"
     )
     (source,) = cfg.data.environments
     source = replace(source, agent_options={"taskset": file, **more})
@@ -57,7 +57,7 @@ def test_tasks_are_problems():
 
 
 def test_a_single_turn_task_gives_its_reward():
-    cfg = config("megatron_fp8rl.envs.libraries.verifiers_door:rollout", deadline_s=250.0)
+    cfg = config("megatron_fp8rl.envs.libraries.verifiers:rollout", deadline_s=250.0)
     (source,) = cfg.data.environments
     source = replace(source, agent_options={"taskset": FILE})
     cfg = replace(cfg, data=replace(cfg.data, environments=(source,)))

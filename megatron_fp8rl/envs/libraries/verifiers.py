@@ -1,10 +1,10 @@
-"""Tasksets of the ``verifiers`` library (0.4): its data, environments, tools and rewards, through the endpoint of a session.
+"""Tasksets of the ``verifiers`` library (0.4): its data, environments, tools and rewards.
 
-In: the name of a taskset, or the path of a Python file with one. Out: its tasks as problems, and its rewards. ``Taskset``,
-``Task``, ``Toolset`` and ``Env`` classes of that library play as they do in its own evaluations: an episode's agents talk
-to the session's OpenAI endpoint, and what they sample there is trained, but for roles that an environment declares
-untrainable. Their chat loop is that of verifiers_chat.py, unless ``env_options`` name a harness of the library's own,
-which is a program that it runs by ``uv`` in a process for each session. Needs the extra ``verifiers``.
+In: the name of a taskset, or the path of a Python file with one. Out: its tasks as problems, and its rewards. The
+library's ``Taskset``, ``Task``, ``Toolset`` and ``Env`` classes run as in its own evaluations. The agents of an episode
+call the session's OpenAI endpoint. The completions are trained, except those of roles that the environment declares
+untrainable. The chat loop is that of verifiers_chat.py. If ``env_options`` name a harness of the library, it runs with
+``uv`` in one process per session. Needs the extra ``verifiers``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from openai import OpenAI
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.envs.environment import EnvironmentSpecError
-from megatron_fp8rl.envs.libraries.gym_door import PARAMETERS, Rows
+from megatron_fp8rl.envs.libraries.nemo_gym import PARAMETERS, Rows
 from megatron_fp8rl.types import Completion, Prompt
 from tests.helpers.sessions import Engine, config, play, prompt
 
@@ -63,7 +63,7 @@ def of_rows(server, file: Path) -> RunConfig:
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     server.policy_url = f"http://127.0.0.1:{port}/v1"
-    cfg = config("megatron_fp8rl.envs.libraries.gym_door:rollout", port=port)
+    cfg = config("megatron_fp8rl.envs.libraries.nemo_gym:rollout", port=port)
     (source,) = cfg.data.environments
     source = replace(source, agent_options={"file": str(file), "url": f"http://127.0.0.1:{server.server_port}/"})
     return replace(cfg, data=replace(cfg.data, environments=(source,)))

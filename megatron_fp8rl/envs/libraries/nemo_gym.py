@@ -1,8 +1,8 @@
-"""Environments of NeMo Gym (0.4), whose servers run by themselves, through the endpoint of sessions.
+"""Environments of NeMo Gym (0.4). Its servers run separately and call the session's OpenAI endpoint.
 
-In: a file of that library's rows, and the URL of an agent server. Out: the rows as problems, and the server's rewards.
-That library's model server has one URL and one key for all: ``session.host`` and ``session.port`` fix the URL, the key is
-any word, and a run names its session as the field ``user`` of its requests, which their metadata carries.
+In: a file of NeMo Gym rows, and the URL of an agent server. Out: the rows as problems, and the server's rewards. The
+model server of NeMo Gym has one URL and one key: set the URL with ``session.host`` and ``session.port``; any key works.
+Each request names its session in the field ``user``, which its metadata carries.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Processes and memory of a run: stop requests, shared GPUs, the garbage collector."""
