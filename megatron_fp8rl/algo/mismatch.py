@@ -13,7 +13,7 @@ Shapes: T = tokens of one packed microbatch, S = its sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,17 +54,21 @@ class InexactError(RuntimeError):
     """A run with ``precision.exact`` has a token whose log-probability differs between trainer and engine."""
 
 
-def require_exact(report: MismatchReport) -> None:
-    """Raise InexactError, naming the sequence that differs most, unless every log-probability is equal."""
+def require_exact(report: MismatchReport, explain: Callable[[str], str] | None = None) -> None:
+    """Raise InexactError, naming the sequence that differs most, unless every log-probability is equal.
+
+    ``explain`` returns the cause for the sequence of a name, which the error adds.
+    """
     largest = report.metrics.get("mismatch/abs_logprob_diff/max", 0.0)
     if largest == 0.0:
         return
     worst = report.worst[0]
+    cause = f". {explain(worst.label)}" if explain is not None else ""
     raise InexactError(
         f"precision.exact: trainer and engine disagree by up to {largest:.3g} nats (mean "
         f"{report.metrics['mismatch/abs_logprob_diff/mean']:.3g}), most in sequence {worst.label!r}: mean "
         f"{worst.abs_logprob_diff_mean:.3g} over {worst.num_tokens} tokens. No weight was changed. Set "
-        "--precision.exact False to train with the correction of the mismatch instead"
+        f"--precision.exact False to train with the correction of the mismatch instead{cause}"
     )
 
 

@@ -1,8 +1,8 @@
-"""Where trainer and engine part, in words: what an exact run adds to its error.
+"""The first operation whose bits differ between trainer and engine; an exact run adds it to its error.
 
 In: the policy, the fleet and the sequence that differs most, after a training pass and before its update. Out: one
-sentence that names the first layer and operation whose bits differ, or why they could not be compared. Runs on trainer
-rank 0, while the engines are idle.
+sentence that names the first layer and operation that differ, or why they could not be compared. Trainer rank 0 compares
+them while the engines are idle.
 """
 
 from __future__ import annotations
@@ -16,10 +16,22 @@ from megatron_fp8rl.diagnose.operations import Difference, compare, first_differ
 from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.trainer.policy import Policy
+from megatron_fp8rl.types import Sample
 
 
-def explain(policy: Policy, fleet: Fleet, token_ids: Sequence[int]) -> str:
-    """One sentence about the first operation that differs for the sequence, [L] tokens. Never raises."""
+def explain(policy: Policy, fleet: Fleet | None, samples: Sequence[Sample], name: str) -> str:
+    """Collective: one sentence about the first operation that differs for the sample of this name.
+
+    Rank 0 has the fleet and the samples. Never raises.
+    """
+    sentence = ""
+    if fleet is not None:
+        sentence = _compare(policy, fleet, next(sample.token_ids for sample in samples if sample.name == name))
+    return policy.parallel.broadcast_object(sentence)
+
+
+def _compare(policy: Policy, fleet: Fleet, token_ids: Sequence[int]) -> str:
+    """The sentence for a sequence of [L] tokens."""
     cfg = policy.cfg
     if reason := _obstacle(cfg):
         return f"Its operations were not compared: {reason}."

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.trainer import kv_scales
 from megatron_fp8rl.trainer.forward import Forward
 from megatron_fp8rl.trainer.model.build import build_chunks, load_hf, named_global_tensors
@@ -60,7 +59,7 @@ class FrozenPolicy:
             return None
         forward = Forward(self.cfg, self.parallel)
         with kv_scales.measured(self.models, self.cfg.model.num_layers, self.parallel.device) as amax:
-            for batch in pack_for(self.cfg, kv_scales.as_samples(prompts), data_rank=self.parallel.dp_rank):
+            for batch in kv_scales.calibration_batches(self.cfg, prompts, data_rank=self.parallel.dp_rank):
                 forward.logprobs(self.models, batch.microbatches)
         scales = kv_scales.scales(kv_scales.over_all_ranks(amax, self.parallel.world_size))
         kv_scales.hold(self.models, scales, self.parallel.device)

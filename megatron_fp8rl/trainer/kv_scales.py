@@ -30,10 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.kernels.types import E4M3_MAX
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.trainer.model.attention import PackedAttention
-from megatron_fp8rl.types import KVScales, Prompt, Sample, Stretch
+from megatron_fp8rl.types import KVScales, Prompt, Sample, Stretch, TrainBatch
 
 MARGIN = 2.0
 _TENSORS = ("query", "key", "value")
@@ -98,11 +100,11 @@ def _layers(chunks: Sequence[nn.Module]) -> list[PackedAttention]:
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, PackedAttention)]
 
 
-def as_samples(prompts: Sequence[Prompt]) -> list[Sample]:
-    """Convert prompts to training sequences whose last token is the completion, so that they can be packed and run."""
+def calibration_batches(cfg: RunConfig, prompts: Sequence[Prompt], *, data_rank: int) -> list[TrainBatch]:
+    """Packed prompts for a forward pass of one data-parallel rank; the last token of each counts as its completion."""
     samples = []
     for prompt in prompts:
         tokens = TokenArray.of_ids(prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2)
         stretches = Stretch(tokens[:-1]), Stretch(tokens[-1:], is_trained=True)
         samples.append(Sample(name=prompt.prompt_id, environment=prompt.environment, stretches=stretches))
-    return samples
+    return pack_for(cfg, samples, data_rank=data_rank)

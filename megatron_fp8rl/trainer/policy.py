@@ -34,7 +34,7 @@ from megatron_fp8rl.trainer.optimizer.fp8_params import quantize_parameters
 from megatron_fp8rl.trainer.optimizer.offload import HostMemory, Offload
 from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError, Optimizer, learning_rate, wrap_chunks
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.types import KVScales, Microbatch, TrainBatch
+from megatron_fp8rl.types import KVScales, Microbatch, Prompt, TrainBatch
 
 
 @dataclass(kw_only=True)
@@ -152,10 +152,11 @@ class Policy:
             ]
         return replace(batch, microbatches=tuple(filled))
 
-    def calibrate_kv(self, batch: TrainBatch) -> None:
-        """Collective: measure the KV cache amax on a batch before any log-probabilities have been computed."""
+    def calibrate_kv(self, prompts: Sequence[Prompt]) -> None:
+        """Collective: measure the KV cache amax on prompts before any log-probabilities have been computed."""
         self.offload.require("params")
-        self._logprobs(batch.microbatches)
+        for batch in kv_scales.calibration_batches(self.cfg, prompts, data_rank=self.parallel.dp_rank):
+            self._logprobs(batch.microbatches)
 
     def kv_scales(self) -> KVScales | None:
         """Collective: scales for the engines' FP8 KV cache, measured since the last call; None for BF16 caches.

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Prompt, Sample, Stretch
 from tests.helpers.dist import run_ranks
@@ -81,8 +80,7 @@ def _measure(overrides: dict, folder: str) -> dict:
     kv_scales.over_all_ranks = record
     kv_scales.hold = lambda *_: None  # later passes measure unrounded keys and values, as the reference does
     before = policy.kv_scales()
-    for batch in pack_for(cfg, kv_scales.as_samples(_prompts()), data_rank=parallel.dp_rank):
-        policy.calibrate_kv(batch)
+    policy.calibrate_kv(_prompts())
     policy.kv_scales()
     batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank, _samples()))
     policy.update(batch, make_loss(cfg))  # its forward passes count for nothing

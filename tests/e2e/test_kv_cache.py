@@ -48,8 +48,6 @@ def config(kv_cache_dtype: str, hf_path: str | None = None) -> RunConfig:
 
 def measure(folder: str) -> KVScales:
     """Runs on a trainer rank: the scales for the prompts that the engine will read."""
-    from megatron_fp8rl.data.packing import pack_for
-    from megatron_fp8rl.trainer.kv_scales import as_samples
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
@@ -59,8 +57,7 @@ def measure(folder: str) -> KVScales:
         Prompt(prompt_id=str(len(ids)), environment="test", token_ids=tuple(ids), text="", answer="")
         for ids in inprocess.PROMPTS
     ]
-    for batch in pack_for(cfg, as_samples(prompts), data_rank=0):
-        policy.calibrate_kv(batch)
+    policy.calibrate_kv(prompts)
     return policy.kv_scales()
 
 
