@@ -119,7 +119,7 @@ def test_five_mistakes_give_five_violations():
         ({"rollout__kv_cache_bytes": 1000}, "--rollout.kv_cache_bytes"),
         ({"algo__updates_per_step": 1000}, "--algo.updates_per_step"),
         ({"algo__loss_options": {"dual_clip": 1.1}}, "--algo.loss_options.dual_clip"),
-        ({"algo__loss_options": {"aggregate": "token"}}, "--algo.loss_options.aggregate"),  # dapo has none
+        ({"algo__loss_options": {"aggregate": "token"}}, "--algo.loss_options"),  # dapo has none
         ({"algo__loss": "nowhere:loss"}, "--algo.loss"),
         ({"algo__advantage": "nowhere"}, "--algo.advantage"),
         ({"observe__eval_prompts": -1}, "--observe.eval_prompts"),
