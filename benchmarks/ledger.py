@@ -25,7 +25,8 @@ from benchmarks.ledger_rows import LEFT_OUT, Job
 from benchmarks.power import PowerMeter
 from benchmarks.record import Row
 from benchmarks.whole_runs import follow
-from megatron_fp8rl import cli, own_job
+from megatron_fp8rl import cli
+from megatron_fp8rl.commands import grpo
 from megatron_fp8rl.config import ConfigError, ModelConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.preflight import rules
@@ -83,7 +84,7 @@ def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
     limits = ["--rollout.max_completion_tokens", str(options.completion_tokens)] if options.completion_tokens else []
     words = [*limits, *ARMS[arm], *options.overrides]
     if options.model:
-        own = own_job.GrpoOptions(
+        own = grpo.GrpoOptions(
             model=options.model,
             data=tuple(options.data),
             reward=tuple(options.reward),
@@ -95,7 +96,7 @@ def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
     if options.layers:
         shape = shape.with_layers(options.layers)
     model, rows, reward = inputs(options.folder, name, shape)
-    own = own_job.GrpoOptions(
+    own = grpo.GrpoOptions(
         model=str(model), data=(str(rows),), reward=(f"{reward}:spread",), gpus=shape.gpus, gpu=options.gpu
     )
     length = 16 if name == "tiny" else 1024
@@ -114,7 +115,7 @@ def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
     return _job(name, arm, own, [*random, *batch, *lengths, *shape.words, *words], options)
 
 
-def _job(name: str, arm: str, own: own_job.GrpoOptions, words: list[str], options: argparse.Namespace) -> Job:
+def _job(name: str, arm: str, own: grpo.GrpoOptions, words: list[str], options: argparse.Namespace) -> Job:
     words = [
         *words,
         "--num_steps",
@@ -132,7 +133,7 @@ def _job(name: str, arm: str, own: own_job.GrpoOptions, words: list[str], option
         "--output_dir",
         str((options.folder / name / arm).resolve()),
     ]
-    cfg, _ = own_job.configure(own, cli.overriding(words))
+    cfg, _ = grpo.configure(own, cli.overriding(words))
     if violations := rules.check(cfg):
         raise ConfigError(violations)
     given = [f"--model={own.model}", "--data", *own.data, "--reward", *own.reward]

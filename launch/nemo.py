@@ -33,7 +33,7 @@ from launch.batch_script import ORDER, SRUN, Submission, ending, own_mounts
 from launch.cluster import Cluster
 from launch.plan import Request
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.own_job import as_function
+from megatron_fp8rl.config_source import as_function
 from megatron_fp8rl.preflight import doctor
 
 PLACEHOLDER = "/nemo_run"

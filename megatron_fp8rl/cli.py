@@ -26,8 +26,9 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Annotated, Any
 
-from megatron_fp8rl import own_job, removed_fields
+from megatron_fp8rl import removed_fields
 from megatron_fp8rl.config import ConfigError, RunConfig
+from megatron_fp8rl.config_source import as_function
 from megatron_fp8rl.preflight import findings, rules
 
 _PROGRAM = "python -m megatron_fp8rl"
@@ -91,7 +92,7 @@ def main(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
         return 2
     if invocation.dry_run:
         configured = by_name[invocation.command].configure is not None
-        print(own_job.as_function(invocation.cfg) if configured else to_json(invocation.cfg))
+        print(as_function(invocation.cfg) if configured else to_json(invocation.cfg))
         return 0
     return by_name[invocation.command].run(invocation)
 

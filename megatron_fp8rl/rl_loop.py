@@ -276,7 +276,10 @@ class Trainer:
         return step, record, step >= self.cfg.num_steps and not lacks_line
 
     def _wait_for_engines(self) -> None:
-        """Warm up the trainer meanwhile. Rank 0: record the engines' kernels, and warn if they are not the chosen ones."""
+        """Warm up the trainer, then wait for the engines.
+
+        Rank 0 records the kernels that the engines report, and warns about each that is not the chosen one.
+        """
         if warm_up.pays(self.cfg, self.parallel.device.type):
             with span("start_warm_up"):
                 warm_up.warm_up(self.policy, self.prompts.upcoming(self.cfg.rollout.prompts_per_step))

@@ -23,6 +23,7 @@ LAYERS = (
     "token_array",
     "types",
     "config",
+    "config_source",
     "kernels",
     "names",
     "precision",
@@ -41,7 +42,7 @@ PROGRAMS = (
     "report",
     "diagnose",
 )  # run by themselves or by a command: nothing else in the library imports them
-COMMANDS = ("__main__", "own_job")
+COMMANDS = ("__main__", "commands")
 
 # Third parties that few places know, so that a change of theirs stays there.
 CONFINED = {

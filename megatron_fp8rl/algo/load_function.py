@@ -78,8 +78,8 @@ def load_loss(algo: AlgoConfig) -> LossFn:
     """The loss of a configuration, ``inputs -> (loss, metrics)``, with its options bound.
 
     Raises:
-        FunctionError: unknown function or wrong options. The returned function of a user also raises it, if its result is
-            not a scalar with a gradient and a dict of scalars.
+        FunctionError: unknown function or wrong options. A user's loss also raises it when it returns anything but a
+            scalar with a gradient and a dict of scalars.
     """
     function = _load("loss", algo)
     return _with_checked_result(function, algo) if ":" in algo.loss else function

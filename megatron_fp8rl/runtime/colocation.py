@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import RolloutConfig, RunConfig
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.preflight.memory import GPUS, copied_bytes, gpu_in
 from megatron_fp8rl.preflight.trainer_memory import worst_rank
@@ -39,6 +39,17 @@ def host_memory(cfg: RunConfig, device: torch.device) -> HostMemory | None:
     sizes = copied_bytes(cfg, worst_rank(cfg, gpu, gpu.memory_bytes))
     # More than is counted, for the alignment of buffers.
     return HostMemory({part: num_bytes + num_bytes // 100 + (16 << 20) for part, num_bytes in sizes.items()}, device)
+
+
+def wait_and_sleep(rollout: RolloutConfig, fleet: Fleet) -> None:
+    """Rank 0: wait for colocated engines and put them to sleep; on a CPU or with another placement, do nothing.
+
+    An engine measures free memory while it starts, so the trainer must not allocate before.
+    """
+    if rollout.placement == "colocated" and torch.cuda.is_available():
+        with span("start_engines"):
+            fleet.wait_until_ready()
+            fleet.sleep()
 
 
 class ResidencyError(RuntimeError):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fp8rl.commands.grpo import model_in
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.data.inspection import inspect_sources
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.rewards.configured import RowRewards
-from megatron_fp8rl.own_job import model_in
 
 ROOT = Path(__file__).parents[3]
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from observed_run import make_config, make_groups, make_report, observe_run
 
-from megatron_fp8rl.__main__ import write_reports
+from megatron_fp8rl.commands.report import write_reports
 from megatron_fp8rl.observe import observer as observer_module
 from megatron_fp8rl.observe.metrics import UnknownMetricError
 from megatron_fp8rl.observe.observer import Observer, StepLog

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl import __main__ as program
-from megatron_fp8rl import cli, own_job
+from megatron_fp8rl import cli
+from megatron_fp8rl.commands import grpo
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.preflight import doctor, findings, packages, precision_table, rules, tiling
@@ -349,11 +350,11 @@ def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
     """An own job on separate GPUs, in the tightest layout as well."""
     model = write_model_dir(small_qwen3(), tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
-    own = own_job.GrpoOptions(
+    own = grpo.GrpoOptions(
         model=str(model), data=(str(tmp_path / "rows.jsonl"),), reward=("exact",), gpus=2, gpu="h100"
     )
     for layers in (4, 110):
         words = ["--rollout.placement", "separate", "--parallel.world_size", "1", "--rollout.num_replicas", "1"]
         words += ["--model.random", "True", "--model.num_layers", str(layers)]
-        cfg, _ = own_job.configure(own, cli.overriding(words))
+        cfg, _ = grpo.configure(own, cli.overriding(words))
         assert cfg.rollout.sleep_level == 0 and not rules.check(cfg, accelerator="hopper")

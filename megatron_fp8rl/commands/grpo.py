@@ -7,16 +7,16 @@ process that the user starts; imports nothing heavy.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import json
 import os
-import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_fp8rl import cli
+from megatron_fp8rl.algo.load_function import near_matches
+from megatron_fp8rl.commands import train
 from megatron_fp8rl.config import (
     AlgoConfig,
     CheckpointConfig,
@@ -82,13 +82,10 @@ def configure(options: GrpoOptions, override: Callable[[RunConfig], RunConfig]) 
 
 
 def model_in(folder: Path) -> ModelConfig:
-    """The architecture of a folder, with ``hf_path`` set. Raises ValueError that says what is missing or unsupported."""
+    """The architecture of a folder, with ``hf_path`` set. Raises ValueError if it is missing or unsupported."""
     if not folder.is_dir():
-        near: list[str] = []
-        if folder.parent.is_dir():
-            names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
-            near = difflib.get_close_matches(folder.name, names, n=3, cutoff=0.5)
-        raise ValueError("is not a folder" + (f"; did you mean {' or '.join(near)}" if near else ""))
+        names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
+        raise ValueError(f"is not a folder{near_matches(folder.name, names)}")
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError("has no config.json")
@@ -99,19 +96,6 @@ def model_in(folder: Path) -> ModelConfig:
     if not isinstance(config, dict):
         raise ValueError("config.json is not a JSON object")
     return replace(from_hf_config(config, fp8_weights=True), hf_path=str(folder.resolve()))
-
-
-def as_function(cfg: RunConfig) -> str:
-    """A Python file with one function that returns ``cfg``: what differs from the defaults."""
-    used: set[str] = set()
-    body = _source(cfg, used, indent=1)
-    name = re.sub(r"\W+", "_", cfg.name).strip("_").lower() or "run"
-    name = name if not name[0].isdigit() else f"run_{name}"
-    names = ", ".join(sorted(used))
-    imports = f"from megatron_fp8rl.config import {names}"
-    if len(imports) > 120:
-        imports = "from megatron_fp8rl.config import (\n" + "".join(f"    {one},\n" for one in sorted(used)) + ")"
-    return f"{imports}\n\n\ndef {name}() -> RunConfig:\n    return {body}"
 
 
 def _problems(options: GrpoOptions) -> list[Violation]:
@@ -177,9 +161,9 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
 def _of_verifiers(taskset: str) -> EnvironmentConfig:
     """A taskset of the library ``verifiers``: an installed one, or a file with one."""
     options = {"taskset": _absolute(taskset) if taskset.endswith(".py") else taskset}
-    door = "megatron_fp8rl.envs.libraries.verifiers"
+    module = "megatron_fp8rl.envs.libraries.verifiers"
     return EnvironmentConfig(
-        dataset=f"env:{door}:Tasks", options=options, agent=f"{door}:rollout", agent_options=options
+        dataset=f"env:{module}:Tasks", options=options, agent=f"{module}:rollout", agent_options=options
     )
 
 
@@ -265,18 +249,14 @@ def _kind_of(memory_gib: float) -> GpuName:
     return "h200" if not memory_gib or 100 < memory_gib < 160 else "b200" if memory_gib >= 160 else "h100"
 
 
-def _source(value: object, used: set[str], indent: int) -> str:
-    """Python source of a configuration; fields at their defaults are left out."""
-    if dataclasses.is_dataclass(value):
-        used.add(type(value).__name__)
-        pad, lines = "    " * (indent + 1), []
-        for field in dataclasses.fields(value):
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            own = getattr(value, field.name)
-            if own != default:
-                lines.append(f"{pad}{field.name}={_source(own, used, indent + 1)},\n")
-        return f"{type(value).__name__}(\n{''.join(lines)}{'    ' * indent})" if lines else f"{type(value).__name__}()"
-    if isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
-        pad = "    " * (indent + 1)
-        return "(\n" + "".join(f"{pad}{_source(one, used, indent + 1)},\n" for one in value) + "    " * indent + ")"
-    return repr(value)
+def _run(invocation: cli.Invocation) -> int:
+    return train.start(invocation.cfg)
+
+
+COMMAND = cli.Command(
+    name="grpo",
+    summary="reinforcement learning of your own model: --model DIR --data FILE --reward NAME",
+    run=_run,
+    options=GrpoOptions,
+    configure=configure,
+)

@@ -1,0 +1,42 @@
+"""The commands ``doctor``, ``plan`` and ``show``: what a configuration will do, without running it."""
+
+from __future__ import annotations
+
+from megatron_fp8rl import cli
+from megatron_fp8rl.preflight import doctor, plan, show
+from megatron_fp8rl.preflight.diagnosis import DoctorOptions
+
+
+def _doctor(invocation: cli.Invocation) -> int:
+    return doctor.run(invocation.cfg, invocation.options, invocation.config_name, invocation.overrides)
+
+
+def _plan(invocation: cli.Invocation) -> int:
+    return plan.run(invocation.cfg, invocation.options)
+
+
+def _show(invocation: cli.Invocation) -> int:
+    return show.run(invocation.cfg, invocation.options)
+
+
+DOCTOR = cli.Command(
+    name="doctor",
+    summary="preflight without a GPU: parameters, memory, FP8 tiling, precision, packages, and what to fix",
+    run=_doctor,
+    options=DoctorOptions,
+    judges_config=True,
+)
+PLAN = cli.Command(
+    name="plan",
+    summary="seconds by phase, memory, cost and lost time of a run on --gpus N, and the best layout; needs no GPU",
+    run=_plan,
+    options=plan.PlanOptions,
+    judges_config=True,
+)
+SHOW = cli.Command(
+    name="show",
+    summary="for every group of layers its format and its kernels at both ends, and why",
+    run=_show,
+    options=show.ShowOptions,
+    judges_config=True,
+)

@@ -1,0 +1,36 @@
+"""The ``eval`` command: accuracy and pass@k of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+
+from megatron_fp8rl import cli, evaluate
+from megatron_fp8rl.commands.ranks import longest_wait_s, on_every_rank
+from megatron_fp8rl.commands.report import write_reports
+from megatron_fp8rl.config import ConfigError
+
+
+def _run(invocation: cli.Invocation) -> int:
+    try:
+        evaluation = evaluate.plan(invocation.cfg, invocation.options)
+    except ConfigError as error:
+        print(f"eval: {error}", file=sys.stderr)
+        return 2
+    return on_every_rank(evaluation.cfg.parallel, partial(_evaluate, evaluation))
+
+
+def _evaluate(evaluation: evaluate.Evaluation) -> None:
+    """Collective: evaluate, then write the report of the run's folder."""
+    evaluate.run(evaluation, deadline_s=longest_wait_s(evaluation.cfg.rollout))
+    if os.environ.get("RANK", "0") == "0":
+        write_reports(evaluation.cfg)
+
+
+COMMAND = cli.Command(
+    name="eval",
+    summary="accuracy and pass@k of a checkpoint on held-out problems",
+    run=_run,
+    options=evaluate.EvalOptions,
+)

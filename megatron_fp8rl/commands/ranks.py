@@ -1,0 +1,53 @@
+"""Run a program in this process, or on one process per trainer rank, and turn its errors into an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from megatron_fp8rl.config import ConfigError, ParallelConfig, RolloutConfig
+from megatron_fp8rl.runtime.stop import run_ranks
+
+
+def run_with_status(program: Callable[[], int | None]) -> int:
+    """Run a program and return its status; on a ConfigError, print the error and return 2."""
+    try:
+        return program() or 0
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def has_to_start_ranks(parallel: ParallelConfig) -> bool:
+    """Whether the trainer has several ranks and this process is none of them."""
+    return parallel.world_size > 1 and "RANK" not in os.environ
+
+
+def on_every_rank(parallel: ParallelConfig, program: Callable[[], None]) -> int:
+    """Run in this process, or start torchrun on this machine if the trainer has several ranks and this is none."""
+    if has_to_start_ranks(parallel):
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(parallel.world_size),
+            "-m",
+            "megatron_fp8rl",
+            *sys.argv[1:],
+        ]
+        cores = max(1, (os.cpu_count() or 1) // parallel.world_size)
+        return run_ranks(command, {"OMP_NUM_THREADS": str(cores), **os.environ})
+    import torch
+
+    if not torch.cuda.is_available():
+        # Set before importing Megatron-Core and vLLM, so that their compiled functions need no compiler on a CPU.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return run_with_status(program)
+
+
+def longest_wait_s(rollout: RolloutConfig) -> float:
+    """Timeout between trainer ranks: rank 0 may wait for engines to start, to sample and to be updated."""
+    return max(600.0, rollout.start_deadline_s + rollout.request_deadline_s + rollout.update_deadline_s)

@@ -1,0 +1,50 @@
+"""The ``report`` command, and the reports that other commands write at their end."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fp8rl import cli
+from megatron_fp8rl.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of the report command."""
+
+    run_dir: str = "runs/demo"  # folder of a run, finished or not
+
+
+def _run(invocation: cli.Invocation) -> int:
+    from megatron_fp8rl.report.run_report import write_report
+
+    try:
+        print(write_report(Path(invocation.options.run_dir)))
+    except FileNotFoundError as error:
+        print(f"report: {error}. Name the folder of a run: report RUN_DIR", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write_reports(cfg: RunConfig) -> None:
+    """Write the reports of a run and of its warm start, finished or failed. A failing report does not fail the run."""
+    from megatron_fp8rl.report.run_report import write_report
+    from megatron_fp8rl.sft_loop import WARM_START
+
+    for folder in (Path(cfg.run_dir, WARM_START), Path(cfg.run_dir)):
+        try:
+            page = write_report(folder)
+        except FileNotFoundError:  # no run was started there
+            continue
+        except Exception as error:
+            print(f"the report of {folder} could not be written: {error!r}", file=sys.stderr, flush=True)
+            continue
+        if cfg.observe.display != "none":
+            print(f"report: {page}", flush=True)
+
+
+COMMAND = cli.Command(
+    name="report", summary="write report.html of a run", run=_run, takes_config=False, options=ReportOptions
+)

@@ -1,0 +1,23 @@
+"""The ``study`` command: compare precisions over several seeds."""
+
+from __future__ import annotations
+
+from megatron_fp8rl import cli
+from megatron_fp8rl.commands.ranks import run_with_status
+from megatron_fp8rl.report import study
+
+
+def _run(invocation: cli.Invocation) -> int:
+    def run_all() -> None:
+        study_dir = study.run(invocation.cfg, invocation.config_name, invocation.overrides, invocation.options)
+        print((study_dir / "study.md").read_text())
+
+    return run_with_status(run_all)
+
+
+COMMAND = cli.Command(
+    name="study",
+    summary="compare rollout and training precisions over several seeds",
+    run=_run,
+    options=study.StudyOptions,
+)

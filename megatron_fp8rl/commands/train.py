@@ -1,0 +1,131 @@
+"""The commands ``train``, ``demo``, ``sft`` and ``rl``: a warm start, reinforcement learning, or both.
+
+Runs in the process that the user starts, or in every rank under torchrun. Functions import torch, Megatron-Core and
+vLLM, so that help, dry runs and usage errors respond immediately.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from megatron_fp8rl import cli
+from megatron_fp8rl.commands.ranks import has_to_start_ranks, longest_wait_s, on_every_rank, run_with_status
+from megatron_fp8rl.commands.report import write_reports
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
+from megatron_fp8rl.preflight.data_check import check_data
+from megatron_fp8rl.runtime.stop import StopRequest
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.rollout.fleet import Fleet
+
+_DATA_CHECKED = "FP8RL_DATA_SEEN"  # set for ranks if their data were checked before they were started
+
+
+def _train(invocation: cli.Invocation) -> int:
+    """Warm start if configured, then reinforcement learning."""
+    model = invocation.cfg.model
+    if model.hf_path is None and not invocation.cfg.data.sft_steps and not model.random:
+        print(
+            f"{invocation.config_name} has no weights to start from: set --model.hf_path to a Hugging Face checkpoint, "
+            "--data.sft_steps for a warm start, or --model.random True to train random weights",
+            file=sys.stderr,
+        )
+        return 2
+    return start(invocation.cfg)
+
+
+def _sft(invocation: cli.Invocation) -> int:
+    return start(invocation.cfg, wants_rl=False)
+
+
+def _rl(invocation: cli.Invocation) -> int:
+    if invocation.cfg.model.hf_path is None:
+        print(
+            "rl starts from trained weights: set --model.hf_path to a Hugging Face checkpoint, "
+            "or use the train command, which warm-starts first",
+            file=sys.stderr,
+        )
+        return 2
+    return start(invocation.cfg, wants_sft=False)
+
+
+def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True) -> int:
+    """Check the data and run the requested programs on every rank; returns the exit status."""
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    if has_to_start_ranks(cfg.parallel):
+        if status := run_with_status(partial(check_data, cfg)):
+            return status
+        os.environ[_DATA_CHECKED] = "1"
+    return on_every_rank(cfg.parallel, partial(_run, cfg, wants_sft=wants_sft, wants_rl=wants_rl))
+
+
+def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
+    """Collective: run this rank's part of the requested programs."""
+    add_seconds("start_command", time.time() - float(os.environ.get(STARTED, time.time())))
+    stop = StopRequest.install()  # before starting anything that a signal to the whole job could kill
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop.errors_noted())
+        fleet = _prepare(cfg, stack, wants_rl) if os.environ.get("RANK", "0") == "0" else None
+        with span("start_imports"):  # while engines start
+            from megatron_fp8rl.trainer.compat import megatron_on_cpu
+
+            megatron_on_cpu.install()
+            from megatron_fp8rl import rl_loop, sft_loop
+            from megatron_fp8rl.data.model_dir import model_dir
+            from megatron_fp8rl.diagnose.first_difference import explain
+            from megatron_fp8rl.runtime.colocation import host_memory, wait_and_sleep
+            from megatron_fp8rl.trainer.parallel import Parallel
+        parallel = Parallel.init(cfg.parallel, deadline_s=longest_wait_s(cfg.rollout))
+        stack.callback(parallel.close)
+        host = host_memory(cfg, parallel.device) if wants_rl else None
+        if fleet is not None:
+            wait_and_sleep(cfg.rollout, fleet)
+        parallel.barrier("model folder")
+        tokenizer_dir = model_dir(cfg)
+        if wants_sft and cfg.data.sft_steps and cfg.model.hf_path is None:
+            warm_start = sft_loop.run(cfg, parallel, tokenizer_dir, stop)
+            cfg = replace(cfg, model=replace(cfg.model, hf_path=str(warm_start)))
+        if wants_rl:
+            rl_loop.run(cfg, parallel, tokenizer_dir, fleet, stop, explain, host)
+
+
+def _prepare(cfg: RunConfig, stack: contextlib.ExitStack, wants_rl: bool) -> Fleet | None:
+    """Rank 0: lock the run's folder, check the data, and start the engines without waiting for them."""
+    from megatron_fp8rl.data import run_folder
+
+    stack.enter_context(run_folder.held(cfg))
+    if _DATA_CHECKED not in os.environ:
+        with span("start_data"):
+            check_data(cfg)
+    from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
+    from megatron_fp8rl.rollout import reward_server
+    from megatron_fp8rl.rollout.fleet import Fleet
+
+    stack.callback(write_reports, cfg)  # also after an error
+    write_model_dir(cfg)
+    if not wants_rl or cfg.rollout.replay is not None:
+        return None
+    stack.enter_context(reward_server.serving(cfg))
+    return stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
+
+
+TRAIN = cli.Command(
+    name="train", summary="warm start if the configuration has one, then reinforcement learning", run=_train
+)
+DEMO = cli.Command(
+    name="demo",
+    summary="train the tiny mixture of experts: a first run on any machine",
+    run=_train,
+    default_config="demo",
+)
+SFT = cli.Command(name="sft", summary="the supervised warm start alone", run=_sft)
+RL = cli.Command(name="rl", summary="reinforcement learning from a Hugging Face checkpoint", run=_rl)
