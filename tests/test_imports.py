@@ -41,8 +41,9 @@ LAYERS = (
 PROGRAMS = (
     "report",
     "diagnose",
+    "commands",
 )  # run by themselves or by a command: nothing else in the library imports them
-COMMANDS = ("__main__", "commands")
+COMMANDS = ("__main__",)
 
 # Third parties that few places know, so that a change of theirs stays there.
 CONFINED = {
