@@ -7,7 +7,7 @@ Signals. Slurm sends the warning of the time limit, SIGUSR1, to every process of
 ordinary process dies of either. The agent blocks SIGUSR1, and what it starts inherits that: a blocked signal waits
 harmlessly, in torchrun, ranks, engines and their children alike. torchrun has SIGTERM blocked too, since it would give
 its ranks 30 s and then kill them, in the middle of a checkpoint; it is ended by SIGINT. Trainer ranks unblock what
-they handle (``megatron_fp8rl/stop.py``).
+they handle (``megatron_fp8rl/runtime/stop.py``).
 """
 
 from __future__ import annotations

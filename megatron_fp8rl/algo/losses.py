@@ -73,7 +73,8 @@ def cispo(inputs: LossInputs, *, aggregate: Aggregate = "token") -> Loss:
     return policy_loss(inputs, surrogate, token_shares(inputs, aggregate))
 
 
-cispo.may_lack_lower_clip = True  # pyright: ignore[reportFunctionMemberAccess]  (it clips the weight, usually only from above)
+# CISPO clips the importance weight itself, usually only from above.
+cispo.may_lack_lower_clip = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def sft(inputs: LossInputs) -> Loss:

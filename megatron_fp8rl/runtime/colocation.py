@@ -67,8 +67,10 @@ class ColocatedMemory:
         self._peaks: dict[str, float] = {}
 
     def train(self) -> None:
-        """Put the engines to sleep and load parameters and gradients to the GPU; an update fetches the optimizer's state when it
-        steps. No sampling until the next publication."""
+        """Put the engines to sleep and load parameters and gradients to the GPU.
+
+        An update loads the optimizer's state when it steps. No sampling until the next publication.
+        """
         self._enter("train")
         if self._moves:
             with span("colocated"):
@@ -148,6 +150,7 @@ class ColocatedMemory:
             )
         )
         return (
-            f"\n{free:.1f} of {total:.1f} GiB of GPU {device.index} are free; of the trainer's, tensors take {used:.1f} GiB and "
-            f"PyTorch's allocator holds {held:.1f} GiB. If engines ran out of memory, lower rollout.gpu_memory_utilization"
+            f"\n{free:.1f} of {total:.1f} GiB of GPU {device.index} are free; of the trainer's, tensors take "
+            f"{used:.1f} GiB and PyTorch's allocator holds {held:.1f} GiB. If engines ran out of memory, lower "
+            "rollout.gpu_memory_utilization"
         )

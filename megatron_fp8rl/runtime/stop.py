@@ -1,7 +1,7 @@
 """Early stop on request: finish the update or give up the rollouts, save a checkpoint, exit with status 85.
 
-In: SIGUSR1, SIGTERM or a first Ctrl-C in any trainer rank, or a file written by a launcher. Out: :class:`RunStopped` on every rank at
-the same boundary. Runs on: every trainer rank; installed before the rank starts any other process.
+In: SIGUSR1, SIGTERM or a first Ctrl-C in any trainer rank, or a file written by a launcher. Out: :class:`RunStopped` on
+every rank at the same boundary. Runs on: every trainer rank; installed before the rank starts any other process.
 
 Schedulers announce a time limit by sending SIGUSR1 to every process of a job, including child processes; by default
 the signal kills a process. Each rank therefore blocks the signal as well as handling it: child processes inherit the
