@@ -82,7 +82,8 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             from megatron_fp8rl import rl_loop, sft_loop
             from megatron_fp8rl.data.model_dir import model_dir
             from megatron_fp8rl.diagnose.first_difference import explain
-            from megatron_fp8rl.runtime.colocation import host_memory, wait_and_sleep
+            from megatron_fp8rl.preflight.host_memory import host_memory
+            from megatron_fp8rl.runtime.colocation import wait_and_sleep
             from megatron_fp8rl.trainer.parallel import Parallel
         parallel = Parallel.init(cfg.parallel, deadline_s=longest_wait_s(cfg.rollout))
         stack.callback(parallel.close)

@@ -106,7 +106,7 @@ def test_only_what_is_named_moves():
 
 def _with_prepared_memory(cfg):
     """Sizes of the host memory that an update's state takes, and of what was prepared for it."""
-    from megatron_fp8rl.runtime.colocation import host_memory
+    from megatron_fp8rl.preflight.host_memory import host_memory
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 

@@ -51,7 +51,7 @@ def _state(policy) -> list[torch.Tensor]:
 
 def _play(cfg, folder) -> list[str]:
     """Runs on a rank: train, offload part by part, restore, save while away, train on. Returns lines to print."""
-    from megatron_fp8rl.runtime.colocation import host_memory
+    from megatron_fp8rl.preflight.host_memory import host_memory
     from megatron_fp8rl.trainer import checkpoint
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
