@@ -179,8 +179,7 @@ def planned(options: argparse.Namespace, name: str, arm: str) -> Job:
 
 
 class Ledger(runner.Benchmark):
-    name, title, keys, about = "ledger", "Whole steps: the ledger", ledger_rows.KEYS, __doc__
-    document = "measured.md"
+    name, title, keys, about = "ledger", "Whole steps", ledger_rows.KEYS, __doc__
     limit_s = 1800.0
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,8 @@
-"""Rows that benchmarks measure, where they come from, and the sections of docs/measured that are made of them.
+"""Rows of benchmarks with their stamps, and the sections of the page docs/performance.md.
 
-A row is one line of JSON, written when its arm has ended. All rows of one invocation have the same run letter and the
-same stamp; ratios are formed within a letter only. Several programs may write to one file at a time, and join one run
-with ``--run LETTER``: arms on different GPUs of one machine, side by side or in turn.
+A row is one line of JSON, written when its arm ends. All rows of one invocation share a run letter and a stamp. Ratios
+are computed within one letter only. Several programs can write to one file at the same time. They join one run with
+``--run LETTER``: arms on different GPUs of one machine, side by side or in turn.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,8 +29,9 @@ from typing import Any
 Row = dict[str, Any]
 
 ROOT = Path(__file__).parents[1]
-MEASURED = ROOT / "docs" / "measured.md"
-KEPT = ROOT / "docs" / "measured"  # rows of GPUs and the tables made of them, part of the repository
+PAGE = ROOT / "docs" / "performance.md"
+KEPT = ROOT / "benchmarks" / "results"  # rows from GPUs, part of the repository
+SUPERSEDED = KEPT / "superseded.toml"
 FOLDER = Path("runs/benchmarks")  # logs, folders of runs, rows of CPUs
 
 _VERSIONS = {
@@ -76,6 +78,12 @@ class Results:
             file.write(f"{json.dumps(row)}\n".encode())  # in one piece, which a kill does not divide
         print("RESULT", json.dumps(row), flush=True)
         return row
+
+
+def not_superseded(name: str, rows: Sequence[Row]) -> list[Row]:
+    """Rows of the runs that benchmarks/results/superseded.toml does not list: ``LETTER`` or ``LETTER_MODEL``."""
+    listed = tomllib.loads(SUPERSEDED.read_text(encoding="utf-8")).get(name, {})
+    return [row for row in rows if not {row["run"], f"{row['run']}_{row.get('model')}"} & set(listed)]
 
 
 def next_letter(taken: Iterable[str | None]) -> str:

@@ -1,7 +1,7 @@
-"""Runs a benchmark: every arm in processes of its own, its rows into a file, and a table of all rows into docs/measured.
+"""Run a benchmark: each arm in its own processes, rows to a file, and a table to the page docs/performance.md.
 
-A benchmark is a subclass of :class:`Benchmark` that says what its arms are and measures one. Rows of a GPU go to
-docs/measured/NAME.jsonl; those of a CPU, of ``--quick`` and of another ``--folder`` to that folder, with their table.
+A benchmark is a subclass of :class:`Benchmark` that lists its arms and measures one of them. Rows from a GPU go to
+benchmarks/results/NAME.jsonl. Rows from a CPU, from ``--quick`` or with ``--folder`` stay in that folder, with their table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Benchmark(ABC):
     title: str
     keys: tuple[str, ...]  # fields that tell one measurement from another
     about: str  # the docstring of the program
-    document = ""  # of the table, if it is not docs/measured/NAME.md
     limit_s = 600.0  # for one arm
 
     @abstractmethod
@@ -120,7 +119,9 @@ def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespac
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     benchmark.arguments(parser)
-    parser.add_argument("--quick", action="store_true", help="about a minute, on one GPU or none; not kept in docs")
+    parser.add_argument(
+        "--quick", action="store_true", help="about a minute, on one GPU or none; rows stay in --folder"
+    )
     parser.add_argument("--table", action="store_true", help="the table of all rows again; measure nothing")
     parser.add_argument(
         "--run-limit-s", type=float, default=benchmark.limit_s, help="for one arm, which is killed then"
@@ -151,9 +152,10 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
         return 2
     failed = 0 if options.table else _measure_all(benchmark, options, results)
     if rows := results.rows():
-        base = record.ROOT / "docs" if is_kept else options.folder
-        path = base / (benchmark.document or f"measured/{benchmark.name}.md")
-        record.replace(benchmark.name, section(benchmark, rows), path)
+        shown, path = rows, options.folder / record.PAGE.name
+        if is_kept:
+            shown, path = record.not_superseded(benchmark.name, rows), record.PAGE
+        record.replace(benchmark.name, section(benchmark, shown), path)
         print(f"the table is in {path}", flush=True)
     return failed
 

@@ -3,7 +3,7 @@
     python tools/models_table.py --write
 
 Sizes and layouts come from the doctor. ``RAN``, written by hand, says which configurations were run: only what rows of
-docs/measured show counts. ``tests/unit/test_model_configs.py`` compares the page with this program.
+benchmarks/results show counts. ``tests/unit/test_model_configs.py`` compares the page with this program.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner.against_runs
 
-In: rows of docs/measured. Out: predicted and measured seconds, and the error. The rates of ``preflight/rates.toml`` are
+In: rows of benchmarks/results. Out: predicted and measured seconds, and the error. The rates of ``preflight/rates.toml`` are
 fitted to some of these rows: for those, the error says how well a few numbers fit many, not how well they predict.
 """
 
@@ -21,7 +21,7 @@ from megatron_fp8rl.preflight.memory import gpu_in
 from megatron_fp8rl.preflight.step_time import Lengths, Network, Rates, StepTime, step_time
 from model_configs import dense, qwen3
 
-FOLDER = Path(__file__).parents[2] / "docs" / "measured"
+FOLDER = Path(__file__).parents[1] / "results"
 _PHASES = ("rollouts", "update", "publish")
 _OLDER = tuple("ABCDEFGH")  # runs of the ledger of which publications alone are of present code
 # Beside another run, with updates in which GPUs waited for the host; and U, whose updates took longer for a reason not proven.
@@ -47,7 +47,7 @@ class Compared:
 
 
 def rows(name: str) -> list[Row]:
-    """The rows of one file of docs/measured."""
+    """The rows of one file of benchmarks/results."""
     return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 

@@ -55,7 +55,7 @@ def missing(text: str, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def rows_of(name: str, letter: str | None) -> list[dict[str, Any]]:
-    lines = (ROOT / "docs" / "measured" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [row for row in map(json.loads, lines) if letter is None or row.get("run") == letter]
 
 

@@ -1,10 +1,9 @@
-"""Rows and where they come from; sections of docs/measured.md: one is replaced, the rest stays as it was."""
+"""Rows and where they come from; sections of docs/performance.md: one is replaced, the rest stays as it was."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 
 import pytest
@@ -27,18 +26,18 @@ Between.
 
 
 def test_one_section_is_replaced(tmp_path):
-    path = tmp_path / "measured.md"
+    path = tmp_path / "page.md"
     path.write_text(FILE)
     record.replace("b", "new b", path)
     record.replace("a", "new a", path)
     record.replace("a", "newer a", path)
     expected = FILE.replace("old a", "newer a").replace("begin b -->\n", "begin b -->\nnew b\n")
     assert path.read_text() == expected
-    assert [p.name for p in tmp_path.iterdir()] == ["measured.md"]
+    assert [p.name for p in tmp_path.iterdir()] == ["page.md"]
 
 
 def test_a_section_without_markers_is_appended(tmp_path):
-    path = tmp_path / "measured.md"
+    path = tmp_path / "page.md"
     path.write_text(FILE)
     record.replace("c", "text", path)
     assert path.read_text() == FILE + "\n<!-- begin c -->\ntext\n<!-- end c -->\n"
@@ -47,7 +46,7 @@ def test_a_section_without_markers_is_appended(tmp_path):
 
 
 def test_a_lost_marker_is_named(tmp_path):
-    path = tmp_path / "measured.md"
+    path = tmp_path / "page.md"
     path.write_text(FILE.replace("<!-- end a -->\n", ""))
     with pytest.raises(ValueError, match="section a has one of its markers only"):
         record.replace("a", "x", path)
@@ -64,13 +63,22 @@ def test_rows_become_a_table():
     ]
 
 
-def test_every_table_is_listed_and_every_row_is_stamped():
-    listed = set(re.findall(r"\(measured/(\w+)\.(?:md|jsonl)\)", record.MEASURED.read_text()))
-    assert listed == {path.stem for path in record.KEPT.iterdir()}
+def test_every_row_is_stamped_and_every_file_has_a_section():
+    page = record.PAGE.read_text(encoding="utf-8")
     for path in record.KEPT.glob("*.jsonl"):
+        assert path.stem == "exact" or f"<!-- begin {path.stem} -->" in page, path
         for row in map(json.loads, path.read_text().splitlines()):
             of = row | row["stamp"] if "stamp" in row else row
             assert path.stem == "exact" or {"date", "commit", "machine", "command", "run"} <= set(of), path
+
+
+def test_superseded_runs_are_left_out():
+    rows = [{"run": run, "model": model} for run in ("A", "B") for model in ("qwen3_8b", "qwen3_30b_a3b")]
+    kept = record.not_superseded("layers", rows)
+    assert [(row["run"], row["model"]) for row in kept] == [
+        ("A", "qwen3_8b"),
+        *((r["run"], r["model"]) for r in rows[2:]),
+    ]
 
 
 def test_rows_carry_a_letter_and_a_stamp_of_their_invocation(tmp_path, monkeypatch, capsys):
