@@ -91,14 +91,14 @@ def test_rows_are_kept_and_failures_are_told(pretended, tmp_path, capsys):
     assert "FAILED third: no result within 3 s; see" in said and "line before" in said
     (row,) = map(json.loads, (tmp_path / "out" / "example.jsonl").read_text().splitlines())
     assert (row["arm"], row["value"], row["run"]) == ("first", 1, "A") and row["device"] and "stamp" in row
-    text = (tmp_path / "out" / "measured" / "example.md").read_text()
+    text = (tmp_path / "out" / "performance.md").read_text()
     assert "## An example" in text and "| A | first | 1 |" in text and "\n- A: 20" in text
 
 
 def test_what_is_measured_again_has_another_letter_and_the_table_can_be_made_alone(pretended, tmp_path, capsys):
     for _ in range(2):
         pretended()
-    path = tmp_path / "out" / "measured" / "example.md"
+    path = tmp_path / "out" / "performance.md"
     made = path.read_text()
     assert "| B | first | 1 |" in made and "| A |" not in made  # the newest
     path.unlink()
@@ -134,14 +134,14 @@ def test_the_reason_of_a_refusal_is_the_last_exception_of_its_log():
     assert runner.reason(ValueError("linear_backend = 'x': cannot be read")).endswith("cannot be read")
 
 
-@pytest.mark.parametrize("path", [*sorted(record.KEPT.glob("*.md")), record.MEASURED], ids=lambda path: path.stem)
-def test_tables_are_made_of_the_rows_of_the_repository(path):
-    text = path.read_text(encoding="utf-8")
+def test_the_page_is_generated_from_the_rows():
+    text = record.PAGE.read_text(encoding="utf-8")
     names = re.findall(r"<!-- begin (\w+) -->", text)
     assert names
     for benchmark in (program() for program in ALL if program.name in names):
         rows = record.Results(record.KEPT / f"{benchmark.name}.jsonl", benchmark.keys).rows()
-        assert runner.section(benchmark, rows) in text and f"<!-- end {benchmark.name} -->" in text
+        shown = record.not_superseded(benchmark.name, rows)
+        assert runner.section(benchmark, shown) in text and f"<!-- end {benchmark.name} -->" in text
 
 
 @pytest.mark.parametrize("program", ALL)
@@ -188,5 +188,5 @@ def test_a_whole_benchmark_on_this_machine(tmp_path):
     assert runner.main(ledger.Ledger(), ["--quick", "--arm", "bf16", "fp8", "--folder", str(tmp_path)]) == 0
     rows = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert [(row["arm"], row["steps"], row["run"]) for row in rows] == [("bf16", 2, "A"), ("fp8", 2, "A")]
-    text = (tmp_path / "measured.md").read_text()
+    text = (tmp_path / "performance.md").read_text()
     assert "| A | tiny, 2 layers" in text and all(row["phases_s"]["update"][0] > 0 for row in rows)
