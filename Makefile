@@ -32,9 +32,9 @@ demo-math:
 	@$(PYTHON) tools/demo_math.py runs/word_problems
 	@$(PYTHON) -m megatron_fp8rl grpo --model runs/word_problems/model --model.random True --data runs/word_problems/train.jsonl \
 	    --eval runs/word_problems/test.jsonl --reward math --name demo_math --num_steps 32 --optim.lr 4e-4 --optim.decay linear --optim.warmup_steps 5 \
-	    --data.sft_steps 600 --data.sft_batch_size 128 --data.sft_lr 3e-3 --data.sft_wrong_answers 0.3 \
-	    --rollout.prompts_per_step 16 --rollout.completions_per_prompt 16 --rollout.max_prompt_tokens 64 \
-	    --rollout.max_completion_tokens 8 --observe.eval_prompts 101 --observe.eval_every 8 $(ARGS)
+	    --warm_start.steps 600 --warm_start.batch_size 128 --warm_start.lr 3e-3 --warm_start.wrong_answers 0.3 \
+	    --sampling.prompts_per_step 16 --sampling.completions_per_prompt 16 --sampling.max_prompt_tokens 64 \
+	    --sampling.max_completion_tokens 8 --observe.eval_prompts 101 --observe.eval_every 8 $(ARGS)
 
 lint:
 	@sh tools/bootstrap.sh lint

@@ -1,8 +1,8 @@
 """Sessions of agents: difference between trainer and engine by turn, and where the time goes.
 
     python -m benchmarks.agent_turns                                          talk_qwen3_1_7b on this machine's GPU
-    python -m benchmarks.agent_turns --config tiny_calculator -- --model.random True --data.sft_steps 0
-    python -m benchmarks.agent_turns --config tail_qwen3_1_7b --steps 16 --skip 6 -- --rollout.max_staleness 4
+    python -m benchmarks.agent_turns --config tiny_calculator -- --model.random True --warm_start.steps 0
+    python -m benchmarks.agent_turns --config tail_qwen3_1_7b --steps 16 --skip 6 -- --sampling.max_staleness 4
 
 Runs ``python -m megatron_fp8rl train CONFIG``; the options after ``--`` are fields of that configuration. A row has, by
 turn, the mean and the largest |old - rollout| over all tokens of all steps. Medians, and tokens per second of all counted

@@ -128,7 +128,7 @@ def groups(cfg: RunConfig) -> Iterator[tuple[str, list[Transfer]]]:
     from megatron_fp8rl.weight_sync.plan import plan
 
     table = LayerTable.build(cfg.model, cfg.precision)
-    layouts = TrainerLayout.from_config(cfg.parallel), EngineLayout.from_config(cfg.rollout)
+    layouts = TrainerLayout.from_config(cfg.parallel), EngineLayout.from_config(cfg.engine)
     transfers = plan(cfg.model, table, *layouts).transfers
     for name, members in itertools.groupby(transfers, key=lambda transfer: transfer.mcore_name):
         yield name, list(members)

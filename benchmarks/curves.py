@@ -69,7 +69,7 @@ class Curves(runner.Benchmark):
     def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if options.quick:
             options.config, options.arm = "tiny_qwen3_moe", ["fp8/fp8", "exact"]
-            options.fields = [*options.fields, "--num_steps", "3", "--data.sft_steps", "20"]
+            options.fields = [*options.fields, "--num_steps", "3", "--warm_start.steps", "20"]
         try:
             planned(options)
         except ConfigError as error:

@@ -35,11 +35,11 @@ from model_configs import dense, qwen3, small, tiny
 ARMS = {
     "bf16": ("--precision.trainer", "bf16", "--precision.rollout", "bf16"),
     "fp8": (),
-    "fp8_kv": ("--rollout.kv_cache_dtype", "fp8"),
-    "fp8_deep_gemm": ("--rollout.moe_backend", "deep_gemm"),  # of a mixture: the engine's other kernels for experts
+    "fp8_kv": ("--engine.kv_cache_dtype", "fp8"),
+    "fp8_deep_gemm": ("--engine.moe_backend", "deep_gemm"),  # of a mixture: the engine's other kernels for experts
     "exact": ("--precision.exact", "True"),
 }
-_SEPARATE = ("--rollout.placement", "separate", "--rollout.gpu_memory_utilization", "0.85")
+_SEPARATE = ("--engine.placement", "separate", "--engine.gpu_memory_utilization", "0.85")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Shape:
 
 def _separate(trainers: int, engines: int, *words: str) -> tuple[str, ...]:
     """Trainer ranks and engines on GPUs of their own."""
-    return (*_SEPARATE, "--parallel.world_size", f"{trainers}", "--rollout.num_replicas", f"{engines}", *words)
+    return (*_SEPARATE, "--parallel.world_size", f"{trainers}", "--engine.num_replicas", f"{engines}", *words)
 
 
 _8B, _30B = Shape(qwen3.qwen3_8b(), 2, 8), Shape(qwen3.qwen3_30b_a3b(), 2)
@@ -81,7 +81,7 @@ SHAPES = {
 
 def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
     """The command of one run. Raises ConfigError for a mistake of the user, and for a shape that does not fit."""
-    limits = ["--rollout.max_completion_tokens", str(options.completion_tokens)] if options.completion_tokens else []
+    limits = ["--sampling.max_completion_tokens", str(options.completion_tokens)] if options.completion_tokens else []
     words = [*limits, *ARMS[arm], *options.overrides]
     if options.model:
         own = grpo.GrpoOptions(
@@ -102,12 +102,12 @@ def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
     length = 16 if name == "tiny" else 1024
     prompt = min(512, shape.model.max_position_embeddings // 2)
     batch = [
-        "--rollout.prompts_per_step",
+        "--sampling.prompts_per_step",
         f"{shape.prompts}",
-        "--rollout.completions_per_prompt",
+        "--sampling.completions_per_prompt",
         f"{shape.completions}",
     ]
-    lengths = ["--rollout.max_prompt_tokens", f"{prompt}", "--rollout.max_completion_tokens", f"{length}"]
+    lengths = ["--sampling.max_prompt_tokens", f"{prompt}", "--sampling.max_completion_tokens", f"{length}"]
     random = ["--model.random", "True", "--data.tokenizer", "character"]
     random += (
         ["--model.embedding_range", "1"] if shape.model.is_moe else []
@@ -256,8 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg = planned(options, arm["shape"], arm["arm"]).cfg
         print(
             f"{arm['shape']} {arm['arm']}: {cfg.model.num_layers} layers, {cfg.parallel.world_size} trainer ranks, "
-            f"{cfg.rollout.placement}, sleep {cfg.rollout.sleep_level}, offload {cfg.optim.offload or 'nothing'}, "
-            f"recompute {cfg.optim.recompute}, {cfg.rollout.max_tokens_per_microbatch:,} tokens a microbatch"
+            f"{cfg.engine.placement}, sleep {cfg.engine.sleep_level}, offload {cfg.optim.offload or 'nothing'}, "
+            f"recompute {cfg.optim.recompute}, {cfg.optim.max_tokens_per_microbatch:,} tokens a microbatch"
         )
     return 0
 

@@ -52,9 +52,9 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
     run = RunData(Path(job.cfg.run_dir))
     if not (steps := [one for one in run.records if LEFT_OUT < one["step"] <= last]):
         return None
-    cfg, rollout = job.cfg, job.cfg.rollout
+    cfg = job.cfg
     gpus = cfg.parallel.world_size
-    gpus += 0 if rollout.placement == "colocated" else rollout.num_replicas * rollout.ranks
+    gpus += 0 if job.cfg.engine.placement == "colocated" else job.cfg.engine.num_replicas * job.cfg.engine.ranks
     engine = engine_of(run)
     phases = {phase: spread([one.get(f"time/{phase}/s", 0.0) for one in steps]) for phase in PHASES}
     phases = {phase: seconds for phase, seconds in phases.items() if seconds[0]}
@@ -75,7 +75,7 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
         "billions": parameters.count(cfg.model).total / 1e9,
         "gpus": gpus,
         "prompt_tokens": prompt,
-        "completion_tokens": rollout.max_completion_tokens,
+        "completion_tokens": job.cfg.sampling.max_completion_tokens,
         "sequences": count,
         "sampled_tokens": sampled,
         "step_s": step_s,
@@ -101,11 +101,11 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
         "kernels": engine.get("kernels", []),
         "layout": {
             "trainer": {name: value for name, value in vars(cfg.parallel).items() if value not in (1, False, None)},
-            "placement": rollout.placement,
-            "sleep": rollout.sleep_level,
+            "placement": job.cfg.engine.placement,
+            "sleep": job.cfg.engine.sleep_level,
             "offload": cfg.optim.offload,
             "recompute": cfg.optim.recompute,
-            "microbatch": rollout.max_tokens_per_microbatch,
+            "microbatch": job.cfg.optim.max_tokens_per_microbatch,
         },
     }
 

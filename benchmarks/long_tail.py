@@ -171,14 +171,14 @@ class _Rank:
 def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -> dict[str, float]:
     """One arm; the first fifth of its steps is not counted."""
     base = tiny_qwen3_moe()
-    rollout = replace(
-        base.rollout,
+    sampling = replace(
+        base.sampling,
         prompts_per_step=PROMPTS,
         completions_per_prompt=COMPLETIONS,
         max_staleness=max_staleness,
         window_groups=window_groups,
     )
-    cfg: RunConfig = replace(base, num_steps=num_steps + max_staleness + 2, rollout=rollout)
+    cfg: RunConfig = replace(base, num_steps=num_steps + max_staleness + 2, sampling=sampling)
     fleet = _Fleet(seed)
     (engine,) = fleet.clients
     stream = RolloutStream(cfg, fleet, _Prompts(), _Scorer(), _Rank())

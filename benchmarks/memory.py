@@ -33,7 +33,7 @@ from benchmarks import runner
 from benchmarks.record import Row
 from benchmarks.runner import device_name, num_gpus
 from benchmarks.training import MODELS, model_of, random_batch, single_rank
-from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.preflight import trainer_memory
 from megatron_fp8rl.preflight.memory import GIB, GPUS, Estimate, Gpu
 
@@ -71,13 +71,14 @@ class Cell:
             name="memory",
             model=model,
             precision=precision,
-            optim=OptimConfig(recompute=self.recompute, recompute_modules=modules),
-            rollout=RolloutConfig(
+            optim=OptimConfig(
+                recompute=self.recompute, recompute_modules=modules, max_tokens_per_microbatch=self.tokens
+            ),
+            sampling=SamplingConfig(
                 prompts_per_step=_MICROBATCHES * self.tokens // self.length // 2,
                 completions_per_prompt=2,
                 max_prompt_tokens=1,
                 max_completion_tokens=self.length - 1,
-                max_tokens_per_microbatch=self.tokens,
             ),
         )
 

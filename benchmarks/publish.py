@@ -27,7 +27,14 @@ from benchmarks.record import FOLDER, Row
 from benchmarks.runner import num_gpus
 from benchmarks.timing import timed
 from benchmarks.training import MODELS
-from megatron_fp8rl.config import ObserveConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import (
+    EngineConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    SamplingConfig,
+    WeightSyncConfig,
+)
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
@@ -44,7 +51,7 @@ def degrees(text: str) -> dict[str, int]:
 
 
 def layout(text: str) -> tuple[ParallelConfig, dict]:
-    """The trainer's layout and the engine's fields of ``RolloutConfig``."""
+    """The trainer's layout and the engine's fields of ``EngineConfig``."""
     if text == "colocated":
         return ParallelConfig(), {"tensor": 1, "placement": "colocated"}
     trainer, engine = map(degrees, text.split("+"))
@@ -59,25 +66,22 @@ def run_config(arm: Row) -> RunConfig:
     model = MODELS[arm["model"]]()
     parallel, engine = layout(arm["layout"])
     precision = "bf16" if arm["precision"] == "bf16" else "blockwise"
-    rollout = RolloutConfig(
+    engines = EngineConfig(
         **engine,
-        transport=arm["transport"],
-        max_prompt_tokens=128,
-        max_completion_tokens=128,
         max_num_sequences=16,
         kv_cache_bytes=1 << 30 if model.vocab_size > 1000 else 64 << 20,
         # A colocated engine leaves room for the trainer's parameters.
         gpu_memory_utilization=0.5 if engine["placement"] == "colocated" else 0.85,
         enforce_eager=True,  # an engine starts sooner, and a publication does not run the model
-        update_deadline_s=300.0,
     )
     return RunConfig(
         name="publish",
         model=replace(model, num_layers=arm["layers"] or model.num_layers),
         parallel=parallel,
         precision=PrecisionConfig(trainer=precision, rollout=precision),
-        rollout=rollout,
-        observe=ObserveConfig(verify_every=1),
+        engine=engines,
+        sampling=SamplingConfig(max_prompt_tokens=128, max_completion_tokens=128),
+        weight_sync=WeightSyncConfig(transport=arm["transport"]),
         output_dir=str(FOLDER / "publish" / "-".join(map(str, arm.values()))),
     )
 
@@ -117,16 +121,16 @@ def copy_floor(cfg: RunConfig, parallel: Parallel, num_bytes: int, num_senders: 
     """
     import torch
 
-    rollout = cfg.rollout
-    num_bytes //= min(num_senders, rollout.tensor * rollout.num_replicas)
+    engine = cfg.engine
+    num_bytes //= min(num_senders, engine.tensor * engine.num_replicas)
     if parallel.device.type == "cpu":
         kind, chunk = "copy in host memory", _copier(torch.device("cpu"), torch.device("cpu"))
-    elif rollout.placement == "colocated":
+    elif engine.placement == "colocated":
         kind, chunk = "copy within the GPU", _copier(parallel.device, parallel.device)
-    elif rollout.transport == "nccl" and parallel.world_size % 2 == 0:
+    elif cfg.weight_sync.transport == "nccl" and parallel.world_size % 2 == 0:
         kind, chunk = "NCCL send and receive between trainer ranks", _nccl_sender(parallel)
     else:
-        peer = torch.device("cuda", parallel.world_size + parallel.rank % rollout.tensor)
+        peer = torch.device("cuda", parallel.world_size + parallel.rank % engine.tensor)
         kind, chunk = "copy to the peer GPU", _copier(parallel.device, peer)
     chunk()  # opens the way
     parallel.barrier("copies")

@@ -33,7 +33,7 @@ from benchmarks.runner import device_name, num_gpus
 from benchmarks.timing import copy_bandwidth, peak_bandwidth
 from benchmarks.training import MODELS
 from benchmarks.whole_runs import read_log
-from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import DeadlineConfig, EngineConfig, OptimConfig, PrecisionConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.rollout.vllm_args import quantization_config
@@ -63,9 +63,11 @@ class Cell:
 
 def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
     """The run whose engine serves ``shapes``."""
-    rollout = RolloutConfig(
+    sampling = SamplingConfig(
         max_prompt_tokens=max(s.prompt_tokens for s in shapes),
         max_completion_tokens=max(s.completion_tokens for s in shapes),
+    )
+    engine = EngineConfig(
         max_num_sequences=max(s.num_sequences for s in shapes),
         kv_cache_dtype="fp8" if cell.precision == "fp8_kv" else "auto",
         linear_backend=cell.linear,
@@ -74,9 +76,9 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
         torch_compile=cell.compile,
         batch_invariant=cell.batch_invariant,
         gpu_memory_utilization=0.9,
-        request_deadline_s=1200.0,
-        max_tokens_per_microbatch=16384,  # no trainer runs, but a run has to hold its sequences
     )
+    deadlines = DeadlineConfig(request_s=1200.0)
+    optim = OptimConfig(max_tokens_per_microbatch=16384)
     rollout_precision = "bf16" if cell.precision == "bf16" else "blockwise"
     # Only DeepGEMM rounds the scales of activations to powers of two.
     scales = "fp32" if cell.linear in ("cutlass", "triton") else "pow2"
@@ -84,7 +86,10 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
         name="rollout_speed",
         model=MODELS[cell.model](),
         precision=PrecisionConfig(trainer="bf16", rollout=rollout_precision, scales=scales),
-        rollout=rollout,
+        sampling=sampling,
+        engine=engine,
+        deadlines=deadlines,
+        optim=optim,
         output_dir=str(FOLDER / "rollout_speed" / "-".join(map(str, asdict(cell).values()))),
     )
 
@@ -108,7 +113,7 @@ def sample(fleet: Fleet, shape: Shape, vocab_size: int, *, max_tokens: int, seed
         return sum(len(completion.token_ids) for (completion,) in answers)
 
     started = time.perf_counter()
-    num_tokens = fleet.sync(everything(), fleet.cfg.rollout.request_deadline_s)
+    num_tokens = fleet.sync(everything(), fleet.cfg.deadlines.request_s)
     seconds = time.perf_counter() - started
     if num_tokens != shape.num_sequences * max_tokens:
         raise RuntimeError(f"{num_tokens} tokens were sampled instead of {shape.num_sequences} x {max_tokens}")
@@ -169,10 +174,10 @@ def of_vllm(cell: Cell, shapes: dict[str, Shape], bandwidth: float, log: Path) -
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
-        max_num_seqs=cfg.rollout.max_num_sequences,
-        max_model_len=cfg.rollout.max_prompt_tokens + cfg.rollout.max_completion_tokens,
-        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization if num_gpus() else 0.1,
+        kv_cache_dtype=cfg.engine.kv_cache_dtype,
+        max_num_seqs=cfg.engine.max_num_sequences,
+        max_model_len=cfg.sampling.max_prompt_tokens + cfg.sampling.max_completion_tokens,
+        gpu_memory_utilization=cfg.engine.gpu_memory_utilization if num_gpus() else 0.1,
         enable_prefix_caching=False,
         **(fp8 if cell.precision != "bf16" else {}),
     )

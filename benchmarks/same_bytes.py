@@ -30,7 +30,14 @@ from benchmarks.byte_comparison import TE_SCALES, UNEXPLAINED, Tally, compare, t
 from benchmarks.record import FOLDER, Row
 from benchmarks.runner import num_gpus
 from benchmarks.training import MODELS
-from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import (
+    EngineConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    SamplingConfig,
+    WeightSyncConfig,
+)
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
@@ -55,20 +62,18 @@ def run_config(arm: Row, placement: str) -> RunConfig:
         model=replace(model, num_layers=arm["layers"] or model.num_layers),
         parallel=TRAINERS[arm["trainer"]],
         precision=PrecisionConfig(trainer="blockwise", rollout="blockwise", scales=arm["scales"]),
-        rollout=RolloutConfig(
+        engine=EngineConfig(
             tensor=tensor,
             expert=expert,
             placement=placement,
-            transport=arm["transport"],
             torch_compile=False,
-            enforce_eager=True,  # nothing is sampled
-            max_prompt_tokens=128,
-            max_completion_tokens=128,
+            enforce_eager=True,
             max_num_sequences=8,
             kv_cache_bytes=1 << 30 if model.vocab_size > 1000 else 64 << 20,
-            # A colocated engine finds the trainer's parameters on the GPU when it starts.
             gpu_memory_utilization=0.45 if colocated else 0.85,
         ),
+        weight_sync=WeightSyncConfig(transport=arm["transport"]),
+        sampling=SamplingConfig(max_prompt_tokens=128, max_completion_tokens=128),
         output_dir=str(FOLDER / "same_bytes" / "-".join(map(str, arm.values()))),
     )
 
@@ -95,7 +100,7 @@ def run_case(cfg: RunConfig, parallel: Parallel) -> tuple[Tally, float]:
         for version in (1, 2):  # the first one goes through vLLM's loaders, later ones straight into its tensors
             seconds = exporter.publish(version).seconds
         if fleet is not None:
-            held = [fleet.sync(c.weight_digests(), cfg.rollout.update_deadline_s) for c in fleet.clients]
+            held = [fleet.sync(c.weight_digests(), cfg.deadlines.update_s) for c in fleet.clients]
         held = parallel.broadcast_object(held)
     del policy, exporter
     te = transformer_engine(cfg.precision.scales, parallel.device)

@@ -127,10 +127,10 @@ def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Tran
 
 def _with_our_options(problem: str, tensor: int) -> str:
     """A refusal of the plan, whose remedies are fields of a run, in the options of this command."""
-    fields, lower = "precision.bf16_first_layers, bf16_last_layers", "lower rollout.tensor or "
+    fields, lower = "precision.bf16_first_layers, bf16_last_layers", "lower engine.tensor or "
     problem = problem.replace(fields, "--bf16_first_layers, --bf16_last_layers")
     # One rank keeps it whole, but fuses it with its neighbours: the blocks of the next would begin within its last.
-    return problem.replace("rollout.tensor", "--tensor") if tensor > 1 else problem.replace(lower, "")
+    return problem.replace("engine.tensor", "--tensor") if tensor > 1 else problem.replace(lower, "")
 
 
 @dataclass

@@ -97,7 +97,7 @@ def plan_study(request: Request) -> Plan:
     run_dir = absolute_run_dir(cfg, cluster)
     literal = run_dir.replace("{", "{{").replace("}", "}}")
     problems = []
-    engines = cfg.rollout.num_replicas * cfg.rollout.ranks if cfg.rollout.placement == "separate" else 0
+    engines = cfg.engine.num_replicas * cfg.engine.ranks if cfg.engine.placement == "separate" else 0
     if not cluster.violations() and (took := cfg.parallel.world_size + engines) > cluster.slots_per_node:
         problems.append(
             f"--parallel.world_size = {cfg.parallel.world_size}: a run of the study takes {took} of the "

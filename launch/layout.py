@@ -68,13 +68,13 @@ def _problems(need: Need) -> list[str]:
     found = []
     if need.tensor > need.slots and need.replicas and need.tensor % need.slots:
         whole = "a replica that spans nodes has to"
-        found.append(f"--rollout.tensor {need.tensor} does not fill whole nodes of {need.slots}; {whole}")
+        found.append(f"--engine.tensor {need.tensor} does not fill whole nodes of {need.slots}; {whole}")
     if need.shares_slots and need.replicas * need.tensor > need.ranks:
         found.append(
             f"{need.replicas} replicas x {need.tensor} share the slots of {need.ranks} trainer ranks, which are fewer"
         )
     if need.shares_slots and need.tensor > need.slots:
-        found.append(f"--rollout.tensor {need.tensor} spans nodes of {need.slots}, which colocated replicas cannot")
+        found.append(f"--engine.tensor {need.tensor} spans nodes of {need.slots}, which colocated replicas cannot")
     if not need.ranks and not need.replicas:
         found.append("there is neither a trainer nor a replica to place")
     return found

@@ -21,7 +21,7 @@ from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
 from megatron_fp8rl.preflight.findings import arguments
 
 TRAINING_JOBS = ("train", "rl", "sft")
-REMOTE = ("--rollout.placement", "remote")  # the engines are where agents started them
+REMOTE = ("--engine.placement", "remote")  # the engines are where agents started them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +50,18 @@ def plan_training(request: Request) -> Plan:
     """Warm start, reinforcement learning, or both in turn: a trainer on some nodes and replicas on these or others."""
     cfg, cluster = request.cfg, request.cluster
     assert cfg is not None
-    needs_engines = request.job != "sft" and cfg.rollout.replay is None
+    needs_engines = request.job != "sft" and cfg.sampling.replay is None
     layout, found, between_nodes = None, [], []
     if not cluster.violations():
         layout, found = _lay_out(request, needs_engines)
         between_nodes = [] if layout is None else across_nodes(cfg, layout, needs_engines)
     # The doctor counts GPUs alone; the nodes that they are on are known here.
-    problems, warnings = preflight(request, without="--rollout.transport" if between_nodes else None)
+    problems, warnings = preflight(request, without="--weight_sync.transport" if between_nodes else None)
     if request.job == "rl" and cfg.model.hf_path is None:
         remedy = "Name a checkpoint, or use --job train"
         problems.append(f"--model.hf_path = None: rl starts from trained weights. {remedy}.")
-    if request.job == "train" and not (cfg.model.hf_path or cfg.data.sft_steps or cfg.model.random):
-        remedy = "Name a checkpoint, set --data.sft_steps, or train random weights by --model.random True"
+    if request.job == "train" and not (cfg.model.hf_path or cfg.warm_start.steps or cfg.model.random):
+        remedy = "Name a checkpoint, set --warm_start.steps, or train random weights by --model.random True"
         problems.append(f"--model.hf_path = None: {request.config_name} has no weights to start from. {remedy}.")
     problems += found
     if layout is not None and cluster.gpu is not None and layout.ranks_per_node % max(1, cfg.parallel.tensor):
@@ -73,9 +73,9 @@ def plan_training(request: Request) -> Plan:
     if problems or layout is None:
         return Plan(spec=None, problems=tuple(problems), warnings=tuple(warnings))
     if _shares_gpus(request) and layout.replicas:
-        request = dataclasses.replace(request, overrides=(*request.overrides, "--rollout.transport", "gloo"))
+        request = dataclasses.replace(request, overrides=(*request.overrides, "--weight_sync.transport", "gloo"))
         warnings.append(
-            f"--rollout.placement = 'colocated' on {len(layout.trainer_nodes)} nodes: weights travel through host memory, "
+            f"--engine.placement = 'colocated' on {len(layout.trainer_nodes)} nodes: weights travel through host memory, "
             "since NCCL cannot join two processes of one GPU. With engines on GPUs of their own they do not."
         )
     run_dir = absolute_run_dir(cfg, cluster)
@@ -95,7 +95,7 @@ def plan_training(request: Request) -> Plan:
 def preflight(request: Request, *, without: str | None = None) -> tuple[list[str], list[str]]:
     """(problems, warnings) of the cluster's file and of ``doctor``, for the GPUs of the cluster.
 
-    ``without`` names a field, such as "--rollout.transport", about which the caller knows better.
+    ``without`` names a field, such as "--weight_sync.transport", about which the caller knows better.
     """
     cfg, cluster = request.cfg, request.cluster
     problems = [str(violation) for violation in cluster.violations()]
@@ -242,27 +242,27 @@ def lines(spec: JobSpec) -> list[str]:
 def across_nodes(cfg: RunConfig, layout: Layout, needs_engines: bool) -> list[str]:
     """What does not reach from one node to another."""
     places = {node for place in layout.replicas for node in place.nodes} | set(layout.trainer_nodes[:1])
-    if needs_engines and len(places | set(layout.trainer_nodes)) > 1 and cfg.rollout.transport == "ipc":
+    if needs_engines and len(places | set(layout.trainer_nodes)) > 1 and cfg.weight_sync.transport == "ipc":
         return [
-            f"--rollout.transport = {cfg.rollout.transport!r}: trainer and replicas are on {layout.nodes} nodes, and "
-            "this ends at a node. Use --rollout.transport auto."
+            f"--weight_sync.transport = {cfg.weight_sync.transport!r}: trainer and replicas are on {layout.nodes} nodes, and "
+            "this ends at a node. Use --weight_sync.transport auto."
         ]
     return []
 
 
 def _shares_gpus(request: Request) -> bool:
     assert request.cfg is not None
-    return request.cfg.rollout.placement == "colocated" and request.cluster.gpu is not None
+    return request.cfg.engine.placement == "colocated" and request.cluster.gpu is not None
 
 
 def _lay_out(request: Request, needs_engines: bool) -> tuple[Layout | None, list[str]]:
     cfg, cluster, nodes = request.cfg, request.cluster, request.nodes
     assert cfg is not None
-    colocated = cfg.rollout.placement == "colocated"
+    colocated = cfg.engine.placement == "colocated"
     need = Need(
         ranks=cfg.parallel.world_size,
-        replicas=cfg.rollout.num_replicas if needs_engines else 0,
-        tensor=cfg.rollout.ranks,
+        replicas=cfg.engine.num_replicas if needs_engines else 0,
+        tensor=cfg.engine.ranks,
         slots=cluster.slots_per_node,
         shares_slots=colocated,
     )

@@ -40,12 +40,12 @@ COMMON_FIELDS = """
     parallel.world_size parallel.tensor parallel.pipeline parallel.context parallel.expert
     precision.trainer precision.rollout precision.exact
     optim.lr optim.warmup_steps optim.weight_decay optim.recompute optim.offload
-    rollout.num_replicas rollout.tensor rollout.placement rollout.sleep_level rollout.gpu_memory_utilization
-    rollout.kv_cache_dtype rollout.prompts_per_step rollout.completions_per_prompt rollout.max_prompt_tokens
-    rollout.max_completion_tokens rollout.temperature rollout.max_staleness rollout.max_tokens_per_microbatch
+    engine.num_replicas engine.tensor engine.placement engine.sleep_level engine.gpu_memory_utilization
+    engine.kv_cache_dtype sampling.prompts_per_step sampling.completions_per_prompt sampling.max_prompt_tokens
+    sampling.max_completion_tokens sampling.temperature sampling.max_staleness optim.max_tokens_per_microbatch
     session.max_turns session.max_tokens
     algo.loss algo.clip_high algo.kl_coef algo.correction
-    data.tokenizer data.num_score_workers data.sft_steps
+    data.tokenizer scoring.num_workers warm_start.steps
     checkpoint.every_steps observe.eval_every observe.eval_prompts observe.wandb_project
 """.split()
 

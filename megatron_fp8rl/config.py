@@ -165,13 +165,14 @@ class OptimConfig:
     # What "selective" recomputes, where present: mlp is the MLP of dense layers, moe that of MoE layers.
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("mlp", "moe")
     moe_aux_loss_coef: float = 0.0
+    max_tokens_per_microbatch: int = 4096  # packed tokens per trainer microbatch on one data-parallel rank
     logprob_chunk_tokens: int = 8192  # tokens whose logits exist at a time; a microbatch of more computes them twice
     offload: tuple[Literal["params", "gradients", "optimizer"], ...] = ()  # to host memory during sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """The vLLM engines and their sampling parameters."""
+class EngineConfig:
+    """The vLLM engines: replicas, parallelism, placement, memory and kernels."""
 
     num_replicas: int = 1
     tensor: int = 1  # tensor-parallel size of one replica
@@ -179,7 +180,6 @@ class RolloutConfig:
     expert: int = 1  # expert-parallel size of one replica: 1 or ``data`` * ``tensor``
     # On the trainer's GPUs, on the GPUs after them, or wherever the agents of a launched job start the engines.
     placement: Literal["colocated", "separate", "remote"] = "colocated"
-    hang_deadline_s: float = 30.0  # a replica that answers nothing for so long is killed, as if it had died
     max_replica_restarts: int = 3  # restarts of dead replicas per run, in total; not for colocated replicas on GPUs
     sleep_level: Literal[0, 1, 2] = 0  # during training: 0 keeps engine memory, 1 offloads and 2 discards weights
     linear_backend: Literal["auto", "deep_gemm", "cutlass", "triton"] = "auto"  # kernels of FP8 linears on a GPU
@@ -187,6 +187,23 @@ class RolloutConfig:
     attention_backend: Literal["auto", "FP8_CACHE", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"] = "auto"
     batch_invariant: bool = False  # results do not depend on the rest of the batch; slower, no torch.compile
     torch_compile: bool = True  # False: CUDA graphs without torch.compile; starts a minute sooner
+    enforce_eager: bool = False
+    record_routed_experts: bool = False
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    kv_cache_bytes: int | None = None  # per engine worker; None: sized by gpu_memory_utilization
+    gpu_memory_utilization: float = 0.85
+    max_num_sequences: int = 256  # sequences that one replica decodes concurrently
+
+    @property
+    def ranks(self) -> int:
+        """GPUs, or processes, of one replica."""
+        return self.data * self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """What a step samples: prompts, completions, lengths, and from how old a policy."""
+
     prompts_per_step: int = 32
     completions_per_prompt: int = 8
     max_prompt_tokens: int = 64
@@ -198,26 +215,28 @@ class RolloutConfig:
     stop_strings: tuple[str, ...] = ()
     max_staleness: int = 0  # 0: sample from the current policy; k: from a policy at most k versions old
     window_groups: int = 0  # groups ahead, trained as they are complete; 0: max_staleness + 1 steps, in order
-    record_routed_experts: bool = False
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    kv_cache_bytes: int | None = None  # per engine worker; None: sized by gpu_memory_utilization
-    gpu_memory_utilization: float = 0.85
-    max_num_sequences: int = 256  # sequences that one replica decodes concurrently
-    enforce_eager: bool = False
+    replay: str | None = None  # folder rollouts of an earlier run, read instead of sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncConfig:
+    """Weight updates from the trainer to the engines."""
+
     transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"  # transport of weight updates
     bucket_bytes: int = 256 << 20  # bytes of weights sent per round
     # Memory of an engine worker for weights that arrive while it samples: their size again, on the GPU or pinned on its host
     spare_weights: Literal["none", "device", "host"] = "none"
-    start_deadline_s: float = 600.0
-    request_deadline_s: float = 600.0
-    update_deadline_s: float = 300.0
-    max_tokens_per_microbatch: int = 4096  # packed tokens per trainer microbatch on one data-parallel rank
-    replay: str | None = None  # folder rollouts of an earlier run, read instead of sampling
+    verify_every: int = 1  # weight updates between verifications that the engines hold what was sent; 0: never
 
-    @property
-    def ranks(self) -> int:
-        """GPUs, or processes, of one replica."""
-        return self.data * self.tensor
+
+@dataclass(frozen=True, kw_only=True)
+class DeadlineConfig:
+    """Seconds to wait for an engine before an error; a slow cluster needs longer ones."""
+
+    start_s: float = 600.0
+    request_s: float = 600.0
+    update_s: float = 300.0
+    hang_s: float = 30.0  # a replica that answers nothing for so long is killed, as if it had died
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +312,7 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Sources of problems, tokenizer, scoring and the supervised warm start."""
+    """Sources of problems, and the tokenizer."""
 
     environments: tuple[EnvironmentConfig, ...] = (EnvironmentConfig(),)
     max_dropped: float = 0.01  # largest fraction of rows that may be too long, empty or impossible to encode
@@ -301,15 +320,27 @@ class DataConfig:
     tokenizer: str = "character"
     chat_template: bool | None = None  # render prompts with the tokenizer's chat template; None: if it has one
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)  # such as {"enable_thinking": false}
-    num_score_workers: int = 1  # scoring processes of trainer rank 0
-    score_deadline_s: float = 30.0
-    score_memory_gib: float = 16.0  # address space of a scoring process; what asks for more gets a MemoryError
-    score_variables: tuple[str, ...] = ()  # further environment variables that scoring processes see, such as HF_TOKEN
-    sft_steps: int = 0  # supervised steps; 0 if hf_path provides trained weights
-    sft_batch_size: int = 128
-    sft_lr: float = 1e-3
-    sft_wrong_answers: float = 0.0  # fraction of demonstrations with another problem's answer, as in scraped data
-    sft_stop_pass_rate: float | None = None  # stop early at this expected pass rate on held-out problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+    """The supervised warm start before reinforcement learning."""
+
+    steps: int = 0  # supervised steps; 0 if hf_path provides trained weights
+    batch_size: int = 128
+    lr: float = 1e-3
+    wrong_answers: float = 0.0  # fraction of demonstrations with another problem's answer, as in scraped data
+    stop_pass_rate: float | None = None  # stop early at this expected pass rate on held-out problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringConfig:
+    """Processes that compute rewards."""
+
+    num_workers: int = 1  # scoring processes of trainer rank 0
+    deadline_s: float = 30.0
+    memory_gib: float = 16.0  # address space of a scoring process; what asks for more gets a MemoryError
+    variables: tuple[str, ...] = ()  # further environment variables that scoring processes see, such as HF_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +363,6 @@ class ObserveConfig:
     rollouts_gib: float = (
         100.0  # space for recorded rollouts; beyond it the oldest steps but the first go; 0 records none
     )
-    verify_every: int = 1  # weight updates between verifications that the engines hold what was sent; 0: never
     eval_every: int = 0  # steps between evaluations on held-out problems; 0: only at start and end
     eval_prompts: int = 128  # held-out problems per evaluation; 0: no evaluation
     eval_completions: int = 1  # completions sampled per held-out problem; above 1 also measures pass@k
@@ -347,10 +377,15 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     session: SessionConfig = field(default_factory=SessionConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     num_steps: int = 100
@@ -363,7 +398,7 @@ class RunConfig:
 
     @property
     def max_sequence_tokens(self) -> int:  # of the longest sequence that is sampled and trained
-        return max(self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens, self.session.max_tokens or 0)
+        return max(self.sampling.max_prompt_tokens + self.sampling.max_completion_tokens, self.session.max_tokens or 0)
 
 
 @dataclass(frozen=True)

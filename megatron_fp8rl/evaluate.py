@@ -84,8 +84,8 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
             f"pass@{bad[0]} cannot be estimated from {options.num_completions} completions of a problem",
             f"Choose k from 1 to {options.num_completions}, or raise --num_completions",
         )
-    if cfg.rollout.replay is not None:
-        refuse("rollout.replay", cfg.rollout.replay, "an evaluation samples by itself", "Leave it out")
+    if cfg.sampling.replay is not None:
+        refuse("sampling.replay", cfg.sampling.replay, "an evaluation samples by itself", "Leave it out")
     model_dir = None
     if checkpoint is not None:
         model_dir, unknown = _model_dir(cfg, checkpoint)
@@ -96,9 +96,9 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
         cfg=replace(
             cfg,
             model=replace(cfg.model, hf_path=str(checkpoint)),
-            rollout=replace(cfg.rollout, record_routed_experts=False),
+            engine=replace(cfg.engine, record_routed_experts=False),
+            weight_sync=replace(cfg.weight_sync, verify_every=1),
             algo=replace(cfg.algo, router_replay="off"),
-            observe=replace(cfg.observe, verify_every=1),
         ),
         checkpoint=checkpoint,
         model_dir=model_dir,
@@ -146,10 +146,10 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
             if model_dir is None:
                 model_dir = write_model_dir(replace(cfg, model=replace(cfg.model, hf_path=None)))
             # Engines on other nodes are found through the run's folder; local engines get a folder of their own.
-            engine_dir = cfg.run_dir if cfg.rollout.placement == "remote" else evaluation.folder
+            engine_dir = cfg.run_dir if cfg.engine.placement == "remote" else evaluation.folder
             fleet = stack.enter_context(Fleet.start(cfg, model_dir, engine_dir, wait=False))
-            scorers = stack.enter_context(ScorePool.build(cfg.data))
-            if cfg.rollout.placement == "colocated" and torch.cuda.is_available():
+            scorers = stack.enter_context(ScorePool.build(cfg.scoring, cfg.data.environments))
+            if cfg.engine.placement == "colocated" and torch.cuda.is_available():
                 # An engine measures free memory while it starts; load the weights afterwards.
                 fleet.wait_until_ready()
                 fleet.sleep()
@@ -188,13 +188,13 @@ def _publish(
     from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     policy = FrozenPolicy.build(cfg, parallel)
-    scales = policy.kv_scales(prompts[: cfg.rollout.prompts_per_step])
+    scales = policy.kv_scales(prompts[: cfg.sampling.prompts_per_step])
     exporter = WeightExporter(policy, fleet, cfg)
     if fleet is not None:
         fleet.wait_until_ready()
-        if cfg.rollout.sleep_level:
+        if cfg.engine.sleep_level:
             fleet.wake("weights")
-    if not cfg.rollout.sleep_level:
+    if not cfg.engine.sleep_level:
         stack.callback(exporter.close)
         return exporter.publish(0, scales), lambda: exporter.publish(0, scales)  # noqa: F821  the `del` is on another path
     try:
@@ -212,7 +212,7 @@ def _publish(
 
 def _rounds(cfg: RunConfig, prompts: Sequence[Prompt], num_completions: int) -> Iterator[Sequence[Prompt]]:
     """Batches of problems large enough to keep the engines busy, small enough that no request times out in a queue."""
-    at_once = _ROUNDS_IN_FLIGHT * cfg.rollout.max_num_sequences * cfg.rollout.num_replicas
+    at_once = _ROUNDS_IN_FLIGHT * cfg.engine.max_num_sequences * cfg.engine.num_replicas
     size = max(1, at_once // num_completions)
     return (prompts[start : start + size] for start in range(0, len(prompts), size))
 
@@ -280,7 +280,7 @@ def _finish(
         "precision": cfg.precision.rollout,
         "seed": cfg.seed,
         "sampling": {
-            name: getattr(cfg.rollout, name) for name in ("temperature", "top_p", "top_k", "max_completion_tokens")
+            name: getattr(cfg.sampling, name) for name in ("temperature", "top_p", "top_k", "max_completion_tokens")
         },
         "intervals": "95 %: accuracy by Wilson's score, pass@k by bootstrap over problems",
         **summarize(groups, evaluation.ks),
@@ -298,7 +298,7 @@ def _finish(
             cfg,
             f"the environments have only {len(groups)} different held-out problems of the {evaluation.num_problems}",
         )
-    print(f"\n{evaluation.checkpoint}, rollouts in {cfg.precision.rollout}, temperature {cfg.rollout.temperature:g}")
+    print(f"\n{evaluation.checkpoint}, rollouts in {cfg.precision.rollout}, temperature {cfg.sampling.temperature:g}")
     print(table(summary))
     print(folder / RESULT, flush=True)
 

@@ -1,6 +1,7 @@
 """Fields of earlier releases and their remedies, so that an old option fails with advice. Kept for one release."""
 
 import re
+from collections.abc import Iterator
 
 _CONSTANT = "It is a constant now: leave it out"
 _DICTIONARY = re.compile(r"(algo\.(loss|advantage)_options|data\.environments\.\d+\.options)\.\w+")
@@ -14,13 +15,47 @@ REMOVED = {
     "observe.tensorboard": "TensorBoard files are always written: leave it out",
     "observe.record_rollouts": "Set --observe.rollouts_gib 0 to record no rollouts",
     "rollout.token_stores": "Trainer rank 0 keeps the tokens of all samples: leave it out",
-    "rollout.delta_weights": "gloo sends whole weights: leave it out; rollout.spare_weights hides the transfer",
-    "data.score_servers": "Trainer rank 0 scores all completions: leave it out, and raise data.num_score_workers",
+    "rollout.delta_weights": "gloo sends whole weights: leave it out; weight_sync.spare_weights hides the transfer",
+    "rollout.partials": "Completions in progress always continue over publications: leave it out",
+    "data.score_servers": "Trainer rank 0 scores all completions: leave it out, and raise scoring.num_workers",
 }
+
+_MOVED = """
+engine: rollout.num_replicas rollout.tensor rollout.data rollout.expert rollout.placement rollout.max_replica_restarts
+    rollout.sleep_level rollout.linear_backend rollout.moe_backend rollout.attention_backend rollout.batch_invariant
+    rollout.torch_compile rollout.enforce_eager rollout.record_routed_experts rollout.kv_cache_dtype
+    rollout.kv_cache_bytes rollout.gpu_memory_utilization rollout.max_num_sequences
+sampling: rollout.prompts_per_step rollout.completions_per_prompt rollout.max_prompt_tokens
+    rollout.max_completion_tokens rollout.temperature rollout.top_p rollout.top_k rollout.stop_token_ids
+    rollout.stop_strings rollout.max_staleness rollout.window_groups rollout.replay
+weight_sync: rollout.transport rollout.bucket_bytes rollout.spare_weights observe.verify_every
+optim: rollout.max_tokens_per_microbatch
+deadlines: rollout.start_deadline_s=start_s rollout.request_deadline_s=request_s rollout.update_deadline_s=update_s
+    rollout.hang_deadline_s=hang_s
+scoring: data.num_score_workers=num_workers data.score_deadline_s=deadline_s data.score_memory_gib=memory_gib
+    data.score_variables=variables
+warm_start: data.sft_steps=steps data.sft_batch_size=batch_size data.sft_lr=lr data.sft_wrong_answers=wrong_answers
+    data.sft_stop_pass_rate=stop_pass_rate
+"""
+
+
+def _renamed() -> Iterator[tuple[str, str]]:
+    section = ""
+    for word in _MOVED.split():
+        if word.endswith(":"):
+            section = word[:-1]
+            continue
+        old, _, name = word.partition("=")
+        yield old, f"{section}.{name or old.rpartition('.')[2]}"
+
+
+RENAMED = dict(_renamed())
 
 
 def remedy(path: str) -> str | None:
     """What to write instead of a removed field; None if ``path`` is not one."""
     if _DICTIONARY.fullmatch(path):
         return f"Write --set {path}=VALUE"
+    if path in RENAMED:
+        return f"It is --{RENAMED[path]} now"
     return REMOVED.get(path)

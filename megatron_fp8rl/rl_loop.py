@@ -3,7 +3,7 @@
 In: a RunConfig whose ``model.hf_path`` names the initial weights, and engines that may still be starting (None for a
 replay). Out: a trained policy, and all files that the observer writes to the run's folder.
 
-There is only one loop: asynchronous training is handled inside the rollout stream (``rollout.max_staleness``), a replay
+There is one loop. The rollout stream handles asynchronous training (``sampling.max_staleness``); a replay
 is a stream that reads a file, and a larger cluster changes only numbers in the configuration.
 """
 
@@ -104,7 +104,7 @@ class Trainer:
         self.observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
         stack.enter_context(stop.errors_noted())
         self.loss, self.advantage = load_loss(cfg.algo), load_advantage(cfg.algo)
-        scorers = stack.enter_context(ScorePool.build(cfg.data)) if is_driver else None
+        scorers = stack.enter_context(ScorePool.build(cfg.scoring, cfg.data.environments)) if is_driver else None
         self.prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)), log=is_driver)
         with span("start_model"):
             self.policy = Policy.build(cfg, parallel, host)
@@ -114,7 +114,7 @@ class Trainer:
             self.step, self.record, self.is_complete = self._resume(checkpoints)
         stop.at_boundary(parallel, self.step)
         self.exporter = None  # stays None in a replay, which has no engines to update
-        if cfg.rollout.replay is None:  # planned while engines start
+        if cfg.sampling.replay is None:  # planned while engines start
             self.exporter = WeightExporter(self.policy, fleet, cfg)
             stack.callback(self.exporter.close)
         if not self.is_complete:
@@ -207,7 +207,7 @@ class Trainer:
         """Sample the held-out problems at the start, at the end, and every ``observe.eval_every`` steps."""
         observe, step = self.cfg.observe, self.step
         is_due = step in (0, self.cfg.num_steps) or (observe.eval_every and step % observe.eval_every == 0)
-        if not is_due or not observe.eval_prompts or self.cfg.rollout.replay is not None:
+        if not is_due or not observe.eval_prompts or self.cfg.sampling.replay is not None:
             return
         if held_out := self.prompts.eval_prompts(observe.eval_prompts):  # a source of rows may have none
             log.evaluation(self.rollouts.sample(held_out, num_completions=observe.eval_completions))
@@ -253,11 +253,11 @@ class Trainer:
 
     def _calibrate_kv(self) -> None:
         """Measure the FP8 KV cache scales on the first prompts, before any log-probabilities are computed."""
-        rollout = self.cfg.rollout
-        if rollout.kv_cache_dtype == "fp8" and rollout.replay is None:
+        sampling = self.cfg.sampling
+        if self.cfg.engine.kv_cache_dtype == "fp8" and sampling.replay is None:
             self.colocated.train()
             with span("calibrate_kv"):
-                self.policy.calibrate_kv(self.prompts.upcoming(rollout.prompts_per_step))
+                self.policy.calibrate_kv(self.prompts.upcoming(sampling.prompts_per_step))
 
     def _resume(self, checkpoints: Path) -> tuple[int, dict[str, Any], bool]:
         """Restore the newest checkpoint: (its step or 0, the step's record until then, whether the run is complete).
@@ -282,7 +282,7 @@ class Trainer:
         """
         if warm_up.pays(self.cfg, self.parallel.device.type):
             with span("start_warm_up"):
-                warm_up.warm_up(self.policy, self.prompts.upcoming(self.cfg.rollout.prompts_per_step))
+                warm_up.warm_up(self.policy, self.prompts.upcoming(self.cfg.sampling.prompts_per_step))
         if self.fleet is None:
             return
         with span("start_engines"):

@@ -1,6 +1,6 @@
 """Supervised warm start: trains a new model until reinforcement learning finds rewards.
 
-In: a RunConfig with ``data.sft_steps``. Out: a Hugging Face checkpoint, with the metrics of the warm start next to it.
+In: a RunConfig with ``warm_start.steps``. Out: a Hugging Face checkpoint, with the metrics of the warm start next to it.
 Runs identically on every trainer rank, with the policy, packing and optimizer of the reinforcement-learning loop.
 
 The warm start trains in BF16, the usual precision of pretraining.
@@ -42,7 +42,7 @@ def warm_start_path(cfg: RunConfig) -> Path:
 
 
 def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopRequest | None = None) -> Path:
-    """Collective: train for ``data.sft_steps`` and return the checkpoint's folder; skip training if it exists.
+    """Collective: train for ``warm_start.steps`` and return the checkpoint's folder; skip training if it exists.
 
     Saves a checkpoint every minute or less often; resuming from it is bit-exact. If ``stop`` requests an early end, the
     warm start saves a checkpoint after a step and raises RunStopped.
@@ -77,7 +77,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
                     with span("evaluate"):
                         pass_rate = expected_pass_rate(policy, held_out)
                     log.update({"sft/expected_pass_rate/mean": pass_rate})
-                    if cfg.data.sft_stop_pass_rate is not None and pass_rate >= cfg.data.sft_stop_pass_rate:
+                    if cfg.warm_start.stop_pass_rate is not None and pass_rate >= cfg.warm_start.stop_pass_rate:
                         break  # before saving: resuming from a checkpoint must mean that training continues
                 if step < cfg.num_steps:
                     saves.save_if_due(step)
@@ -117,7 +117,7 @@ def _forget(checkpoints: Path, parallel: Parallel) -> None:
 def expected_pass_rate(policy: Policy, samples: Sequence[Sample]) -> float:
     """Collective: probability that a sampled completion equals the reference answer, averaged over the samples.
 
-    The product of the token probabilities is the probability of sampling the answer at ``rollout.temperature``, so one
+    The product of the token probabilities is the probability of sampling the answer at ``sampling.temperature``, so one
     forward pass suffices and there is no sampling noise. Other answers that would also earn a reward are not counted.
     """
     (batch,) = pack_for(policy.cfg, samples, data_rank=policy.parallel.dp_rank)
@@ -141,8 +141,10 @@ def _supervised(cfg: RunConfig) -> RunConfig:
     params = "bf16" if precision.params == "fp8" else precision.params
     return replace(
         cfg,
-        num_steps=cfg.data.sft_steps,
-        optim=replace(cfg.optim, lr=cfg.data.sft_lr, warmup_steps=min(20, cfg.data.sft_steps // 10), decay="linear"),
+        num_steps=cfg.warm_start.steps,
+        optim=replace(
+            cfg.optim, lr=cfg.warm_start.lr, warmup_steps=min(20, cfg.warm_start.steps // 10), decay="linear"
+        ),
         precision=replace(precision, trainer="bf16", params=params, linears="auto", exact=False),
         algo=replace(cfg.algo, updates_per_step=1, kl_coef=0.0),
     )

@@ -262,7 +262,7 @@ class LossInputs:
     trainer_logprobs_T: torch.Tensor  # float32 [T] with gradient; 0 outside the loss mask
     entropy_T: torch.Tensor  # float32 [T] nats; has a gradient only with ``cfg.entropy_coef``; 0 outside the loss mask
     cfg: AlgoConfig
-    max_completion_tokens: int  # rollout.max_completion_tokens
+    max_completion_tokens: int  # sampling.max_completion_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,11 +28,10 @@ def tiny_calculator() -> RunConfig:
     return replace(
         base,
         name="tiny_calculator",
-        rollout=replace(base.rollout, prompts_per_step=32, max_prompt_tokens=16, max_completion_tokens=18),
+        sampling=replace(base.sampling, prompts_per_step=32, max_prompt_tokens=16, max_completion_tokens=18),
+        data=replace(base.data, environments=(source,)),
+        warm_start=replace(base.warm_start, steps=600, batch_size=64, lr=3e-3, wrong_answers=0.6),
         session=SessionConfig(max_tokens=128, max_turns=2),
-        data=replace(
-            base.data, environments=(source,), sft_steps=600, sft_batch_size=64, sft_lr=3e-3, sft_wrong_answers=0.6
-        ),
         observe=replace(base.observe, eval_prompts=128, eval_every=10),
         num_steps=40,
     )
@@ -61,19 +60,13 @@ def talk_qwen3_1_7b() -> RunConfig:
             random=True,
         ),
         precision=PrecisionConfig(exact=True),
-        rollout=replace(
-            base.rollout,
-            prompts_per_step=8,
-            completions_per_prompt=4,
-            max_completion_tokens=512,
-            max_tokens_per_microbatch=8192,
-            kv_cache_bytes=None,
-            gpu_memory_utilization=0.5,
-            enforce_eager=False,
-        ),
+        sampling=replace(base.sampling, prompts_per_step=8, completions_per_prompt=4, max_completion_tokens=512),
+        optim=replace(base.optim, max_tokens_per_microbatch=8192),
+        engine=replace(base.engine, kv_cache_bytes=None, gpu_memory_utilization=0.5, enforce_eager=False),
+        data=replace(base.data, environments=(source,)),
+        warm_start=replace(base.warm_start, steps=0),
         session=SessionConfig(max_tokens=4736, max_turns=8),
         algo=replace(base.algo, zero_variance="keep"),
-        data=replace(base.data, environments=(source,), sft_steps=0),
         checkpoint=CheckpointConfig(export_hf=False),
         observe=replace(base.observe, eval_prompts=0),
         num_steps=3,
@@ -82,21 +75,15 @@ def talk_qwen3_1_7b() -> RunConfig:
 
 def tail_qwen3_1_7b() -> RunConfig:
     """Answers of long-tailed lengths on two GPUs, one of the trainer and one of the engine: what batches in order and a
-    window (``--rollout.max_staleness``, ``--rollout.window_groups``) make of them."""
+    window (``--sampling.max_staleness``, ``--sampling.window_groups``) make of them."""
     base = talk_qwen3_1_7b()
     (source,) = base.data.environments
     return replace(
         base,
         name="tail_qwen3_1_7b",
         precision=PrecisionConfig(trainer="bf16", rollout="bf16"),
-        rollout=replace(
-            base.rollout,
-            placement="separate",
-            prompts_per_step=16,
-            completions_per_prompt=8,
-            max_completion_tokens=4096,
-            gpu_memory_utilization=0.85,
-        ),
+        engine=replace(base.engine, placement="separate", gpu_memory_utilization=0.85),
+        sampling=replace(base.sampling, prompts_per_step=16, completions_per_prompt=8, max_completion_tokens=4096),
         session=SessionConfig(max_tokens=4352, max_turns=1),
         data=replace(base.data, environments=(replace(source, agent="megatron_fp8rl.envs.example_agents:long_tail"),)),
         num_steps=100,
@@ -117,16 +104,12 @@ def tail_tiny() -> RunConfig:
         name="tail_tiny",
         precision=replace(base.precision, exact=False),
         model=replace(base.model, random=True, max_position_embeddings=512),
-        rollout=replace(
-            base.rollout,
-            prompts_per_step=8,
-            completions_per_prompt=4,
-            max_completion_tokens=384,
-            kv_cache_bytes=64 << 20,
-        ),
+        sampling=replace(base.sampling, prompts_per_step=8, completions_per_prompt=4, max_completion_tokens=384),
+        engine=replace(base.engine, kv_cache_bytes=64 << 20),
+        data=replace(base.data, environments=(source,)),
+        warm_start=replace(base.warm_start, steps=0),
         session=SessionConfig(max_tokens=448, max_turns=1, max_running=64),
         algo=replace(base.algo, zero_variance="keep"),
-        data=replace(base.data, environments=(source,), sft_steps=0),
         checkpoint=CheckpointConfig(export_hf=False),
         observe=replace(base.observe, eval_prompts=0),
         num_steps=100,

@@ -13,13 +13,16 @@ from megatron_fp8rl.config import (
     AlgoConfig,
     CheckpointConfig,
     DataConfig,
+    DeadlineConfig,
+    EngineConfig,
     EnvironmentConfig,
     ModelConfig,
     ObserveConfig,
     OptimConfig,
     ParallelConfig,
-    RolloutConfig,
     RunConfig,
+    SamplingConfig,
+    ScoringConfig,
 )
 
 _TEMPLATE = "{question}\n\nThink step by step, then give the final answer alone in <answer></answer>."
@@ -30,24 +33,35 @@ def grpo(
     model: ModelConfig,
     *,
     parallel: ParallelConfig,
-    rollout: RolloutConfig,
+    engine: EngineConfig,
     optim: OptimConfig,
+    prompts: int = 64,
 ) -> RunConfig:
-    """GRPO in FP8 at both ends, as published recipes run it: clip-higher, token truncation of the mismatch at 2."""
+    """GRPO in FP8 at both ends, as published recipes run it: clip-higher, token truncation of the mismatch at 2.
+
+    Each prompt has 16 completions of up to 7k tokens.
+    """
     return RunConfig(
         name=name,
         model=model,
         parallel=parallel,
         optim=optim,
-        rollout=rollout,
+        engine=engine,
+        sampling=SamplingConfig(
+            prompts_per_step=prompts,
+            completions_per_prompt=16,
+            max_prompt_tokens=1024,
+            max_completion_tokens=7168,
+        ),
+        deadlines=DeadlineConfig(start_s=1800.0, request_s=1800.0),
         algo=AlgoConfig(clip_high=0.28),
         data=DataConfig(
             environments=(
                 EnvironmentConfig(dataset="gsm_symbolic", template=_TEMPLATE),
                 EnvironmentConfig(dataset="countdown", template=_TEMPLATE),
-            ),
-            num_score_workers=16,
+            )
         ),
+        scoring=ScoringConfig(num_workers=16),
         checkpoint=CheckpointConfig(every_steps=20, every_minutes=30),
         observe=ObserveConfig(eval_every=20),
         num_steps=400,
@@ -66,23 +80,13 @@ def optim(recompute: Literal["none", "selective", "full"] = "selective") -> Opti
         weight_decay=0.1,
         overlap_grad_reduce=True,
         recompute=recompute,
-    )
-
-
-def rollout(*, replicas: int, tensor: int = 1, prompts: int = 64) -> RolloutConfig:
-    """Engines on GPUs of their own; 16 completions of up to 7k tokens for each prompt."""
-    return RolloutConfig(
-        num_replicas=replicas,
-        tensor=tensor,
-        placement="separate",
-        prompts_per_step=prompts,
-        completions_per_prompt=16,
-        max_prompt_tokens=1024,
-        max_completion_tokens=7168,
         max_tokens_per_microbatch=8192,
-        request_deadline_s=1800.0,
-        start_deadline_s=1800.0,
     )
+
+
+def engines(replicas: int, tensor: int = 1) -> EngineConfig:
+    """Engines on GPUs of their own."""
+    return EngineConfig(num_replicas=replicas, tensor=tensor, placement="separate")
 
 
 def colocated(cfg: RunConfig, name: str, *, parallel: ParallelConfig, tensor: int = 1) -> RunConfig:
@@ -92,7 +96,7 @@ def colocated(cfg: RunConfig, name: str, *, parallel: ParallelConfig, tensor: in
     in host memory while they sample.
     """
     engines = replace(
-        cfg.rollout,
+        cfg.engine,
         num_replicas=parallel.world_size // tensor,
         tensor=tensor,
         placement="colocated",
@@ -100,4 +104,4 @@ def colocated(cfg: RunConfig, name: str, *, parallel: ParallelConfig, tensor: in
         gpu_memory_utilization=0.8,
     )
     offloading = replace(cfg.optim, offload=("params", "gradients", "optimizer"))
-    return replace(cfg, name=name, parallel=parallel, rollout=engines, optim=offloading)
+    return replace(cfg, name=name, parallel=parallel, engine=engines, optim=offloading)

@@ -73,6 +73,7 @@ def grpo_deepseek_v3() -> RunConfig:
         "grpo_deepseek_v3",
         deepseek_v3(),
         parallel=ParallelConfig(world_size=128, tensor=4, pipeline=4, expert=32),
-        rollout=base.rollout(replicas=16, tensor=8, prompts=256),
+        engine=base.engines(16, tensor=8),
+        prompts=256,
         optim=base.optim("full"),
     )

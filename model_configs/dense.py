@@ -57,7 +57,7 @@ def qwen25_7b() -> ModelConfig:
 
 def _shared(name: str, model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig) -> RunConfig:
     """GPUs that train and sample (one engine on each) in turns."""
-    cfg = base.grpo(name, model, parallel=parallel, rollout=base.rollout(replicas=1), optim=optim)
+    cfg = base.grpo(name, model, parallel=parallel, engine=base.engines(1), optim=optim)
     return base.colocated(cfg, name, parallel=parallel)
 
 

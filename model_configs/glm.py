@@ -42,11 +42,13 @@ def grpo_glm_45_air() -> RunConfig:
         "grpo_glm_45_air",
         glm_45_air(),
         parallel=ParallelConfig(world_size=24, pipeline=3, expert=8),
-        rollout=base.rollout(replicas=8, prompts=128),
+        engine=base.engines(8),
+        prompts=128,
         optim=base.optim("full"),
     )
     return replace(
         cfg,
         precision=PrecisionConfig(bf16_first_layers=1),
-        rollout=replace(cfg.rollout, kv_cache_dtype="fp8", max_completion_tokens=3072),
+        engine=replace(cfg.engine, kv_cache_dtype="fp8"),
+        sampling=replace(cfg.sampling, max_completion_tokens=3072),
     )

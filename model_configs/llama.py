@@ -36,6 +36,6 @@ def grpo_llama31_8b() -> RunConfig:
         "grpo_llama31_8b",
         llama31_8b(),
         parallel=ParallelConfig(world_size=4, tensor=2),
-        rollout=base.rollout(replicas=4),
+        engine=base.engines(4),
         optim=base.optim(),
     )

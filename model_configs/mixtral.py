@@ -30,6 +30,7 @@ def grpo_mixtral_8x7b() -> RunConfig:
         "grpo_mixtral_8x7b",
         mixtral_8x7b(),
         parallel=ParallelConfig(world_size=8, tensor=2, expert=8),
-        rollout=base.rollout(replicas=8, prompts=128),
+        engine=base.engines(8),
+        prompts=128,
         optim=base.optim("full"),
     )

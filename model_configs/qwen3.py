@@ -59,7 +59,7 @@ def grpo_qwen3_8b() -> RunConfig:
         "grpo_qwen3_8b",
         qwen3_8b(),
         parallel=ParallelConfig(world_size=4, tensor=2),
-        rollout=base.rollout(replicas=4),
+        engine=base.engines(4),
         optim=base.optim(),
     )
 
@@ -75,7 +75,7 @@ def grpo_qwen3_30b_a3b() -> RunConfig:
         "grpo_qwen3_30b_a3b",
         qwen3_30b_a3b(),
         parallel=ParallelConfig(world_size=6, pipeline=3, virtual_stages=2, expert=2),
-        rollout=base.rollout(replicas=2),
+        engine=base.engines(2),
         optim=base.optim(),
     )
 
@@ -93,7 +93,8 @@ def grpo_qwen3_30b_a3b_16gpu() -> RunConfig:
         "grpo_qwen3_30b_a3b_16gpu",
         qwen3_30b_a3b(),
         parallel=ParallelConfig(world_size=8, expert=8),
-        rollout=base.rollout(replicas=8, prompts=128),
+        engine=base.engines(8),
+        prompts=128,
         optim=base.optim(),
     )
 
@@ -104,6 +105,7 @@ def grpo_qwen3_235b_a22b() -> RunConfig:
         "grpo_qwen3_235b_a22b",
         qwen3_235b_a22b(),
         parallel=ParallelConfig(world_size=48, tensor=4, pipeline=3, expert=16),
-        rollout=base.rollout(replicas=4, tensor=4, prompts=128),
+        engine=base.engines(4, tensor=4),
+        prompts=128,
         optim=base.optim("full"),
     )

@@ -12,12 +12,16 @@ from megatron_fp8rl.config import (
     AlgoConfig,
     CheckpointConfig,
     DataConfig,
+    EngineConfig,
     EnvironmentConfig,
     ModelConfig,
     ObserveConfig,
     OptimConfig,
-    RolloutConfig,
     RunConfig,
+    SamplingConfig,
+    ScoringConfig,
+    WarmStartConfig,
+    WeightSyncConfig,
 )
 
 
@@ -36,19 +40,12 @@ def small_qwen3() -> RunConfig:
             ffn_hidden_size=3072,
             max_position_embeddings=1024,
         ),
-        optim=OptimConfig(lr=1e-5, warmup_steps=5),
-        rollout=RolloutConfig(
-            prompts_per_step=128,
-            completions_per_prompt=16,
-            max_prompt_tokens=96,
-            max_completion_tokens=72,
-            max_num_sequences=512,
-            gpu_memory_utilization=0.3,  # the rest is the trainer's
-            max_tokens_per_microbatch=16384,
-            torch_compile=False,  # CUDA graphs alone start a minute sooner
-            transport="auto",
+        optim=OptimConfig(lr=1e-5, warmup_steps=5, max_tokens_per_microbatch=16384),
+        sampling=SamplingConfig(
+            prompts_per_step=128, completions_per_prompt=16, max_prompt_tokens=96, max_completion_tokens=72
         ),
-        algo=AlgoConfig(clip_high=0.28),
+        engine=EngineConfig(max_num_sequences=512, gpu_memory_utilization=0.3, torch_compile=False),
+        weight_sync=WeightSyncConfig(transport="auto"),
         data=DataConfig(
             environments=(
                 EnvironmentConfig(
@@ -63,14 +60,11 @@ def small_qwen3() -> RunConfig:
                     },
                     template="{direction} {original_numbers} = ",
                 ),
-            ),
-            num_score_workers=8,
-            sft_steps=1500,
-            sft_batch_size=128,
-            sft_lr=3e-4,
-            sft_wrong_answers=0.25,
-            sft_stop_pass_rate=0.5,  # leaves something to learn
+            )
         ),
+        scoring=ScoringConfig(num_workers=8),
+        warm_start=WarmStartConfig(steps=1500, batch_size=128, lr=3e-4, wrong_answers=0.25, stop_pass_rate=0.5),
+        algo=AlgoConfig(clip_high=0.28),
         checkpoint=CheckpointConfig(every_steps=50),
         observe=ObserveConfig(eval_prompts=256, eval_every=20),
         num_steps=60,
@@ -85,9 +79,8 @@ def small_qwen3_8_layers() -> RunConfig:
         name="small_qwen3_8_layers",
         model=replace(full.model, num_layers=8),
         # Two waves of sequences: kernels are compiled for few sizes of batches, and starting is longer than sampling.
-        rollout=replace(
-            full.rollout, prompts_per_step=32, max_num_sequences=256, enforce_eager=True, kv_cache_bytes=2 << 30
-        ),
+        sampling=replace(full.sampling, prompts_per_step=32),
+        engine=replace(full.engine, max_num_sequences=256, enforce_eager=True, kv_cache_bytes=2 << 30),
         observe=ObserveConfig(eval_prompts=128),  # at the start and at the end
         num_steps=15,
     )

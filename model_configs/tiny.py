@@ -12,12 +12,14 @@ from megatron_fp8rl.config import (
     AlgoConfig,
     CheckpointConfig,
     DataConfig,
+    EngineConfig,
     EnvironmentConfig,
     ModelConfig,
     ObserveConfig,
     OptimConfig,
-    RolloutConfig,
     RunConfig,
+    SamplingConfig,
+    WarmStartConfig,
 )
 
 
@@ -39,15 +41,10 @@ def tiny_qwen3_moe() -> RunConfig:
             max_position_embeddings=256,
         ),
         optim=OptimConfig(lr=8e-4, warmup_steps=5, decay="linear"),
-        rollout=RolloutConfig(
-            prompts_per_step=64,
-            completions_per_prompt=8,
-            max_prompt_tokens=32,
-            max_completion_tokens=8,
-            kv_cache_bytes=64 << 20,
-            enforce_eager=True,
+        sampling=SamplingConfig(
+            prompts_per_step=64, completions_per_prompt=8, max_prompt_tokens=32, max_completion_tokens=8
         ),
-        algo=AlgoConfig(clip_high=0.28),
+        engine=EngineConfig(kv_cache_bytes=64 << 20, enforce_eager=True),
         data=DataConfig(
             environments=(
                 EnvironmentConfig(
@@ -55,12 +52,10 @@ def tiny_qwen3_moe() -> RunConfig:
                     options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
                     template="{expression} = ",
                 ),
-            ),
-            sft_steps=800,
-            sft_batch_size=128,
-            sft_lr=4e-3,
-            sft_wrong_answers=0.45,
+            )
         ),
+        warm_start=WarmStartConfig(steps=800, batch_size=128, lr=4e-3, wrong_answers=0.45),
+        algo=AlgoConfig(clip_high=0.28),
         checkpoint=CheckpointConfig(every_steps=40),
         observe=ObserveConfig(eval_prompts=128),
         num_steps=80,
@@ -100,8 +95,9 @@ def demo() -> RunConfig:
     return replace(
         base,
         name="demo",
-        rollout=replace(base.rollout, prompts_per_step=16, max_completion_tokens=36),
-        data=replace(base.data, environments=(sorting,), sft_steps=320, sft_batch_size=64, sft_lr=3e-3),
+        sampling=replace(base.sampling, prompts_per_step=16, max_completion_tokens=36),
+        data=replace(base.data, environments=(sorting,)),
+        warm_start=replace(base.warm_start, steps=320, batch_size=64, lr=3e-3),
         observe=replace(base.observe, eval_prompts=512, eval_every=9),
         num_steps=36,
     )

@@ -39,8 +39,8 @@ def row(name: str) -> str:
     parallel = cfg.parallel
     degrees = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "EP": parallel.expert}
     layout = " ".join(f"{key}{value}" for key, value in degrees.items() if value > 1) or "data parallel"
-    engines = f"{cfg.rollout.num_replicas} x {cfg.rollout.tensor}"
-    shared = " in turns" if cfg.rollout.placement == "colocated" else ""
+    engines = f"{cfg.engine.num_replicas} x {cfg.engine.tensor}"
+    shared = " in turns" if cfg.engine.placement == "colocated" else ""
     trainer, engine = (found.trainer.total_bytes / GIB, found.engine.estimate.total_bytes / GIB)
     return (
         f"| `{name}` | {size} | {num_gpus} {gpu}{shared} | {parallel.world_size}: {layout} | {engines} | "

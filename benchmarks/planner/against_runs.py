@@ -16,7 +16,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_fp8rl.config import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import (
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from megatron_fp8rl.preflight.memory import gpu_in
 from megatron_fp8rl.preflight.step_time import Lengths, Network, Rates, StepTime, step_time
 from model_configs import dense, qwen3
@@ -62,19 +70,29 @@ def of_ledger(row: Row, models: dict[tuple[str, int], ModelConfig]) -> tuple[Run
     in_fp8, sequences = row["arm"] != "bf16", int(row["sequences"])
     mean = row["sampled_tokens"] / sequences
     precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
-    rollout = RolloutConfig(
-        placement=placement,
-        sleep_level=row["layout"]["sleep"],
-        num_replicas=row["gpus"] - parallel.world_size * (placement == "separate"),
-        kv_cache_dtype="fp8" if row["arm"] == "fp8_kv" else "auto",
-        prompts_per_step=sequences,
-        completions_per_prompt=1,
-        max_prompt_tokens=512,
-        max_completion_tokens=row["completion_tokens"],
-        max_tokens_per_microbatch=row["layout"]["microbatch"],
+    cfg = RunConfig(
+        name=row["arm"],
+        model=model,
+        parallel=parallel,
+        precision=precision,
+        optim=OptimConfig(
+            recompute=row["layout"]["recompute"],
+            offload=tuple(row["layout"]["offload"]),
+            max_tokens_per_microbatch=row["layout"]["microbatch"],
+        ),
+        engine=EngineConfig(
+            placement=placement,
+            sleep_level=row["layout"]["sleep"],
+            num_replicas=row["gpus"] - parallel.world_size * (placement == "separate"),
+            kv_cache_dtype="fp8" if row["arm"] == "fp8_kv" else "auto",
+        ),
+        sampling=SamplingConfig(
+            prompts_per_step=sequences,
+            completions_per_prompt=1,
+            max_prompt_tokens=512,
+            max_completion_tokens=row["completion_tokens"],
+        ),
     )
-    optim = OptimConfig(recompute=row["layout"]["recompute"], offload=tuple(row["layout"]["offload"]))
-    cfg = RunConfig(name=row["arm"], model=model, parallel=parallel, precision=precision, optim=optim, rollout=rollout)
     return cfg, Lengths(prompt=row["prompt_tokens"], mean=mean, longest=row["completion_tokens"])
 
 
@@ -110,7 +128,7 @@ def _compared() -> Iterator[Compared]:
         elif row["run"] in _STALLED:
             phases = "rollouts", "publish"
         for phase in phases:
-            if phase != "publish" or cfg.rollout.placement == "separate":  # within a GPU weights do not travel
+            if phase != "publish" or cfg.engine.placement == "separate":  # within a GPU weights do not travel
                 yield Compared(name, phase, getattr(found, phase), median(row["phases_s"][phase]))
         if phases == _PHASES:
             yield Compared(name, "step", found.step, median(row["step_s"]), bf16)

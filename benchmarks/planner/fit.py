@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.planner import against_runs
 from benchmarks.planner.against_runs import Row
-from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, OptimConfig, PrecisionConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.preflight.memory import gpu_in
 from megatron_fp8rl.preflight.step_time import Lengths, Network, Rates, StepTime, step_time
 from megatron_fp8rl.preflight.weights import on_engine_worker
@@ -87,14 +87,18 @@ def of_runs(letters: str, names: Sequence[str], phase: str) -> list[Equation]:
 def _depth_seconds(changes: dict[str, float], row: Row, layers: int) -> float:
     """Seconds of an update of ``layers`` layers without the optimizer's."""
     model = {"qwen3_8b": qwen3.qwen3_8b(), "qwen3_30b_a3b": qwen3.qwen3_30b_a3b()}[row["model"]]
-    rollout = RolloutConfig(
-        prompts_per_step=row["tokens"] // 2048,
-        completions_per_prompt=1,
-        num_replicas=1,
-        max_tokens_per_microbatch=row["tokens"],
-    )
+    sampling = SamplingConfig(prompts_per_step=row["tokens"] // 2048, completions_per_prompt=1)
+    engine = EngineConfig(num_replicas=1)
+    optim = OptimConfig(max_tokens_per_microbatch=row["tokens"])
     precision = PrecisionConfig(trainer=row["precision"])
-    cfg = RunConfig(name="layers", model=replace(model, num_layers=layers), precision=precision, rollout=rollout)
+    cfg = RunConfig(
+        name="layers",
+        model=replace(model, num_layers=layers),
+        precision=precision,
+        sampling=sampling,
+        engine=engine,
+        optim=optim,
+    )
     lengths = Lengths(prompt=0, mean=2048, longest=2048)
     total, optimizer = (
         seconds_with(rates, row | {"gpus": 1}, cfg, lengths).update
@@ -133,17 +137,12 @@ def of_decoding() -> list[Equation]:
     equations = of_runs("LORS", names, "rollouts")
     for row in (row for row in against_runs.rows("rollout_speed") if row["run"] == "B"):
         in_fp8 = row["precision"] == "fp8_kv"
-        rollout = RolloutConfig(
-            placement="separate",
-            num_replicas=1,
-            prompts_per_step=64,
-            completions_per_prompt=1,
-            kv_cache_dtype="fp8" if in_fp8 else "auto",
-            max_prompt_tokens=512,
-            max_completion_tokens=8192,
+        engine = EngineConfig(placement="separate", num_replicas=1, kv_cache_dtype="fp8" if in_fp8 else "auto")
+        sampling = SamplingConfig(
+            prompts_per_step=64, completions_per_prompt=1, max_prompt_tokens=512, max_completion_tokens=8192
         )
         precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
-        cfg = RunConfig(name="engine", model=model, precision=precision, rollout=rollout)
+        cfg = RunConfig(name="engine", model=model, precision=precision, engine=engine, sampling=sampling)
         lengths, gpu = Lengths(prompt=512, mean=8192, longest=8192), {"device": "H200", "gpus": 2}
         seconds = functools.partial(_rollout_seconds, gpu=gpu, cfg=cfg, lengths=lengths)
         equations.append(equation(names, row["seconds"], seconds))
@@ -161,7 +160,7 @@ def publications(*, with_scales: bool) -> list[tuple[Row, RunConfig, Lengths]]:
         for row, cfg, lengths in known_rows()
         if "H200" in row["device"]
         and row["gpus"] == 2
-        and cfg.rollout.placement == "separate"
+        and cfg.engine.placement == "separate"
         and (row["arm"] == "fp8_kv") == with_scales
     ]
 

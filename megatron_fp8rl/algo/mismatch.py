@@ -34,7 +34,7 @@ LOGPROB_TOLERANCE = 1e-3
 
 _REMEDY = (
     "Compare precision.trainer with precision.rollout, review precision.scales, check that the last publication was "
-    "verified, or lower rollout.max_staleness"
+    "verified, or lower sampling.max_staleness"
 )
 
 

@@ -46,7 +46,7 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
     """
     samples = []
     # Answers that go on over publications may hold tokens of versions that are too old to be trained.
-    oldest = version - cfg.rollout.max_staleness if cfg.rollout.window_groups else None
+    oldest = version - cfg.sampling.max_staleness if cfg.sampling.window_groups else None
     for group in groups:
         rollouts, rewards = shaped_rewards(group, cfg)
         if cfg.algo.zero_variance != "keep" and not is_varied(rollouts, rewards, cfg.algo):
@@ -85,7 +85,7 @@ def shaped_rewards(group: RolloutGroup, cfg: RunConfig) -> tuple[list[Rollout], 
         rollouts = [r for r in rollouts if r.finish_reason != "length" and r.status != "truncated"]
     rewards = [r.reward for r in rollouts]
     if cfg.algo.overlong == "penalty":
-        limit = cfg.rollout.max_completion_tokens
+        limit = cfg.sampling.max_completion_tokens
         rewards = [r.reward - overlong_penalty(_longest(r), limit, cfg.algo) for r in rollouts]
     return rollouts, rewards
 
@@ -128,7 +128,7 @@ def _require_experts(rollout: Rollout, completion: Completion, num_tokens: int, 
     wanted = (num_tokens, model.num_layers, model.experts_per_token)
     problem = None
     if experts is None:
-        problem = "has no routed experts. Set --rollout.record_routed_experts True where it is sampled"
+        problem = "has no routed experts. Set --engine.record_routed_experts True where it is sampled"
     elif experts.shape != wanted:
         problem = f"has routed experts of shape {experts.shape}, expected {wanted}. Sample it with this model"
     elif experts.size and int(experts.max()) >= model.num_experts:

@@ -22,6 +22,7 @@ from megatron_fp8rl.config import (
     CheckpointConfig,
     ConfigError,
     DataConfig,
+    DeadlineConfig,
     EnvironmentConfig,
     ModelConfig,
     ObserveConfig,
@@ -29,8 +30,9 @@ from megatron_fp8rl.config import (
     ParallelConfig,
     PrecisionConfig,
     RewardConfig,
-    RolloutConfig,
     RunConfig,
+    SamplingConfig,
+    ScoringConfig,
     Violation,
 )
 from megatron_fp8rl.envs.source_kind import has_rows, kind_of, short_name
@@ -42,7 +44,6 @@ from megatron_fp8rl.preflight.memory import GIB, GpuName
 
 VERIFIERS = "verifiers:"  # what a taskset of that library is named by
 _PROMPT_TOKENS, _COMPLETION_TOKENS = 1024, 3072
-_ON_A_CPU = dict(prompts_per_step=8, completions_per_prompt=8, kv_cache_bytes=256 << 20, enforce_eager=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,22 +137,19 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
     return RunConfig(
         name=f"{folder.resolve().name}-{'-'.join(short_name(name) for name in options.data)}",
         model=model,
-        optim=OptimConfig(warmup_steps=10, weight_decay=0.1),
-        rollout=RolloutConfig(
+        optim=OptimConfig(
+            warmup_steps=10, weight_decay=0.1, max_tokens_per_microbatch=max(8192, prompt + _COMPLETION_TOKENS)
+        ),
+        sampling=SamplingConfig(
             prompts_per_step=64,
             completions_per_prompt=16,
             max_prompt_tokens=prompt,
             max_completion_tokens=min(_COMPLETION_TOKENS, model.max_sequence_tokens - prompt),
-            max_tokens_per_microbatch=max(8192, prompt + _COMPLETION_TOKENS),
-            request_deadline_s=1800.0,
-            start_deadline_s=1800.0,
         ),
+        deadlines=DeadlineConfig(request_s=1800.0, start_s=1800.0),
+        data=DataConfig(environments=environments, tokenizer=str(folder.resolve())),
+        scoring=ScoringConfig(num_workers=4),
         algo=AlgoConfig(clip_high=0.28),
-        data=DataConfig(
-            environments=environments,
-            tokenizer=str(folder.resolve()),
-            num_score_workers=4,
-        ),
         checkpoint=CheckpointConfig(every_steps=20, every_minutes=30),
         observe=ObserveConfig(eval_every=20),
         num_steps=200,
@@ -182,9 +180,15 @@ def _absolute(name: str) -> str:
 
 def _on_cpu(cfg: RunConfig, override: Callable[[RunConfig], RunConfig]) -> tuple[RunConfig, list[str]]:
     said = ["no GPU: trainer and engine share the CPU, and FP8 is emulated"]
-    length = cfg.rollout.max_prompt_tokens + cfg.rollout.max_completion_tokens
-    small = replace(cfg.rollout, **_ON_A_CPU, max_tokens_per_microbatch=max(length + 16, 4096))
-    cfg = override(replace(cfg, rollout=small, data=replace(cfg.data, num_score_workers=1)))
+    length = cfg.sampling.max_prompt_tokens + cfg.sampling.max_completion_tokens
+    cfg = replace(
+        cfg,
+        engine=replace(cfg.engine, kv_cache_bytes=256 << 20, enforce_eager=True),
+        sampling=replace(cfg.sampling, prompts_per_step=8, completions_per_prompt=8),
+        optim=replace(cfg.optim, max_tokens_per_microbatch=max(length + 16, 4096)),
+        scoring=replace(cfg.scoring, num_workers=1),
+    )
+    cfg = override(cfg)
     if cfg.precision == PrecisionConfig() and (reason := _reason_against_fp8(cfg)):
         cfg = replace(cfg, precision=PrecisionConfig(trainer="bf16", rollout="bf16"))
         said.append(f"BF16 at both ends: {reason}")
@@ -209,10 +213,10 @@ def _on_gpus(
         gpus_per_node=min(num_gpus, 8),
         num_gpus=num_gpus,
     )
-    together = replace(cfg.rollout, num_replicas=num_gpus, placement="colocated")
-    start = override(replace(cfg, rollout=together, parallel=ParallelConfig(world_size=num_gpus)))
-    if start.rollout.placement == "colocated":
-        start = override(replace(start, rollout=replace(start.rollout, sleep_level=2)))
+    together = replace(cfg.engine, num_replicas=num_gpus, placement="colocated")
+    start = override(replace(cfg, engine=together, parallel=ParallelConfig(world_size=num_gpus)))
+    if start.engine.placement == "colocated":
+        start = override(replace(start, engine=replace(start.engine, sleep_level=2)))
     cfg, change, how = auto_layout.fastest(start, machines, override)
     if violations := rules.check(cfg, accelerator=machines.hardware.generation):
         raise ConfigError(violations)  # with them no layout is accepted, so that memory would be blamed

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from megatron_fp8rl.config import ConfigError, ParallelConfig, RolloutConfig
+from megatron_fp8rl.config import ConfigError, DeadlineConfig, ParallelConfig
 from megatron_fp8rl.runtime.stop import run_ranks
 
 
@@ -48,6 +48,6 @@ def on_every_rank(parallel: ParallelConfig, program: Callable[[], None]) -> int:
     return run_with_status(program)
 
 
-def longest_wait_s(rollout: RolloutConfig) -> float:
+def longest_wait_s(deadlines: DeadlineConfig) -> float:
     """Timeout between trainer ranks: rank 0 may wait for engines to start, to sample and to be updated."""
-    return max(600.0, rollout.start_deadline_s + rollout.request_deadline_s + rollout.update_deadline_s)
+    return max(600.0, deadlines.start_s + deadlines.request_s + deadlines.update_s)

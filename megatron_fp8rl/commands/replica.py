@@ -14,7 +14,7 @@ from megatron_fp8rl.commands.ranks import run_with_status
 class ReplicaOptions:
     """Identity of this rollout replica in a launched job, or of this node's part of a multi-node replica."""
 
-    replica: int = 0  # 0 ... rollout.num_replicas - 1
+    replica: int = 0  # 0 ... engine.num_replicas - 1
     endpoint: Path = Path("rollout-0.json")  # endpoint file, written when the server is ready
     nnodes: int = 1  # number of nodes that the replica spans, as in vLLM
     node_rank: int = 0

@@ -32,10 +32,10 @@ _DATA_CHECKED = "FP8RL_DATA_SEEN"  # set for ranks if their data were checked be
 def _train(invocation: cli.Invocation) -> int:
     """Warm start if configured, then reinforcement learning."""
     model = invocation.cfg.model
-    if model.hf_path is None and not invocation.cfg.data.sft_steps and not model.random:
+    if model.hf_path is None and not invocation.cfg.warm_start.steps and not model.random:
         print(
             f"{invocation.config_name} has no weights to start from: set --model.hf_path to a Hugging Face checkpoint, "
-            "--data.sft_steps for a warm start, or --model.random True to train random weights",
+            "--warm_start.steps for a warm start, or --model.random True to train random weights",
             file=sys.stderr,
         )
         return 2
@@ -85,14 +85,14 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             from megatron_fp8rl.preflight.host_memory import host_memory
             from megatron_fp8rl.runtime.colocation import wait_and_sleep
             from megatron_fp8rl.trainer.parallel import Parallel
-        parallel = Parallel.init(cfg.parallel, deadline_s=longest_wait_s(cfg.rollout))
+        parallel = Parallel.init(cfg.parallel, deadline_s=longest_wait_s(cfg.deadlines))
         stack.callback(parallel.close)
         host = host_memory(cfg, parallel.device) if wants_rl else None
         if fleet is not None:
-            wait_and_sleep(cfg.rollout, fleet)
+            wait_and_sleep(cfg.engine, fleet)
         parallel.barrier("model folder")
         tokenizer_dir = model_dir(cfg)
-        if wants_sft and cfg.data.sft_steps and cfg.model.hf_path is None:
+        if wants_sft and cfg.warm_start.steps and cfg.model.hf_path is None:
             warm_start = sft_loop.run(cfg, parallel, tokenizer_dir, stop)
             cfg = replace(cfg, model=replace(cfg.model, hf_path=str(warm_start)))
         if wants_rl:
@@ -113,7 +113,7 @@ def _prepare(cfg: RunConfig, stack: contextlib.ExitStack, wants_rl: bool) -> Fle
 
     stack.callback(write_reports, cfg)  # also after an error
     write_model_dir(cfg)
-    if not wants_rl or cfg.rollout.replay is not None:
+    if not wants_rl or cfg.sampling.replay is not None:
         return None
     stack.enter_context(reward_server.serving(cfg))
     return stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))

@@ -64,5 +64,5 @@ class DroppedLog:
             where = "" if self._path is None else f"; all are named in {self._path}"
             raise TooManyDroppedError(
                 f"{self.num_dropped} of {seen} prompts cannot be used, more than data.max_dropped = {self._max_share:g}; the "
-                f"last one: {reason}{where}. Mend the data, or raise rollout.max_prompt_tokens or data.max_dropped"
+                f"last one: {reason}{where}. Mend the data, or raise sampling.max_prompt_tokens or data.max_dropped"
             )

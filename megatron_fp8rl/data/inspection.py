@@ -89,7 +89,7 @@ def require_usable(reports: Sequence[SourceReport], max_dropped: float) -> None:
             raise TooManyDroppedError(
                 f"{report.dataset}: {len(report.dropped):,} of {report.num_seen:,} prompts cannot be used, more than "
                 f"data.max_dropped = {max_dropped:g}. The first one, {row}: {reason}. Mend the data, raise "
-                "rollout.max_prompt_tokens, or raise data.max_dropped"
+                "sampling.max_prompt_tokens, or raise data.max_dropped"
             )
 
 
@@ -136,7 +136,7 @@ def check_rewards(cfg: RunConfig, reports: Sequence[SourceReport]) -> list[Rewar
     keyed = environments_by_key(cfg.data.environments)
     now = {key: replace(one, rewards=tuple(r for r in one.rewards if not is_served(r))) for key, one in keyed.items()}
     now = {key: one for key, one in now.items() if one.rewards or not has_rows(one.dataset)}
-    with ScorePool(now, num_workers=1, deadline_s=cfg.data.score_deadline_s) as pool:
+    with ScorePool(now, num_workers=1, deadline_s=cfg.scoring.deadline_s) as pool:
         for report in reports:
             if report.key not in now:
                 continue

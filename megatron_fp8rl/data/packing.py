@@ -95,7 +95,7 @@ def build_for(cfg: RunConfig, shares: Sequence[Share]) -> tuple[TrainBatch, ...]
 def _limits(cfg: RunConfig) -> dict[str, Any]:
     return {
         "data_size": cfg.parallel.data,
-        "max_tokens": cfg.rollout.max_tokens_per_microbatch,
+        "max_tokens": cfg.optim.max_tokens_per_microbatch,
         "alignment": Alignment.of(cfg.parallel),
         # The interleaved schedule takes its microbatches in rounds of one per pipeline rank.
         "num_microbatches_multiple": cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1,
@@ -294,8 +294,8 @@ def _check(sample: Sample, num: int, capacity: int, max_tokens: int, alignment: 
     if _round_up(num, alignment.sequence) > capacity:
         raise SequenceTooLongError(
             f"sample {sample.name} has {num} tokens and does not fit in a microbatch of {max_tokens} tokens (in "
-            f"multiples of {alignment.microbatch}). Raise rollout.max_tokens_per_microbatch to at least "
-            f"{_round_up(num, alignment.microbatch)} or lower rollout.max_completion_tokens"
+            f"multiples of {alignment.microbatch}). Raise optim.max_tokens_per_microbatch to at least "
+            f"{_round_up(num, alignment.microbatch)} or lower sampling.max_completion_tokens"
         )
 
 

@@ -103,7 +103,7 @@ class ProblemSource:
             tokenizer,
             self._uses_chat,
             cfg.data.chat_template_arguments,
-            frozenset({tokenizer.eos_token_id, *cfg.rollout.stop_token_ids}),
+            frozenset({tokenizer.eos_token_id, *cfg.sampling.stop_token_ids}),
         )
         self.cfg = cfg
         self.tokenizer = tokenizer
@@ -178,10 +178,10 @@ class ProblemSource:
             # A chat template writes the special tokens itself.
             token_ids = encode(self.tokenizer, text, add_special_tokens=not self._uses_chat)
             json.dumps([problem.answer, problem.metadata], ensure_ascii=False).encode()  # no half of a surrogate pair
-        limit = self.cfg.rollout.max_prompt_tokens
+        limit = self.cfg.sampling.max_prompt_tokens
         if len(token_ids) > limit:
             raise PromptTooLongError(
-                f"prompt {prompt_id} has {len(token_ids)} tokens, more than rollout.max_prompt_tokens = {limit}; raise "
+                f"prompt {prompt_id} has {len(token_ids)} tokens, more than sampling.max_prompt_tokens = {limit}; raise "
                 f"it, or make the problems of {key} shorter through its options or template: {text[:300]!r}"
             )
         return Prompt(

@@ -18,7 +18,7 @@ from megatron_fp8rl.types import Sample, Stretch
 
 
 class SftSource:
-    """Batches of ``data.sft_batch_size`` supervised samples, a pure function of (seed, step).
+    """Batches of ``warm_start.batch_size`` supervised samples, a pure function of (seed, step).
 
     Problems come from the training side of the same environments, from a separate stream.
     """
@@ -31,11 +31,11 @@ class SftSource:
 
     def samples(self, step: int) -> list[Sample]:
         """The batch of a step; the loss covers the answer and the end token. Problems without a reference answer, or
-        with one longer than rollout.max_completion_tokens, are left out.
+        with one longer than sampling.max_completion_tokens, are left out.
 
         Raises TooManyDroppedError, or RowError if none is left.
         """
-        size, found, failure = self._cfg.data.sft_batch_size, [], None
+        size, found, failure = self._cfg.warm_start.batch_size, [], None
         for position in range(step * size, (step + 1) * size):
             try:
                 found.append(self._demonstration(position))
@@ -58,10 +58,10 @@ class SftSource:
         return found
 
     def _demonstration(self, position: int) -> Sample:
-        """A training sample; a fraction ``data.sft_wrong_answers`` of them has the answer of another problem."""
+        """A training sample; a fraction ``warm_start.wrong_answers`` of them has the answer of another problem."""
         key, problem = self._source.draw("sft", position)
         rng = random.Random(f"{self._cfg.seed}/wrong answers/{position}")
-        if rng.random() < self._cfg.data.sft_wrong_answers:
+        if rng.random() < self._cfg.warm_start.wrong_answers:
             other = self._source.any_problem(key, rng)
             problem = replace(problem, answer=other.answer)
         return self._sample(f"{key}/sft-{position}", key, problem)
@@ -69,13 +69,13 @@ class SftSource:
     def _sample(self, name: str, key: str, problem: Problem) -> Sample:
         prompt = self._source.prompt(name, key, problem)
         if not problem.answer:
-            raise RowError(f"problem {name} has no reference answer to learn from; set data.sft_steps to 0")
+            raise RowError(f"problem {name} has no reference answer to learn from; set warm_start.steps to 0")
         answer = (*encode(self._tokenizer, problem.answer, add_special_tokens=False), self._tokenizer.eos_token_id)
-        limit = self._cfg.rollout.max_completion_tokens
+        limit = self._cfg.sampling.max_completion_tokens
         if len(answer) > limit:
             raise RowError(
                 f"the answer of {name} has {len(answer)} tokens with its end token, more than "
-                f"rollout.max_completion_tokens = {limit}: {problem.answer!r}"
+                f"sampling.max_completion_tokens = {limit}: {problem.answer!r}"
             )
         stretches = Stretch(TokenArray.of_ids(prompt.token_ids)), Stretch(TokenArray.of_ids(answer), is_trained=True)
         return Sample(name=name, environment=key, stretches=stretches)

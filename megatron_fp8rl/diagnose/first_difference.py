@@ -40,7 +40,7 @@ def _compare(policy: Policy, fleet: Fleet, token_ids: Sequence[int]) -> str:
     try:
         probe = TrainerProbe(policy.chunks, cfg, policy.parallel)
         trainer = probe.record(tokens)
-        engine = fleet.sync(record_prefill(fleet.clients[0], tokens, path), cfg.rollout.request_deadline_s)
+        engine = fleet.sync(record_prefill(fleet.clients[0], tokens, path), cfg.deadlines.request_s)
         rows = compare(engine, trainer, probe.replay(engine), cfg.model)
     except Exception as error:  # the mismatch is the error to report
         return f"Its operations could not be compared: {type(error).__name__}: {error}."
@@ -50,10 +50,10 @@ def _compare(policy: Policy, fleet: Fleet, token_ids: Sequence[int]) -> str:
 
 
 def _obstacle(cfg: RunConfig) -> str:
-    if cfg.rollout.placement == "remote":
-        return "rollout.placement = remote, and a probe writes a file on the engine's host"
-    if cfg.rollout.sleep_level:
-        return f"the engines sleep (rollout.sleep_level = {cfg.rollout.sleep_level})"
+    if cfg.engine.placement == "remote":
+        return "engine.placement = remote, and a probe writes a file on the engine's host"
+    if cfg.engine.sleep_level:
+        return f"the engines sleep (engine.sleep_level = {cfg.engine.sleep_level})"
     return ""
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, Self
 
-from megatron_fp8rl.config import DataConfig, EnvironmentConfig
+from megatron_fp8rl.config import EnvironmentConfig, ScoringConfig
 from megatron_fp8rl.envs.environment import environments_by_key
 from megatron_fp8rl.envs.rewards.configured import takes_batches
 from megatron_fp8rl.envs.scorer_process import ScorePoolError, Worker, WorkerLost, environ_of
@@ -86,14 +86,14 @@ class ScorePool:
         self._lock = threading.Lock()  # of _waiting
 
     @classmethod
-    def build(cls, cfg: DataConfig) -> ScorePool:
+    def build(cls, cfg: ScoringConfig, environments: Sequence[EnvironmentConfig]) -> ScorePool:
         """Build the pool of a configuration; starts the workers."""
         return cls(
-            environments_by_key(cfg.environments),
-            num_workers=cfg.num_score_workers,
-            deadline_s=cfg.score_deadline_s,
-            memory_gib=cfg.score_memory_gib,
-            variables=cfg.score_variables,
+            environments_by_key(environments),
+            num_workers=cfg.num_workers,
+            deadline_s=cfg.deadline_s,
+            memory_gib=cfg.memory_gib,
+            variables=cfg.variables,
         )
 
     async def score(self, prompt: Prompt, text: str) -> Score:

@@ -1,7 +1,7 @@
 """Combines expert outputs as DeepGEMM engines and those on a CPU do: a router-weighted sum, rounded once.
 
 In: expert outputs without router weights, in dispatcher order. Out: one sum per token. Runs on: every trainer rank if
-the engines use ``rollout.moe_backend = deep_gemm`` or run on a CPU. All other engines round each weighted output to
+the engines use ``engine.moe_backend = deep_gemm`` or run on a CPU. All other engines round each weighted output to
 BF16 before adding; for those, the experts apply the router weights and ``dispatcher.py`` sums.
 
 Router weights can only be applied after the all-to-all has gathered a token's rows, so the experts return unweighted

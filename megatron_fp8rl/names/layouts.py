@@ -6,7 +6,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-from megatron_fp8rl.config import ModelConfig, ParallelConfig, RolloutConfig
+from megatron_fp8rl.config import EngineConfig, ModelConfig, ParallelConfig
 from megatron_fp8rl.names.table import Weight, split_indices
 
 VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before sharding it
@@ -94,8 +94,8 @@ class EngineLayout:
     expert: int = 1
 
     @classmethod
-    def from_config(cls, rollout: RolloutConfig) -> EngineLayout:
-        return cls(data=rollout.data, tensor=rollout.tensor, expert=rollout.expert)
+    def from_config(cls, engine: EngineConfig) -> EngineLayout:
+        return cls(data=engine.data, tensor=engine.tensor, expert=engine.expert)
 
     @property
     def size(self) -> int:

@@ -133,7 +133,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric(
             "router/agreement/mean",
             "Share of tokens for which the trainer's router, before replay, and the engine choose the same set of "
-            "experts, mean over the layers; requires rollout.record_routed_experts.",
+            "experts, mean over the layers; requires engine.record_routed_experts.",
         ),
         Metric("router/agreement/min", "The same share in the layer where it is lowest."),
         Metric("router/agreement_layer_<index>/mean", "The same share in one layer, by its index in the model."),

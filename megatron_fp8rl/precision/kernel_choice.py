@@ -70,7 +70,7 @@ def _base(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 def is_invariant(cfg: RunConfig, hardware: Hardware) -> bool:
     """Whether engines are batch-invariant; ``precision.exact`` requires it on a GPU."""
-    return cfg.rollout.batch_invariant or (cfg.precision.exact and hardware.is_gpu)
+    return cfg.engine.batch_invariant or (cfg.precision.exact and hardware.is_gpu)
 
 
 def _faster(name: Field) -> Auto:
@@ -153,7 +153,7 @@ def _engine(on_gpu: str, why: str) -> Auto:
 
 def _engine_norms(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     invariant = is_invariant(cfg, hardware)
-    return ("batch_invariant", "rollout.batch_invariant") if invariant else ("vllm", "vLLM's own")
+    return ("batch_invariant", "engine.batch_invariant") if invariant else ("vllm", "vLLM's own")
 
 
 def _engine_experts(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
@@ -165,7 +165,7 @@ def _engine_experts(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 def _engine_attention(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     if not hardware.is_gpu:
         return "emulated", "there is no GPU"
-    if cfg.rollout.kv_cache_dtype == "fp8" and not support.fp8_cache_attention(cfg, hardware):
+    if cfg.engine.kv_cache_dtype == "fp8" and not support.fp8_cache_attention(cfg, hardware):
         return "FP8_CACHE", "rounds no queries, and is the fastest"
     return "vllm", "vLLM knows the GPU"
 
@@ -247,7 +247,7 @@ TABLE: dict[str, Role] = {
         },
         # The only ones that round activations to the power-of-two scales of ``precision.scales``.
         _engine("deep_gemm", "rounds activations as the trainer does"),
-        "rollout.linear_backend",
+        "engine.linear_backend",
     ),
     "engine.experts": _EngineRole(
         "experts",
@@ -259,7 +259,7 @@ TABLE: dict[str, Role] = {
         # They hold gate, up and down in the wire format at every degree of parallelism, and allocate nothing when
         # weights change, so CUDA graphs stay valid.
         _engine_experts,
-        "rollout.moe_backend",
+        "engine.moe_backend",
     ),
     "engine.norms": Role("norms", {"vllm": Kernel("vLLM"), "batch_invariant": _INVARIANT}, _engine_norms),
     "engine.attention": _EngineRole(
@@ -273,7 +273,7 @@ TABLE: dict[str, Role] = {
             "emulated": Kernel("PyTorch (emulated)"),
         },
         _engine_attention,
-        "rollout.attention_backend",
+        "engine.attention_backend",
     ),
 }
 

@@ -218,8 +218,8 @@ def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """Engine kernels whose results do not depend on the rest of the batch."""
     if not hardware.is_gpu:
         problem = "chooses GPU kernels, and there is no GPU"
-        return _wrong(cfg, "rollout.batch_invariant", problem, "Leave it out")
-    path = "precision.exact" if cfg.precision.exact else "rollout.batch_invariant"
+        return _wrong(cfg, "engine.batch_invariant", problem, "Leave it out")
+    path = "precision.exact" if cfg.precision.exact else "engine.batch_invariant"
     return _untested(cfg, path, INVARIANT_PATCHES, "Set False")
 
 
@@ -272,22 +272,20 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 def _exact_sums(cfg: RunConfig) -> Violation | None:
     """Ranks of an engine round their partial sums before they are added. Two have one sum in any order, which the trainer
     has too if it divides the same products, and groups a token's experts by the engine's ranks."""
-    model, rollout = cfg.model, cfg.rollout
-    divided = "rollout.tensor" if rollout.tensor > 1 else "rollout.data"
-    if rollout.ranks > 2:
-        problem = f"precision.exact: the sum of {rollout.ranks} ranks' rounded parts depends on their order"
+    model, engine = cfg.model, cfg.engine
+    divided = "engine.tensor" if engine.tensor > 1 else "engine.data"
+    if engine.ranks > 2:
+        problem = f"precision.exact: the sum of {engine.ranks} ranks' rounded parts depends on their order"
         return _wrong(cfg, divided, problem, "Use engines of one or two GPUs, or --precision.exact False")
-    if cfg.parallel.tensor != rollout.tensor:
-        problem = f"precision.exact: the engine's sums have {rollout.tensor} rounded parts (rollout.tensor)"
+    if cfg.parallel.tensor != engine.tensor:
+        problem = f"precision.exact: the engine's sums have {engine.tensor} rounded parts (engine.tensor)"
         return _wrong(
-            cfg, "parallel.tensor", problem, f"Set {rollout.tensor}, or --precision.exact False", (rollout.tensor,)
+            cfg, "parallel.tensor", problem, f"Set {engine.tensor}, or --precision.exact False", (engine.tensor,)
         )
-    if model.is_moe and rollout.expert != rollout.ranks:
+    if model.is_moe and engine.expert != engine.ranks:
         problem = "precision.exact: the engine divides each expert, and adds parts of several experts before it rounds"
-        return _wrong(
-            cfg, "rollout.expert", problem, f"Set {rollout.ranks}, or --precision.exact False", (rollout.ranks,)
-        )
-    if model.num_shared_experts and rollout.ranks > 1:
+        return _wrong(cfg, "engine.expert", problem, f"Set {engine.ranks}, or --precision.exact False", (engine.ranks,))
+    if model.num_shared_experts and engine.ranks > 1:
         problem = "precision.exact: each rank of the engine adds its part of the shared experts before it rounds"
         return _wrong(cfg, divided, problem, "Set 1, or --precision.exact False", (1,))
     return None
@@ -295,11 +293,11 @@ def _exact_sums(cfg: RunConfig) -> Violation | None:
 
 # (field, values, why others are not exact)
 _EXACT: tuple[tuple[str, tuple, str], ...] = (
-    ("rollout.max_staleness", (0,), "samples of older weights differ from the current policy"),
+    ("sampling.max_staleness", (0,), "samples of older weights differ from the current policy"),
     ("algo.router_replay", ("off",), "routers of equal ends choose equal experts, so there is nothing to replay"),
-    ("rollout.replay", (None,), "recorded rollouts are of another engine"),
-    ("rollout.top_p", (1.0,), "the engine's log-probabilities are those of the truncated distribution"),
-    ("rollout.top_k", (0,), "the engine's log-probabilities are those of the truncated distribution"),
+    ("sampling.replay", (None,), "recorded rollouts are of another engine"),
+    ("sampling.top_p", (1.0,), "the engine's log-probabilities are those of the truncated distribution"),
+    ("sampling.top_k", (0,), "the engine's log-probabilities are those of the truncated distribution"),
     ("parallel.expert_tensor", (1,), "ranks round their partial sums before they are added"),
     ("parallel.dispatch", ("auto", "alltoall"), "the others add a token's experts in orders of their own"),
     ("precision.params", ("bf16",), "engines hold BF16 and FP8 weights made of BF16"),
@@ -310,11 +308,11 @@ _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
     ("precision.kernels", ("auto", "te"), "the emulation rounds where the engine does not"),
     ("precision.linears", ("auto", "deep_gemm"), "the engine multiplies on DeepGEMM"),
     ("precision.experts", ("auto", "deep_gemm"), "the engine multiplies on DeepGEMM"),
-    ("rollout.linear_backend", ("auto", "deep_gemm"), "the trainer multiplies on DeepGEMM"),
-    ("rollout.moe_backend", ("auto", "deep_gemm"), "the trainer multiplies on DeepGEMM"),
-    ("rollout.temperature", (1.0,), "the engine divides logits in a kernel of its own"),
-    ("rollout.kv_cache_dtype", ("auto",), "in FP8 the engine's attention decodes by another function than it prefills"),
-    ("rollout.attention_backend", ("auto", "FLASH_ATTN"), "the trainer attends with FlashAttention"),
+    ("engine.linear_backend", ("auto", "deep_gemm"), "the trainer multiplies on DeepGEMM"),
+    ("engine.moe_backend", ("auto", "deep_gemm"), "the trainer multiplies on DeepGEMM"),
+    ("sampling.temperature", (1.0,), "the engine divides logits in a kernel of its own"),
+    ("engine.kv_cache_dtype", ("auto",), "in FP8 the engine's attention decodes by another function than it prefills"),
+    ("engine.attention_backend", ("auto", "FLASH_ATTN"), "the trainer attends with FlashAttention"),
 )
 
 
@@ -323,44 +321,44 @@ def engine_fp32_scales(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if cfg.precision.rollout != "bf16" and cfg.precision.scales == "pow2":
         problem = "does not round the scales of activations to powers of two, as the trainer does"
         return _wrong(
-            cfg, "rollout.linear_backend", problem, "Set deep_gemm, or --precision.scales fp32", ("deep_gemm",)
+            cfg, "engine.linear_backend", problem, "Set deep_gemm, or --precision.scales fp32", ("deep_gemm",)
         )
     return None
 
 
 def engine_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not cfg.model.is_moe:
-        return _wrong(cfg, "rollout.moe_backend", "multiplies experts, and the model is dense", "Set auto")
+        return _wrong(cfg, "engine.moe_backend", "multiplies experts, and the model is dense", "Set auto")
     return None
 
 
 def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if wrong := engine_experts(cfg, hardware):
         return wrong
-    path, precision = "rollout.moe_backend", cfg.precision
+    path, precision = "engine.moe_backend", cfg.precision
     edges = precision.bf16_last_layers
     edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
     if precision.rollout == "bf16" or edges:
         return _wrong(cfg, path, "multiplies FP8 alone, and there are experts in BF16", "Set triton", ("triton",))
-    if cfg.rollout.batch_invariant and precision.scales == "fp32":
+    if cfg.engine.batch_invariant and precision.scales == "fp32":
         problem = (
             "takes Triton's kernels for small batches where scales are not powers of two: it is not batch-invariant"
         )
         return _wrong(cfg, path, problem, "Set triton, or --precision.scales pow2", ("triton",))
-    if cfg.rollout.batch_invariant or cfg.precision.exact:
-        remedy = "Set triton, or --rollout.batch_invariant False and --precision.exact False"
+    if cfg.engine.batch_invariant or cfg.precision.exact:
+        remedy = "Set triton, or --engine.batch_invariant False and --precision.exact False"
         return _untested(cfg, path, ["accept_deep_gemm_experts"], remedy)
     return None
 
 
 def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """The engine's attention of rollout/vllm_plugin/patches_attention.py."""
-    path, model = "rollout.attention_backend", cfg.model
-    if cfg.rollout.kv_cache_dtype != "fp8":
-        return _wrong(cfg, path, "reads a KV cache in FP8 alone", "Set auto, or --rollout.kv_cache_dtype fp8")
+    path, model = "engine.attention_backend", cfg.model
+    if cfg.engine.kv_cache_dtype != "fp8":
+        return _wrong(cfg, path, "reads a KV cache in FP8 alone", "Set auto, or --engine.kv_cache_dtype fp8")
     if hardware.is_gpu and hardware.generation != "hopper":
         return _wrong(cfg, path, f"is for Hopper GPUs, and this is {hardware.generation}", "Set auto")
-    if cfg.rollout.batch_invariant or cfg.precision.exact:
+    if cfg.engine.batch_invariant or cfg.precision.exact:
         return _wrong(cfg, path, "cuts a sequence by the number of sequences, so it is not batch-invariant", "Set auto")
     if cfg.precision.attention == "engine":
         return _wrong(cfg, path, "is not FlashAttention, with which precision.attention = engine attends", "Set auto")
@@ -374,8 +372,8 @@ def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def flashinfer_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    path = "rollout.attention_backend"
-    if cfg.rollout.kv_cache_dtype == "fp8":
+    path = "engine.attention_backend"
+    if cfg.engine.kv_cache_dtype == "fp8":
         problem = "reads the scales of an FP8 KV cache once, when it starts, so that new ones would have no effect"
         return _wrong(cfg, path, problem, "Set auto or FLASH_ATTN")
     if "flashinfer" not in hardware.packages:

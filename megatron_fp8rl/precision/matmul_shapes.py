@@ -148,4 +148,4 @@ def _shape(cfg: RunConfig, name: str, weight: Weight) -> Linear:
 
 def _own_tokens(cfg: RunConfig) -> int:
     """Tokens of a microbatch that belong to one rank."""
-    return math.ceil(cfg.rollout.max_tokens_per_microbatch / (cfg.parallel.tensor * cfg.parallel.context))
+    return math.ceil(cfg.optim.max_tokens_per_microbatch / (cfg.parallel.tensor * cfg.parallel.context))

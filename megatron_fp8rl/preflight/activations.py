@@ -50,7 +50,7 @@ class Tokens:
     def of(cls, cfg: RunConfig, routing_imbalance: float) -> Tokens:
         """``routing_imbalance``: token copies of the busiest rank over the mean of all ranks."""
         parallel = cfg.parallel
-        context = cfg.rollout.max_tokens_per_microbatch / parallel.context
+        context = cfg.optim.max_tokens_per_microbatch / parallel.context
         sequence = context / parallel.tensor
         routed = sequence * cfg.model.experts_per_token * parallel.expert_tensor * routing_imbalance
         return cls(context=context, sequence=sequence, routed=routed)

@@ -99,8 +99,8 @@ def _engine_findings(cfg: RunConfig, engine: EngineEstimate) -> list[Finding]:
     if spare < update:
         enough = round((estimate.capacity_bytes - update) / estimate.capacity_bytes - 0.01, 2)
         problem = f"a weight update takes {update / GIB:.1f} GiB beside a GPU that is "
-        problem += f"{cfg.rollout.gpu_memory_utilization:.0%} full"
-        change = (("rollout.gpu_memory_utilization", enough),)
+        problem += f"{cfg.engine.gpu_memory_utilization:.0%} full"
+        change = (("engine.gpu_memory_utilization", enough),)
         findings.append(Finding(severity="warning", subject=title, problem=problem, change=change, is_of_layout=True))
     if engine.full_sequences < engine.num_sequences:
         problem = f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, and up to "
@@ -135,14 +135,14 @@ def _phase_findings(trainer: Estimate, engine: Estimate, shared: Sequence[Estima
 def _machine_findings(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
     """Whether there are enough GPUs, and which process groups span nodes."""
     wanted, findings = gpus_wanted(cfg), []
-    is_colocated = cfg.rollout.placement == "colocated"
-    engines = f"{cfg.rollout.num_replicas} replicas x {cfg.rollout.ranks}"
+    is_colocated = cfg.engine.placement == "colocated"
+    engines = f"{cfg.engine.num_replicas} replicas x {cfg.engine.ranks}"
     if options.num_gpus is not None and wanted > options.num_gpus and not is_colocated:
-        spare = (options.num_gpus - cfg.parallel.world_size) // cfg.rollout.ranks
+        spare = (options.num_gpus - cfg.parallel.world_size) // cfg.engine.ranks
         findings.append(
             Finding(
                 severity="error",
-                subject="--rollout.num_replicas",
+                subject="--engine.num_replicas",
                 problem=f"trainer {cfg.parallel.world_size} + engines {engines} = {wanted} GPUs, and there are "
                 f"{options.num_gpus}",
                 remedy="" if spare > 0 else "The trainer leaves no room for an engine: lower --parallel.world_size",
@@ -159,11 +159,11 @@ def _machine_findings(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
             )
         )
     node = options.gpus_per_node
-    if wanted > node and cfg.rollout.transport == "ipc":
+    if wanted > node and cfg.weight_sync.transport == "ipc":
         findings.append(
             Finding(
                 severity="error",
-                subject="--rollout.transport",
+                subject="--weight_sync.transport",
                 problem=f"{wanted} GPUs are on more than one node of {node}, and CUDA IPC ends at a node",
                 remedy="Choose auto",
                 choices=("auto",),
@@ -171,7 +171,7 @@ def _machine_findings(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
         )
     for option, degree, why in (
         ("parallel.tensor", cfg.parallel.tensor, "all-reduces several times in every layer"),
-        ("rollout.tensor", cfg.rollout.tensor, "all-reduces several times for every token"),
+        ("engine.tensor", cfg.engine.tensor, "all-reduces several times for every token"),
     ):
         if degree > node:
             problem = f"{degree} ranks are on more than one node of {node}; the group {why}"
@@ -185,7 +185,7 @@ def _machine_findings(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
 
 def _start_findings(cfg: RunConfig) -> list[Finding]:
     """The weights that the run starts from."""
-    if cfg.model.hf_path is None and not cfg.data.sft_steps:
+    if cfg.model.hf_path is None and not cfg.warm_start.steps:
         return [
             Finding(
                 severity="warning",
@@ -199,6 +199,6 @@ def _start_findings(cfg: RunConfig) -> list[Finding]:
 
 def gpus_wanted(cfg: RunConfig) -> int:
     """Number of GPUs of trainer and engines, separate or shared."""
-    engines = cfg.rollout.num_replicas * cfg.rollout.ranks
-    is_colocated = cfg.rollout.placement == "colocated"
+    engines = cfg.engine.num_replicas * cfg.engine.ranks
+    is_colocated = cfg.engine.placement == "colocated"
     return max(cfg.parallel.world_size, engines) if is_colocated else cfg.parallel.world_size + engines

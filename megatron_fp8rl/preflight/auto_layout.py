@@ -31,7 +31,7 @@ from operator import attrgetter
 from typing import Any
 
 from megatron_fp8rl import config as config_module
-from megatron_fp8rl.config import ParallelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, ParallelConfig, RunConfig
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
@@ -51,15 +51,15 @@ _MAX_ENGINES, _MAX_LAYOUTS = 6, 250  # combined with each other: the nearest one
 _MAX_GROWTH = 32  # of the number of ranks, if the number of GPUs is not given
 _CUDA_BYTES = int(1.9 * GIB)
 _STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-_SHARES = (0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # values of rollout.gpu_memory_utilization
+_SHARES = (0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # values of engine.gpu_memory_utilization
 _LAYOUT = (
-    "rollout.tensor",
-    "rollout.expert",
-    "rollout.num_replicas",
-    "rollout.max_tokens_per_microbatch",
-    "rollout.gpu_memory_utilization",
-    "rollout.kv_cache_bytes",
-    "rollout.sleep_level",
+    "engine.tensor",
+    "engine.expert",
+    "engine.num_replicas",
+    "optim.max_tokens_per_microbatch",
+    "engine.gpu_memory_utilization",
+    "engine.kv_cache_bytes",
+    "engine.sleep_level",
     "optim.recompute",
     "optim.offload",
 )
@@ -134,7 +134,7 @@ def nearest(cfg: RunConfig, machines: DoctorOptions, override: Override = lambda
 def _difference(old: RunConfig, new: RunConfig) -> Change:
     """The layout fields of ``new`` that differ from ``old``."""
     paths = [f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig)]
-    paths += [*_LAYOUT, "rollout.data", "optim.logprob_chunk_tokens"]
+    paths += [*_LAYOUT, "engine.data", "optim.logprob_chunk_tokens"]
     return tuple((path, attrgetter(path)(new)) for path in paths if attrgetter(path)(new) != attrgetter(path)(old))
 
 
@@ -191,7 +191,7 @@ class _Search:
         limit = f"at most {num_gpus} GPUs" if num_gpus is not None else f"at most {_MAX_GROWTH} times as many ranks"
         tried = (
             f"{self._count} layouts on {limit} were checked. Nearest to the configuration, {self.num_engines} ways to "
-            "divide an engine (rollout.tensor, expert, gpu_memory_utilization) tile and leave memory for a KV cache, "
+            "divide an engine (engine.tensor, expert, gpu_memory_utilization) tile and leave memory for a KV cache, "
             f"and {self.num_trainers} layouts of the trainer (world_size, tensor, pipeline, context, expert, "
             "expert_tensor) tile and fit its states. Each was tried with recompute, smaller microbatches and, on "
             "shared GPUs, sleeping and offloading"
@@ -252,7 +252,7 @@ def _precisions(cfg: RunConfig, check: Check) -> Iterator[Change]:
     untiled = {error.subject for error in check(cfg).errors if error.code == "untiled_size"}
     if not untiled:
         yield ()
-        if cfg.precision.rollout == "bf16" or _degrees(cfg, "rollout.tensor") != [1]:
+        if cfg.precision.rollout == "bf16" or _degrees(cfg, "engine.tensor") != [1]:
             return  # FP8 blocks do not prevent dividing an engine
     first = cfg.model.first_dense_layers
     if untiled == {"--model.ffn_hidden_size"} and first:
@@ -270,13 +270,13 @@ def _near_candidates(
 
     def combined(cost: float, engine: Fields) -> list[tuple[float, str, Fields]]:
         combinations = []
-        asked, ranks = max(1, cfg.rollout.num_replicas), engine["rollout.tensor"] * cfg.rollout.data
+        asked, ranks = max(1, cfg.engine.num_replicas), engine["engine.tensor"] * cfg.engine.data
         for distance, trainer in trainers:
             world = trainer["parallel.world_size"]
-            free = world if cfg.rollout.placement == "colocated" else num_gpus and num_gpus - world
+            free = world if cfg.engine.placement == "colocated" else num_gpus and num_gpus - world
             replicas = asked if free is None else min(asked, free // ranks)
             if replicas >= 1:
-                candidate = {**trainer, **engine, "rollout.num_replicas": replicas}
+                candidate = {**trainer, **engine, "engine.num_replicas": replicas}
                 total = cost + distance + _distance(replicas, asked, 0.5)
                 combinations.append((round(total, 6), str(candidate), candidate))
         return sorted(combinations, key=lambda entry: entry[:2])
@@ -291,26 +291,26 @@ def _distance(new: int, old: int, weight: float) -> float:
 
 def _near_engines(cfg: RunConfig, gpu: Gpu, num_gpus: int, node: int) -> Iterator[Option]:
     """Ways to divide an engine that leave memory for sequences, the nearest first."""
-    rollout, model, data = cfg.rollout, cfg.model, cfg.rollout.data
+    engine, model, data = cfg.engine, cfg.model, cfg.engine.data
     options: list[Option] = []
-    utilizations = {rollout.gpu_memory_utilization: 0.0, 0.9: 0.5}
-    if cfg.rollout.placement == "colocated":
+    utilizations = {engine.gpu_memory_utilization: 0.0, 0.9: 0.5}
+    if cfg.engine.placement == "colocated":
         utilizations |= {share: 2 * (0.95 - share) for share in _SHARES[1:-1]}
-        utilizations[rollout.gpu_memory_utilization] = 0.0
+        utilizations[engine.gpu_memory_utilization] = 0.0
     for is_expert_parallel in (False, True) if model.is_moe else (False,):
-        of_experts = replace(rollout, tensor=1, expert=2 if is_expert_parallel else 1)
-        for tensor in _degrees(replace(cfg, rollout=of_experts), "rollout.tensor"):
+        of_experts = replace(engine, tensor=1, expert=2 if is_expert_parallel else 1)
+        for tensor in _degrees(replace(cfg, engine=of_experts), "engine.tensor"):
             ranks = data * tensor
             expert = ranks if is_expert_parallel else 1
             if ranks > num_gpus or (is_expert_parallel and (ranks == 1 or model.num_experts % ranks)):
                 continue
-            cost = _distance(tensor, rollout.tensor, 1.0) + (4.0 if tensor > node else 0.0)
-            cost += 0.5 if is_expert_parallel != (rollout.expert > 1) else 0.0
+            cost = _distance(tensor, engine.tensor, 1.0) + (4.0 if tensor > node else 0.0)
+            cost += 0.5 if is_expert_parallel != (engine.expert > 1) else 0.0
             for share, more in utilizations.items():
-                for cache in {rollout.kv_cache_bytes: 0.0, None: 0.0}:
-                    fields = {"rollout.tensor": tensor, "rollout.expert": expert, "rollout.kv_cache_bytes": cache}
-                    fields["rollout.gpu_memory_utilization"] = share
-                    options.append((cost + more + (cache != rollout.kv_cache_bytes), fields))
+                for cache in {engine.kv_cache_bytes: 0.0, None: 0.0}:
+                    fields = {"engine.tensor": tensor, "engine.expert": expert, "engine.kv_cache_bytes": cache}
+                    fields["engine.gpu_memory_utilization"] = share
+                    options.append((cost + more + (cache != engine.kv_cache_bytes), fields))
     for cost, fields in sorted(options, key=lambda option: (option[0], str(option[1]))):
         if _has_memory(apply(cfg, tuple(fields.items())), gpu):
             yield cost, fields
@@ -397,22 +397,22 @@ def _state_bytes(
     expert = count.expert / (pipeline * fields["parallel.expert"] * fields["parallel.expert_tensor"])
     linears = max(0.0, dense - count.embedding / (tensor * pipeline)) + expert
     copied, states = copies * linears, per.optimizer * count.total / world
-    apart = cfg.rollout.placement == "colocated"  # an offloaded optimizer comes when the copies have gone
+    apart = cfg.engine.placement == "colocated"  # an offloaded optimizer comes when the copies have gone
     return dense * of_dense + expert * of_expert + (max(copied, states) if apart else copied + states) + _CUDA_BYTES
 
 
 def _memory_steps(cfg: RunConfig) -> Iterator[Option]:
     """Ways to save memory in the same layout: recompute, smaller microbatches, no virtual stages, sharing in turns."""
-    rollout, optim = cfg.rollout, cfg.optim
+    engine, optim = cfg.engine, cfg.optim
     order = ("none", "selective", "full")
     longest = cfg.max_sequence_tokens
-    sizes = [max(longest, rollout.max_tokens_per_microbatch)]
+    sizes = [max(longest, cfg.optim.max_tokens_per_microbatch)]
     while sizes[-1] > longest and len(sizes) < 5:
         sizes.append(max(longest, sizes[-1] // 2))
     stages = {cfg.parallel.virtual_stages, 1}
-    turns = [(optim.offload, rollout.sleep_level)]
-    if rollout.placement == "colocated" and rollout.max_staleness == 0:
-        sleep = rollout.sleep_level or (1 if cfg.model.mla is not None else 2)
+    turns = [(optim.offload, engine.sleep_level)]
+    if engine.placement == "colocated" and cfg.sampling.max_staleness == 0:
+        sleep = engine.sleep_level or (1 if cfg.model.mla is not None else 2)
         offload = optim.offload or ("params", "gradients", "optimizer")
         turns += [(optim.offload, sleep), (offload, sleep)]
     for (i, recompute), (j, size), virtual, (k, (offload, sleep)) in itertools.product(
@@ -420,7 +420,7 @@ def _memory_steps(cfg: RunConfig) -> Iterator[Option]:
     ):
         cost = 0.4 * i + 0.6 * j + 0.3 * (virtual != cfg.parallel.virtual_stages) + 0.3 * k
         fields = {"parallel.virtual_stages": virtual, "optim.recompute": recompute, "optim.offload": offload}
-        yield cost, {**fields, "rollout.sleep_level": sleep, "rollout.max_tokens_per_microbatch": size}
+        yield cost, {**fields, "engine.sleep_level": sleep, "optim.max_tokens_per_microbatch": size}
 
 
 # All layouts on a number of GPUs
@@ -440,7 +440,7 @@ def all_layouts(
     layouts: list[Layout] = []
     seen = set()
     for shortest, *longer in candidates:  # one layout with several lengths of microbatches
-        key = shortest.parallel, shortest.rollout, shortest.optim.recompute
+        key = shortest.parallel, shortest.engine, shortest.optim.recompute
         result = assess(shortest, machines)
         if not result.works:
             error = result.errors[0]
@@ -468,9 +468,9 @@ def _grid(cfg: RunConfig, machines: DoctorOptions, refused: Counter[str]) -> Ite
     engines = []
     for data, tensor in _GRID_ENGINES:
         if data * tensor <= num_gpus and (engine := _divided_engine(cfg, data, tensor)) is not None:
-            shares = dict.fromkeys((cfg.rollout.gpu_memory_utilization, 0.8, 0.7, 0.6, 0.5))
+            shares = dict.fromkeys((cfg.engine.gpu_memory_utilization, 0.8, 0.7, 0.6, 0.5))
             sized = (replace(engine, gpu_memory_utilization=share) for share in shares)
-            fitting = next((one for one in sized if _has_memory(replace(cfg, rollout=one), gpu)), None)
+            fitting = next((size for size in sized if _has_memory(replace(cfg, engine=size), gpu)), None)
             if fitting is None:
                 refused["an engine has no memory for sequences"] += 1
             else:
@@ -480,20 +480,16 @@ def _grid(cfg: RunConfig, machines: DoctorOptions, refused: Counter[str]) -> Ite
         if not trainers:
             refused["a trainer rank does not fit its GPU"] += 1
             continue
-        free = num_gpus if cfg.rollout.placement == "colocated" else num_gpus - parallel.world_size
+        free = num_gpus if cfg.engine.placement == "colocated" else num_gpus - parallel.world_size
         for engine in engines:
             if free < engine.ranks:
                 refused["no GPU is left for an engine"] += 1
                 continue
             engine = replace(engine, num_replicas=free // engine.ranks)
-            sizes = [trainer.rollout.max_tokens_per_microbatch for trainer in trainers]
-            yield [
-                replace(trainer, rollout=replace(engine, max_tokens_per_microbatch=size))
-                for trainer, size in zip(trainers, sizes, strict=True)
-            ]
+            yield [replace(trainer, engine=engine) for trainer in trainers]
 
 
-def _divided_engine(cfg: RunConfig, data: int, tensor: int) -> RolloutConfig | None:
+def _divided_engine(cfg: RunConfig, data: int, tensor: int) -> EngineConfig | None:
     """Engines of these degrees; None if vLLM does not divide the model so."""
     model, ranks = cfg.model, data * tensor
     if model.num_attention_heads % tensor or (data > 1 and not model.is_moe):
@@ -501,31 +497,31 @@ def _divided_engine(cfg: RunConfig, data: int, tensor: int) -> RolloutConfig | N
     expert = ranks if model.is_moe and ranks > 1 and model.num_experts % ranks == 0 else 1
     if data > 1 and expert == 1:
         return None
-    return replace(cfg.rollout, data=data, tensor=tensor, expert=expert)
+    return replace(cfg.engine, data=data, tensor=tensor, expert=expert)
 
 
 def _grid_trainers(cfg: RunConfig, num_gpus: int, node: int) -> Iterator[ParallelConfig]:
-    model, rollout, context = cfg.model, cfg.rollout, cfg.parallel.context
+    model, sampling, context = cfg.model, cfg.sampling, cfg.parallel.context
     step = node if num_gpus >= 2 * node else 1
     worlds = sorted({max(step, int(num_gpus * share) // step * step) for share in _GRID_WORLDS})
-    if rollout.placement == "colocated":
+    if cfg.engine.placement == "colocated":
         worlds = [num_gpus]
     tensors = [n for n in _GRID_TENSOR if n <= node and model.num_attention_heads % n == 0]
     experts = [n for n in _GRID_EXPERTS if model.is_moe and model.num_experts % n == 0] or [1]
     for fields in _divisions(cfg, worlds, tensors, _GRID_STAGES, [context], experts, [1]):
         parallel = apply(cfg, (*fields.items(), ("parallel.virtual_stages", 1))).parallel
-        if parallel.data <= rollout.prompts_per_step * rollout.completions_per_prompt:
+        if parallel.data <= sampling.prompts_per_step * sampling.completions_per_prompt:
             yield parallel
 
 
 def microbatches_of(tokens: int) -> Change:
     """Microbatches of so many tokens, whose logits exist at once."""
-    return ("rollout.max_tokens_per_microbatch", tokens), ("optim.logprob_chunk_tokens", tokens)
+    return ("optim.max_tokens_per_microbatch", tokens), ("optim.logprob_chunk_tokens", tokens)
 
 
 def _with_longer_microbatches(cfg: RunConfig, gpu: Gpu) -> Iterator[RunConfig]:
     """The configuration with once, twice and four times as many tokens in a microbatch, as long as the trainer fits."""
-    tokens = cfg.rollout.max_tokens_per_microbatch
+    tokens = cfg.optim.max_tokens_per_microbatch
     for size in (tokens, 2 * tokens, 4 * tokens):
         longer = cfg if size == tokens else apply(cfg, microbatches_of(size))
         if trainer_memory.worst_rank(longer, gpu, gpu.memory_bytes).is_tight:
@@ -571,7 +567,7 @@ def fastest(start: RunConfig, machines: DoctorOptions, override: Override) -> tu
 
 def _nearest_job(start: RunConfig, machines: DoctorOptions, override: Override) -> tuple[RunConfig, Change]:
     """(configuration, change) of the layout nearest to ``start`` that fits, at best without offloading."""
-    change = in_place(start, machines, override) if start.rollout.placement == "colocated" else ()
+    change = in_place(start, machines, override) if start.engine.placement == "colocated" else ()
     result = assess(override(apply(start, change)), machines)
     if result.errors or result.num_layout_warnings:
         change = nearest(start, machines, override).change
@@ -591,15 +587,15 @@ def in_place(cfg: RunConfig, machines: DoctorOptions, override: Override = lambd
     decoded at once. To move what an 80 GB GPU holds takes seconds, more than the recompute of a step; a smaller KV
     cache costs nothing while it holds all sequences.
     """
-    tokens, wanted = cfg.rollout.max_tokens_per_microbatch, _decoded_at_once(cfg.rollout) / 2
+    tokens, wanted = cfg.optim.max_tokens_per_microbatch, _decoded_at_once(cfg) / 2
     sizes = (tokens, tokens // 2) if tokens // 2 >= max(_SHORTEST, cfg.max_sequence_tokens) else (tokens,)
     savings = [(recompute, size) for recompute in dict.fromkeys((cfg.optim.recompute, "selective")) for size in sizes]
     if cfg.model.is_moe:  # shorter microbatches cost more there: as many kernels to launch, as many gradients to read
         savings.sort(key=lambda saving: -saving[1])
-    for (recompute, size), sleep in itertools.product(savings, dict.fromkeys((0, cfg.rollout.sleep_level))):
+    for (recompute, size), sleep in itertools.product(savings, dict.fromkeys((0, cfg.engine.sleep_level))):
         for share in _SHARES:
-            change = (("rollout.sleep_level", sleep), ("rollout.gpu_memory_utilization", share), ("optim.offload", ()))
-            change += (("optim.recompute", recompute), ("rollout.max_tokens_per_microbatch", size))
+            change = (("engine.sleep_level", sleep), ("engine.gpu_memory_utilization", share), ("optim.offload", ()))
+            change += (("optim.recompute", recompute), ("optim.max_tokens_per_microbatch", size))
             result = assess(override(apply(cfg, change)), machines)
             if result.works and not result.num_layout_warnings:
                 if result.engine is not None and result.engine.full_sequences >= wanted:
@@ -615,29 +611,29 @@ def longer_microbatches(cfg: RunConfig, machines: DoctorOptions, override: Overr
     microbatches would be left, or if the configuration does not work as it is. The host launches as many kernels for a
     long microbatch as for a short one, and each reads and writes all gradients.
     """
-    rollout, parallel = cfg.rollout, cfg.parallel
+    engine, parallel = cfg.engine, cfg.parallel
     if not assess(override(cfg), machines).works:
         return ()
-    shares = [rollout.gpu_memory_utilization]
-    if rollout.placement == "colocated":
+    shares = [engine.gpu_memory_utilization]
+    if engine.placement == "colocated":
         shares += [share for share in _SHARES if share < shares[0]]
-    for size in (times * rollout.max_tokens_per_microbatch // 2 for times in (8, 4, 3)):
+    for size in (times * cfg.optim.max_tokens_per_microbatch // 2 for times in (8, 4, 3)):
         longer = microbatches_of(size)
         if size > _LONGEST * parallel.context:
             continue
         if trainer_memory.num_microbatches(apply(cfg, longer)) < _FEWEST_MICROBATCHES * parallel.pipeline:
             continue
         for share in shares:
-            change = (*longer, ("rollout.gpu_memory_utilization", share))
+            change = (*longer, ("engine.gpu_memory_utilization", share))
             result = assess(override(apply(cfg, change)), machines)
-            if result.engine is None or result.engine.full_sequences < _decoded_at_once(rollout):
+            if result.engine is None or result.engine.full_sequences < _decoded_at_once(cfg):
                 break
             if result.works and not result.num_layout_warnings:
                 return tuple((path, value) for path, value in change if attrgetter(path)(cfg) != value)
     return ()
 
 
-def _decoded_at_once(rollout: RolloutConfig) -> int:
+def _decoded_at_once(cfg: RunConfig) -> int:
     """Sequences that one engine decodes at once, at most."""
-    num_asked = math.ceil(rollout.prompts_per_step * rollout.completions_per_prompt / rollout.num_replicas)
-    return min(rollout.max_num_sequences, num_asked)
+    num_asked = math.ceil(cfg.sampling.prompts_per_step * cfg.sampling.completions_per_prompt / cfg.engine.num_replicas)
+    return min(cfg.engine.max_num_sequences, num_asked)

@@ -14,7 +14,7 @@ def check_data(cfg: RunConfig) -> None:
     Raises:
         ConfigError: a source cannot be used.
     """
-    if cfg.rollout.replay is not None:
+    if cfg.sampling.replay is not None:
         return
     lines, findings = look_at_data(cfg)
     findings += doubts(cfg, local_accelerator())

@@ -126,23 +126,23 @@ def doubts(cfg: RunConfig, accelerator: Generation) -> list[Finding]:
             f"--optim.warmup_steps {cfg.optim.warmup_steps} is longer than the run of {num_updates} updates, which "
         )
         found.append(_warning("optim.warmup_steps", f"{problem}ends at {share:.2g} of the learning rate"))
-    for name, default in _OF_GPUS.items() if accelerator == "cpu" and cfg.rollout.placement != "remote" else ():
-        if (value := getattr(cfg.rollout, name)) != default:
-            found.append(_warning(f"rollout.{name}", f"--rollout.{name} {value} has no effect without a GPU"))
-    if accelerator == "cpu" and cfg.rollout.kv_cache_dtype == "fp8" and not cpu_has_avx512():
+    for name, default in _OF_GPUS.items() if accelerator == "cpu" and cfg.engine.placement != "remote" else ():
+        if (value := getattr(cfg.engine, name)) != default:
+            found.append(_warning(f"engine.{name}", f"--engine.{name} {value} has no effect without a GPU"))
+    if accelerator == "cpu" and cfg.engine.kv_cache_dtype == "fp8" and not cpu_has_avx512():
         problem = "vLLM keeps an FP8 KV cache on GPUs and on CPUs with AVX-512, which this machine has not"
-        found.append(_warning("rollout.kv_cache_dtype", problem))
-    rollout = cfg.rollout
-    if rollout.window_groups > (most := rollout.max_staleness * rollout.prompts_per_step) > 0:
+        found.append(_warning("engine.kv_cache_dtype", problem))
+    sampling = cfg.sampling
+    if sampling.window_groups > (most := sampling.max_staleness * sampling.prompts_per_step) > 0:
         problem = (
-            f"groups stay {rollout.window_groups / rollout.prompts_per_step:g} steps in a window of "
-            f"{rollout.window_groups} on average, and tokens older than --rollout.max_staleness {rollout.max_staleness} "
+            f"groups stay {sampling.window_groups / sampling.prompts_per_step:g} steps in a window of "
+            f"{sampling.window_groups} on average, and tokens older than --sampling.max_staleness {sampling.max_staleness} "
             f"are not trained; up to {most} groups most are (docs/agents.md)"
         )
-        found.append(_warning("rollout.window_groups", problem))
-    if cfg.rollout.placement == "remote" and "LAUNCH_DIR" not in os.environ:
-        problem = f"somebody else has to start its engines, which are waited for {cfg.rollout.start_deadline_s:g} s"
-        found.append(_warning("rollout.placement", f"--rollout.placement remote: {problem}; `python -m launch` does"))
+        found.append(_warning("sampling.window_groups", problem))
+    if cfg.engine.placement == "remote" and "LAUNCH_DIR" not in os.environ:
+        problem = f"somebody else has to start its engines, which are waited for {cfg.deadlines.start_s:g} s"
+        found.append(_warning("engine.placement", f"--engine.placement remote: {problem}; `python -m launch` does"))
     return found
 
 

@@ -50,7 +50,7 @@ def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
 
     Imports the tokenizer and the generators, so it takes seconds; needs neither torch nor a GPU.
     """
-    if cfg.model.hf_path is None and not cfg.data.sft_steps and cfg.data.tokenizer == "character":
+    if cfg.model.hf_path is None and not cfg.warm_start.steps and cfg.data.tokenizer == "character":
         return ["data was not read: neither a model nor a tokenizer is named"], []
     tokenizer = cfg.model.hf_path or cfg.data.tokenizer
     if tokenizer != "character" and not Path(tokenizer).is_dir():
@@ -136,9 +136,9 @@ def headline(diagnosis: Diagnosis) -> str:
         "ETP": parallel.expert_tensor,
     }
     layout = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "data parallel"
-    with_ = "and, in turns," if cfg.rollout.placement == "colocated" else "+"
+    with_ = "and, in turns," if cfg.engine.placement == "colocated" else "+"
     lines.append(
-        f"trainer {parallel.world_size} ({layout}) {with_} engines {cfg.rollout.num_replicas} x {cfg.rollout.ranks} = "
+        f"trainer {parallel.world_size} ({layout}) {with_} engines {cfg.engine.num_replicas} x {cfg.engine.ranks} = "
         f"{diagnosis.num_gpus} {gpu.name.upper()} of {gpu.memory_bytes / GIB:.1f} GiB"
     )
     return "\n".join(lines)
@@ -173,14 +173,14 @@ def _phases(diagnosis: Diagnosis) -> Table:
 
     assert diagnosis.trainer is not None and diagnosis.engine is not None
     host = host_bytes(diagnosis.cfg, diagnosis.trainer, diagnosis.engine.estimate)
-    rollout, offload = diagnosis.cfg.rollout, ", ".join(diagnosis.cfg.optim.offload) or "nothing"
+    offload = ", ".join(diagnosis.cfg.optim.offload) or "nothing"
     return Table(
         title="Memory per GPU that trainer and engine share",
         columns=("phase", "trainer GiB", "engine GiB", "total GiB", "of the GPU"),
         rows=tuple((e.title, gib(e, "trainer"), gib(e, "engine"), gib(e), f"{e.share:.0%}") for e in diagnosis.phases),
         right=frozenset({1, 2, 3, 4}),
         notes=(
-            f"rollout.sleep_level {rollout.sleep_level}; the trainer offloads {offload}: "
+            f"engine.sleep_level {diagnosis.cfg.engine.sleep_level}; the trainer offloads {offload}: "
             f"{host / GIB:.1f} GiB of host memory for each GPU",
         ),
     )
@@ -210,7 +210,7 @@ def _tiling(diagnosis: Diagnosis) -> Table:
     tiles = tiling.TILES[diagnosis.cfg.precision.trainer], tiling.TILES[diagnosis.cfg.precision.rollout]
     return Table(
         title=f"FP8 matrices (tiles: trainer {tiles[0]}, engine {tiles[1]}), and the degrees that tile up to 64",
-        columns=("matrix", "number", "shape", "trainer rank", "its degrees", "engine worker", "rollout.tensor"),
+        columns=("matrix", "number", "shape", "trainer rank", "its degrees", "engine worker", "engine.tensor"),
         rows=tuple(rows),
         right=frozenset({1}),
         notes=tuple(

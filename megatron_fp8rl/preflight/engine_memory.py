@@ -6,7 +6,7 @@ In: a RunConfig and a GPU. Out: an :class:`EngineEstimate`. Pure; vLLM is not im
     activations    of the profile run with max_num_batched_tokens tokens: the widest point of one layer, and the
                    sampler's FP32 logits, probabilities and log-probabilities of max_num_sequences rows; experts of
                    data-parallel ranks see the tokens of all of them, before and after
-    KV cache       the rest of gpu_memory_utilization unless rollout.kv_cache_bytes is set; bytes per token are those
+    KV cache       the rest of gpu_memory_utilization unless engine.kv_cache_bytes is set; bytes per token are those
                    of ``rollout/vllm_args.py``
     CUDA graphs    an allowance: they share one pool of the size of the largest captured batch
 """
@@ -53,19 +53,19 @@ class EngineEstimate:
 
 def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
     """Estimate the memory of one worker of one replica."""
-    rollout = cfg.rollout
+    engine, weight_sync = cfg.engine, cfg.weight_sync
     weights = on_engine_worker(cfg)
-    context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if rollout.ranks > 1 else 0)
+    context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if engine.ranks > 1 else 0)
     longest = cfg.max_sequence_tokens
     activations = _activation_bytes(cfg)
-    graphs = 0 if rollout.enforce_eager else _GRAPH_BYTES
+    graphs = 0 if engine.enforce_eager else _GRAPH_BYTES
     per_token = kv_token_bytes(cfg, cpu=False)
-    left = int(rollout.gpu_memory_utilization * capacity_bytes) - (weights.total + activations + graphs + context)
-    kv_bytes = rollout.kv_cache_bytes if rollout.kv_cache_bytes is not None else left
-    if rollout.kv_cache_bytes is not None:
-        source = "rollout.kv_cache_bytes"
+    left = int(engine.gpu_memory_utilization * capacity_bytes) - (weights.total + activations + graphs + context)
+    kv_bytes = engine.kv_cache_bytes if engine.kv_cache_bytes is not None else left
+    if engine.kv_cache_bytes is not None:
+        source = "engine.kv_cache_bytes"
     else:
-        source = f"what is left of {rollout.gpu_memory_utilization:.0%} of the GPU"
+        source = f"what is left of {engine.gpu_memory_utilization:.0%} of the GPU"
     parts = [
         Part(name="weights, FP8", num_bytes=weights.fp8, formula=f"{weights.fp8 / 1e9:.2f} G x 1 B"),
         Part(name="weights, scales", num_bytes=weights.scales, formula="FP32, one per 128x128 block"),
@@ -81,34 +81,34 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
             num_bytes=activations,
             formula=f"{max_batched_tokens(cfg)} tokens at a time, and the sampler",
         ),
-        Part(name="CUDA graphs", num_bytes=graphs, formula="allowance" if graphs else "rollout.enforce_eager"),
+        Part(name="CUDA graphs", num_bytes=graphs, formula="allowance" if graphs else "engine.enforce_eager"),
         Part(name="communication, CUDA", num_bytes=context, formula="allowance"),
         Part(name="KV cache", num_bytes=max(kv_bytes, 0), formula=f"{source}; {per_token} B a token"),
         Part(
             name="weight update",
-            num_bytes=rollout.bucket_bytes + _largest_layer_bytes(cfg),
-            formula="rollout.bucket_bytes and one layer; outside gpu_memory_utilization",
+            num_bytes=weight_sync.bucket_bytes + _largest_layer_bytes(cfg),
+            formula="weight_sync.bucket_bytes and one layer; outside gpu_memory_utilization",
         ),
     ]
-    if rollout.spare_weights == "device":
+    if weight_sync.spare_weights == "device":
         spare = weights.sent
         parts.append(
             Part(
                 name="spare weights",
                 num_bytes=spare,
-                formula="rollout.spare_weights: all weights again; outside gpu_memory_utilization",
+                formula="weight_sync.spare_weights: all weights again; outside gpu_memory_utilization",
             )
         )
     return EngineEstimate(
         estimate=Estimate(
-            title=f"engine, every one of {rollout.ranks} workers" if rollout.ranks > 1 else "engine, its one worker",
+            title=f"engine, every one of {engine.ranks} workers" if engine.ranks > 1 else "engine, its one worker",
             parts=tuple(parts),
             capacity_bytes=capacity_bytes,
         ),
         kv_bytes=kv_bytes,
         kv_token_bytes=per_token,
         max_sequence_tokens=longest,
-        num_sequences=rollout.max_num_sequences,
+        num_sequences=engine.max_num_sequences,
     )
 
 
@@ -119,19 +119,19 @@ def _activation_bytes(cfg: RunConfig) -> int:
     product and its FP8 copy. Experts hold, per token copy, gate and up or their output (vLLM's ``cache13``), the
     product, and its FP8 copy.
     """
-    model, tensor, tokens = cfg.model, cfg.rollout.tensor, max_batched_tokens(cfg)
+    model, tensor, tokens = cfg.model, cfg.engine.tensor, max_batched_tokens(cfg)
     stream = 3 * model.hidden_size * 2
     attention = 2 * 2 * (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / tensor
     has_dense = not model.is_moe_layer(0)
     dense = model.ffn_hidden_size / tensor * (2 * 2 + 2 + 1) if has_dense else 0.0
     experts = 0.0
     if model.is_moe:
-        columns, data = model.moe_ffn_hidden_size / tensor, cfg.rollout.data
+        columns, data = model.moe_ffn_hidden_size / tensor, cfg.engine.data
         per_copy = 2 * max(2 * columns, model.hidden_size) + columns * (2 + 1)
         experts = model.experts_per_token * per_copy + model.num_shared_experts * columns * 7
         if data > 1:  # of all tokens, the copies that choose this rank's experts are a data-th
             experts += 2 * data * 2 * model.hidden_size
-    sampler = cfg.rollout.max_num_sequences * model.vocab_size * 4 * 3
+    sampler = cfg.engine.max_num_sequences * model.vocab_size * 4 * 3
     return int(tokens * (stream + max(attention, dense, experts)) + sampler)
 
 

@@ -24,11 +24,11 @@ RANGES = {
         model.num_experts model.ffn_hidden_size
         precision.bf16_first_layers precision.bf16_last_layers
         optim.warmup_steps optim.min_lr optim.weight_decay optim.moe_aux_loss_coef
-        rollout.window_groups
-        rollout.top_k rollout.max_replica_restarts
+        sampling.window_groups
+        sampling.top_k engine.max_replica_restarts
         algo.kl_coef algo.entropy_coef algo.overlong_buffer_tokens algo.correction_low
-        data.sft_steps
-        checkpoint.every_steps checkpoint.every_minutes observe.verify_every observe.eval_every observe.eval_prompts
+        warm_start.steps
+        checkpoint.every_steps checkpoint.every_minutes weight_sync.verify_every observe.eval_every observe.eval_prompts
         observe.rollouts_gib
     """,
     "[1, inf)": """
@@ -37,28 +37,28 @@ RANGES = {
         parallel.world_size parallel.tensor parallel.pipeline parallel.virtual_stages parallel.context parallel.expert
         parallel.expert_tensor
         optim.logprob_chunk_tokens
-        rollout.data rollout.tensor rollout.expert rollout.max_num_sequences rollout.bucket_bytes rollout.max_tokens_per_microbatch
-        rollout.start_deadline_s rollout.request_deadline_s rollout.update_deadline_s rollout.hang_deadline_s
+        engine.data engine.tensor engine.expert engine.max_num_sequences weight_sync.bucket_bytes optim.max_tokens_per_microbatch
+        deadlines.start_s deadlines.request_s deadlines.update_s deadlines.hang_s
         session.max_tokens session.max_turns session.deadline_s session.max_running
-        algo.updates_per_step data.sft_batch_size data.score_deadline_s checkpoint.keep observe.eval_completions
+        algo.updates_per_step warm_start.batch_size scoring.deadline_s checkpoint.keep observe.eval_completions
     """,
     "[0, 4294967295]": "seed",
-    "[1, 10000000]": "rollout.max_prompt_tokens rollout.max_completion_tokens",
-    "[1, 1000000]": "rollout.prompts_per_step",
-    "[1, 65536]": "rollout.completions_per_prompt rollout.num_replicas",
-    "[1, 4096]": "data.num_score_workers session.num_workers",
-    "[0, 1000]": "rollout.max_staleness",
+    "[1, 10000000]": "sampling.max_prompt_tokens sampling.max_completion_tokens",
+    "[1, 1000000]": "sampling.prompts_per_step",
+    "[1, 65536]": "sampling.completions_per_prompt engine.num_replicas",
+    "[1, 4096]": "scoring.num_workers session.num_workers",
+    "[0, 1000]": "sampling.max_staleness",
     "[0, 65535]": "session.port",
-    "[0.01, 100]": "rollout.temperature",
+    "[0.01, 100]": "sampling.temperature",
     "(0, inf)": """
         model.norm_eps model.rope_theta model.embedding_range
         optim.lr optim.eps optim.clip_grad_norm
-        algo.clip_high data.score_memory_gib data.sft_lr
+        algo.clip_high scoring.memory_gib warm_start.lr
     """,
     "[0, 1)": "optim.beta1 optim.beta2",
-    "[0, 1]": "data.sft_wrong_answers data.max_dropped",
+    "[0, 1]": "warm_start.wrong_answers data.max_dropped",
     "(0, 1]": """
-        model.rotary_fraction rollout.top_p rollout.gpu_memory_utilization data.sft_stop_pass_rate
+        model.rotary_fraction sampling.top_p engine.gpu_memory_utilization warm_start.stop_pass_rate
     """,
     "(0, 1)": "algo.veto_below",
 }

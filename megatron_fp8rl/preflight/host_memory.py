@@ -12,7 +12,7 @@ from megatron_fp8rl.trainer.optimizer.offload import HostMemory
 
 def host_memory(cfg: RunConfig, device: torch.device) -> HostMemory | None:
     """Host memory for what this rank will offload, allocated while engines start; None if nothing is."""
-    if cfg.rollout.placement != "colocated" or cfg.rollout.replay is not None or not cfg.optim.offload:
+    if cfg.engine.placement != "colocated" or cfg.sampling.replay is not None or not cfg.optim.offload:
         return None
     gpu = gpu_in(torch.cuda.get_device_name(device) if device.type == "cuda" else "") or GPUS["h200"]
     sizes = copied_bytes(cfg, worst_rank(cfg, gpu, gpu.memory_bytes))

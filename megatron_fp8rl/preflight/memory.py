@@ -116,15 +116,15 @@ _UPDATE = "weight update"
 
 def phases(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> tuple[Estimate, ...]:
     """Sampling, training and publishing; empty if trainer and engines have their own GPUs."""
-    if cfg.rollout.placement != "colocated":
+    if cfg.engine.placement != "colocated":
         return ()
     everything = {part.name for part in trainer.parts}
     gone = {name for part in cfg.optim.offload for name in _OFFLOADED[part]}
     busy = {"activations", "temporaries"}  # only during training
     resident = everything - gone - busy
     awake = {part.name for part in engine.parts} - {_UPDATE}
-    asleep = set(_ASLEEP) if cfg.rollout.sleep_level else awake
-    publishing = {*_ENGINE_WEIGHTS, *_ASLEEP, _UPDATE} if cfg.rollout.sleep_level else {*awake, _UPDATE}
+    asleep = set(_ASLEEP) if cfg.engine.sleep_level else awake
+    publishing = {*_ENGINE_WEIGHTS, *_ASLEEP, _UPDATE} if cfg.engine.sleep_level else {*awake, _UPDATE}
     return (
         _together("sampling", trainer, resident, engine, awake),
         _together("training", trainer, everything, engine, asleep),
@@ -146,9 +146,9 @@ def host_bytes(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> int:
     """Host memory for the offloaded state of one GPU: pinned, and kept once allocated."""
     found = sum(copied_bytes(cfg, trainer).values())
     own = sum(part.num_bytes for part in engine.parts if part.name in _ENGINE_WEIGHTS)
-    if cfg.rollout.placement == "colocated" and cfg.rollout.sleep_level == 1:
+    if cfg.engine.placement == "colocated" and cfg.engine.sleep_level == 1:
         found += own
-    if cfg.rollout.placement == "colocated" and cfg.rollout.spare_weights == "host":
+    if cfg.engine.placement == "colocated" and cfg.weight_sync.spare_weights == "host":
         found += own
     return found
 

@@ -36,8 +36,8 @@ class PlanOptions:
     gpus_per_node: int = 8
     nic_gbits: float = 400.0  # of one GPU's network card; 80 % of it is counted with
     storage_gbytes: float = 2.0  # GB/s of one GPU to the shared file system
-    prompt_tokens: float | None = None  # mean; None: half of rollout.max_prompt_tokens
-    completion_tokens: float | None = None  # mean; None: half of rollout.max_completion_tokens
+    prompt_tokens: float | None = None  # mean; None: half of sampling.max_prompt_tokens
+    completion_tokens: float | None = None  # mean; None: half of sampling.max_completion_tokens
     dollars: float | None = None  # of a GPU for an hour
     failures_per_hour: float | None = None  # lost nodes; None: one for 64 nodes
     repair_hours: float = 2.0  # until a lost node is back
@@ -62,15 +62,15 @@ class Choice:
 
     @property
     def text(self) -> str:
-        parallel, rollout = self.cfg.parallel, self.cfg.rollout
+        parallel = self.cfg.parallel
         virtual = f" VP{parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
         trainer = (
             f"{parallel.world_size} = TP{parallel.tensor} PP{parallel.pipeline}{virtual} EP{parallel.expert} "
-            f"DP{parallel.data}, {rollout.max_tokens_per_microbatch:,} tokens a microbatch"
+            f"DP{parallel.data}, {self.cfg.optim.max_tokens_per_microbatch:,} tokens a microbatch"
         )
-        engine = f"DP{rollout.data} TP{rollout.tensor} EP{rollout.expert}"
-        shared = " on the same GPUs" if rollout.placement == "colocated" else ""
-        return f"{trainer}; {rollout.num_replicas} x {engine}{shared}"
+        engine = f"DP{self.cfg.engine.data} TP{self.cfg.engine.tensor} EP{self.cfg.engine.expert}"
+        shared = " on the same GPUs" if self.cfg.engine.placement == "colocated" else ""
+        return f"{trainer}; {self.cfg.engine.num_replicas} x {engine}{shared}"
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ def run(cfg: RunConfig, options: PlanOptions) -> int:
 def plan(cfg: RunConfig, options: PlanOptions) -> tuple[Choices, list[str]]:
     """(layouts, lines of the report)."""
     machines = DoctorOptions(gpu=options.gpu, num_gpus=options.gpus, gpus_per_node=options.gpus_per_node)
-    rates, rollout = Rates.of(options.gpu), cfg.rollout
+    rates, sampling = Rates.of(options.gpu), cfg.sampling
     network = Network(
         nic_bytes_per_s=options.nic_gbits / 8 * 1e9 * 0.8, storage_bytes_per_s=options.storage_gbytes * 1e9
     )
-    lengths = Lengths.of(rollout, options.prompt_tokens, options.completion_tokens)
+    lengths = Lengths.of(sampling, options.prompt_tokens, options.completion_tokens)
 
     def timed(cfg: RunConfig) -> StepTime:
         memory = machines.hardware.memory_bytes
@@ -117,8 +117,8 @@ def plan(cfg: RunConfig, options: PlanOptions) -> tuple[Choices, list[str]]:
     choices, counted = choices_of(cfg), parameters.count(cfg.model)
     lines = [
         f"{cfg.name}: {counted.total / 1e9:.1f} G parameters, {counted.active / 1e9:.1f} G active; {options.gpus} "
-        f"{options.gpu.upper()} in nodes of {options.gpus_per_node}; {rollout.prompts_per_step} x "
-        f"{rollout.completions_per_prompt} sequences of {lengths.prompt:.0f} + {lengths.mean:.0f} tokens on average, "
+        f"{options.gpu.upper()} in nodes of {options.gpus_per_node}; {sampling.prompts_per_step} x "
+        f"{sampling.completions_per_prompt} sequences of {lengths.prompt:.0f} + {lengths.mean:.0f} tokens on average, "
         f"{lengths.longest:.0f} at most",
         f"rates: {rates.source}. Network, assumed: {network.nic_bytes_per_s / 1e9:.0f} GB/s of a card, "
         f"{network.nvlink_bytes_per_s / 1e9:.0f} GB/s within a node. Nothing of this was measured across nodes.",
@@ -153,8 +153,8 @@ def _degrees(choices: Choices) -> list[str]:
         (lambda c: c.cfg.parallel.tensor, "trainer tensor"),
         (lambda c: c.cfg.parallel.pipeline, "trainer pipeline"),
         (lambda c: c.cfg.parallel.expert, "trainer expert"),
-        (lambda c: c.cfg.rollout.data, "engine data"),
-        (lambda c: c.cfg.rollout.tensor, "engine tensor"),
+        (lambda c: c.cfg.engine.data, "engine data"),
+        (lambda c: c.cfg.engine.tensor, "engine tensor"),
     ):
         other = next((c for c in choices.found if degree(c) != degree(best)), None)
         if other is not None:
@@ -166,7 +166,7 @@ def _degrees(choices: Choices) -> list[str]:
 def _phases(best: Choice, options: PlanOptions) -> list[str]:
     time, assessment = best.time, best.layout.assessment
     order = "sampling overlaps training" if time.overlaps else "phases follow each other"
-    moves = ["engines sleep and wake"] if best.cfg.rollout.sleep_level else []
+    moves = ["engines sleep and wake"] if best.cfg.engine.sleep_level else []
     moves += [f"the trainer offloads {', '.join(best.cfg.optim.offload)}"] if best.cfg.optim.offload else []
     dollars = " (--dollars of a GPU hour gives a price)"
     if options.dollars is not None:
@@ -195,7 +195,7 @@ def _against_bf16(best: Choice, choices_of: Callable[[RunConfig], Choices]) -> l
     if cfg.precision.trainer == cfg.precision.rollout == "bf16":
         return ["does FP8 pay? This run has none"]
     plain = PrecisionConfig(trainer="bf16", rollout="bf16", exact=cfg.precision.exact)
-    others = choices_of(replace(cfg, precision=plain, rollout=replace(cfg.rollout, kv_cache_dtype="auto"))).found
+    others = choices_of(replace(cfg, precision=plain, engine=replace(cfg.engine, kv_cache_dtype="auto"))).found
     if not others:
         return ["does FP8 pay? In BF16 no layout works on these GPUs"]
     time, other = best.time, others[0].time

@@ -133,16 +133,16 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
                 change=(("precision.scales", "pow2"),),
             )
         )
-    if cfg.rollout.kv_cache_dtype == "fp8":
+    if cfg.engine.kv_cache_dtype == "fp8":
         problem = "the engine stores keys and values in FP8, with scales that are measured at every step. The trainer "
         problem += "rounds its keys and values alike, but attends with another kernel"
         found.append(
             Finding(
                 severity="warning",
-                subject="--rollout.kv_cache_dtype",
+                subject="--engine.kv_cache_dtype",
                 problem=problem,
                 remedy="Watch mismatch/abs_logprob_diff/mean, or keep the cache in BF16",
-                change=(("rollout.kv_cache_dtype", "auto"),),
+                change=(("engine.kv_cache_dtype", "auto"),),
             )
         )
     return found + _of_linears(cfg, KernelChoice.of(cfg, Hardware(gpu.generation)))

@@ -112,49 +112,47 @@ def _check_optim(found: Findings) -> None:
 
 
 def _check_rollout(found: Findings, accelerator: Generation) -> None:
-    cfg, rollout, model = found.cfg, found.cfg.rollout, found.cfg.model
-    found.in_range("rollout")
-    if any(not text for text in rollout.stop_strings):
-        found.refuse("rollout.stop_strings", "holds an empty string, which stops at once", "Remove it")
-    if wrong := [token for token in rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
+    cfg, engine, sampling, model = found.cfg, found.cfg.engine, found.cfg.sampling, found.cfg.model
+    found.in_range("engine", "sampling", "weight_sync", "deadlines", "scoring", "warm_start")
+    if any(not text for text in sampling.stop_strings):
+        found.refuse("sampling.stop_strings", "holds an empty string, which stops at once", "Remove it")
+    if wrong := [token for token in sampling.stop_token_ids if not 0 <= token < model.vocab_size]:
         found.refuse(
-            "rollout.stop_token_ids", f"{wrong} are not in the vocabulary of {model.vocab_size}", "Remove them"
+            "sampling.stop_token_ids", f"{wrong} are not in the vocabulary of {model.vocab_size}", "Remove them"
         )
-    if rollout.record_routed_experts and not model.is_moe:
-        found.refuse("rollout.record_routed_experts", "records a router, and the model is dense", "Set False")
-    if rollout.kv_cache_dtype == "fp8" and model.mla is not None:
+    if engine.record_routed_experts and not model.is_moe:
+        found.refuse("engine.record_routed_experts", "records a router, and the model is dense", "Set False")
+    if engine.kv_cache_dtype == "fp8" and model.mla is not None:
         found.refuse(
-            "rollout.kv_cache_dtype",
+            "engine.kv_cache_dtype",
             "latent attention caches one vector for keys and values, for which no scales are measured",
             "Set auto",
         )
-    tokens = ("max_prompt_tokens", "max_completion_tokens", "max_tokens_per_microbatch")
-    counts = ("prompts_per_step", "completions_per_prompt")
-    if not found.in_range(*(f"rollout.{name}" for name in (*tokens, *counts))):
+    if not found.in_range("sampling", "optim.max_tokens_per_microbatch"):
         return
     longest = cfg.max_sequence_tokens
     if longest > model.max_sequence_tokens:
         limit = "positions" if model.max_sequence_tokens == model.max_position_embeddings else "tokens in its window"
         path, problem, remedy, choice = too_long(cfg, f"the model has {model.max_sequence_tokens} {limit}")
         found.refuse(path, problem, remedy, choices=[choice])
-    elif longest > rollout.max_tokens_per_microbatch:
+    elif longest > found.cfg.optim.max_tokens_per_microbatch:
         found.refuse(
-            "rollout.max_tokens_per_microbatch",
+            "optim.max_tokens_per_microbatch",
             f"cannot hold one sequence of {longest} tokens (max_prompt_tokens + max_completion_tokens, or "
             "session.max_tokens)",
             f"Set it to {longest} or more",
             choices=[longest],
         )
-    if rollout.kv_cache_bytes is not None:
+    if engine.kv_cache_bytes is not None:
         per_token = kv_token_bytes(cfg, cpu=accelerator == "cpu")
-        if rollout.kv_cache_bytes < longest * per_token:
+        if engine.kv_cache_bytes < longest * per_token:
             found.refuse(
-                "rollout.kv_cache_bytes",
+                "engine.kv_cache_bytes",
                 f"cannot hold one sequence of {longest} tokens at {per_token} bytes each",
                 f"Set it to {longest * per_token} or more; many sequences need a multiple of that",
                 choices=[longest * per_token],
             )
-    num_rollouts = rollout.prompts_per_step * rollout.completions_per_prompt
+    num_rollouts = sampling.prompts_per_step * sampling.completions_per_prompt
     if 1 <= num_rollouts < cfg.algo.updates_per_step:
         found.refuse(
             "algo.updates_per_step",
@@ -166,9 +164,9 @@ def _check_rollout(found: Findings, accelerator: Generation) -> None:
 
 def _check_algo(found: Findings) -> None:
     cfg, algo = found.cfg, found.cfg.algo
-    if 1 <= cfg.rollout.completions_per_prompt < 2:
+    if 1 <= cfg.sampling.completions_per_prompt < 2:
         found.refuse(
-            "rollout.completions_per_prompt",
+            "sampling.completions_per_prompt",
             "leaves nothing to compare within a group, so every advantage is 0",
             "Set it to 2 or more; 8 is usual",
             choices=(2, 8),
@@ -189,11 +187,11 @@ def _check_algo(found: Findings) -> None:
     _check_correction(found)
     _check_recording(found)
     _check_router_replay(found)
-    if algo.overlong == "mask" and found.cfg.rollout.max_completion_tokens == 1:
+    if algo.overlong == "mask" and found.cfg.sampling.max_completion_tokens == 1:
         problem = "leaves out what ends at the limit, and every completion of one token does"
-        found.refuse("algo.overlong", problem, "Raise --rollout.max_completion_tokens")
+        found.refuse("algo.overlong", problem, "Raise --sampling.max_completion_tokens")
     if algo.overlong == "penalty":
-        limit = cfg.rollout.max_completion_tokens
+        limit = cfg.sampling.max_completion_tokens
         if not 1 <= algo.overlong_buffer_tokens <= limit:
             found.refuse(
                 "algo.overlong_buffer_tokens",
@@ -209,24 +207,24 @@ def _check_algo(found: Findings) -> None:
 
 def _check_recording(found: Findings) -> None:
     """Check that there is what a replay reads."""
-    cfg, folder = found.cfg, found.cfg.rollout.replay
+    cfg, folder = found.cfg, found.cfg.sampling.replay
     if folder is None:
         return
     from megatron_fp8rl.observe import recording
 
     missing = set(range(1, cfg.num_steps + 1)) - set(steps := recording.steps_of(folder))
     if not steps:
-        found.refuse("rollout.replay", "holds no recorded steps", "Name the folder rollouts of an earlier run")
+        found.refuse("sampling.replay", "holds no recorded steps", "Name the folder rollouts of an earlier run")
     elif missing:
         problem = f"holds no step {min(missing)}, and num_steps = {cfg.num_steps}"
-        found.refuse("rollout.replay", problem, f"Set --num_steps {min(missing) - 1}, or name a longer recording")
+        found.refuse("sampling.replay", problem, f"Set --num_steps {min(missing) - 1}, or name a longer recording")
     if cfg.observe.eval_every:
         found.refuse("observe.eval_every", "has no effect: a replay samples nothing", "Set 0", choices=[0])
     if steps and cfg.model.is_moe and cfg.algo.router_replay == "rollout" and recording.lacks_experts(folder):
         found.refuse(
-            "rollout.replay",
+            "sampling.replay",
             "holds no routed experts, which algo.router_replay = rollout replays",
-            "Name a run with --rollout.record_routed_experts True, or set --algo.router_replay old or off",
+            "Name a run with --engine.record_routed_experts True, or set --algo.router_replay old or off",
         )
 
 
@@ -237,11 +235,11 @@ def _check_router_replay(found: Findings) -> None:
         return
     if not cfg.model.is_moe:
         found.refuse("algo.router_replay", "replays a router, and the model is dense", "Set off", choices=["off"])
-    elif mode == "rollout" and cfg.rollout.replay is None and not cfg.rollout.record_routed_experts:
+    elif mode == "rollout" and cfg.sampling.replay is None and not cfg.engine.record_routed_experts:
         found.refuse(
             "algo.router_replay",
             "replays the engines' experts, which they do not record",
-            "Set --rollout.record_routed_experts True, or old or off here",
+            "Set --engine.record_routed_experts True, or old or off here",
             choices=("old", "off"),
         )
 
@@ -298,9 +296,9 @@ def _check_data(found: Findings) -> None:
         problem = f"the tokenizer {found.cfg.model.hf_path or data.tokenizer} has no chat template"
         found.refuse("data.chat_template", problem, "Set False, or add chat_template.jinja to its folder")
     found.in_range("data")
-    if data.sft_stop_pass_rate is not None and found.cfg.observe.eval_prompts == 0:
+    if found.cfg.warm_start.stop_pass_rate is not None and found.cfg.observe.eval_prompts == 0:
         found.refuse(
-            "data.sft_stop_pass_rate",
+            "warm_start.stop_pass_rate",
             "is measured on held-out problems, of which observe.eval_prompts = 0 asks none",
             "Set --observe.eval_prompts, or None here",
         )

@@ -116,7 +116,7 @@ def _check_family(found: Findings) -> None:
 def check_degrees(found: Findings, model_is_sound: bool) -> bool:
     """Check that all degrees fit the world size and divide the dimensions they split; return whether they do."""
     model, parallel, before = found.cfg.model, found.cfg.parallel, len(found.violations)
-    if not found.in_range("parallel", "rollout.tensor", "rollout.num_replicas"):
+    if not found.in_range("parallel", "engine.tensor", "engine.num_replicas"):
         return False
     if _fits_world(found, "parallel.world_size", ("tensor", "pipeline", "context")) and model.is_moe:
         path = "parallel.expert" if parallel.expert > 1 else "parallel.expert_tensor"
@@ -135,7 +135,7 @@ def check_degrees(found: Findings, model_is_sound: bool) -> bool:
         )
     _check_head_degree(found, "parallel.tensor")
     _check_feed_forward_degree(found)
-    _check_head_degree(found, "rollout.tensor")
+    _check_head_degree(found, "engine.tensor")
     if model.is_moe:
         found.divides("parallel.expert", model.num_experts, "experts")
         found.divides("parallel.expert_tensor", model.moe_ffn_hidden_size, "columns of an expert")

@@ -10,11 +10,11 @@
                    it takes longer; the pipeline's bubble, gradients and parameters between data-parallel ranks, and the
                    optimizer's reads and writes
     publish        the wire, and quantizing, loading and proving; with spare memory only the latter pauses the engines
-    handover       engines on the trainer's GPUs fall asleep and wake, if ``rollout.sleep_level`` says so, and what
+    handover       engines on the trainer's GPUs fall asleep and wake, if ``engine.sleep_level`` says so, and what
                    ``optim.offload`` names goes to the host and back
     driver         what trainer rank 0 does for all engines, as far as others wait for it
 
-Colocated or synchronous phases add up. With ``rollout.max_staleness`` > 0 sampling overlaps training: a step takes the
+Colocated or synchronous phases add up. With ``sampling.max_staleness`` > 0 sampling overlaps training: a step takes the
 longer of the two, and the pause.
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8rl.algo.old_pass import needs_old_pass
-from megatron_fp8rl.config import ModelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.precision.kernel_support import may_gather
 from megatron_fp8rl.preflight import weights
@@ -53,10 +53,10 @@ class Lengths:
     longest: float
 
     @classmethod
-    def of(cls, rollout: RolloutConfig, prompt: float | None = None, mean: float | None = None) -> Lengths:
+    def of(cls, sampling: SamplingConfig, prompt: float | None = None, mean: float | None = None) -> Lengths:
         """Those given, or half of the most tokens that the configuration allows."""
-        longest = rollout.max_completion_tokens
-        return cls(prompt=prompt or rollout.max_prompt_tokens / 2, mean=mean or longest / 2, longest=longest)
+        longest = sampling.max_completion_tokens
+        return cls(prompt=prompt or sampling.max_prompt_tokens / 2, mean=mean or longest / 2, longest=longest)
 
 
 @functools.cache
@@ -227,14 +227,14 @@ def step_time(
 ) -> StepTime:
     """Seconds by phase. ``memory_bytes``: of one GPU, which bounds the sequences that an engine holds."""
     has_old_pass = needs_old_pass(cfg) and not cfg.precision.exact
-    sequences = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
+    sequences = cfg.sampling.prompts_per_step * cfg.sampling.completions_per_prompt
     length = lengths.prompt + lengths.mean
     # Of an exponential distribution the mean square is twice the square of the mean; of equal lengths it is the square.
     square = length**2 * (1.0 + max(0.0, min(0.5, 1.0 - lengths.mean / lengths.longest)))
     passes = _Passes.of(cfg, Flops.of(cfg.model, sequences * length, sequences * square), sequences * length, rates)
     update, bubble, traffic = _update_s(cfg, passes, sequences, length, rates, network, gpus_per_node)
     wire, proof = _publish_s(cfg, rates, network, gpus, gpus_per_node)
-    in_spare = cfg.rollout.spare_weights != "none"
+    in_spare = cfg.weight_sync.spare_weights != "none"
     rollouts = _rollout_s(cfg, sequences, lengths, rates, network, memory_bytes, gpus_per_node)
     driver, sampled = Driver(**_values(_data()["driver"])), sequences * lengths.mean
     return StepTime(
@@ -249,7 +249,7 @@ def step_time(
         wire=wire,
         bubble=bubble,
         expert_traffic=traffic,
-        overlaps=cfg.rollout.max_staleness > 0 and cfg.rollout.placement != "colocated",
+        overlaps=cfg.sampling.max_staleness > 0 and cfg.engine.placement != "colocated",
         tokens=sequences * length,
         gpus=gpus,
     )
@@ -259,7 +259,7 @@ def step_seconds(cfg: RunConfig, machines: DoctorOptions) -> float:
     """Seconds of a step with the default network and half of the longest sequences, as ``plan`` without options."""
     return step_time(
         cfg,
-        Lengths.of(cfg.rollout),
+        Lengths.of(cfg.sampling),
         Rates.of(machines.gpu),
         Network(),
         memory_bytes=machines.hardware.memory_bytes,
@@ -322,7 +322,7 @@ def _update_s(
         moved = own * model.hidden_size * 2 * (parallel.tensor - 1) / parallel.tensor
         tensor = rounds * _TENSOR_COLLECTIVES * layers * moved / link
     updates = cfg.algo.updates_per_step
-    together = max(1.0, cfg.rollout.max_tokens_per_microbatch // length)  # sequences of a microbatch
+    together = max(1.0, cfg.optim.max_tokens_per_microbatch // length)  # sequences of a microbatch
     microbatches = max(1, math.ceil(sequences / parallel.data / updates / together))
     held = _held(cfg)
     gradients = updates * microbatches * held.trained * rates.parameter_bytes / rates.read_bytes_per_s
@@ -345,56 +345,58 @@ def _held(cfg: RunConfig) -> weights.RankWeights:
 
 
 def _handover_s(cfg: RunConfig, rates: Rates) -> float:
-    if cfg.rollout.placement != "colocated":
+    if cfg.engine.placement != "colocated":
         return 0.0
     held, updates = _held(cfg), cfg.algo.updates_per_step
     sizes = {"params": 2.0 * held.trained, "optimizer": Bytes.of(cfg).optimizer * held.divided(cfg.parallel) * updates}
     away = sum(size for part, size in sizes.items() if part in cfg.optim.offload)
-    return (rates.sleep_s if cfg.rollout.sleep_level else 0.0) + 2.0 * away / rates.host_bytes_per_s
+    return (rates.sleep_s if cfg.engine.sleep_level else 0.0) + 2.0 * away / rates.host_bytes_per_s
 
 
 def _rollout_s(
     cfg: RunConfig, sequences: int, lengths: Lengths, rates: Rates, network: Network, memory_bytes: int, node: int
 ) -> float:
-    model, rollout = cfg.model, cfg.rollout
-    own = math.ceil(sequences / rollout.num_replicas)
+    model = cfg.model
+    own = math.ceil(sequences / cfg.engine.num_replicas)
     engine = worker(cfg, memory_bytes)
-    per_group = math.ceil(own / rollout.data)  # sequences of one data-parallel rank
+    per_group = math.ceil(own / cfg.engine.data)  # sequences of one data-parallel rank
     fitting = max(1, int(engine.kv_tokens / (lengths.prompt + lengths.mean)))
-    held = min(per_group, rollout.max_num_sequences, fitting)
+    held = min(per_group, cfg.engine.max_num_sequences, fitting)
     steps = max(lengths.longest, per_group * lengths.mean / held)
     average = per_group * lengths.mean / steps  # sequences of a step
     kv_read = per_group * lengths.mean * (lengths.prompt + lengths.mean / 2)
     kv_read *= kv_token_bytes(cfg, cpu=False)
-    one = Flops.of(model, average / rollout.tensor, 0.0)
+    one = Flops.of(model, average / cfg.engine.tensor, 0.0)
     products = one.linears / _linear_rate(model, cfg.precision.rollout != "bf16", rates) + one.head / rates.head
-    matrices = max(products, _read_bytes(cfg, average * rollout.data) / rates.read_bytes_per_s)
+    matrices = max(products, _read_bytes(cfg, average * cfg.engine.data) / rates.read_bytes_per_s)
     sampling = average * model.vocab_size * rates.logit_s
-    prefill = Flops.of(model, own * lengths.prompt, own * lengths.prompt**2).total / (rates.prefill * rollout.ranks)
+    prefill = Flops.of(model, own * lengths.prompt, own * lengths.prompt**2).total / (rates.prefill * cfg.engine.ranks)
     moe_layers = _moe_layers(model)
     fixed = (model.num_layers - moe_layers) * rates.decode_layer_s + moe_layers * rates.decode_moe_layer_s
-    is_wide = rollout.ranks > node
+    is_wide = cfg.engine.ranks > node
     latency = network.cluster_collective_s if is_wide else network.node_collective_s
-    calls = 2 * model.num_layers * (rollout.tensor > 1) + 2 * model.num_layers * (rollout.expert > 1 and model.is_moe)
+    calls = 2 * model.num_layers * (cfg.engine.tensor > 1) + 2 * model.num_layers * (
+        cfg.engine.expert > 1 and model.is_moe
+    )
     link = network.nic_bytes_per_s if is_wide else network.nvlink_bytes_per_s
     moved = 0.0
-    if rollout.expert > 1 and model.is_moe:
-        moved = 2 * average * model.experts_per_token * model.hidden_size * 2 * model.num_layers / rollout.tensor
+    if cfg.engine.expert > 1 and model.is_moe:
+        moved = 2 * average * model.experts_per_token * model.hidden_size * 2 * model.num_layers / cfg.engine.tensor
     of_step = matrices + sampling + fixed + calls * latency + moved / link
     return prefill + kv_read / rates.read_bytes_per_s + steps * of_step
 
 
 def _read_bytes(cfg: RunConfig, num_sequences: float) -> float:
     """Bytes of weights that one worker reads in a decode step: of experts, those that the batch reaches."""
-    model, rollout = cfg.model, cfg.rollout
+    model, engine = cfg.model, cfg.engine
     matrices = float(weights.on_engine_worker(cfg).sent)
     if not model.tie_embeddings:  # the input embedding is looked up
-        matrices -= 2 * model.vocab_size * model.hidden_size / rollout.tensor
+        matrices -= 2 * model.vocab_size * model.hidden_size / engine.tensor
     if not model.is_moe:
         return matrices
     counted = parameters.count(model)
     element = 2 if cfg.precision.rollout == "bf16" else 1
-    experts = counted.expert / rollout.ranks * element
+    experts = counted.expert / engine.ranks * element
     reached = 1 - (1 - model.experts_per_token / model.num_experts) ** max(1.0, num_sequences)
     return matrices - experts * (1 - reached)
 
@@ -403,6 +405,6 @@ def _publish_s(cfg: RunConfig, rates: Rates, network: Network, gpus: int, node: 
     """(seconds of the wire, of everything else). The busiest cards are those of engines, or of trainers if they are few."""
     own = weights.on_engine_worker(cfg).sent
     link = network.nvlink_bytes_per_s if gpus <= node else network.nic_bytes_per_s
-    sent = own * cfg.rollout.ranks * cfg.rollout.num_replicas / cfg.parallel.world_size
-    scales = rates.kv_scales_s if cfg.rollout.kv_cache_dtype == "fp8" else 0.0
+    sent = own * cfg.engine.ranks * cfg.engine.num_replicas / cfg.parallel.world_size
+    scales = rates.kv_scales_s if cfg.engine.kv_cache_dtype == "fp8" else 0.0
     return max(own, sent) / link, rates.publish_s + rates.publish_s_per_byte * own + scales

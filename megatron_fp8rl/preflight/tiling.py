@@ -156,10 +156,10 @@ class _End:
 
 
 def _ends(cfg: RunConfig) -> tuple[_End, _End]:
-    parallel, engine = cfg.parallel, ("rollout.tensor", cfg.rollout.tensor)
-    experts = engine if cfg.rollout.data == 1 else ("rollout.data", cfg.rollout.ranks)
+    parallel, engine = cfg.parallel, ("engine.tensor", cfg.engine.tensor)
+    experts = engine if cfg.engine.data == 1 else ("engine.data", cfg.engine.ranks)
     trainer = ("parallel.tensor", parallel.tensor), ("parallel.expert_tensor", parallel.expert_tensor)
-    whole = cfg.rollout.expert > 1  # whole experts, or parts of each
+    whole = cfg.engine.expert > 1  # whole experts, or parts of each
     return (
         _End("trainer", TILES[cfg.precision.trainer], on_trainer, *trainer),
         _End("engine", TILES[cfg.precision.rollout], on_engine, engine, ("", 1) if whole else experts),
@@ -288,7 +288,7 @@ class Matrix:
     engine_shape: tuple[int, ...]
     engine_tile: int
     engine_tiles: bool
-    engine_degrees: tuple[int, ...]  # of rollout.tensor, that tile
+    engine_degrees: tuple[int, ...]  # of engine.tensor, that tile
 
 
 def matrices(cfg: RunConfig) -> list[Matrix]:
@@ -323,7 +323,7 @@ def common_degrees(listed: Sequence[Matrix]) -> dict[str, list[int]]:
     found: dict[str, set[int]] = {}
     for matrix in listed:
         if matrix.trainer_option:
-            by_option = {matrix.trainer_option: matrix.trainer_degrees, "rollout.tensor": matrix.engine_degrees}
+            by_option = {matrix.trainer_option: matrix.trainer_degrees, "engine.tensor": matrix.engine_degrees}
             for option, degrees in by_option.items():
                 found[option] = found.get(option, set(degrees)) & set(degrees)
     return {option: sorted(degrees) for option, degrees in found.items()}

@@ -77,10 +77,10 @@ def worst_rank(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance:
 
 def num_microbatches(cfg: RunConfig) -> int:
     """Microbatches of one update on one data-parallel rank if every completion has its full length."""
-    rollout = cfg.rollout
-    sequences = rollout.prompts_per_step * rollout.completions_per_prompt / cfg.algo.updates_per_step
+    sampling = cfg.sampling
+    sequences = sampling.prompts_per_step * sampling.completions_per_prompt / cfg.algo.updates_per_step
     tokens = sequences * cfg.max_sequence_tokens
-    return max(1, math.ceil(tokens / cfg.parallel.data / rollout.max_tokens_per_microbatch))
+    return max(1, math.ceil(tokens / cfg.parallel.data / cfg.optim.max_tokens_per_microbatch))
 
 
 def layers_in_flight(cfg: RunConfig, stage: int, layers: int) -> float:

@@ -112,7 +112,7 @@ class WorkerWeights:
 
 def on_engine_worker(cfg: RunConfig) -> WorkerWeights:
     """Weight bytes of the first worker of a replica. The others hold as much, or a few rows of the vocabulary less."""
-    layout = EngineLayout.from_config(cfg.rollout)
+    layout = EngineLayout.from_config(cfg.engine)
     if cfg.model.num_experts % layout.expert:  # refused elsewhere
         layout = replace(layout, expert=1)
     return _worker_weights(cfg.model, LayerTable.build(cfg.model, cfg.precision), layout)

@@ -187,7 +187,7 @@ def draw_lengths(axes: Axes, run: RunData) -> bool:
     if len(low) == len(high) == len(mean):
         axes.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="shortest to longest")
     curve(axes, steps, mean, color=BLUE, label="mean")
-    limit = run.config.get("rollout", {}).get("max_completion_tokens")
+    limit = run.config.get("sampling", {}).get("max_completion_tokens")
     if limit and limit < 3 * max(high or mean):
         axes.axhline(limit, color=GREY, linestyle=":", linewidth=1.2, label="limit")
     axes.set_ylim(bottom=0)
@@ -341,7 +341,7 @@ def draw_warm_start(axes: Axes, run: RunData) -> bool:
 def draw_warm_start_pass_rate(axes: Axes, run: RunData) -> bool:
     """Expected pass rate of the warm start, and the value at which it stops."""
     curve(axes, *run.warm_start.series("sft/expected_pass_rate/mean"), color=PURPLE, label="expected pass rate")
-    target = run.config.get("data", {}).get("sft_stop_pass_rate")
+    target = run.config.get("warm_start", {}).get("stop_pass_rate")
     if target:
         axes.axhline(target, color=GREY, linestyle=":", linewidth=1.2, label="stops here")
     axes.set_ylim(0, 1.05)

@@ -109,7 +109,7 @@ def plan_runs(cfg: RunConfig, overrides: Sequence[str], options: StudyOptions) -
     for seed in options.seeds:
         for arm, words in arms.items():
             run_dir = study_dir / f"{arm.replace('/', '-').replace(' ', '_')}_seed{seed}"
-            own = ("--data.sft-steps", "0", "--seed", str(seed), "--output-dir", str(run_dir), *words)
+            own = ("--warm_start.steps", "0", "--seed", str(seed), "--output-dir", str(run_dir), *words)
             runs.append(StudyRun(arm=arm, seed=seed, run_dir=run_dir, overrides=(*overrides, *start, *own)))
     return runs
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_fp8rl.config import RolloutConfig
+from megatron_fp8rl.config import SamplingConfig
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Completion
 
@@ -42,16 +42,16 @@ class Sampling:
     stop_strings: tuple[str, ...]
 
     @classmethod
-    def of(cls, rollout: RolloutConfig, end_token_id: int | None) -> Sampling:
+    def of(cls, sampling: SamplingConfig, end_token_id: int | None) -> Sampling:
         """The parameters in the configuration; the tokenizer's EOS token is added to the stop tokens."""
         end = () if end_token_id is None else (end_token_id,)
         return cls(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_tokens=rollout.max_completion_tokens,
-            stop_token_ids=tuple(dict.fromkeys((*end, *rollout.stop_token_ids))),
-            stop_strings=rollout.stop_strings,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_completion_tokens,
+            stop_token_ids=tuple(dict.fromkeys((*end, *sampling.stop_token_ids))),
+            stop_strings=sampling.stop_strings,
         )
 
 

@@ -86,7 +86,7 @@ class Work:
 
 def linear_sizes(cfg: RunConfig) -> list[Size]:
     """[N, K] of every FP8 linear of one engine rank, as vLLM fuses them; routed experts are not linears."""
-    table, layout = LayerTable.build(cfg.model, cfg.precision), EngineLayout.from_config(cfg.rollout)
+    table, layout = LayerTable.build(cfg.model, cfg.precision), EngineLayout.from_config(cfg.engine)
     found: dict[tuple[str, str], Size] = {}
     parts = ((weight, *part) for weight in weights(cfg.model).values() for part in weight.parts)
     for weight, name, shape in parts:
@@ -277,10 +277,10 @@ def start_from_env() -> subprocess.Popen[bytes] | None:
 
 def to_env(cfg: RunConfig, max_tokens: int, *, with_trainer: bool) -> str:
     """The value for the server's environment. Kernels not compiled in time are compiled when they are needed."""
-    tokens = -(-cfg.rollout.max_tokens_per_microbatch // BLOCK) * BLOCK
+    tokens = -(-cfg.optim.max_tokens_per_microbatch // BLOCK) * BLOCK
     trained = tuple(trainer_sizes(cfg)) if with_trainer else ()
     work = Work(tuple(linear_sizes(cfg)), max_tokens, trained, tokens if trained else 0)
-    return " ".join([f"--deadline-s={_SHARE_OF_START * cfg.rollout.start_deadline_s:g}", *work.words()])
+    return " ".join([f"--deadline-s={_SHARE_OF_START * cfg.deadlines.start_s:g}", *work.words()])
 
 
 def _size(text: str) -> Size:

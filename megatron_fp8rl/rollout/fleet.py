@@ -63,7 +63,7 @@ class Fleet:
         self._ready: dict[int, asyncio.Future[EngineClient]] = {}  # the first incarnations
         self._given_up: set[int] = set()
         self._first_failure: str | None = None
-        self._fewest = cfg.rollout.num_replicas  # since take_metrics, as the following
+        self._fewest = cfg.engine.num_replicas  # since take_metrics, as the following
         self._num_lost = self._num_joined = self._num_asked_again = 0
         self._keepers: list[asyncio.Task[None]] = []
         self._started_s = time.monotonic()
@@ -73,16 +73,16 @@ class Fleet:
 
     @classmethod
     def start(cls, cfg: RunConfig, hf_dir: Path | str, run_dir: Path | str, *, wait: bool = True) -> Fleet:
-        """Start ``cfg.rollout.num_replicas`` engines on the model in ``hf_dir`` (config.json and tokenizer).
+        """Start ``cfg.engine.num_replicas`` engines on the model in ``hf_dir`` (config.json and tokenizer).
 
-        With ``rollout.placement`` remote nothing is started: replicas are found by the files in ``<run_dir>/replicas``.
+        With ``engine.placement`` remote nothing is started: replicas are found by the files in ``<run_dir>/replicas``.
         Waits until all answer, unless ``wait`` is False: then call :meth:`wait_until_ready` before the first use and do
         other work meanwhile. Raises EngineDeadError or EngineDeadlineError, which name the replica and end with its
         log; nothing is left running then. Raises ConfigError before anything starts if this host has too few GPUs or
         lacks a kernel that the configuration names.
         """
         run_dir = Path(run_dir)
-        if cfg.rollout.placement == "remote":
+        if cfg.engine.placement == "remote":
             fleet = cls(cfg, hf_dir, RemoteReplicas(cfg, run_dir))
         else:
             kernels = choose(cfg, here(), "engine")
@@ -102,9 +102,9 @@ class Fleet:
         return fleet
 
     def wait_until_ready(self) -> None:
-        """Return when every replica answers, at most ``rollout.start_deadline_s`` after the start."""
+        """Return when every replica answers, at most ``deadlines.start_s`` after the start."""
         if not self._is_ready:
-            self.sync(self._all_ready(), self.cfg.rollout.start_deadline_s + 2 * _PROGRESS_S)
+            self.sync(self._all_ready(), self.cfg.deadlines.start_s + 2 * _PROGRESS_S)
             _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
 
     def kernels(self) -> dict[str, list[str]]:
@@ -117,13 +117,13 @@ class Fleet:
         return {role: sorted({name for worker in workers for name in worker.get(role, ())}) for role in roles}
 
     def sleep(self) -> None:
-        """Free the GPU memory of all replicas at ``rollout.sleep_level``; does nothing at level 0 or if they sleep
+        """Free the GPU memory of all replicas at ``engine.sleep_level``; does nothing at level 0 or if they sleep
         already.
 
         Nothing may be sampled meanwhile. Raises what the calls of a client raise, within its deadlines.
         """
-        if self.cfg.rollout.sleep_level:
-            self._everywhere(lambda client: client.sleep(self.cfg.rollout.sleep_level))
+        if self.cfg.engine.sleep_level:
+            self._everywhere(lambda client: client.sleep(self.cfg.engine.sleep_level))
 
     def wake(self, *tags: Tag) -> None:
         """Restore memory of all replicas: "weights", "kv_cache", or all without tags. Parts that are awake stay
@@ -147,7 +147,7 @@ class Fleet:
             answers = await asyncio.gather(*(one(client) for client in self.clients))
             return [answer for some in answers for answer in some]
 
-        return self.sync(all_clients(), 3 * self.cfg.rollout.update_deadline_s)  # a client makes up to three calls
+        return self.sync(all_clients(), 3 * self.cfg.deadlines.update_s)  # a client makes up to three calls
 
     def sync(self, coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
         """Run ``coroutine`` on the fleet's event loop and return its result. Not to be called from that loop.
@@ -181,7 +181,7 @@ class Fleet:
             self._first_failure = reason
         if client in self.clients:
             self._num_lost += 1
-            _log.warning("%d of %d replicas left: %s", len(self.clients) - 1, self.cfg.rollout.num_replicas, reason)
+            _log.warning("%d of %d replicas left: %s", len(self.clients) - 1, self.cfg.engine.num_replicas, reason)
         self.clients = tuple(other for other in self.clients if other is not client)
         self._joining = [other for other in self._joining if other is not client]
         self._fewest = min(self._fewest, len(self.clients))
@@ -195,16 +195,14 @@ class Fleet:
         """Return when a replica accepts requests; with ``or_joining`` also when one waits to join. Runs on the loop.
 
         Raises EngineDeadError with the first failure of the run if there is none and none will come back, or none has
-        within ``rollout.start_deadline_s``.
+        within ``deadlines.start_s``.
         """
         since = time.monotonic()
         while not self.clients and not (or_joining and self._joining):
             waited_s = time.monotonic() - since
-            is_hopeless = len(self._given_up) == self.cfg.rollout.num_replicas
-            if not self._joining and (is_hopeless or waited_s > self.cfg.rollout.start_deadline_s):
-                why = (
-                    "rollout.max_replica_restarts is used up" if is_hopeless else f"none came back in {waited_s:.0f} s"
-                )
+            is_hopeless = len(self._given_up) == self.cfg.engine.num_replicas
+            if not self._joining and (is_hopeless or waited_s > self.cfg.deadlines.start_s):
+                why = "engine.max_replica_restarts is used up" if is_hopeless else f"none came back in {waited_s:.0f} s"
                 raise EngineDeadError(
                     f"no rollout replica is left, and {why}. The first failure: {self._first_failure}"
                 )
@@ -227,7 +225,7 @@ class Fleet:
                     return self.clients
 
         try:
-            return self.sync(join(), self.cfg.rollout.start_deadline_s + 2 * _PROGRESS_S)
+            return self.sync(join(), self.cfg.deadlines.start_s + 2 * _PROGRESS_S)
         except EngineDeadError as error:
             raise NoReplicaError(str(error)) from error
 
@@ -262,7 +260,7 @@ class Fleet:
         tokenizer: asyncio.Future[Any] = self._loop.create_future()
 
         async def begin() -> None:
-            for index in range(self.cfg.rollout.num_replicas):
+            for index in range(self.cfg.engine.num_replicas):
                 self._ready[index] = self._loop.create_future()
                 self._keepers.append(self._loop.create_task(self._keep(index, tokenizer)))
 
@@ -309,27 +307,27 @@ class Fleet:
                 first.set_exception(error)
 
     def _client(self, replica: Replica, tokenizer: Any) -> EngineClient:
-        rollout = self.cfg.rollout
+        deadlines = self.cfg.deadlines
         return EngineClient(
             replica,
-            sampling=Sampling.of(rollout, tokenizer.eos_token_id),
+            sampling=Sampling.of(self.cfg.sampling, tokenizer.eos_token_id),
             decode=lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True),
-            request_deadline_s=rollout.request_deadline_s,
-            update_deadline_s=rollout.update_deadline_s,
+            request_deadline_s=deadlines.request_s,
+            update_deadline_s=deadlines.update_s,
         )
 
     async def _end_if_it_hangs(self, client: EngineClient) -> None:
-        """Kill a replica that answers nothing for ``rollout.hang_deadline_s``: its requests then go to others."""
-        limit_s = self.cfg.rollout.hang_deadline_s
+        """Kill a replica that answers nothing for ``deadlines.hang_s``: its requests then go to others."""
+        limit_s = self.cfg.deadlines.hang_s
         while client.is_alive:
             await asyncio.sleep(_PROBE_S)
             if await client.is_silent(max(1.0, limit_s - _PROBE_S)):
-                _log.warning("%s has answered nothing for %g s (rollout.hang_deadline_s): killed", client.name, limit_s)
+                _log.warning("%s has answered nothing for %g s (deadlines.hang_s): killed", client.name, limit_s)
                 return self._replicas.end(client.replica, Exit(reason=f"hung for {limit_s:g} s and was killed"))
 
     async def _all_ready(self) -> None:
         """The first incarnations of all replicas, as ``clients``."""
-        limit_s = self.cfg.rollout.start_deadline_s
+        limit_s = self.cfg.deadlines.start_s
         left_s = max(0.0, limit_s - (time.monotonic() - self._started_s))
         waiting = list(self._ready.values())
         done, _ = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -341,14 +339,14 @@ class Fleet:
             noun = "replica" if len(missing) == 1 else "replicas"
             raise EngineDeadlineError(
                 f"rollout {noun} {', '.join(map(replica_name, missing))} did not start within {limit_s:g} s; raise "
-                "rollout.start_deadline_s or see why:\n" + "\n".join(found)
+                "deadlines.start_s or see why:\n" + "\n".join(found)
             )
         self.clients = tuple(future.result() for future in waiting if future.result().is_alive)
         self._is_ready = True
 
     async def _wait_healthy(self, client: EngineClient) -> None:
         """Return when the replica answers. Raises EngineDeadError or EngineDeadlineError with the end of its log."""
-        started_s, limit_s = time.monotonic(), self.cfg.rollout.start_deadline_s
+        started_s, limit_s = time.monotonic(), self.cfg.deadlines.start_s
         next_report_s = _PROGRESS_S
         while (waited_s := time.monotonic() - started_s) < limit_s:
             if await _answers(client):
@@ -360,7 +358,7 @@ class Fleet:
             await asyncio.sleep(_HEALTH_POLL_S)
         replica = client.replica
         raise EngineDeadlineError(
-            f"rollout replica {replica.name} did not start within {limit_s:g} s; raise rollout.start_deadline_s or "
+            f"rollout replica {replica.name} did not start within {limit_s:g} s; raise deadlines.start_s or "
             f"look into {replica.log_path}, which ends with\n{replica.last_log_lines()}"
         )
 

@@ -4,7 +4,7 @@ In: the configuration, the number of trainer ranks on this host, and its GPUs as
 Out: one value of ``CUDA_VISIBLE_DEVICES`` per replica. Runs on trainer rank 0 before any engine starts; nothing here
 initializes CUDA.
 
-    colocated   replica i on the GPUs of trainer ranks i * n ... (i + 1) * n - 1, for n = rollout.data * rollout.tensor
+    colocated   replica i on the GPUs of trainer ranks i * n ... (i + 1) * n - 1, for n = engine.data * engine.tensor
     separate    the same, counted from the first GPU after those of the trainer's ranks
 """
 
@@ -34,9 +34,9 @@ def assign(cfg: RunConfig, gpus: Sequence[str], *, local_ranks: int) -> list[str
 
     Raises ConfigError that names what does not fit.
     """
-    rollout = cfg.rollout
-    wanted = rollout.num_replicas * rollout.ranks
-    is_colocated = rollout.placement == "colocated"
+    engine = cfg.engine
+    wanted = engine.num_replicas * engine.ranks
+    is_colocated = engine.placement == "colocated"
     first = 0 if is_colocated else local_ranks
     last = local_ranks if is_colocated else len(gpus)
     if local_ranks > len(gpus):
@@ -51,20 +51,18 @@ def assign(cfg: RunConfig, gpus: Sequence[str], *, local_ranks: int) -> list[str
             ]
         )
     if wanted > last - first:
-        engines = f"{rollout.num_replicas} replicas x {rollout.ranks} = {wanted} GPUs"
-        fitting = (last - first) // rollout.ranks
-        lower = f"Lower it to {fitting}" if fitting else f"Lower --rollout.tensor to {last - first}"
+        engines = f"{engine.num_replicas} replicas x {engine.ranks} = {wanted} GPUs"
+        fitting = (last - first) // engine.ranks
+        lower = f"Lower it to {fitting}" if fitting else f"Lower --engine.tensor to {last - first}"
         if is_colocated:
             problem = f"{engines}, and the trainer's ranks have {local_ranks} on this host"
-            remedy = f"{lower}, or --rollout.placement separate"
+            remedy = f"{lower}, or --engine.placement separate"
         else:
             problem = f"{engines} behind the {local_ranks} of the trainer, and this host shows {len(gpus)}"
-            remedy = (
-                f"{lower}, or --rollout.placement colocated" if last > first else "Use --rollout.placement colocated"
-            )
-        raise ConfigError([Violation("--rollout.num_replicas", rollout.num_replicas, problem, remedy)])
-    starts = (first + i * rollout.ranks for i in range(rollout.num_replicas))
-    return [",".join(gpus[start : start + rollout.ranks]) for start in starts]
+            remedy = f"{lower}, or --engine.placement colocated" if last > first else "Use --engine.placement colocated"
+        raise ConfigError([Violation("--engine.num_replicas", engine.num_replicas, problem, remedy)])
+    starts = (first + i * engine.ranks for i in range(engine.num_replicas))
+    return [",".join(gpus[start : start + engine.ranks]) for start in starts]
 
 
 def _shown(gpus: Sequence[str]) -> str:

@@ -63,10 +63,10 @@ def main(cfg: RunConfig, part: Part) -> int:
     Raises ConfigError for a replica index outside the configuration.
     """
     parent = os.getppid()
-    if not 0 <= part.replica < cfg.rollout.num_replicas:
-        problem = f"rollout.num_replicas is {cfg.rollout.num_replicas}"
+    if not 0 <= part.replica < cfg.engine.num_replicas:
+        problem = f"engine.num_replicas is {cfg.engine.num_replicas}"
         raise ConfigError(
-            [Violation("--replica", part.replica, problem, "Choose one of 0 ... rollout.num_replicas - 1")]
+            [Violation("--replica", part.replica, problem, "Choose one of 0 ... engine.num_replicas - 1")]
         )
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the server inherits it
     for sign in (signal.SIGTERM, signal.SIGINT):
@@ -132,8 +132,8 @@ def _nodes(cfg: RunConfig, part: Part) -> dict[str, Any]:
     """vLLM's options for an engine that spans nodes."""
     if part.nnodes == 1:
         return {}
-    if cfg.rollout.data > 1:
-        local = cfg.rollout.data // part.nnodes
+    if cfg.engine.data > 1:
+        local = cfg.engine.data // part.nnodes
         return {
             "data-parallel-size-local": local,
             "data-parallel-start-rank": local * part.node_rank if part.node_rank else None,
@@ -153,14 +153,14 @@ def _nodes(cfg: RunConfig, part: Part) -> dict[str, Any]:
 
 def _wait_until_ready(cfg: RunConfig, process: subprocess.Popen[bytes], url: str, token: str, parent: int) -> bool:
     """True when the server answers; False if it or the parent ended before. Raises ReplicaError after the deadline."""
-    end = time.monotonic() + cfg.rollout.start_deadline_s
+    end = time.monotonic() + cfg.deadlines.start_s
     while process.poll() is None and os.getppid() == parent:
         if _is_healthy(url, token):
             return True
         if time.monotonic() > end:
             raise ReplicaError(
                 f"the server on {socket.gethostname()} did not answer at {url} within "
-                f"{cfg.rollout.start_deadline_s:g} s; raise rollout.start_deadline_s or see its output above"
+                f"{cfg.deadlines.start_s:g} s; raise deadlines.start_s or see its output above"
             )
         time.sleep(_POLL_S)
     return False

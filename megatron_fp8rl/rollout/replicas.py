@@ -3,7 +3,7 @@
 In: the run's configuration. Out: :class:`Replica` objects, one incarnation after another, each with a notification of
 its end. Runs on trainer rank 0, on the fleet's event loop.
 
-    local    started by :class:`LocalReplicas`; restarted after a death, at most ``rollout.max_replica_restarts`` times
+    local    started by :class:`LocalReplicas`; restarted after a death, at most ``engine.max_replica_restarts`` times
     remote   started by others (``rollout/replica.py``); :class:`RemoteReplicas` reads the files that they write and
              pings their ports: a replica is gone if nothing listens any more, its host is silent, or its file names
              another incarnation
@@ -114,9 +114,7 @@ class LocalReplicas:
         self._kernels = kernels
         # The trainer now uses the memory that a restarted replica would need.
         self._num_restarts_left = (
-            cfg.rollout.max_replica_restarts
-            if not kernels.hardware.is_gpu or cfg.rollout.placement != "colocated"
-            else 0
+            cfg.engine.max_replica_restarts if not kernels.hardware.is_gpu or cfg.engine.placement != "colocated" else 0
         )
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._num_starts: dict[int, int] = {}
@@ -169,7 +167,7 @@ class LocalReplicas:
             await asyncio.sleep(_STILL_POLL_S)
             if not stands_still(process.pid):
                 moved = time.monotonic()
-            elif (still_s := time.monotonic() - moved) > self.cfg.rollout.hang_deadline_s:
+            elif (still_s := time.monotonic() - moved) > self.cfg.deadlines.hang_s:
                 _log.warning("%s has stood still for %.0f s while it started: killed", name, still_s)
                 return kill_group(process.pid)
 

@@ -78,7 +78,7 @@ class _Server:
         if Endpoint.read(self._path) is None:
             raise RewardServerError(
                 f"the server of the reward model {self._options['folder']} did not start within "
-                f"rollout.start_deadline_s = {self._cfg.rollout.start_deadline_s:g} s; {self._log} ends with\n"
+                f"deadlines.start_s = {self._cfg.deadlines.start_s:g} s; {self._log} ends with\n"
                 f"{last_lines(self._log)}"
             )
         self._keeper.start()
@@ -112,7 +112,7 @@ class _Server:
             )
 
     def _announce_when_ready(self) -> None:
-        end = time.monotonic() + self._cfg.rollout.start_deadline_s
+        end = time.monotonic() + self._cfg.deadlines.start_s
         while self._process.poll() is None and not self._closed.is_set() and time.monotonic() < end:
             if _answers(self._url, self._token):
                 name = self._path.stem
@@ -121,7 +121,7 @@ class _Server:
             time.sleep(_POLL_S)
 
     def _keep(self) -> None:
-        for _ in range(self._cfg.rollout.max_replica_restarts):
+        for _ in range(self._cfg.engine.max_replica_restarts):
             while self._process.poll() is None:
                 if self._closed.wait(_POLL_S):
                     return
@@ -158,9 +158,9 @@ def _arguments(options: dict[str, Any], is_gpu: bool) -> dict[str, Any]:
 
 def _gpus(cfg: RunConfig, rewards: Sequence[RewardConfig]) -> list[str]:
     """``CUDA_VISIBLE_DEVICES`` of each server. Raises ConfigError if there is no further GPU."""
-    visible, rollout = placement.visible_gpus(), cfg.rollout
+    visible, engine = placement.visible_gpus(), cfg.engine
     num_used = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
-    num_used += rollout.num_replicas * rollout.ranks if rollout.placement == "separate" else 0
+    num_used += engine.num_replicas * engine.ranks if engine.placement == "separate" else 0
     free, found = iter(visible[num_used:]), []
     for reward in rewards:
         gpu = reward.options.get("gpus") or next(free, None)

@@ -3,7 +3,7 @@
 In: prompts, engines and a scorer on trainer rank 0. Out: the groups of a step on rank 0, and an empty tuple on all
 other trainer ranks. Runs on every trainer rank.
 
-Synchronous and asynchronous training are one code path: rollout/window.py. With ``rollout.max_staleness`` = 0 the
+Synchronous and asynchronous training are one code path: rollout/window.py. With ``sampling.max_staleness`` = 0 the
 groups of a step are sampled when the step asks for them. With k, those of k further steps are sampled while the
 trainer works.
 
@@ -78,10 +78,10 @@ class RolloutStream:
         self._agents: AgentPool | None = None
         self._requests: Requests | None = None
         if parallel.rank == 0:
-            if cfg.rollout.replay is not None:
-                self._recording = steps_of(cfg.rollout.replay)
+            if cfg.sampling.replay is not None:
+                self._recording = steps_of(cfg.sampling.replay)
             elif fleet is None or prompts is None or score_pool is None:
-                raise ValueError("trainer rank 0 needs a fleet, prompts and a score pool, or rollout.replay")
+                raise ValueError("trainer rank 0 needs a fleet, prompts and a score pool, or sampling.replay")
             else:
                 self._requests = Requests(fleet)
                 self._window = Window(cfg, fleet, prompts, self._training_group)
@@ -119,7 +119,7 @@ class RolloutStream:
 
         def produce() -> Groups | None:
             if self._fleet is None:
-                raise RolloutError("evaluation samples from engines, but this run replays rollout.replay")
+                raise RolloutError("evaluation samples from engines, but this run replays sampling.replay")
             if not asked:
                 asked.append(self._fleet.submit(self._groups(prompts, num_completions, temperature)))
             deadline_s = self._deadline_s(num_rounds=1, num_scores=len(prompts) * num_completions)
@@ -131,7 +131,7 @@ class RolloutStream:
     def before_update(self) -> None:
         """Call before a publication. Raises RolloutError if completions of a synchronous run are still being sampled."""
         running = sum(client.num_running for client in self._fleet.clients) if self._fleet else 0
-        if running and self.cfg.rollout.max_staleness == 0:
+        if running and self.cfg.sampling.max_staleness == 0:
             raise RolloutError(f"{running} completions are being sampled during an update; wait for next_groups first")
 
     def after_update(self, version: int) -> None:
@@ -154,7 +154,7 @@ class RolloutStream:
         complete = {group.prompt.prompt_id: group for group in self._window.abandon()}
         self._complete |= complete
         self._prompts.position = self._position
-        end = time.monotonic() + self.cfg.rollout.update_deadline_s
+        end = time.monotonic() + self.cfg.deadlines.update_s
         while any(client.num_running for client in self._fleet.clients) and time.monotonic() < end:
             time.sleep(_LOOK_S / 10)
         return unfinished.save(self.cfg, self.version, list(self._complete.values()))
@@ -164,14 +164,14 @@ class RolloutStream:
 
     def __exit__(self, *_: object) -> None:
         if self._agents is not None:  # on rank 0: while the fleet still runs
-            self._fleet.sync(self._agents.close(), self.cfg.rollout.update_deadline_s)
+            self._fleet.sync(self._agents.close(), self.cfg.deadlines.update_s)
 
     def take_metrics(self) -> dict[str, float]:
         """On rank 0: engine events since the last call, and the prompts left out since the start."""
         if self._fleet is None:
             return {}
         metrics = {**self._fleet.take_metrics(), "data/dropped/sum": self._prompts.num_dropped}
-        return metrics | self._window.take_metrics() if self.cfg.rollout.window_groups else metrics
+        return metrics | self._window.take_metrics() if self.cfg.sampling.window_groups else metrics
 
     # ---- every rank
 
@@ -234,7 +234,7 @@ class RolloutStream:
         # Scoring overlaps with sampling; the metric is how long the last scores take after the last completion.
         add_seconds("score", max(0.0, self._scored_s - self._sampled_s))
         self._sampled_s = self._scored_s = 0.0
-        if not self.cfg.rollout.window_groups:
+        if not self.cfg.sampling.window_groups:
             self._check_staleness(groups)
         return groups
 
@@ -243,10 +243,10 @@ class RolloutStream:
             for rollout in group.rollouts:
                 oldest = min((c.min_version for c in rollout.completions), default=self.version)
                 staleness = self.version - oldest
-                if staleness > self.cfg.rollout.max_staleness:
+                if staleness > self.cfg.sampling.max_staleness:
                     raise RolloutError(
                         f"rollout {rollout.name} was sampled {staleness} policy versions ago; at most "
-                        f"rollout.max_staleness = {self.cfg.rollout.max_staleness} is allowed. Call next_groups once "
+                        f"sampling.max_staleness = {self.cfg.sampling.max_staleness} is allowed. Call next_groups once "
                         "per publication"
                     )
 
@@ -254,7 +254,7 @@ class RolloutStream:
         """Groups of the recorded step after the current version, so that a resumed replay continues where it was."""
         if (path := recording.get(self.version + 1)) is None:
             remedy = "Lower num_steps, or record a longer run with more observe.rollouts_gib"
-            raise RolloutError(f"{self.cfg.rollout.replay} holds no step {self.version + 1}. {remedy}")
+            raise RolloutError(f"{self.cfg.sampling.replay} holds no step {self.version + 1}. {remedy}")
         groups = read_step(path)
         self._position = position_after(group.prompt for group in groups)
         return groups
@@ -263,7 +263,7 @@ class RolloutStream:
 
     async def _training_group(self, prompt: Prompt) -> RolloutGroup:
         """The group of a prompt, from an earlier start of the run if that has completed it."""
-        num_completions = self.cfg.rollout.completions_per_prompt
+        num_completions = self.cfg.sampling.completions_per_prompt
         group = self._complete.pop(prompt.prompt_id, None)
         if group and group.prompt.token_ids == prompt.token_ids and len(group.rollouts) == num_completions:
             return replace(group, prompt=prompt)
@@ -316,10 +316,10 @@ class RolloutStream:
 
         In addition, one replica may die, be waited for, and have its prompts sampled again.
         """
-        rollout, data = self.cfg.rollout, self.cfg.data
-        num_scores = num_scores or rollout.prompts_per_step * rollout.completions_per_prompt
-        score_s = data.score_deadline_s * (1 + num_scores / data.num_score_workers)
-        replaced_s = rollout.start_deadline_s + rollout.request_deadline_s
+        deadlines, sampling, scoring = self.cfg.deadlines, self.cfg.sampling, self.cfg.scoring
+        num_scores = num_scores or sampling.prompts_per_step * sampling.completions_per_prompt
+        score_s = scoring.deadline_s * (1 + num_scores / scoring.num_workers)
+        replaced_s = deadlines.start_s + deadlines.request_s
         if self._agents is not None:  # as many rounds of sessions as run at a time
             replaced_s += -(-num_scores // self.cfg.session.max_running) * self.cfg.session.deadline_s
-        return num_rounds * (rollout.request_deadline_s + rollout.update_deadline_s + score_s) + replaced_s
+        return num_rounds * (deadlines.request_s + deadlines.update_s + score_s) + replaced_s

@@ -25,7 +25,7 @@ def save(cfg: RunConfig, version: int, groups: Sequence[RolloutGroup]) -> int:
     folder = Path(cfg.run_dir) / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     # Routed experts are large, and the scales of an FP8 cache are measured again: such runs sample again.
-    if not groups or cfg.algo.router_replay == "rollout" or cfg.rollout.kv_cache_dtype == "fp8":
+    if not groups or cfg.algo.router_replay == "rollout" or cfg.engine.kv_cache_dtype == "fp8":
         return 0
     writer = RolloutWriter(folder)
     writer.write(version + 1, tuple(groups))
@@ -38,7 +38,7 @@ def load(cfg: RunConfig, version: int) -> dict[str, RolloutGroup]:
     """Remove the saved groups and return, by prompt, those of this policy version and this sampling."""
     folder = Path(cfg.run_dir) / FOLDER
     path, key = steps_of(folder).get(version + 1), folder / _KEY
-    is_same = path is not None and cfg.rollout.replay is None and key.is_file() and key.read_text() == _digest(cfg)
+    is_same = path is not None and cfg.sampling.replay is None and key.is_file() and key.read_text() == _digest(cfg)
     groups = {group.prompt.prompt_id: group for group in read_step(path)} if is_same else {}
     shutil.rmtree(folder, ignore_errors=True)
     return groups
@@ -46,6 +46,6 @@ def load(cfg: RunConfig, version: int) -> dict[str, RolloutGroup]:
 
 def _digest(cfg: RunConfig) -> str:
     """A digest of everything in a configuration that decides a completion or its score."""
-    rollout = dataclasses.replace(cfg.rollout, num_replicas=1)
+    rollout = dataclasses.replace(cfg.engine, num_replicas=1)
     parts = (cfg.seed, cfg.model, cfg.precision, cfg.data, rollout)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -53,10 +53,10 @@ def quantization_config(model: ModelConfig, precision: PrecisionConfig) -> dict[
 
 def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
     """KV cache bytes of one worker. On a CPU: as configured, else ``max_num_sequences`` of full length, up to 4 GiB."""
-    if cfg.rollout.kv_cache_bytes is not None or not cpu:
-        return cfg.rollout.kv_cache_bytes
+    if cfg.engine.kv_cache_bytes is not None or not cpu:
+        return cfg.engine.kv_cache_bytes
     blocks_per_sequence = -(-cfg.max_sequence_tokens // CPU_KV_BLOCK_TOKENS)
-    num_blocks = cfg.rollout.max_num_sequences * blocks_per_sequence + 1  # vLLM reserves one block for padding
+    num_blocks = cfg.engine.max_num_sequences * blocks_per_sequence + 1  # vLLM reserves one block for padding
     return min(num_blocks * CPU_KV_BLOCK_TOKENS * kv_token_bytes(cfg, cpu=True), _CPU_KV_LIMIT_BYTES)
 
 
@@ -66,34 +66,34 @@ def kv_token_bytes(cfg: RunConfig, *, cpu: bool) -> int:
     Key and value heads are replicated if there are more ranks than heads. Latent attention caches the latent vector and
     the rotated key on every rank; on a CPU it caches keys and values (VLLM_MLA_DISABLE, below).
     """
-    model, rollout = cfg.model, cfg.rollout
+    model, engine = cfg.model, cfg.engine
     if model.mla is not None and not cpu:
         values = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
     else:
-        values = 2 * max(1, model.num_key_value_heads // rollout.tensor) * model.head_dim
-    return model.num_layers * values * (1 if rollout.kv_cache_dtype == "fp8" else 2)
+        values = 2 * max(1, model.num_key_value_heads // engine.tensor) * model.head_dim
+    return model.num_layers * values * (1 if engine.kv_cache_dtype == "fp8" else 2)
 
 
 def max_batched_tokens(cfg: RunConfig) -> int:
     """Tokens that an engine computes in one step, at most."""
-    return max(8192, cfg.max_sequence_tokens, cfg.rollout.max_num_sequences)
+    return max(8192, cfg.max_sequence_tokens, cfg.engine.max_num_sequences)
 
 
 def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) -> dict[str, Any]:
     """vLLM's command-line options, without the dashes. True stands for a flag, a dict for JSON."""
-    rollout, cpu = cfg.rollout, not kernels.hardware.is_gpu
+    engine, cpu = cfg.engine, not kernels.hardware.is_gpu
     arguments: dict[str, Any] = {
         "model": str(hf_dir),
         "served-model-name": cfg.name,
         "dtype": "bfloat16",
         "load-format": "dummy",
         "seed": cfg.seed,
-        "tensor-parallel-size": rollout.tensor,
-        "data-parallel-size": rollout.data,
+        "tensor-parallel-size": engine.tensor,
+        "data-parallel-size": engine.data,
         "max-model-len": cfg.max_sequence_tokens,
-        "max-num-seqs": rollout.max_num_sequences,
+        "max-num-seqs": engine.max_num_sequences,
         "max-num-batched-tokens": max_batched_tokens(cfg),
-        "kv-cache-dtype": rollout.kv_cache_dtype,
+        "kv-cache-dtype": engine.kv_cache_dtype,
         # The distribution that was sampled from: after temperature, top-p and top-k. vLLM's default is before them.
         "logprobs-mode": "processed_logprobs",
         # Sampling defaults come from our requests, never from a generation_config.json in the model folder.
@@ -113,22 +113,22 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         arguments["enforce-eager"] = True
         arguments["kv-cache-memory-bytes"] = kv_cache_bytes(cfg, cpu=True)
         # One worker runs inside the engine core; a separate process would cost one more hop per token.
-        arguments["distributed-executor-backend"] = "uni" if rollout.tensor == 1 else "mp"
+        arguments["distributed-executor-backend"] = "uni" if engine.tensor == 1 else "mp"
     else:
-        arguments["gpu-memory-utilization"] = rollout.gpu_memory_utilization
-        arguments["enforce-eager"] = rollout.enforce_eager
-        if rollout.kv_cache_bytes is not None:
-            arguments["kv-cache-memory-bytes"] = rollout.kv_cache_bytes
+        arguments["gpu-memory-utilization"] = engine.gpu_memory_utilization
+        arguments["enforce-eager"] = engine.enforce_eager
+        if engine.kv_cache_bytes is not None:
+            arguments["kv-cache-memory-bytes"] = engine.kv_cache_bytes
         # torch.compile would replace the batch-invariant norms by its own.
-        is_compiled = rollout.torch_compile and kernels.engine.norms != "batch_invariant"
-        if not is_compiled and not rollout.enforce_eager:
+        is_compiled = engine.torch_compile and kernels.engine.norms != "batch_invariant"
+        if not is_compiled and not engine.enforce_eager:
             # Graphs of whole decoding steps need no compiler; piecewise graphs, used for prompts, do.
             arguments["compilation-config"] = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
-        arguments["enable-sleep-mode"] = rollout.sleep_level > 0
+        arguments["enable-sleep-mode"] = engine.sleep_level > 0
         arguments |= kernel_backends(cfg, kernels.engine)
-    if rollout.expert > 1:
+    if engine.expert > 1:
         arguments["enable-expert-parallel"] = True
-    if rollout.record_routed_experts:
+    if engine.record_routed_experts:
         arguments["enable-return-routed-experts"] = True
     elif upstream.applies("HoldingScheduler"):
         decode = "DecodeScheduler" if not cpu and upstream.applies("DecodeScheduler") else "HoldingAsyncScheduler"
@@ -174,21 +174,21 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             "VLLM_DEEP_GEMM_WARMUP": "skip",
             # The V1 runner, still vLLM's own choice for Qwen3 MoE, loops over requests with seeds when it samples, and
             # all of ours have seeds; the V2 runner, its choice for dense models, cannot record routed experts.
-            "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.rollout.record_routed_experts else "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.engine.record_routed_experts else "1",
         }
         if kernel_backends(cfg, kernels.engine).get("linear-backend") == "deep_gemm":
             # Imports torch, which a check of a configuration does without.
             from megatron_fp8rl.rollout.deep_gemm_warmup import LINEARS_VARIABLE, to_env
 
             # Trainer ranks on other nodes have folders of their own.
-            is_shared = kernels.trainer.linears == "deep_gemm" and cfg.rollout.placement != "remote"
+            is_shared = kernels.trainer.linears == "deep_gemm" and cfg.engine.placement != "remote"
             environment[LINEARS_VARIABLE] = to_env(cfg, max_batched_tokens(cfg), with_trainer=is_shared)
         if kernels.engine.norms == "batch_invariant":
             environment["VLLM_BATCH_INVARIANT"] = "1"
         if "flashinfer" not in kernels.hardware.packages:
             environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it
     if cpu:
-        num_workers = cfg.rollout.num_replicas * cfg.rollout.ranks
+        num_workers = cfg.engine.num_replicas * cfg.engine.ranks
         environment |= {
             **CPU_ENVIRONMENT,
             # Half of the cores: OpenMP threads that share a core with the trainer's wait for each other.
@@ -196,7 +196,7 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             # vLLM has no kernel for latent attention on a CPU; with this setting it projects keys and values up first.
             "VLLM_MLA_DISABLE": "1",
             # Allows the "uni" executor with the asynchronous front end.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if cfg.rollout.ranks == 1 else "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if cfg.engine.ranks == 1 else "1",
         }
     return environment
 

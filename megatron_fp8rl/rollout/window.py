@@ -2,8 +2,8 @@
 
 Runs on trainer rank 0. Groups are sampled on the fleet's event loop; all else runs on the thread of the training loop.
 
-The window holds ``rollout.max_staleness`` + 1 steps, and a step takes its first groups. So groups are trained in the
-order of their prompts, however long their answers are. With ``rollout.window_groups`` the window holds at most that
+The window holds ``sampling.max_staleness`` + 1 steps, and a step takes its first groups. So groups are trained in the
+order of their prompts, however long their answers are. With ``sampling.window_groups`` the window holds at most that
 many groups, and a step takes the oldest complete ones. A long answer then delays only its own group.
 
 Answers in progress continue over publications. Groups in order are trained at most ``max_staleness`` versions after
@@ -64,11 +64,11 @@ class Window:
 
     def fill(self, version: int, num_steps_taken: int) -> None:
         """Start groups under policy ``version`` until the window is full, or has those of all steps of the run."""
-        rollout = self._cfg.rollout
+        sampling = self._cfg.sampling
         # A group that starts now is in time for the step that policy version + max_staleness trains.
-        last = min(version + 1 + rollout.max_staleness, self._cfg.num_steps)
-        size = (last - num_steps_taken) * rollout.prompts_per_step
-        self._start(min(size, rollout.window_groups or size) - len(self._ahead))
+        last = min(version + 1 + sampling.max_staleness, self._cfg.num_steps)
+        size = (last - num_steps_taken) * sampling.prompts_per_step
+        self._start(min(size, sampling.window_groups or size) - len(self._ahead))
 
     def take(self, version: int, timeout_s: float) -> tuple[RolloutGroup, ...] | None:
         """Remove and return the groups of a step that policy ``version`` trains; None if they are not complete.
@@ -77,8 +77,8 @@ class Window:
         """
         complete = {ahead for ahead in self._ahead if ahead.sampling.done()}
         self._replace_useless(complete)
-        count = self._cfg.rollout.prompts_per_step
-        candidates = self._ahead if self._cfg.rollout.window_groups else self._ahead[:count]
+        count = self._cfg.sampling.prompts_per_step
+        candidates = self._ahead if self._cfg.sampling.window_groups else self._ahead[:count]
         chosen = [ahead for ahead in candidates if ahead in complete][:count]
         groups = tuple(ahead.sampling.result() for ahead in chosen)
         if len(groups) < count:
@@ -88,7 +88,7 @@ class Window:
         self._replaced.clear()
         self._taken_lengths += map(_length, groups)
         runs = [run for g in groups for r in g.rollouts for c in r.completions for run in version_runs(c)]
-        oldest = version - self._cfg.rollout.max_staleness
+        oldest = version - self._cfg.sampling.max_staleness
         num_stale = sum(length for sampled_by, length in runs if sampled_by < oldest)
         self._stale_tokens = num_stale / max(1, sum(length for _, length in runs))
         return groups
@@ -134,7 +134,7 @@ class Window:
         for ahead in complete:
             if ahead.has_signal is None:
                 ahead.has_signal = has_signal(ahead.sampling.result(), self._cfg)
-        left = MAX_REFILLS * self._cfg.rollout.prompts_per_step - len(self._replaced)
+        left = MAX_REFILLS * self._cfg.sampling.prompts_per_step - len(self._replaced)
         useless = [ahead for ahead in self._ahead if ahead.has_signal is False][:left]
         self._ahead = [ahead for ahead in self._ahead if ahead not in useless]
         self._replaced += [ahead.sampling.result() for ahead in useless]

@@ -8,7 +8,7 @@ Every method is a collective over the trainer ranks.
     publication()       engines: weights                trainer: parameters, read-only
     after publication   as during sampling
 
-One side releases memory before the other allocates. With ``rollout.sleep_level`` 0 and an empty ``optim.offload``,
+One side releases memory before the other allocates. With ``engine.sleep_level`` 0 and an empty ``optim.offload``,
 nothing moves.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_fp8rl.config import RolloutConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, RunConfig
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.trainer.policy import Policy
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
 
 
-def wait_and_sleep(rollout: RolloutConfig, fleet: Fleet) -> None:
+def wait_and_sleep(engine: EngineConfig, fleet: Fleet) -> None:
     """Rank 0: wait for colocated engines and put them to sleep; on a CPU or with another placement, do nothing.
 
     An engine measures free memory while it starts, so the trainer must not allocate before.
     """
-    if rollout.placement == "colocated" and torch.cuda.is_available():
+    if engine.placement == "colocated" and torch.cuda.is_available():
         with span("start_engines"):
             fleet.wait_until_ready()
             fleet.sleep()
@@ -49,7 +49,7 @@ class ColocatedMemory:
     def __init__(self, cfg: RunConfig, policy: Policy, fleet: Fleet | None) -> None:
         self._policy = policy
         self._fleet = fleet
-        self._moves = bool(cfg.rollout.sleep_level or cfg.optim.offload) and cfg.rollout.replay is None
+        self._moves = bool(cfg.engine.sleep_level or cfg.optim.offload) and cfg.sampling.replay is None
         self._phase = "train"
         self._peaks: dict[str, float] = {}
 
@@ -139,5 +139,5 @@ class ColocatedMemory:
         return (
             f"\n{free:.1f} of {total:.1f} GiB of GPU {device.index} are free; of the trainer's, tensors take "
             f"{used:.1f} GiB and PyTorch's allocator holds {held:.1f} GiB. If engines ran out of memory, lower "
-            "rollout.gpu_memory_utilization"
+            "engine.gpu_memory_utilization"
         )

@@ -80,7 +80,7 @@ class Forward:
     ) -> tuple[Tensor, ...]:
         """Collective over the data-parallel replica: log-probabilities of the targets, FP32 [T] for each microbatch.
 
-        Computed at ``rollout.temperature`` without gradients and in evaluation mode, which leaves FP8 scaling state
+        Computed at ``sampling.temperature`` without gradients and in evaluation mode, which leaves FP8 scaling state
         unchanged. Every rank of the replica gets all of them. ``routes``, one for each microbatch, are the experts to
         replay, compare or record; without them every router chooses.
         """
@@ -178,7 +178,7 @@ class Forward:
         shard = HeadShard.of(
             num_rows=weight.shape[0],
             vocab_size=self.cfg.model.vocab_size,
-            temperature=self.cfg.rollout.temperature,
+            temperature=self.cfg.sampling.temperature,
             chunk_tokens=self.cfg.optim.logprob_chunk_tokens,
             group=group,
             is_shared=output_weight is not None,
@@ -204,7 +204,7 @@ class Forward:
                 trainer_logprobs_T=logprobs_T,
                 entropy_T=entropy_T,
                 cfg=self.cfg.algo,
-                max_completion_tokens=self.cfg.rollout.max_completion_tokens,
+                max_completion_tokens=self.cfg.sampling.max_completion_tokens,
             )
         )
         result = MicrobatchResult(

@@ -55,7 +55,7 @@ class FrozenPolicy:
 
     def kv_scales(self, prompts: Sequence[Prompt]) -> KVScales | None:
         """Collective: scales for the engines' FP8 KV cache, measured on ``prompts``; None for BF16 caches."""
-        if self.cfg.rollout.kv_cache_dtype != "fp8":
+        if self.cfg.engine.kv_cache_dtype != "fp8":
             return None
         forward = Forward(self.cfg, self.parallel)
         with kv_scales.measured(self.models, self.cfg.model.num_layers, self.parallel.device) as amax:

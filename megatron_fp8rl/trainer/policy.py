@@ -123,7 +123,7 @@ class Policy:
         """Collective: add ``old_logprobs_T`` to the batch, and ``ref_logprobs_T`` if there is a reference model.
 
         FP32 [T] on the device of each microbatch's tokens, on every rank of the data-parallel replica, at
-        ``rollout.temperature``; 0 outside the loss mask. They are computed from the current weights with the training
+        ``sampling.temperature``; 0 outside the loss mask. They are computed from the current weights with the training
         recipe and change no state: neither weights nor FP8 scaling history. With ``are_rollout`` nothing is computed:
         they are those of the engine, which computes the same function of the same weights. With ``are_of_update`` they
         stay None: the update that follows has them. With ``algo.router_replay`` = "old" the batch also gets the experts
@@ -208,7 +208,7 @@ class Policy:
     @contextmanager
     def _kv_measured(self) -> Iterator[None]:
         """Record the amax values of an FP8 KV cache in the block's forward passes."""
-        if self.cfg.rollout.kv_cache_dtype != "fp8" or self.cfg.rollout.replay is not None:
+        if self.cfg.engine.kv_cache_dtype != "fp8" or self.cfg.sampling.replay is not None:
             yield
             return
         with kv_scales.measured(self.chunks, self.cfg.model.num_layers, self.parallel.device) as amax:

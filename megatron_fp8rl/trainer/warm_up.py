@@ -20,14 +20,14 @@ from megatron_fp8rl.types import Prompt, Sample, Stretch, TrainBatch
 
 def pays(cfg: RunConfig, device_type: str) -> bool:
     """Whether engines start meanwhile on other GPUs. Delayed scaling would remember the tokens."""
-    waits = cfg.rollout.placement == "separate" and cfg.rollout.replay is None
+    waits = cfg.engine.placement == "separate" and cfg.sampling.replay is None
     return device_type == "cuda" and waits and cfg.precision.trainer != "delayed"
 
 
 def warm_up(policy: Policy, prompts: Sequence[Prompt]) -> None:
     """Collective: gradients of one full microbatch of the prompts' tokens on each rank, which nothing reads."""
     cfg, parallel = policy.cfg, policy.parallel
-    room = cfg.rollout.max_tokens_per_microbatch
+    room = cfg.optim.max_tokens_per_microbatch
     room -= room % Alignment.of(cfg.parallel).microbatch
     length = min(cfg.max_sequence_tokens, room)
     rounds = cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1

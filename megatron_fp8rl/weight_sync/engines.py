@@ -143,7 +143,7 @@ class Engines:
         except TimeoutError as error:
             raise TransportError(
                 f"{what}: not all engines answered; the publication had {self._deadline_s:.0f} s "
-                "(rollout.update_deadline_s). Look at the engines' logs for one that hangs"
+                "(deadlines.update_s). Look at the engines' logs for one that hangs"
             ) from error
 
     def proof_layers(self) -> list[int]:

@@ -192,7 +192,7 @@ def _untiled(name: str, weight: Weight, shape: tuple[int, ...], fmt: QuantFormat
         return []
     return [
         f"{name}: an engine rank keeps {kept[0][1] - kept[0][0]} of axis {axis} of {shape}, which is not a "
-        f"multiple of {block}; lower rollout.tensor or keep its layer BF16 (precision.bf16_first_layers, "
+        f"multiple of {block}; lower engine.tensor or keep its layer BF16 (precision.bf16_first_layers, "
         "bf16_last_layers)"
     ]
 

@@ -9,7 +9,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import (
+    DeadlineConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    WeightSyncConfig,
+)
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -24,11 +32,13 @@ class PlanInputs:
     model: ModelConfig
     precision: PrecisionConfig
     parallel: ParallelConfig
-    rollout: RolloutConfig
+    engine: EngineConfig
+    weight_sync: WeightSyncConfig
+    deadlines: DeadlineConfig
 
     @classmethod
     def of(cls, cfg: RunConfig) -> PlanInputs:
-        return cls(model=cfg.model, precision=cfg.precision, parallel=cfg.parallel, rollout=cfg.rollout)
+        return cls(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(cls)})
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -44,19 +54,19 @@ class PlanInputs:
             self.model,
             LayerTable.build(self.model, self.precision),
             TrainerLayout.from_config(self.parallel),
-            EngineLayout.from_config(self.rollout),
+            EngineLayout.from_config(self.engine),
         )
 
     def slices(self) -> SendSchedule:
         """The schedule of all slices that engine ranks keep."""
-        return plan_schedule(self.plan, self.model, bucket_bytes=self.rollout.bucket_bytes)
+        return plan_schedule(self.plan, self.model, bucket_bytes=self.weight_sync.bucket_bytes)
 
     def whole(self, layers: Collection[int]) -> SendSchedule:
         """The schedule of whole tensors for vLLM's loaders: those of ``layers``, and all that are in no layer."""
         wanted = {None, *layers}
         chosen = tuple(t for t in self.plan.transfers if layer_of(t.name) in wanted)
         part = replace(self.plan, transfers=chosen)
-        return plan_schedule(part, self.model, bucket_bytes=self.rollout.bucket_bytes, whole=True)
+        return plan_schedule(part, self.model, bucket_bytes=self.weight_sync.bucket_bytes, whole=True)
 
 
 def _rebuild(cls: type, content: Mapping[str, Any]) -> Any:

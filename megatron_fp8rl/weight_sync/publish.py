@@ -11,7 +11,7 @@ Runs on every trainer rank; only rank 0 talks to the engines.
     engines    digest what their kernels hold                               rollout/vllm_plugin/kernel_weights.py
     rank 0     compares digests by name, and resumes the engines            weight_sync/verify.py
 
-With ``rollout.spare_weights`` the engines pause later: weights travel to their spare memory while they sample, and the
+With ``weight_sync.spare_weights`` the engines pause later: weights travel to their spare memory while they sample, and the
 pause covers the copy from there and the proof.
 
 The first publication to an engine has two passes: one layer of each kind through vLLM's own loaders, then everything
@@ -78,14 +78,14 @@ class WeightExporter:
     """
 
     def __init__(self, policy: Policy, fleet: Receivers | None, cfg: RunConfig):
-        parallel, rollout = policy.parallel, cfg.rollout
+        parallel, deadlines, engine = policy.parallel, cfg.deadlines, cfg.engine
         self.cfg = cfg
         self.rank = parallel.rank
         inputs = PlanInputs.of(cfg)
         self.plan: Plan = inputs.plan
         self._group = None
         if parallel.world_size > 1:
-            longest_s = rollout.update_deadline_s + rollout.start_deadline_s  # rank 0 may wait for a replica
+            longest_s = deadlines.update_s + deadlines.start_s  # rank 0 may wait for a replica
             timeout = timedelta(seconds=longest_s + _GROUP_MARGIN_S)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._is_connected = False
@@ -95,13 +95,15 @@ class WeightExporter:
         self._num_publications = 0
         one_host = _one_host(parallel.world_size)
         kind = resolve(
-            rollout.transport,
+            cfg.weight_sync.transport,
             on_gpu=parallel.device.type == "cuda",
-            one_host=one_host and rollout.placement != "remote",
-            colocated=rollout.placement == "colocated",
+            one_host=one_host and engine.placement != "remote",
+            colocated=engine.placement == "colocated",
         )
         if kind == "ipc" and not one_host:
-            raise ValueError("rollout.transport = ipc: the trainer's ranks are on several hosts; choose nccl or auto")
+            raise ValueError(
+                "weight_sync.transport = ipc: the trainer's ranks are on several hosts; choose nccl or auto"
+            )
         self._engines = together(lambda: self._find_engines(fleet), self._group)
         self.sender = ShardSender(
             kind,
@@ -121,7 +123,7 @@ class WeightExporter:
             return None
         if fleet is None:
             raise ValueError("WeightExporter: trainer rank 0 needs the fleet of engines to publish to")
-        return Engines(fleet, self.cfg.rollout.update_deadline_s)
+        return Engines(fleet, self.cfg.deadlines.update_s)
 
     def publish(self, version: int, kv_scales: KVScales | None = None) -> PublishReport:
         """Collective: send the current weights to all engines, as policy ``version``.
@@ -129,7 +131,7 @@ class WeightExporter:
         ``kv_scales`` are set with them if the engines keep an FP8 KV cache.
 
         Returns the same report on every rank. Raises, on every rank, TransportError if an engine fails or does not
-        answer within ``rollout.update_deadline_s``, WeightMismatch or KVScaleMismatch if an engine holds something
+        answer within ``deadlines.update_s``, WeightMismatch or KVScaleMismatch if an engine holds something
         other than what was sent, and ValueError if a weight is not finite. A replica that dies is dropped and the
         publication repeated; if it was the last and none comes back, TransportError is raised.
         """
@@ -186,7 +188,7 @@ class WeightExporter:
     def _modes(self) -> tuple[str, ...]:
         if self._has_new:
             return "reload", "compare"
-        return ("direct",) if self.cfg.rollout.spare_weights == "none" else ("stage",)
+        return ("direct",) if self.cfg.weight_sync.spare_weights == "none" else ("stage",)
 
     def _prepare(self, sent: _Sent) -> None:
         """Collective: everything that can be done before the engines pause."""
@@ -243,7 +245,7 @@ class WeightExporter:
         if sent.kv_scales is not None:  # finishing an update resets them to 1
             held = self._engines.call("set_kv_scales", lambda _, client: client.set_kv_scales(sent.kv_scales))
             verify_kv_scales(held, sent.kv_scales, sent.version)
-        every = self.cfg.observe.verify_every
+        every = self.cfg.weight_sync.verify_every
         if every and (self._has_new or self._num_publications % every == 0):
             started = time.perf_counter()
             reports = self._engines.call("weight_digests", lambda _, client: client.weight_digests(names=False))

@@ -63,7 +63,7 @@ class ShardSender:
         self._receivers = receivers
         self._group = group
         self._device = device
-        self._deadline_s = inputs.rollout.update_deadline_s
+        self._deadline_s = inputs.deadlines.update_s
         # Shorter than the request's own deadline, so that the error naming both sides of the wait is returned with it.
         self._timeout_s = 0.9 * self._deadline_s
         self._slices = inputs.slices()
@@ -76,7 +76,7 @@ class ShardSender:
         self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
         self._request: Future[None] | None = None
         self._num_attempts = 0
-        self._num_replicas = inputs.rollout.num_replicas
+        self._num_replicas = inputs.engine.num_replicas
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @gc_paused()

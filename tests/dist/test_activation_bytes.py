@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
@@ -101,8 +101,11 @@ def test_a_layer_keeps_what_doctor_says(model, modules):
         name="bytes",
         model=model,
         precision=PrecisionConfig(trainer="bf16", rollout="bf16", experts="te"),
-        optim=OptimConfig(recompute="selective" if modules else "none", recompute_modules=modules or ("core_attn",)),
-        rollout=RolloutConfig(max_tokens_per_microbatch=_TOKENS),
+        optim=OptimConfig(
+            recompute="selective" if modules else "none",
+            recompute_modules=modules or ("core_attn",),
+            max_tokens_per_microbatch=_TOKENS,
+        ),
     )
     (found,) = run_ranks(1, _saved_bytes, cfg)
     statistics = 2 + (model.num_attention_heads + model.num_key_value_heads if model.qk_norm else 0)

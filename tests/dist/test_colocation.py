@@ -59,7 +59,7 @@ def _two_steps(cfg):
 
 def test_each_side_gives_back_before_the_other_takes():
     cfg = run_config(model=DENSE, params="bf16", world_size=2, tensor=2)  # FP32 master weights from the start
-    cfg = replace(cfg, rollout=replace(cfg.rollout, sleep_level=2), optim=replace(cfg.optim, offload=PARTS))
+    cfg = replace(cfg, engine=replace(cfg.engine, sleep_level=2), optim=replace(cfg.optim, offload=PARTS))
     (events, away), (others, also_away) = run_ranks(2, _two_steps, cfg)
     step = [
         ("wake weights", ("gradients", "optimizer")),
@@ -91,7 +91,7 @@ def _failing(cfg, fails_at):
 @pytest.mark.parametrize("fails_at", ["wake weights", "wake all", "sleep"])
 def test_a_failing_engine_stops_every_rank(fails_at):
     cfg = run_config(model=DENSE, world_size=2)
-    cfg = replace(cfg, rollout=replace(cfg.rollout, sleep_level=1))
+    cfg = replace(cfg, engine=replace(cfg.engine, sleep_level=1))
     events, others = run_ranks(2, _failing, cfg, fails_at)
     order = ["wake weights", "publish", "wake all", "sleep"]
     assert events == order[: order.index(fails_at)]

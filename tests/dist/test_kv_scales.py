@@ -68,7 +68,7 @@ def _measure(overrides: dict, folder: str) -> dict:
     from megatron_fp8rl.trainer.policy import Policy
 
     cfg = run_config(model=replace(DENSE, hf_path=folder), **overrides)
-    cfg = replace(cfg, rollout=replace(cfg.rollout, kv_cache_dtype="fp8"))
+    cfg = replace(cfg, engine=replace(cfg.engine, kv_cache_dtype="fp8"))
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     amax, over_all_ranks = [], kv_scales.over_all_ranks

@@ -132,7 +132,7 @@ def _with_prepared_memory(cfg):
 
 @pytest.mark.parametrize("cfg", CASES.values(), ids=CASES)
 def test_memory_that_was_allocated_while_engines_started_is_what_is_used(cfg):
-    cfg = replace(cfg, optim=replace(cfg.optim, offload=PARTS), rollout=replace(cfg.rollout, placement="colocated"))
+    cfg = replace(cfg, optim=replace(cfg.optim, offload=PARTS), engine=replace(cfg.engine, placement="colocated"))
     for prepared, used in run_ranks(cfg.parallel.world_size, _with_prepared_memory, cfg):
         assert used == prepared and used.keys() == {"params", "optimizer"}
 

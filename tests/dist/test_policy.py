@@ -213,7 +213,7 @@ def test_same_as_transformers(model, tmp_path):
         log_p, entropy = [], []
         bounds = mb.cu_seqlens_S.tolist()
         for start, end in itertools.pairwise(bounds):
-            logits = reference(input_ids=mb.tokens_T[None, start:end]).logits[0].float() / cfg.rollout.temperature
+            logits = reference(input_ids=mb.tokens_T[None, start:end]).logits[0].float() / cfg.sampling.temperature
             every = torch.log_softmax(logits, dim=-1)
             log_p.append(every.gather(1, mb.targets_T[start:end, None])[:, 0])
             entropy.append(-(every.exp() * every).sum(-1))

@@ -30,7 +30,7 @@ FUSED = "decoder.layers.1.mlp.linear_fc1.weight"
 
 def _config(kind: str, layout: dict[str, int], transport: str = "ipc") -> RunConfig:
     cfg = replace(config("dense", layout), model=WIDE) if kind == "wide" else config(kind, layout)
-    return replace(cfg, rollout=replace(cfg.rollout, tensor=1, transport=transport))
+    return replace(cfg, engine=replace(cfg.engine, tensor=1), weight_sync=replace(cfg.weight_sync, transport=transport))
 
 
 @dataclass

@@ -47,7 +47,7 @@ CASES = [
     ("moe", "ipc", dict(world_size=2, tensor=2), dict(data=2, tensor=2, expert=4)),
 ]
 CASES += [
-    (kind, "ipc", layout, dict(tensor=config(kind, layout).rollout.tensor))
+    (kind, "ipc", layout, dict(tensor=config(kind, layout).engine.tensor))
     for kind, layout in LAYOUTS
     if (kind, layout) not in [(kind, layout) for kind, _, layout, _ in CASES]
 ]
@@ -58,7 +58,7 @@ def exporter_of(cfg: RunConfig):
     from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     policy = build(cfg)
-    replicas = [Replica(cfg) for _ in range(cfg.rollout.num_replicas)]
+    replicas = [Replica(cfg) for _ in range(cfg.engine.num_replicas)]
     fleet = Fleet(*replicas) if policy.parallel.rank == 0 else None
     exporter = WeightExporter(policy, fleet, cfg)
     exporter.sender.warm_up()  # not collective, and of no consequence
@@ -76,7 +76,7 @@ def publish_shards(cfg: RunConfig) -> tuple[PublishReport, list[list[dict[str, t
 
 def build_alone(kind: str):
     """Runs on the only rank: what the policy has to become on the wire, and the report of publishing it."""
-    cfg = shard_config(kind, "ipc", dict(world_size=1), dict(tensor=config(kind, {}).rollout.tensor))
+    cfg = shard_config(kind, "ipc", dict(world_size=1), dict(tensor=config(kind, {}).engine.tensor))
     exporter, policy, _ = exporter_of(cfg)
     exporter.publish(1)
     report = exporter.publish(2)
@@ -111,10 +111,10 @@ def test_every_worker_holds_its_slices_of_the_quantized_whole(kind, transport, l
     tensors, report_alone = whole(kind)
     report, replicas, calls = ranks[0]
     assert all(other == report for other, _, _ in ranks)
-    assert len(replicas) == cfg.rollout.num_replicas
+    assert len(replicas) == cfg.engine.num_replicas
     for workers in replicas:
         require_slices(cfg, workers, tensors)
-    if config(kind, layout).rollout.tensor == cfg.rollout.tensor and cfg.rollout.expert == 1:
+    if config(kind, layout).engine.tensor == cfg.engine.tensor and cfg.engine.expert == 1:
         assert timeless(report) == timeless(report_alone)  # the checksum too
     # The first publication goes twice: through the loaders, and straight into the kernels' tensors.
     first = ["pause", "start", "reload", "start", "compare", "resume"]
@@ -247,7 +247,7 @@ def fail_shards(cfg: RunConfig, failure: str):
     [
         ("engine", "TransportError", ["replica 0", "exit code -9"]),
         ("late", "TransportError", ["replica 0", "trainer rank 1", "within 7.2 s"]),
-        ("hang", "TransportError", ["policy version 2 (direct)", "rollout.update_deadline_s"]),
+        ("hang", "TransportError", ["policy version 2 (direct)", "deadlines.update_s"]),
         ("rank", "ValueError", ["decoder.layers.2.mlp.experts.3.linear_fc2.weight: shape (3, 3)"]),
         ("nan", "ValueError", ["model.layers.1.mlp.experts.2.gate_proj.weight", "NaN"]),
         ("lie", "WeightMismatch", ["model.embed_tokens.weight in replica 0 rank 1: corrupted"]),
@@ -256,7 +256,11 @@ def fail_shards(cfg: RunConfig, failure: str):
 def test_all_ranks_raise_the_same_error_before_the_deadline(transport, failure, error, texts):
     cfg = shard_config("moe", transport, dict(world_size=2, expert=2), dict(tensor=2))
     limit_s = 8.0 if failure == "late" else 100.0
-    cfg = replace(cfg, rollout=replace(cfg.rollout, update_deadline_s=limit_s, bucket_bytes=100_000))
+    cfg = replace(
+        cfg,
+        deadlines=replace(cfg.deadlines, update_s=limit_s),
+        weight_sync=replace(cfg.weight_sync, bucket_bytes=100_000),
+    )
     ranks = run_ranks(2, fail_shards, cfg, failure, deadline_s=300)
     for raised, message, seconds, _ in ranks:
         assert raised == error, message

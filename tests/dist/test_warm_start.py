@@ -25,7 +25,7 @@ def _config(folder: Path, **parallel: int) -> RunConfig:
     return replace(
         tiny,
         parallel=ParallelConfig(**parallel),
-        data=replace(tiny.data, sft_steps=4, sft_batch_size=16),
+        warm_start=replace(tiny.warm_start, steps=4, batch_size=16),
         observe=ObserveConfig(display="none", eval_prompts=8),
         checkpoint=CheckpointConfig(keep=1),
         output_dir=str(folder),

@@ -11,6 +11,7 @@ from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.trainer import warm_up
 from megatron_fp8rl.types import Prompt
 from tests.helpers.dist import run_ranks
+from tests.helpers.fields import set_fields
 from tests.helpers.training import MOE, continue_training, run_config, train, weight_pieces
 
 MODEL = replace(MOE, hidden_size=128, moe_ffn_hidden_size=256)
@@ -52,7 +53,7 @@ def test_training_is_the_same_after_it(layout):
     world = cfg.parallel.world_size
     expected = run_ranks(world, train, cfg, 2)
     for (sizes, changed, metrics, pieces), want in zip(run_ranks(world, _warm, cfg), expected, strict=True):
-        assert len(sizes) == 1 and max(sizes[0]) > cfg.rollout.max_tokens_per_microbatch // 2  # one pass, nearly full
+        assert len(sizes) == 1 and max(sizes[0]) > cfg.optim.max_tokens_per_microbatch // 2  # one pass, nearly full
         assert not changed and metrics == want.metrics
         assert all(torch.equal(piece, want.pieces[name][1]) for name, (_, piece) in pieces.items())
 
@@ -60,7 +61,7 @@ def test_training_is_the_same_after_it(layout):
 def test_it_runs_where_a_gpu_would_wait_for_engines_on_others():
     def asked(device: str = "cuda", precision: str = "blockwise", **rollout) -> bool:
         cfg = run_config(trainer=precision)
-        return warm_up.pays(replace(cfg, rollout=replace(cfg.rollout, **rollout)), device)
+        return warm_up.pays(set_fields(cfg, **rollout), device)
 
     assert asked(placement="separate")
     assert not asked(placement="colocated") and not asked("cpu", placement="separate")

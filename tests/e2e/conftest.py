@@ -22,15 +22,9 @@ def engine_cfg() -> RunConfig:
         name="engine_test",
         model=replace(cfg.model, max_position_embeddings=1024),
         precision=replace(cfg.precision, bf16_last_layers=1),
-        rollout=replace(
-            cfg.rollout,
-            max_prompt_tokens=64,
-            max_completion_tokens=512,
-            record_routed_experts=True,
-            start_deadline_s=300.0,
-            request_deadline_s=240.0,
-            update_deadline_s=120.0,
-        ),
+        sampling=replace(cfg.sampling, max_prompt_tokens=64, max_completion_tokens=512),
+        engine=replace(cfg.engine, record_routed_experts=True),
+        deadlines=replace(cfg.deadlines, start_s=300.0, request_s=240.0, update_s=120.0),
     )
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FEW = "--num_steps 2 --data.sft_steps 3 --observe.eval_prompts 4 --observe.display plain --checkpoint.export_hf False"
+FEW = "--num_steps 2 --warm_start.steps 3 --observe.eval_prompts 4 --observe.display plain --checkpoint.export_hf False"
 
 
 def test_the_makefiles_commands_run(tmp_path):

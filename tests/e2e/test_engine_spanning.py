@@ -44,7 +44,7 @@ def start_part(
         "replica",
         "tiny_qwen3_moe",
         *words(),
-        *(word for name, value in layout.items() for word in (f"--rollout.{name}", str(value))),
+        *(word for name, value in layout.items() for word in (f"--engine.{name}", str(value))),
         "--replica",
         "0",
         "--endpoint",
@@ -65,7 +65,7 @@ def start_part(
 @pytest.mark.parametrize("layout", [TENSOR, WIDE], ids=["tensor", "data and experts"])
 def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path, layout: dict):  # noqa: F811
     base = remote_cfg()
-    cfg: RunConfig = replace(base, rollout=replace(base.rollout, **layout))
+    cfg: RunConfig = replace(base, engine=replace(base.engine, **layout))
     (tmp_path / "logs").mkdir()
     with socket.socket() as probe:
         probe.bind(("", 0))

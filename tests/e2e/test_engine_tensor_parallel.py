@@ -42,7 +42,7 @@ def shared_files(group: int) -> set[str]:
 
 
 def test_two_workers(engine_cfg, tmp_path: Path):
-    cfg = replace(engine_cfg, rollout=replace(engine_cfg.rollout, tensor=2))
+    cfg = replace(engine_cfg, engine=replace(engine_cfg.engine, tensor=2))
     weights = random_weights(cfg, seed=1)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         (client,) = fleet.clients

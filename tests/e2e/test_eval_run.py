@@ -34,7 +34,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tiny_qwen3_moe",
         "--output_dir",
         str(folder),
-        "--data.sft_steps",
+        "--warm_start.steps",
         "20",
         "--observe.eval_prompts",
         "8",

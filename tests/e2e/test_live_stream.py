@@ -33,8 +33,8 @@ class DigitShare:
 
 
 def stream_of(fleet: Fleet, **rollout) -> tuple[RunConfig, RolloutStream]:
-    base = replace(fleet.cfg.rollout, prompts_per_step=4, completions_per_prompt=3)
-    cfg = replace(fleet.cfg, rollout=replace(base, **rollout))
+    base = replace(fleet.cfg.sampling, prompts_per_step=4, completions_per_prompt=3)
+    cfg = replace(fleet.cfg, sampling=replace(base, **rollout))
     return cfg, RolloutStream(cfg, fleet, PromptStream(cfg, character_tokenizer()), DigitShare(), OneRank())
 
 
@@ -102,7 +102,7 @@ def test_replay_returns_what_was_recorded(published, tmp_path):
     for step, groups in enumerate(recorded, 1):
         writer.write(step, groups)
     writer.close()
-    replay_cfg = replace(cfg, rollout=replace(cfg.rollout, replay=str(tmp_path / "rollouts")))
+    replay_cfg = replace(cfg, sampling=replace(cfg.sampling, replay=str(tmp_path / "rollouts")))
     replay = RolloutStream(replay_cfg, None, None, None, OneRank())
     replay.after_update(1)  # a run resumed after step 1 goes on with step 2
     assert contents(replay.next_groups()) == contents(recorded[1])

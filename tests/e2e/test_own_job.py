@@ -21,9 +21,9 @@ def digits(completion, answer):
     return {"digits": share, "right": float(completion.strip() == answer)}
 """
 SHORT = (
-    "--rollout.max_prompt_tokens",
+    "--sampling.max_prompt_tokens",
     "128",
-    "--rollout.max_completion_tokens",
+    "--sampling.max_completion_tokens",
     "12",
     "--observe.display",
     "plain",
@@ -111,7 +111,7 @@ def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
     assert kept.returncode == 0, kept.stderr
     cfg = json.loads(kept.stdout)
     assert cfg["data"]["environments"][0]["rewards"][0]["function"] == "number"
-    assert cfg["rollout"]["max_completion_tokens"] == 12 and cfg["model"]["num_layers"] == 2
+    assert cfg["sampling"]["max_completion_tokens"] == 12 and cfg["model"]["num_layers"] == 2
     fresh = _run(folder, *own, "--model.random", "True", "--dry-run")
     assert fresh.returncode == 0 and "random=True" in fresh.stdout and "hf_path" not in fresh.stdout, fresh.stderr
 
@@ -127,8 +127,8 @@ def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
         (("--model", "model", "--data", "train.jsonl", "--reward", "reward.py:digit"), "did you mean digits"),
         (("--model", "model", "--data", "chain_sum", "--gpus", "-1"), "--gpus = -1: is below 0"),
         (
-            ("--model", "model", "--data", "train.jsonl", "--reward", "exact", "--rollout.top_p", "2"),
-            "--rollout.top_p = 2.0",
+            ("--model", "model", "--data", "train.jsonl", "--reward", "exact", "--sampling.top_p", "2"),
+            "--sampling.top_p = 2.0",
         ),
     ],
 )

@@ -31,7 +31,7 @@ def sample(fleet: Fleet):
 
 def test_publications_over_http(fleet):
     """Two policies in turn: each is verified, sampled from under its own version, and reproduced when it comes again."""
-    cfg = replace(fleet.cfg, rollout=replace(fleet.cfg.rollout, bucket_bytes=1 << 20))
+    cfg = replace(fleet.cfg, weight_sync=replace(fleet.cfg.weight_sync, bucket_bytes=1 << 20))
     weights = [random_weights(cfg, seed) for seed in (1, 2)]
     policy = policy_of(cfg, weights[0])
     exporter = WeightExporter(policy, fleet, cfg)
@@ -64,10 +64,10 @@ class KillingTransport(GlooTransport):
 
 def test_an_engine_killed_in_the_middle_is_named(engine_cfg, tmp_path, monkeypatch):
     """Gloo, which has two ways to notice, the messages and the request; the deadline would be 200 s."""
-    rollout = replace(
-        engine_cfg.rollout, transport="gloo", bucket_bytes=200_000, update_deadline_s=200.0, max_replica_restarts=0
-    )
-    cfg = replace(engine_cfg, rollout=rollout)
+    weight_sync = replace(engine_cfg.weight_sync, transport="gloo", bucket_bytes=200_000)
+    deadlines = replace(engine_cfg.deadlines, update_s=200.0)
+    engine = replace(engine_cfg.engine, max_replica_restarts=0)
+    cfg = replace(engine_cfg, weight_sync=weight_sync, deadlines=deadlines, engine=engine)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         monkeypatch.setitem(choose.TRANSPORTS, "gloo", KillingTransport)
         KillingTransport.fleet = fleet

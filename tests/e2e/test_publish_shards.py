@@ -21,13 +21,14 @@ def sample(fleet: Fleet):
 
 
 def test_two_workers_get_their_slices(engine_cfg, tmp_path):
-    rollout = replace(engine_cfg.rollout, tensor=2, bucket_bytes=200_000, record_routed_experts=False)
-    cfg = replace(engine_cfg, rollout=rollout)
+    engine = replace(engine_cfg.engine, tensor=2, record_routed_experts=False)
+    weight_sync = replace(engine_cfg.weight_sync, bucket_bytes=200_000)
+    cfg = replace(engine_cfg, engine=engine, weight_sync=weight_sync)
     weights = [random_weights(cfg, seed) for seed in (1, 2)]
     seen = {}
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         for transport in ("ipc", "gloo"):
-            chosen = replace(cfg, rollout=replace(cfg.rollout, transport=transport))
+            chosen = replace(cfg, weight_sync=replace(cfg.weight_sync, transport=transport))
             policy = policy_of(chosen, weights[0])
             exporter = WeightExporter(policy, fleet, chosen)
             for version, index in ((1, 0), (2, 1), (3, 0)):

@@ -22,20 +22,20 @@ OPTIONS = {
     "--algo.loss": "dies_publishing:loss",
     "--parallel.world_size": "2",
     "--parallel.expert": "2",  # so that both ranks send
-    "--rollout.bucket_bytes": "100000",
-    "--rollout.prompts_per_step": "8",
+    "--weight_sync.bucket_bytes": "100000",
+    "--sampling.prompts_per_step": "8",
     "--observe.display": "plain",
     "--observe.eval_prompts": "4",
     "--checkpoint.every_steps": "1",
     "--checkpoint.export_hf": "False",
-    "--data.sft_steps": "5",
+    "--warm_start.steps": "5",
     "--num_steps": str(NUM_STEPS),
 }
 
 
 def start(run_dir: Path, marks: Path | None, transport: str) -> tuple[int, str]:
     """A run, or its continuation, to its end: (status, output)."""
-    options = OPTIONS | {"--output_dir": str(run_dir), "--rollout.transport": transport}
+    options = OPTIONS | {"--output_dir": str(run_dir), "--weight_sync.transport": transport}
     command = [sys.executable, "-m", "megatron_fp8rl", "train", "tiny_qwen3_moe"]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(DYING)))}
     environ |= {} if marks is None else {"DIES_PUBLISHING": str(marks)}

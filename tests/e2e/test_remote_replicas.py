@@ -36,27 +36,21 @@ _OUTSIDE, _INSIDE = (f"10.97.{os.getpid() % 256}.{host}" for host in (1, 2))  # 
 def remote_cfg() -> RunConfig:
     """What the replica's command line names; the test's overrides are words."""
     cfg = tiny_qwen3_moe()
-    rollout = replace(
-        cfg.rollout,
-        placement="remote",
-        transport="auto",
-        kv_cache_bytes=16 << 20,
-        start_deadline_s=START_S,
-        request_deadline_s=60.0,
-        update_deadline_s=60.0,
-    )
-    return replace(cfg, name="remote", rollout=rollout)
+    engine = replace(cfg.engine, placement="remote", kv_cache_bytes=16 << 20)
+    weight_sync = replace(cfg.weight_sync, transport="auto")
+    deadlines = replace(cfg.deadlines, start_s=START_S, request_s=60.0, update_s=60.0)
+    return replace(cfg, name="remote", engine=engine, weight_sync=weight_sync, deadlines=deadlines)
 
 
 def words() -> list[str]:
     return [
-        "--rollout.placement",
+        "--engine.placement",
         "remote",
-        "--rollout.transport",
+        "--weight_sync.transport",
         "auto",
-        "--rollout.kv_cache_bytes",
+        "--engine.kv_cache_bytes",
         str(16 << 20),
-        "--rollout.start_deadline_s",
+        "--deadlines.start_s",
         str(START_S),
     ]
 
@@ -181,7 +175,7 @@ def test_a_remote_replica_is_found_published_to_lost_and_found_again(other_host,
 
 def test_missing_replicas_are_named_with_the_ends_of_their_logs(tmp_path):
     base = remote_cfg()
-    cfg = replace(base, rollout=replace(base.rollout, num_replicas=3, start_deadline_s=1.5))
+    cfg = replace(base, engine=replace(base.engine, num_replicas=3), deadlines=replace(base.deadlines, start_s=1.5))
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rollout-1.node4.log").write_text("starting\nValueError: no such model\n")
     endpoint = Endpoint(

@@ -43,19 +43,13 @@ class DigitShare:
 @pytest.fixture(scope="module")
 def pair(engine_cfg: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two replicas."""
-    rollout = replace(
-        engine_cfg.rollout,
-        num_replicas=2,
-        prompts_per_step=8,
-        completions_per_prompt=2,
-        max_completion_tokens=96,
-        kv_cache_bytes=16 << 20,
-        max_replica_restarts=7,
-        hang_deadline_s=15.0,
-        transport="gloo",
-        record_routed_experts=False,
+    engine = replace(
+        engine_cfg.engine, num_replicas=2, kv_cache_bytes=16 << 20, max_replica_restarts=7, record_routed_experts=False
     )
-    cfg = replace(engine_cfg, rollout=rollout)
+    sampling = replace(engine_cfg.sampling, prompts_per_step=8, completions_per_prompt=2, max_completion_tokens=96)
+    deadlines = replace(engine_cfg.deadlines, hang_s=15.0)
+    weight_sync = replace(engine_cfg.weight_sync, transport="gloo")
+    cfg = replace(engine_cfg, engine=engine, sampling=sampling, deadlines=deadlines, weight_sync=weight_sync)
     folder = tmp_path_factory.mktemp("pair")
     with Fleet.start(cfg, write_hf_dir(cfg, folder / "hf"), folder) as fleet:
         yield fleet
@@ -160,8 +154,8 @@ def test_a_run_in_which_replicas_die_is_the_run_in_which_none_does(pair: Fleet):
 
 @pytest.mark.long
 def test_a_replica_that_dies_in_the_middle_of_a_publication_costs_a_repetition(pair: Fleet):
-    rollout = replace(pair.cfg.rollout, bucket_bytes=200_000)
-    cfg = replace(pair.cfg, rollout=rollout)
+    weight_sync = replace(pair.cfg.weight_sync, bucket_bytes=200_000)
+    cfg = replace(pair.cfg, weight_sync=weight_sync)
     policy = policy_of(cfg, random_weights(cfg, 0))
     wait_for(lambda: len(pair.clients) + len(pair._joining) == 2)
     exporter = WeightExporter(policy, pair, cfg)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RewardConfig
+from megatron_fp8rl.config import EnvironmentConfig, RewardConfig, ScoringConfig
 from megatron_fp8rl.envs.rewards import configured, scalar
 from megatron_fp8rl.envs.scoring import ScorePool
 from megatron_fp8rl.net.endpoint import Endpoint
@@ -57,12 +57,12 @@ def test_scores_are_those_of_transformers_and_a_lost_server_comes_back(folder: P
     reward = RewardConfig(function="model", options={"folder": str(folder / "judge"), "deadline_s": 280.0})
     source = EnvironmentConfig(dataset=str(folder / "train.jsonl"), rewards=(reward,))
     cfg = tiny_qwen3()
-    data = replace(cfg.data, environments=(source,), score_deadline_s=300.0)
-    cfg = replace(cfg, data=data, output_dir=str(tmp_path / "run"))
+    data, scoring = replace(cfg.data, environments=(source,)), replace(cfg.scoring, deadline_s=300.0)
+    cfg = replace(cfg, data=data, scoring=scoring, output_dir=str(tmp_path / "run"))
     prompt = Prompt(
         prompt_id="train/0", environment="train", token_ids=(1,), text="rendered", answer="3", messages=ASKED
     )
-    with reward_server.serving(cfg), ScorePool.build(data) as pool:
+    with reward_server.serving(cfg), ScorePool.build(scoring, data.environments) as pool:
         found = {text: pool.submit(prompt, text).result() for text in ("3", "I do not know", "<think>so</think>3")}
         assert all(score.status == "scored" for score in found.values()), found
         for text in ("3", "I do not know"):
@@ -91,13 +91,13 @@ def test_a_run_with_a_reward_model_by_one_command(folder: Path):
         "model:judge",
         "--num_steps",
         "1",
-        "--rollout.prompts_per_step",
+        "--sampling.prompts_per_step",
         "2",
-        "--rollout.completions_per_prompt",
+        "--sampling.completions_per_prompt",
         "2",
-        "--rollout.max_prompt_tokens",
+        "--sampling.max_prompt_tokens",
         "64",
-        "--rollout.max_completion_tokens",
+        "--sampling.max_completion_tokens",
         "8",
         "--observe.display",
         "plain",
@@ -138,6 +138,6 @@ def test_a_server_that_is_gone_costs_the_completion_its_score(folder: Path):
     options = {"url": "http://127.0.0.1:9", "deadline_s": 1.0}
     source = EnvironmentConfig(dataset="train.jsonl", rewards=(RewardConfig(function="model", options=options),))
     prompt = Prompt(prompt_id="train/0", environment="train", token_ids=(1,), text="x", answer="")
-    with ScorePool.build(DataConfig(environments=(source,))) as pool:
+    with ScorePool.build(ScoringConfig(), (source,)) as pool:
         score = pool.submit(prompt, "3").result()
     assert score.status == "score_failed" and "http://127.0.0.1:9" in score.detail and "refused" in score.detail

@@ -22,8 +22,8 @@ DEADLINE_S = 900
 BRIEF = {
     "--observe.display": "plain",
     "--observe.eval_prompts": "8",
-    "--rollout.prompts_per_step": "16",
-    "--data.sft_steps": "20",
+    "--sampling.prompts_per_step": "16",
+    "--warm_start.steps": "20",
     "--num_steps": "4",
     "--checkpoint.every_steps": "2",
     "--checkpoint.keep": "3",
@@ -105,22 +105,22 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
         {
             "parallel__world_size": "2",
             "parallel__pipeline": "2",
-            "rollout__record_routed_experts": "True",
+            "engine__record_routed_experts": "True",
         },
         {
             "parallel__world_size": "2",
             "parallel__tensor": "2",
             "parallel__expert": "2",
-            "rollout__tensor": "2",
-            "rollout__expert": "2",
+            "engine__tensor": "2",
+            "engine__expert": "2",
         },
-        {"rollout__data": "2", "rollout__expert": "2"},
+        {"engine__data": "2", "engine__expert": "2"},
     ],
     ids=["one rank", "experts on two ranks", "two stages", "sums of two ranks", "engine of two ranks"],
 )
 def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path: Path, layout: dict):
     """Without a pass for old log-probabilities; the second update of a step is not on-policy, and not measured."""
-    more = {"precision__exact": "True", "algo__updates_per_step": "2", "data__sft_steps": "5", "num_steps": "2"}
+    more = {"precision__exact": "True", "algo__updates_per_step": "2", "warm_start__steps": "5", "num_steps": "2"}
     status, output = _finish(_start("train", "tiny_qwen3_moe", tmp_path, **more, **layout))
     assert status == 0, output[-3000:]
     for step, line in _lines(tmp_path).items():
@@ -131,7 +131,7 @@ def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path:
 
 
 def test_an_exact_run_that_is_not_names_the_operation(tmp_path: Path):
-    more = {"precision__exact": "True", "data__sft_steps": "5", "num_steps": "2"}
+    more = {"precision__exact": "True", "warm_start__steps": "5", "num_steps": "2"}
     status, output = _finish(_start("train", "tests.helpers.wrong_norm:run", tmp_path, **more))
     assert status != 0
     message = " ".join(output.split())
@@ -199,7 +199,7 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_a_report(finished_run: P
         model__hf_path=str(finished_run / "warm_start" / "hf"),
         num_steps="200",
         checkpoint__every_steps="1",
-        rollout__max_replica_restarts="0",
+        engine__max_replica_restarts="0",
     )
     deadline = time.monotonic() + DEADLINE_S
     while not (run_dir / "metrics.jsonl").exists() or len(_lines(run_dir)) < 3:
@@ -221,7 +221,7 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_a_report(finished_run: P
 def test_engines_and_trainer_in_turns_change_nothing(finished_run: Path, tmp_path: Path):
     """Every call of a sleeping engine, in a real run: on a CPU memory stays, and vLLM's states are those of a GPU."""
     run_dir = tmp_path / "turns"
-    turns = {"rollout__sleep_level": "2", "optim__offload": ("params", "gradients", "optimizer")}
+    turns = {"engine__sleep_level": "2", "optim__offload": ("params", "gradients", "optimizer")}
     process = _start("rl", "tiny_qwen3_moe", run_dir, model__hf_path=str(finished_run / "warm_start" / "hf"), **turns)
     status, output = _finish(process)
     assert status == 0, output[-3000:]

@@ -23,6 +23,7 @@ from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.transports import choose
 from megatron_fp8rl.weight_sync.transports.base import Transport
 from megatron_fp8rl.weight_sync.verify import WeightMismatch
+from tests.helpers.fields import set_fields
 from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 
 PROMPT = list(range(20, 40))
@@ -31,8 +32,14 @@ LENGTHS = (900, 700)  # tokens: of two requests after another, so that one is al
 
 
 def with_spare(cfg: RunConfig, where: str, transport: str) -> RunConfig:
-    rollout = replace(cfg.rollout, spare_weights=where, transport=transport, bucket_bytes=100_000)
-    return replace(cfg, rollout=replace(rollout, max_replica_restarts=0, max_completion_tokens=max(LENGTHS)))
+    return set_fields(
+        cfg,
+        spare_weights=where,
+        transport=transport,
+        bucket_bytes=100_000,
+        max_replica_restarts=0,
+        max_completion_tokens=max(LENGTHS),
+    )
 
 
 @pytest.fixture(params=["ipc", "gloo"])
@@ -112,7 +119,7 @@ def test_an_engine_samples_while_weights_arrive(engine_cfg, tmp_path: Path, slow
             difference = (torch.tensor(completion.rollout_logprobs) - expected).abs()[start:stop]
             assert difference.mean() < ENGINE_LOGPROB_MEAN and difference.max() < ENGINE_LOGPROB_MAX
 
-        exporter.cfg = replace(cfg, rollout=replace(cfg.rollout, spare_weights="none"))
+        exporter.cfg = replace(cfg, weight_sync=replace(cfg.weight_sync, spare_weights="none"))
         set_weights(policy, weights[0])
         direct = exporter.publish(3)
         assert direct.pause_s > NETWORK_S

@@ -28,7 +28,7 @@ def test_an_engine_without_optional_patches_samples_the_same(fleet, engine_cfg, 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     monkeypatch.setenv(upstream.SKIP, SKIPPED)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))  # or the model would have been inspected before
-    cfg = replace(engine_cfg, rollout=replace(engine_cfg.rollout, record_routed_experts=False))
+    cfg = replace(engine_cfg, engine=replace(engine_cfg.engine, record_routed_experts=False))
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path / "run") as stock:
         children = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
         commands = [" ".join(process.cmdline()) for process in children]

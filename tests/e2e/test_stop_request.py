@@ -24,9 +24,9 @@ BRIEF = (
     "plain",
     "--observe.eval_prompts",
     "4",
-    "--data.sft_steps",
+    "--warm_start.steps",
     "30",
-    "--rollout.prompts_per_step",
+    "--sampling.prompts_per_step",
     "4",
 )
 

@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-WORDS = (
-    "study tiny_qwen3_moe --seeds 1 --arms fp8/fp8 exact --corrected_only --at_once 2 --num_steps 2 --data.sft_steps 20"
-)
+WORDS = "study tiny_qwen3_moe --seeds 1 --arms fp8/fp8 exact --corrected_only --at_once 2 --num_steps 2 --warm_start.steps 20"
 
 
 def test_a_study_runs_from_its_warm_start_to_its_plot(tmp_path):

@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import (
+    DeadlineConfig,
+    EngineConfig,
+    PrecisionConfig,
+    RunConfig,
+    SamplingConfig,
+    WeightSyncConfig,
+)
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.types import Completion, KVScales
@@ -35,21 +42,27 @@ MAX_TOKENS = 40
 
 def _cfg(attention: str) -> RunConfig:
     cfg = tiny_qwen3()
-    rollout = RolloutConfig(
+    engine = EngineConfig(
         kv_cache_dtype="fp8",
         attention_backend=attention,
         torch_compile=False,
         sleep_level=1,
-        transport="gloo",  # the test's parameters are on the CPU
-        max_prompt_tokens=128,
-        max_completion_tokens=128,
         max_num_sequences=32,
         gpu_memory_utilization=0.2,
-        start_deadline_s=120.0,
-        update_deadline_s=60.0,
     )
+    weight_sync = WeightSyncConfig(transport="gloo")
+    sampling = SamplingConfig(max_prompt_tokens=128, max_completion_tokens=128)
+    deadlines = DeadlineConfig(start_s=120.0, update_s=60.0)
     precision = PrecisionConfig(trainer="bf16", rollout="bf16")
-    return replace(cfg, name="kv_scales", rollout=rollout, precision=precision)
+    return replace(
+        cfg,
+        name="kv_scales",
+        engine=engine,
+        weight_sync=weight_sync,
+        sampling=sampling,
+        deadlines=deadlines,
+        precision=precision,
+    )
 
 
 def _weights(cfg: RunConfig) -> dict[str, Tensor]:

@@ -117,7 +117,7 @@ def _play(cfg, folder) -> list[str]:
 @pytest.mark.parametrize("model", [BIG, BIG_MOE], ids=["dense", "moe"])
 def test_memory_goes_and_every_bit_comes_back(model, tmp_path):
     cfg = run_config(model=model, params="bf16")
-    rollout = replace(cfg.rollout, placement="colocated")
-    cfg = replace(cfg, optim=replace(cfg.optim, offload=PARTS), rollout=rollout)
+    engine = replace(cfg.engine, placement="colocated")
+    cfg = replace(cfg, optim=replace(cfg.optim, offload=PARTS), engine=engine)
     (lines,) = run_ranks(1, _play, cfg, tmp_path, deadline_s=100)
     print("\n" + "\n".join(lines))

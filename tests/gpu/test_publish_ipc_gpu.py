@@ -28,22 +28,26 @@ def _cfg(kind: str, how: str) -> RunConfig:
 
     cfg = {"dense": tiny.tiny_qwen3, "moe": tiny.tiny_qwen3_moe}[kind]()
     model = replace(cfg.model, hidden_size=512, head_dim=128, max_position_embeddings=512)
-    rollout = replace(
-        cfg.rollout,
-        max_prompt_tokens=64,
-        max_completion_tokens=32,
+    sampling = replace(cfg.sampling, max_prompt_tokens=64, max_completion_tokens=32)
+    engine = replace(
+        cfg.engine,
         max_num_sequences=8,
         enforce_eager=False,
         torch_compile=False,
         kv_cache_bytes=256 << 20,
         gpu_memory_utilization=0.2,
-        start_deadline_s=120.0,
-        request_deadline_s=30.0,
-        update_deadline_s=60.0,
-        bucket_bytes=1 << 20,
-        transport="ipc" if how == "direct" else "gloo",
     )
-    return replace(cfg, name=f"publish_{kind}_{how}", model=model, rollout=rollout)
+    deadlines = replace(cfg.deadlines, start_s=120.0, request_s=30.0, update_s=60.0)
+    weight_sync = replace(cfg.weight_sync, bucket_bytes=1 << 20, transport="ipc" if how == "direct" else "gloo")
+    return replace(
+        cfg,
+        name=f"publish_{kind}_{how}",
+        model=model,
+        sampling=sampling,
+        engine=engine,
+        deadlines=deadlines,
+        weight_sync=weight_sync,
+    )
 
 
 def _sample(fleet: Fleet) -> list:

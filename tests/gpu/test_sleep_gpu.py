@@ -39,21 +39,18 @@ def _cfg(kind: str) -> RunConfig:
         max_position_embeddings=512,
         **wide,
     )
-    rollout = replace(
-        cfg.rollout,
-        max_prompt_tokens=64,
-        max_completion_tokens=32,
+    sampling = replace(cfg.sampling, max_prompt_tokens=64, max_completion_tokens=32)
+    engine = replace(
+        cfg.engine,
         max_num_sequences=8,
         enforce_eager=False,
         torch_compile=False,
         sleep_level=2,
         kv_cache_bytes=KV_BYTES,
         gpu_memory_utilization=0.3,
-        start_deadline_s=120.0,
-        request_deadline_s=30.0,
-        update_deadline_s=30.0,
     )
-    return replace(cfg, name=f"sleep_{kind}", model=model, rollout=rollout)
+    deadlines = replace(cfg.deadlines, start_s=120.0, request_s=30.0, update_s=30.0)
+    return replace(cfg, name=f"sleep_{kind}", model=model, sampling=sampling, engine=engine, deadlines=deadlines)
 
 
 @pytest.fixture(scope="module")

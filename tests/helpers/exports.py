@@ -8,13 +8,15 @@ from dataclasses import replace
 import torch
 
 from megatron_fp8rl.config import (
+    DeadlineConfig,
+    EngineConfig,
     MlaConfig,
     ModelConfig,
     ParallelConfig,
     PrecisionConfig,
-    RolloutConfig,
     RouterConfig,
     RunConfig,
+    WeightSyncConfig,
 )
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry as names
@@ -73,7 +75,9 @@ def config(kind: str, layout: dict[str, int]) -> RunConfig:
         model=MODELS[kind],
         parallel=ParallelConfig(**layout),
         precision=PrecisionConfig(bf16_last_layers=1),
-        rollout=RolloutConfig(tensor=ENGINE_TENSOR[kind], bucket_bytes=200_000, update_deadline_s=60.0),
+        engine=EngineConfig(tensor=ENGINE_TENSOR[kind]),
+        weight_sync=WeightSyncConfig(bucket_bytes=200_000),
+        deadlines=DeadlineConfig(update_s=60.0),
     )
 
 

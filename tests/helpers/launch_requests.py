@@ -21,7 +21,7 @@ SMALL = (
     "2",
     "--parallel.expert",
     "2",
-    "--rollout.placement",
+    "--engine.placement",
     "separate",
-    "--rollout.transport",
+    "--weight_sync.transport",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import torch
 
@@ -19,6 +18,7 @@ from tests.helpers.exports import (
     digests_of,
     report_of,
 )
+from tests.helpers.fields import set_fields
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ class Worker:
             rank=info["rank_offset"] + self.engine_rank,
             num_trainers=info["num_trainers"],
             num_replicas=info["num_replicas"],
-            num_engine_ranks=self.inputs.rollout.ranks,
+            num_engine_ranks=self.inputs.engine.ranks,
         )
         store = open_store(info["host"], info["port"], info["timeout_s"], is_master=False, secret=info["secret"])
         self.transport = open_transport(info["kind"], peer, store, CPU, info["timeout_s"], self.schedules)
@@ -91,7 +91,7 @@ class Replica:
     name = "rollout-0"
 
     def __init__(self, cfg: RunConfig):
-        self.workers = [Worker(rank) for rank in range(cfg.rollout.ranks)]
+        self.workers = [Worker(rank) for rank in range(cfg.engine.ranks)]
         self.version = None
         self.calls: list[str] = []
 
@@ -130,4 +130,4 @@ class Replica:
 
 def shard_config(kind: str, transport: str, layout: dict[str, int], engine: dict[str, int]) -> RunConfig:
     cfg = config(kind, layout)
-    return replace(cfg, rollout=replace(cfg.rollout, **{"tensor": 1, "transport": transport} | engine))
+    return set_fields(cfg, **{"tensor": 1, "transport": transport} | engine)

@@ -12,6 +12,7 @@ from megatron_fp8rl.rollout.completions import Sampling
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.types import Completion, Prompt
 from model_configs.tiny import tiny_qwen3_moe
+from tests.helpers.fields import set_fields
 
 
 class Numbers:
@@ -121,12 +122,8 @@ def numbers(groups) -> list[int]:
 
 def build(fleet, *, scorer=None, rollout=None, algo=None, ranks=None, num_steps=80):
     cfg = tiny_qwen3_moe()
-    cfg = replace(
-        cfg,
-        num_steps=num_steps,
-        rollout=replace(cfg.rollout, **({"prompts_per_step": 2, "completions_per_prompt": 2} | (rollout or {}))),
-        algo=replace(cfg.algo, **(algo or {})),
-    )
+    cfg = replace(cfg, num_steps=num_steps, algo=replace(cfg.algo, **(algo or {})))
+    cfg = set_fields(cfg, **{"prompts_per_step": 2, "completions_per_prompt": 2} | (rollout or {}))
     return RolloutStream(cfg, fleet, Numbers(), scorer or Scorer(), ranks or Ranks(0, []))
 
 

@@ -17,8 +17,8 @@ from megatron_fp8rl.config import (
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,
-    RolloutConfig,
     RunConfig,
+    SamplingConfig,
 )
 from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.token_array import TokenArray
@@ -63,8 +63,8 @@ def run_config(
         model=model,
         parallel=ParallelConfig(**parallel),
         precision=PrecisionConfig(trainer=trainer, params=params),
-        optim=optim,
-        rollout=RolloutConfig(temperature=0.8, max_tokens_per_microbatch=max_tokens),
+        optim=replace(optim, max_tokens_per_microbatch=max_tokens),
+        sampling=SamplingConfig(temperature=0.8),
         algo=algo or AlgoConfig(entropy_coef=0.01, loss="grpo"),
     )
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_fp8rl.config import ParallelConfig, RunConfig
 from tests.helpers.dist import run_ranks
+from tests.helpers.fields import set_fields
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
 
@@ -51,8 +52,8 @@ def _cfg(num_trainers: int, engine: dict[str, int]) -> RunConfig:
         moe_ffn_hidden_size=512,
         max_position_embeddings=512,
     )
-    rollout = replace(
-        cfg.rollout,
+    cfg = set_fields(
+        cfg,
         max_prompt_tokens=64,
         max_completion_tokens=32,
         max_num_sequences=8,
@@ -60,16 +61,16 @@ def _cfg(num_trainers: int, engine: dict[str, int]) -> RunConfig:
         torch_compile=False,
         kv_cache_bytes=256 << 20,
         gpu_memory_utilization=0.2,
-        start_deadline_s=110.0,
-        request_deadline_s=30.0,
-        update_deadline_s=60.0,
+        start_s=110.0,
+        request_s=30.0,
+        update_s=60.0,
         bucket_bytes=2 << 20,
         placement="separate",
         record_routed_experts=False,
         **engine,
     )
     name = f"publish_ep{engine.get('expert', 1)}"
-    return replace(cfg, name=name, model=model, parallel=ParallelConfig(world_size=num_trainers), rollout=rollout)
+    return replace(cfg, name=name, model=model, parallel=ParallelConfig(world_size=num_trainers))
 
 
 def _place(layout: dict[str, int], rank: int, world_size: int) -> SimpleNamespace:
@@ -128,7 +129,7 @@ def _publish_all(num_trainers: int, engines: list[dict[str, int]]) -> list[str]:
                         cfg = replace(
                             base,
                             parallel=ParallelConfig(world_size=num_trainers, **layout),
-                            rollout=replace(base.rollout, transport=transport),
+                            weight_sync=replace(base.weight_sync, transport=transport),
                         )
                         policy = light_policy(cfg, _place(layout, rank, num_trainers))
                         lines.append(_compare(cfg, policy, fleet, layout, WeightExporter))
@@ -147,18 +148,18 @@ def _compare(cfg: RunConfig, policy, fleet, layout, exporter_class) -> str:
         report = exporter.publish(version)
     exporter.close()
     direct = _sample(fleet) if fleet is not None else []
-    by_host = replace(cfg, rollout=replace(cfg.rollout, transport="gloo"))  # reloads and compares first
+    by_host = replace(cfg, weight_sync=replace(cfg.weight_sync, transport="gloo"))  # reloads and compares first
     exporter = exporter_class(policy, fleet, by_host)
     expected = exporter.publish(4)
     exporter.close()
     assert report.checksum == expected.checksum
     worst = 0.0
     for a, b in zip(direct, _sample(fleet) if fleet is not None else [], strict=True):
-        assert a.token_ids == b.token_ids, (cfg.rollout.transport, layout)
+        assert a.token_ids == b.token_ids, (cfg.weight_sync.transport, layout)
         worst = max([worst, *(abs(x - y) for x, y in zip(a.rollout_logprobs, b.rollout_logprobs, strict=True))])
-    assert worst <= SAME_LOGPROB, (cfg.rollout.transport, layout, worst)
+    assert worst <= SAME_LOGPROB, (cfg.weight_sync.transport, layout, worst)
     return (
-        f"{cfg.rollout.transport} {layout} -> engine tensor {cfg.rollout.tensor} expert {cfg.rollout.expert}: largest "
+        f"{cfg.weight_sync.transport} {layout} -> engine tensor {cfg.engine.tensor} expert {cfg.engine.expert}: max "
         f"difference {worst:.1e}, {time.monotonic() - started:.1f} s, publication {report.seconds:.3f} s"
     )
 

@@ -18,7 +18,7 @@ from launch import nemo
 from model_configs import tiny_qwen3
 
 cfg = tiny_qwen3()
-cfg = replace(cfg, name="by nemo", data=replace(cfg.data, sft_steps=4), num_steps=0)
+cfg = replace(cfg, name="by nemo", warm_start=replace(cfg.warm_start, steps=4), num_steps=0)
 executor = run.SlurmExecutor(
     account="research", partition="main", time="00:10:00", env_vars={"WANDB_API_KEY": "s3cret-of-nobody"},
     setup_lines="export FROM_SETUP=1",

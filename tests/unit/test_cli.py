@@ -45,7 +45,7 @@ def test_overrides_are_typed_and_hyphens_read_like_underscores():
         [
             "rl",
             "tiny_qwen3",
-            "--rollout.max-staleness",
+            "--sampling.max-staleness",
             "2",
             "--algo.veto_below",
             "None",
@@ -55,7 +55,7 @@ def test_overrides_are_typed_and_hyphens_read_like_underscores():
         COMMANDS,
     )
     assert invocation.config_name == "tiny_qwen3"
-    assert invocation.cfg.rollout.max_staleness == 2
+    assert invocation.cfg.sampling.max_staleness == 2
     assert invocation.cfg.algo.veto_below is None
     assert invocation.cfg.checkpoint.export_hf is False
     assert invocation.cfg.model == cli.load_config("tiny_qwen3").model
@@ -124,9 +124,11 @@ def test_removed_options_and_wrong_paths_name_the_remedy(args, message):
 
 def test_removed_fields_do_not_exist():
     cfg = cli.load_config("tiny_qwen3")
-    for path in removed_fields.REMOVED:
+    for path in (*removed_fields.REMOVED, *removed_fields.RENAMED):
         with pytest.raises(AttributeError):
             attrgetter(path)(cfg)
+    for path in removed_fields.RENAMED.values():
+        attrgetter(path)(cfg)
 
 
 @pytest.mark.parametrize("words", [["runs/a run"], ["--run_dir", "runs/a run"]])
@@ -177,10 +179,10 @@ def test_module_and_function_name_a_configuration():
 
 
 def test_all_mistakes_are_reported_and_nothing_runs(capsys):
-    words = ["demo", "--algo.clip_low", "-1", "--rollout.completions_per_prompt", "1"]
+    words = ["demo", "--algo.clip_low", "-1", "--sampling.completions_per_prompt", "1"]
     with pytest.raises(ConfigError) as error:
         cli.parse(words, COMMANDS)
-    assert [v.field for v in error.value.violations] == ["--rollout.completions_per_prompt", "--algo.clip_low"]
+    assert [v.field for v in error.value.violations] == ["--sampling.completions_per_prompt", "--algo.clip_low"]
     assert cli.main(list(COMMANDS.values()), words) == 2
     assert "2 mistakes in the configuration" in capsys.readouterr().err
 
@@ -227,7 +229,7 @@ def test_words_that_were_parsed_once_say_the_same_of_other_configurations():
     words = [
         "--optim.lr",
         "3e-4",
-        "--rollout.stop_token_ids",
+        "--sampling.stop_token_ids",
         "7",
         "8",
         "--num_steps=9",

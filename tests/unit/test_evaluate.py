@@ -101,11 +101,11 @@ def test_a_tokenizer_that_is_gone_or_another_is_not_guessed(cfg: RunConfig, tmp_
 
 
 def test_every_mistake_is_named_at_once(cfg: RunConfig, tmp_path: Path):
-    recorded = replace(cfg, rollout=replace(cfg.rollout, replay="rollouts"))
+    recorded = replace(cfg, sampling=replace(cfg.sampling, replay="rollouts"))
     with pytest.raises(ConfigError) as refusal:
         evaluate.plan(recorded, EvalOptions(checkpoint=str(tmp_path), num_problems=0, num_completions=4, ks=(1, 8)))
     named = {violation.field: violation.problem for violation in refusal.value.violations}
-    assert list(named) == ["--checkpoint", "--num_problems", "--ks", "--rollout.replay"]
+    assert list(named) == ["--checkpoint", "--num_problems", "--ks", "--sampling.replay"]
     assert "no weights" in named["--checkpoint"] and "pass@8 cannot be estimated from 4" in named["--ks"]
     torn = write_checkpoint(tmp_path, 3)
     (torn / ".metadata").unlink()
@@ -145,7 +145,7 @@ def test_the_summary_counts_by_environment_and_over_all():
 
 
 def test_portions_keep_requests_within_their_deadline(cfg: RunConfig):
-    small = replace(cfg, rollout=replace(cfg.rollout, max_num_sequences=8, num_replicas=2))
+    small = replace(cfg, engine=replace(cfg.engine, max_num_sequences=8, num_replicas=2))
     prompts = [make_group(i, []).prompt for i in range(20)]
     sizes = [len(part) for part in evaluate._rounds(small, prompts, 8)]
     assert sizes == [8, 8, 4], "4 x 8 x 2 sequences at a time, 8 of each problem"

@@ -177,7 +177,7 @@ def test_runs_fit_the_gpus_that_they_name(name):
     assert [f for f in found.findings if f.severity == "error"] == []
     # The only thing missing is a checkpoint to start from. An FP8 cache is always warned of; packages depend on the machine that tests.
     warnings = {f.subject for f in found.findings if f.severity == "warning"}
-    known = {p.name for p in found.packages} | {"python", "--rollout.kv_cache_dtype"}
+    known = {p.name for p in found.packages} | {"python", "--engine.kv_cache_dtype"}
     assert warnings - known == {"--model.hf_path"}
     assert found.trainer.share < 0.92 and found.engine.full_sequences >= 32
 
@@ -203,26 +203,26 @@ def test_half_billion_models_fit_one_gpu_with_their_engine(function):
     cfg = function()
     assert rules.check(cfg, accelerator="hopper") == [] and rules.check(cfg, accelerator="cpu") == []
     found = diagnose(cfg)
-    assert "on 1 H200" in function.__doc__ and cfg.parallel.world_size == cfg.rollout.num_replicas == 1
-    assert cfg.rollout.placement == "colocated"
+    assert "on 1 H200" in function.__doc__ and cfg.parallel.world_size == cfg.engine.num_replicas == 1
+    assert cfg.engine.placement == "colocated"
     assert [f for f in found.findings if f.severity == "error"] == []
     # Both ends live on one GPU.
-    assert found.trainer.share + cfg.rollout.gpu_memory_utilization < 0.92
-    assert found.engine.full_sequences >= cfg.rollout.max_num_sequences
+    assert found.trainer.share + cfg.engine.gpu_memory_utilization < 0.92
+    assert found.engine.full_sequences >= cfg.engine.max_num_sequences
 
 
 @pytest.mark.parametrize("function", SMALL)
 def test_problems_of_the_half_billion_models_fit_their_limits(function):
     cfg = function()
     samples = [s for step in range(4) for s in SftSource(cfg, load_tokenizer("character")).samples(step)]
-    assert max(s.num_prompt_tokens for s in samples) <= cfg.rollout.max_prompt_tokens
+    assert max(s.num_prompt_tokens for s in samples) <= cfg.sampling.max_prompt_tokens
     # The longest possible answer of ten digits and its end token is among 512.
     assert max(len(s.token_ids) - s.num_prompt_tokens for s in samples) == 10 * 7 + 1
 
 
 def test_every_shipped_run_proves_every_publication():
     for name, function in cli.config_functions().items():
-        assert function().observe.verify_every == 1, name
+        assert function().weight_sync.verify_every == 1, name
 
 
 def test_the_page_of_models_shows_the_configurations():

@@ -13,6 +13,7 @@ from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import choose, refusals
 from megatron_fp8rl.rollout.vllm_args import engine_arguments
 from model_configs.qwen3 import grpo_qwen3_30b_a3b
+from tests.helpers.fields import set_fields
 from tests.helpers.ranges import leave_range
 from tests.unit.precision.test_kernel_refusals import EXACT
 
@@ -30,7 +31,7 @@ def leave(monkeypatch):
 
 def with_fp8_cache(**fields):
     cfg = grpo_qwen3_30b_a3b()
-    return replace(cfg, rollout=replace(cfg.rollout, kv_cache_dtype="fp8", **fields))
+    return set_fields(cfg, kv_cache_dtype="fp8", **fields)
 
 
 def test_an_fp8_cache_is_read_by_vllms_attention_and_the_trainer_follows(leave):
@@ -42,7 +43,7 @@ def test_an_fp8_cache_is_read_by_vllms_attention_and_the_trainer_follows(leave):
     assert after.engine.attention == "vllm" and after.engine.rounds_queries and not refusals(cfg, HOPPER)
     assert "attention-backend" not in engine_arguments(cfg, "model", after)
     (refused,) = refusals(with_fp8_cache(attention_backend="FP8_CACHE"), HOPPER)
-    assert "--rollout.attention_backend" in str(refused) and "FP8CacheAttention" in str(refused)
+    assert "--engine.attention_backend" in str(refused) and "FP8CacheAttention" in str(refused)
 
 
 def test_engines_have_vllms_scheduler(leave, monkeypatch):
@@ -61,13 +62,13 @@ def test_engines_have_vllms_scheduler(leave, monkeypatch):
 
 def test_exact_runs_and_invariant_engines_name_the_patches_that_they_need(leave):
     cfg = grpo_qwen3_30b_a3b()
-    invariant = replace(cfg, rollout=replace(cfg.rollout, batch_invariant=True))
+    invariant = replace(cfg, engine=replace(cfg.engine, batch_invariant=True))
     assert not refusals(EXACT, HOPPER) and not refusals(invariant, HOPPER)
     leave("vllm")
     texts = "\n".join(map(str, refusals(EXACT, HOPPER)))
     assert "vllm_topk_softmax" in texts and "not tested with the installed versions" in texts
     texts = "\n".join(map(str, refusals(invariant, HOPPER)))
-    assert "rollout.batch_invariant" in texts and "make_residual_norms_batch_invariant" in texts
+    assert "engine.batch_invariant" in texts and "make_residual_norms_batch_invariant" in texts
     assert compat.vllm_topk_softmax() is None
     assert not refusals(EXACT, CPU), "a CPU needs none of them"
 

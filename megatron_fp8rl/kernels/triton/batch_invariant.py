@@ -1,7 +1,7 @@
 """Bit-exact counterparts of the engine's batch-invariant norm, router GEMM and expert sum.
 
 In: BF16 rows on a GPU. Out: the bits of vLLM's own Triton kernels; norm and GEMM are those of
-``rollout.batch_invariant``. They add the same terms in the same order regardless of the rest of the batch. The order is
+``engine.batch_invariant``. They add the same terms in the same order regardless of the rest of the batch. The order is
 part of the definition:
 
     norm       squares of a row in blocks of 1024 columns, each block summed by 128 threads, blocks added in sequence;

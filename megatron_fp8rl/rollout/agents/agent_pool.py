@@ -139,7 +139,7 @@ class AgentPool:
         agents = {key: {"agent": one.agent, "options": one.agent_options} for key, one in self._agents.items()}
         return {
             "agents": agents,
-            "memory_bytes": int(self._cfg.data.score_memory_gib * 2**30),
+            "memory_bytes": int(self._cfg.scoring.memory_gib * 2**30),
             "base_url": self._gateway.url,
             "max_tokens": self._cfg.max_sequence_tokens,
         }

@@ -47,7 +47,7 @@ class AgentProcess:
         self.num_sessions = 0
         self.is_retired = False  # takes no further sessions: one of them did not end
         self.is_alive = True
-        self._greeting, self._variables = greeting, cfg.data.score_variables
+        self._greeting, self._variables = greeting, cfg.scoring.variables
         self._token = os.urandom(8).hex()
         self._outcomes: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._answers: dict[int, Callable[[Mapping[str, Any]], Any]] = {}

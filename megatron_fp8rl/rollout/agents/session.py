@@ -75,7 +75,7 @@ class Session:
         self.model_s = 0.0  # within requests
         self.turn_rewards: dict[int, float] = {}  # by turn, from 0
         self.token_budget = cfg.max_sequence_tokens
-        self._limits, self._max_new = cfg.session, cfg.rollout.max_completion_tokens
+        self._limits, self._max_new = cfg.session, cfg.sampling.max_completion_tokens
         self._cfg, self._chat, self._sample = cfg, chat, sample
         self._asides: dict[int, Session] = {}
         self._branches: list[_Branch] = []

@@ -248,7 +248,7 @@ class KernelTable:
             held = "nothing" if view is None else f"{view.dtype} {list(view.shape)}"
             raise UnwritableKernel(
                 f"{name}: sent as {dtype} {list(kept_shape)}, but the engine's kernels hold {held}; choose "
-                "other kernels (rollout.linear_backend, rollout.moe_backend)"
+                "other kernels (engine.linear_backend, engine.moe_backend)"
             )
         return view.narrow(axis, start, size)
 
@@ -299,6 +299,6 @@ def _share_scale(description: Any, held: Tensor) -> None:
     if scale.shape != held.shape or scale.dtype != held.dtype or scale.stride() != held.stride():
         raise UnwritableKernel(
             f"scales of experts: the kernel reads {scale.dtype} {list(scale.shape)}, the layer holds {held.dtype} "
-            f"{list(held.shape)}; choose another rollout.moe_backend"
+            f"{list(held.shape)}; choose another engine.moe_backend"
         )
     description.scale = held

@@ -56,11 +56,11 @@ def _require_scales(index: int, layer: nn.Module) -> None:
     if layer.kv_cache_dtype not in ("fp8", "fp8_e4m3"):
         raise RuntimeError(
             f"layer {index} keeps its KV cache as {layer.kv_cache_dtype!r}, which has no scales; start the engine with "
-            "rollout.kv_cache_dtype = 'fp8'"
+            "engine.kv_cache_dtype = 'fp8'"
         )
     backend = layer.attn_backend.get_name()
     if backend.startswith("FLASHINFER"):
         raise RuntimeError(
-            f"layer {index}: {backend} keeps the first KV scales that it sees; set rollout.attention_backend to "
+            f"layer {index}: {backend} keeps the first KV scales that it sees; set engine.attention_backend to "
             "FLASH_ATTN or TRITON_ATTN"
         )

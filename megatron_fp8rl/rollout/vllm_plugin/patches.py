@@ -32,7 +32,7 @@ from megatron_fp8rl.upstream import patches
 def make_residual_norms_batch_invariant() -> None:
     """Use vLLM's batch-invariant RMSNorm after a residual sum too, which is rounded as in vLLM's kernel.
 
-    For engines with ``rollout.batch_invariant`` on a GPU; the trainer computes the same norm in
+    For engines with ``engine.batch_invariant`` on a GPU; the trainer computes the same norm in
     ``kernels/triton/batch_invariant.py``. Raises ImportError if this vLLM has no batch-invariant norm.
     """
     from vllm.model_executor.layers import layernorm

@@ -17,7 +17,7 @@ from megatron_fp8rl.precision.formats import FORMATS
 
 FORMAT_VARIABLE = "MEGATRON_FP8RL_FORMAT"  # name of its format, passed to the engine's processes
 
-WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every rollout.transport: the first request names it
+WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every weight_sync.transport: the first request names it
 
 _registered = False
 

@@ -56,10 +56,10 @@ class Probe:
         """
         runner = self.model_runner
         if runner.vllm_config.compilation_config.mode:
-            raise RuntimeError("a probe needs rollout.torch_compile = False: hooks do not fire in compiled code")
+            raise RuntimeError("a probe needs engine.torch_compile = False: hooks do not fire in compiled code")
         world_size = runner.vllm_config.parallel_config.world_size
         if world_size != 1:
-            raise RuntimeError(f"a probe needs an engine on one worker (rollout.tensor = 1); this one has {world_size}")
+            raise RuntimeError(f"a probe needs an engine on one worker (engine.tensor = 1); this one has {world_size}")
         self._drop_hooks()
         self._probed, model = {}, runner.model
         try:

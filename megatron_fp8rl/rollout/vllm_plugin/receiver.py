@@ -15,7 +15,7 @@ in one of four ways (``UpdateInfo.mode``):
     switch      the same, from spare memory, in which they have arrived while the engine sampled (``spare_weights.py``)
 
 An engine's first publication uses the first two, which proves where every weight lies, because layers of a kind are alike;
-later ones are direct, or with ``rollout.spare_weights`` staged and then switched to. vLLM's loaders take 1.5 ms for a
+later ones are direct, or with ``weight_sync.spare_weights`` staged and then switched to. vLLM's loaders take 1.5 ms for a
 tensor, which would be half a minute for the experts of 48 layers.
 """
 
@@ -68,7 +68,7 @@ class InitInfo(WeightTransferInitInfo):
     ``num_trainers`` trainer ranks come first. Trainer rank 0 hosts a store at ``host`` and ``port``.
     """
 
-    kind: str  # of rollout.transport
+    kind: str  # of weight_sync.transport
     config: dict[str, Any]  # of PlanInputs
     host: str
     port: int
@@ -138,8 +138,8 @@ class TransferEngine(WeightTransferEngine):
         self._slices, self._whole = inputs.slices(), inputs.whole(init_info.proof_layers)
         self._proving = frozenset(init_info.proof_layers)
         self._timeout_s = init_info.timeout_s
-        if inputs.rollout.spare_weights != "none" and self._spare is None:
-            on_host = inputs.rollout.spare_weights == "host"
+        if inputs.weight_sync.spare_weights != "none" and self._spare is None:
+            on_host = inputs.weight_sync.spare_weights == "host"
             self._spare = SpareWeights(self._slices, self.engine_rank, self.device, on_host=on_host)
         peer = Peer(
             rank=init_info.rank_offset + self.engine_rank,
@@ -200,7 +200,7 @@ class TransferEngine(WeightTransferEngine):
         """Begin to receive a publication in spare memory, while the engine samples."""
         if self._transport is None or self._spare is None:
             raise RuntimeError(
-                "weights are to arrive in spare memory of an engine that has none (rollout.spare_weights)"
+                "weights are to arrive in spare memory of an engine that has none (weight_sync.spare_weights)"
             )
         if self._switch is None:
             placed = self._placed(self._spare)
@@ -355,7 +355,7 @@ def compare(placed: Sequence[Placed]) -> None:
             continue
         raise UnwritableKernel(
             f"{part.name}: the engine's kernels do not hold what vLLM's own loaders were given, so they keep it in a form "
-            "that cannot be written directly; choose other kernels (rollout.linear_backend, rollout.moe_backend)"
+            "that cannot be written directly; choose other kernels (engine.linear_backend, engine.moe_backend)"
         )
 
 

@@ -2,7 +2,7 @@
 
 In:  messages of a publication, from a transport. Out: the same messages, in memory that stays until the next one.
 Runs in a thread of the engine worker, beside the model's own work; on a GPU on a stream of its own. The engine pauses
-only to copy them to the tensors that its kernels read (``rollout.spare_weights``).
+only to copy them to the tensors that its kernels read (``weight_sync.spare_weights``).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the queries, with gradients. Runs on: every trainer rank with a Hopper or newer 
 The engine uses FlashAttention 3, which vLLM ships without a backward pass. With ``match_engine`` it also computes the
 outputs here, and cuDNN's backward continues from them: both kernels save only the logsumexp of every row. A single
 split of the keys (``num_splits=1``) makes a query's sums independent of the rest of the batch, as in an engine under
-``rollout.batch_invariant``.
+``engine.batch_invariant``.
 
 Transformer Engine's functions are called directly, because its DotProductAttention would silently choose between this
 kernel and an unfused one that materializes all scores, compare lengths on the device in every layer, and run a ring

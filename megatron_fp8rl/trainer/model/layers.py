@@ -232,7 +232,7 @@ class LayerFactory:
         shared = None
         if model.num_shared_experts:
             shared = partial(SharedExpertMLP, submodules=self._dense(layer, "mlp.shared_experts"))
-        parts = 2 if self._cfg.rollout.expert == 2 else 1  # the order in which more ranks add is not known
+        parts = 2 if self._cfg.engine.expert == 2 else 1  # the order in which more ranks add is not known
         return partial(
             ExpertLayer,
             submodules=MoESubmodules(experts=self._experts(layer), shared_experts=shared, router=router),

@@ -64,5 +64,5 @@ def te_rms_norm(x: Tensor, weight: Tensor, eps: float, *, with_input: bool = Fal
 def batch_invariant_rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, with_input: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm bitwise equal to an engine under ``rollout.batch_invariant``; BF16 only. ``with_input`` as above."""
+    """RMSNorm bitwise equal to an engine under ``engine.batch_invariant``; BF16 only. ``with_input`` as above."""
     return _RmsNorm.apply(x, weight, eps, True, with_input)

@@ -2,7 +2,7 @@
 
 In:  messages of a :class:`~megatron_fp8rl.weight_sync.schedule.SendSchedule` in memory that the transport owns.
 Out: the same bytes where the engine worker can read them.
-Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. ``rollout.transport`` names one:
+Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. ``weight_sync.transport`` names one:
 
     ipc    the receiver maps the sender's buffers and reads them; counters in shared memory say which rounds are
            written and which are read. Buffers are CUDA memory, opened by handle across processes and GPUs of one host,
@@ -13,7 +13,7 @@ Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. ``
 All keep two rounds: while the engines read one, the trainer fills the other. Both ends wait with deadlines and detect
 within a fraction of a second that another process has failed, through a key in a store hosted by trainer rank 0.
 
-A new transport is a subclass of :class:`Transport` and an entry in ``choose.py`` (and in ``config.RolloutConfig``).
+A new transport is a subclass of :class:`Transport` and an entry in ``choose.py`` (and in ``config.WeightSyncConfig``).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Transport:
                 self.watch()
                 self._raise_failure(what)
             if now > self._end:
-                raise DeliveryError(f"{what()} within {self.timeout_s:g} s (rollout.update_deadline_s)")
+                raise DeliveryError(f"{what()} within {self.timeout_s:g} s (deadlines.update_s)")
             time.sleep(self.nap_s if nap_s is None else nap_s)
 
     def _raise_failure(self, what: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""The transports by value of ``rollout.transport``, and what ``auto`` selects."""
+"""The transports by value of ``weight_sync.transport``, and what ``auto`` selects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRANSPORTS: dict[str, type[Transport]] = {
 
 
 def resolve(kind: str, *, on_gpu: bool, one_host: bool, colocated: bool) -> str:
-    """The transport that ``rollout.transport`` = auto selects here; other values are returned unchanged."""
+    """The transport that ``weight_sync.transport`` = auto selects here; other values are returned unchanged."""
     if kind != "auto":
         return kind
     if one_host:

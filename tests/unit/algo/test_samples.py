@@ -10,7 +10,7 @@ from megatron_fp8rl.algo import advantages
 from megatron_fp8rl.algo import samples as algo_samples
 from megatron_fp8rl.algo.load_function import FunctionError, load_advantage
 from megatron_fp8rl.algo.samples import NonFiniteRewardError, RoutedExpertsError, has_signal, overlong_penalty
-from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 from tests.helpers.samples import advantages_of, logprobs_of, mask_of
 from tests.tolerances import FLOAT64_ORDER
@@ -22,7 +22,7 @@ PROMPT = Prompt(prompt_id="sum/7", environment="sum", token_ids=(1, 2, 3), text=
 
 
 def config(**algo) -> RunConfig:
-    return RunConfig(name="x", model=MODEL, algo=AlgoConfig(**algo), rollout=RolloutConfig(max_completion_tokens=10))
+    return RunConfig(name="x", model=MODEL, algo=AlgoConfig(**algo), sampling=SamplingConfig(max_completion_tokens=10))
 
 
 def to_samples(groups, cfg, version):

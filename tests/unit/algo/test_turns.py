@@ -12,7 +12,7 @@ from megatron_fp8rl.algo.load_function import load_advantage
 from megatron_fp8rl.algo.mismatch import mismatch_metrics
 from megatron_fp8rl.algo.samples import require_experts, to_samples
 from megatron_fp8rl.algo.turns import turn_of_tokens
-from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.types import Completion, Given, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
 from tests.helpers.samples import advantages_of, logprobs_of, mask_of
 from tests.unit.algo.algo_cases import LocalReducer, packed, with_logprobs
@@ -32,7 +32,7 @@ PROMPT = Prompt(prompt_id="sum/7", environment="sum", token_ids=(1, 2, 3), text=
 
 
 def config(**algo) -> RunConfig:
-    return RunConfig(name="x", model=MODEL, algo=AlgoConfig(**algo), rollout=RolloutConfig(max_completion_tokens=10))
+    return RunConfig(name="x", model=MODEL, algo=AlgoConfig(**algo), sampling=SamplingConfig(max_completion_tokens=10))
 
 
 def sampled(*token_ids: int, version: int = 0, reason: str = "stop", experts=None) -> Completion:

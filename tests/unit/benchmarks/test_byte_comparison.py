@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import byte_comparison, same_bytes
 from benchmarks.light_policy import _draw
-from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry
 from model_configs import tiny
@@ -23,13 +23,13 @@ def config(trainer: str, engine_tensor: int = 2, **model) -> RunConfig:
         model=replace(tiny.tiny_qwen3_moe().model, **model),
         parallel=same_bytes.TRAINERS[trainer],
         precision=PrecisionConfig(),
-        rollout=RolloutConfig(tensor=engine_tensor),
+        engine=EngineConfig(tensor=engine_tensor),
     )
 
 
 def held_by_an_engine(cfg: RunConfig) -> list[list[dict]]:
     """What the workers of one replica report when everything is right."""
-    workers = [{"rank": rank, "digests": {}} for rank in reversed(range(cfg.rollout.tensor))]
+    workers = [{"rank": rank, "digests": {}} for rank in reversed(range(cfg.engine.tensor))]
     for name, transfers in byte_comparison.groups(cfg):
         whole = dict(registry.to_hf(name, _draw(registry.weight(name, cfg.model), cfg, CPU), cfg.model))
         for transfer in transfers:

@@ -22,7 +22,7 @@ def test_every_default_cell_is_a_valid_run_that_fits_an_h200_and_keeps_its_logit
     for arm in arms:
         cfg = layers.Cell(**arm, recompute="none").run_config()
         assert not rules.check(cfg)
-        assert cfg.optim.logprob_chunk_tokens == cfg.rollout.max_tokens_per_microbatch == 16_384
+        assert cfg.optim.logprob_chunk_tokens == cfg.optim.max_tokens_per_microbatch == 16_384
         assert not worst_rank(cfg, GPUS["h200"], GPUS["h200"].memory_bytes).is_tight
 
 

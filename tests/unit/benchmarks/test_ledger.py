@@ -137,7 +137,7 @@ def test_every_shape_can_be_planned_for_h200(name, tmp_path):
         found = ledger.job_of(options, name, arm)
         assert found.cfg.num_steps > options.steps and found.cfg.checkpoint.every_steps == 0
         assert found.cfg.precision.exact == (arm == "exact")
-        assert (found.cfg.rollout.kv_cache_dtype == "fp8") == (arm == "fp8_kv")
+        assert (found.cfg.engine.kv_cache_dtype == "fp8") == (arm == "fp8_kv")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_trainer_takes_the_memory_that_the_doctor_predicts(runs, least, most, 
         given = parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path), "--layers", str(row["layers"])])
         given.overrides = [
             *row["fields"],
-            "--rollout.max_tokens_per_microbatch",
+            "--optim.max_tokens_per_microbatch",
             f"{row['layout']['microbatch']}",
             "--optim.recompute",
             row["layout"]["recompute"],
@@ -174,7 +174,7 @@ def test_a_trainer_that_offloads_takes_the_memory_that_the_doctor_predicts(tmp_p
         cfg = ledger.job_of(
             parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path)]), row["shape"], row["arm"]
         ).cfg
-        assert cfg.rollout.max_tokens_per_microbatch == row["layout"]["microbatch"] and set(cfg.optim.offload) == set(
+        assert cfg.optim.max_tokens_per_microbatch == row["layout"]["microbatch"] and set(cfg.optim.offload) == set(
             row["layout"]["offload"]
         )
         estimate = trainer_memory.worst_rank(cfg, GPUS["h200"], GPUS["h200"].memory_bytes)

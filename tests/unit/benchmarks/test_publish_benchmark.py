@@ -46,7 +46,7 @@ def test_the_large_mixture_of_experts_can_be_published_in_every_layout(text):
         cfg.model,
         LayerTable.build(cfg.model, cfg.precision),
         TrainerLayout.from_config(cfg.parallel),
-        EngineLayout.from_config(cfg.rollout),
+        EngineLayout.from_config(cfg.engine),
     )
     assert {s.rank for t in found.transfers for s in t.sources} == {0, 1}  # both ranks have something to send
 

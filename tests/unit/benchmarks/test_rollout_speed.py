@@ -62,7 +62,7 @@ def test_batch_invariant_engines_are_cells_of_their_own_and_never_compiled():
     (plain,) = cells_of(*words, "off")
     assert invariant != plain and not invariant.compile
     cfg = speed.run_config(invariant, [speed.SHAPES["short"]])
-    assert cfg.rollout.batch_invariant and rules.check(cfg, accelerator="hopper") == []
+    assert cfg.engine.batch_invariant and rules.check(cfg, accelerator="hopper") == []
     chosen = shown(invariant)["asked: linear / experts / attention"]
     assert chosen == "auto / auto / auto, no compile, batch-invariant"
     assert {"batch_invariant", "compile"} <= set(SPEED.keys)

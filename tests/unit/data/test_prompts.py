@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_fp8rl.config import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import DataConfig, EnvironmentConfig, ModelConfig, RunConfig, SamplingConfig, WarmStartConfig
 from megatron_fp8rl.data.dropped import TooManyDroppedError
 from megatron_fp8rl.data.prompts import PromptStream, TooFewProblemsError, apportion, is_held_out
 from megatron_fp8rl.data.sft import SftSource
@@ -32,8 +32,9 @@ def config(*environments: EnvironmentConfig, seed: int = 1, **data) -> RunConfig
         name="x",
         model=MODEL,
         seed=seed,
-        data=DataConfig(environments=environments or (SUMS, PRODUCTS), sft_batch_size=16, **data),
-        rollout=RolloutConfig(max_prompt_tokens=20, max_completion_tokens=8),
+        data=DataConfig(environments=environments or (SUMS, PRODUCTS), **data),
+        warm_start=WarmStartConfig(batch_size=16),
+        sampling=SamplingConfig(max_prompt_tokens=20, max_completion_tokens=8),
     )
 
 
@@ -101,7 +102,7 @@ def test_a_single_question_cannot_be_on_both_sides():
 def test_bad_prompts_are_named():
     wordy = EnvironmentConfig(template="{question}")
     with pytest.raises(
-        TooManyDroppedError, match=r"of 500 prompts.*has \d+ tokens, more than rollout.max_prompt_tokens = 20"
+        TooManyDroppedError, match=r"of 500 prompts.*has \d+ tokens, more than sampling.max_prompt_tokens = 20"
     ):
         PromptStream(config(wordy), TOKENIZER).next_prompts(1)
     with pytest.raises(TooManyDroppedError, match=r"of 500 prompts.*does not know '→'"):
@@ -146,6 +147,6 @@ def test_sft_samples_are_prompt_answer_end():
 
 
 def test_sft_refuses_a_long_answer_by_name():
-    short = dataclasses.replace(config(SUMS), rollout=RolloutConfig(max_prompt_tokens=20, max_completion_tokens=1))
+    short = dataclasses.replace(config(SUMS), sampling=SamplingConfig(max_prompt_tokens=20, max_completion_tokens=1))
     with pytest.raises(ValueError, match=r"answer of chain_sum/sft-\d+ has \d tokens .*max_completion_tokens = 1"):
         SftSource(short, TOKENIZER).samples(0)

@@ -5,12 +5,21 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from megatron_fp8rl.config import DataConfig, EnvironmentConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import (
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    SamplingConfig,
+    WarmStartConfig,
+)
 from megatron_fp8rl.data.columns import ColumnError, find_columns
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
@@ -43,9 +52,9 @@ def config(folder: Path, *sources: EnvironmentConfig, seed: int = 1, **data) -> 
         head_dim=8,
         vocab_size=128,
     )
-    rollout = RolloutConfig(max_prompt_tokens=40, max_completion_tokens=8)
+    sampling = SamplingConfig(max_prompt_tokens=40, max_completion_tokens=8)
     data = DataConfig(environments=sources, **data)
-    return RunConfig(name="x", model=model, seed=seed, data=data, rollout=rollout, output_dir=str(folder / "run"))
+    return RunConfig(name="x", model=model, seed=seed, data=data, sampling=sampling, output_dir=str(folder / "run"))
 
 
 class TestFiles:
@@ -203,7 +212,7 @@ class TestDropped:
         lines = [json.loads(line) for line in (tmp_path / "run/data/dropped.jsonl").read_text().splitlines()]
         assert {line["prompt"] for line in lines} == {f"row {i} of t" for i in (25, 26, 27, 28)} and len(lines) == 4
         reasons = " ".join(line["reason"] for line in lines)
-        assert "'€'" in reasons and "more than rollout.max_prompt_tokens = 40" in reasons and "is empty" in reasons
+        assert "'€'" in reasons and "more than sampling.max_prompt_tokens = 40" in reasons and "is empty" in reasons
 
     def test_too_many_stop_before_anything_starts(self, tmp_path):
         cfg = config(tmp_path, EnvironmentConfig(dataset=write(tmp_path / "t.jsonl", self.BAD)))
@@ -277,7 +286,8 @@ class TestABadRowIsLeftOut:
     def test_in_the_warm_start(self, tmp_path):
         from megatron_fp8rl.data.sft import SftSource
 
-        samples = SftSource(self.stream(tmp_path, sft_batch_size=43), TOKENIZER).samples(0)
+        cfg = replace(self.stream(tmp_path), warm_start=WarmStartConfig(batch_size=43))
+        samples = SftSource(cfg, TOKENIZER).samples(0)
         assert len(samples) == 30
 
     def test_by_a_chat_template_that_refuses_its_messages(self, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl.commands.grpo import model_in
-from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RewardConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.data.inspection import inspect_sources
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.rewards.configured import RowRewards
@@ -45,7 +45,7 @@ def test_the_demos_rows_can_be_used_and_held_out_problems_are_new(tmp_path, monk
         name="x",
         model=model_in(tmp_path / "model"),
         data=DataConfig(environments=(source,)),
-        rollout=RolloutConfig(max_prompt_tokens=64),
+        sampling=SamplingConfig(max_prompt_tokens=64),
     )
     (report,) = inspect_sources(cfg, load_tokenizer(str(tmp_path / "model")))
     assert not report.dropped and not report.num_equal and max(report.lengths) <= 48

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RewardConfig
+from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RewardConfig, ScoringConfig
 from megatron_fp8rl.envs.environment import build_environment
 from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError, keys_of
 from megatron_fp8rl.types import Prompt
@@ -194,8 +194,8 @@ def test_unknown_environment_is_named(pool):
 
 
 def test_reasoning_gym_out_of_process_equals_in_process():
-    cfg = DataConfig(num_score_workers=1)
-    environment = build_environment(cfg.environments[0])
+    environments = DataConfig().environments
+    environment = build_environment(environments[0])
     problem = environment.make_problem(11)
     prompt = Prompt(
         prompt_id="chain_sum/11",
@@ -213,7 +213,7 @@ def test_reasoning_gym_out_of_process_equals_in_process():
         "12",
         problem.answer + "9",
     ]
-    with ScorePool.build(cfg) as pool:
+    with ScorePool.build(ScoringConfig(num_workers=1), environments) as pool:
         results = score_all(pool, [(prompt, text) for text in texts])
     assert [reward for reward, *_ in results] == [environment.score(prompt, text) for text in texts]
     assert [reward for reward, *_ in results[:4]] == [1.0, 1.0, 1.0, 0.0]

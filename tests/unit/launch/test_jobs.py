@@ -74,11 +74,11 @@ def test_an_evaluation_has_the_roles_of_training_and_words_that_parse_again(tmp_
         "4",
         "--num_completions",
         "4",
-        "--rollout.num_replicas",
+        "--engine.num_replicas",
         "2",
-        "--rollout.placement",
+        "--engine.placement",
         "separate",
-        "--rollout.transport",
+        "--weight_sync.transport",
         "gloo",
         "--seed",
         "7",
@@ -95,7 +95,7 @@ def test_an_evaluation_has_the_roles_of_training_and_words_that_parse_again(tmp_
     assert words[:4] == ("-m", "megatron_fp8rl", "eval", "tiny_qwen3")
     again = parse(words[2:], {c.name: dataclasses.replace(c, judges_config=True) for c in COMMANDS})
     assert again.options.checkpoint == str(checkpoint) and again.options.ks == (1, 4)
-    assert again.cfg.seed == 7 and again.cfg.rollout.placement == "remote"
+    assert again.cfg.seed == 7 and again.cfg.engine.placement == "remote"
     assert again.cfg.run_dir == str(tmp_path / "runs" / "tiny_qwen3")
     replica = spec.role("rollout-0").command
     assert replica[1:3] == ("megatron_fp8rl", "replica") and "--checkpoint" not in replica and "--seed" in replica

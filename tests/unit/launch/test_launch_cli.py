@@ -154,8 +154,8 @@ def test_a_folder_where_a_job_runs_is_refused(submitted, cluster_file, capsys, m
 
 
 def test_a_local_dry_run_shows_roles_and_starts_nothing(capsys, tmp_path):
-    words = ["--output_dir", str(tmp_path / "a b"), "--nodes", "3", "--rollout.placement", "separate"]
-    words += ["--rollout.transport", "gloo", "--parallel.world_size", "2", "--parallel.expert", "2"]
+    words = ["--output_dir", str(tmp_path / "a b"), "--nodes", "3", "--engine.placement", "separate"]
+    words += ["--weight_sync.transport", "gloo", "--parallel.world_size", "2", "--parallel.expert", "2"]
     cluster = tmp_path / "here.py"
     cluster.write_text(LOCAL + ")\n")
     assert cli.main(["tiny_qwen3_moe", "--cluster", str(cluster), "--dry-run", *words]) == 0

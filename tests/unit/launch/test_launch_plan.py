@@ -94,7 +94,7 @@ def test_no_slot_is_given_twice_and_no_node_is_idle(ranks, replicas, tensor, nod
 
 
 def test_roles_of_a_separate_run():
-    words = ("--rollout.transport", "auto")
+    words = ("--weight_sync.transport", "auto")
     (problem,) = plan_training(request("grpo_qwen3_8b", *words, nodes=2)).problems
     assert "--model.hf_path = None: grpo_qwen3_8b has no weights to start from" in problem
     planned = plan_training(request("grpo_qwen3_8b", *words, "--model.random", "True", nodes=2))
@@ -120,7 +120,7 @@ def test_commands_are_those_of_the_program():
     assert spec is not None and [role.nodes for role in spec.roles] == [(0, 1), (2,)]
     words = spec.role("trainer").command
     cfg = cli.parse_overrides(cli.load_config(words[3]), words[4:])
-    assert (cfg.run_dir, cfg.rollout.placement, cfg.observe.display) == (spec.run_dir, "remote", "plain")
+    assert (cfg.run_dir, cfg.engine.placement, cfg.observe.display) == (spec.run_dir, "remote", "plain")
     assert cfg.parallel.world_size == 2 and spec.role("trainer").gpus == ()
 
 
@@ -163,17 +163,17 @@ def test_every_problem_is_named_at_once():
 
 def test_shared_memory_ends_at_a_node():
     [problem] = plan_training(request("tiny_qwen3_moe", *SMALL, "ipc", cluster=CPU, nodes=3)).problems
-    assert "--rollout.transport = 'ipc'" in problem and "--rollout.transport auto" in problem
+    assert "--weight_sync.transport = 'ipc'" in problem and "--weight_sync.transport auto" in problem
 
 
 def test_a_mistake_that_doctor_sees_too_is_named_once():
-    words = ("--parallel.world_size", "16", "--rollout.num_replicas", "16", "--rollout.transport", "ipc")
+    words = ("--parallel.world_size", "16", "--engine.num_replicas", "16", "--weight_sync.transport", "ipc")
     problems = plan_training(request("grpo_qwen3_8b_colocated", *words)).problems
-    assert sum("--rollout.transport" in problem for problem in problems) == 1
+    assert sum("--weight_sync.transport" in problem for problem in problems) == 1
 
 
 def test_colocated_engines_over_nodes_are_started_by_agents_on_the_trainers_gpus():
-    words = ("--parallel.world_size", "16", "--rollout.num_replicas", "16", "--rollout.transport", "auto")
+    words = ("--parallel.world_size", "16", "--engine.num_replicas", "16", "--weight_sync.transport", "auto")
     planned = plan_training(request("grpo_qwen3_8b_colocated", *words, "--model.random", "True"))
     assert planned.spec is not None, planned.problems
     assert planned.spec.nodes == 2 and planned.spec.role("trainer").nodes == (0, 1)
@@ -181,8 +181,10 @@ def test_colocated_engines_over_nodes_are_started_by_agents_on_the_trainers_gpus
     assert (last.nodes, last.gpus) == ((1,), (7,))
     assert any("NCCL cannot join" in warning for warning in planned.warnings)
     words = planned.spec.role("trainer").command
-    rollout = cli.parse_overrides(cli.load_config(words[3]), words[4:]).rollout
-    assert (rollout.placement, rollout.transport) == ("remote", "gloo")
+    assert (
+        cli.parse_overrides(cli.load_config(words[3]), words[4:]).engine.placement,
+        cli.parse_overrides(cli.load_config(words[3]), words[4:]).weight_sync.transport,
+    ) == ("remote", "gloo")
 
 
 def test_what_doctor_finds_comes_with_its_remedy():

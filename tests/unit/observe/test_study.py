@@ -30,7 +30,7 @@ def test_arms_differ_in_precision_and_correction_and_share_start_and_seed(tmp_pa
     assert [one.algo.correction for one in found] == [TINY.algo.correction, "off", TINY.algo.correction]
     for one in found:
         assert one.model.hf_path == str(tmp_path / "tiny_qwen3_moe_study" / "warm_start" / "warm_start" / "hf")
-        assert (one.seed, one.num_steps, one.data.sft_steps) == (4, 2, 0)
+        assert (one.seed, one.num_steps, one.warm_start.steps) == (4, 2, 0)
 
 
 def test_a_model_of_ones_own_is_where_all_arms_start(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig
+from megatron_fp8rl.config import EngineConfig, ParallelConfig, PrecisionConfig
 from megatron_fp8rl.precision import kernel_choice
 from megatron_fp8rl.precision.hardware import PACKAGES, Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose, refusals
@@ -26,7 +26,8 @@ def make(cfg, tokens: int = 16_384, **parallel):
     return replace(
         cfg,
         parallel=ParallelConfig(**parallel),
-        rollout=replace(RolloutConfig(), max_tokens_per_microbatch=tokens),
+        engine=EngineConfig(),
+        optim=replace(cfg.optim, max_tokens_per_microbatch=tokens),
     )
 
 
@@ -53,7 +54,7 @@ def test_linears_of_a_rank():
 
 def test_replicated_linears_see_a_ranks_own_tokens():
     cfg = grpo_deepseek_v3()
-    assert (cfg.parallel.tensor, cfg.rollout.max_tokens_per_microbatch) == (4, 8192)
+    assert (cfg.parallel.tensor, cfg.optim.max_tokens_per_microbatch) == (4, 8192)
     by_name = {use.name: use for use in linears_of(cfg)}
     assert by_name["self_attention.linear_kv_down_proj"].shape == Linear("linear", 2048, 512 + 64, 7168)
     assert by_name["self_attention.linear_q_up_proj"].shape.tokens == 8192
@@ -164,9 +165,9 @@ def test_what_is_not_installed_is_named_with_the_remedy():
         (text,) = said(run(**{field: "deep_gemm"}), without["deep_gemm"])
         assert "DeepGEMM is not installed" in text and f"--precision.{field} te" in text
         assert getattr(choose(run(), without["deep_gemm"]).trainer, field) == "te"
-    flashinfer = replace(run(), rollout=replace(run().rollout, attention_backend="FLASHINFER"))
+    flashinfer = replace(run(), engine=replace(run().engine, attention_backend="FLASHINFER"))
     (text,) = said(flashinfer, without["flashinfer"])
-    assert text.startswith("--rollout.attention_backend = 'FLASHINFER': the package flashinfer")
+    assert text.startswith("--engine.attention_backend = 'FLASHINFER': the package flashinfer")
     assert not refusals(flashinfer, without["flashinfer"], "trainer")  # where engines live elsewhere
 
 
@@ -176,7 +177,7 @@ def test_what_carries_tokens_is_refused_where_it_cannot(dispatch, package):
     choice = choose(wide, HOPPER)
     assert choice.trainer.dispatch == dispatch and not refusals(wide, HOPPER)
     assert choice.trainer.combine == "experts"  # where the engine's DeepGEMM would have them added with weights, too
-    deep_gemm = replace(wide, rollout=replace(wide.rollout, moe_backend="deep_gemm"))
+    deep_gemm = replace(wide, engine=replace(wide.engine, moe_backend="deep_gemm"))
     assert choose(deep_gemm, HOPPER).trainer.combine == "experts"
     for cfg, hardware, problem in (
         (wide, CPU, "needs a GPU"),
@@ -257,9 +258,9 @@ def test_engines_that_compute_with_another_kernel_are_told_by_name():
     }
     assert choice.disagreements(sound) == []
     (text,) = choice.disagreements(sound | {"experts": ["Fp8MoEMethod (DEEPGEMM)"]})
-    assert "rollout.moe_backend: Triton was chosen" in text and "DEEPGEMM" in text
+    assert "engine.moe_backend: Triton was chosen" in text and "DEEPGEMM" in text
     (text,) = choice.disagreements({"linears": [*sound["linears"], "CutlassFp8BlockScaledMMKernel"]})
     assert "DeepGEMM was chosen" in text and "computes with CutlassFp8BlockScaledMMKernel" in text
-    named = replace(run(), rollout=replace(run().rollout, attention_backend="TRITON_ATTN"))
+    named = replace(run(), engine=replace(run().engine, attention_backend="TRITON_ATTN"))
     assert choose(named, HOPPER).disagreements(sound)
     assert choose(run(), CPU).disagreements({"linears": ["EmulatedFp8LinearMethod"], "attention": ["CPU_ATTN"]}) == []

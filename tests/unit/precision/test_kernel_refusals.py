@@ -13,10 +13,10 @@ import torch
 from megatron_fp8rl.cli import config_functions
 from megatron_fp8rl.config import (
     ConfigError,
+    EngineConfig,
     ModelConfig,
     ParallelConfig,
     PrecisionConfig,
-    RolloutConfig,
     RunConfig,
     Violation,
 )
@@ -37,11 +37,9 @@ FIELDS = {
         "exact",
     ),
     "parallel": ("dispatch",),
-    "rollout": ("linear_backend", "moe_backend", "attention_backend", "batch_invariant", "kv_cache_dtype"),
+    "engine": ("linear_backend", "moe_backend", "attention_backend", "batch_invariant", "kv_cache_dtype"),
 }
-KERNEL_FIELDS = {f"--{group}.{name}" for group, names in FIELDS.items() for name in names} - {
-    "--rollout.kv_cache_dtype"
-}
+KERNEL_FIELDS = {f"--{group}.{name}" for group, names in FIELDS.items() for name in names} - {"--engine.kv_cache_dtype"}
 GENERATIONS: tuple[Generation, ...] = typing.get_args(Generation)
 
 
@@ -80,7 +78,7 @@ def build(cfg: RunConfig, generation: Generation, monkeypatch) -> list[Violation
         patch.setattr("megatron_fp8rl.rollout.fleet.LocalReplicas", start)
         patch.setattr("megatron_fp8rl.rollout.fleet.placement.visible_gpus", lambda: [])
         patch.setattr("megatron_fp8rl.rollout.fleet.placement.assign", lambda *_, **__: [])
-        local = replace(cfg, rollout=replace(cfg.rollout, placement="colocated"))
+        local = replace(cfg, engine=replace(cfg.engine, placement="colocated"))
         for entry in (lambda: trainer.build_chunks(cfg, parallel), lambda: Fleet.start(local, "model", "runs")):
             try:
                 entry()
@@ -102,7 +100,7 @@ def drawn(seed: int) -> RunConfig:
     """A configuration with some of the fields that name kernels at random values, all legal."""
     rng = random.Random(seed)
     cfg = rng.choice([function() for function in config_functions().values()])
-    groups = {"precision": PrecisionConfig, "parallel": ParallelConfig, "rollout": RolloutConfig}
+    groups = {"precision": PrecisionConfig, "parallel": ParallelConfig, "engine": EngineConfig}
     for group, names in FIELDS.items():
         picked = rng.sample(names, rng.randint(1, len(names)))
         changes = {name: rng.choice(values(groups[group], name)) for name in picked}
@@ -185,19 +183,19 @@ def test_exact_selects_the_kernels_that_both_ends_share():
 @pytest.mark.parametrize(
     "path, value, on_gpu_only",
     [
-        ("rollout.max_staleness", 1, False),
-        ("rollout.top_p", 0.9, False),
-        ("rollout.top_k", 5, False),
-        ("rollout.kv_cache_dtype", "fp8", True),
-        ("rollout.tensor", 2, False),
+        ("sampling.max_staleness", 1, False),
+        ("sampling.top_p", 0.9, False),
+        ("sampling.top_k", 5, False),
+        ("engine.kv_cache_dtype", "fp8", True),
+        ("engine.tensor", 2, False),
         ("parallel.tensor", 2, False),
         ("parallel.expert_tensor", 2, False),
         ("precision.trainer", "bf16", False),
-        ("rollout.temperature", 0.7, True),
+        ("sampling.temperature", 0.7, True),
         ("precision.scales", "fp32", True),
         ("precision.bf16_first_layers", 1, True),
         ("precision.linears", "te", True),
-        ("rollout.moe_backend", "triton", True),
+        ("engine.moe_backend", "triton", True),
         ("model.head_dim", 64, True),
         ("model.moe_ffn_hidden_size", 192, True),
     ],
@@ -231,11 +229,11 @@ SHARED = replace(EXACT, model=replace(EXACT.model, num_shared_experts=1))
         (EXACT, 2, 1, 2, 1, ""),
         (EXACT, 1, 2, 2, 1, "parallel.tensor"),  # the trainer would round once
         (EXACT, 2, 1, 2, 2, "parallel.tensor"),
-        (EXACT, 1, 2, 1, 2, "rollout.expert"),
-        (DENSE, 1, 4, 1, 4, "rollout.tensor"),
-        (EXACT, 4, 1, 4, 1, "rollout.data"),
-        (SHARED, 1, 2, 2, 2, "rollout.tensor"),
-        (SHARED, 2, 1, 2, 1, "rollout.data"),
+        (EXACT, 1, 2, 1, 2, "engine.expert"),
+        (DENSE, 1, 4, 1, 4, "engine.tensor"),
+        (EXACT, 4, 1, 4, 1, "engine.data"),
+        (SHARED, 1, 2, 2, 2, "engine.tensor"),
+        (SHARED, 2, 1, 2, 1, "engine.data"),
     ],
 )
 def test_exact_accepts_sums_of_two_ranks_that_the_trainer_has_too(cfg, data, tensor, expert, trainer, refused):
@@ -243,7 +241,7 @@ def test_exact_accepts_sums_of_two_ranks_that_the_trainer_has_too(cfg, data, ten
 
     cfg = replace(
         cfg,
-        rollout=replace(cfg.rollout, data=data, tensor=tensor, expert=expert),
+        engine=replace(cfg.engine, data=data, tensor=tensor, expert=expert),
         parallel=replace(cfg.parallel, world_size=trainer, tensor=trainer),
     )
     for hardware in (Hardware("cpu"), Hardware("hopper")):

@@ -25,7 +25,7 @@ EXACT = RewardConfig()
     [
         make(),
         make(MOE),
-        make(parallel__world_size=2, parallel__tensor=2, rollout__tensor=2),
+        make(parallel__world_size=2, parallel__tensor=2, engine__tensor=2),
         make(MOE, parallel__world_size=8, parallel__tensor=2, parallel__expert=4, parallel__expert_tensor=2),
         make(parallel__world_size=8, parallel__pipeline=2, parallel__virtual_stages=2, parallel__context=2),
         make(parallel__world_size=3, parallel__pipeline=3),  # 4 layers: 2, 1 and 1
@@ -45,17 +45,17 @@ _REPLAYS = (("old", False, []), ("rollout", True, []), ("rollout", False, ["--al
 def test_router_replay_needs_a_router_and_recorded_experts(tmp_path):
     assert fields_of(make(algo__router_replay="old")) == ["--algo.router_replay"]
     for mode, records, fields in _REPLAYS:
-        cfg = make(MOE, algo__router_replay=mode, rollout__record_routed_experts=records)
+        cfg = make(MOE, algo__router_replay=mode, engine__record_routed_experts=records)
         assert fields_of(cfg) == fields
     (violation,) = check(cfg, accelerator="cpu")
-    assert "--rollout.record_routed_experts True" in violation.remedy
-    for has_experts, fields in ((False, ["--rollout.replay"]), (True, [])):
+    assert "--engine.record_routed_experts True" in violation.remedy
+    for has_experts, fields in ((False, ["--sampling.replay"]), (True, [])):
         folder, cfg = tmp_path / str(has_experts), replace(cfg, num_steps=1)
         with closing(RolloutWriter(folder)) as writer:
             writer.write(1, [make_group(0, experts=has_experts)])
-        assert fields_of(replace(cfg, rollout=replace(cfg.rollout, replay=str(folder)))) == fields
-    missing = replace(cfg, rollout=replace(cfg.rollout, replay="missing"))
-    assert fields_of(missing) == ["--rollout.replay"]
+        assert fields_of(replace(cfg, sampling=replace(cfg.sampling, replay=str(folder)))) == fields
+    missing = replace(cfg, sampling=replace(cfg.sampling, replay="missing"))
+    assert fields_of(missing) == ["--sampling.replay"]
 
 
 def test_five_mistakes_give_five_violations():
@@ -63,7 +63,7 @@ def test_five_mistakes_give_five_violations():
         parallel__pipeline=5,
         parallel__world_size=5,
         precision__kernels="te",
-        rollout__completions_per_prompt=1,
+        sampling__completions_per_prompt=1,
         algo__clip_low=-0.2,
         data__environments=(),
     )
@@ -71,7 +71,7 @@ def test_five_mistakes_give_five_violations():
     assert [violation.field for violation in violations] == [
         "--parallel.pipeline",
         "--precision.kernels",
-        "--rollout.completions_per_prompt",
+        "--sampling.completions_per_prompt",
         "--algo.clip_low",
         "--data.environments",
     ]
@@ -89,41 +89,41 @@ def test_five_mistakes_give_five_violations():
         ({"parallel__tensor": 2}, "--parallel.world_size"),
         ({"parallel__virtual_stages": 2}, "--parallel.virtual_stages"),
         ({"parallel__expert": 2, "parallel__world_size": 2}, "--parallel.expert"),
-        ({"rollout__tensor": 3}, "--rollout.tensor"),
+        ({"engine__tensor": 3}, "--engine.tensor"),
         ({"precision__bf16_first_layers": 3, "precision__bf16_last_layers": 2}, "--precision.bf16_first_layers"),
         ({"optim__min_lr": 1.0}, "--optim.min_lr"),
         ({"optim__beta2": 1.0}, "--optim.beta2"),
         ({"optim__recompute": "selective", "optim__recompute_modules": ()}, "--optim.recompute_modules"),
         ({"optim__recompute": "selective", "optim__recompute_modules": ("moe",)}, "--optim.recompute_modules"),
-        ({"rollout__max_completion_tokens": 5000}, "--rollout.max_completion_tokens"),
-        ({"rollout__max_tokens_per_microbatch": 100}, "--rollout.max_tokens_per_microbatch"),
-        ({"rollout__temperature": 0.0}, "--rollout.temperature"),
-        ({"rollout__top_p": 0.0}, "--rollout.top_p"),
-        ({"rollout__stop_strings": ("\n", "")}, "--rollout.stop_strings"),
-        ({"rollout__stop_token_ids": (512,)}, "--rollout.stop_token_ids"),
-        ({"rollout__record_routed_experts": True}, "--rollout.record_routed_experts"),
-        ({"rollout__replay": "missing"}, "--rollout.replay"),
+        ({"sampling__max_completion_tokens": 5000}, "--sampling.max_completion_tokens"),
+        ({"optim__max_tokens_per_microbatch": 100}, "--optim.max_tokens_per_microbatch"),
+        ({"sampling__temperature": 0.0}, "--sampling.temperature"),
+        ({"sampling__top_p": 0.0}, "--sampling.top_p"),
+        ({"sampling__stop_strings": ("\n", "")}, "--sampling.stop_strings"),
+        ({"sampling__stop_token_ids": (512,)}, "--sampling.stop_token_ids"),
+        ({"engine__record_routed_experts": True}, "--engine.record_routed_experts"),
+        ({"sampling__replay": "missing"}, "--sampling.replay"),
         ({"seed": 2**70}, "--seed"),
         ({"model__embedding_range": 1.0, "model__tie_embeddings": True}, "--model.embedding_range"),
         ({"model__embedding_range": 0.0}, "--model.embedding_range"),
         ({"output_dir": "/proc/x"}, "--output_dir"),
-        ({"rollout__request_deadline_s": 0.001}, "--rollout.request_deadline_s"),
-        ({"rollout__temperature": 1e-9}, "--rollout.temperature"),
-        ({"rollout__prompts_per_step": 10**9}, "--rollout.prompts_per_step"),
-        ({"rollout__num_replicas": 100_000}, "--rollout.num_replicas"),
-        ({"rollout__max_staleness": 10**6}, "--rollout.max_staleness"),
-        ({"rollout__max_staleness": 1, "rollout__window_groups": 129}, "--rollout.window_groups"),
-        ({"rollout__max_completion_tokens": 1, "algo__overlong": "mask"}, "--algo.overlong"),
-        ({"data__num_score_workers": 100_000}, "--data.num_score_workers"),
+        ({"deadlines__request_s": 0.001}, "--deadlines.request_s"),
+        ({"sampling__temperature": 1e-9}, "--sampling.temperature"),
+        ({"sampling__prompts_per_step": 10**9}, "--sampling.prompts_per_step"),
+        ({"engine__num_replicas": 100_000}, "--engine.num_replicas"),
+        ({"sampling__max_staleness": 10**6}, "--sampling.max_staleness"),
+        ({"sampling__max_staleness": 1, "sampling__window_groups": 129}, "--sampling.window_groups"),
+        ({"sampling__max_completion_tokens": 1, "algo__overlong": "mask"}, "--algo.overlong"),
+        ({"scoring__num_workers": 100_000}, "--scoring.num_workers"),
         ({"data__environments": (EnvironmentConfig(weight=float("inf")),)}, "--data.environments.0.weight"),
-        ({"rollout__kv_cache_bytes": 1000}, "--rollout.kv_cache_bytes"),
+        ({"engine__kv_cache_bytes": 1000}, "--engine.kv_cache_bytes"),
         ({"algo__updates_per_step": 1000}, "--algo.updates_per_step"),
         ({"algo__loss_options": {"dual_clip": 1.1}}, "--algo.loss_options.dual_clip"),
         ({"algo__loss_options": {"aggregate": "token"}}, "--algo.loss_options"),  # dapo has none
         ({"algo__loss": "nowhere:loss"}, "--algo.loss"),
         ({"algo__advantage": "nowhere"}, "--algo.advantage"),
         ({"observe__eval_prompts": -1}, "--observe.eval_prompts"),
-        ({"observe__eval_prompts": 0, "data__sft_stop_pass_rate": 0.5}, "--data.sft_stop_pass_rate"),
+        ({"observe__eval_prompts": 0, "warm_start__stop_pass_rate": 0.5}, "--warm_start.stop_pass_rate"),
         ({"algo__veto_below": 1.5}, "--algo.veto_below"),
         ({"algo__correction": "mask", "algo__correction_low": 3.0}, "--algo.correction_low"),
         ({"algo__correction_high": 0.9}, "--algo.correction_high"),
@@ -217,16 +217,16 @@ def test_more_ranks_than_query_groups_are_judged_by_their_share_of_a_group():
     assert violation.remedy == "Degrees that tile: 1, 2, 4, 8, 16"
     for cfg in (
         make(model, parallel__world_size=16, parallel__tensor=16),
-        make(model, rollout__tensor=32),  # an engine copies whole key/value heads
+        make(model, engine__tensor=32),  # an engine copies whole key/value heads
         make(model, parallel__world_size=32, parallel__tensor=32, precision__trainer="tensorwise"),
     ):
         assert check(cfg, accelerator="cpu") == []
 
 
 def test_the_engine_is_judged_by_its_own_degree_also_where_the_trainer_is_bf16():
-    cfg = make(MOE, rollout__tensor=4, precision__trainer="bf16")
+    cfg = make(MOE, engine__tensor=4, precision__trainer="bf16")
     (violation,) = check(cfg, accelerator="cpu")
-    assert violation.field == "--rollout.tensor"
+    assert violation.field == "--engine.tensor"
     assert "down_proj of every expert: moe_ffn_hidden_size = 256, of which one rank has 64" in violation.problem
 
 
@@ -262,11 +262,11 @@ def test_latent_attention_is_tiled_by_its_heads_and_latent_sizes():
     )
     assert fields_of(make(model)) == []  # kv_a_proj_with_mqa has 288 rows: its last block is cut short everywhere
     # A rank keeps 96 rows of q_b_proj, 128 of kv_b_proj and 64 columns of o_proj.
-    assert fields_of(make(model, rollout__tensor=8)) == ["--rollout.tensor"]
+    assert fields_of(make(model, engine__tensor=8)) == ["--engine.tensor"]
     assert fields_of(make(replace(model, mla=replace(mla, q_lora_rank=96)))) == ["--model.mla.q_lora_rank"]
     assert fields_of(make(replace(model, mla=replace(mla, q_lora_rank=None)))) == []
     assert fields_of(make(replace(model, mla=None))) == ["--model.family"]
-    assert fields_of(make(model, rollout__kv_cache_dtype="fp8")) == ["--rollout.kv_cache_dtype"]
+    assert fields_of(make(model, engine__kv_cache_dtype="fp8")) == ["--engine.kv_cache_dtype"]
 
 
 def test_what_a_family_does_not_have_is_refused():
@@ -274,7 +274,7 @@ def test_what_a_family_does_not_have_is_refused():
     assert violation.field == "--model.family" and "qkv_bias = True" in violation.problem
     window = replace(DENSE, family="mistral", qk_norm=False, sliding_window=32)
     (violation,) = check(make(window), accelerator="cpu")
-    assert violation.field == "--rollout.max_completion_tokens" and "32 tokens in its window" in violation.problem
+    assert violation.field == "--sampling.max_completion_tokens" and "32 tokens in its window" in violation.problem
 
 
 def test_untiled_matrices_that_stay_bf16_are_no_mistake():
@@ -313,10 +313,10 @@ def test_a_replay_needs_every_step_and_samples_nothing(tmp_path):
     with closing(RolloutWriter(tmp_path)) as writer:
         for step in (1, 2, 4):
             writer.write(step, [make_group(step)])
-    (short,) = check(make(rollout__replay=str(tmp_path), num_steps=4), accelerator="cpu")
+    (short,) = check(make(sampling__replay=str(tmp_path), num_steps=4), accelerator="cpu")
     assert "holds no step 3, and num_steps = 4" in short.problem and "--num_steps 2" in short.remedy
-    assert fields_of(make(rollout__replay=str(tmp_path), num_steps=2)) == []
-    assert fields_of(make(rollout__replay=str(tmp_path), num_steps=2, observe__eval_every=1)) == [
+    assert fields_of(make(sampling__replay=str(tmp_path), num_steps=2)) == []
+    assert fields_of(make(sampling__replay=str(tmp_path), num_steps=2, observe__eval_every=1)) == [
         "--observe.eval_every"
     ]
 
@@ -344,14 +344,14 @@ def test_a_chat_template_has_to_be_there(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "code", "choices"),
     [
-        ({"rollout__max_staleness": -1}, "range", (0, 1000)),
+        ({"sampling__max_staleness": -1}, "range", (0, 1000)),
         ({"optim__warmup_steps": -1}, "range", (0,)),
         ({"algo__clip_low": 0.0}, "range", ()),
-        ({"rollout__tensor": 3}, "divisor", (1, 2, 4, 8)),
+        ({"engine__tensor": 3}, "divisor", (1, 2, 4, 8)),
         ({"parallel__world_size": 4, "parallel__tensor": 4}, "untiled_shard", (1, 2)),
         ({"model__hidden_size": 192}, "untiled_size", ()),
         ({"algo__updates_per_step": 1000}, "invalid", (256,)),
-        ({"rollout__transport": "nccl"}, "invalid", ("auto",)),
+        ({"weight_sync__transport": "nccl"}, "invalid", ("auto",)),
         ({"output_dir": "runs/{step}"}, "invalid", ()),
     ],
 )
@@ -361,17 +361,17 @@ def test_violations_have_a_code_and_values_to_try(changes, code, choices):
 
 
 def test_what_starts_all_the_same_is_doubted():
-    cfg = make(optim__warmup_steps=50, num_steps=5, rollout__sleep_level=1, rollout__attention_backend="FLASHINFER")
+    cfg = make(optim__warmup_steps=50, num_steps=5, engine__sleep_level=1, engine__attention_backend="FLASHINFER")
     said = [finding.problem for finding in doubts(cfg, "cpu")]
     assert said == [
         "--optim.warmup_steps 50 is longer than the run of 5 updates, which ends at 0.1 of the learning rate",
-        "--rollout.attention_backend FLASHINFER has no effect without a GPU",
-        "--rollout.sleep_level 1 has no effect without a GPU",
+        "--engine.attention_backend FLASHINFER has no effect without a GPU",
+        "--engine.sleep_level 1 has no effect without a GPU",
     ]
     assert len(doubts(cfg, "hopper")) == 1 and doubts(make(), "cpu") == []
-    (remote,) = doubts(make(rollout__placement="remote"), "cpu")
+    (remote,) = doubts(make(engine__placement="remote"), "cpu")
     assert "`python -m launch` does" in remote.problem
-    window = {"rollout__max_staleness": 4, "rollout__prompts_per_step": 16}
-    (full,) = doubts(make(rollout__window_groups=80, **window), "cpu")
+    window = {"sampling__max_staleness": 4, "sampling__prompts_per_step": 16}
+    (full,) = doubts(make(sampling__window_groups=80, **window), "cpu")
     assert "groups stay 5 steps in a window of 80" in full.problem and "up to 64 groups" in full.problem
-    assert doubts(make(rollout__window_groups=64, **window), "cpu") == []
+    assert doubts(make(sampling__window_groups=64, **window), "cpu") == []

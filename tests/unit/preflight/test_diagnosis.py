@@ -39,9 +39,9 @@ def errors(found):
 def test_degrees_that_tile_are_those_that_config_check_accepts():
     """Two answers to one question: the doctor's lists, and trying every degree."""
     for cfg, paths in (
-        (grpo_qwen3_30b_a3b(), ("rollout.tensor",)),
-        (change(grpo_qwen3_8b(), parallel__world_size=64), ("rollout.tensor", "parallel.tensor")),
-        (change(grpo_deepseek_v3(), parallel__pipeline=1, parallel__expert=1), ("rollout.tensor", "parallel.tensor")),
+        (grpo_qwen3_30b_a3b(), ("engine.tensor",)),
+        (change(grpo_qwen3_8b(), parallel__world_size=64), ("engine.tensor", "parallel.tensor")),
+        (change(grpo_deepseek_v3(), parallel__pipeline=1, parallel__expert=1), ("engine.tensor", "parallel.tensor")),
     ):
         listed = tiling.common_degrees(tiling.matrices(cfg))
         for path in paths:
@@ -58,14 +58,14 @@ def test_experts_of_30b_tile_over_1_2_3_and_6_ranks():
     """768 columns are six blocks of 128."""
     listed = tiling.common_degrees(tiling.matrices(grpo_qwen3_30b_a3b()))
     assert listed["parallel.expert_tensor"] == [1, 2, 3, 6]
-    assert listed["rollout.tensor"] == [1, 2]
-    down = next(m for m in tiling.matrices(change(grpo_qwen3_30b_a3b(), rollout__tensor=4)) if "down" in m.name)
+    assert listed["engine.tensor"] == [1, 2]
+    down = next(m for m in tiling.matrices(change(grpo_qwen3_30b_a3b(), engine__tensor=4)) if "down" in m.name)
     assert (down.engine_shape, down.engine_tiles, down.count) == ((2048, 192), False, 48 * 128)
 
 
 def test_ranks_that_share_a_query_group_need_whole_blocks_of_it():
     """Qwen3-8B has 8 query groups of 768 rows: 16 ranks have 384 rows each, three blocks, and 32 ranks have 192."""
-    cfg = change(grpo_qwen3_8b(), parallel__world_size=32, rollout__transport="gloo")
+    cfg = change(grpo_qwen3_8b(), parallel__world_size=32, weight_sync__transport="gloo")
     assert not errors(diagnose(change(cfg, parallel__tensor=16)))
     assert "1, 2, 4, 8, 16" in errors(diagnose(change(cfg, parallel__tensor=32)))["--parallel.tensor"].remedy
 
@@ -78,11 +78,11 @@ def test_a_partial_block_at_the_end_is_no_mistake():
 
 
 def test_a_run_that_cannot_work_and_the_command_that_makes_it_work():
-    cfg = change(grpo_qwen3_30b_a3b(), rollout__tensor=4, parallel__expert=1, parallel__tensor=3)
-    overrides = ["--rollout.tensor", "4", "--parallel.expert=1", "--parallel.tensor", "3"]
+    cfg = change(grpo_qwen3_30b_a3b(), engine__tensor=4, parallel__expert=1, parallel__tensor=3)
+    overrides = ["--engine.tensor", "4", "--parallel.expert=1", "--parallel.tensor", "3"]
     found = diagnose(cfg, config_name="grpo_qwen3_30b_a3b", overrides=overrides)
     assert found.status == 2
-    assert {"--parallel.tensor", "--rollout.tensor"} & set(errors(found))
+    assert {"--parallel.tensor", "--engine.tensor"} & set(errors(found))
     # The command is the diagnosed one with other values; it is run through the parser that a user would meet.
     words = shlex.split(found.command)
     assert words[:5] == ["python", "-m", "megatron_fp8rl", "doctor", "grpo_qwen3_30b_a3b"]
@@ -93,8 +93,8 @@ def test_a_run_that_cannot_work_and_the_command_that_makes_it_work():
 
 
 def test_each_command_takes_its_finding_away():
-    cfg = change(grpo_qwen3_8b(), rollout__gpu_memory_utilization=0.999, algo__correction="off")
-    cfg = change(cfg, precision__scales="fp32", precision__trainer="tensorwise", rollout__kv_cache_dtype="fp8")
+    cfg = change(grpo_qwen3_8b(), engine__gpu_memory_utilization=0.999, algo__correction="off")
+    cfg = change(cfg, precision__scales="fp32", precision__trainer="tensorwise", engine__kv_cache_dtype="fp8")
     found = diagnose(cfg)
     proposed = [f for f in found.findings if f.change]
     assert len(proposed) >= 3
@@ -106,15 +106,15 @@ def test_each_command_takes_its_finding_away():
 
 def test_errors_of_several_kinds_get_one_command():
     cfg = change(grpo_qwen3_8b(), precision__gradients="e5m2", precision__linears="deep_gemm")
-    cfg = change(cfg, rollout__transport="ipc", rollout__num_replicas=8)
+    cfg = change(cfg, weight_sync__transport="ipc", engine__num_replicas=8)
     found = diagnose(cfg)
     assert found.status == 2 and diagnose(findings.apply(cfg, found.change)).status < 2
-    assert dict(found.change)["rollout.transport"] == "auto"
+    assert dict(found.change)["weight_sync.transport"] == "auto"
 
 
 def test_a_trainer_that_does_not_fit_is_given_ranks_or_recompute():
     cfg = change(
-        grpo_qwen3_8b(), parallel__world_size=2, optim__recompute="none", rollout__max_tokens_per_microbatch=65536
+        grpo_qwen3_8b(), parallel__world_size=2, optim__recompute="none", optim__max_tokens_per_microbatch=65536
     )
     found = diagnose(cfg, DoctorOptions(gpu="h100"))
     assert "trainer, every rank" in errors(found)
@@ -130,17 +130,17 @@ def test_a_trainer_that_almost_fits_computes_again_what_costs_the_least():
 
 
 def test_an_engine_that_does_not_fit_is_given_more_workers():
-    cfg = change(grpo_deepseek_v3(), rollout__tensor=2, rollout__num_replicas=1)
+    cfg = change(grpo_deepseek_v3(), engine__tensor=2, engine__num_replicas=1)
     found = diagnose(cfg)
     assert "engine, every one of 2 workers" in errors(found)
-    assert dict(found.change)["rollout.tensor"] in (4, 8)
+    assert dict(found.change)["engine.tensor"] in (4, 8)
 
 
 def test_gpus_that_there_are_not():
     found = diagnose(grpo_qwen3_8b(), DoctorOptions(num_gpus=6))
-    assert "--rollout.num_replicas" in errors(found) and found.change == (("rollout.num_replicas", 2),)
+    assert "--engine.num_replicas" in errors(found) and found.change == (("engine.num_replicas", 2),)
     none_left = diagnose(grpo_qwen3_8b(), DoctorOptions(num_gpus=4))
-    assert "no room for an engine" in errors(none_left)["--rollout.num_replicas"].remedy
+    assert "no room for an engine" in errors(none_left)["--engine.num_replicas"].remedy
 
 
 def test_machines_that_there_cannot_be_are_refused():
@@ -155,9 +155,9 @@ def test_machines_that_there_cannot_be_are_refused():
 
 
 def test_shared_memory_ends_at_a_node():
-    found = diagnose(change(grpo_qwen3_8b(), rollout__num_replicas=5, rollout__transport="ipc"))
-    assert "--rollout.transport" in errors(found) and found.change == (("rollout.transport", "auto"),)
-    assert "--rollout.transport" not in errors(diagnose(change(grpo_qwen3_8b(), rollout__num_replicas=5)))
+    found = diagnose(change(grpo_qwen3_8b(), engine__num_replicas=5, weight_sync__transport="ipc"))
+    assert "--weight_sync.transport" in errors(found) and found.change == (("weight_sync.transport", "auto"),)
+    assert "--weight_sync.transport" not in errors(diagnose(change(grpo_qwen3_8b(), engine__num_replicas=5)))
 
 
 def test_mistakes_of_the_layout_leave_memory_out():
@@ -256,12 +256,12 @@ def test_the_command_for_30b_on_8_gpus():
     assert "30,532,122,624 parameters (30.53 B), 3.35 B active for a token" in done.stdout
     assert "= 8 H200 of 139.8 GiB" in done.stdout
     assert "\x1b" not in done.stdout  # not a terminal: no control characters
-    assert "every matrix tiles at rollout.tensor 1, 2\n" in done.stdout
+    assert "every matrix tiles at engine.tensor 1, 2\n" in done.stdout
     assert seconds < 10  # about one
 
 
 def test_the_command_for_one_that_cannot_work():
-    done, _ = run("grpo_qwen3_30b_a3b", "--rollout.tensor", "4", "--gpu", "h100", "--json")
+    done, _ = run("grpo_qwen3_30b_a3b", "--engine.tensor", "4", "--gpu", "h100", "--json")
     assert done.returncode == 2
     found = json.loads(done.stdout)
     assert found["status"] == 2
@@ -287,7 +287,7 @@ def test_nothing_heavy_is_imported():
 
 def test_taking_turns_needs_the_largest_phase_and_not_the_sum():
     """Qwen3-8B on two GPUs: each side fits alone, both at once do not, and in turns they do."""
-    turns = change(grpo_qwen3_8b_colocated(), parallel__world_size=2, rollout__num_replicas=2)
+    turns = change(grpo_qwen3_8b_colocated(), parallel__world_size=2, engine__num_replicas=2)
     found = diagnose(turns, DoctorOptions(num_gpus=2))
     assert found.num_gpus == 2 and not errors(found)
     sampling, training, publishing = found.phases
@@ -300,7 +300,7 @@ def test_taking_turns_needs_the_largest_phase_and_not_the_sum():
     assert sum(part.num_bytes for part in of_trainer) == sum(weights) + context
     assert not any("KV cache" in part.name for part in publishing.parts)
 
-    together = change(turns, rollout__sleep_level=0, optim__offload=())
+    together = change(turns, engine__sleep_level=0, optim__offload=())
     found = diagnose(together, DoctorOptions(num_gpus=2))
     finding = errors(found)["one GPU of both"]
     assert "while training" in finding.problem
@@ -311,8 +311,8 @@ def test_taking_turns_needs_the_largest_phase_and_not_the_sum():
 
 
 def test_offloading_is_typed_as_several_words():
-    changed = findings.arguments([], (("optim.offload", ("params", "optimizer")), ("rollout.sleep_level", 2)))
-    assert changed == "--optim.offload params optimizer --rollout.sleep_level 2"
+    changed = findings.arguments([], (("optim.offload", ("params", "optimizer")), ("engine.sleep_level", 2)))
+    assert changed == "--optim.offload params optimizer --engine.sleep_level 2"
     cfg = cli.parse(["doctor", "tiny_qwen3_moe", *shlex.split(changed)], {c.name: c for c in program.COMMANDS}).cfg
     assert cfg.optim.offload == ("params", "optimizer")
 
@@ -321,16 +321,16 @@ def test_host_memory_of_what_waits():
     found = diagnose(grpo_qwen3_8b_colocated())
     held = found.trainer.part("weights").num_bytes + found.trainer.part("optimizer states").num_bytes
     assert host_bytes(found.cfg, found.trainer, found.engine.estimate) == held
-    one = change(found.cfg, rollout__sleep_level=1)
+    one = change(found.cfg, engine__sleep_level=1)
     weights = sum(found.engine.estimate.part(f"weights, {kind}").num_bytes for kind in ("FP8", "scales", "BF16"))
     assert host_bytes(one, found.trainer, found.engine.estimate) == held + weights
 
 
 def test_expert_parallel_engines_keep_experts_whole():
     """768 columns do not divide by 4 into blocks, and 128 experts do."""
-    cfg = change(grpo_qwen3_30b_a3b(), rollout__tensor=4, rollout__num_replicas=1)
-    assert "--rollout.tensor" in errors(diagnose(cfg))
-    found = diagnose(change(cfg, rollout__expert=4, rollout__transport="gloo"))
+    cfg = change(grpo_qwen3_30b_a3b(), engine__tensor=4, engine__num_replicas=1)
+    assert "--engine.tensor" in errors(diagnose(cfg))
+    found = diagnose(change(cfg, engine__expert=4, weight_sync__transport="gloo"))
     assert not errors(found)
     down = next(m for m in found.matrices if "experts" in m.name and "down" in m.name)
     assert down.engine_shape == (2048, 768) and down.engine_tiles and 4 in down.engine_degrees
@@ -338,7 +338,7 @@ def test_expert_parallel_engines_keep_experts_whole():
 
 @pytest.mark.parametrize(("share", "severity"), [(0.90, None), (0.95, "warning"), (0.98, "error"), (1.02, "error")])
 def test_the_last_percents_of_a_gpu_are_the_allocators(share, severity):
-    cfg = change(grpo_qwen3_8b(), rollout__placement="separate", rollout__sleep_level=0, optim__offload=())
+    cfg = change(grpo_qwen3_8b(), engine__placement="separate", engine__sleep_level=0, optim__offload=())
     needed = assess(cfg, DoctorOptions()).trainer.total_bytes
     found = assess(cfg, DoctorOptions(memory_gib=needed / share / GIB))
     (about,) = [f for f in found.findings if f.subject == found.trainer.title] or [None]
@@ -354,7 +354,7 @@ def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
         model=str(model), data=(str(tmp_path / "rows.jsonl"),), reward=("exact",), gpus=2, gpu="h100"
     )
     for layers in (4, 110):
-        words = ["--rollout.placement", "separate", "--parallel.world_size", "1", "--rollout.num_replicas", "1"]
+        words = ["--engine.placement", "separate", "--parallel.world_size", "1", "--engine.num_replicas", "1"]
         words += ["--model.random", "True", "--model.num_layers", str(layers)]
         cfg, _ = grpo.configure(own, cli.overriding(words))
-        assert cfg.rollout.sleep_level == 0 and not rules.check(cfg, accelerator="hopper")
+        assert cfg.engine.sleep_level == 0 and not rules.check(cfg, accelerator="hopper")

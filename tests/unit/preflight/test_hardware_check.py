@@ -24,16 +24,16 @@ def test_precision_fits_the_accelerator(accelerator, changes, fields):
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"rollout__num_replicas": 2}, "--rollout.num_replicas"),
-        ({"rollout__sleep_level": 1, "rollout__max_staleness": 1}, "--rollout.sleep_level"),
-        ({"rollout__sleep_level": 1, "rollout__placement": "separate"}, "--rollout.sleep_level"),
-        ({"optim__offload": ("params",), "rollout__max_staleness": 1}, "--optim.offload"),
+        ({"engine__num_replicas": 2}, "--engine.num_replicas"),
+        ({"engine__sleep_level": 1, "sampling__max_staleness": 1}, "--engine.sleep_level"),
+        ({"engine__sleep_level": 1, "engine__placement": "separate"}, "--engine.sleep_level"),
+        ({"optim__offload": ("params",), "sampling__max_staleness": 1}, "--optim.offload"),
         ({"optim__offload": ("params", "params")}, "--optim.offload"),
-        ({"rollout__expert": 2}, "--rollout.expert"),
-        ({"rollout__moe_backend": "triton"}, "--rollout.moe_backend"),
-        ({"rollout__linear_backend": "cutlass"}, "--rollout.linear_backend"),
-        ({"rollout__transport": "nccl"}, "--rollout.transport"),
-        ({"rollout__attention_backend": "FLASHINFER", "rollout__kv_cache_dtype": "fp8"}, "--rollout.attention_backend"),
+        ({"engine__expert": 2}, "--engine.expert"),
+        ({"engine__moe_backend": "triton"}, "--engine.moe_backend"),
+        ({"engine__linear_backend": "cutlass"}, "--engine.linear_backend"),
+        ({"weight_sync__transport": "nccl"}, "--weight_sync.transport"),
+        ({"engine__attention_backend": "FLASHINFER", "engine__kv_cache_dtype": "fp8"}, "--engine.attention_backend"),
     ],
 )
 def test_engines_that_cannot_work_on_gpus(changes, field):
@@ -43,8 +43,8 @@ def test_engines_that_cannot_work_on_gpus(changes, field):
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"rollout__expert": 2}, "--rollout.expert"),
-        ({"rollout__moe_backend": "deep_gemm", "precision__bf16_last_layers": 1}, "--rollout.moe_backend"),
+        ({"engine__expert": 2}, "--engine.expert"),
+        ({"engine__moe_backend": "deep_gemm", "precision__bf16_last_layers": 1}, "--engine.moe_backend"),
     ],
 )
 def test_experts_that_engines_cannot_hold(changes, field):
@@ -54,12 +54,12 @@ def test_experts_that_engines_cannot_hold(changes, field):
 @pytest.mark.parametrize(
     "cfg",
     [
-        make(rollout__num_replicas=2, rollout__placement="separate"),
-        make(rollout__transport="ipc"),
-        make(rollout__transport="nccl", rollout__placement="separate"),
-        make(parallel__world_size=2, rollout__num_replicas=2, rollout__sleep_level=2, optim__offload=("optimizer",)),
-        make(MOE, parallel__world_size=2, rollout__tensor=2, rollout__expert=2, rollout__moe_backend="deep_gemm"),
-        make(rollout__linear_backend="cutlass", precision__scales="fp32"),
+        make(engine__num_replicas=2, engine__placement="separate"),
+        make(weight_sync__transport="ipc"),
+        make(weight_sync__transport="nccl", engine__placement="separate"),
+        make(parallel__world_size=2, engine__num_replicas=2, engine__sleep_level=2, optim__offload=("optimizer",)),
+        make(MOE, parallel__world_size=2, engine__tensor=2, engine__expert=2, engine__moe_backend="deep_gemm"),
+        make(engine__linear_backend="cutlass", precision__scales="fp32"),
     ],
 )
 def test_engines_that_can_work_on_gpus(cfg):
@@ -67,8 +67,8 @@ def test_engines_that_can_work_on_gpus(cfg):
 
 
 def test_weights_do_not_travel_between_gpus_without_one():
-    assert fields_of(make(rollout__transport="nccl")) == ["--rollout.transport"]
-    assert not fields_of(make(rollout__transport="ipc")) + fields_of(make(rollout__transport="gloo"))
+    assert fields_of(make(weight_sync__transport="nccl")) == ["--weight_sync.transport"]
+    assert not fields_of(make(weight_sync__transport="ipc")) + fields_of(make(weight_sync__transport="gloo"))
 
 
 def test_kernels_and_storage_that_cannot_be():
@@ -133,14 +133,14 @@ def test_linears_on_deep_gemm_that_cannot_be():
 
 
 def test_choices_that_need_a_gpu():
-    cfg = make(replace(DENSE, head_dim=128), precision__attention="engine", rollout__batch_invariant=True)
-    assert fields_of(cfg) == ["--precision.attention", "--rollout.batch_invariant"]
+    cfg = make(replace(DENSE, head_dim=128), precision__attention="engine", engine__batch_invariant=True)
+    assert fields_of(cfg) == ["--precision.attention", "--engine.batch_invariant"]
     assert check(cfg, accelerator="hopper") == []
     narrow = replace(cfg, model=replace(cfg.model, head_dim=64))
     assert fields_of(narrow, "hopper") == ["--precision.attention"]
-    cfg = make(MOE, rollout__batch_invariant=True, rollout__moe_backend="deep_gemm")
+    cfg = make(MOE, engine__batch_invariant=True, engine__moe_backend="deep_gemm")
     assert fields_of(cfg, "hopper") == []
     cfg = replace(cfg, precision=replace(cfg.precision, scales="fp32"))
-    assert fields_of(cfg, "hopper") == ["--rollout.moe_backend"]
-    cfg = make(rollout__batch_invariant=True, rollout__transport="nccl", rollout__placement="separate")
-    assert fields_of(cfg, "hopper") == ["--rollout.transport"]
+    assert fields_of(cfg, "hopper") == ["--engine.moe_backend"]
+    cfg = make(engine__batch_invariant=True, weight_sync__transport="nccl", engine__placement="separate")
+    assert fields_of(cfg, "hopper") == ["--weight_sync.transport"]

@@ -12,8 +12,8 @@ from megatron_fp8rl.config import (
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,
-    RolloutConfig,
     RunConfig,
+    SamplingConfig,
 )
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.hardware import Hardware
@@ -43,8 +43,9 @@ DENSE = ModelConfig(
 
 
 def run(model: ModelConfig = DENSE, precision: PrecisionConfig | None = None, **changes) -> RunConfig:
-    rollout = RolloutConfig(max_tokens_per_microbatch=4096, max_prompt_tokens=64, max_completion_tokens=448)
-    cfg = RunConfig(name="run", model=model, rollout=rollout, precision=precision or PrecisionConfig())
+    optim = OptimConfig(max_tokens_per_microbatch=4096)
+    sampling = SamplingConfig(max_prompt_tokens=64, max_completion_tokens=448)
+    cfg = RunConfig(name="run", model=model, optim=optim, sampling=sampling, precision=precision or PrecisionConfig())
     for path, value in changes.items():
         section, _, field = path.partition("__")
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{field: value}) if field else value})
@@ -275,8 +276,8 @@ def test_engine_weights_are_those_of_the_publication_plan(model, engine):
         small = replace(small, num_experts=8, moe_ffn_hidden_size=1024)
         small = replace(small, router=replace(small.router, num_groups=1, groups_per_token=1))
     data, tensor, expert = engine
-    cfg = run(small, rollout__data=data, rollout__tensor=tensor, rollout__expert=expert if model.is_moe else 1)
-    layout = EngineLayout.from_config(cfg.rollout)
+    cfg = run(small, engine__data=data, engine__tensor=tensor, engine__expert=expert if model.is_moe else 1)
+    layout = EngineLayout.from_config(cfg.engine)
     found = on_engine_worker(cfg)
     transfers = plan(small, LayerTable.build(small, cfg.precision), TrainerLayout(), layout).transfers
     for rank in range(layout.size):
@@ -298,9 +299,9 @@ def test_engine_weights_of_qwen3_8b_by_hand():
 def test_kv_cache_of_known_models():
     """Bytes per token: Qwen3-8B 2 x 36 x 8 x 128 x 2; heads are copied beyond 8 ranks; DeepSeek-V3 576 per layer, and on a
     CPU, without latent attention, 128 heads of 192 values twice."""
-    deepseek = run(deepseek_v3(), rollout__tensor=8)
+    deepseek = run(deepseek_v3(), engine__tensor=8)
     assert vllm_args.kv_token_bytes(run(qwen3_8b()), cpu=False) == 147_456
-    narrow = run(qwen3_8b(), rollout__tensor=16, rollout__kv_cache_dtype="fp8")
+    narrow = run(qwen3_8b(), engine__tensor=16, engine__kv_cache_dtype="fp8")
     assert vllm_args.kv_token_bytes(narrow, cpu=True) == 2 * 36 * 128
     assert vllm_args.kv_token_bytes(deepseek, cpu=False) == 61 * 576 * 2
     assert vllm_args.kv_token_bytes(deepseek, cpu=True) == 61 * 2 * 16 * 192 * 2
@@ -311,7 +312,7 @@ def test_kv_cache_takes_what_is_left():
     engine = engine_memory.worker(cfg, H200.memory_bytes)
     inside = engine.estimate.total_bytes - engine.estimate.part("weight update").num_bytes
     assert inside == pytest.approx(0.85 * H200.memory_bytes, abs=2)
-    fixed = engine_memory.worker(run(qwen3_8b(), rollout__kv_cache_bytes=10 * GIB), H200.memory_bytes)
+    fixed = engine_memory.worker(run(qwen3_8b(), engine__kv_cache_bytes=10 * GIB), H200.memory_bytes)
     assert fixed.kv_tokens == 10 * GIB // 147_456
     assert fixed.full_sequences == fixed.kv_tokens / 512
 
@@ -324,7 +325,7 @@ def test_latent_attention_and_its_absorbed_copies():
         head_dim=96,
         mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
     )
-    assert on_engine_worker(run(model, rollout__tensor=2)).absorbed == 4 * (8 * 128 * 128) // 2 * 2
+    assert on_engine_worker(run(model, engine__tensor=2)).absorbed == 4 * (8 * 128 * 128) // 2 * 2
 
 
 @pytest.mark.parametrize("params", ["bf16", "fp8"])
@@ -352,7 +353,8 @@ def test_a_published_recipe_fits_the_gpu_that_it_is_published_for():
 
     It is known to fit 80 GB without much to spare; the estimate must not deny it, nor find it half empty.
     """
-    rollout = RolloutConfig(max_tokens_per_microbatch=4096, max_prompt_tokens=512, max_completion_tokens=3584)
-    cfg = run(qwen3_30b_a3b(), parallel=ParallelConfig(world_size=16, expert=16), rollout=rollout)
+    optim = OptimConfig(max_tokens_per_microbatch=4096)
+    sampling = SamplingConfig(max_prompt_tokens=512, max_completion_tokens=3584)
+    cfg = run(qwen3_30b_a3b(), parallel=ParallelConfig(world_size=16, expert=16), optim=optim, sampling=sampling)
     h100 = GPUS["h100"]
     assert 0.7 < trainer_memory.worst_rank(cfg, h100, h100.memory_bytes).share <= 1.0

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli
-from megatron_fp8rl.config import RolloutConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, RunConfig, SamplingConfig, WeightSyncConfig
 from megatron_fp8rl.preflight import plan, step_time
 from megatron_fp8rl.preflight.assessment import DoctorOptions, assess, gpus_wanted
 from megatron_fp8rl.preflight.auto_layout import all_layouts
@@ -20,6 +20,7 @@ from megatron_fp8rl.preflight.memory import GPUS, TIGHT
 from megatron_fp8rl.preflight.plan import PlanOptions
 from megatron_fp8rl.preflight.step_time import Lengths, Network, Rates
 from model_configs import deepseek, qwen3
+from tests.helpers.fields import set_fields
 
 H200 = Rates.of("h200")
 
@@ -50,7 +51,7 @@ def test_a_single_layout_gets_longer_microbatches_too():
     """On one GPU the configuration is the only layout."""
     cfg = cli.config_functions()["grpo_qwen3_0_6b"]()
     (choice,) = plan.plan(cfg, PlanOptions(gpus=1, gpu="h100"))[0].found
-    assert choice.cfg.rollout.max_tokens_per_microbatch == 4 * cfg.rollout.max_tokens_per_microbatch
+    assert choice.cfg.optim.max_tokens_per_microbatch == 4 * cfg.optim.max_tokens_per_microbatch
 
 
 @pytest.mark.parametrize("name", ["grpo_qwen3_30b_a3b", "grpo_qwen3_235b_a22b"])
@@ -63,20 +64,26 @@ def test_the_commands_print_the_same_verdict(name, capsys):
 
 
 def timed(**fields) -> step_time.StepTime:
-    rollout = RolloutConfig(
+    cfg = deepseek.grpo_deepseek_v3()
+    cfg = set_fields(
+        replace(
+            cfg,
+            engine=EngineConfig(),
+            sampling=SamplingConfig(),
+            weight_sync=WeightSyncConfig(),
+            parallel=replace(cfg.parallel, world_size=256, expert=64),
+            optim=replace(cfg.optim, max_tokens_per_microbatch=8192),
+        ),
         placement="separate",
         prompts_per_step=256,
         completions_per_prompt=16,
         max_prompt_tokens=1024,
         max_completion_tokens=7168,
-        max_tokens_per_microbatch=8192,
         num_replicas=4,
         data=32,
         expert=32,
         **fields,
     )
-    cfg = deepseek.grpo_deepseek_v3()
-    cfg = replace(cfg, rollout=rollout, parallel=replace(cfg.parallel, world_size=256, expert=64))
     return step_time.step_time(
         cfg,
         Lengths(prompt=512, mean=3584, longest=7168),
@@ -97,7 +104,7 @@ def test_spare_memory_takes_the_wire_out_of_the_pause():
 
 def test_fp8_pays_where_the_gain_is_larger_than_the_error(capsys):
     words = ["plan", "grpo_qwen3_8b", "--gpus", "8"]
-    assert cli.main(program.COMMANDS, [*words, "--rollout.kv_cache_dtype", "fp8"]) == 0
+    assert cli.main(program.COMMANDS, [*words, "--engine.kv_cache_dtype", "fp8"]) == 0
     assert "does FP8 pay? yes: 1." in capsys.readouterr().out
     assert cli.main(program.COMMANDS, [*words, "--precision.trainer", "bf16", "--precision.rollout", "bf16"]) == 0
     assert "does FP8 pay? This run has none" in capsys.readouterr().out
@@ -113,9 +120,13 @@ def test_sampling_overlaps_training_when_it_may():
 def test_microbatches_are_as_long_as_is_faster_and_fits(tokens, longest):
     """A mixture's host launches as many kernels for a long one; with 32,768 tokens no rank fits its GPU."""
     cfg = qwen3.grpo_qwen3_30b_a3b()
-    cfg = replace(cfg, rollout=replace(cfg.rollout, placement="separate", max_tokens_per_microbatch=tokens))
+    cfg = replace(
+        cfg,
+        engine=replace(cfg.engine, placement="separate"),
+        optim=replace(cfg.optim, max_tokens_per_microbatch=tokens),
+    )
     choices = plan.plan(cfg, PlanOptions(gpus=16))[0].found
-    sizes = {c.cfg.rollout.max_tokens_per_microbatch for c in choices if c.cfg.parallel.tensor == 1}
+    sizes = {c.cfg.optim.max_tokens_per_microbatch for c in choices if c.cfg.parallel.tensor == 1}
     assert choices and max(sizes) == longest
     assert all(c.layout.assessment.trainer.share <= TIGHT for c in choices)
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli
-from megatron_fp8rl.config import OptimConfig, ParallelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, OptimConfig, ParallelConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.names.registry import from_hf_config
 from megatron_fp8rl.preflight import auto_layout, doctor, findings
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, assess, diagnose, gpus_wanted
@@ -122,9 +122,11 @@ PUBLISHED = {
 def run(name: str, trainer: dict, engines: dict, **more) -> RunConfig:
     """A run of a published model with completions of 4,096 tokens."""
     model = replace(from_hf_config(PUBLISHED[name]), num_mtp_layers=0)
-    lengths = dict(max_prompt_tokens=1024, max_completion_tokens=4096, max_tokens_per_microbatch=8192)
-    rollout = RolloutConfig(placement=more.pop("placement", "separate"), **lengths, **engines)
-    return RunConfig(name=name, model=model, parallel=ParallelConfig(**trainer), rollout=rollout, **more)
+    lengths = dict(max_prompt_tokens=1024, max_completion_tokens=4096)
+    engine = EngineConfig(placement=more.pop("placement", "separate"), **engines)
+    optim = replace(more.pop("optim", OptimConfig()), max_tokens_per_microbatch=8192)
+    sampling, parallel = SamplingConfig(**lengths), ParallelConfig(**trainer)
+    return RunConfig(name=name, model=model, parallel=parallel, optim=optim, engine=engine, sampling=sampling, **more)
 
 
 def starts(name: str, num_gpus: int) -> list[RunConfig]:
@@ -179,7 +181,7 @@ def test_a_degree_that_tiles_is_no_remedy_where_memory_is_short():
     assert found.parallel.tensor == 1 and found.parallel.pipeline >= 8
     # A whole copy of the weights in FP8 leaves an H100 no room, so the engines can be divided in BF16 alone.
     found = mended(run("qwen25_72b", dict(world_size=32), dict(num_replicas=4)), gpu="h100", num_gpus=64)
-    assert found.precision.rollout == found.precision.trainer == "bf16" and found.rollout.tensor > 1
+    assert found.precision.rollout == found.precision.trainer == "bf16" and found.engine.tensor > 1
 
 
 def test_a_pipeline_is_tried():
@@ -206,7 +208,8 @@ def test_the_search_reads_no_text(monkeypatch):
         grpo_deepseek_v3(),
         algo=replace(grpo_deepseek_v3().algo, updates_per_step=10**6),
         precision=replace(grpo_deepseek_v3().precision, linears="deep_gemm", gradients="e5m2"),
-        rollout=replace(grpo_deepseek_v3().rollout, moe_backend="deep_gemm", transport="ipc"),
+        engine=replace(grpo_deepseek_v3().engine, moe_backend="deep_gemm"),
+        weight_sync=replace(grpo_deepseek_v3().weight_sync, transport="ipc"),
     )
     options = DoctorOptions()
 

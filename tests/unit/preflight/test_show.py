@@ -127,8 +127,8 @@ def test_it_is_narrow_and_says_why(gpu, capsys):
 
 
 def test_fields_of_the_command_line_and_their_reasons_are_shown(capsys):
-    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--rollout.attention_backend", "TRITON_ATTN")
-    assert status == 0 and "engine, attention: Triton: rollout.attention_backend = TRITON_ATTN" in text
+    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--engine.attention_backend", "TRITON_ATTN")
+    assert status == 0 and "engine, attention: Triton: engine.attention_backend = TRITON_ATTN" in text
 
 
 def test_refused_configurations_show_the_refusals(capsys):

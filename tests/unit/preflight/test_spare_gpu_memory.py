@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_fp8rl import cli
-from megatron_fp8rl.config import ParallelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, OptimConfig, ParallelConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.preflight import auto_layout, findings
 from megatron_fp8rl.preflight.assessment import DoctorOptions, assess
 from megatron_fp8rl.preflight.step_time import step_seconds
@@ -36,8 +36,8 @@ def test_what_shares_a_gpu_moves_as_little_as_fits(gib, tokens, sleeps, recomput
     after = findings.apply(cfg, found)
     assert bool(found) == (sleeps is not None)
     if found:
-        assert (after.rollout.sleep_level > 0) == sleeps and not after.optim.offload
-        assert (after.optim.recompute, after.rollout.max_tokens_per_microbatch) == (recompute, size)
+        assert (after.engine.sleep_level > 0) == sleeps and not after.optim.offload
+        assert (after.optim.recompute, after.optim.max_tokens_per_microbatch) == (recompute, size)
         assert not assess(after, options).errors
 
 
@@ -54,7 +54,7 @@ def test_the_layers_of_a_mixture_are_recomputed_before_microbatches_are_shorter(
     chosen = set()
     for gib in (28, 32, 36):
         after = findings.apply(cfg, auto_layout.in_place(cfg, DoctorOptions(num_gpus=1, memory_gib=gib)))
-        chosen.add((after.optim.recompute, after.rollout.max_tokens_per_microbatch))
+        chosen.add((after.optim.recompute, after.optim.max_tokens_per_microbatch))
     assert ("selective", 8192) in chosen and ("none", 4096) not in chosen
 
 
@@ -62,11 +62,11 @@ def colocated(tokens):
     """28 layers on one GPU, which an engine shares; ``tokens`` of a microbatch."""
     return change(
         small_qwen3(),
-        rollout__placement="colocated",
-        rollout__sleep_level=2,
-        rollout__num_replicas=1,
-        rollout__gpu_memory_utilization=0.85,
-        rollout__kv_cache_bytes=None,
+        engine__placement="colocated",
+        engine__sleep_level=2,
+        engine__num_replicas=1,
+        engine__gpu_memory_utilization=0.85,
+        engine__kv_cache_bytes=None,
         parallel__world_size=1,
         model__num_layers=28,
         model__hidden_size=2048,
@@ -75,11 +75,11 @@ def colocated(tokens):
         model__num_key_value_heads=8,
         model__head_dim=128,
         model__max_position_embeddings=8192,
-        rollout__max_prompt_tokens=256,
-        rollout__max_completion_tokens=1024,
+        sampling__max_prompt_tokens=256,
+        sampling__max_completion_tokens=1024,
         optim__offload=(),
-        rollout__max_tokens_per_microbatch=tokens,
-        rollout__max_num_sequences=64,
+        optim__max_tokens_per_microbatch=tokens,
+        engine__max_num_sequences=64,
     )
 
 
@@ -90,14 +90,14 @@ def colocated(tokens):
 def test_microbatches_are_as_long_as_memory_and_their_number_allow(gib, sequences, size):
     cfg = change(
         small_qwen3(),
-        rollout__placement="separate",
-        rollout__num_replicas=1,
+        engine__placement="separate",
+        engine__num_replicas=1,
         parallel__world_size=1,
-        rollout__gpu_memory_utilization=0.5,
-        rollout__kv_cache_bytes=None,
-        rollout__max_num_sequences=64,
-        rollout__prompts_per_step=sequences // 16,
-        rollout__completions_per_prompt=16,
+        engine__gpu_memory_utilization=0.5,
+        engine__kv_cache_bytes=None,
+        engine__max_num_sequences=64,
+        sampling__prompts_per_step=sequences // 16,
+        sampling__completions_per_prompt=16,
         model__num_layers=28,
         model__hidden_size=2048,
         model__ffn_hidden_size=6144,
@@ -106,14 +106,14 @@ def test_microbatches_are_as_long_as_memory_and_their_number_allow(gib, sequence
         model__head_dim=128,
         model__vocab_size=151936,
         model__max_position_embeddings=8192,
-        rollout__max_prompt_tokens=256,
-        rollout__max_completion_tokens=1024,
-        rollout__max_tokens_per_microbatch=8192,
+        sampling__max_prompt_tokens=256,
+        sampling__max_completion_tokens=1024,
+        optim__max_tokens_per_microbatch=8192,
     )
     machines = DoctorOptions(num_gpus=2, memory_gib=gib)
     after = findings.apply(cfg, auto_layout.longer_microbatches(cfg, machines))
-    assert after.rollout.max_tokens_per_microbatch == size and after.optim.logprob_chunk_tokens == max(size, 8192)
-    assert after.rollout.gpu_memory_utilization == 0.5 and assess(after, machines).works
+    assert after.optim.max_tokens_per_microbatch == size and after.optim.logprob_chunk_tokens == max(size, 8192)
+    assert after.engine.gpu_memory_utilization == 0.5 and assess(after, machines).works
 
 
 def test_what_does_not_work_is_left_as_it_is():
@@ -125,25 +125,25 @@ def test_what_does_not_work_is_left_as_it_is():
 def test_engines_give_up_cache_that_no_sequence_needs_for_longer_microbatches():
     cfg = change(
         small_qwen3(),
-        rollout__placement="colocated",
-        rollout__sleep_level=0,
-        rollout__num_replicas=1,
-        rollout__gpu_memory_utilization=0.5,
-        rollout__kv_cache_bytes=None,
+        engine__placement="colocated",
+        engine__sleep_level=0,
+        engine__num_replicas=1,
+        engine__gpu_memory_utilization=0.5,
+        engine__kv_cache_bytes=None,
         parallel__world_size=1,
-        rollout__max_prompt_tokens=256,
-        rollout__max_completion_tokens=1024,
-        rollout__max_num_sequences=64,
-        rollout__max_tokens_per_microbatch=8192,
-        rollout__prompts_per_step=64,
-        rollout__completions_per_prompt=16,
+        sampling__max_prompt_tokens=256,
+        sampling__max_completion_tokens=1024,
+        engine__max_num_sequences=64,
+        optim__max_tokens_per_microbatch=8192,
+        sampling__prompts_per_step=64,
+        sampling__completions_per_prompt=16,
         model__max_position_embeddings=8192,
         optim__offload=(),
         optim__recompute="none",
     )
     machines = DoctorOptions(num_gpus=1, memory_gib=48)
     after = findings.apply(cfg, auto_layout.longer_microbatches(cfg, machines))
-    assert after.rollout.max_tokens_per_microbatch > 8192 and after.rollout.gpu_memory_utilization < 0.5
+    assert after.optim.max_tokens_per_microbatch > 8192 and after.engine.gpu_memory_utilization < 0.5
     assert assess(after, machines).engine.full_sequences >= 64
 
 
@@ -153,16 +153,11 @@ def _own(gpus, *words):
         name="own",
         model=qwen3_30b_a3b(),
         parallel=ParallelConfig(world_size=gpus),
-        rollout=RolloutConfig(
-            placement="colocated",
-            num_replicas=gpus,
-            sleep_level=2,
-            prompts_per_step=16,
-            completions_per_prompt=16,
-            max_prompt_tokens=512,
-            max_completion_tokens=1024,
-            max_tokens_per_microbatch=8192,
+        engine=EngineConfig(placement="colocated", num_replicas=gpus, sleep_level=2),
+        sampling=SamplingConfig(
+            prompts_per_step=16, completions_per_prompt=16, max_prompt_tokens=512, max_completion_tokens=1024
         ),
+        optim=OptimConfig(max_tokens_per_microbatch=8192),
     )
     override = cli.overriding(list(words))
     return auto_layout.fastest(override(cfg), DoctorOptions(gpu="h200", num_gpus=gpus), override)
@@ -184,4 +179,4 @@ def test_four_gpus_hold_all_of_a_mixture_of_thirty_billion():
     cfg, _, _ = _own(4)
     found = assess(cfg, DoctorOptions(gpu="h200", num_gpus=4))
     assert found.works and not found.num_layout_warnings
-    assert cfg.optim.offload and cfg.optim.recompute == "none" and cfg.rollout.max_tokens_per_microbatch >= 16384
+    assert cfg.optim.offload and cfg.optim.recompute == "none" and cfg.optim.max_tokens_per_microbatch >= 16384

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8rl.config import EnvironmentConfig, RolloutConfig, SessionConfig
+from megatron_fp8rl.config import EnvironmentConfig, SamplingConfig, SessionConfig
 from megatron_fp8rl.observe.metrics import meaning
 from tests.helpers.sessions import TOKENIZER, Engine, config, play, prompt
 
@@ -39,9 +39,9 @@ def test_the_agents_of_the_page(name, tmp_path):
 
 def test_the_fields_and_metrics_that_the_page_names_exist():
     known = {f"session.{one.name}" for one in fields(SessionConfig)} | {
-        f"rollout.{one.name}" for one in fields(RolloutConfig)
+        f"sampling.{one.name}" for one in fields(SamplingConfig)
     }
-    for name in re.findall(r"`(?:--)?((?:session|rollout)\.\w+)", PAGE):
+    for name in re.findall(r"`(?:--)?((?:session|sampling)\.\w+)", PAGE):
         assert name in known | {"session.messages", "session.base_url", "session.api_key", "session.finish_reason"} or (
             re.search(rf"`(?:await )?{re.escape(name)}\(", PAGE)
         ), name
@@ -71,6 +71,6 @@ def test_a_program_in_the_sandbox_may_be_asked_for():
     engine = Engine(lambda text: "```python\nprint(5)" if text.endswith("=") else "5")
     engine.sampling = replace(engine.sampling, max_tokens=32)
     cfg = config("megatron_fp8rl.envs.example_agents:with_python")
-    cfg = replace(cfg, rollout=replace(cfg.rollout, max_completion_tokens=32))
+    cfg = replace(cfg, sampling=replace(cfg.sampling, max_completion_tokens=32))
     (rollout,) = play(cfg, prompt(), engines=[engine])
     assert rollout.reward == 0.75 and [s.text for s in rollout.branches[0].segments][2:] == ["5\n", "5"]

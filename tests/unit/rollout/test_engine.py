@@ -57,11 +57,11 @@ def test_a_bf16_engine_is_quantized_on_a_cpu_in_name_only():
 
 def test_kv_cache_on_a_cpu_holds_every_sequence():
     cfg = tiny_qwen3_moe()
-    cfg = replace(cfg, rollout=replace(cfg.rollout, kv_cache_bytes=None, max_num_sequences=10))
+    cfg = replace(cfg, engine=replace(cfg.engine, kv_cache_bytes=None, max_num_sequences=10))
     block_bytes = 128 * (2 * 2 * 2 * 128 * 2)  # tokens * (layers, key and value, heads, head size, BF16)
     assert vllm_args.kv_cache_bytes(cfg, cpu=True) == 11 * block_bytes  # 40 tokens fit into one block
     assert vllm_args.kv_cache_bytes(cfg, cpu=False) is None
-    fixed = replace(cfg, rollout=replace(cfg.rollout, kv_cache_bytes=1 << 20))
+    fixed = replace(cfg, engine=replace(cfg.engine, kv_cache_bytes=1 << 20))
     assert vllm_args.kv_cache_bytes(fixed, cpu=True) == 1 << 20
 
 
@@ -87,7 +87,7 @@ def test_scale_kind_reaches_every_kernel(scales, lever):
 
 
 def gpu_arguments(cfg, **rollout):
-    return arguments_on(HOPPER, replace(cfg, rollout=replace(cfg.rollout, **rollout)))
+    return arguments_on(HOPPER, replace(cfg, engine=replace(cfg.engine, **rollout)))
 
 
 def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
@@ -147,7 +147,7 @@ def test_deep_gemm_is_compiled_when_it_is_used():
     environment = environment_on(WITHOUT_FLASHINFER, cfg)
     assert environment["VLLM_DEEP_GEMM_WARMUP"] == "skip" and environment["VLLM_USE_DEEP_GEMM"] == "1"
     assert environment["VLLM_MOE_USE_DEEP_GEMM"] == "0" and environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
-    experts = replace(cfg, rollout=replace(cfg.rollout, moe_backend="deep_gemm"))
+    experts = replace(cfg, engine=replace(cfg.engine, moe_backend="deep_gemm"))
     environment = environment_on(HOPPER, experts)
     assert environment["VLLM_MOE_USE_DEEP_GEMM"] == "1" and "VLLM_USE_FLASHINFER_SAMPLER" not in environment
     assert not {"VLLM_USE_DEEP_GEMM", "VLLM_DEEP_GEMM_WARMUP"} & environment_on(CPU, cfg).keys()
@@ -157,14 +157,14 @@ def test_deep_gemm_is_compiled_when_it_is_used():
 def test_seeds_are_drawn_in_one_kernel_unless_routers_are_recorded(records, runner):
     """The runner that records what routers chose is the one that loops over requests."""
     cfg = tiny_qwen3_moe()
-    cfg = replace(cfg, rollout=replace(cfg.rollout, record_routed_experts=records))
+    cfg = replace(cfg, engine=replace(cfg.engine, record_routed_experts=records))
     assert environment_on(HOPPER, cfg)["VLLM_USE_V2_MODEL_RUNNER"] == runner
     assert "VLLM_USE_V2_MODEL_RUNNER" not in environment_on(CPU, cfg)
 
 
 def test_a_kernel_that_is_not_installed_is_refused():
     cfg = tiny_qwen3_moe()
-    cfg = replace(cfg, rollout=replace(cfg.rollout, attention_backend="FLASHINFER"))
+    cfg = replace(cfg, engine=replace(cfg.engine, attention_backend="FLASHINFER"))
     assert choose(cfg, HOPPER, "engine").engine.attention == "FLASHINFER"
-    with pytest.raises(ConfigError, match="--rollout.attention_backend = 'FLASHINFER': the package flashinfer"):
+    with pytest.raises(ConfigError, match="--engine.attention_backend = 'FLASHINFER': the package flashinfer"):
         choose(cfg, WITHOUT_FLASHINFER, "engine")

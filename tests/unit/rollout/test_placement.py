@@ -16,8 +16,8 @@ from model_configs.tiny import tiny_qwen3
 
 def run(*, world: int, replicas: int, tensor: int, where: str) -> RunConfig:
     cfg = tiny_qwen3()
-    rollout = replace(cfg.rollout, num_replicas=replicas, tensor=tensor, placement=where)
-    return replace(cfg, parallel=replace(cfg.parallel, world_size=world), rollout=rollout)
+    engine = replace(cfg.engine, num_replicas=replicas, tensor=tensor, placement=where)
+    return replace(cfg, parallel=replace(cfg.parallel, world_size=world), engine=engine)
 
 
 def gpus(count: int) -> list[str]:
@@ -58,10 +58,10 @@ def test_only_ranks_of_this_host_count():
 @pytest.mark.parametrize(
     ("world", "replicas", "tensor", "where", "shown", "field", "words"),
     [
-        (4, 5, 1, "colocated", 8, "--rollout.num_replicas = 5", "Lower it to 4, or --rollout.placement separate"),
-        (1, 1, 2, "colocated", 8, "--rollout.num_replicas = 1", "Lower --rollout.tensor to 1"),
-        (2, 3, 2, "separate", 6, "--rollout.num_replicas = 3", "Lower it to 2"),
-        (8, 1, 1, "separate", 8, "--rollout.num_replicas = 1", "Use --rollout.placement colocated"),
+        (4, 5, 1, "colocated", 8, "--engine.num_replicas = 5", "Lower it to 4, or --engine.placement separate"),
+        (1, 1, 2, "colocated", 8, "--engine.num_replicas = 1", "Lower --engine.tensor to 1"),
+        (2, 3, 2, "separate", 6, "--engine.num_replicas = 3", "Lower it to 2"),
+        (8, 1, 1, "separate", 8, "--engine.num_replicas = 1", "Use --engine.placement colocated"),
         (4, 1, 1, "separate", 2, "--parallel.world_size = 4", "which shows 2 GPUs (0, 1). Lower it to 2"),
     ],
 )

@@ -31,14 +31,14 @@ def stand_in(folder: Path, work: Work, share: int, num_shares: int) -> None:
 
 def test_sizes_are_those_of_vllms_fused_linears():
     dense = grpo_qwen3_8b()
-    dense = replace(dense, rollout=replace(dense.rollout, tensor=1))
+    dense = replace(dense, engine=replace(dense.engine, tensor=1))
     assert deep_gemm_warmup.linear_sizes(dense) == [(4096, 4096), (4096, 12288), (6144, 4096), (24576, 4096)]
-    halves = replace(dense, rollout=replace(dense.rollout, tensor=2))
+    halves = replace(dense, engine=replace(dense.engine, tensor=2))
     assert deep_gemm_warmup.linear_sizes(halves) == [(3072, 4096), (4096, 2048), (4096, 6144), (12288, 4096)]
     experts = grpo_qwen3_30b_a3b()
-    wide = replace(experts, rollout=replace(experts.rollout, tensor=1, expert=1))
+    wide = replace(experts, engine=replace(experts.engine, tensor=1, expert=1))
     assert deep_gemm_warmup.linear_sizes(wide) == [(2048, 4096), (5120, 2048)]
-    shared = replace(experts, rollout=replace(experts.rollout, tensor=8, expert=8))
+    shared = replace(experts, engine=replace(experts.engine, tensor=8, expert=8))
     assert deep_gemm_warmup.linear_sizes(shared) == [(768, 2048), (2048, 512)]  # four KV heads on eight ranks
 
 
@@ -71,7 +71,7 @@ def environment_on(generation: str, cfg) -> dict[str, str]:
 def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     cfg = grpo_qwen3_8b()
     fp8 = replace(cfg, precision=replace(cfg.precision, rollout="blockwise"))
-    fp8 = replace(fp8, rollout=replace(fp8.rollout, start_deadline_s=100.0))
+    fp8 = replace(fp8, deadlines=replace(fp8.deadlines, start_s=100.0))
     said = environment_on("hopper", fp8)[deep_gemm_warmup.LINEARS_VARIABLE]
     assert said.split()[:3] == ["--deadline-s=40", "--sizes", "4096,4096"]
     asked: list = []
@@ -80,13 +80,13 @@ def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     trained = tuple(deep_gemm_warmup.trainer_sizes(fp8))
     work = Work(tuple(deep_gemm_warmup.linear_sizes(fp8)), 8192, trained, 8192)
     assert asked == [(work, {"deadline_s": 40.0})] and trained
-    remote = replace(fp8, rollout=replace(fp8.rollout, placement="remote"))
+    remote = replace(fp8, engine=replace(fp8.engine, placement="remote"))
     assert "--trained" not in environment_on("hopper", remote)[deep_gemm_warmup.LINEARS_VARIABLE]
     assert deep_gemm_warmup.start_from_env() is None
     monkeypatch.setenv(deep_gemm_warmup.LINEARS_VARIABLE, "--help")
     assert deep_gemm_warmup.start_from_env().wait(60) == 0
     fp32 = replace(fp8.precision, scales="fp32")
-    other = replace(fp8, precision=fp32, rollout=replace(fp8.rollout, linear_backend="cutlass"))
+    other = replace(fp8, precision=fp32, engine=replace(fp8.engine, linear_backend="cutlass"))
     bf16 = replace(cfg, precision=replace(cfg.precision, rollout="bf16"))
     for told in (environment_on("hopper", c) for c in (other, bf16)):
         assert deep_gemm_warmup.LINEARS_VARIABLE not in told

@@ -18,7 +18,7 @@ _REPLICA = """
 import subprocess, sys
 from megatron_fp8rl.rollout import replica
 def start_server(cfg, hf_dir, *, host, **_):
-    assert cfg.rollout.placement == "remote" and (hf_dir / "config.json").exists()
+    assert cfg.engine.placement == "remote" and (hf_dir / "config.json").exists()
     return subprocess.Popen(["sleep", "300"], start_new_session=True), f"http://{host}:7"
 replica.start_server = start_server
 replica._is_healthy = lambda url, token: True
@@ -32,7 +32,7 @@ _AGENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c',
 @pytest.mark.parametrize("end", ["agent", "server", "asked"])
 def test_replica_and_server_end_together(end, tmp_path):
     path = tmp_path / "replicas" / "rollout-0.json"
-    words = ["replica", "tiny_qwen3_moe", "--rollout.placement", "remote", "--replica", "0", "--endpoint", str(path)]
+    words = ["replica", "tiny_qwen3_moe", "--engine.placement", "remote", "--replica", "0", "--endpoint", str(path)]
     environment = os.environ | {
         "LAUNCH_ADDRESS": "127.0.0.1",
         "LAUNCH_INCARNATION": "2001",

@@ -163,7 +163,7 @@ def test_a_replay_goes_on_in_the_prompts_where_the_recorded_run_was(tmp_path):
             writer.write(step, live.next_groups())
             publish(fleet, live, step)
             positions.append(live.position)
-    cfg = replace(live.cfg, rollout=replace(live.cfg.rollout, replay=str(recording)))
+    cfg = replace(live.cfg, sampling=replace(live.cfg.sampling, replay=str(recording)))
     replayed = RolloutStream(cfg, None, Numbers(), None, live._parallel)
     found = []
     for step in (1, 2, 3):

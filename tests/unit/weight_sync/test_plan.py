@@ -147,7 +147,7 @@ def test_mistakes_are_named_all_at_once():
     with pytest.raises(PlanError) as error:
         plan(DENSE, table(DENSE, "fp8"), TrainerLayout(), EngineLayout(tensor=4))
     text = str(error.value)
-    assert "model.layers.3.self_attn.k_proj.weight: an engine rank keeps 64" in text and "rollout.tensor" in text
+    assert "model.layers.3.self_attn.k_proj.weight: an engine rank keeps 64" in text and "engine.tensor" in text
     assert "q_proj" not in text and len(error.value.problems) == 8
     with pytest.raises(PlanError, match="4 layers cannot be divided over 5 pipeline stages"):
         plan(DENSE, table(DENSE, "fp8"), TrainerLayout(world_size=5, pipeline=5), EngineLayout())

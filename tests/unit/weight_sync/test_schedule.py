@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp8rl.config import ParallelConfig, RolloutConfig
+from megatron_fp8rl.config import EngineConfig, ParallelConfig, WeightSyncConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout
 from megatron_fp8rl.precision.formats import QuantFormat
@@ -148,7 +148,8 @@ def test_whole_tensors_for_loaders():
         model=MOE,
         precision=TABLES["fp8"],
         parallel=ParallelConfig(world_size=4, tensor=2, expert=2, expert_tensor=2),
-        rollout=RolloutConfig(tensor=2, expert=2, bucket_bytes=1 << 20),
+        engine=EngineConfig(tensor=2, expert=2),
+        weight_sync=WeightSyncConfig(bucket_bytes=1 << 20),
     )
     made, planned = inputs.plan, inputs.whole(range(MOE.num_layers))
     experts = {t.name: t for t in made.transfers if ".experts." in t.name}

@@ -84,6 +84,6 @@ def test_files_of_killed_runs_are_removed():
 
 def test_too_little_shared_memory_is_named_and_nothing_is_left():
     free = os.statvfs("/dev/shm")
-    with pytest.raises(DeliveryError, match="lower rollout.bucket_bytes"):
+    with pytest.raises(DeliveryError, match="lower weight_sync.bucket_bytes"):
         cuda_ipc._new_file(free.f_blocks * free.f_frsize + (1 << 30))
     assert not list(Path("/dev/shm").glob(f"megatron_fp8rl-{os.getpid()}-*"))

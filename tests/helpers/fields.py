@@ -1,0 +1,16 @@
+"""Set fields of engines and sampling without naming their sections."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_fp8rl.config import RunConfig
+
+SECTIONS = ("engine", "sampling", "weight_sync", "deadlines")
+
+
+def set_fields(cfg: RunConfig, **fields: Any) -> RunConfig:
+    """``cfg`` with each field set in the section of engines, sampling, weight updates or deadlines that has it."""
+    for name, value in fields.items():
+        (section,) = (each for each in SECTIONS if hasattr(getattr(cfg, each), name))
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
+    return cfg
