@@ -1,6 +1,7 @@
 # make demo    first run: creates .venv, installs, trains the tiny mixture of experts into runs/demo
 # make demo-math  writes a jsonl of word problems and a tokenizer, and trains on them by the grpo command, with --reward math
 # make lint    checks style (ruff), layout (ruff format) and types (pyright on the pure packages)
+# make docs    builds the documentation site with the API reference into build/site
 # make test    runs tests of everything in a few minutes: library, a layout of ranks, an engine, a short run, launches,
 #              conversions; ends with the coverage of megatron_fp8rl
 # make test-all  runs these and all others, an hour or so (test-rest: the others alone); FP8RL_SLURM_TESTS=1 adds those on a
@@ -15,7 +16,7 @@ ARGS ?=
 JOBS ?= 3
 EXTRAS ?=
 
-.PHONY: help install demo demo-math lint test test-all test-rest
+.PHONY: help install demo demo-math docs lint test test-all test-rest
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -35,6 +36,12 @@ demo-math:
 	    --warm_start.steps 600 --warm_start.batch_size 128 --warm_start.lr 3e-3 --warm_start.wrong_answers 0.3 \
 	    --sampling.prompts_per_step 16 --sampling.completions_per_prompt 16 --sampling.max_prompt_tokens 64 \
 	    --sampling.max_completion_tokens 8 --observe.eval_prompts 101 --observe.eval_every 8 $(ARGS)
+
+# ruff, of the extra lint, lays out signatures.
+docs:
+	@sh tools/bootstrap.sh docs lint
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
+	@echo "Open build/site/index.html"
 
 lint:
 	@sh tools/bootstrap.sh lint

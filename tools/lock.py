@@ -15,7 +15,7 @@ from pathlib import Path
 
 from install import LOCKS, PINS, ROOT, requirements
 
-EXTRAS = ("launch", "test", "lint")
+EXTRAS = ("launch", "test", "lint", "docs")
 _HOW = (
     "--quiet",
     "--no-header",

@@ -99,7 +99,7 @@ def test_pins_are_what_is_installed(install):
     """The suite vouches for the versions it ran with, so they have to be the pinned ones."""
     from importlib.metadata import PackageNotFoundError, version
 
-    wanted = [r for r in install.requirements(["cpu", "test", "lint"]) if "==" in r]
+    wanted = [r for r in install.requirements(["cpu", "test", "lint", "docs"]) if "==" in r]
     differing = []
     for requirement in wanted:
         try:
@@ -157,7 +157,7 @@ def test_the_locks_hold_every_pin_and_no_address(install):
         text = (install.LOCKS / f"{hardware}.txt").read_text()
         assert "://" not in text and "--" not in text
         locked = {install.name_of(line): line.partition("==")[2].partition(" ")[0] for line in text.splitlines()}
-        for requirement in install.requirements([hardware, "launch", "test", "lint"]):
+        for requirement in install.requirements([hardware, "launch", "test", "lint", "docs"]):
             if "==" in requirement:
                 assert locked[install.name_of(requirement)] == requirement.partition("==")[2]
     major, minor = (int(part) for part in locked["nvidia-cublas"].split(".")[:2])
