@@ -6,14 +6,14 @@ installed there. :func:`load_loss` and :func:`load_advantage` check them on ever
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.config import AlgoConfig, Violation
 
 if TYPE_CHECKING:
@@ -45,12 +45,6 @@ def load_function(name: str, module: str = "") -> Any:
     if not hasattr(imported, attribute):
         raise FunctionError(f"{module} has no {attribute!r}{near_matches(attribute, dir(imported))}")
     return getattr(imported, attribute)
-
-
-def near_matches(name: str, candidates: Iterable[str]) -> str:
-    """'; did you mean ...?' with the closest candidates, or an empty string."""
-    matches = difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def errors(algo: AlgoConfig) -> list[Violation]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_fp8rl import cli
-from megatron_fp8rl.algo.load_function import near_matches
+from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.commands import train
 from megatron_fp8rl.config import (
     AlgoConfig,

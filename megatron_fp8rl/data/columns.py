@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fp8rl.algo.load_function import near_matches
+from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.data.dropped import RowError
 from megatron_fp8rl.envs.environment import Problem
 

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_fp8rl.algo.load_function import FunctionError, load_function, near_matches
+from megatron_fp8rl.algo.load_function import FunctionError, load_function
+from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.config import EnvironmentConfig
 from megatron_fp8rl.envs.source_kind import CLASS, kind_of, short_name
 from megatron_fp8rl.types import Prompt

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_fp8rl.algo.load_function import near_matches
+from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.envs.environment import EnvironmentSpecError, Problem
 from megatron_fp8rl.types import Prompt
 

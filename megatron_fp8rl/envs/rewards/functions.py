@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.algo.load_function import near_matches
+from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.types import Prompt
 
 

@@ -150,9 +150,7 @@ def test_padding_only_where_alignment_asks():
 def test_a_sequence_too_long_is_refused_by_name():
     samples = [draw_sample(random.Random(i), i) for i in range(5)]
     longest = max(samples, key=lambda s: len(s.token_ids))
-    with pytest.raises(
-        SequenceTooLongError, match=rf"{longest.name} has {len(longest.token_ids)} tokens.*Raise rollout"
-    ):
+    with pytest.raises(SequenceTooLongError, match=rf"{longest.name} has {len(longest.token_ids)} tokens.*Raise optim"):
         pack(samples, data_size=1, data_rank=0, max_tokens=len(longest.token_ids) - 1, alignment=1)
     assert pack(samples, data_size=1, data_rank=0, max_tokens=len(longest.token_ids), alignment=1)
 

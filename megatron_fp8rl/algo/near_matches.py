@@ -1,0 +1,12 @@
+"""The hint of an error about an unknown name. Imports the standard library alone: the launcher uses it on login nodes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def near_matches(name: str, candidates: Iterable[str]) -> str:
+    """'; did you mean ...?' with the closest candidates, or an empty string."""
+    matches = difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
