@@ -7,7 +7,7 @@ A patch, an override of an internal or a use of a private name carries its versi
 A required patch guards a result: bits, verified weights, log-probabilities, memory that is freed, a process that ends.
 Programs call :func:`check` before they import such a package. Outside the range of a required patch they stop there,
 with the names of the patches to review. An optional patch (``optional=True``) saves time or memory only. Its caller
-asks :func:`applies`; outside the range the stock code runs. docs/upgrading.md describes an upgrade step by step.
+asks :func:`applies`; outside the range the stock code runs. docs/extending.md describes an upgrade step by step.
 
 Patches are read from the source, not collected during imports. All of them are known on a machine without any of the
 packages, and before any is imported.
@@ -134,7 +134,7 @@ def check() -> None:
     if not lines:
         return
     lines.append(
-        "Install the versions that requirements.toml pins. To upgrade, follow docs/upgrading.md; "
+        "Install the versions that requirements.toml pins. To upgrade, follow docs/extending.md; "
         f"{GO_ON}=1 goes on regardless."
     )
     if os.environ.get(GO_ON) != "1":

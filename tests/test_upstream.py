@@ -65,7 +65,7 @@ def test_other_versions_are_refused_by_name(package, monkeypatch, capsys):
     for patch in upstream.registered():
         is_refused = patch.package == package and not patch.optional
         assert (f"{patch.name} ({patch.versions})" in message) is is_refused
-    assert upstream.GO_ON in message and "docs/upgrading.md" in message
+    assert upstream.GO_ON in message and "docs/extending.md" in message
     assert upstream.main() == 1
     shown = capsys.readouterr().out.splitlines()
     for patch in upstream.registered():

@@ -7,7 +7,7 @@
     cispo    bounded ratio as a constant weight; clip_low=1, clip_high     arXiv 2506.13585
     sft      cross-entropy
 
-All have the same signature, which also applies to a user-defined ``module:function`` (docs/your_own_loss.md):
+All have the same signature, which also applies to a user-defined ``module:function`` (docs/extending.md):
 
     (inputs: LossInputs, **options) -> (loss, metrics)
 

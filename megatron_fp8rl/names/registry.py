@@ -57,7 +57,7 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
         raise ValueError(
             f"config.json: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not "
             f"supported; supported are {', '.join(sorted(FAMILIES))}. Needed is a file of its own in megatron_fp8rl/names: "
-            "see docs/adding_a_model.md"
+            "see docs/extending.md"
         )
     return family.read(FAMILIES[name], config, keep_mtp=keep_mtp, fp8_weights=fp8_weights)
 

@@ -1,4 +1,4 @@
-"""The worked example of docs/adding_a_model.md does what the page says: its code makes a family that works."""
+"""The worked example of docs/extending.md does what the page says: its code makes a family that works."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.dist import run_ranks
 from tests.helpers.logits import assert_logits_equal, reference_logits, trainer_logits
 from tests.tolerances import LOGITS_FLOAT32
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding_a_model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 def code_for(path: str) -> str:

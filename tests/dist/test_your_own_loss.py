@@ -1,4 +1,4 @@
-"""docs/your_own_loss.md does what it says: its code trains a policy, from a file outside of the library."""
+"""docs/extending.md does what it says: its code trains a policy, from a file outside of the library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_fp8rl.config import AlgoConfig
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.training import DENSE, make_samples, run_config
 
-PAGE = (Path(__file__).parents[2] / "docs" / "your_own_loss.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 NUM_UPDATES = 4
 OWN = AlgoConfig(
     loss="my_loss:fading",

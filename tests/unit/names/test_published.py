@@ -327,7 +327,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones():
     with pytest.raises(ValueError) as error:
         registry.from_hf_config({"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]})
     parts = ("'gemma3' (architectures ['Gemma3ForCausalLM'])", "supported are deepseek_v3, glm4_moe, llama")
-    assert all(part in str(error.value) for part in (*parts, "adding_a_model.md"))
+    assert all(part in str(error.value) for part in (*parts, "extending.md"))
 
 
 def test_all_mistakes_of_a_config_are_named_at_once():
