@@ -29,7 +29,7 @@ Range = tuple[int, int]  # [start, stop)
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """One whole tensor as it travels and as checkpoints store it."""
+    """One whole tensor on the wire and in checkpoints."""
 
     name: str
     dtype: str  # a key of ITEM_BYTES
@@ -50,7 +50,7 @@ class QuantFormat:
     activation_block: tuple[int, int] | None = None
     scale_dtype: str | None = None  # None: no scales
     scale_kind: Scales | None = None  # of blocks
-    tile: int = 1  # kernels need multiples of it on each side of a shard that is divided
+    tile: int = 1  # both sides of a shard must be multiples of the tile if the weight is sharded
     hf: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # of quantization_config
 
     @property
@@ -97,7 +97,7 @@ class QuantFormat:
         return f"{name}{SCALE_SUFFIX}"
 
     def wire_tensors(self, name: str, shape: tuple[int, ...]) -> Iterator[WireTensor]:
-        """The tensors in which a weight travels: its values, then its scales if it has some."""
+        """The wire tensors of a weight: its values, then its scales if any."""
         yield WireTensor(name, self.element, shape)
         if self.scale_dtype is not None:
             yield WireTensor(self.scale_name(name), self.scale_dtype, self.scale_shape(shape))
@@ -113,7 +113,7 @@ class QuantFormat:
             ignored: names of the modules that stay BF16.
 
         Raises:
-            ValueError: checkpoints have no such format.
+            ValueError: checkpoints do not support this format.
         """
         if not self.hf:
             raise ValueError(f"format {self.name}: no quantization_config describes it; choose a blockwise format")
@@ -155,12 +155,12 @@ def trainer_format(precision: PrecisionConfig) -> QuantFormat:
 
 
 def rollout_format(precision: PrecisionConfig) -> QuantFormat:
-    """The format in which quantized weights travel to the engines; BF16 if none does."""
+    """The wire format of quantized weights; BF16 if no weight is quantized."""
     return _format(precision.rollout, precision)
 
 
 def engine_format(precision: PrecisionConfig) -> QuantFormat:
-    """The format for which an engine is set up. A BF16 engine lists every module as an exception of it."""
+    """The format in an engine's quantization config. A BF16 engine lists every module as an exception."""
     return _format("blockwise" if precision.rollout == "bf16" else precision.rollout, precision)
 
 

@@ -1,4 +1,4 @@
-"""The hardware of a run, as far as the choice of kernels depends on it. Pure except :func:`here` and :func:`cpu_has_avx512`."""
+"""Hardware properties that the choice of kernels depends on. Pure except :func:`here` and :func:`cpu_has_avx512`."""
 
 from __future__ import annotations
 

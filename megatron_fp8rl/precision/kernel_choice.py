@@ -1,17 +1,18 @@
 """Choose the kernel of every role in the trainer and the engines. Pure; no torch.
 
-:data:`TABLE` has a row for each role: the field that selects its kernel, the available kernels, for each of them
-``supports(cfg, hardware)``, which returns None or the reason why not, and the meaning of ``auto``. :func:`choose`
-evaluates the table for one configuration and one kind of hardware; nothing else decides.
+:data:`TABLE` has a row for each role: the field that selects its kernel, the available kernels and the meaning of
+``auto``. A kernel's ``supports(cfg, hardware)`` returns None or the reason for a refusal. :func:`choose` evaluates the
+table for one configuration and one kind of hardware; nothing else decides.
 
 ``precision.linears`` and ``precision.experts`` select Transformer Engine or DeepGEMM. The choice is a function of the
-configuration: it is made once, from the shapes of a full microbatch (``matmul_shapes.py``), and holds for the run.
+configuration: it is made once, from the shapes of a full microbatch (``matmul_shapes.py``), and applies to the whole
+run.
 
-It must not depend on the batch. Transformer Engine and DeepGEMM add the same products in different orders. Old
-log-probabilities and the first update compute the same sequences in microbatches of different sizes; with a choice per
-microbatch their ratio would not be 1 before the first update. All ranks and a resumed run choose alike.
+The choice must not depend on the batch, because Transformer Engine and DeepGEMM sum products in different orders. Old
+log-probabilities and the first update use microbatches of different sizes; their ratio must be 1 before the first
+update. All ranks and resumed runs make the same choice.
 
-``auto`` optimizes speed, not bitwise equality: ``deep_gemm`` has the forward pass of vLLM's DeepGEMM kernels.
+``auto`` optimizes speed, not bitwise equality. The forward pass of ``deep_gemm`` equals vLLM's DeepGEMM kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Role:
-    """An operation and the kernels that compute it. ``path``: the field that selects one; None: it follows from others."""
+    """An operation and its kernels. ``path``: the field that selects the kernel; None if other fields determine it."""
 
     words: str
     kernels: Mapping[str, Kernel]
@@ -58,7 +59,7 @@ class Role:
         return name if name in self.kernels else None
 
     def kernel(self, cfg: RunConfig, hardware: Hardware) -> str:
-        """The kernel that the configuration selects, or that ``auto`` stands for."""
+        """The kernel that the configuration or ``auto`` selects."""
         return self.named(cfg, hardware) or self.auto(cfg, hardware)[0]
 
 
@@ -74,7 +75,8 @@ def is_invariant(cfg: RunConfig, hardware: Hardware) -> bool:
 
 
 def _faster(name: Field) -> Auto:
-    """Linears are judged by the largest, because all use one kind of kernel; experts by their mean number of tokens."""
+    """``auto`` for the faster kernel: by the largest linear, because all use one kind, or by the mean tokens per
+    expert."""
 
     def auto(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
         base, why = _base(cfg, hardware)
@@ -124,21 +126,21 @@ def _router(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 def _dispatch(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     if not hardware.is_gpu or cfg.precision.exact:
-        return "alltoall", "sums of engines of one rank or two"
+        return "alltoall", "precision.exact: same order of sums as the engine's"
     if support.gather(cfg, hardware) or TABLE["trainer.experts"].kernel(cfg, hardware) != "deep_gemm":
-        return "alltoall", "experts that want sorted tokens"
+        return "alltoall", "the experts' kernel needs sorted tokens"
     if cfg.parallel.expert > cfg.model.experts_per_token:
         return "alltoall", f"a token has {cfg.model.experts_per_token} experts, fewer than there are ranks"
-    return "gather", "a token goes to a rank once"
+    return "gather", "each rank gets every token once"
 
 
 def _combine(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     if cfg.parallel.dispatch in ("deepep", "hybridep"):
-        return "experts", f"parallel.dispatch = {cfg.parallel.dispatch} adds outputs as they are"
+        return "experts", f"parallel.dispatch = {cfg.parallel.dispatch} adds outputs without weights"
     if hardware.is_gpu and TABLE["engine.experts"].kernel(cfg, hardware) == "deep_gemm":
-        return "sum", "the engine's DeepGEMM applies weights where it adds"
+        return "sum", "the engine's DeepGEMM experts apply router weights in the sum"
     if not hardware.is_gpu:
-        return "sum", "an engine on a CPU applies weights where it adds"
+        return "sum", "a CPU engine applies router weights in the sum"
     return "experts", "the engine rounds each weighted output"
 
 
@@ -158,16 +160,16 @@ def _engine_norms(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 def _engine_experts(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     if cfg.precision.exact and hardware.is_gpu and cfg.model.is_moe:
-        return "deep_gemm", "precision.exact: batch-invariant, and the trainer multiplies on it, too"
-    return _engine("triton", "holds gate, up and down as they are sent")(cfg, hardware)
+        return "deep_gemm", "precision.exact: batch-invariant, and the trainer uses it, too"
+    return _engine("triton", "stores gate, up and down in the wire format")(cfg, hardware)
 
 
 def _engine_attention(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     if not hardware.is_gpu:
         return "emulated", "there is no GPU"
     if cfg.engine.kv_cache_dtype == "fp8" and not support.fp8_cache_attention(cfg, hardware):
-        return "FP8_CACHE", "rounds no queries, and is the fastest"
-    return "vllm", "vLLM knows the GPU"
+        return "FP8_CACHE", "the fastest, and does not round queries"
+    return "vllm", "vLLM chooses by GPU"
 
 
 class _EngineRole(Role):
@@ -224,7 +226,7 @@ TABLE: dict[str, Role] = {
     ),
     "trainer.router": Role("router", {"torch": Kernel("PyTorch"), "batch_invariant": _INVARIANT}, _router),
     "trainer.combine": Role(
-        "weights of experts", {"experts": Kernel("in the experts"), "sum": Kernel("in the sum of a token")}, _combine
+        "router weights", {"experts": Kernel("in the experts"), "sum": Kernel("in the sum of a token")}, _combine
     ),
     "trainer.dispatch": Role(
         "tokens to experts",
@@ -256,8 +258,8 @@ TABLE: dict[str, Role] = {
             "triton": Kernel("Triton", support.engine_experts, marks=("triton",)),
             "emulated": Kernel("PyTorch (emulated)", marks=("emulated", "readable")),
         },
-        # They hold gate, up and down in the wire format at every degree of parallelism, and allocate nothing when
-        # weights change, so CUDA graphs stay valid.
+        # Their gate, up and down are in the wire format in every layout. A weight change allocates nothing, so CUDA
+        # graphs stay valid.
         _engine_experts,
         "engine.moe_backend",
     ),
@@ -347,17 +349,18 @@ class KernelChoice:
         return {f"trainer kernel, {TABLE[key].words}": self.text(key) for key in keys}
 
     def disagreements(self, in_use: Mapping[str, Sequence[str]]) -> list[str]:
-        """A sentence for each role in which an engine uses another kernel than the chosen one: ``in_use`` has the names of
-        vLLM's classes by role (``rollout/vllm_plugin/kernels_in_use.py``)."""
-        found = []
+        """One sentence per role whose engine kernel differs from the chosen one.
+
+        ``in_use``: names of vLLM classes by role (``rollout/vllm_plugin/kernels_in_use.py``)."""
+        messages = []
         for name, classes in in_use.items():
             key = f"engine.{name}"
             marks = TABLE[key].kernels[attrgetter(key)(self)].marks
             others = [each for each in classes if marks and not any(mark in each.lower() for mark in marks)]
             if others:
-                chosen = f"{TABLE[key].path}: {self.text(key)} was chosen for {TABLE[key].words} of the engine"
-                found.append(f"{chosen}, and it computes with {', '.join(others)}")
-        return found
+                chosen = f"{TABLE[key].path}: {self.text(key)} was chosen for the engine's {TABLE[key].words}"
+                messages.append(f"{chosen}, but the engine uses {', '.join(others)}")
+        return messages
 
 
 def _pick(role: Role, cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
@@ -371,10 +374,10 @@ def _pick(role: Role, cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 
 def refusals(cfg: RunConfig, hardware: Hardware, end: End | None = None) -> list[Violation]:
-    """Why selected kernels cannot compute what the configuration asks of them, at one ``end`` or both; empty if they can.
+    """Reasons why selected kernels do not support the configuration, at one ``end`` or both; empty if they do.
 
-    The kernels selected by ``auto`` can, except for ``precision.kernels``, the fallback of the others. Accepts any
-    configuration, even if its degrees do not divide its model.
+    Kernels that ``auto`` selects are always supported, except for ``precision.kernels``, the fallback of other roles.
+    Accepts any configuration, even if its parallel degrees do not divide its model.
     """
     return list(dict.fromkeys(_refusals(cfg, hardware, end)))  # two roles may share a reason
 

@@ -16,7 +16,7 @@ from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision.hardware import Hardware, Package
 from megatron_fp8rl.precision.matmul_shapes import linears_of
 
-# Optional patches of upstream.py, by what needs them.
+# Optional patches of upstream.py that a feature needs.
 INVARIANT_PATCHES = ("make_residual_norms_batch_invariant", "make_logprobs_order_independent")
 FP8_CACHE_PATCHES = ("FP8CacheBackend", "FP8CacheAttention", "Metadata")
 
@@ -28,10 +28,12 @@ def _wrong(cfg: RunConfig, path: str, problem: str, remedy: str, choices: tuple[
 
 
 def _untested(cfg: RunConfig, path: str, patches: Sequence[str], remedy: str) -> Violation | None:
-    """Optional patches of ``upstream.py`` that a kernel needs, if they do not apply to the installed versions."""
+    """Return a violation if patches that a kernel needs do not apply to the installed versions."""
     if upstream.applies(*patches):
         return None
-    return _wrong(cfg, path, f"needs {', '.join(patches)}, not tested with the installed versions", remedy)
+    return _wrong(
+        cfg, path, f"needs the patches {', '.join(patches)}, which were not tested with the installed versions", remedy
+    )
 
 
 def always(cfg: RunConfig, hardware: Hardware) -> None:
@@ -39,10 +41,12 @@ def always(cfg: RunConfig, hardware: Hardware) -> None:
 
 
 def formats(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """The number formats of both ends, for any kernel."""
+    """Number formats of trainer and engine, for any kernel."""
     precision, ends = cfg.precision, (cfg.precision.trainer, cfg.precision.rollout)
     if "blockwise" in ends and precision.scales == "fp32" and hardware.generation == "blackwell":
-        problem = "Blackwell kernels hold block scales as powers of two, so FP32 scales would be rounded at one end"
+        problem = (
+            "Blackwell kernels round block scales to powers of two, so trainer and engine would use different scales"
+        )
         return _wrong(cfg, "precision.scales", problem, "Choose pow2")
     if hardware.generation == "ampere" and ends != ("bf16", "bf16"):
         path = "precision.trainer" if precision.trainer != "bf16" else "precision.rollout"
@@ -57,8 +61,8 @@ def te(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, "precision.kernels", problem, "Choose auto")
     if "transformer_engine" not in hardware.packages:
         remedy = (
-            "Install it: pip install 'transformer-engine[pytorch]' built for this PyTorch (FP8RL_EXTRA=gpu make install "
-            "does), or choose --precision.kernels emulated, which is exact and slow"
+            "Run `FP8RL_EXTRA=gpu make install`, or pip install 'transformer-engine[pytorch]' built for this PyTorch. "
+            "Or choose --precision.kernels emulated, which is exact and slow"
         )
         return _wrong(cfg, "precision.kernels", "transformer_engine is not installed", remedy)
     return None
@@ -69,90 +73,90 @@ def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     precision, keep = cfg.precision, "Choose --precision.params bf16"
     otherwise = "or --precision.params bf16"
     if hardware.generation != "hopper":
-        problem = f"Hopper's kernels multiply blocks of {BLOCK} as they lie, and this machine is "
+        problem = f"only Hopper kernels read blocks of {BLOCK} without conversion; this machine is "
         return _wrong(cfg, "precision.params", f"{problem}{hardware.generation!r}", keep)
     if precision.trainer != "blockwise":
-        problem = "FP8 parameters are blocks of 128x128, which engines take as they are; here a weight has one scale"
+        problem = "FP8 parameters need 128x128 blocks, but this recipe uses one scale per weight"
         if precision.trainer == "bf16":
-            problem = "precision.trainer = 'bf16' multiplies nothing in FP8"
+            problem = "precision.trainer = 'bf16' has no FP8 linears"
         return _wrong(cfg, "precision.params", problem, f"{keep}, or --precision.trainer blockwise")
     if precision.rollout != "blockwise":
-        problem = "FP8 parameters are sent to engines as they are"
+        problem = "FP8 parameters are sent to engines without conversion"
         return _wrong(cfg, "precision.rollout", problem, f"Choose blockwise, {otherwise}", ("blockwise",))
     if precision.kernels == "emulated":
-        problem = "the emulation rounds BF16 parameters"
+        problem = "the emulation supports only BF16 and FP32 parameters"
         return _wrong(cfg, "precision.kernels", problem, f"Choose auto, {otherwise}")
     if cfg.model.mla is None and cfg.model.head_dim % BLOCK:
         problem = (
-            f"heads of {cfg.model.head_dim} rows do not fill blocks of {BLOCK}: a block of Megatron's matrix of "
-            "queries, keys and values would hold rows of two of them, where the engine's holds rows of one"
+            f"heads of {cfg.model.head_dim} rows do not fill blocks of {BLOCK}. Blocks of Megatron's QKV matrix would "
+            "mix rows of two projections, unlike the engine's blocks"
         )
         return _wrong(cfg, "precision.params", problem, keep)
     return None
 
 
 def deep_gemm_linears(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """Linears outside experts. A matrix that is not in whole blocks uses the kernels of ``precision.kernels``; it is no
-    reason to refuse the others.
-    """
-    if wrong := _deep_gemm(cfg, hardware, "linears", "its kernels", ("blockwise",)):
+    """Linears outside experts. Matrices without whole blocks are allowed: they use ``precision.kernels``."""
+    if wrong := _deep_gemm(cfg, hardware, "linears", "DeepGEMM's linear kernels", ("blockwise",)):
         return wrong
     if cfg.precision.gradients != "e4m3":
-        return _wrong(cfg, "precision.gradients", "DeepGEMM's kernels of linears multiply E4M3", "Choose e4m3")
+        return _wrong(cfg, "precision.gradients", "DeepGEMM's linear kernels support only E4M3", "Choose e4m3")
     if cfg.precision.params == "fp32":
-        return _wrong(cfg, "precision.params", "DeepGEMM's kernels of linears take BF16 activations", "Choose bf16")
+        return _wrong(cfg, "precision.params", "DeepGEMM's linear kernels need BF16 activations", "Choose bf16")
     return _deep_gemm_is_there(cfg, hardware, "linears")
 
 
 def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """Experts, in blockwise FP8 or in BF16."""
-    if wrong := _deep_gemm(cfg, hardware, "experts", "the grouped kernels", ("bf16", "blockwise")):
+    if wrong := _deep_gemm(cfg, hardware, "experts", "DeepGEMM's grouped kernels", ("bf16", "blockwise")):
         return wrong
     if cfg.precision.trainer == "blockwise" and cfg.precision.gradients != "e4m3":
-        return _wrong(cfg, "precision.gradients", "the grouped kernels of experts multiply E4M3", "Choose e4m3")
+        return _wrong(cfg, "precision.gradients", "DeepGEMM's grouped kernels support only E4M3", "Choose e4m3")
     if cfg.precision.params == "fp32":
-        return _wrong(cfg, "precision.params", "the grouped kernels of experts take BF16 activations", "Choose bf16")
+        return _wrong(cfg, "precision.params", "DeepGEMM's grouped kernels need BF16 activations", "Choose bf16")
     if not cfg.model.is_moe:
         return _deep_gemm_is_there(cfg, hardware, "experts")
     if cfg.model.hidden_size % BLOCK:
-        problem = f"the grouped kernels want a multiple of {BLOCK}"
+        problem = f"DeepGEMM's grouped kernels need a multiple of {BLOCK}"
         return _wrong(cfg, "model.hidden_size", problem, "Choose another size, or --precision.experts te")
     features, ranks = cfg.model.moe_ffn_hidden_size, cfg.parallel.expert_tensor
     if ranks >= 1 and features % ranks == 0 and features // ranks % BLOCK:
         problem = (
-            f"leaves a rank {features // ranks} features of an expert, and grouped kernels want a multiple of {BLOCK}"
+            f"gives each rank {features // ranks} features of an expert, but grouped kernels need a multiple of {BLOCK}"
         )
         return _wrong(cfg, "parallel.expert_tensor", problem, "Lower it, or choose --precision.experts te")
     return _deep_gemm_is_there(cfg, hardware, "experts")
 
 
-def _deep_gemm(cfg: RunConfig, hardware: Hardware, name: str, whose: str, recipes: tuple[str, ...]) -> Violation | None:
-    """The requirements common to both kinds of DeepGEMM kernels."""
+def _deep_gemm(
+    cfg: RunConfig, hardware: Hardware, name: str, kernels: str, recipes: tuple[str, ...]
+) -> Violation | None:
+    """Requirements common to both kinds of DeepGEMM kernels."""
     path, precision = f"precision.{name}", cfg.precision
     if hardware.generation not in ("cpu", "hopper"):
-        problem = f"{whose} are Hopper's, and this machine is {hardware.generation!r}"
+        problem = f"{kernels} run only on Hopper; this machine is {hardware.generation!r}"
         return _wrong(cfg, path, problem, "Choose te", ("te",))
     if precision.kernels == "emulated" and hardware.is_gpu:
-        return _wrong(cfg, path, "precision.kernels = 'emulated' wants no kernels at all", "Choose te", ("te",))
+        return _wrong(cfg, path, "precision.kernels = 'emulated' excludes DeepGEMM", "Choose te", ("te",))
     if precision.trainer not in recipes:
-        return _wrong(cfg, path, f"{whose} do not multiply in the recipe {precision.trainer}", "Choose te", ("te",))
+        return _wrong(cfg, path, f"{kernels} do not support the recipe {precision.trainer!r}", "Choose te", ("te",))
     if precision.params == "fp8":
-        problem = "what feeds DeepGEMM's kernels here quantizes BF16 parameters"
+        problem = "DeepGEMM's linears and experts quantize BF16 parameters, but precision.params = 'fp8'"
         return _wrong(cfg, path, problem, "Choose te, or --precision.params bf16", ("te",))
     return None
 
 
 def _deep_gemm_is_there(cfg: RunConfig, hardware: Hardware, name: str) -> Violation | None:
-    """Whether DeepGEMM is installed. Checked last, so that other refusals read the same without the package."""
+    """Return a violation if DeepGEMM is not installed. Checked last, so that it hides no other violation."""
     if hardware.is_gpu and "deep_gemm" not in hardware.packages:
         path = f"precision.{name}"
-        problem = "DeepGEMM is not installed; vLLM for CUDA brings it"
+        problem = "DeepGEMM is not installed; it is part of vLLM for CUDA"
         return _wrong(cfg, path, problem, f"Install vLLM, or choose --{path} te", ("te",))
     return None
 
 
 def may_gather(cfg: RunConfig) -> bool:
-    """Whether tokens are gathered on some hardware: what packing and plans know of the choice."""
+    """Whether some hardware could gather tokens; packing and plans do not know the hardware."""
     return cfg.parallel.dispatch in ("auto", "gather") and cfg.parallel.expert_tensor == 1 and not cfg.precision.exact
 
 
@@ -162,19 +166,21 @@ def gather(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not cfg.model.is_moe:
         return _wrong(cfg, path, "this model has no experts", remedy)
     if cfg.parallel.expert_tensor > 1:
-        return _wrong(cfg, path, "ranks that divide each expert would add parts of its output", remedy)
+        return _wrong(
+            cfg, path, "gather cannot add the partial outputs of experts divided by parallel.expert_tensor", remedy
+        )
     if cfg.precision.experts not in ("auto", "deep_gemm"):
-        return _wrong(cfg, path, f"experts on {cfg.precision.experts} read tokens sorted by expert", remedy)
+        return _wrong(cfg, path, f"precision.experts = {cfg.precision.experts!r} needs tokens sorted by expert", remedy)
     return deep_gemm_experts(cfg, hardware) or _untested(cfg, path, ["GatherDispatcher"], "Choose alltoall")
 
 
 def deep_ep(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """Megatron-Core's flex dispatcher by DeepEP's kernels."""
+    """Megatron-Core's flex dispatcher on DeepEP kernels."""
     return _flex(cfg, hardware, "deep_ep", "DeepEP", "of https://github.com/deepseek-ai/DeepEP")
 
 
 def hybrid_ep(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """Megatron-Core's flex dispatcher by HybridEP's kernels."""
+    """Megatron-Core's flex dispatcher on HybridEP kernels."""
     return _flex(
         cfg, hardware, "hybrid_ep", "HybridEP", "of the branch hybrid-ep of https://github.com/deepseek-ai/DeepEP"
     )
@@ -187,7 +193,7 @@ def _flex(cfg: RunConfig, hardware: Hardware, package: Package, name: str, sourc
     if hardware.generation == "ampere":
         return _wrong(cfg, path, f"{name} needs Hopper or newer", remedy)
     if cfg.parallel.expert * cfg.parallel.expert_tensor == 1 or not cfg.model.is_moe:
-        return _wrong(cfg, path, "every rank has all experts, so no token travels", remedy)
+        return _wrong(cfg, path, "every rank has all experts, so no tokens are exchanged", remedy)
     if package not in hardware.packages:
         return _wrong(
             cfg, path, f"{name} is not installed", f"Install the package deep_ep {source}, or choose alltoall"
@@ -199,32 +205,29 @@ def engine_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """The engine's attention in the trainer's forward pass."""
     path, head_dim = "precision.attention", cfg.model.head_dim
     if not hardware.is_gpu:
-        return _wrong(cfg, path, "needs a GPU, and there is none here", "Choose auto")
+        return _wrong(cfg, path, "needs a GPU, and this machine has none", "Choose auto")
     if cfg.model.mla is not None:
-        return _wrong(cfg, path, "the engine has another kernel for latent attention", "Choose auto")
+        return _wrong(cfg, path, "the engine uses a different kernel for latent attention", "Choose auto")
     if not 96 < head_dim <= 128:
-        problem = (
-            f"is there for the engine's bits, and with heads of {head_dim} features its kernel sums a decoded token's "
-            "keys in other blocks than a sequence's: it has the same bits for heads of 97 to 128"
-        )
+        problem = f"'engine' is bitwise equal only for model.head_dim from 97 to 128; this model has {head_dim}"
         return _wrong(cfg, path, problem, "Choose auto")
     if "transformer_engine" not in hardware.packages:
-        problem = "its backward pass is cuDNN's, by transformer_engine, which is not installed"
-        return _wrong(cfg, path, problem, "Install it, or choose auto")
+        problem = "requires transformer_engine (cuDNN backward), which is not installed"
+        return _wrong(cfg, path, problem, "Install transformer_engine, or choose auto")
     return _untested(cfg, path, ["vllm_flash_attention"], "Choose auto")
 
 
 def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """Engine kernels whose results do not depend on the rest of the batch."""
     if not hardware.is_gpu:
-        problem = "chooses GPU kernels, and there is no GPU"
-        return _wrong(cfg, "engine.batch_invariant", problem, "Leave it out")
+        problem = "needs a GPU, and this machine has none"
+        return _wrong(cfg, "engine.batch_invariant", problem, "Set False")
     path = "precision.exact" if cfg.precision.exact else "engine.batch_invariant"
     return _untested(cfg, path, INVARIANT_PATCHES, "Set False")
 
 
 def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """``precision.exact``: what keeps trainer and engine from computing the same bits, the first reason."""
+    """Under ``precision.exact``, return the first reason why trainer and engine would compute different bits."""
     if not cfg.precision.exact:
         return None
     for path, allowed, problem in (*_EXACT, *(_EXACT_ON_GPU if hardware.is_gpu else ())):
@@ -233,7 +236,7 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
             return _wrong(cfg, path, f"precision.exact: {problem}", f"Set {shown}, or --precision.exact False", allowed)
     precision, model = cfg.precision, cfg.model
     if precision.trainer != precision.rollout:
-        problem = f"precision.exact: the engine computes in {precision.rollout}, which is another function"
+        problem = f"precision.exact: the engine's recipe differs (precision.rollout = {precision.rollout!r})"
         return _wrong(
             cfg,
             "precision.trainer",
@@ -246,17 +249,17 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not hardware.is_gpu:
         return None
     if hardware.generation != "hopper":
-        problem = f"precision.exact: the kernels that both ends share are Hopper's, and this is {hardware.generation}"
+        problem = f"precision.exact: the shared kernels run only on Hopper; this machine is {hardware.generation!r}"
         return _wrong(cfg, "precision.exact", problem, "Set False")
     if precision.bf16_first_layers or precision.bf16_last_layers:
         path = "precision.bf16_first_layers" if precision.bf16_first_layers else "precision.bf16_last_layers"
-        return _wrong(cfg, path, "precision.exact: cuBLAS sums BF16 products by their shapes", "Set 0", (0,))
+        return _wrong(cfg, path, "precision.exact: cuBLAS sums BF16 products in a shape-dependent order", "Set 0", (0,))
     if model.router.score != "softmax" and model.is_moe:
-        problem = "precision.exact: the engine scores this router in a kernel that the trainer does not have"
+        problem = "precision.exact: the trainer lacks the engine's kernel for this router"
         return _wrong(cfg, "model.router.score", problem, "Use --precision.exact False")
     sides = (*(use.shape for use in linears_of(cfg)),)
     if odd := next((s for s in sides if s.rows % BLOCK or s.columns % BLOCK), None):
-        problem = f"precision.exact: a matrix of {odd.rows} x {odd.columns} is not in whole blocks of {BLOCK}"
+        problem = f"precision.exact: a {odd.rows} x {odd.columns} matrix does not consist of whole blocks of {BLOCK}"
         return _wrong(cfg, "precision.linears", problem, "Use --precision.exact False")
     checks = [
         engine_attention,
@@ -270,56 +273,57 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def _exact_sums(cfg: RunConfig) -> Violation | None:
-    """Ranks of an engine round their partial sums before they are added. Two have one sum in any order, which the trainer
-    has too if it divides the same products, and groups a token's experts by the engine's ranks."""
+    """Refuse layouts with different partial sums. Each engine rank rounds its partial sum before the sums are added.
+
+    With two ranks the order does not matter. The trainer must then divide the same products and group experts alike."""
     model, engine = cfg.model, cfg.engine
     divided = "engine.tensor" if engine.tensor > 1 else "engine.data"
     if engine.ranks > 2:
-        problem = f"precision.exact: the sum of {engine.ranks} ranks' rounded parts depends on their order"
+        problem = f"precision.exact: the sum of {engine.ranks} rounded partial sums depends on their order"
         return _wrong(cfg, divided, problem, "Use engines of one or two GPUs, or --precision.exact False")
     if cfg.parallel.tensor != engine.tensor:
-        problem = f"precision.exact: the engine's sums have {engine.tensor} rounded parts (engine.tensor)"
+        problem = f"precision.exact: the engine adds {engine.tensor} rounded partial sums (engine.tensor)"
         return _wrong(
             cfg, "parallel.tensor", problem, f"Set {engine.tensor}, or --precision.exact False", (engine.tensor,)
         )
     if model.is_moe and engine.expert != engine.ranks:
-        problem = "precision.exact: the engine divides each expert, and adds parts of several experts before it rounds"
+        problem = "precision.exact: the engine divides each expert and adds several experts' parts before rounding"
         return _wrong(cfg, "engine.expert", problem, f"Set {engine.ranks}, or --precision.exact False", (engine.ranks,))
     if model.num_shared_experts and engine.ranks > 1:
-        problem = "precision.exact: each rank of the engine adds its part of the shared experts before it rounds"
+        problem = "precision.exact: each engine rank adds its part of the shared experts before rounding"
         return _wrong(cfg, divided, problem, "Set 1, or --precision.exact False", (1,))
     return None
 
 
 # (field, values, why others are not exact)
 _EXACT: tuple[tuple[str, tuple, str], ...] = (
-    ("sampling.max_staleness", (0,), "samples of older weights differ from the current policy"),
-    ("algo.router_replay", ("off",), "routers of equal ends choose equal experts, so there is nothing to replay"),
-    ("sampling.replay", (None,), "recorded rollouts are of another engine"),
-    ("sampling.top_p", (1.0,), "the engine's log-probabilities are those of the truncated distribution"),
-    ("sampling.top_k", (0,), "the engine's log-probabilities are those of the truncated distribution"),
+    ("sampling.max_staleness", (0,), "samples from older weights differ from the current policy"),
+    ("algo.router_replay", ("off",), "both routers choose the same experts, so replay has no effect"),
+    ("sampling.replay", (None,), "recorded rollouts come from another engine"),
+    ("sampling.top_p", (1.0,), "the engine's log-probabilities refer to the truncated distribution"),
+    ("sampling.top_k", (0,), "the engine's log-probabilities refer to the truncated distribution"),
     ("parallel.expert_tensor", (1,), "ranks round their partial sums before they are added"),
-    ("parallel.dispatch", ("auto", "alltoall"), "the others add a token's experts in orders of their own"),
-    ("precision.params", ("bf16",), "engines hold BF16 and FP8 weights made of BF16"),
+    ("parallel.dispatch", ("auto", "alltoall"), "other dispatchers sum a token's experts in a different order"),
+    ("precision.params", ("bf16",), "engines use BF16 weights, or FP8 weights quantized from BF16"),
 )
 _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
-    ("precision.rollout", ("blockwise",), "cuBLAS sums BF16 products by their shapes"),
-    ("precision.scales", ("pow2",), "kernels divide by FP32 scales in orders of their own"),
-    ("precision.kernels", ("auto", "te"), "the emulation rounds where the engine does not"),
-    ("precision.linears", ("auto", "deep_gemm"), "the engine multiplies on DeepGEMM"),
-    ("precision.experts", ("auto", "deep_gemm"), "the engine multiplies on DeepGEMM"),
-    ("engine.linear_backend", ("auto", "deep_gemm"), "the trainer multiplies on DeepGEMM"),
-    ("engine.moe_backend", ("auto", "deep_gemm"), "the trainer multiplies on DeepGEMM"),
-    ("sampling.temperature", (1.0,), "the engine divides logits in a kernel of its own"),
-    ("engine.kv_cache_dtype", ("auto",), "in FP8 the engine's attention decodes by another function than it prefills"),
-    ("engine.attention_backend", ("auto", "FLASH_ATTN"), "the trainer attends with FlashAttention"),
+    ("precision.rollout", ("blockwise",), "cuBLAS sums BF16 products in a shape-dependent order"),
+    ("precision.scales", ("pow2",), "kernels divide by FP32 scales in different orders"),
+    ("precision.kernels", ("auto", "te"), "the emulation rounds at other points than the engine"),
+    ("precision.linears", ("auto", "deep_gemm"), "the engine uses DeepGEMM"),
+    ("precision.experts", ("auto", "deep_gemm"), "the engine uses DeepGEMM"),
+    ("engine.linear_backend", ("auto", "deep_gemm"), "the trainer uses DeepGEMM"),
+    ("engine.moe_backend", ("auto", "deep_gemm"), "the trainer uses DeepGEMM"),
+    ("sampling.temperature", (1.0,), "the engine divides logits in a different kernel"),
+    ("engine.kv_cache_dtype", ("auto",), "with an FP8 cache, decode and prefill attention give different results"),
+    ("engine.attention_backend", ("auto", "FLASH_ATTN"), "the trainer uses FlashAttention"),
 )
 
 
 def engine_fp32_scales(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """The engine's CUTLASS and Triton linears."""
     if cfg.precision.rollout != "bf16" and cfg.precision.scales == "pow2":
-        problem = "does not round the scales of activations to powers of two, as the trainer does"
+        problem = "does not round activation scales to powers of two, but the trainer does"
         return _wrong(
             cfg, "engine.linear_backend", problem, "Set deep_gemm, or --precision.scales fp32", ("deep_gemm",)
         )
@@ -328,7 +332,7 @@ def engine_fp32_scales(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 def engine_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not cfg.model.is_moe:
-        return _wrong(cfg, "engine.moe_backend", "multiplies experts, and the model is dense", "Set auto")
+        return _wrong(cfg, "engine.moe_backend", "applies only to experts, but the model is dense", "Set auto")
     return None
 
 
@@ -339,11 +343,9 @@ def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | 
     edges = precision.bf16_last_layers
     edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
     if precision.rollout == "bf16" or edges:
-        return _wrong(cfg, path, "multiplies FP8 alone, and there are experts in BF16", "Set triton", ("triton",))
+        return _wrong(cfg, path, "supports only FP8, but some experts are BF16", "Set triton", ("triton",))
     if cfg.engine.batch_invariant and precision.scales == "fp32":
-        problem = (
-            "takes Triton's kernels for small batches where scales are not powers of two: it is not batch-invariant"
-        )
+        problem = "is not batch-invariant with FP32 scales, because vLLM then uses Triton kernels for small batches"
         return _wrong(cfg, path, problem, "Set triton, or --precision.scales pow2", ("triton",))
     if cfg.engine.batch_invariant or cfg.precision.exact:
         remedy = "Set triton, or --engine.batch_invariant False and --precision.exact False"
@@ -355,18 +357,21 @@ def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """The engine's attention of rollout/vllm_plugin/patches_attention.py."""
     path, model = "engine.attention_backend", cfg.model
     if cfg.engine.kv_cache_dtype != "fp8":
-        return _wrong(cfg, path, "reads a KV cache in FP8 alone", "Set auto, or --engine.kv_cache_dtype fp8")
+        return _wrong(cfg, path, "supports only an FP8 KV cache", "Set auto, or --engine.kv_cache_dtype fp8")
     if hardware.is_gpu and hardware.generation != "hopper":
-        return _wrong(cfg, path, f"is for Hopper GPUs, and this is {hardware.generation}", "Set auto")
+        return _wrong(cfg, path, f"runs only on Hopper; this machine is {hardware.generation!r}", "Set auto")
     if cfg.engine.batch_invariant or cfg.precision.exact:
-        return _wrong(cfg, path, "cuts a sequence by the number of sequences, so it is not batch-invariant", "Set auto")
+        return _wrong(cfg, path, "is not batch-invariant: it splits a sequence by the number of sequences", "Set auto")
     if cfg.precision.attention == "engine":
-        return _wrong(cfg, path, "is not FlashAttention, with which precision.attention = engine attends", "Set auto")
+        return _wrong(cfg, path, "is not FlashAttention, which precision.attention = 'engine' needs", "Set auto")
     if model.mla is not None or model.sliding_window is not None:
-        return _wrong(cfg, path, "has neither latent attention nor windows", "Set auto")
+        return _wrong(cfg, path, "supports neither latent attention nor sliding windows", "Set auto")
     group = model.num_attention_heads // max(1, model.num_key_value_heads)
     if model.head_dim not in (64, 128) or group > 16:
-        problem = f"has heads of 64 or 128 features, up to 16 of a group; the model's have {model.head_dim}, {group} of a group"
+        problem = (
+            "supports head_dim 64 or 128 and up to 16 query heads per group; "
+            f"the model has head_dim {model.head_dim} and {group} heads per group"
+        )
         return _wrong(cfg, path, problem, "Set auto")
     return _untested(cfg, path, FP8_CACHE_PATCHES, "Set auto")
 
@@ -374,9 +379,9 @@ def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 def flashinfer_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     path = "engine.attention_backend"
     if cfg.engine.kv_cache_dtype == "fp8":
-        problem = "reads the scales of an FP8 KV cache once, when it starts, so that new ones would have no effect"
+        problem = "reads FP8 KV cache scales only at startup, so later scales would have no effect"
         return _wrong(cfg, path, problem, "Set auto or FLASH_ATTN")
     if "flashinfer" not in hardware.packages:
-        problem = "the package flashinfer is not installed here"
-        return _wrong(cfg, path, problem, "Use auto, which takes FLASH_ATTN on Hopper")
+        problem = "the package flashinfer is not installed"
+        return _wrong(cfg, path, problem, "Use auto, which selects FLASH_ATTN on Hopper")
     return None

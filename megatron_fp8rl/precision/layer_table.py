@@ -6,9 +6,9 @@ quantization config and the digests read it. A weight is identified by its Huggi
 FP8:  the attention projections q, k, v, o (with latent attention q_a, q_b, kv_a, kv_b, o) and the MLP projections
       gate, up, down of dense layers, of every expert and of shared experts, in all layers except the BF16 edge
       layers. The FP8 checkpoints of DeepSeek-V3 and Qwen3 quantize the same weights.
-BF16: embedding, output head, norms, biases, router, the weights of multi-token prediction layers outside their decoder
-      layer, and every matrix of the first and last layers counted by ``PrecisionConfig.bf16_first_layers`` and
-      ``bf16_last_layers``.
+BF16: embedding, output head, norms, biases, router, weights of multi-token prediction outside its decoder layer, and
+all
+      matrices of the edge layers (``PrecisionConfig.bf16_first_layers``, ``bf16_last_layers``).
 """
 
 from __future__ import annotations
@@ -61,5 +61,5 @@ class LayerTable:
         return self.trainer if self.is_quantizable(hf_name) else BF16
 
     def rollout_format(self, hf_name: str) -> QuantFormat:
-        """The format in which this weight travels to the engine, which holds it in that format."""
+        """The format of this weight on the wire and in the engine."""
         return self.rollout if self.is_quantizable(hf_name) else BF16

@@ -73,15 +73,15 @@ class Range:
         return self.first <= tokens <= self.last and min(sides) >= self.smallest_side
 
 
-# All thresholds, by field and trainer recipe; DeepGEMM supports no other recipes. They come from forward and backward passes
-# on H200s in November 2026, which `benchmarks.experts` and `benchmarks.linears` measure again.
+# All thresholds, by field and trainer recipe; DeepGEMM supports no other recipes. Measured on H200s in November 2026;
+# `benchmarks.experts` and `benchmarks.linears` repeat the measurement.
 DEEP_GEMM_IS_FASTER: dict[tuple[Field, str], Range] = {
-    # Four layers of Qwen3-8B, and its MLP alone.
+    # Four layers of Qwen3-8B, and only its MLP.
     ("linears", "blockwise"): Range(2048),
     # 8 to 256 experts with 1 to 8,192 tokens each, with and without host time.
     ("experts", "blockwise"): Range(0),
-    # 1 to 1,024 tokens each, and 2,048 in whole steps of 11 layers at EP2 with uneven routing: 3.3 s an update, and 4.7 with
-    # Transformer Engine's loop over experts (run E of the ledger), which in single layers is the faster one from 2,048 on.
+    # 1 to 1,024 tokens per expert. At 2,048, single layers were faster with Transformer Engine's loop over experts.
+    # Whole updates (11 layers, EP2, uneven routing) took 3.3 s, and 4.7 s with the loop (run E).
     ("experts", "bf16"): Range(0, last=2048),
 }
 
@@ -100,7 +100,7 @@ def experts_of(cfg: RunConfig) -> Experts | None:
 
 
 def linears_of(cfg: RunConfig) -> list[Use]:
-    """Linears outside experts that are or could be FP8; those of an MLP count as one."""
+    """Linears outside experts that are or could be FP8; an MLP's linears count as one."""
     model, table = cfg.model, LayerTable.build(cfg.model, cfg.precision)
     in_fp8 = range(table.first_fp8_layer, table.end_fp8_layer)
     found: dict[tuple[str, Linear], int] = {}
@@ -138,7 +138,7 @@ def _linears_of_layer(model: ModelConfig, layer: int) -> list[tuple[str, Weight]
 
 
 def _shape(cfg: RunConfig, name: str, weight: Weight) -> Linear:
-    """Replicated linears see a tensor-parallel rank's own tokens, the others all tokens."""
+    """Number of tokens of a linear: a tensor-parallel rank's share if the linear is replicated, else all."""
     rows, columns = slicing.shard_shape(weight, cfg.model, cfg.parallel.tensor)
     tokens = _own_tokens(cfg) * (1 if weight.cut == "none" else cfg.parallel.tensor)
     if name.endswith("linear_fc1"):

@@ -19,7 +19,7 @@ from megatron_fp8rl.names.table import Row, Weight, fill
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron weight of one layer; an expert's entry stands for all experts of the layer."""
+    """One Megatron weight of one layer; an expert's entry represents all experts of the layer."""
 
     weight: Weight
     layer: int  # -1 outside layers; from num_layers on for multi-token prediction

@@ -26,7 +26,7 @@ def dequantize(data_NK: Tensor, scale: Tensor, fmt: QuantFormat) -> Tensor:
 
 
 def same_values(held: tuple[Tensor, Tensor], source: tuple[Tensor, Tensor], fmt: QuantFormat) -> bool:
-    """Whether (values, scales) that differ in bytes stand for equal numbers, as after vLLM has rescaled blocks."""
+    """Whether (values, scales) dequantize to equal numbers, even if bytes differ because vLLM rescaled blocks."""
     _block_scales(fmt)
     pairs = (blockwise.canonical(data.contiguous(), scale.contiguous()) for data, scale in (held, source))
     (data, scale), (source_data, source_scale) = pairs

@@ -102,15 +102,16 @@ class Operand(NamedTuple):
 class AmaxHistory(nn.Module):
     """The state of delayed scaling for one linear: the amax values of its input, weight and output gradient.
 
-    ``history`` float32 [length, 3, E] holds those of completed optimizer steps, newest first, and is part of
-    checkpoints. ``current`` [3, E] accumulates the maxima over the microbatches of the current step.
+    ``history`` float32 [length, 3, E] contains completed optimizer steps, newest first, and is part of checkpoints.
+    ``current`` [3, E] accumulates the maxima over the microbatches of the current step.
     """
 
     history: Tensor
     current: Tensor
     is_filled: tuple[bool, bool, bool] = (False, False, False)
-    """By tensor: no scale needs the magnitude of what is quantized, for the newest entry has one for every expert.
-    False is always safe, and all that is known after loading."""
+    """By tensor: whether the newest history entry has an amax for every expert, so that no new amax is needed.
+
+    False is always safe; it is the value after loading."""
 
     def __init__(self, length: int, num_experts: int, device: torch.device | None = None):
         super().__init__()
@@ -118,7 +119,7 @@ class AmaxHistory(nn.Module):
         self.register_buffer("current", torch.zeros(3, num_experts, device=device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AmaxHistory:
-        """Follow the model to another device, but stay float32 when the model is cast to BF16."""
+        """Move to the model's device, but keep float32 when the model is cast to BF16."""
         for name, buffer in self.named_buffers(recurse=False):
             setattr(self, name, buffer.to(fn(buffer).device))
         return self
@@ -174,9 +175,9 @@ class Blockwise:
 
 
 class Tensorwise:
-    """One scale per tensor, from its own amax. Each expert's tokens and weight are separate tensors.
+    """One scale per tensor, from its current amax. Each expert's tokens and weight are separate tensors.
 
-    Under tensor parallelism a rank scales its own shard of a weight, as Transformer Engine does.
+    Under tensor parallelism each rank scales its shard of a weight, as Transformer Engine does.
     """
 
     def __init__(self, grad_format: Format):
@@ -195,8 +196,8 @@ class Tensorwise:
     def scale(amax_E: Tensor, fmt: Format) -> Tensor:
         """The factor applied to values before rounding, float32; 1 for a tensor of zeros.
 
-        Rounded once, as in Transformer Engine. torch divides a number by a tensor through the tensor's rounded
-        reciprocal, whose last bit moves values exactly between two FP8 numbers to the other one.
+        Rounded once, as in Transformer Engine. torch's ``number / tensor`` multiplies by a rounded reciprocal instead,
+        which rounds some values midway between two FP8 numbers differently.
         """
         scale = torch.where(amax_E == 0, 1.0, torch.full_like(amax_E, fmt.max) / amax_E)
         return scale.clamp_(max=torch.finfo(torch.float32).max)
@@ -230,7 +231,7 @@ class Delayed(Tensorwise):
 
     Transformer Engine advances the history after every microbatch; here it advances once per optimizer step
     (:func:`finish_step`), so that scales do not depend on how a batch is split into microbatches. A tensor without
-    history is scaled by its own amax, where TE starts at scale 1 and flushes small gradients to zero.
+    history is scaled by its current amax; TE starts at scale 1, which flushes small gradients to zero.
     """
 
     def _amax(self, amax_E: Tensor, tensor: int, history: AmaxHistory | None, record: bool) -> Tensor:
@@ -354,8 +355,8 @@ def quantized_linear(
 def finish_step(histories: Iterable[AmaxHistory], all_reduce_max: Callable[[Tensor], None]) -> None:
     """End an optimizer step under delayed scaling. Collective if ``all_reduce_max`` is.
 
-    All ``current`` maxima travel as one float32 vector, which ``all_reduce_max`` reduces in place over the ranks that
-    hold shards of the same tensors.
+    ``all_reduce_max`` reduces all ``current`` maxima in place, as one float32 vector, over the ranks with shards of the
+    same tensors.
     """
     histories = list(histories)
     if not histories:

@@ -1,17 +1,16 @@
 """Save and restore training checkpoints: weights, optimizer, FP8 scaling and RNG states.
 
 In: a :class:`Policy` and a small dictionary, such as the data position. Out: one folder per checkpoint, readable by any
-parallel layout. Runs on: every trainer rank; rank 0 alone commits a checkpoint.
+parallel layout. Runs on: every trainer rank; only rank 0 commits a checkpoint.
 
     step_00000040/            complete: only complete checkpoints have this name
         *.distcp, .metadata   Megatron-Core's distributed checkpoint (torch_dist), sharded by global tensor
         state.json            step, the caller's dictionary, configuration, and size and CRC-32 of every file
     .partial_00000080/        being written, or left over from a killed run
-    damaged_step_00000040/    set aside by a start that found other bytes in it than were written
+    damaged_step_00000040/    renamed at a start because a file's size or CRC-32 was wrong
 
-A checkpoint is copied to host memory, written by a thread to a partial folder, synced to disk, verified against its own
-list of files, and then renamed. Killing the run at any point leaves complete checkpoints untouched. Every file is read and
-compared before it is loaded.
+A checkpoint is copied to host memory, written by a thread to a partial folder, synced, verified against its list of
+files, and then renamed. A killed run never damages complete checkpoints. Every file is verified before it is loaded.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint lacks files, or has other bytes than were written."""
+    """A checkpoint lacks files, or a file's size or CRC-32 is wrong."""
 
 
 def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -> Path:
@@ -146,7 +145,7 @@ class Saver:
         except OSError as failure:  # of rank 0, for which the others wait inside
             self._raise([f"rank 0: {failure}"], writing)
         if parallel.rank == 0:
-            digests = {name: digest for found, _ in parts for name, digest in found.items()}
+            digests = {name: digest for part, _ in parts for name, digest in part.items()}
             try:
                 final = _commit(self._folder, writing.partial, writing.state, digests)
                 _prune(self._folder, max(1, self._policy.cfg.checkpoint.keep), final)
@@ -159,12 +158,12 @@ class Saver:
     def _raise(self, errors: Sequence[str], writing: _Writing) -> None:
         if errors:
             raise CheckpointError(
-                f"the checkpoint of step {writing.state['step']} cannot be written to {writing.partial}. {'; '.join(errors)}. "
-                "Check free space and quota; whole checkpoints beside it are as they were"
+                f"cannot write the checkpoint of step {writing.state['step']} to {writing.partial}. {'; '.join(errors)}"
+                ". Check free space and quota; complete checkpoints are unchanged"
             )
 
     def close(self) -> None:
-        """Leave what is open unnamed; returns when its thread has ended, or after a minute."""
+        """Abandon an unfinished checkpoint; returns when its thread has ended, or after a minute."""
         if self._open is not None:
             self._open.wait(_CLOSE_S)
             self._open = None
@@ -185,7 +184,7 @@ class _Writing:
         return not self._thread.is_alive()
 
     def wait(self, seconds: float = _WRITE_S) -> tuple[dict[str, str], str]:
-        """The CRC-32 of this rank's files by name, and what went wrong; empty if nothing did."""
+        """(CRC-32 of this rank's files by name, error text; empty without an error)."""
         self._thread.join(seconds)
         return self._digests, self._error
 
@@ -198,11 +197,13 @@ class _Writing:
 
 
 def resume(folder: str | Path, policy: Policy, say: Callable[[str], None]) -> tuple[int, dict[str, Any]] | None:
-    """Collective: restore the newest whole checkpoint of ``folder`` and return (step, extra); None if there never was one.
+    """Collective: restore the newest complete checkpoint of ``folder``; returns (step, extra), or None without
+    checkpoints.
 
-    Damaged ones are set aside. ``say`` gets a line for each, and one with the step that the run goes on from.
+    Damaged checkpoints are renamed. ``say`` gets a line for each, and a line with the step from which the run
+    continues.
 
-    Raises CheckpointError if all checkpoints are damaged: starting over would be a loss that nobody asked for.
+    Raises CheckpointError if all checkpoints are damaged, because a start at step 0 would overwrite the run's records.
     """
     folder, parallel = Path(folder), policy.parallel
     while (newest := parallel.broadcast_object(next(reversed(complete(folder)), None))) is not None:
@@ -217,10 +218,10 @@ def resume(folder: str | Path, policy: Policy, say: Callable[[str], None]) -> tu
         return step, extra
     if left := parallel.broadcast_object([path.name for path in damaged(folder)]):
         raise CheckpointError(
-            f"{folder} holds damaged checkpoints alone ({', '.join(left)}), and a start at step 0 would replace the run's "
-            "records. Restore one of them from a backup, name another --output_dir, or remove them to start over"
+            f"all checkpoints in {folder} are damaged ({', '.join(left)}), and a start at step 0 would replace the "
+            "run's records. Restore one from a backup, choose another --output_dir, or delete them to start over"
         )
-    say(f"starts at step 0: {folder} holds no checkpoint")
+    say(f"starts at step 0: {folder} contains no checkpoint")
     return None
 
 
@@ -230,8 +231,8 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     Weights, optimizer and FP8 state are restored exactly. RNG states are per rank, so they are restored only under the
     layout that wrote them.
 
-    Raises DamagedError if the folder is incomplete or a file has other bytes than were written, and UnsafeError if it
-    could run code; all ranks look for both together. Raises CheckpointError if it holds a different model than ``policy``.
+    Raises, on all ranks: DamagedError if a file is missing or its CRC-32 is wrong; UnsafeError if a file could run
+    code; CheckpointError if the model differs from ``policy``.
     """
     path, parallel = Path(path), policy.parallel
     if (missing := parallel.broadcast_object(missing_part(path))) is not None:
@@ -239,12 +240,12 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     damaged = parallel.gather_from_all(damaged_files(path, parallel.rank, parallel.world_size))
     wrong = [name for names in damaged for name in names]
     if wrong:
-        raise DamagedError(f"{path} is damaged: {', '.join(wrong)} holds other bytes than were written")
+        raise DamagedError(f"{path} is damaged: the CRC-32 of {', '.join(wrong)} is wrong")
     require_only_data(path, parallel.rank, parallel.world_size)
-    parallel.barrier("checkpoint without code")  # a rank loads what others have looked at
+    parallel.barrier("checkpoint without code")  # a rank loads files that other ranks have checked
     state = json.loads((path / STATE_FILE).read_text())
     if state.get("weights_only"):
-        raise CheckpointError(f"{path} holds only weights, no training state. Start from it: model.hf_path = {path}")
+        raise CheckpointError(f"{path} has only weights, no training state. Start from it: model.hf_path = {path}")
     _require_same_model(path, state, policy)
     policy.offload.restore()
     same_layout = state["config"]["parallel"] == dataclasses.asdict(policy.cfg.parallel)
@@ -347,7 +348,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 def _commit(folder: Path, partial: Path, state: dict[str, Any], digests: dict[str, str]) -> Path:
     """Sync, verify and rename, on rank 0. The rename is atomic: the checkpoint is either absent or complete.
 
-    ``digests`` are those of the shards; of other files, they are taken here.
+    ``digests``: CRC-32 of the shards; those of other files are computed here.
     """
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in files:
@@ -395,9 +396,9 @@ def _require_same_model(path: Path, state: dict[str, Any], policy: Policy) -> No
         if key not in ("hf_path", "initializer_range", "embedding_range") and theirs.get(key) != value
     ]
     if differing:
-        raise CheckpointError(f"{path} holds a different model: " + "; ".join(differing))
+        raise CheckpointError(f"{path} contains a different model: " + "; ".join(differing))
     if _keeps_reference(policy) and not state["has_reference"]:
         raise CheckpointError(
-            f"{path} holds no reference model, which algo.kl_coef needs. "
+            f"{path} has no reference model, which algo.kl_coef needs. "
             "Set model.hf_path to the weights of the reference model"
         )

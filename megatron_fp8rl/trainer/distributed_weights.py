@@ -1,4 +1,4 @@
-"""Load model weights, and nothing else, from a distributed checkpoint (torch_dist).
+"""Load only the model weights of a distributed checkpoint (torch_dist).
 
 In: a folder written by checkpoint_tools, or a training checkpoint. Out: this rank's model chunks with weights loaded.
 Runs on: every trainer rank; each reads its own shards, regardless of the layout that wrote them.
@@ -51,11 +51,11 @@ def load_distributed(models: Sequence[GPTModel], folder: str | Path, model: Mode
     }
     loaded = dist_checkpointing.load(wanted, str(folder))
     for index, chunk in enumerate(models):
-        found: dict[str, Any] = loaded[f"model{index}"]
-        lost = [name for name, _ in chunk.named_parameters() if name not in found and name != "output_layer.weight"]
+        state: dict[str, Any] = loaded[f"model{index}"]
+        lost = [name for name, _ in chunk.named_parameters() if name not in state and name != "output_layer.weight"]
         if lost:
             raise KeyError(f"{folder}: {', '.join(lost)} were not loaded")
-        chunk.load_state_dict(found, strict=False)
+        chunk.load_state_dict(state, strict=False)
 
 
 def _is_weight(part: Any) -> bool:
@@ -77,4 +77,4 @@ def _require_model(folder: Path, model: ModelConfig) -> None:
         if key not in _NO_PART_OF_THE_MODEL and key in theirs and theirs[key] != value
     ]
     if differing:
-        raise ValueError(f"{folder} holds a different model: " + "; ".join(differing))
+        raise ValueError(f"{folder} contains a different model: " + "; ".join(differing))

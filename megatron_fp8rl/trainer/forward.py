@@ -5,9 +5,9 @@ Out: log-probabilities of every microbatch on every rank of the replica, or grad
 losses and metrics on the ranks of the last pipeline stage. Runs on: every trainer rank.
 
 Megatron-Core chooses the schedule: none, 1F1B, or interleaved 1F1B over virtual stages. This module adds the input of
-a stage (packed-sequence parameters and this context-parallel rank's tokens) and the output of the last stage: hidden
-states become per-token log-probabilities without materializing all logits, and loss functions see the whole
-microbatch in every parallel layout. The output head runs on loss tokens only; elsewhere both values are 0.
+a stage: packed-sequence parameters and this context-parallel rank's tokens. On the last stage it computes per-token
+log-probabilities without materializing all logits. Loss functions get the whole microbatch in every parallel layout.
+The output head runs on loss tokens only; elsewhere both values are 0.
 
 Shapes: T = packed tokens of one microbatch, N = loss tokens of this context-parallel rank.
 """
@@ -109,8 +109,8 @@ class Forward:
         self, results: Sequence[MicrobatchResult], microbatches: Sequence[Microbatch]
     ) -> tuple[Tensor, ...]:
         """Collective over the pipeline: the log-probabilities of a pass with gradients, as :meth:`logprobs`."""
-        found = {result.index: result.logprobs_T for result in results}
-        return self._from_last_stage(found, [mb.tokens_T.numel() for mb in microbatches])
+        logprobs = {result.index: result.logprobs_T for result in results}
+        return self._from_last_stage(logprobs, [mb.tokens_T.numel() for mb in microbatches])
 
     def _run(
         self,
@@ -236,7 +236,7 @@ class Forward:
                 f"microbatch {index} has {num_tokens} tokens, which do not divide over {cp_size} context-parallel and "
                 f"{self.parallel.tp_size} tensor-parallel ranks. Pack with Alignment.of(parallel)"
             )
-        # index_select, not x[i], on the host: from 3,000 elements on, x[i] wakes all OpenMP threads (up to 10 ms).
+        # index_select, not x[i], on the host: from 3,000 elements on, x[i] uses all OpenMP threads (up to 10 ms).
         order_T = None
         tokens_t, positions_t, targets_t, mask_t = mb.tokens_T, mb.positions_T, mb.targets_T, mb.loss_mask_T
         is_token_t = is_token(mb)

@@ -3,19 +3,18 @@
 In: model chunks that run forward. Out: for every layer of the model, the factors by which an engine divides queries,
 keys and values before rounding them to E4M3. Runs on: every trainer rank.
 
-The trainer runs on the tokens that the engine sampled, with weights that are one update older than those published
-next. It measures amax after rotary embedding, where the engine quantizes; padding is excluded.
+The trainer measures on sampled tokens, with weights one update older than the next published ones. It measures amax
+after rotary embedding, where the engine quantizes; padding is excluded.
 
     scale = the smallest power of two of at least MARGIN * amax / 448
 
-E4M3 is a floating-point format with constant relative precision over 15 binades. A margin of 2 to 4 gives up one or two
-binades at the bottom, where values are 2^-13 of the maximum, and costs nothing else. At the top it leaves headroom for
-tokens larger than any measured; without headroom they would be clipped, with an unbounded error. Division by a power of
-two is exact, so that trainer and engine round alike (``kernels/kv_rounding.py``). A scale only affects how the cache is
-written and read, so scales measured on other tokens than those in the cache are valid.
+E4M3 has constant relative precision over 15 binades. A margin of 2 to 4 costs only one or two binades at the bottom,
+where values are 2^-13 of the maximum. In return, later tokens above the measured maximum are not clipped. Division by a
+power of two is exact, so trainer and engine round equally (``kernels/kv_rounding.py``). Scales measured on other tokens
+are valid, because a scale only affects how the cache is written and read.
 
-The trainer's attention reads keys and values rounded by the scales of the policy that the engines hold (:func:`hold`), and
-queries where the engine's kernel rounds them, so that both ends compute the same quantized function.
+The trainer's attention rounds keys and values by the engines' current scales (:func:`hold`), and queries if the
+engine's kernel does. Both ends then compute the same quantized function.
 
 Shapes: NUM_LAYERS x 3 = layers of the whole model x (query, key, value).
 """
@@ -84,8 +83,7 @@ def scales(amax: list[list[float]]) -> KVScales:
 
 
 def hold(chunks: Sequence[nn.Module], by_layer: KVScales, device: torch.device) -> None:
-    """Round keys and values of all later forward passes as a cache with these scales holds them, and queries alike where
-    the engine's kernel rounds them."""
+    """Round keys and values of later forward passes by these cache scales, and queries if the engine's kernel does."""
     for layer in _layers(chunks):
         layer.cache_scales = torch.tensor(by_layer[layer.layer], device=device)
 

@@ -177,12 +177,12 @@ def _chunk_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probability, entropy, logsumexp) of each token over the whole vocabulary, FP32 [n] each.
 
-    ``logits`` [n, V] are this shard's; None if it is padding alone.
+    ``logits`` [n, V] are this shard's; None if the shard has only padding.
     """
     num = hidden_nH.shape[0]
     if logits is not None:
         max_n = logits.amax(-1).float().div_(shard.temperature)
-    else:  # a shard of padding alone contributes nothing, but must join the reductions
+    else:  # a shard with only padding must still join the reductions
         logits, max_n = None, hidden_nH.new_full((num,), -torch.inf, dtype=torch.float32)
     if shard.group is not None:
         dist.all_reduce(max_n, op=dist.ReduceOp.MAX, group=shard.group)
@@ -242,10 +242,10 @@ def _chunk_logit_gradient(
 
 
 def zigzag_indices(cu_seqlens_S: Tensor, context_size: int, context_rank: int) -> Tensor:
-    """Packed positions [T / context_size] held by a context-parallel rank, in local order.
+    """Packed positions [T / context_size] of a context-parallel rank, in local order (Transformer Engine's layout).
 
-    Every sequence is split into ``2 * context_size`` chunks and rank r holds chunks r and ``2 * context_size - 1 - r``,
-    which balances causal attention across ranks (Transformer Engine's layout).
+    Every sequence is split into ``2 * context_size`` chunks. Rank r gets chunks r and ``2 * context_size - 1 - r``,
+    which balances causal attention across ranks.
 
     Raises ValueError if a padded length is not a multiple of ``2 * context_size``.
     """
@@ -255,7 +255,7 @@ def zigzag_indices(cu_seqlens_S: Tensor, context_size: int, context_rank: int) -
     if bool((lengths % num_chunks).any()):
         raise ValueError(
             f"context parallelism over {context_size} ranks splits each sequence into {num_chunks} equal chunks, but "
-            f"padded lengths {lengths.tolist()} are not all multiples of it. Pack with Alignment.of(parallel)"
+            f"padded lengths {lengths.tolist()} are not all multiples of {num_chunks}. Pack with Alignment.of(parallel)"
         )
     position = torch.arange(int(starts[-1]), device=starts.device) - starts[:-1].repeat_interleave(lengths)
     chunk = position // (lengths // num_chunks).repeat_interleave(lengths)
@@ -266,8 +266,8 @@ def gather_context(values: Tensor, order_T: Tensor, group: dist.ProcessGroup) ->
     """Collective over ``group``: gather the values of all context-parallel ranks in packed order.
 
     ``values`` [..., T / size] are this rank's, ``order_T`` [T] the concatenation of all ranks' :func:`zigzag_indices`.
-    Returns [..., T]. Every rank must compute the same loss from the result: the gradient of a rank's own values is its
-    slice of the gradient of the result, without a reduction.
+    Returns [..., T]. Every rank must compute the same loss from the result, because backward slices the gradient
+    without a reduction.
     """
     return _GatherContext.apply(values, order_T, group)
 

@@ -1,7 +1,7 @@
-"""Objects with arrays as rows of bytes, for a process group that sends tensors. Every trainer rank; pure.
+"""Convert objects with arrays to and from uint8 tensors, for a process group that sends tensors. Pure.
 
-The arrays in an object are sent from where they lie and used where they arrive: pickle's out-of-band buffers (PEP 574).
-``torch.distributed`` pickles an object whole, and pads all parts of a scatter to the longest.
+Arrays are sent and received without a copy, as pickle's out-of-band buffers (PEP 574). ``torch.distributed`` would
+pickle the whole object and pad all parts of a scatter to the longest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def pack(value: Any) -> list[Tensor]:
-    """The message of a picklable object, uint8 [bytes] each: its arrays, and what refers to them."""
+    """The message of a picklable object, uint8 [bytes] each: its arrays, and the pickle that refers to them."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     parts = [bytearray(head), *(buffer.raw() for buffer in buffers)]

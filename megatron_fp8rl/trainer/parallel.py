@@ -95,35 +95,36 @@ class Parallel:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the output head, and therefore losses and log-probabilities."""
+        """Whether this rank has the output head, and therefore losses and log-probabilities."""
         return self.pp_rank == self.pp_size - 1
 
     def broadcast_object(self, value: _T) -> _T:
         """Collective over all trainer ranks: broadcast rank 0's value, which must be picklable."""
         if self.world_size == 1:
             return value
-        carried = [value if self.rank == 0 else None]
-        dist.broadcast_object_list(carried, src=0, group=self.control_group)
-        return carried[0]
+        values = [value if self.rank == 0 else None]
+        dist.broadcast_object_list(values, src=0, group=self.control_group)
+        return values[0]
 
     def scatter_over_data(self, shares: Sequence[_T] | None) -> _T:
-        """Collective over all trainer ranks: each gets rank 0's share for its ``dp_rank``; ``shares``, which must be
-        picklable, are used on rank 0 only. They travel once to a rank of each data-parallel replica, one share at a
-        time, and from there to the replica's others."""
-        message, own = None, None
+        """Collective over all trainer ranks: each gets rank 0's share for its ``dp_rank``.
+
+        ``shares`` must be picklable; only rank 0's are used. Rank 0 sends each share to one rank of a data-parallel
+        replica, which broadcasts it to the replica's other ranks."""
+        message, share = None, None
         if self.rank == 0:
             in_flight: list[tuple[dist.Work, Tensor]] = []
             for data_rank in range(1, self.dp_size):
-                message = pack(shares[data_rank])  # while the one before is sent
+                message = pack(shares[data_rank])  # while the previous message is sent
                 _wait(in_flight)
                 in_flight = _begin_to_send(message, data_rank, self.data_control_group)
             _wait(in_flight)
-            own = shares[0]
+            share = shares[0]
         elif self.tp_rank == self.pp_rank == self.cp_rank == 0:
-            own = unpack(_received(partial(dist.recv, group=self.data_control_group, group_src=0)))
+            share = unpack(_received(partial(dist.recv, group=self.data_control_group, group_src=0)))
         if self.world_size > self.dp_size:
-            message = _broadcast(None if own is None else pack(own), self.replica_control_group)
-        return unpack(message) if own is None else own
+            message = _broadcast(None if share is None else pack(share), self.replica_control_group)
+        return unpack(message) if share is None else share
 
     def barrier(self, name: str) -> None:
         """Collective over all trainer ranks: wait for all. Raises RuntimeError that names the missing ranks."""
@@ -134,7 +135,7 @@ class Parallel:
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} waited {self.deadline_s:.0f} s at barrier {name!r}: {error}. "
-                "Look for the first error in the output of the ranks named here"
+                "Look for the first error in the output of these ranks"
             ) from error
 
     def sum_over_data(self, values: dict[str, float]) -> dict[str, float]:
@@ -177,7 +178,7 @@ class Parallel:
 
 
 def _begin_to_send(message: list[Tensor], group_rank: int, group: ProcessGroup) -> list[tuple[dist.Work, Tensor]]:
-    """What is being sent; each tensor has to stay until its work is done."""
+    """Start sending a message; returns the tensors with their work, to keep until the work is done."""
     return [(dist.isend(part, group=group, group_dst=group_rank), part) for part in _with_sizes(message)]
 
 
@@ -187,13 +188,13 @@ def _wait(in_flight: list[tuple[dist.Work, Tensor]]) -> None:
 
 
 def _with_sizes(message: list[Tensor]) -> list[Tensor]:
-    """What travels: the number of parts, their bytes, and those that have any."""
+    """The tensors to send: the number of parts, the bytes of each part, and the parts that are not empty."""
     sizes = [part.numel() for part in message]
     return [torch.tensor([len(sizes)]), torch.tensor(sizes), *(part for part in message if part.numel())]
 
 
 def _broadcast(message: list[Tensor] | None, group: ProcessGroup) -> list[Tensor]:
-    """Collective over a group: the message that its first rank has."""
+    """Collective over a group: broadcast the message of its first rank."""
     share = partial(dist.broadcast, group=group, group_src=0)
     if message is None:
         return _received(share)
@@ -203,7 +204,7 @@ def _broadcast(message: list[Tensor] | None, group: ProcessGroup) -> list[Tensor
 
 
 def _received(fill: Callable[[Tensor], Any]) -> list[Tensor]:
-    """A message; ``fill`` takes what travels into tensors, one after another."""
+    """Receive a message; ``fill`` receives one tensor of :func:`_with_sizes` in place."""
     num_parts = torch.empty(1, dtype=torch.int64)
     fill(num_parts)
     sizes = torch.empty(int(num_parts), dtype=torch.int64)
@@ -223,9 +224,10 @@ def _device() -> torch.device:
 
 
 def limit_host_threads(device: torch.device) -> None:
-    """Beside a GPU one thread for each operation on the host, as torchrun has it for several ranks, unless OMP_NUM_THREADS is
-    set. For a few thousand numbers PyTorch wakes a thread for each core, and waits for the last: where two processes with 64
-    threads each shared two cores, that was up to 0.13 s instead of 0.1 ms."""
+    """On GPU machines, use one host thread per operation, as torchrun does, unless OMP_NUM_THREADS is set.
+
+    PyTorch otherwise starts one thread per core even for a few thousand numbers. With two processes of 64 threads on
+    two cores, such an operation took up to 0.13 s instead of 0.1 ms."""
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
@@ -275,11 +277,11 @@ def _groups(deadline_s: float) -> dict[str, ProcessGroup]:
 
 
 def _replica_group(axes: dict[str, int], control: ProcessGroup, deadline_s: float) -> ProcessGroup:
-    """Collective: the ranks with the same ``dp_rank``, of which the one at 0 on all other axes is the first."""
+    """Collective: the group of ranks with the same ``dp_rank``. Its first rank is at 0 on all other axes."""
     if axes["dp_size"] in (1, axes["world_size"]):
-        return control  # all ranks, or this one alone, which needs none
+        return control  # one replica of all ranks, or replicas of one rank, which need no group
     data_ranks: list[Any] = [None] * axes["world_size"]
     dist.all_gather_object(data_ranks, axes["dp_rank"], group=control)
-    members = [[rank for rank, found in enumerate(data_ranks) if found == own] for own in range(axes["dp_size"])]
+    members = [[rank for rank, r in enumerate(data_ranks) if r == data_rank] for data_rank in range(axes["dp_size"])]
     groups = [dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=deadline_s)) for ranks in members]
     return groups[axes["dp_rank"]]

@@ -47,7 +47,7 @@ class Policy:
     optimizer: Optimizer
     reference: list[torch.nn.Module] | None  # frozen copy of the initial weights; None without algo.kl_coef
     step: int = 0  # optimizer updates so far, across resumes
-    host: InitVar[HostMemory | None] = None  # prepared for what is offloaded
+    host: InitVar[HostMemory | None] = None  # pinned memory for offloading
     offload: Offload = field(init=False, repr=False)  # tracks which parts of the policy are in GPU memory
     _forward: Forward = field(init=False, repr=False)
     _kv_amax: Tensor | None = field(default=None, init=False, repr=False)  # since the last call to kv_scales
@@ -72,7 +72,7 @@ class Policy:
         The reference model, needed if ``algo.kl_coef`` > 0, is a second copy of these weights without gradients.
         """
         if cfg.optim.offload and parallel.device.type == "cuda":
-            expand_segments()  # small tensors that stay would keep most of what is offloaded
+            expand_segments()  # otherwise small resident tensors pin the segments of offloaded ones
         models = build_chunks(cfg, parallel)
         if cfg.model.hf_path is not None:
             load_hf(models, cfg.model.hf_path, cfg, parallel)
@@ -111,11 +111,9 @@ class Policy:
         return named_global_tensors(self.models, self.parallel)
 
     def require_weights(self) -> None:
-        """Raise RuntimeError between :meth:`accumulate_gradients` and the end of an update, when weights are not in memory."""
+        """Raise RuntimeError if weights are not in memory: after :meth:`accumulate_gradients`, until an update ends."""
         if not self.optimizer.has_weights:
-            raise RuntimeError(
-                "gradients are in the memory of weights; call policy.optimizer.rebuild_parameters() first"
-            )
+            raise RuntimeError("gradients have replaced the weights; call policy.optimizer.rebuild_parameters() first")
 
     def with_old_logprobs(
         self, batch: TrainBatch, *, are_rollout: bool = False, are_of_update: bool = False
@@ -123,11 +121,13 @@ class Policy:
         """Collective: add ``old_logprobs_T`` to the batch, and ``ref_logprobs_T`` if there is a reference model.
 
         FP32 [T] on the device of each microbatch's tokens, on every rank of the data-parallel replica, at
-        ``sampling.temperature``; 0 outside the loss mask. They are computed from the current weights with the training
-        recipe and change no state: neither weights nor FP8 scaling history. With ``are_rollout`` nothing is computed:
-        they are those of the engine, which computes the same function of the same weights. With ``are_of_update`` they
-        stay None: the update that follows has them. With ``algo.router_replay`` = "old" the batch also gets the experts
-        of this pass, as ``routed_experts_T``.
+        ``sampling.temperature``; 0 outside the loss mask. Computed from the current weights with the training recipe;
+        neither weights nor FP8 scaling history change. With ``algo.router_replay`` = "old", ``routed_experts_T`` is set
+        to the experts of this pass.
+
+        Args:
+            are_rollout: copy the engine's log-probabilities, which are bitwise equal, instead of computing them.
+            are_of_update: leave ``old_logprobs_T`` None; :meth:`update` computes it.
         """
         self.offload.require("params")
         old: Sequence[Tensor | None]
@@ -161,8 +161,8 @@ class Policy:
     def kv_scales(self) -> KVScales | None:
         """Collective: scales for the engines' FP8 KV cache, measured since the last call; None for BF16 caches.
 
-        :meth:`with_old_logprobs`, :meth:`calibrate_kv` and, where it has no pass before it, :meth:`update` measure them;
-        if none has run, returns the last scales. Later forward passes round as this cache does.
+        :meth:`with_old_logprobs`, :meth:`calibrate_kv` and, without a pass for old log-probabilities, :meth:`update`
+        measure them. If none has run, returns the last scales. Later forward passes round keys and values by them.
         Raises ValueError on all ranks if a query, key or value was not finite.
         """
         if self._kv_amax is not None:
@@ -188,10 +188,10 @@ class Policy:
         return [router_replay.for_old_logprobs(self.cfg, self.parallel, mb, counts) for mb in microbatches]
 
     def _with_own_experts(self, microbatches: Sequence[Microbatch], routes: Sequence[Routes]) -> tuple[Microbatch, ...]:
-        """Collective: the microbatches with the experts that the routers have chosen, as ``routed_experts_T``."""
+        """Collective: set ``routed_experts_T`` of the microbatches to the routers' choice."""
         chosen = [
-            router_replay.recorded(one, mb.tokens_T.numel(), self.cfg.model, self.parallel)
-            for one, mb in zip(routes, microbatches, strict=True)
+            router_replay.recorded(route, mb.tokens_T.numel(), self.cfg.model, self.parallel)
+            for route, mb in zip(routes, microbatches, strict=True)
         ]
         return tuple(
             replace(mb, routed_experts_T=experts_TLK.to(mb.tokens_T.device))
@@ -244,8 +244,8 @@ class Policy:
         with nullcontext() if inspect is None else self._kv_measured():  # no pass for old log-probabilities
             results = self.accumulate_gradients(batch, loss_fn)
         if inspect is not None:
-            own = self._forward.logprobs_of(results, batch.microbatches)
-            pairs = zip(batch.microbatches, own, strict=True)
+            logprobs = self._forward.logprobs_of(results, batch.microbatches)
+            pairs = zip(batch.microbatches, logprobs, strict=True)
             inspect(replace(batch, microbatches=tuple(replace(mb, old_logprobs_T=x.cpu()) for mb, x in pairs)))
         metrics = self._reduce(results, batch)
         self._require_finite_loss(metrics["train/loss/mean"], results, batch.microbatches)
@@ -258,8 +258,9 @@ class Policy:
         return metrics
 
     def accumulate_gradients(self, batch: TrainBatch, loss_fn: LossFn) -> list[MicrobatchResult]:
-        """Collective: the gradients of a batch alone in the buffers of all chunks; results as of ``Forward.gradients``.
-        Without a step, ``optimizer.rebuild_parameters`` is needed before weights are read."""
+        """Collective: write a batch's gradients to the buffers of all chunks; returns ``Forward.gradients``'s results.
+
+        If no step follows, call ``optimizer.rebuild_parameters`` before weights are read."""
         for chunk in self.chunks:
             chunk.train()
         self.optimizer.zero_gradients()
@@ -269,9 +270,8 @@ class Policy:
     def _scale_auxiliary_loss(self, microbatches: Sequence[Microbatch]) -> None:
         """Collective if the model has a load-balancing loss: normalize it by the tokens of the global batch.
 
-        Megatron-Core multiplies the load-balancing loss of a microbatch by its number of tokens and expects the caller
-        to divide by the tokens of the global batch. The result is a mean over tokens, like the main loss. Padding is
-        not counted.
+        Megatron-Core multiplies a microbatch's load-balancing loss by its number of tokens and leaves the division to
+        the caller. The result is a mean over tokens without padding, like the main loss.
         """
         if not self.cfg.optim.moe_aux_loss_coef:
             return
@@ -287,10 +287,10 @@ class Policy:
         if self.parallel.is_last_stage:
             sums, maxima = _local_totals(results)
         if self.parallel.pp_size > 1:
-            carried = [(sums, maxima)]
+            totals = [(sums, maxima)]
             group = self.parallel.pp_group
-            dist.broadcast_object_list(carried, src=dist.get_global_rank(group, self.parallel.pp_size - 1), group=group)
-            sums, maxima = carried[0]
+            dist.broadcast_object_list(totals, src=dist.get_global_rank(group, self.parallel.pp_size - 1), group=group)
+            sums, maxima = totals[0]
         sums, maxima = self.parallel.sum_over_data(sums), self.parallel.max_over_data(maxima)
         loss = sums.pop("train/loss/mean")
         means = {key: value / max(batch.num_loss_tokens, 1) for key, value in sums.items()}
@@ -302,17 +302,17 @@ class Policy:
         """Collective only if the loss is not finite: every rank then raises the same error."""
         if math.isfinite(loss):
             return
-        found = [
+        sources = [
             f"microbatch {result.index} of rank {self.parallel.rank} (loss {result.loss.item()}), sequences "
             + ", ".join(name for name in microbatches[result.index].names if name)
             for result in results
             if not torch.isfinite(result.loss)
         ]
         everywhere: list[list[str]] = [[] for _ in range(self.parallel.world_size)]
-        dist.all_gather_object(everywhere, found)
+        dist.all_gather_object(everywhere, sources)
         lines = "\n  ".join(line for part in everywhere for line in part)
         raise NonFiniteError(
-            f"the loss is {loss}; the update was not applied. It comes from:\n  {lines}\n{_remedy(self.cfg)}"
+            f"the loss is {loss}; the update was not applied. Its sources:\n  {lines}\n{_remedy(self.cfg)}"
         )
 
 
@@ -321,8 +321,8 @@ def _remedy(cfg: RunConfig) -> str:
     remedy = "Look at the recorded rollouts of these sequences, or lower optim.lr and resume from the last checkpoint"
     if ":" in cfg.algo.loss:
         remedy = (
-            f"--algo.loss = {cfg.algo.loss!r}: look there first, for a logarithm or a quotient of 0, and for padding that "
-            f"is not masked before exp. {remedy}"
+            f"Check the function of --algo.loss = {cfg.algo.loss!r} first: a logarithm of 0, a division by 0, or "
+            f"padding that is not masked before exp. {remedy}"
         )
     return remedy
 

@@ -4,12 +4,12 @@ In: expert ids of a microbatch (``routed_experts_T``), from the engine or from t
 :class:`Routes` per microbatch, which the layers get with the packed-sequence parameters, and the share of tokens for
 which both passes choose the same experts. Runs on: every trainer rank.
 
-``algo.router_replay`` = "rollout" gives the engine's experts to the pass for old log-probabilities and to the update.
-With "old" the first of the two routes by itself and records its choice, and the update gets that. The ids belong to a
-microbatch and not to a layer: several microbatches are in flight at once, and a backward pass that recomputes a layer
-must find the same ids. The reference model always routes by itself.
+``algo.router_replay`` = "rollout" replays the engine's experts in the pass for old log-probabilities and in the update.
+With "old" the update replays the experts of the pass for old log-probabilities. The ids belong to a microbatch, not to
+a layer: several microbatches are in flight at once, and recomputation in backward needs the same ids. The reference
+model always uses its choice.
 
-Shapes: T = tokens of a packed microbatch, R = those that this rank routes (its slice under context and sequence
+Shapes: T = tokens of a packed microbatch, R = tokens that this rank routes (its slice under context and sequence
 parallelism), L = layers of the whole model, K = experts of a token.
 """
 

@@ -1,7 +1,8 @@
-"""Compiles the trainer's kernels while engines start: one forward and backward pass that changes nothing.
+"""Compile the trainer's kernels while engines start: one forward and backward pass without an update.
 
-In: a policy whose weights are read, and prompts: experts get as many tokens of text as they will. Out: kernels of Triton, DeepGEMM and cuDNN for full microbatches, and connections between
-ranks, which the first update would otherwise wait for. Runs on: every trainer rank that has its GPU to itself.
+In: a policy, and prompts, on whose text the token counts per expert depend. Out: compiled Triton, DeepGEMM and cuDNN
+kernels for full microbatches, and connections between ranks. The first update would otherwise wait for both. Runs on:
+every trainer rank that shares its GPU with no engine.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ def warm_up(policy: Policy, prompts: Sequence[Prompt]) -> None:
 
 
 def batch_of(cfg: RunConfig, text: np.ndarray, num_sequences: int, length: int, data_rank: int = 0) -> TrainBatch:
-    """One packed batch for a data-parallel rank: sequences of the text, again from its start where it ends, with loss on
-    all tokens but the first of each."""
+    """One packed batch for a data-parallel rank: sequences of the repeated text, with loss on all but first tokens."""
     samples = []
     for i in range(num_sequences):
         tokens = TokenArray(text.take(range(i * length, (i + 1) * length), mode="wrap"))

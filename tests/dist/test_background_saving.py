@@ -206,7 +206,7 @@ def _cannot_write(cfg, folder):
 
 def test_an_error_of_the_thread_is_raised_on_all_ranks_with_its_file(tmp_path):
     for text in run_ranks(2, _cannot_write, run_config(model=DENSE, world_size=2), str(tmp_path)):
-        assert "the checkpoint of step 2 cannot be written to " in text and "rank 1: [Errno 28] No space left" in text
+        assert "cannot write the checkpoint of step 2 to " in text and "rank 1: [Errno 28] No space left" in text
         assert str(tmp_path / ".partial_00000002" / "__1_0.distcp") in text and "rank 0" not in text
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
 

@@ -256,7 +256,7 @@ def test_a_flipped_bit_is_found_named_and_the_older_checkpoint_used(tmp_path, wo
     _flip(file)
     for step, said in run_ranks(world_size, _resumed, cfg, str(tmp_path)):
         assert step == 1 and len(said) == 2
-        assert f"step_00000002 is damaged: {file.name} holds other bytes than were written" in said[0]
+        assert f"step_00000002 is damaged: the CRC-32 of {file.name} is wrong" in said[0]
         assert "set aside as " in said[0] and said[1] == f"continues after step 1, from {tmp_path / 'step_00000001'}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged_step_00000002", "step_00000001"]
 
@@ -265,13 +265,13 @@ def test_a_start_at_0_beside_damaged_checkpoints_is_refused(tmp_path):
     cfg = run_config(model=DENSE)
     assert run_ranks(1, _resumed, cfg, str(tmp_path))[0] == (
         None,
-        [f"starts at step 0: {tmp_path} holds no checkpoint"],
+        [f"starts at step 0: {tmp_path} contains no checkpoint"],
     )
     run_ranks(1, _saves, cfg, str(tmp_path), (1, 2))
     for step in (1, 2):
         (tmp_path / f"step_0000000{step}" / ".metadata").unlink()
     for _ in range(2):  # the second start finds them set aside
-        with pytest.raises(RankError, match="damaged checkpoints alone .damaged_step_00000001, damaged_step_00000002"):
+        with pytest.raises(RankError, match="are damaged .damaged_step_00000001, damaged_step_00000002"):
             run_ranks(1, _resumed, cfg, str(tmp_path))
 
 

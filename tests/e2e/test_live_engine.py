@@ -67,11 +67,11 @@ def test_the_engine_says_that_it_computes_with_the_kernels_that_were_chosen(flee
     assert chosen.engine.linears == chosen.engine.experts == "emulated" and chosen.disagreements(in_use) == []
     linears, experts = choose(fleet.cfg, Hardware("hopper")).disagreements(in_use)  # the choice of another machine
     assert linears == (
-        "engine.linear_backend: DeepGEMM was chosen for FP8 linears of the engine, and it computes with "
+        "engine.linear_backend: DeepGEMM was chosen for the engine's FP8 linears, but the engine uses "
         "EmulatedFp8LinearMethod"
     )
     assert experts == (
-        "engine.moe_backend: Triton was chosen for experts of the engine, and it computes with "
+        "engine.moe_backend: Triton was chosen for the engine's experts, but the engine uses "
         "EmulatedFp8MoEMethod (CPU), ReadableMoEMethod (CPU)"
     )
 

@@ -1,15 +1,13 @@
 """Causal attention over packed sequences with rotary embedding and context parallelism.
 
-In: query, key and value of one packed microbatch from Megatron-Core's SelfAttention, before rotary embedding, or after it
-where one kernel splits, norms and rotates heads. Out: attention outputs in the same order. Runs on: every trainer rank.
-Supports grouped-query attention.
+In: query, key and value of one packed microbatch from Megatron-Core's SelfAttention. They are rotated already if one
+kernel splits, norms and rotates heads. Out: attention outputs in the same order. Supports grouped-query attention.
 
-Queries and keys are rotated here because positions are known here: a packed token's position follows from the sequence
-lengths, and one table serves all layers. Everything that depends only on lengths is computed once per microbatch and
-kept on the device.
+Queries and keys are rotated here because this module has the sequence lengths, and so the positions. Everything that
+depends only on lengths is computed once per microbatch, for all layers, and kept on the device.
 
 On a GPU a single varlen kernel processes all sequences. On a CPU, and for shapes without a varlen kernel, sequences of
-similar length are processed as a batch. Under context parallelism keys and values are gathered; queries stay local.
+similar length are processed as a batch. Under context parallelism keys and values are gathered; queries are not.
 
 Shapes: T = packed tokens of this rank, H = query heads, G = key and value heads, D = features of a query or key head,
 V = features of a value head.
@@ -75,8 +73,8 @@ class PackedAttention(MegatronModule):
         **unused,
     ):
         """``attend``: a varlen kernel for shapes that :func:`attention_te.supports`; None for torch's attention.
-        Without ``has_fallback``, unsupported shapes raise ValueError. ``rounds_queries``: with keys and values of an FP8
-        cache, as the engine's kernel does."""
+        Without ``has_fallback``, unsupported shapes raise ValueError. ``rounds_queries``: round queries to E4M3 if the
+        cache is FP8, as the engine's kernel does."""
         super().__init__(config=config)
         self.attend, self.has_fallback = attend, has_fallback
         self.rotary, self.softmax_scale, self.window = rotary, scale, window
@@ -85,7 +83,7 @@ class PackedAttention(MegatronModule):
         self.layer = layer_number - 1  # index in the whole model, from 0
         self.amax: Tensor | None = None  # FP32 [3], running max of |q|, |k|, |v| while trainer/kv_scales measures
         self.cache_scales: Tensor | None = None  # FP32 [3] of the engines' FP8 KV cache; k, v are rounded as in it
-        self.takes_rotated = False  # queries and keys come rotated
+        self.takes_rotated = False  # whether queries and keys are rotated already
 
     def forward(
         self,
@@ -111,7 +109,7 @@ class PackedAttention(MegatronModule):
             query = as_cached(query, of_query) if self.rounds_queries else query
             key, value = map(as_cached, (key, value), of_cache)
         num_tokens, dtype = query.shape[0], query.dtype
-        if query.device.type == "cpu":  # as in the engine: see kernels/float64.py
+        if query.device.type == "cpu":  # as in the engine (kernels/float64.py)
             query, key, value = query.double(), key.double(), value.double()
         if self.cp_group.size() > 1:
             key, value = (
@@ -138,8 +136,8 @@ class PackedAttention(MegatronModule):
         lengths = lengths_of(packed)
         if self.window is not None and max(lengths) > self.window:
             raise ValueError(
-                f"a packed sequence has {max(lengths)} tokens, but sliding-window attention (model.sliding_window = "
-                f"{self.window}) supports only sequences that fit into the window; use shorter sequences (of verify: --num_tokens)"
+                f"a packed sequence has {max(lengths)} tokens, more than the sliding window (model.sliding_window = "
+                f"{self.window}), which is not supported. Use shorter sequences (verify: --num_tokens)"
             )
         return plan_pack(lengths, self.cp_group.size(), self.cp_group.rank(), device)
 
@@ -184,12 +182,14 @@ class PackedAttention(MegatronModule):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="overrides get_query_key_value_tensors, which does not see the lengths of sequences, and forward, which does",
+    why="overrides get_query_key_value_tensors, which does not get the lengths of sequences, and forward, which does",
     remove_when="SelfAttention passes packed_seq_params to get_query_key_value_tensors",
 )
 class PackedSelfAttention(SelfAttention):
-    """SelfAttention in which one kernel splits, norms and rotates heads, if ``splits_heads``, tensors are BF16 on a GPU, and
-    pairs are the halves of a head."""
+    """SelfAttention with one kernel that splits, norms and rotates heads.
+
+    The kernel runs if ``splits_heads`` is set, tensors are BF16 on a GPU, and rotated pairs are the halves of a
+    head."""
 
     def __init__(self, *args: Any, splits_heads: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -212,7 +212,7 @@ class PackedSelfAttention(SelfAttention):
         is_bf16 = runs_triton(hidden_states) and hidden_states.dtype == torch.bfloat16
         return (
             self.splits_heads and is_whole and is_bf16 and not any(map(is_watched, norms))
-        )  # a hook would see nothing
+        )  # the kernel would not call hooks of the norms
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any):
         if not self.core_attention.takes_rotated:

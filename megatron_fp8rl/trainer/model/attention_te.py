@@ -3,14 +3,14 @@
 In: rotated queries, keys and values of one packed microbatch and its segments. Out: attention outputs in the order of
 the queries, with gradients. Runs on: every trainer rank with a Hopper or newer GPU.
 
-The engine uses FlashAttention 3, which vLLM ships without a backward pass. With ``match_engine`` it also computes the
-outputs here, and cuDNN's backward continues from them: both kernels save only the logsumexp of every row. A single
-split of the keys (``num_splits=1``) makes a query's sums independent of the rest of the batch, as in an engine under
+The engine uses FlashAttention 3, which vLLM ships without a backward pass. With ``match_engine`` FlashAttention 3 also
+computes the outputs here, and cuDNN's backward uses them: both kernels save only the logsumexp of every row. One split
+of the keys (``num_splits=1``) makes a query's sums independent of the rest of the batch, as under
 ``engine.batch_invariant``.
 
-Transformer Engine's functions are called directly, because its DotProductAttention would silently choose between this
-kernel and an unfused one that materializes all scores, compare lengths on the device in every layer, and run a ring
-over context-parallel ranks, which takes one call per rank.
+Transformer Engine's functions are called directly. Its DotProductAttention could silently select a kernel that
+materializes all scores. It also compares lengths on the device in every layer, and runs a ring over context-parallel
+ranks with one call per rank.
 
 Shapes: T = packed tokens of this rank, K = keys of all segments, H = query heads, G = key and value heads, D = features
 of a query or key head, V = features of a value head.
@@ -54,8 +54,8 @@ def attend(
     """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
 
     ``match_engine`` uses the engine's kernel in forward; requires V = D and vLLM, and raises RuntimeError without it.
-    ``cache_scales``: FP32 [3] of an FP8 KV cache as which the inputs are rounded already; the engine's kernel then
-    multiplies them, and the probabilities, in E4M3.
+    ``cache_scales``: FP32 [3] of the FP8 KV cache to which the inputs are already rounded. The engine's kernel then
+    multiplies inputs and probabilities in E4M3.
     """
     tensors = query.contiguous(), key.contiguous(), value.contiguous()
     return _Attention.apply(*tensors, segments, scale, cache_scales, match_engine)
@@ -100,7 +100,7 @@ def _has_kernel(
         key_dim,
         value_dim,
         -1,  # no window to the left of the diagonal
-        0,  # nothing to the right of it
+        0,  # window to the right: none
         False,  # do not return the max logit
         False,  # no CUDA graph
         deterministic,

@@ -294,11 +294,11 @@ def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: 
 
 @torch.no_grad()
 def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
-    """Norms 1, biases 0, matrices normal; std / sqrt(2 * layers) for those that add to the residual stream (GPT-2).
+    """Norms 1, biases 0, matrices normal; std / sqrt(2 * layers) for outputs to the residual stream (GPT-2).
 
-    A matrix has the same values in every parallel layout, not on a CPU and a GPU. Attention averages over tokens, and of a
-    wide model with random weights it outweighs embeddings of std 0.02 after one layer: routers then choose the same few
-    experts for all tokens. With ``embedding_range = 1`` tokens keep what tells them apart.
+    A matrix has the same values in every parallel layout, but CPU and GPU values differ. In a wide random model,
+    attention outputs, averages over tokens, exceed embeddings of std 0.02 after one layer. Routers then choose the same
+    few experts for all tokens. ``embedding_range = 1`` avoids this.
     """
     device = parallel.device
     residual_std = cfg.model.initializer_range / math.sqrt(2 * cfg.model.num_layers)

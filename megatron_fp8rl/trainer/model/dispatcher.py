@@ -1,32 +1,31 @@
 """Token dispatch and combine: all-to-all without redundant sorts, all-gather, or DeepEP and HybridEP.
 
-In: hidden states, the routing map and router weights. Out of dispatch: tokens for the experts of this rank. Out of combine:
-each token's weighted sum of expert outputs in the original order. Runs on: every trainer rank.
+In: hidden states, the routing map and router weights. Out of dispatch: tokens for the experts of this rank. Out of
+combine: each token's weighted sum of expert outputs in the original order. Runs on: every trainer rank.
 
-**all-to-all**, Megatron-Core's. On a GPU with Transformer Engine, its permutation kernels move the tokens. They sum the
-outputs of a token's experts, and the gradients of its copies, in FP32, expert by expert, and round once. Megatron-Core's
-fallback scatters with BF16 atomic adds, which round after each expert, in a different order in every run. If the engine
-applies router weights in combine, ``combine.py`` computes the sum. If a rank has all experts, tokens are already sorted when
-Megatron-Core would sort them by local expert: two copies of all routed tokens in each direction that change nothing.
+**all-to-all** is Megatron-Core's. On a GPU, Transformer Engine's permutation kernels move the tokens. They sum expert
+outputs and gradients of copies in FP32, expert by expert, and round once. Megatron-Core's fallback scatters with BF16
+atomic adds, which round after each expert, in a different order in every run. If the engine applies router weights in
+combine, ``combine.py`` computes the sum. If a rank has all experts, the redundant sort by local expert is skipped,
+which saves two copies of all routed tokens in each direction.
 
-**gather**, for grouped experts. The all-to-all sends a token once for each of its experts, after sorting the copies, and
-sorts what arrives. Here every rank gets every token of its expert parallel group once, grouped kernels read tokens by index
-and add a token's outputs (``kernels/expert_slots.py``), and an exchange returns one BF16 sum of each rank, which the token's
-rank adds in FP32. That moves fewer bytes if the group has fewer ranks than a token has experts.
+**gather** is for grouped experts. The all-to-all sends a token once for each of its experts, and sorts before and
+after. Here every rank gets every token of its expert parallel group once. Grouped kernels read tokens by index and sum
+a token's outputs (``kernels/expert_slots.py``). An exchange returns each rank's BF16 sum, and the token's rank adds
+these in FP32. This moves fewer bytes if the group has fewer ranks than a token has experts.
 
-    forward   tokens -> all-gather -> experts, sums over own experts -> exchange, added
-    backward  gradients of sums -> all-gather -> experts, sums over own experts -> exchange, added
+    forward   tokens -> all-gather -> experts, sums over local experts -> exchange, added
+    backward  gradients of sums -> all-gather -> experts, sums over local experts -> exchange, added
 
-FP8 experts with scales of powers of two quantize along rows before the all-gather, which then moves half the bytes: the
-operands of their forward pass and of the gradients of their inputs have the same values. So have those of weight gradients,
-quantized along tokens, but where a number is subnormal beside one of its scales: rounding to four significant bits does not
-depend on a scale that is a power of two.
+FP8 experts with power-of-two scales quantize along rows before the all-gather, which halves its bytes. The operands of
+forward and dgrad keep their values. Operands of wgrad, quantized along tokens, do too, except where a number is
+subnormal under one of its scales: rounding to four significant bits does not depend on a power-of-two scale.
 
-Router weights go to the ranks of their experts, and their gradients come back. Ranks have equally many tokens: packing
-pads their microbatches alike.
+Router weights are sent to the ranks of their experts, and their gradients are sent back. All ranks have the same number
+of tokens, because packing pads their microbatches equally.
 
-**DeepEP and HybridEP** send a token once to each rank that has some of its experts and add its experts' outputs rank by
-rank, so experts apply router weights and ``precision.exact`` refuses them, as it refuses gathering.
+**DeepEP and HybridEP** send a token once to each rank with some of its experts, and add expert outputs rank by rank. So
+experts apply router weights, and ``precision.exact`` refuses these dispatchers, like gather.
 
 Shapes of gather: T = tokens of this rank, G = ranks, N = T * G, E = experts of this rank, H = hidden size.
 """
@@ -72,8 +71,8 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron-Core's dispatcher that can apply router weights in combine."""
 
     def __init__(self, *args: Any, weighted_parts: int, **kwargs: Any):
-        """``weighted_parts``: of the experts, whose weighted sums combine rounds and adds (``kernels/combine.py``); 0 if
-        outputs arrive weighted."""
+        """``weighted_parts``: number of expert parts whose weighted sums combine rounds and adds
+        (``kernels/combine.py``); 0 if experts apply the weights."""
         super().__init__(*args, **kwargs)
         self.weighted_parts = weighted_parts
 
@@ -107,7 +106,7 @@ class OneRankDispatcher(Dispatcher):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the ranks of a group send each other about their tokens. Collective; autograd sees none of it."""
+    """Exchanges of token data between the ranks of a group. Collective, outside autograd."""
 
     group: dist.ProcessGroup
     in_fp8: bool
@@ -125,7 +124,7 @@ class Exchange:
         return out
 
     def added(self, parts_NH: Tensor) -> Tensor:
-        """[T, H]: what all ranks have for this rank's tokens, added in FP32 in the order of ranks and rounded once."""
+        """[T, H]: all ranks' parts for this rank's tokens, added in FP32 in rank order and rounded once."""
         return _exchanged(parts_NH, self.group).view(self.group.size(), -1, parts_NH.shape[1]).sum(0)
 
 
@@ -157,15 +156,17 @@ def own_experts(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="its all-gather dispatcher copies every routed token and waits for the host; this one gives experts tokens to read by "
-    "index, in Megatron-Core's six steps",
-    remove_when="an all-gather dispatcher hands indices to the experts",
+    why="Megatron-Core's all-gather dispatcher copies every routed token and waits for the host; here experts read "
+    "tokens by index, in Megatron-Core's six steps",
+    remove_when="an all-gather dispatcher passes indices to the experts",
     optional=True,
 )
 class GatherDispatcher(MoETokenDispatcher):
-    """Megatron-Core's steps of a dispatcher. Experts get a :class:`Choice` and return sums of tokens; they do the exchanges of
-    tokens and gradients, but for the first, which hides how the choice is counted. ``in_fp8``: what they quantize.
-    ``reads_counts``: experts need their numbers of tokens on the host, even of all tokens of one rank."""
+    """A dispatcher in Megatron-Core's steps. Experts get a :class:`Choice` and return the sums of each token.
+
+    Experts exchange tokens and gradients, except for the first all-gather, which overlaps counting the choice.
+    ``in_fp8``: gather tokens quantized. ``reads_counts``: experts need their token counts on the host, even on one
+    rank."""
 
     def __init__(self, config: Any, pg_collection: Any, *, in_fp8: bool, reads_counts: bool):
         super().__init__(config, pg_collection=pg_collection)
@@ -183,15 +184,15 @@ class GatherDispatcher(MoETokenDispatcher):
         return tokens.view(-1, tokens.shape[-1]), scores
 
     def token_dispatch(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """-> the same tokens [T, H]; scores of all ranks' tokens for own experts [N, E]."""
+        """-> the same tokens [T, H]; scores of all ranks' tokens for local experts [N, E]."""
         scores = scores if self._exchange is None else own_experts(scores, self.ep_group)
         num_rows = None if self._reads_counts else len(tokens) * self.config.moe_router_topk
-        self._choice = Choice.of(scores, num_rows)  # counts travel to the host while tokens travel between ranks
+        self._choice = Choice.of(scores, num_rows)  # counts are copied to the host while ranks exchange tokens
         self._everyone = None if self._exchange is None else self._exchange.gathered(tokens.detach())
         return tokens, scores
 
     def dispatch_postprocess(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Choice, Tensor]:
-        """-> tokens, the choice for those of all ranks, and scores."""
+        """-> tokens, the choice for the tokens of all ranks, and scores."""
         assert self._choice is not None
         choice = replace(self._choice, everyone=self._everyone, exchange=self._exchange)
         self._choice = self._everyone = None
@@ -213,7 +214,7 @@ class GatherDispatcher(MoETokenDispatcher):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="replaces the dispatcher that MoELayer has built; overrides forward, whose recomputation would not see the "
+    why="replaces the dispatcher that MoELayer has built; overrides forward, whose recomputation would not get the "
     "routes of its microbatch",
     remove_when="MoELayer takes the class of its dispatcher and packed_seq_params as arguments",
 )

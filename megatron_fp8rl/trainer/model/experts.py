@@ -1,9 +1,8 @@
 """Experts on grouped GEMMs, one kernel for all local experts, in blockwise FP8 or BF16.
 
-In: tokens sorted by expert, as Megatron-Core's dispatcher returns them, and router weights. Out: the experts' outputs
-times the router weights; gradients of both, and of the parameters, which wgrad GEMMs accumulate directly in
-Megatron-Core's FP32 gradient buffer. Parameters are those of ``GroupedLinear``, so checkpoints and the exporter are
-unaffected.
+In: tokens sorted by expert, as Megatron-Core's dispatcher returns them, and router weights. Out: expert outputs times
+router weights, and the gradients of both. Wgrad GEMMs accumulate directly in Megatron-Core's FP32 gradient buffer.
+Parameters are those of ``GroupedLinear``, so checkpoints and the exporter are unaffected.
 
     forward     x, rows padded to whole blocks and quantized -> fc1 -> h -> SwiGLU, quantized -> fc2 -> times p
     backward    dy, padded and quantized -> fc2 -> da -> SwiGLU backward with p: dh and (p a), quantized -> fc1 -> dx
@@ -11,15 +10,15 @@ unaffected.
 
 ``fused_moe.py`` permutes and quantizes, ``gemm.py`` multiplies; on a CPU both use torch, with the same rounding.
 Forward matches the engine: the same bytes enter the same DeepGEMM kernels, a row's bits do not depend on other rows,
-and p is applied to an expert's output. Backward does not need fc2's output for the gradient of p: the gradient at fc2's
-input times that input is the same sum, so only h and columnwise FP8 x are kept from forward to backward.
+and p is applied to an expert's output. Backward computes the gradient of p as fc2's input gradient times fc2's input,
+not from fc2's output. So only h and columnwise FP8 x are saved.
 
-With ``GatherDispatcher`` tokens are not sorted: quantization reads them by index, and each token's outputs, and the
-gradients of its copies, are added here. Ranks that share experts exchange sums and gradients here, too.
+With ``GatherDispatcher`` tokens are not sorted: quantization reads them by index. A token's outputs and the gradients
+of its copies are summed here, and ranks that share experts exchange sums and gradients here.
 
-Ranks that exchange tokens, and BF16 weight gradients, need the tokens per expert on the host; what can be prepared before
-that wait is. Nothing else here waits for the GPU, and no kernel is launched per expert. In blockwise FP8, NaN or infinity
-turns its whole block into NaN, and with it every output that depends on the block.
+Ranks that exchange tokens, and BF16 wgrad, need the tokens per expert on the host. Other work is queued before that
+wait. Nothing else here waits for the GPU, and no kernel is launched per expert. In blockwise FP8, NaN or infinity turns
+its whole block into NaN, and every output that depends on the block.
 
 Shapes: T = routed tokens (a token counts once per expert), P = rows with each expert's padded to multiples of 128, E =
 experts of this rank, H = hidden size, F = features between the two linears on this rank.
@@ -62,7 +61,7 @@ from megatron_fp8rl.upstream import patches
 _LEARNS, _GRADIENT = (
     attrgetter("requires_grad"),
     attrgetter("main_grad"),
-)  # of hundreds of weights, without bytecode for each
+)  # attrgetter avoids a Python loop over hundreds of weights
 _dummies: dict[tuple, Tensor] = {}
 
 
@@ -73,9 +72,11 @@ _dummies: dict[tuple, Tensor] = {}
     remove_when="TEGroupedMLP supports DeepGEMM's grouped GEMMs",
 )
 class GroupedExperts(TEGroupedMLP):
-    """The experts of this rank. ``scales``: how both linears are quantized; None for BF16. ``wgrad``: operand dtype of
-    wgrad if the linears are FP8. ``applies_router_weights``: apply router weights in the experts, not in combine; gradients are the
-    same (``kernels/combine.py``).
+    """The experts of this rank.
+
+    ``scales``: quantization of both linears; None for BF16. ``wgrad``: operand dtype of wgrad if the linears are FP8.
+    ``applies_router_weights``: apply router weights here, not in combine; the gradients are equal
+    (``kernels/combine.py``).
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class GroupedExperts(TEGroupedMLP):
         self.scales, self.wgrad, self.applies_router_weights = scales, wgrad, applies_router_weights
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor | Choice, probs: Tensor) -> tuple[Tensor, None]:
-        """hidden [T, H], sorted by expert; tokens_per_expert integers [E], on the host to avoid a device sync; probs
-        [T] -> [T, H]. Activations are BF16.
+        """Weighted expert outputs BF16 [T, H] for hidden BF16 [T, H], sorted by expert, and probs [T].
 
-        With a :class:`Choice`: hidden [tokens, H] of this rank in any order, and the choice for the tokens of all ranks -> the
-        sum of each token's outputs [tokens, H]. Collective over the ranks that share experts."""
+        ``tokens_per_expert``: integers [E], on the host to avoid a device sync. With a :class:`Choice` for the tokens
+        of all ranks: hidden [tokens, H] in any order -> sums of each token's outputs [tokens, H]; collective over the
+        ranks that share experts."""
         linears = self.linear_fc1, self.linear_fc2
         halves = tuple(linear.weights for linear in linears)
         edges = _edges(*halves)
@@ -157,7 +158,7 @@ class _Call:
     exchange: Any = None  # of the ranks that share experts and gather tokens
 
     def operands(self, *, wgrad: bool, columns: str = "columns", bf16: str = "bf16") -> dict[str, bool]:
-        """The formats of a matrix needed for wgrad alone, as arguments for fused_moe.py."""
+        """The formats of a matrix that only wgrad needs, as arguments for fused_moe.py."""
         return {columns: wgrad and self.in_columns, bf16: wgrad and not self.in_columns}
 
     def forms(self, *, wgrad: bool) -> dict[str, bool]:
@@ -196,8 +197,9 @@ class _Call:
     def multiply_to_tokens(
         self, x: Quantized, weights: _Weights, probs: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
-        """BF16 [T, N]: the same without padding rows; with ``rows_TK`` [tokens, N], their sums. ``probs``, if given, are
-        applied to rows or in sums; where neither is done here, combine has them."""
+        """BF16 [T, N] without padding rows, or with ``rows_TK`` the sums of each token's rows, [tokens, N].
+
+        Applies ``probs``, if not None, to rows or in sums, unless combine does."""
         of_rows, of_sums = (probs, None) if self.applies_router_weights else (None, probs)
         if self.scales is None:
             out = unpermute(self.multiply(x, weights, transposed=transposed), self.layout, of_rows)

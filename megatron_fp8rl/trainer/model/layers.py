@@ -113,14 +113,13 @@ def _weighted(out: Tensor, probs: Tensor) -> Tensor:
     remove_when="the feed-forward part of a layer spec can be any module",
 )
 class DeepGemmMlp(MLP):
-    """A fused dense MLP for when both linears run on DeepGEMM. Parameters and checkpoints are those of Megatron-Core's
-    MLP."""
+    """A fused dense MLP if both linears run on DeepGEMM, with the parameters and checkpoints of Megatron-Core's MLP."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> tuple:
         """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); under sequence parallelism s counts
         this rank's tokens."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        if is_watched(fc1) or is_watched(fc2):  # a hook would see nothing of the fused MLP
+        if is_watched(fc1) or is_watched(fc2):  # the fused MLP would not call their hooks
             return super().forward(hidden_states, per_token_scale, **kwargs)
         assert per_token_scale is None and self.config.gated_linear_unit and not self.config.add_bias_linear
         x = fc1.gathered(hidden_states)

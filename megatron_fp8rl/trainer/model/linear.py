@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.compute = eps, compute or float64.rms_norm
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
-        # Under sequence parallelism each rank sees only its tokens; this makes Megatron-Core sum the gradient.
+        # Under sequence parallelism each rank has only its tokens; this makes Megatron-Core sum the gradient.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -75,7 +75,9 @@ class LinearSpec:
 
     recipe: Recipe | None = None  # None: the dtype of the parameters, such as BF16
     gemm: Gemm | None = None  # None: Megatron-Core's GEMM, or experts whose module multiplies
-    block_rows: Tensor | None = None  # int64 [N] row order in which FP8 blocks are formed; None for the weight's own
+    block_rows: Tensor | None = (
+        None  # int64 [N] row order in which FP8 blocks are formed; None for the order of the weight
+    )
     history_len: int | None = None
     """Length of the amax history under delayed scaling. Every linear of such a model has a history, FP8 or not: layers
     must be homogeneous for distributed checkpointing, which stacks them."""
@@ -158,7 +160,8 @@ def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
 def in_torch(
     linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
 ) -> Tensor:
-    """A :data:`Gemm`: emulated FP8 (``precision/recipes.py``), or without a recipe BF16, accumulated as in the engine."""
+    """A :data:`Gemm`: emulated FP8 (``precision/recipes.py``), or BF16 without a recipe, accumulated as in the
+    engine."""
     rows = linear.block_rows
     if rows is not None:
         weights = tuple(weight[rows] for weight in weights)
@@ -197,7 +200,7 @@ def on_transformer_engine(
 
 
 class ReplicatedLinear(QuantizableLinear, nn.Module):
-    """A weight replicated on every tensor-parallel rank and applied to the rank's own tokens."""
+    """A weight replicated on every tensor-parallel rank and applied to the rank's tokens."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, tp_group, spec: LinearSpec = LinearSpec()
@@ -207,7 +210,7 @@ class ReplicatedLinear(QuantizableLinear, nn.Module):
         self.tp_group = tp_group
         weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=current_device())
         self.weight = nn.Parameter(weight)
-        # Each rank sees only its tokens; this makes Megatron-Core sum the gradient over tensor-parallel ranks.
+        # Each rank has only its tokens; this makes Megatron-Core sum the gradient over tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:

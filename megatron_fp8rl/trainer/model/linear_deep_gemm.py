@@ -1,8 +1,8 @@
 """Dense linears and MLPs on DeepGEMM in blockwise FP8, with fused quantization.
 
-In: BF16 activations and parameters. Out: y = x W^T, its input gradient, and weight gradients that the GEMM accumulates
-directly in Megatron-Core's FP32 gradient buffer. A matrix is read once and quantized rowwise and columnwise together:
-rowwise for fprop and dgrad, columnwise for wgrad. Only the columnwise FP8 data is kept for backward.
+In: BF16 activations and parameters. Out: y = x W^T and its input gradient. Wgrad GEMMs accumulate directly in
+Megatron-Core's FP32 gradient buffer. A matrix is read once and quantized rowwise, for fprop and dgrad, and columnwise,
+for wgrad. Only the columnwise FP8 data is kept for backward.
 
     linear    x, quantized -> y                           g, quantized -> dx;  dW += g^T x
     mlp       x, quantized -> fc1 -> h -> SwiGLU,         g, quantized -> fc2 -> da -> SwiGLU backward with h: dh and
@@ -13,7 +13,7 @@ written in BF16, and only h is kept between the two. Reuses the kernels of ``fus
 num_experts = 1; ``gemm.py`` multiplies. On a CPU both use torch, with the same rounding.
 
 Weights are quantized once per optimizer step; the first backward pass transposes them. NaN or infinity turns its whole
-block into NaN, and with it every output that depends on the block.
+block into NaN, and every output that depends on the block.
 
 Shapes: T = tokens, P = tokens padded with zeros to a multiple of 128, N = output features, K = input features,
 H = hidden size, F = features between the two linears of an MLP on this rank.
@@ -48,7 +48,7 @@ class Matrix:
     weight: Tensor
     scales: Scales
     cache: WeightCache
-    block_rows: Tensor | None = None  # int64 [N] row order in which blocks are formed; None for the weight's own
+    block_rows: Tensor | None = None  # int64 [N] row order in which blocks are formed; None for the order of the weight
 
     def quantized(self) -> _Quantized:
         return self.cache.get([self.weight], lambda: _Quantized(self))

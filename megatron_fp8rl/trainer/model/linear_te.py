@@ -1,8 +1,8 @@
 """The FP8 recipes of ``precision/recipes.py`` on Transformer Engine's kernels.
 
-In: activations and BF16 (or FP32) parameters on a GPU. Out: y = x W^T, its input gradient, and weight gradients that
-the GEMM accumulates directly in Megatron-Core's FP32 gradient buffer. Only this module, ``norm.py`` and
-``attention_te.py`` import Transformer Engine's kernels, and only where it is installed.
+In: activations and BF16 (or FP32) parameters on a GPU. Out: y = x W^T and its input gradient. Wgrad GEMMs accumulate
+directly in Megatron-Core's FP32 gradient buffer. Only this module, ``norm.py`` and ``attention_te.py`` import
+Transformer Engine's kernels, and only if it is installed.
 
     fprop  y  = x W^T     TN     x rowwise, W rowwise            quantized once, W once per optimizer step
     dgrad  dx = g W       NN     g rowwise, W columnwise
@@ -90,8 +90,8 @@ def te_linear(
 
     ``weights`` are E matrices [N, K], ``splits`` [E] the tokens of each, in order. ``cache`` keeps the quantized
     weights for the next call; ``block_rows`` int64 [N] is the row order of W in which blocks are formed. Without a
-    recipe the operands stay BF16. The gradient of a weight with a ``main_grad`` is accumulated there, and the weight is
-    marked as in Megatron-Core's own linears (``grad_added_to_main_grad``).
+    recipe the operands are BF16. The gradient of a weight with a ``main_grad`` is accumulated there, and the weight is
+    marked as in Megatron-Core's linears (``grad_added_to_main_grad``).
 
     Raises ValueError for shapes that FP8 tensor cores do not support.
     """

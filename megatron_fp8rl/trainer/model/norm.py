@@ -1,8 +1,8 @@
 """RMSNorm on a GPU as in the engine: computed in FP32, rounded once after the weight.
 
 Forward uses Transformer Engine's kernel, or a kernel with a batch-invariant engine's summation order; backward always
-uses Transformer Engine's. A norm at the start of a layer's branch also returns its input, the residual stream, so that
-its backward kernel adds the stream's gradient to its own, in FP32: one pass over memory less.
+uses Transformer Engine's. A norm at the start of a layer's branch also returns its input, the residual stream. Its
+backward kernel then adds the stream's gradient in FP32, which saves one pass over memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _RmsNorm(torch.autograd.Function):
 def te_rms_norm(x: Tensor, weight: Tensor, eps: float, *, with_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """x [..., H] over the root mean square of its last axis, times weight [H], in the dtype of x.
 
-    ``with_input``: also x, for the residual stream; see above."""
+    ``with_input``: also return x, for the residual stream."""
     return _RmsNorm.apply(x, weight, eps, False, with_input)
 
 

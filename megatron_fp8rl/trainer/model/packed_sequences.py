@@ -1,14 +1,13 @@
 """Attention plans for the sequences of one packed microbatch, computed once for all layers.
 
 In: padded sequence lengths and this rank's context-parallel rank. Out: positions and row indices, on the compute
-device. Runs on: every trainer rank; lengths are known on the host, so nothing synchronizes with a GPU.
+device. Lengths are on the host, so nothing synchronizes with a GPU.
 
-Under context parallelism each sequence is split into 2 * cp chunks, of which rank r holds chunks r and 2 * cp - 1 - r.
-Keys and values are gathered in rank order; queries stay local.
+Under context parallelism each sequence is split into 2 * cp chunks; rank r gets chunks r and 2 * cp - 1 - r. Keys and
+values are gathered in rank order; queries are not.
 
-There are two plans for two kinds of kernels: batches of sequences of similar length for a rectangular kernel, and
-segments for a varlen kernel. A segment is a run of queries with all keys up to the last query's own: a whole sequence,
-or one chunk with everything before its end.
+A rectangular kernel gets batches of sequences of similar length; a varlen kernel gets segments. A segment is a run of
+queries with all keys up to the last query: a whole sequence, or one chunk and everything before its end.
 
 Shapes: T = packed tokens of this rank, L = longest sequence of a batch, K = keys of all segments. In :class:`Routes`:
 R = tokens that this rank routes, L = layers of the whole model, K = experts of a token.
@@ -44,7 +43,7 @@ class Routes:
 
     rows_R: Tensor  # int64 [R] positions in the packed microbatch
     given_RLK: Tensor | None  # int16 [R, L, K]; negative without a record
-    replays: bool  # False: the routers choose, and the given experts are only compared
+    replays: bool  # False: the routers choose, and the recorded experts are only compared
     agreement_L2: Tensor | None = None  # int64 [L, 2] tokens that agree and tokens compared; updated in place
     own: dict[int, Tensor] | None = None  # layer -> int64 [R, K]; if not None, filled with the routers' choices
 
@@ -99,7 +98,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def lengths_of(packed: PackedSeqParams) -> tuple[int, ...]:
-    """Padded lengths of the sequences; synchronizes with the device unless given :class:`PackedSequences`."""
+    """Padded lengths of the sequences; synchronizes with the device unless ``packed`` is :class:`PackedSequences`."""
     if isinstance(packed, PackedSequences):
         return packed.lengths
     cu_seqlens = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
@@ -125,7 +124,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Pages:
-    """The keys of all segments in pages, as in an engine's KV cache; the last page of a segment repeats its last row."""
+    """The keys of all segments in pages, as in an engine's KV cache; a segment's last page repeats its last row."""
 
     rows: Tensor  # int64 [P * PAGE_TOKENS] rows of the keys
     table: Tensor  # int32 [n, most pages of a segment]
@@ -134,7 +133,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Segments:
-    """Plan of all sequences for a varlen kernel: the last query of a segment sees its last key (bottom right)."""
+    """Plan of all sequences for a varlen kernel: the causal mask is aligned to the bottom right of a segment."""
 
     cu_queries: Tensor  # int32 [n + 1] starts of the segments in this rank's queries, and T
     cu_keys: Tensor  # int32 [n + 1] starts of the segments in the keys, and K
@@ -213,11 +212,11 @@ class PackPlan:
             key_rows = None
         else:
             chunks = [n // (2 * self.cp_size) for n in self.lengths]
-            held = (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)  # chunks in a rank's token order
-            queries = [chunk for chunk in chunks for _ in held]
-            keys = [chunk * (index + 1) for chunk in chunks for index in held]
+            local_chunks = (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)  # in a rank's token order
+            queries = [chunk for chunk in chunks for _ in local_chunks]
+            keys = [chunk * (index + 1) for chunk in chunks for index in local_chunks]
             gathered = _gathered_rows(self.lengths, self.cp_size)
-            starts = [start for start in _starts(self.lengths)[:-1] for _ in held]
+            starts = [start for start in _starts(self.lengths)[:-1] for _ in local_chunks]
             key_rows = torch.cat([gathered[start : start + n] for start, n in zip(starts, keys, strict=True)])
         return Segments(
             cu_queries=upload(torch.tensor(_starts(queries), dtype=torch.int32), self.device),
@@ -243,7 +242,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def _zigzag(length: int, cp_size: int, rank: int) -> Tensor:
-    """Positions of one sequence held by a context-parallel rank, int64 [length / cp_size]."""
+    """Positions of one sequence on a context-parallel rank, int64 [length / cp_size]."""
     chunks = torch.arange(length).chunk(2 * cp_size)
     return torch.cat([chunks[rank], chunks[2 * cp_size - 1 - rank]]) if cp_size > 1 else torch.arange(length)
 
@@ -254,8 +253,8 @@ def _gathered_rows(lengths: tuple[int, ...], cp_size: int) -> Tensor:
     num_local = starts[-1] // cp_size
     gathered = torch.empty(starts[-1], dtype=torch.int64)
     for rank in range(cp_size):
-        held = torch.cat([start + _zigzag(n, cp_size, rank) for start, n in zip(starts, lengths)])
-        gathered[held] = torch.arange(num_local) + rank * num_local
+        local = torch.cat([start + _zigzag(n, cp_size, rank) for start, n in zip(starts, lengths)])
+        gathered[local] = torch.arange(num_local) + rank * num_local
     return gathered
 
 

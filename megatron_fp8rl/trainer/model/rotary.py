@@ -129,8 +129,8 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """(cosines, sines) of every position and pair, [num_positions, R / 2], rounded to ``dtype``.
 
-    Computed on ``device`` by the engine's operations: powers, cosines and sines on a GPU differ from the host's in the
-    last bit, and an angle's error grows with the position until its rounded cosine differs, too.
+    Computed on ``device`` by the engine's operations, because GPU and host differ in the last bit. An angle's error
+    grows with the position until its rounded cosine differs, too.
     """
     angles = torch.arange(num_positions, dtype=torch.float32, device=device)[:, None] * rotary.frequencies(device)
     cos, sin = angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude

@@ -3,15 +3,14 @@
 In: router logits of this rank's tokens. Out: router weights of every token and expert, 0 where not routed, and the
 routing map. Runs on: every trainer rank; the only communication is Megatron-Core's for the load-balancing loss.
 
-Megatron-Core's routing differs from the published models in three ways: it scores a group of experts by its best
-``top-k / groups per token`` experts, where the models use two; it always divides sigmoid scores by their sum, except
-for one expert per token; and it updates the correction bias after every step. Here the bias is a constant part of the
-policy.
+Megatron-Core's routing differs from the published models. It scores a group of experts by its best ``top-k / groups per
+token`` experts; the models use two. It always divides sigmoid scores by their sum, except for one expert per token. It
+updates the correction bias after every step; here the bias is a constant part of the policy.
 
-Logits are rounded where the engine's are: its router is a linear in the dtype of the activations, except for GLM-4.5,
-whose router runs in FP32. Rounded logits often tie: vLLM's GPU kernel breaks ties by the lower expert index, its CPU
-path as torch.topk does. To match a batch-invariant engine, a GPU takes the router weights from vLLM's own kernel if
-vLLM is installed: its softmax sums in a different order, which changes the last bits of FP32.
+Logits are rounded as in the engine: its router is a linear in the dtype of the activations, except for GLM-4.5, whose
+router runs in FP32. Rounded logits often tie. vLLM's GPU kernel breaks ties by the lower expert index, its CPU path
+like torch.topk. To match a batch-invariant engine, a GPU computes router weights with vLLM's kernel if vLLM is
+installed, because a different order of the softmax sum changes the last bits of FP32.
 
 Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 """
@@ -70,8 +69,9 @@ class _Replaced(torch.autograd.Function):
 
 
 def rounded_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden [..., H] times weight [E, H] in their dtype, as FP32 [..., E]. Gradients, FP32 [..., E], keep 16 bits of their
-    mantissa in products with BF16: tensor cores multiply them as the sum of two BF16 numbers."""
+    """hidden [..., H] times weight [E, H] in their dtype, as FP32 [..., E].
+
+    Output gradients, FP32 [..., E], are multiplied as the sum of two BF16 numbers, which keeps 16 bits of mantissa."""
     return _RoundedLinear.apply(hidden, weight)
 
 
@@ -95,7 +95,8 @@ class _RoundedLinear(torch.autograd.Function):
 
 
 def in_two_parts(x_TE: Tensor) -> Tensor:
-    """BF16 [T, 2 E]: ``x_TE``, FP32, rounded, and behind it what rounding took. Their sum is off by at most 2**-17 of it."""
+    """BF16 [T, 2 E]: rounded FP32 ``x_TE``, then the rounding errors. The relative error of their sum is at most
+    2**-17."""
     num = x_TE.shape[1]
     parts = x_TE.new_empty(len(x_TE), 2 * num, dtype=torch.bfloat16)
     parts[:, :num] = x_TE
@@ -106,14 +107,15 @@ def in_two_parts(x_TE: Tensor) -> Tensor:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="overrides forward, gating and routing: Megatron-Core chooses experts differently than the published models, in "
-    "two dozen launches",
+    why="overrides forward, gating and routing: Megatron-Core chooses experts differently than the published models, "
+    "and needs two dozen launches",
     remove_when="moe_utils scores groups by two experts and normalizes like the model",
 )
 class Router(ConstantBiasRouter):
-    """Megatron-Core's router with the expert choice above. ``rounds``: round logits to the dtype of the activations.
-    ``match_engine``: on a GPU, sum in the order of a batch-invariant engine. ``gathers``: what follows takes scores.
-    ``routes``: experts to use instead of the own choice, in the microbatch that runs now."""
+    """Megatron-Core's router with the expert choice of this module. ``rounds``: round logits to the activations' dtype.
+
+    ``match_engine``: on a GPU, sum in the order of a batch-invariant engine. ``gathers``: the dispatcher needs scores.
+    ``routes``: recorded experts for the current microbatch, instead of the router's choice."""
 
     routes: Routes | None = None
 
@@ -134,8 +136,9 @@ class Router(ConstantBiasRouter):
             self.add_correction_bias()
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """hidden [S, B, H] -> router weights and routing map as :meth:`routing` has them; or, where tokens are gathered and
-        Triton runs, scores [T, E] and None, in two launches."""
+        """hidden [S, B, H] -> router weights and routing map as in :meth:`routing`.
+
+        If tokens are gathered and Triton runs: scores [T, E] and None, in two launches."""
         if not self.has_scores or self.routes is not None or not runs_triton(input):
             return super().forward(input, padding_mask)
         return routed_scores(self.gating(input).view(-1, self.num_experts), self.topk, self.router), None
@@ -179,8 +182,8 @@ class Router(ConstantBiasRouter):
     def _with_balancing_loss(self, weights: Tensor, logits: Tensor, padding_mask: Tensor | None) -> Tensor:
         """Collective over tensor and context parallel ranks: attach Megatron-Core's load-balancing loss to ``weights``.
 
-        Its own ``_apply_aux_loss`` weights the ranks of a microbatch by each rank's tokens instead of all tokens of the
-        microbatch; with padding these differ. A microbatch of padding alone has a loss of 0, not 0 / 0.
+        Megatron-Core's ``_apply_aux_loss`` weights each rank by its tokens instead of the microbatch's, which differ
+        with padding. A microbatch with only padding has a loss of 0, not 0 / 0.
         """
         padding_T = None if padding_mask is None else padding_mask.reshape(-1)
         wanted, scores = compute_routing_scores_for_aux_loss(
@@ -210,10 +213,10 @@ class Router(ConstantBiasRouter):
     remove_when="TransformerLayer passes packed_seq_params to MoELayer",
 )
 class RoutedLayer(TransformerLayer):
-    """A Megatron-Core layer that hands the routes of its microbatch to its experts, also when it is recomputed."""
+    """A Megatron-Core layer that passes its microbatch's routes to its experts, also when it is recomputed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Arguments and results are those of TransformerLayer."""
+        """Arguments and results as in TransformerLayer."""
         packed = kwargs.get("packed_seq_params")
         self.mlp.routes = packed.routes if isinstance(packed, PackedSequences) else None
         return super().forward(*args, **kwargs)

@@ -29,8 +29,9 @@ class WeightCache:
         _caches.add(self)
 
     def get(self, weights: Sequence[Tensor], quantize: Callable[[], Any]) -> Any:
-        """Return the cached result of ``quantize``; calls it if the weights have changed. Raises RuntimeError if they have
-        left their memory and so has the copy."""
+        """Return the cached result of ``quantize``; calls it if the weights have changed.
+
+        Raises RuntimeError if neither weights nor a copy are in memory."""
         key = *map(id, weights), *num_writes(weights)
         if self._made is None or key != self._key:
             if self._is_held:

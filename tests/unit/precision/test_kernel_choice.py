@@ -185,7 +185,7 @@ def test_what_carries_tokens_is_refused_where_it_cannot(dispatch, package):
         (wide, Hardware("hopper", frozenset(PACKAGES) - {package}), "is not installed"),
         (make(grpo_qwen3_30b_a3b(), world_size=8, dispatch=dispatch), HOPPER, "has all experts"),
         (make(grpo_qwen3_8b(), world_size=8, dispatch=dispatch), HOPPER, "has all experts"),
-        (replace(wide, precision=PrecisionConfig(exact=True)), HOPPER, "orders of their own"),
+        (replace(wide, precision=PrecisionConfig(exact=True)), HOPPER, "in a different order"),
     ):
         (text,) = [text for text in said(cfg, hardware) if f"--parallel.dispatch = '{dispatch}'" in text]
         assert problem in text and "alltoall" in text, text
@@ -212,8 +212,8 @@ def test_tokens_are_gathered_where_a_group_has_no_more_ranks_than_a_token_has_ex
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"precision": PrecisionConfig(experts="te")}, "experts on te read tokens sorted by expert"),
-        ({"precision": PrecisionConfig(exact=True)}, "orders of their own"),
+        ({"precision": PrecisionConfig(experts="te")}, "precision.experts = 'te' needs tokens sorted by expert"),
+        ({"precision": PrecisionConfig(exact=True)}, "in a different order"),
         ({"parallel": {"expert_tensor": 2, "tensor": 2}}, "ranks that divide each expert"),
     ],
 )
@@ -260,7 +260,7 @@ def test_engines_that_compute_with_another_kernel_are_told_by_name():
     (text,) = choice.disagreements(sound | {"experts": ["Fp8MoEMethod (DEEPGEMM)"]})
     assert "engine.moe_backend: Triton was chosen" in text and "DEEPGEMM" in text
     (text,) = choice.disagreements({"linears": [*sound["linears"], "CutlassFp8BlockScaledMMKernel"]})
-    assert "DeepGEMM was chosen" in text and "computes with CutlassFp8BlockScaledMMKernel" in text
+    assert "DeepGEMM was chosen" in text and "uses CutlassFp8BlockScaledMMKernel" in text
     named = replace(run(), engine=replace(run().engine, attention_backend="TRITON_ATTN"))
     assert choose(named, HOPPER).disagreements(sound)
     assert choose(run(), CPU).disagreements({"linears": ["EmulatedFp8LinearMethod"], "attention": ["CPU_ATTN"]}) == []

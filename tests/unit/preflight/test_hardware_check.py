@@ -82,13 +82,13 @@ def test_kernels_and_storage_that_cannot_be():
     [
         ("cpu", {}, "params", "this machine is 'cpu'"),
         ("blackwell", {}, "params", "this machine is 'blackwell'"),
-        ("hopper", {"trainer": "tensorwise"}, "params", "here a weight has one scale"),
-        ("hopper", {"trainer": "delayed"}, "params", "here a weight has one scale"),
-        ("hopper", {"trainer": "bf16", "rollout": "bf16"}, "params", "multiplies nothing in FP8"),
-        ("hopper", {"rollout": "bf16"}, "rollout", "sent to engines as they are"),
-        ("hopper", {"kernels": "emulated"}, "kernels", "the emulation rounds BF16 parameters"),
-        ("hopper", {"linears": "deep_gemm"}, "linears", "quantizes BF16 parameters"),
-        ("hopper", {"experts": "deep_gemm"}, "experts", "quantizes BF16 parameters"),
+        ("hopper", {"trainer": "tensorwise"}, "params", "one scale per weight"),
+        ("hopper", {"trainer": "delayed"}, "params", "one scale per weight"),
+        ("hopper", {"trainer": "bf16", "rollout": "bf16"}, "params", "has no FP8 linears"),
+        ("hopper", {"rollout": "bf16"}, "rollout", "sent to engines without conversion"),
+        ("hopper", {"kernels": "emulated"}, "kernels", "the emulation supports only BF16 and FP32 parameters"),
+        ("hopper", {"linears": "deep_gemm"}, "linears", "quantize BF16 parameters"),
+        ("hopper", {"experts": "deep_gemm"}, "experts", "quantize BF16 parameters"),
     ],
 )
 def test_fp8_parameters_that_cannot_be(accelerator, changes, field, problem):
