@@ -15,7 +15,7 @@ CLUSTER = Cluster(
     # What doctor computes with, and what the job asks Slurm for.
     gpu="h200",
     gpus_per_node=8,
-    # An image file needs no download when a job starts; docs/gpu.md builds it from tools/Dockerfile.
+    # An image file needs no download when a job starts; docs/quickstart.md builds it from tools/Dockerfile.
     container_image="/lustre/project/images/megatron_fp8rl.sqsh",
     container_mounts=("/lustre/project/models:/lustre/project/models:ro",),
     # Any other option of sbatch. True stands for an option without a value.
