@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fp8rl.config import ConfigError, RunConfig, Violation
+from megatron_fp8rl.config import ConfigError, EngineConfig, ObserveConfig, RunConfig, Violation
 from megatron_fp8rl.data.checkpoint_dir import STATE_FILE, latest, missing_part
 
 if TYPE_CHECKING:
@@ -164,11 +164,11 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
         rollouts = stack.enter_context(RolloutStream(cfg, fleet, source, scorers, parallel))
         rollouts.republish = again
         groups: list[RolloutGroup] = []
-        for part in _rounds(cfg, prompts, evaluation.num_completions):
+        for part in _rounds(cfg.engine, prompts, evaluation.num_completions):
             stop.at_boundary(parallel, 0)
             groups += rollouts.sample(part, num_completions=evaluation.num_completions)
             if parallel.rank == 0:
-                _say(cfg, f"{len(groups)} of {len(prompts)} problems, {time.monotonic() - ready_s:.0f} s")
+                _say(cfg.observe, f"{len(groups)} of {len(prompts)} problems, {time.monotonic() - ready_s:.0f} s")
         if parallel.rank == 0:
             seconds = {"start": ready_s - started_s, "sample": time.monotonic() - ready_s}
             _finish(evaluation, groups, published, seconds)
@@ -210,9 +210,9 @@ def _publish(
     return published, None
 
 
-def _rounds(cfg: RunConfig, prompts: Sequence[Prompt], num_completions: int) -> Iterator[Sequence[Prompt]]:
+def _rounds(engine: EngineConfig, prompts: Sequence[Prompt], num_completions: int) -> Iterator[Sequence[Prompt]]:
     """Batches of problems large enough to keep the engines busy, small enough that no request times out in a queue."""
-    at_once = _ROUNDS_IN_FLIGHT * cfg.engine.max_num_sequences * cfg.engine.num_replicas
+    at_once = _ROUNDS_IN_FLIGHT * engine.max_num_sequences * engine.num_replicas
     size = max(1, at_once // num_completions)
     return (prompts[start : start + size] for start in range(0, len(prompts), size))
 
@@ -295,7 +295,7 @@ def _finish(
     write_json(folder / RESULT, summary)
     if len(groups) < evaluation.num_problems:
         _say(
-            cfg,
+            cfg.observe,
             f"the environments have only {len(groups)} different held-out problems of the {evaluation.num_problems}",
         )
     print(f"\n{evaluation.checkpoint}, rollouts in {cfg.precision.rollout}, temperature {cfg.sampling.temperature:g}")
@@ -388,6 +388,6 @@ def _model_dir(cfg: RunConfig, checkpoint: Path) -> tuple[Path | None, list[Viol
     return found, []
 
 
-def _say(cfg: RunConfig, text: str) -> None:
-    if cfg.observe.display != "none":
+def _say(observe: ObserveConfig, text: str) -> None:
+    if observe.display != "none":
         print(f"eval: {text}", flush=True)

@@ -101,7 +101,7 @@ def overlong_penalty(num_tokens: int, max_completion_tokens: int, cfg: AlgoConfi
     return min(max(excess / cfg.overlong_buffer_tokens, 0.0), 1.0)
 
 
-def require_experts(groups: Sequence[RolloutGroup], cfg: RunConfig) -> None:
+def require_experts(groups: Sequence[RolloutGroup], model: ModelConfig) -> None:
     """Raise RoutedExpertsError, with the rollout's name, unless every completion has experts that can be replayed."""
     for group in groups:
         for rollout in group.rollouts:
@@ -109,7 +109,7 @@ def require_experts(groups: Sequence[RolloutGroup], cfg: RunConfig) -> None:
                 num_before = 0
                 for end, completion in _ends(branch):
                     if completion.token_ids:
-                        _require_experts(rollout, completion, end - 1 - num_before, cfg.model)
+                        _require_experts(rollout, completion, end - 1 - num_before, model)
                         num_before = end - 1
 
 

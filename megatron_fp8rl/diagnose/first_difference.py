@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import EngineConfig
 from megatron_fp8rl.diagnose.engine_probe import record_prefill
 from megatron_fp8rl.diagnose.operations import Difference, compare, first_different
 from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
@@ -33,7 +33,7 @@ def explain(policy: Policy, fleet: Fleet | None, samples: Sequence[Sample], name
 def _compare(policy: Policy, fleet: Fleet, token_ids: Sequence[int]) -> str:
     """The sentence for a sequence of [L] tokens."""
     cfg = policy.cfg
-    if reason := _obstacle(cfg):
+    if reason := _obstacle(cfg.engine):
         return f"Its operations were not compared: {reason}."
     path = Path(cfg.run_dir).resolve() / "first_difference.safetensors"
     tokens = list(token_ids[:-1])  # the engine adds one
@@ -49,11 +49,11 @@ def _compare(policy: Policy, fleet: Fleet, token_ids: Sequence[int]) -> str:
     return _sentence(first_different(rows), len(tokens))
 
 
-def _obstacle(cfg: RunConfig) -> str:
-    if cfg.engine.placement == "remote":
+def _obstacle(engine: EngineConfig) -> str:
+    if engine.placement == "remote":
         return "engine.placement = remote, and a probe writes a file on the engine's host"
-    if cfg.engine.sleep_level:
-        return f"the engines sleep (engine.sleep_level = {cfg.engine.sleep_level})"
+    if engine.sleep_level:
+        return f"the engines sleep (engine.sleep_level = {engine.sleep_level})"
     return ""
 
 

@@ -217,7 +217,7 @@ class RolloutStream:
     def _next_trainable(self) -> Groups | None:
         groups = self._next_groups()
         if groups and self.cfg.algo.router_replay == "rollout":
-            require_experts(groups, self.cfg)
+            require_experts(groups, self.cfg.model)
         return groups
 
     def _next_groups(self) -> Groups | None:

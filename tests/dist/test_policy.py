@@ -14,7 +14,7 @@ import torch
 
 from megatron_fp8rl.config import AlgoConfig, OptimConfig
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.types import TrainBatch
+from megatron_fp8rl.types import LossInputs, TrainBatch
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.training import (
     DENSE,
@@ -229,7 +229,16 @@ def test_same_as_transformers(model, tmp_path):
         ),
     )
     loss = sum(
-        make_loss(cfg)(mb, log_p, entropy, filled)[0]
+        make_loss(cfg)(
+            LossInputs(
+                mb=mb,
+                batch=filled,
+                trainer_logprobs_T=log_p,
+                entropy_T=entropy,
+                cfg=cfg.algo,
+                max_completion_tokens=cfg.rollout.max_completion_tokens,
+            )
+        )[0]
         for mb, (log_p, entropy) in zip(filled.microbatches, values, strict=True)
     )
     loss.backward()

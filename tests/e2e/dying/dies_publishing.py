@@ -14,8 +14,8 @@ VERSION = 3
 FIRST_LEFT_OUT = 2  # of the rounds of its messages
 
 
-def loss(mb, trainer_logprobs_T, entropy_T, batch, *, cfg, max_completion_tokens):
-    return grpo(mb, trainer_logprobs_T, entropy_T, batch, cfg=cfg, max_completion_tokens=max_completion_tokens)
+def loss(inputs):
+    return grpo(inputs)
 
 
 def _die_once(folder: Path) -> None:

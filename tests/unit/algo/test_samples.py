@@ -162,7 +162,7 @@ def test_a_record_of_experts_that_cannot_be_replayed_is_named():
         )
         groups = [group((1.0, 18), (0.0, 0), branches=single_turn(PROMPT, completion))]
         if cfg.algo.router_replay == "rollout":
-            algo_samples.require_experts(groups, cfg)
+            algo_samples.require_experts(groups, cfg.model)
         return to_samples(groups, cfg, version=3)
 
     for experts in (good, one_token):

@@ -121,11 +121,11 @@ def test_experts_of_all_turns_are_one_record():
         segments=(given(1, 2, 3), sampled(40, 41, experts=record[:4]), given(5), sampled(42, experts=record[4:]))
     )
     group = RolloutGroup(prompt=PROMPT, rollouts=(rollout(0, 1.0, turns), rollout(1, 0.0, turns)))
-    require_experts([group], config(router_replay="rollout"))
+    require_experts([group], config(router_replay="rollout").model)
     np.testing.assert_array_equal(samples_of(*group.rollouts)[0].routed_experts, record)
     short = Trajectory(segments=(*turns.segments[:3], sampled(42, experts=record[5:])))
     with pytest.raises(ValueError, match=r"sum/7#0 has routed experts of shape \(1, 2, 2\), expected \(2, 2, 2\)"):
-        require_experts([RolloutGroup(prompt=PROMPT, rollouts=(rollout(0, 1.0, short),))], config())
+        require_experts([RolloutGroup(prompt=PROMPT, rollouts=(rollout(0, 1.0, short),))], config().model)
 
 
 def test_turns_are_counted_within_their_sequence():
