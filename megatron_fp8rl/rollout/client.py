@@ -3,15 +3,14 @@
 In: token ids of a prompt. Out: :class:`~megatron_fp8rl.types.Completion` objects that record which policy version
 sampled each token. Runs on trainer rank 0, on the fleet's event loop.
 
-**Version of a token.** vLLM does not report which weights sampled a token; the client determines it exactly.
-``pause("keep")`` makes the engine end every running request and return its tokens; nothing is sampled until ``resume``.
-The client then requests the rest under the new weights, with the tokens so far appended to the prompt. Each request
-thus runs under one version, known when it is submitted. The prefix would be recomputed anyway, because a new version
-needs a new KV cache. Requests that reach the engine after it paused would wait inside it and run under weights unknown
-to the client; ``pause`` withdraws them before it returns.
+**Version of a token.** vLLM does not report which weights sampled a token, so every request runs under one version.
+``pause("keep")`` makes the engine end every running request and return its tokens. After ``resume`` the client requests
+the remaining tokens, with the tokens so far appended to the prompt. This costs nothing extra, because a new version
+needs a new KV cache anyway. ``pause`` cancels requests that reach the engine late: they would run under unknown
+weights.
 
-**Seeds.** Completion i of a request with seed s is sampled with seed s + i from its own generator, so its tokens do not
-depend on other requests. The rest of an interrupted completion has its own seed.
+**Seeds.** Completion i of a request with seed s has a generator with seed s + i, so its tokens do not depend on other
+requests. The rest of an interrupted completion has another seed.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from megatron_fp8rl.types import Completion, KVScales
 PauseMode = Literal["keep", "wait", "abort"]
 Tag = Literal["weights", "kv_cache"]  # parts of an engine's GPU memory that can sleep
 
-_SETTLE_S = 1.0  # for results that the engine returned on pausing and that are still in transit
-_STAGING_POLL_S = 0.05  # between questions whether weights have arrived; each comes between two steps of the engine
-_EXIT_GRACE_S = 2.0  # vLLM's server exits after its engine core has died; when to ask whether that is the case
-_EXIT_DEADLINE_S = 60.0  # for a server that says so
+_SETTLE_S = 1.0  # time for results that are in transit when the engine has paused
+_STAGING_POLL_S = 0.05  # the engine answers a poll between two of its steps
+_EXIT_GRACE_S = 2.0  # between checks whether vLLM's server exits, as it does after its engine core has died
+_EXIT_DEADLINE_S = 60.0  # limit of these checks
 
 
 class EngineClient:
-    """Use from one event loop, the fleet's. ``version`` is the policy version of the weights that the engine holds."""
+    """Calls one replica from the fleet's event loop. ``version`` is the policy version of the engine's weights."""
 
     def __init__(
         self,
@@ -81,11 +80,11 @@ class EngineClient:
 
     @property
     def is_alive(self) -> bool:
-        """False once the process is known to have ended."""
+        """False after the end of the process was detected."""
         return not self.replica.exited.done()
 
     def hold(self) -> None:
-        """Make requests wait until :meth:`resume`: an engine that has just started holds weights of no policy."""
+        """Make requests wait until :meth:`resume`. A new engine needs this, because its weights are dummies."""
         self._open.clear()
 
     # ---- sampling
@@ -115,7 +114,7 @@ class EngineClient:
         return [part.complete(self._decode, sampling.stop_strings) for part in parts]
 
     async def _advance(self, prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> None:
-        """Send one request. Several parts share it only while they have no tokens."""
+        """Send one request for the rest of ``parts``. Several parts share a request only before they have tokens."""
         await self._until_open()
         version, num_pauses = self.version, self._num_pauses
         done = parts[0].token_ids
@@ -127,38 +126,39 @@ class EngineClient:
         try:
             answer = await task
             segments: Sequence[Segment | None] = answer.segments
-            if len(parts) == 1:  # vLLM counts the prefix of several that share a request in no defined way
+            if len(parts) == 1:  # vLLM does not define these counts for several completions in one request
                 parts[0].num_prompt_tokens += len(prompt) + len(done)
                 parts[0].num_cached_tokens += answer.num_cached_tokens
         except asyncio.CancelledError:
             if not task.cancelled() or asyncio.current_task().cancelling():
                 raise
-            segments = [None] * len(parts)  # withdrawn by pause
+            segments = [None] * len(parts)  # pause cancelled the request
         finally:
             self._in_flight.discard(task)
             task.cancel()
         paused = self._num_pauses != num_pauses
         for part, segment in zip(parts, segments, strict=True):
             if segment is not None and segment.finish_reason == "abort" and not paused:
-                raise EngineError(self._message("ended a request on its own", GENERATE_PATH))
+                raise EngineError(self._message("aborted a request although it was not paused", GENERATE_PATH))
             part.extend(segment, version, give_up=paused and self._pause_mode == "abort")
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """The engine's log-probability of each token but the first, [T - 1], computed by prefill at temperature 1.
-        There must be room for one new token. Reads no cached prefix. Raises as every call does."""
+        """Compute log-probabilities of all tokens but the first, [T - 1], by prefill at temperature 1, without cache.
+
+        ``token_ids`` must be shorter than the engine's maximum length by one token. Raises EngineError or a subclass.
+        """
         await self._until_open()
         sampling = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "detokenize": False}
-        sampling |= {"prompt_logprobs": 0, "logprobs": 0}  # of the tokens themselves, and no alternatives
+        sampling |= {"prompt_logprobs": 0, "logprobs": 0}  # 0: no alternative tokens
         body = {"token_ids": list(token_ids), "num_prompt_tokens": len(token_ids), "sampling_params": sampling}
         answer = await self._within(partial(self._sampled, body), GENERATE_PATH, self._request_deadline_s)
         return read_prompt_logprobs(answer, len(token_ids))
 
     async def _sampled(self, body: Any) -> Answer:
-        """The answer to one sampling request."""
         return await self._request("POST", GENERATE_PATH, body, read_answer)
 
     async def _until_open(self) -> None:
-        """Return when the engine samples, or has ended; the call that follows then reports it."""
+        """Return when the engine samples or has ended. The next call reports the end."""
         if not self._open.is_set():
             opened = asyncio.ensure_future(self._open.wait())
             await asyncio.wait({opened, self.replica.exited}, return_when=asyncio.FIRST_COMPLETED)
@@ -167,7 +167,7 @@ class EngineClient:
     # ---- pausing and weights
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling until :meth:`resume`, and drop the KV cache, which belongs to the old weights.
+        """Stop sampling until :meth:`resume`, and drop the KV cache of the old weights.
 
         ``keep``: running completions stop here and continue after ``resume``, under the weights loaded then.
         ``wait``: running completions finish first. ``abort``: running completions are returned as they are.
@@ -185,7 +185,7 @@ class EngineClient:
                 await asyncio.wait(late)
 
     async def resume(self) -> None:
-        """Sample again, under the weights that the engine holds now. A sleeping engine resumes when it is awake."""
+        """Continue sampling, under the engine's present weights. A sleeping engine continues after :meth:`wake_up`."""
         if self._asleep:
             return  # vLLM resumes by itself when the last part wakes; a second resume could overtake the first
         await self._call("/resume", deadline_s=self._update_deadline_s)
@@ -194,26 +194,25 @@ class EngineClient:
     # ---- sleeping
 
     async def sleep(self, level: int) -> None:
-        """Free the engine's GPU memory: weights move to host memory (level 1) or are dropped (2); the KV cache is lost.
+        """Free the engine's GPU memory: move weights to host memory (level 1) or drop them (2); drop the KV cache.
 
-        The engine samples again after :meth:`wake_up` has restored every part. Does nothing if it already sleeps.
-        Raises EngineError while completions are running.
+        Does nothing if the engine already sleeps. Raises EngineError while completions are running.
         """
         if self._asleep:
             return
         if self.num_running:
             raise EngineError(
-                f"rollout replica {self.name} has {self.num_running} completions to finish before sleeping"
+                f"rollout replica {self.name} cannot sleep: {self.num_running} completions are running; wait for them"
             )
         await self.pause("abort")
         self._asleep = {"weights", "kv_cache"}
         await self._call(f"/sleep?level={level}&mode=abort", deadline_s=self._update_deadline_s)
 
     async def wake_up(self, *tags: Tag) -> None:
-        """Restore ``tags``, or everything if there are none; parts that are awake stay unchanged.
+        """Restore the GPU memory named by ``tags``, or all without tags; parts that are awake stay unchanged.
 
-        Weights come first, so that they can be updated before the KV cache takes its memory. Sampling continues when
-        both are awake.
+        Restore weights first, so that they can be updated before the KV cache takes its memory. Sampling continues
+        when both are awake.
         """
         wanted = [tag for tag in ("weights", "kv_cache") if tag in self._asleep and (not tags or tag in tags)]
         if not wanted:
@@ -227,11 +226,11 @@ class EngineClient:
             self._open.set()
 
     async def proof_layers(self) -> list[dict[str, Any]]:
-        """Of each worker: see ``WorkerExtension.proof_layers`` in rollout/vllm_plugin/worker.py."""
+        """Call ``WorkerExtension.proof_layers`` (rollout/vllm_plugin/worker.py) on every worker."""
         return await self.collective_rpc("proof_layers")
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Send ``info`` to the weight transfer engine of every worker, which may wait for the trainer to connect."""
+        """Send ``info`` to every worker's weight transfer engine. The call may wait for the trainer to connect."""
         body = {"init_info": dict(info)}
         await self._call("/init_weight_transfer_engine", body=body, deadline_s=self._update_deadline_s)
 
@@ -240,49 +239,49 @@ class EngineClient:
         await self._call("/start_weight_update", deadline_s=self._update_deadline_s)
 
     async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """Receive the publication described by ``info``; returns when every worker has loaded it."""
+        """Make every worker receive and load the publication described by ``info``."""
         await self._call("/update_weights", body={"update_info": dict(info)}, deadline_s=self._update_deadline_s)
 
     async def stage_weights(self, info: Mapping[str, Any]) -> None:
-        """Receive a publication in spare memory, while the engine samples; returns when every worker has all of it."""
+        """Make every worker receive a publication in spare memory, and wait for it. The engine samples meanwhile."""
         await self.collective_rpc("stage_weights", version=info["version"], attempt=info["attempt"])
         while not all(worker["staged"] for worker in await self.collective_rpc("staging")):
             await asyncio.sleep(_STAGING_POLL_S)
 
     async def finish_update(self, version: int) -> None:
-        """Complete the update; tokens sampled from now on are of ``version``."""
+        """Complete the update; ``version`` applies to all tokens sampled afterwards."""
         await self._call("/finish_weight_update", deadline_s=self._update_deadline_s)
         self.set_version(version)
 
     def set_version(self, version: int) -> None:
-        """Declare which policy version the engine holds, for instance after a resumed run has published it."""
+        """Record the engine's policy version, for instance after a resumed run has published it."""
         self.version = version
 
     async def abandon_update(self) -> None:
-        """Abandon an update in progress, so that another can begin."""
+        """Cancel an update in progress, so that another can begin."""
         await self.collective_rpc("abandon_update")
 
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
-        """Each worker's digests: see ``WorkerExtension.weight_digests`` in rollout/vllm_plugin/worker.py."""
+        """Call ``WorkerExtension.weight_digests`` (rollout/vllm_plugin/worker.py) on every worker."""
         return await self.collective_rpc("weight_digests", names=names)
 
     async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
-        """Set the scales of the FP8 KV cache, before :meth:`resume`: see ``WorkerExtension.set_kv_scales``."""
+        """Call ``WorkerExtension.set_kv_scales`` on every worker. Call before :meth:`resume`."""
         self._kv_scales = scales
         return await self.collective_rpc("set_kv_scales", scales={str(layer): row for layer, row in scales.items()})
 
     async def collective_rpc(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker; one result per worker."""
+        """Call a method of every worker; return one result per worker."""
         answer = await self._call(
             "/collective_rpc", body={"method": method, "kwargs": kwargs}, deadline_s=self._update_deadline_s
         )
         return [] if answer is None else answer["results"]
 
-    async def reset_cache(self) -> None:  # pause does so itself
+    async def reset_cache(self) -> None:  # pause already does this
         await self._call("/reset_prefix_cache", deadline_s=self._update_deadline_s)
 
     async def world_size(self) -> int:
-        """Number of workers of this replica."""
+        """Return the number of workers of this replica."""
         answer = await self._call("/get_world_size", verb="GET", deadline_s=self._update_deadline_s)
         return answer["world_size"]
 
@@ -291,8 +290,10 @@ class EngineClient:
         await self._call("/health", verb="GET", deadline_s=deadline_s)
 
     async def is_silent(self, deadline_s: float) -> bool:
-        """Whether nothing answers for ``deadline_s``: the server or, while it samples, the engine between two steps.
-        Asks twice, since the first question of a trainer that was suspended is late."""
+        """Whether the server, or while it samples the engine, does not answer for ``deadline_s``.
+
+        Asks twice, because the first timeout may expire only because the trainer itself was suspended.
+        """
         path = "/is_sleeping" if self.num_running and self._open.is_set() else "/health"
         for share in (0.8, 0.2):
             try:
@@ -300,7 +301,7 @@ class EngineClient:
             except EngineDeadlineError:
                 continue
             except EngineError:
-                return False  # its end is seen elsewhere
+                return False  # the watcher of the process reports its end
             return False
         return True
 
@@ -316,11 +317,11 @@ class EngineClient:
         return self._request_deadline_s if mode == "wait" else self._update_deadline_s
 
     async def _call(self, path: str, *, body: Any = None, verb: str = "POST", deadline_s: float) -> Any:
-        """The answer, which is JSON; None if it is empty."""
+        """Return the decoded JSON answer; None for an empty answer."""
         return await self._within(partial(self._request, verb, path, body, json.loads), path, deadline_s)
 
     async def _within(self, ask: Callable[[], Coroutine[Any, Any, Any]], path: str, deadline_s: float) -> Any:
-        """What a request returns, while the replica is alive and within a deadline."""
+        """Return the result of a request. Raises EngineDeadError, EngineDeadlineError or EngineError."""
         if not self.is_alive:
             raise EngineDeadError(self._message(f"{self.replica.exited.result()}", path))
         request = asyncio.ensure_future(ask())
@@ -335,7 +336,9 @@ class EngineClient:
                 raise EngineDeadError(self._message(f"{self.replica.exited.result()}", path))
             raise EngineDeadlineError(
                 self._message(
-                    f"did not answer within {deadline_s:g} s", path, "raise the deadline in rollout.*_deadline_s or "
+                    f"did not answer within {deadline_s:g} s",
+                    path,
+                    "raise deadlines.request_s or deadlines.update_s, or ",
                 )
             )
         finally:
@@ -343,7 +346,7 @@ class EngineClient:
 
     async def _request(self, verb: str, path: str, body: Any, read: Callable[[bytes], Any]) -> Any:
         if self._session is None:
-            # We enforce the deadlines, and bound the number of concurrent requests.
+            # No limits here: _within enforces deadlines, and the callers limit concurrent requests.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None),
@@ -357,7 +360,7 @@ class EngineClient:
             return read(content) if content else None
 
     async def _raise_failure(self, path: str, error: Exception) -> None:
-        """Raise the meaning of a failed request: the replica died, or it refused the request."""
+        """Raise EngineDeadError if the replica died, otherwise EngineError."""
         status = error.status if isinstance(error, EngineError) else None
         if status is None or status >= 500:
             await self._until_exited_or_healthy()
@@ -367,7 +370,7 @@ class EngineClient:
         raise EngineError(message, status=status) from error
 
     async def _until_exited_or_healthy(self) -> None:
-        """A server without an engine takes a while to exit on a busy host; one that has an engine says so."""
+        """Wait until the server exits, which takes a while on a busy host after its engine died, or is healthy."""
         end = time.monotonic() + _EXIT_DEADLINE_S
         while time.monotonic() < end:
             await asyncio.wait({self.replica.exited}, timeout=_EXIT_GRACE_S)

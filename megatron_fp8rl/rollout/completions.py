@@ -1,11 +1,11 @@
-"""Partial completions: the segments returned by an engine, joined into a :class:`~megatron_fp8rl.types.Completion`.
+"""Join the segments that an engine returns into a :class:`~megatron_fp8rl.types.Completion`.
 
-In: answers to sampling requests. Out: completions with version spans. Pure. Trainer rank 0 reads and joins answers; the
+In: answers to sampling requests. Out: completions with version spans. Trainer rank 0 reads and joins answers; the
 replica's server writes them (``rollout/vllm_plugin/generate_route.py``).
 
-An answer is JSON, then numbers as their bytes: little-endian int32 (tokens), float32 (log-probabilities), and experts.
-So neither end spends time per token, and each log-probability arrives exactly as computed. The text of a completion is
-written by the replica too: one process would need minutes for those of a thousand replicas.
+An answer is JSON followed by arrays as bytes: little-endian int32 (tokens), float32 (log-probabilities), and experts.
+So neither end loops over tokens, and each log-probability arrives exactly as computed. The replica also decodes the
+text, because one process would need minutes for the texts of a thousand replicas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Completion
 
 FinishReason = Literal["stop", "length", "abort"]
-GENERATE_PATH = "/fp8rl/generate"  # of the sampling request
+GENERATE_PATH = "/fp8rl/generate"  # path of the sampling request
 
 _TOKEN, _LOGPROB, _LENGTH = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i8")
 _MAX_SEED = (1 << 63) - 1
@@ -43,7 +43,7 @@ class Sampling:
 
     @classmethod
     def of(cls, sampling: SamplingConfig, end_token_id: int | None) -> Sampling:
-        """The parameters in the configuration; the tokenizer's EOS token is added to the stop tokens."""
+        """Read the configuration and add the tokenizer's EOS token to the stop tokens."""
         end = () if end_token_id is None else (end_token_id,)
         return cls(
             temperature=sampling.temperature,
@@ -62,8 +62,8 @@ class Segment:
     token_ids: TokenArray  # [C]
     rollout_logprobs: TokenArray  # [C]
     finish_reason: FinishReason
-    routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], with the prompt of that request
-    text: str | None = None  # of the completion up to the end of this segment; None if it goes on
+    routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], where prompt is that of the request
+    text: str | None = None  # of the whole completion up to here; None if it continues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +72,17 @@ class Answer:
 
     segments: list[Segment]
     num_cached_tokens: int = 0
-    prompt_logprobs: np.ndarray | None = None  # float32, of each prompt token but the first; None if not requested
+    prompt_logprobs: np.ndarray | None = None  # float32, [prompt - 1]; None if not requested
 
 
 def write_answer(answer: Answer) -> bytes:
-    """Encode an answer; the inverse of :func:`read_answer`. Log-probabilities that are missing stay missing."""
+    """Encode an answer for :func:`read_answer`. Missing log-probabilities stay missing."""
     choices, numbers, experts = [], [], []
-    for one in answer.segments:
-        numbers += [np.asarray(one.token_ids, _TOKEN), np.asarray(one.rollout_logprobs, _LOGPROB)]
-        recorded = one.routed_experts
-        choice = {"num_tokens": len(one.token_ids), "num_logprobs": len(one.rollout_logprobs)}
-        choices.append(choice | {"finish_reason": one.finish_reason, "text": one.text, "experts": None})
+    for segment in answer.segments:
+        numbers += [np.asarray(segment.token_ids, _TOKEN), np.asarray(segment.rollout_logprobs, _LOGPROB)]
+        recorded = segment.routed_experts
+        choice = {"num_tokens": len(segment.token_ids), "num_logprobs": len(segment.rollout_logprobs)}
+        choices.append(choice | {"finish_reason": segment.finish_reason, "text": segment.text, "experts": None})
         if recorded is not None:
             choices[-1]["experts"] = [recorded.dtype.str, *recorded.shape]
             experts.append(recorded)
@@ -119,9 +119,11 @@ def read_answer(content: bytes) -> Answer:
     for choice, (token_ids, logprobs) in zip(head["choices"], rows, strict=True):
         reason, experts = choice["finish_reason"], None
         if reason not in ("stop", "length", "abort"):
-            raise ValueError(f"the engine ended a completion with {reason!r}; expected stop, length or abort")
+            raise ValueError(
+                f"the engine ended a completion with finish_reason {reason!r}; expected stop, length or abort"
+            )
         if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
-            raise ValueError(f"the engine returned {len(token_ids)} tokens but not the log-probability of each")
+            raise ValueError(f"the engine returned {len(token_ids)} tokens without a log-probability for each")
         if choice["experts"] is not None:
             dtype, *shape = choice["experts"]
             experts = take(np.dtype(dtype), *shape)
@@ -138,11 +140,11 @@ def read_answer(content: bytes) -> Answer:
 
 
 def read_prompt_logprobs(answer: Answer, num_tokens: int) -> list[float]:
-    """Log-probabilities of a prompt of ``num_tokens``, [num_tokens - 1]. Raises ValueError if some are missing."""
-    found = () if answer.prompt_logprobs is None else answer.prompt_logprobs
-    if len(found) != num_tokens - 1:
-        raise ValueError(f"the engine returned {len(found)} log-probabilities of a prompt of {num_tokens} tokens")
-    return found.tolist() if len(found) else []
+    """Return the prompt's log-probabilities, [num_tokens - 1]. Raises ValueError if some are missing."""
+    logprobs = () if answer.prompt_logprobs is None else answer.prompt_logprobs
+    if len(logprobs) != num_tokens - 1:
+        raise ValueError(f"the engine returned {len(logprobs)} log-probabilities for a prompt of {num_tokens} tokens")
+    return logprobs.tolist() if len(logprobs) else []
 
 
 @dataclass
@@ -155,18 +157,18 @@ class PartialCompletion:
     finish_reason: FinishReason | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first token index, version)
     routed_experts: np.ndarray | None = None
-    num_prompt_tokens: int = 0  # over all requests of its own, as the next
+    num_prompt_tokens: int = 0  # sums over all requests of this completion
     num_cached_tokens: int = 0
-    _text: str | None = None  # of all tokens so far, if the engine has written it
+    _text: str | None = None  # of all tokens so far, if the engine decoded it
     _num_requests: int = 0
     _version: int = 0
 
     def next_seed(self) -> int:
-        """Seed of the next request; the first request uses the completion's own seed."""
+        """Seed of the next request; that of the first request is the completion's seed."""
         return self.seed + self._num_requests * _SEED_STRIDE
 
     def extend(self, segment: Segment | None, version: int, *, give_up: bool) -> None:
-        """Append the result of one request; None if it was withdrawn. ``give_up``: treat an interruption as final."""
+        """Append the result of one request; None if it was cancelled. ``give_up``: an interruption is final."""
         self._version = version
         reason = "abort"
         if segment is not None:
@@ -181,7 +183,7 @@ class PartialCompletion:
         self.finish_reason = reason if reason != "abort" or give_up else None
 
     def _extend_routed_experts(self, experts: np.ndarray | None) -> None:
-        """Keep the experts of the forward pass that sampled; a later request recomputes its prefix with new weights."""
+        """Append only experts of newly sampled tokens, because later requests recompute the prefix with new weights."""
         if experts is None:
             return
         if self.routed_experts is not None:
@@ -189,7 +191,7 @@ class PartialCompletion:
         self.routed_experts = experts
 
     def complete(self, decode: Callable[[Sequence[int]], str], stop_strings: tuple[str, ...]) -> Completion:
-        """The finished completion."""
+        """Return the finished completion. Raises ValueError if it is unfinished."""
         if self.finish_reason is None:
             raise ValueError(f"the completion with seed {self.seed} is not finished")
         if self._num_requests > 1 and stop_strings:
@@ -209,7 +211,7 @@ class PartialCompletion:
         )
 
     def _cut_at_stop_string(self, decode: Callable[[Sequence[int]], str], stop_strings: tuple[str, ...]) -> None:
-        """End at a stop string that the engine could not see because an interruption split it."""
+        """Cut the completion at a stop string that an interruption hid from the engine."""
         token_ids = list(self.token_ids)
         for length in range(1, len(token_ids)):
             text = decode(token_ids[:length])
@@ -224,11 +226,11 @@ class PartialCompletion:
 
 
 def write_request(prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> dict[str, Any]:
-    """The body of a request for the rest of ``parts``."""
+    """Return the body of a request for the rest of ``parts``."""
     done = parts[0].token_ids
     return {
         "token_ids": [*prompt, *done],
-        "num_prompt_tokens": len(prompt),  # the text of a completion begins after them
+        "num_prompt_tokens": len(prompt),  # the text of a completion starts after the prompt
         "sampling_params": {
             "n": len(parts),
             "seed": parts[0].next_seed() & _MAX_SEED,
@@ -237,9 +239,9 @@ def write_request(prompt: Sequence[int], parts: list[PartialCompletion], samplin
             "top_k": sampling.top_k,
             "max_tokens": sampling.max_tokens - len(done),
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # the EOS token is in the list above; nothing else stops
+            "ignore_eos": True,  # the list above contains the EOS token
             "stop": list(sampling.stop_strings),
-            "detokenize": bool(sampling.stop_strings),  # vLLM needs text to find stop strings, and only then
-            "logprobs": 0,  # of the sampled token only
+            "detokenize": bool(sampling.stop_strings),  # vLLM searches the text for stop strings
+            "logprobs": 0,  # only that of the sampled token
         },
     }

@@ -1,13 +1,12 @@
-"""All rollout replicas of a run: starts or finds them, monitors, replaces and stops them.
+"""Starts or finds the rollout replicas of a run, monitors, replaces and stops them.
 
 In: the run's configuration and the folder of the Hugging Face model. Out: one :class:`EngineClient` per replica. Runs
-on trainer rank 0. Each replica is a process group with a log file under ``<run>/logs``. Clients live on an event loop
-in a thread of the fleet; the training loop, which is synchronous, calls :meth:`Fleet.sync`.
+on trainer rank 0. Each replica is a process group with a log file under ``<run>/logs``. Clients run on an event loop
+in a thread of the fleet; the synchronous training loop calls :meth:`Fleet.sync`.
 
-**When a replica dies** it is removed from :attr:`Fleet.clients`, and its requests are sent to the others. Meanwhile its
-successor is started (or, in a launched job, found: see ``rollout/replicas.py``). The successor waits until a
-publication begins, joins it, and samples once its weights are verified. Only if no replica is left and none comes back,
-the run ends, with the first failure.
+**When a replica dies**, the fleet removes it from :attr:`Fleet.clients` and sends its requests to the others. It starts
+a successor or, in a launched job, waits for one (``rollout/replicas.py``). The successor joins the next publication and
+samples after its weights are verified. If no replica is left and none comes back, the run ends with the first failure.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ T = TypeVar("T")
 _HEALTH_POLL_S = 0.25
 _PROGRESS_S = 10.0
 _MEMBER_POLL_S = 0.1
-_PROBE_S = 5.0  # between questions whether a replica is alive
-_NEWS_S = 3.0  # time for the report of a replica's end to follow the failure of a call
+_PROBE_S = 5.0  # interval of health checks
+_NEWS_S = 3.0  # after a failed call, time until the end of a replica is detected
 
 
 class Fleet:
-    """Build with :meth:`start`; a context manager that shuts down on exit.
+    """A run's replicas. Create with :meth:`start`; the context manager shuts down on exit.
 
-    ``clients`` are the replicas that accept requests, in order; replicas come and go between two calls.
+    ``clients`` are the replicas that accept requests, in order. They may change between two calls.
     """
 
     def __init__(self, cfg: RunConfig, hf_dir: Path | str, replicas: Replicas) -> None:
@@ -58,12 +57,12 @@ class Fleet:
         self.clients: tuple[EngineClient, ...] = ()
         self._hf_dir = Path(hf_dir)
         self._replicas = replicas
-        self._joining: list[EngineClient] = []  # they answer, and wait for the publication they will join
+        self._joining: list[EngineClient] = []  # healthy; they wait for the next publication
         self._is_ready = False
         self._ready: dict[int, asyncio.Future[EngineClient]] = {}  # the first incarnations
         self._given_up: set[int] = set()
         self._first_failure: str | None = None
-        self._fewest = cfg.engine.num_replicas  # since take_metrics, as the following
+        self._fewest = cfg.engine.num_replicas  # since take_metrics, like the next attributes
         self._num_lost = self._num_joined = self._num_asked_again = 0
         self._keepers: list[asyncio.Task[None]] = []
         self._started_s = time.monotonic()
@@ -75,11 +74,12 @@ class Fleet:
     def start(cls, cfg: RunConfig, hf_dir: Path | str, run_dir: Path | str, *, wait: bool = True) -> Fleet:
         """Start ``cfg.engine.num_replicas`` engines on the model in ``hf_dir`` (config.json and tokenizer).
 
-        With ``engine.placement`` remote nothing is started: replicas are found by the files in ``<run_dir>/replicas``.
-        Waits until all answer, unless ``wait`` is False: then call :meth:`wait_until_ready` before the first use and do
-        other work meanwhile. Raises EngineDeadError or EngineDeadlineError, which name the replica and end with its
-        log; nothing is left running then. Raises ConfigError before anything starts if this host has too few GPUs or
-        lacks a kernel that the configuration names.
+        With ``engine.placement`` remote, finds replicas through the files in ``<run_dir>/replicas`` instead. Without
+        ``wait``, returns at once; call :meth:`wait_until_ready` before the first use.
+
+        Raises:
+            EngineDeadError, EngineDeadlineError: a replica failed; the message ends with its log. All stop.
+            ConfigError: before any start, if this host has too few GPUs or lacks a configured kernel.
         """
         run_dir = Path(run_dir)
         if cfg.engine.placement == "remote":
@@ -102,14 +102,15 @@ class Fleet:
         return fleet
 
     def wait_until_ready(self) -> None:
-        """Return when every replica answers, at most ``deadlines.start_s`` after the start."""
+        """Wait until every replica answers, at most ``deadlines.start_s`` after the start."""
         if not self._is_ready:
             self.sync(self._all_ready(), self.cfg.deadlines.start_s + 2 * _PROGRESS_S)
             _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
 
     def kernels(self) -> dict[str, list[str]]:
-        """The engines' kernels by role: {"linears": ..., "experts": ..., "attention": ...}, vLLM's names; all of them
-        if replicas differ. Empty if there is no replica at the moment. Raises what the calls of a client raise.
+        """vLLM's names of the engines' kernels: {"linears": ..., "experts": ..., "attention": ...}.
+
+        Lists several if replicas differ; empty without replicas. Raises EngineError or a subclass.
         """
         answers = self._everywhere(lambda client: client.collective_rpc("kernels_in_use"))
         workers = [worker for answer in answers for worker in answer]
@@ -117,26 +118,24 @@ class Fleet:
         return {role: sorted({name for worker in workers for name in worker.get(role, ())}) for role in roles}
 
     def sleep(self) -> None:
-        """Free the GPU memory of all replicas at ``engine.sleep_level``; does nothing at level 0 or if they sleep
-        already.
+        """Free the GPU memory of all replicas at ``engine.sleep_level``; level 0 does nothing.
 
-        Nothing may be sampled meanwhile. Raises what the calls of a client raise, within its deadlines.
+        Call only while nothing is sampled. Raises EngineError or a subclass.
         """
         if self.cfg.engine.sleep_level:
             self._everywhere(lambda client: client.sleep(self.cfg.engine.sleep_level))
 
     def wake(self, *tags: Tag) -> None:
-        """Restore memory of all replicas: "weights", "kv_cache", or all without tags. Parts that are awake stay
-        unchanged.
+        """Restore memory of all replicas: "weights", "kv_cache", or both without tags.
 
-        Weights of level 2 have no values until the next publication.
+        After sleep level 2, weights are undefined until the next publication.
         """
         self._everywhere(lambda client: client.wake_up(*tags))
 
     def _everywhere(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """The answers of the live replicas."""
+        """Call every live replica and return the answers."""
 
-        async def one(client: EngineClient) -> list[T]:
+        async def answer_of(client: EngineClient) -> list[T]:
             try:
                 return [await call(client)]
             except EngineDeadError as error:
@@ -144,15 +143,15 @@ class Fleet:
                 return []
 
         async def all_clients() -> list[T]:
-            answers = await asyncio.gather(*(one(client) for client in self.clients))
+            answers = await asyncio.gather(*(answer_of(client) for client in self.clients))
             return [answer for some in answers for answer in some]
 
         return self.sync(all_clients(), 3 * self.cfg.deadlines.update_s)  # a client makes up to three calls
 
     def sync(self, coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """Run ``coroutine`` on the fleet's event loop and return its result. Not to be called from that loop.
+        """Run ``coroutine`` on the fleet's event loop and return its result. Do not call from that loop.
 
-        Raises TimeoutError, naming the coroutine, after ``deadline_s``; the coroutine is then cancelled.
+        After ``deadline_s``, cancels the coroutine and raises TimeoutError with its name.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -172,10 +171,10 @@ class Fleet:
 
     wait_for_any = staticmethod(partial(wait, return_when=FIRST_COMPLETED))  # (submitted, timeout_s)
 
-    # ---- replicas that come and go
+    # ---- lost and new replicas
 
     def remove(self, client: EngineClient, reason: str, *, num_retried: int = 0) -> None:
-        """Stop using this replica because it has ended; ``num_retried`` prompts go to others. Runs on the loop."""
+        """Remove a replica that has ended; ``num_retried`` prompts go to others. Runs on the loop."""
         self._num_asked_again += num_retried
         if self._first_failure is None:
             self._first_failure = reason
@@ -188,14 +187,14 @@ class Fleet:
 
     @property
     def wants_publication(self) -> bool:
-        """Whether nothing can be sampled until the returned replicas are given weights."""
+        """Whether all replicas wait for weights, so that nothing can be sampled."""
         return bool(self._joining) and not self.clients
 
     async def wait_for_members(self, *, or_joining: bool = False) -> None:
-        """Return when a replica accepts requests; with ``or_joining`` also when one waits to join. Runs on the loop.
+        """Wait until a replica accepts requests or, with ``or_joining``, waits to join. Runs on the loop.
 
-        Raises EngineDeadError with the first failure of the run if there is none and none will come back, or none has
-        within ``deadlines.start_s``.
+        Raises EngineDeadError with the first failure of the run if none is left and none comes back within
+        ``deadlines.start_s``.
         """
         since = time.monotonic()
         while not self.clients and not (or_joining and self._joining):
@@ -209,9 +208,9 @@ class Fleet:
             await asyncio.sleep(_MEMBER_POLL_S)
 
     def begin_update(self) -> tuple[EngineClient, ...]:
-        """The replicas that take part in the publication that begins: those that sample, and those that came back.
+        """Return the replicas that take part in the next publication: those that sample, and new ones.
 
-        Waits while there is none, as :meth:`wait_for_members` does. Raises NoReplicaError if none comes back.
+        Waits like :meth:`wait_for_members` while there is none. Raises NoReplicaError if none comes back.
         """
 
         async def join() -> tuple[EngineClient, ...]:
@@ -230,7 +229,7 @@ class Fleet:
             raise NoReplicaError(str(error)) from error
 
     def has_lost_replica(self, clients: Sequence[EngineClient]) -> bool:
-        """Whether one of these has ended, which may explain the failure of a call; ended replicas get no more requests."""
+        """Whether one of ``clients`` has ended, which may explain a failed call. Removes those that have."""
 
         async def look() -> bool:
             await asyncio.wait(
@@ -245,7 +244,7 @@ class Fleet:
 
     def take_metrics(self) -> dict[str, float]:
         """Counts of replica events since the last call."""
-        found = {
+        metrics = {
             "rollout/replicas/min": self._fewest,
             "rollout/replicas_lost/sum": self._num_lost,
             "rollout/replicas_joined/sum": self._num_joined,
@@ -253,10 +252,10 @@ class Fleet:
         }
         self._fewest = len(self.clients)
         self._num_lost = self._num_joined = self._num_asked_again = 0
-        return found
+        return metrics
 
     def _keep_all(self) -> None:
-        """Start a keeper for each replica; then read the tokenizer while the engines import."""
+        """Start :meth:`_keep` for each replica, and read the tokenizer while the engines import."""
         tokenizer: asyncio.Future[Any] = self._loop.create_future()
 
         async def begin() -> None:
@@ -270,7 +269,7 @@ class Fleet:
         self._loop.call_soon_threadsafe(tokenizer.set_result, AutoTokenizer.from_pretrained(self._hf_dir))
 
     async def _keep(self, index: int, tokenizer: asyncio.Future[Any]) -> None:
-        """Keep one replica running for the lifetime of the fleet, incarnation after incarnation."""
+        """Keep one replica running for the lifetime of the fleet: start a successor after each end."""
         first, failure = self._ready[index], None
         try:
             while (replica := await self._replicas.next(index)) is not None:
@@ -299,10 +298,10 @@ class Fleet:
             self._given_up.add(index)
             if failure is not None and not first.done():
                 raise failure
-        except Exception as error:  # a defect or a configuration mistake: passed to whoever waits for the replica
+        except Exception as error:  # a bug or a configuration mistake, for callers that wait for the replica
             self._given_up.add(index)
             if first.done():
-                _log.exception("%s is given up", replica_name(index))
+                _log.exception("%s failed and is not started again", replica_name(index))
             else:
                 first.set_exception(error)
 
@@ -317,16 +316,16 @@ class Fleet:
         )
 
     async def _end_if_it_hangs(self, client: EngineClient) -> None:
-        """Kill a replica that answers nothing for ``deadlines.hang_s``: its requests then go to others."""
+        """Kill a replica that does not answer for ``deadlines.hang_s``; its requests then go to others."""
         limit_s = self.cfg.deadlines.hang_s
         while client.is_alive:
             await asyncio.sleep(_PROBE_S)
             if await client.is_silent(max(1.0, limit_s - _PROBE_S)):
-                _log.warning("%s has answered nothing for %g s (deadlines.hang_s): killed", client.name, limit_s)
+                _log.warning("%s did not answer for %g s (deadlines.hang_s): killed", client.name, limit_s)
                 return self._replicas.end(client.replica, Exit(reason=f"hung for {limit_s:g} s and was killed"))
 
     async def _all_ready(self) -> None:
-        """The first incarnations of all replicas, as ``clients``."""
+        """Wait for the first incarnations of all replicas, and make them ``clients``."""
         limit_s = self.cfg.deadlines.start_s
         left_s = max(0.0, limit_s - (time.monotonic() - self._started_s))
         waiting = list(self._ready.values())
@@ -335,17 +334,17 @@ class Fleet:
             future.result()
         missing = [index for index, future in self._ready.items() if not future.done()]
         if missing:
-            found = [f"{replica_name(index)}: {self._replicas.missing(index)}" for index in missing]
+            reasons = [f"{replica_name(index)}: {self._replicas.missing(index)}" for index in missing]
             noun = "replica" if len(missing) == 1 else "replicas"
             raise EngineDeadlineError(
                 f"rollout {noun} {', '.join(map(replica_name, missing))} did not start within {limit_s:g} s; raise "
-                "deadlines.start_s or see why:\n" + "\n".join(found)
+                "deadlines.start_s or see why:\n" + "\n".join(reasons)
             )
         self.clients = tuple(future.result() for future in waiting if future.result().is_alive)
         self._is_ready = True
 
     async def _wait_healthy(self, client: EngineClient) -> None:
-        """Return when the replica answers. Raises EngineDeadError or EngineDeadlineError with the end of its log."""
+        """Wait until the replica answers. Raises EngineDeadError or EngineDeadlineError with the end of its log."""
         started_s, limit_s = time.monotonic(), self.cfg.deadlines.start_s
         next_report_s = _PROGRESS_S
         while (waited_s := time.monotonic() - started_s) < limit_s:
@@ -359,13 +358,13 @@ class Fleet:
         replica = client.replica
         raise EngineDeadlineError(
             f"rollout replica {replica.name} did not start within {limit_s:g} s; raise deadlines.start_s or "
-            f"look into {replica.log_path}, which ends with\n{replica.last_log_lines()}"
+            f"see {replica.log_path}, which ends with\n{replica.last_log_lines()}"
         )
 
     # ---- shutdown
 
     def shutdown(self) -> None:
-        """Stop all replicas and the event loop. May be called repeatedly."""
+        """Stop all replicas and the event loop. Later calls do nothing."""
         atexit.unregister(self.shutdown)
         if not self._thread.is_alive():
             return
@@ -394,6 +393,6 @@ async def _answers(client: EngineClient) -> bool:
     """Whether the server listens and is healthy. Raises EngineDeadError if its process has ended."""
     if not client.is_alive:
         raise EngineDeadError(client.replica.obituary(" while it started"))
-    if listens := await ping(client.replica.url) is None:  # until then it is only bound
+    if listens := await ping(client.replica.url) is None:  # a server that still starts is bound but does not listen
         await client.health()
     return listens

@@ -1,12 +1,12 @@
-"""Sources of replicas: processes that the fleet starts on this host, or endpoint files written by agents' replicas.
+"""Sources of replicas: processes that the fleet starts on this host, or endpoint files of replicas on other hosts.
 
-In: the run's configuration. Out: :class:`Replica` objects, one incarnation after another, each with a notification of
-its end. Runs on trainer rank 0, on the fleet's event loop.
+In: the run's configuration. Out: successive incarnations of each replica as :class:`Replica` objects, which report
+their end. Runs on trainer rank 0, on the fleet's event loop.
 
     local    started by :class:`LocalReplicas`; restarted after a death, at most ``engine.max_replica_restarts`` times
-    remote   started by others (``rollout/replica.py``); :class:`RemoteReplicas` reads the files that they write and
-             pings their ports: a replica is gone if nothing listens any more, its host is silent, or its file names
-             another incarnation
+    remote   started by agents (``rollout/replica.py``); :class:`RemoteReplicas` reads their endpoint files and pings
+             their ports: a replica has ended if its port is closed, its host is silent, or its file names another
+             incarnation
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ _log = logging.getLogger(__name__)
 _EXIT_POLL_S = 0.1
 _STILL_POLL_S = 2.0
 _FILE_POLL_S = 0.5
-_PING_S = 0.5  # between connections to a remote replica
-_SILENCE_S = 15.0  # after which a silent host counts as gone
+_PING_S = 0.5  # interval of pings to a remote replica
+_SILENCE_S = 15.0  # a host that is silent longer is lost
 _LOG_TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """A running server process, as the client sees it."""
+    """A running server process, from the client's view."""
 
     name: str
     url: str
     log_path: Path
-    process_group: int  # of the server and all processes it starts; 0 on another host
+    process_group: int  # of the server and its children; 0 on another host
     exited: asyncio.Future[Exit]  # set once it has ended
-    token: str = ""  # the authorization that the server expects
+    token: str = ""  # authorizes requests to the server
 
     def last_log_lines(self, count: int = 15) -> str:
-        """The end of the replica's log, starting at the first exception, of which vLLM's later ones are consequences."""
+        """The end of the replica's log after its first exception, which usually causes vLLM's later ones."""
         return last_lines(self.log_path, count)
 
     @property
     def was_killed(self) -> bool:
-        """Whether its process has been ended by SIGKILL."""
+        """Whether SIGKILL ended its process."""
         return self.exited.done() and self.exited.result().was_killed
 
     def obituary(self, when: str = "") -> str:
-        """How a replica that has ended did so, and the end of its log."""
+        """Describe how the replica ended, with the end of its log."""
         how = self.exited.result()
         return f"rollout replica {self.name} {how}{when}; {self.log_path} ends with\n{self.last_log_lines()}"
 
 
 def last_lines(path: Path, count: int = 15) -> str:
-    """The end of a log, starting at its first exception."""
+    """Return the last ``count`` lines of a log, after the line of its first exception."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, log.seek(0, 2) - _LOG_TAIL_BYTES))
@@ -83,26 +83,26 @@ def last_lines(path: Path, count: int = 15) -> str:
 class Replicas(Protocol):
     """A source of replicas. Use from one event loop."""
 
-    starts_here: bool  # a replica that dies during startup is a mistake to report, not an accident to survive
+    starts_here: bool  # a local replica that dies during startup ends the run
 
     async def next(self, index: int) -> Replica | None:
-        """The next incarnation of replica ``index``, after the previous one has ended; None if there will be none."""
+        """Return replica ``index``'s next incarnation after the previous one ended; None if there is none."""
 
     def note_ready(self, replica: Replica) -> None:
-        """Note that the replica answers."""
+        """Record that the replica answers."""
 
     def end(self, replica: Replica, how: Exit) -> None:
-        """End a replica that hangs; its ``exited`` is then ``how``."""
+        """End a replica that hangs, and set its ``exited`` to ``how``."""
 
     def missing(self, index: int) -> str:
-        """A description of a replica that does not answer."""
+        """Describe why a replica does not answer, for an error message."""
 
     def stop(self) -> None:
-        """End everything that this source has started."""
+        """End all processes that this source started."""
 
 
 class LocalReplicas:
-    """Servers on this host. ``gpus`` is one ``CUDA_VISIBLE_DEVICES`` for each; empty on a CPU."""
+    """Servers on this host. ``gpus``: the value of ``CUDA_VISIBLE_DEVICES`` for each; empty on a CPU."""
 
     starts_here = True
 
@@ -112,15 +112,15 @@ class LocalReplicas:
         self._log_dir = log_dir
         self._gpus = gpus
         self._kernels = kernels
-        # The trainer now uses the memory that a restarted replica would need.
+        # Colocated: the trainer now uses the GPU memory that a restarted replica would need.
         self._num_restarts_left = (
             cfg.engine.max_replica_restarts if not kernels.hardware.is_gpu or cfg.engine.placement != "colocated" else 0
         )
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._num_starts: dict[int, int] = {}
-        self._shared_memory: dict[int, set[str]] = {}  # by process group: vLLM's workers leave them behind when killed
+        self._shared_memory: dict[int, set[str]] = {}  # by process group; killed workers of vLLM leave these files
         self._watchers: set[asyncio.Task[None]] = set()
-        self._ended: dict[int, Exit] = {}  # by process group: how, for those that were killed
+        self._ended: dict[int, Exit] = {}  # by process group, for replicas that end() killed
 
     async def next(self, index: int) -> Replica | None:
         num_starts = self._num_starts.get(index, 0)
@@ -132,7 +132,7 @@ class LocalReplicas:
         return self.spawn(index)
 
     def spawn(self, index: int) -> Replica:
-        """Start a server. Call on the loop."""
+        """Start a server. Call on the event loop."""
         name, num_starts = replica_name(index), self._num_starts.get(index, 0)
         self._num_starts[index] = num_starts + 1
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ class LocalReplicas:
             while (code := process.poll()) is None:
                 await asyncio.sleep(_EXIT_POLL_S)
             ended.cancel()
-            kill_group(process.pid)  # its orphans would keep its memory
+            kill_group(process.pid)  # orphans would keep the GPU memory
             self._remove_shared_memory(process.pid)
             exited.set_result(self._ended.pop(process.pid, Exit.of_process(code)))
 
@@ -161,14 +161,14 @@ class LocalReplicas:
         return Replica(name=name, url=url, log_path=log_path, process_group=process.pid, exited=exited, token=token)
 
     async def _end_if_it_stands_still(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        """Kill a server that is stopped while it starts; one that is ready is asked for its health."""
+        """Kill a server that is stopped (SIGSTOP) during startup. Health checks cover ready servers."""
         moved = time.monotonic()
         while process.pid not in self._shared_memory:
             await asyncio.sleep(_STILL_POLL_S)
             if not stands_still(process.pid):
                 moved = time.monotonic()
             elif (still_s := time.monotonic() - moved) > self.cfg.deadlines.hang_s:
-                _log.warning("%s has stood still for %.0f s while it started: killed", name, still_s)
+                _log.warning("%s was stopped for %.0f s during startup: killed", name, still_s)
                 return kill_group(process.pid)
 
     def note_ready(self, replica: Replica) -> None:
@@ -180,7 +180,7 @@ class LocalReplicas:
 
     def missing(self, index: int) -> str:
         log_path = max(self._log_dir.glob(f"{replica_name(index)}.*log"), key=lambda path: path.stat().st_mtime)
-        return f"look into {log_path}, which ends with\n{last_lines(log_path)}"
+        return f"see {log_path}, which ends with\n{last_lines(log_path)}"
 
     def stop(self) -> None:
         stop(list(self._processes.values()))
@@ -193,7 +193,7 @@ class LocalReplicas:
 
 
 class RemoteReplicas:
-    """Servers started by others, found through their endpoint files in ``<run>/replicas``."""
+    """Servers that agents started, located by endpoint files in ``<run>/replicas``."""
 
     starts_here = False
 
@@ -225,10 +225,10 @@ class RemoteReplicas:
         )
 
     def note_ready(self, replica: Replica) -> None:
-        """Nothing to do: the replica's memory belongs to its own host."""
+        """Do nothing: the replica's host cleans up its shared memory."""
 
     def end(self, replica: Replica, how: Exit) -> None:
-        """Remove its endpoint file: the process beside it then kills the server, and its agent starts another."""
+        """Remove the endpoint file. The parent of the server then kills it, and the agent starts another."""
         for index, endpoint in self._known.items():
             if endpoint.name == replica.name:
                 endpoint.withdraw(endpoint_path(self._run_dir, index))
@@ -238,19 +238,19 @@ class RemoteReplicas:
     def missing(self, index: int) -> str:
         path = endpoint_path(self._run_dir, index)
         endpoint = Endpoint.read(path)
-        found = f"{path} does not exist"
+        state = f"{path} does not exist"
         if endpoint is not None:
-            found = f"{path} names {endpoint.url} on {endpoint.host}, where nothing answers"
+            state = f"{path} names {endpoint.url} on {endpoint.host}, where nothing answers"
         logs = sorted((self._run_dir / "logs").glob(f"{replica_name(index)}.*log"))
         ends = [f"{log} ends with\n{last_lines(log)}" for log in logs]
-        return "; ".join([found, *(ends or [f"there is no log of it in {self._run_dir / 'logs'} either"])])
+        return "; ".join([state, *(ends or [f"it has no log in {self._run_dir / 'logs'}"])])
 
     def stop(self) -> None:
-        """Nothing to do: agents end their replicas."""
+        """Do nothing: agents end their replicas."""
 
 
 async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[Exit]) -> None:
-    """Watch a remote replica until it is gone."""
+    """Watch a remote replica until it has ended, and set ``exited``."""
     heard_s = time.monotonic()
     num_refusals = 0
     while True:
@@ -274,12 +274,12 @@ async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[Exit]) -
             reason = f"has ended: nothing listens at {endpoint.url} on {endpoint.host} any more"
             return exited.set_result(Exit(reason=reason))
         if silent_s > _SILENCE_S:
-            reason = f"has gone: {endpoint.host} has been silent for {silent_s:.0f} s ({problem})"
+            reason = f"was lost: {endpoint.host} has been silent for {silent_s:.0f} s ({problem})"
             return exited.set_result(Exit(reason=reason))
 
 
 async def ping(url: str) -> OSError | None:
-    """None if something listens at ``url``, otherwise the reason why not."""
+    """Return None if a server listens at ``url``, otherwise the error of the connection."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(_SILENCE_S / 3):

@@ -3,12 +3,12 @@
 In: prompts, engines and a scorer on trainer rank 0. Out: the groups of a step on rank 0, and an empty tuple on all
 other trainer ranks. Runs on every trainer rank.
 
-Synchronous and asynchronous training are one code path: rollout/window.py. With ``sampling.max_staleness`` = 0 the
-groups of a step are sampled when the step asks for them. With k, those of k further steps are sampled while the
-trainer works.
+Synchronous and asynchronous training share the code of rollout/window.py. With ``sampling.max_staleness`` = 0, a step
+samples its groups when it starts. With k, the engines also sample the groups of the next k steps while the trainer
+works.
 
 With ``max_staleness`` = 0 the rollouts of a run depend only on its configuration: prompts come in order, and the seed
-of a completion depends only on the run's seed and its prompt. Requests of a replica that dies are sent to the others.
+of a completion depends only on the run's seed and its prompt. If a replica dies, its requests go to other replicas.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 Groups = tuple[RolloutGroup, ...]
 
-_LOOK_S = 0.2  # between checks whether replicas wait for weights
+_LOOK_S = 0.2  # interval of the check whether replicas wait for weights
 
 
 class RolloutError(RuntimeError):
-    """Rollouts could not be produced, or they violate the staleness bound."""
+    """Rollouts cannot be produced, or they exceed ``sampling.max_staleness``."""
 
 
 class RolloutStream:
-    """``fleet``, ``prompts`` and ``score_pool`` are used on rank 0 only, and not at all in a replay."""
+    """Source of scored groups. Only rank 0 uses ``fleet``, ``prompts`` and ``score_pool``; a replay uses none."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class RolloutStream:
         parallel: Parallel,
     ) -> None:
         self.cfg = cfg
-        self.version = 0  # of the policy that the engines hold
-        # Collective: publish the current version again, after every replica was lost and others have come back.
+        self.version = 0  # policy version of the engines
+        # Collective: publish the current version again, to replicas that joined after all others had died.
         self.republish: Callable[[], None] | None = None
         self._fleet = fleet
         self._prompts = prompts
@@ -72,8 +72,8 @@ class RolloutStream:
         self._recording: dict[int, Path] | None = None
         self._window: Window | None = None
         self._has_begun = False
-        self._complete: dict[str, RolloutGroup] = {}  # by prompt, from an earlier start of the run
-        self._sampled_s = self._scored_s = 0.0  # when the last completion of a step ended, and its last score
+        self._complete: dict[str, RolloutGroup] = {}  # by prompt, saved by an earlier start of the run
+        self._sampled_s = self._scored_s = 0.0  # times of the step's last completion and last score
         self._is_asked: Callable[[], bool] = lambda: False
         self._agents: AgentPool | None = None
         self._requests: Requests | None = None
@@ -90,16 +90,15 @@ class RolloutStream:
 
     @property
     def position(self) -> Any:
-        """Where the prompt stream continues after the groups returned so far. None on ranks other than 0."""
+        """Position of the prompt stream after the groups returned so far. None on ranks other than 0."""
         return self._position
 
     def next_groups(self, is_asked: Callable[[], bool] = lambda: False) -> Groups | None:
-        """Collective: the scored groups of the next step, on rank 0; none on others, which get only the samples that
-        they train (``Parallel.scatter_over_data``). None, on every rank, as soon as ``is_asked`` says on rank 0 that
-        the run is to end.
+        """Collective: return the scored groups of the next step on rank 0, and () on others.
 
-        Call once per publication. Raises, on every rank, the error of rank 0: an engine's death, a passed deadline, a
-        scorer that cannot start, the end of a recording.
+        Call once per publication. Returns None on every rank if ``is_asked`` returns True on rank 0: the run should
+        stop. Other ranks get only the samples that they train, later, from ``Parallel.scatter_over_data``. Every rank
+        raises the error of rank 0, such as a dead engine, a missed deadline, or the end of a recording.
         """
         self._is_asked = is_asked
         try:
@@ -109,17 +108,18 @@ class RolloutStream:
             self._is_asked = lambda: False
 
     def sample(self, prompts: Sequence[Prompt], *, num_completions: int, temperature: float | None = None) -> Groups:
-        """Collective: scored completions of given prompts, for evaluation, sampled by the engines in their current
-        state; on rank 0, and none on others.
+        """Collective: sample and score completions of ``prompts`` for evaluation; return () on ranks other than 0.
 
-        ``prompts`` are used on rank 0 only. ``temperature`` None means that of training. Seeds depend only on the
-        prompts, so two evaluations differ only by the policy.
+        Only rank 0 uses ``prompts``. ``temperature`` None means that of training. Seeds depend only on the prompts, so
+        two evaluations differ only by the policy.
         """
         asked: list[Future[Groups]] = []
 
         def produce() -> Groups | None:
             if self._fleet is None:
-                raise RolloutError("evaluation samples from engines, but this run replays sampling.replay")
+                raise RolloutError(
+                    "evaluation needs engines, but this run replays sampling.replay; set observe.eval_prompts to 0"
+                )
             if not asked:
                 asked.append(self._fleet.submit(self._groups(prompts, num_completions, temperature)))
             deadline_s = self._deadline_s(num_rounds=1, num_scores=len(prompts) * num_completions)
@@ -129,26 +129,30 @@ class RolloutStream:
             return self._sampled(produce) or ()
 
     def before_update(self) -> None:
-        """Call before a publication. Raises RolloutError if completions of a synchronous run are still being sampled."""
+        """Call before a publication. Raises RolloutError if a synchronous run still samples."""
         running = sum(client.num_running for client in self._fleet.clients) if self._fleet else 0
         if running and self.cfg.sampling.max_staleness == 0:
-            raise RolloutError(f"{running} completions are being sampled during an update; wait for next_groups first")
+            raise RolloutError(
+                f"{running} completions are running at the start of an update; wait for next_groups first"
+            )
 
     def after_update(self, version: int) -> None:
-        """Call when the engines hold policy ``version``; starts the groups that this version allows."""
+        """Call after the engines loaded policy ``version``; starts the groups that this version may sample."""
         self.version = version
         if self._has_begun:
             self._window.fill(version, num_steps_taken=version)
 
     def resume_unfinished(self) -> int:
-        """On rank 0, before the first step: load the groups that the run left at this version; return how many."""
+        """On rank 0, before the first step: load saved groups of this version; return their number."""
         if self._parallel.rank == 0:
             self._complete = unfinished.load(self.cfg, self.version)
         return len(self._complete)
 
     def abandon(self) -> int:
-        """On rank 0: cancel the groups in progress, so that engines may sleep; :attr:`position` stays before them. The
-        complete ones are kept on disk for the run that continues; returns how many."""
+        """On rank 0: cancel groups in progress and save the complete ones to disk; return the number saved.
+
+        Engines may then sleep, and :attr:`position` is before all of these groups.
+        """
         if self._window is None:
             return 0
         complete = {group.prompt.prompt_id: group for group in self._window.abandon()}
@@ -163,11 +167,11 @@ class RolloutStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._agents is not None:  # on rank 0: while the fleet still runs
+        if self._agents is not None:  # on rank 0; needs a running fleet
             self._fleet.sync(self._agents.close(), self.cfg.deadlines.update_s)
 
     def take_metrics(self) -> dict[str, float]:
-        """On rank 0: engine events since the last call, and the prompts left out since the start."""
+        """On rank 0: engine events since the last call, and prompts skipped since the start."""
         if self._fleet is None:
             return {}
         metrics = {**self._fleet.take_metrics(), "data/dropped/sum": self._prompts.num_dropped}
@@ -176,8 +180,10 @@ class RolloutStream:
     # ---- every rank
 
     def _sampled(self, produce: Callable[[], Groups | None]) -> Groups | None:
-        """Collective: the groups that ``produce`` returns on rank 0, there, and () on others; None, on all, if it returns
-        no groups. Publishes again whenever it returns None. Raises its error on every rank."""
+        """Collective: call ``produce`` on rank 0; return its groups there and () on others, or None on all for ().
+
+        Publishes and calls again whenever ``produce`` returns None. Raises its error on every rank.
+        """
         while True:
             error: Exception | None = None
             groups, failure = None, None
@@ -199,7 +205,7 @@ class RolloutStream:
     # ---- rank 0
 
     def _until(self, poll: Callable[[], Groups | None], deadline_s: float) -> Groups | None:
-        """The first groups that ``poll`` returns; () if the run is asked to stop, None if replicas wait for weights."""
+        """Poll until groups are complete. Returns () if the run should stop, None if replicas wait for weights."""
         end = time.monotonic() + deadline_s
         while (groups := poll()) is None:
             if self._is_asked():
@@ -207,7 +213,7 @@ class RolloutStream:
             if self.republish is not None and self._fleet.wants_publication:
                 return None
             if time.monotonic() > end:
-                raise RolloutError("rollouts were not ready in time; look into the engines' logs")
+                raise RolloutError("rollouts were not ready in time; see the engines' logs")
         return groups
 
     def _result(self, sampling: Future[Groups]) -> Groups | None:
@@ -231,7 +237,7 @@ class RolloutStream:
             return groups
         self._window.fill(self.version, num_steps_taken=self.version + 1)
         self._position = self._window.position
-        # Scoring overlaps with sampling; the metric is how long the last scores take after the last completion.
+        # Scoring overlaps with sampling; the metric is the time from the last completion to the last score.
         add_seconds("score", max(0.0, self._scored_s - self._sampled_s))
         self._sampled_s = self._scored_s = 0.0
         if not self.cfg.sampling.window_groups:
@@ -251,10 +257,10 @@ class RolloutStream:
                     )
 
     def _next_recorded(self, recording: dict[int, Path]) -> Groups:
-        """Groups of the recorded step after the current version, so that a resumed replay continues where it was."""
+        """Return the recorded groups of the step after the current version, so that replays can resume."""
         if (path := recording.get(self.version + 1)) is None:
             remedy = "Lower num_steps, or record a longer run with more observe.rollouts_gib"
-            raise RolloutError(f"{self.cfg.sampling.replay} holds no step {self.version + 1}. {remedy}")
+            raise RolloutError(f"{self.cfg.sampling.replay} contains no step {self.version + 1}. {remedy}")
         groups = read_step(path)
         self._position = position_after(group.prompt for group in groups)
         return groups
@@ -262,7 +268,7 @@ class RolloutStream:
     # ---- on the fleet's event loop
 
     async def _training_group(self, prompt: Prompt) -> RolloutGroup:
-        """The group of a prompt, from an earlier start of the run if that has completed it."""
+        """Return the group that an earlier start of the run completed, or sample it."""
         num_completions = self.cfg.sampling.completions_per_prompt
         group = self._complete.pop(prompt.prompt_id, None)
         if group and group.prompt.token_ids == prompt.token_ids and len(group.rollouts) == num_completions:
@@ -270,7 +276,7 @@ class RolloutStream:
         return await self._group(prompt, num_completions, None, timed=True)
 
     async def _groups(self, prompts: Sequence[Prompt], num_completions: int, temperature: float | None) -> Groups:
-        """All groups concurrently; the engines bound how many sequences run at a time."""
+        """Sample all groups concurrently; the engines limit the number of running sequences."""
         return tuple(await asyncio.gather(*(self._group(prompt, num_completions, temperature) for prompt in prompts)))
 
     async def _group(
@@ -312,14 +318,14 @@ class RolloutStream:
         )
 
     def _deadline_s(self, *, num_rounds: int, num_scores: int | None = None) -> float:
-        """A last resort beyond the deadlines of single calls: every round may sample, wait for an update, and score.
+        """Limit for all rounds, beyond the deadlines of single calls: each may sample, wait for an update, and score.
 
-        In addition, one replica may die, be waited for, and have its prompts sampled again.
+        Includes the time to replace one replica that dies and to sample its prompts again.
         """
         deadlines, sampling, scoring = self.cfg.deadlines, self.cfg.sampling, self.cfg.scoring
         num_scores = num_scores or sampling.prompts_per_step * sampling.completions_per_prompt
         score_s = scoring.deadline_s * (1 + num_scores / scoring.num_workers)
         replaced_s = deadlines.start_s + deadlines.request_s
-        if self._agents is not None:  # as many rounds of sessions as run at a time
+        if self._agents is not None:  # rounds of concurrent sessions
             replaced_s += -(-num_scores // self.cfg.session.max_running) * self.cfg.session.deadline_s
         return num_rounds * (deadlines.request_s + deadlines.update_s + score_s) + replaced_s

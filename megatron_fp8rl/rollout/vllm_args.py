@@ -1,10 +1,10 @@
-"""Every vLLM argument and environment variable that we set for an engine, with the reason.
+"""All vLLM arguments and environment variables of an engine, with reasons.
 
 In: the run's configuration, the kernel choice, the folder of the Hugging Face model. Out: a command line and an
-environment. Pure; runs in the process that starts the engines. Does not import vLLM.
+environment. Runs in the process that starts the engines; does not import vLLM.
 
-The model folder holds config.json and the tokenizer. Weights in it are not read: an engine starts with dummy weights,
-and the first publication fills them through the same path as every later one.
+The model folder contains config.json and the tokenizer. An engine starts with dummy weights, and the first publication
+replaces them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CPU_ENVIRONMENT = {
 
 
 def modules_not_converted(model: ModelConfig, precision: PrecisionConfig) -> list[str]:
-    """Names of all modules with a matrix that the engine holds in BF16: the complement of the layer table.
+    """Return the names of all modules whose matrix is BF16 in the engine: the complement of the layer table.
 
-    vLLM matches names exactly, for each expert and each part of a fused module. A module missing from the list, the
-    router above all, would be read as FP8 and produce garbage without an error.
+    vLLM matches names exactly, for each expert and each part of a fused module. It would read a missing module, such as
+    the router, as FP8 and compute garbage without an error.
     """
     table = LayerTable.build(model, precision)
     matrices = (name for name, shape in hf_tensors(model).items() if len(shape) == 2)
@@ -47,12 +47,12 @@ def modules_not_converted(model: ModelConfig, precision: PrecisionConfig) -> lis
 
 
 def quantization_config(model: ModelConfig, precision: PrecisionConfig) -> dict[str, Any]:
-    """The ``quantization_config`` of config.json, as in FP8 checkpoints. A BF16 engine on a CPU lists all modules."""
+    """Return ``quantization_config`` for config.json. A BF16 engine on a CPU excludes all modules."""
     return engine_format(precision).hf_quantization_config(modules_not_converted(model, precision))
 
 
 def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
-    """KV cache bytes of one worker. On a CPU: as configured, else ``max_num_sequences`` of full length, up to 4 GiB."""
+    """Return one worker's KV cache bytes. CPU default: ``max_num_sequences`` of full length, at most 4 GiB."""
     if cfg.engine.kv_cache_bytes is not None or not cpu:
         return cfg.engine.kv_cache_bytes
     blocks_per_sequence = -(-cfg.max_sequence_tokens // CPU_KV_BLOCK_TOKENS)
@@ -61,10 +61,10 @@ def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
 
 
 def kv_token_bytes(cfg: RunConfig, *, cpu: bool) -> int:
-    """Bytes of KV cache for one token on one worker, over all layers.
+    """Return the KV cache bytes of one token on one worker, over all layers.
 
-    Key and value heads are replicated if there are more ranks than heads. Latent attention caches the latent vector and
-    the rotated key on every rank; on a CPU it caches keys and values (VLLM_MLA_DISABLE, below).
+    With more ranks than heads, vLLM replicates key and value heads. Latent attention caches the latent vector and the
+    rotated key on every rank; on a CPU it caches keys and values (VLLM_MLA_DISABLE, below).
     """
     model, engine = cfg.model, cfg.engine
     if model.mla is not None and not cpu:
@@ -75,12 +75,12 @@ def kv_token_bytes(cfg: RunConfig, *, cpu: bool) -> int:
 
 
 def max_batched_tokens(cfg: RunConfig) -> int:
-    """Tokens that an engine computes in one step, at most."""
+    """Return the maximum number of tokens that an engine computes in one step."""
     return max(8192, cfg.max_sequence_tokens, cfg.engine.max_num_sequences)
 
 
 def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) -> dict[str, Any]:
-    """vLLM's command-line options, without the dashes. True stands for a flag, a dict for JSON."""
+    """Return vLLM's command-line options without dashes. A flag has the value True; a dict becomes JSON."""
     engine, cpu = cfg.engine, not kernels.hardware.is_gpu
     arguments: dict[str, Any] = {
         "model": str(hf_dir),
@@ -94,7 +94,7 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         "max-num-seqs": engine.max_num_sequences,
         "max-num-batched-tokens": max_batched_tokens(cfg),
         "kv-cache-dtype": engine.kv_cache_dtype,
-        # The distribution that was sampled from: after temperature, top-p and top-k. vLLM's default is before them.
+        # Log-probabilities after temperature, top-p and top-k, as sampled. vLLM's default is before them.
         "logprobs-mode": "processed_logprobs",
         # Sampling defaults come from our requests, never from a generation_config.json in the model folder.
         "generation-config": "vllm",
@@ -105,8 +105,8 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         "disable-log-stats": True,
         "disable-fastapi-docs": True,
     }
-    # On a CPU even a BF16 engine runs under the FP8 config, with every module on its exception list: that selects our
-    # BF16 method, which keeps weights readable.
+    # On a CPU a BF16 engine has an FP8 config that excludes every module: this selects our BF16 method, which keeps
+    # weights readable.
     if cpu or cfg.precision.rollout != "bf16":
         arguments["hf-overrides"] = {"quantization_config": quantization_config(cfg.model, cfg.precision)}
     if cpu:
@@ -119,7 +119,7 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         arguments["enforce-eager"] = engine.enforce_eager
         if engine.kv_cache_bytes is not None:
             arguments["kv-cache-memory-bytes"] = engine.kv_cache_bytes
-        # torch.compile would replace the batch-invariant norms by its own.
+        # torch.compile would replace the batch-invariant norms with other kernels.
         is_compiled = engine.torch_compile and kernels.engine.norms != "batch_invariant"
         if not is_compiled and not engine.enforce_eager:
             # Graphs of whole decoding steps need no compiler; piecewise graphs, used for prompts, do.
@@ -137,26 +137,24 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
 
 
 def kernel_backends(cfg: RunConfig, kernels: EngineKernels) -> dict[str, str]:
-    """vLLM's kernels on a GPU, always by name: its own "auto" depends on installed packages."""
-    found: dict[str, str] = {}
+    """Name vLLM's kernels on a GPU explicitly, because vLLM's "auto" depends on installed packages."""
+    backends: dict[str, str] = {}
     if cfg.precision.rollout != "bf16":
-        found["linear-backend"] = kernels.linears
+        backends["linear-backend"] = kernels.linears
     if cfg.model.is_moe:
-        found["moe-backend"] = kernels.experts
+        backends["moe-backend"] = kernels.experts
     if kernels.attention != "vllm":
         # The name under which vllm_plugin/plugin.py registers ours.
-        found["attention-backend"] = "CUSTOM" if kernels.attention == "FP8_CACHE" else kernels.attention
-    return found
+        backends["attention-backend"] = "CUSTOM" if kernels.attention == "FP8_CACHE" else kernels.attention
+    return backends
 
 
 def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
-    """Variables to add to the environment of the trainer process. torchrun's own must be removed: see
-    server_process.py.
-    """
+    """Return variables to add to the trainer's environment after server_process.py removed torchrun's variables."""
     fmt, cpu = engine_format(cfg.precision), not kernels.hardware.is_gpu
     environment = {
         FORMAT_VARIABLE: fmt.name,
-        "VLLM_SERVER_DEV_MODE": "1",  # the endpoints that pause, update weights and call workers
+        "VLLM_SERVER_DEV_MODE": "1",  # adds endpoints that pause, update weights and call workers
         "VLLM_NO_USAGE_STATS": "1",
         # A request on a connection that the server has closed fails; keep connections through a training step.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
@@ -170,17 +168,17 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             # Without DeepGEMM, vLLM ignores the switch above; Triton's experts read it too.
             "VLLM_USE_DEEP_GEMM": "1",
             "VLLM_MOE_USE_DEEP_GEMM": "1" if kernels.engine.experts == "deep_gemm" else "0",
-            # Compiles for every batch size in one process, which takes minutes; deep_gemm_warmup.py uses many.
+            # vLLM compiles for every batch size in one process, for minutes; deep_gemm_warmup.py uses many.
             "VLLM_DEEP_GEMM_WARMUP": "skip",
-            # The V1 runner, still vLLM's own choice for Qwen3 MoE, loops over requests with seeds when it samples, and
-            # all of ours have seeds; the V2 runner, its choice for dense models, cannot record routed experts.
+            # The V1 runner, vLLM's default for Qwen3 MoE, samples requests with seeds one by one, and all of our
+            # requests have seeds. The V2 runner, its default for dense models, cannot record routed experts.
             "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.engine.record_routed_experts else "1",
         }
         if kernel_backends(cfg, kernels.engine).get("linear-backend") == "deep_gemm":
-            # Imports torch, which a check of a configuration does without.
+            # Imported here because a check of a configuration must not import torch.
             from megatron_fp8rl.rollout.deep_gemm_warmup import LINEARS_VARIABLE, to_env
 
-            # Trainer ranks on other nodes have folders of their own.
+            # Trainer ranks on other nodes have other folders.
             is_shared = kernels.trainer.linears == "deep_gemm" and cfg.engine.placement != "remote"
             environment[LINEARS_VARIABLE] = to_env(cfg, max_batched_tokens(cfg), with_trainer=is_shared)
         if kernels.engine.norms == "batch_invariant":
@@ -202,7 +200,7 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
 
 
 def server_command(arguments: dict[str, Any], *, listen_fd: int) -> list[str]:
-    """Command line of a server that accepts connections on an inherited, bound socket and ends with this process."""
+    """Return the command of a server that listens on an inherited, bound socket and ends with this process."""
     command = [sys.executable, "-m", "megatron_fp8rl.rollout.vllm_plugin.server"]
     command += [f"--listen-fd={listen_fd}", f"--parent-pid={os.getpid()}"]
     for name, value in arguments.items():

@@ -2,13 +2,13 @@
 
 Runs on trainer rank 0. Groups are sampled on the fleet's event loop; all else runs on the thread of the training loop.
 
-The window holds ``sampling.max_staleness`` + 1 steps, and a step takes its first groups. So groups are trained in the
-order of their prompts, however long their answers are. With ``sampling.window_groups`` the window holds at most that
-many groups, and a step takes the oldest complete ones. A long answer then delays only its own group.
+The window contains ``sampling.max_staleness`` + 1 steps, and a step takes the first groups: training follows the
+order of the prompts. With ``sampling.window_groups`` the window contains at most that many groups, and a step takes the
+oldest complete ones: a long completion delays only its group.
 
-Answers in progress continue over publications. Groups in order are trained at most ``max_staleness`` versions after
-they start. With ``window_groups`` a long answer can have older tokens: the trainer reads them as context and does not
-train them (algo/samples.py).
+Completions continue across publications. In order, groups are trained at most ``max_staleness`` versions after their
+start. With ``window_groups`` a long completion can have older tokens. The trainer uses these as context and does not
+train on them (algo/samples.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from megatron_fp8rl.data.prompts import PromptStream
     from megatron_fp8rl.rollout.fleet import Fleet
 
-MAX_REFILLS = 3  # prompts that algo.zero_variance "refill" may spend on a step, as a multiple of prompts_per_step
-_START_S = 60.0  # for the fleet's event loop to start coroutines
+MAX_REFILLS = 3  # limit of prompts per step with algo.zero_variance "refill", as a multiple of prompts_per_step
+_START_S = 60.0  # time for the fleet's event loop to start coroutines
 
 
 @dataclass(eq=False)
@@ -52,18 +52,18 @@ class Window:
     ) -> None:
         self._cfg, self._fleet, self._prompts, self._sample = cfg, fleet, prompts, sample
         self._ahead: list[_Ahead] = []
-        self._replaced: list[RolloutGroup] = []  # for the next step, by zero_variance "refill"
+        self._replaced: list[RolloutGroup] = []  # with zero_variance "refill", since the last step
         self._stale_tokens = 0.0  # fraction of the last step
-        self._sampled_lengths: list[float] = []  # mean lengths of complete groups, and of those that were taken
+        self._sampled_lengths: list[float] = []  # mean lengths of complete groups and of those taken
         self._taken_lengths: list[float] = []
 
     @property
     def position(self) -> Any:
-        """The position of the prompt stream with the prompts of the window before it."""
+        """Position of the prompt stream before the prompts of the window."""
         return position_before(self._prompts.position, [ahead.prompt for ahead in self._ahead])
 
     def fill(self, version: int, num_steps_taken: int) -> None:
-        """Start groups under policy ``version`` until the window is full, or has those of all steps of the run."""
+        """Start groups under policy ``version`` until the window is full or contains all remaining steps."""
         sampling = self._cfg.sampling
         # A group that starts now is in time for the step that policy version + max_staleness trains.
         last = min(version + 1 + sampling.max_staleness, self._cfg.num_steps)
@@ -103,7 +103,7 @@ class Window:
         return complete
 
     def take_metrics(self) -> dict[str, float]:
-        """Complete groups that wait, stale tokens of the last step, and the bias in length since the start."""
+        """Return the number of waiting groups, the last step's stale tokens, and the length bias since the start."""
         metrics = {
             "rollout/window_complete/sum": sum(ahead.sampling.done() for ahead in self._ahead),
             "rollout/window_stale_tokens/mean": self._stale_tokens,
@@ -116,7 +116,7 @@ class Window:
     def _start(self, count: int) -> None:
         prompts = self._prompts.next_prompts(max(0, count))
 
-        async def start() -> list[Future[RolloutGroup]]:  # all in one turn of the loop, before a request ends
+        async def start() -> list[Future[RolloutGroup]]:  # in one turn of the loop, so that no request ends meanwhile
             return [self._fleet.submit(self._sample(prompt)) for prompt in prompts]
 
         for prompt, sampling in zip(prompts, self._fleet.submit(start()).result(_START_S), strict=True):
@@ -128,7 +128,7 @@ class Window:
             self._sampled_lengths.append(_length(sampling.result()))
 
     def _replace_useless(self, complete: set[_Ahead]) -> None:
-        """With ``algo.zero_variance`` "refill", replace the complete groups without signal by groups of further prompts."""
+        """With ``algo.zero_variance`` "refill", replace complete groups without signal by new groups."""
         if self._cfg.algo.zero_variance != "refill":
             return
         for ahead in complete:
@@ -147,7 +147,7 @@ def _length(group: RolloutGroup) -> float:
 
 
 def position_before(position: Any, prompts: Sequence[Prompt]) -> Any:
-    """The position of a prompt stream that returns ``prompts`` again, and then continues at ``position``.
+    """Return the position from which a prompt stream returns ``prompts`` again before it continues at ``position``.
 
     A position is the number of the next prompt, or {"next": that number, "pending": earlier numbers}. The id of a
     prompt ends with its number.

@@ -1,17 +1,17 @@
-"""Which trainer rank sends which part of which tensor, in which precision. Pure and deterministic.
+"""Plan which trainer rank sends which part of which tensor, in which precision. Deterministic, without side effects.
 
 In:  the model, the table of FP8 layers, the trainer's layout, the engine's layout.
-Out: a :class:`Plan`. Every rank computes the same plan and executes its own part of it; nothing is negotiated.
+Out: a :class:`Plan`. All ranks compute the same plan without communication.
 
 Every Hugging Face tensor is sharded along at most one axis, the same one at both ends:
 
-    trainer ranks hold   [start, stop) of the axis; among replicas of a shard, the lowest rank sends
-    the wire carries     the whole tensor in its format: values, and scales of their blocks
-    engine ranks keep    [start, stop) of the axis
+    trainer ranks store   [start, stop) of the axis; among replicas of a shard, the lowest rank sends
+    messages contain      the whole tensor in its format: values, and scales of their blocks
+    engine ranks keep     [start, stop) of the axis
 
-Quantizing a part equals slicing the quantized whole exactly if the part's edges are block edges. Such tensors are
-quantized by the ranks that hold them and travel at half the size. All others are gathered in BF16 first. Either way the
-bytes are those of the whole tensor, for every layout.
+Quantizing a part equals slicing the quantized whole exactly if the part's edges are block edges. The ranks that store
+such tensors quantize them and send half the bytes. All others are gathered in BF16 first. The bytes are the same for
+every layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 
 
 class PlanError(ValueError):
-    """Tensors that cannot be divided as requested. ``problems`` lists all of them; the message shows one per line."""
+    """Layouts cannot divide these tensors. ``problems`` lists all; the message shows one per line."""
 
     def __init__(self, problems: list[str]):
         self.problems = problems
@@ -53,11 +53,11 @@ class Transfer:
     name: str  # Hugging Face name
     mcore_name: str  # global name of the parameter that contains it
     shape: tuple[int, ...]
-    axis: int  # along which the sources and the engine's slices are cut
+    axis: int  # that trainer and engine shard
     sources: tuple[Source, ...]  # together they cover the axis exactly once, in order
     quantize: Literal["never", "at_source", "gathered"]
     dtype: DType  # before quantization
-    format: QuantFormat  # on the wire and in the engine
+    format: QuantFormat  # in messages and in the engine
     slices: tuple[Range | None, ...]  # by engine rank: the range it keeps; None: nothing
 
     @property
@@ -78,9 +78,9 @@ class Transfer:
         return self.format.blocks(part, self.axis)
 
     def wire_tensors(self, engine_rank: int | None = None) -> Iterator[WireTensor]:
-        """The tensor as sent: its values, followed by their scales if its format has some.
+        """Yield the tensor as sent: its values, then their scales if its format has scales.
 
-        With ``engine_rank``: the part that this engine rank keeps, in the same format.
+        With ``engine_rank``, yields only the part that this engine rank keeps.
         """
         shape = self.shape
         if engine_rank is not None:
@@ -111,7 +111,7 @@ def _even(size: int, parts: int) -> list[Range]:
 
 
 def engine_slices(name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, engine: EngineLayout):
-    """The range of a tensor that each engine rank keeps under vLLM's sharding."""
+    """Return the range of a tensor that each engine rank keeps under vLLM's sharding."""
     size = shape[weight.axis]
     if weight.is_expert:
         if engine.expert > 1:
@@ -126,7 +126,7 @@ def _on_owner(owner: int, size: int, num_ranks: int) -> tuple[Range | None, ...]
 
 
 def _on_tensor_ranks(name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, engine: EngineLayout):
-    """The range of a tensor outside experts that each tensor-parallel rank keeps."""
+    """Return the range of a non-expert tensor that each tensor-parallel rank keeps."""
     size = shape[weight.axis]
     if weight.cut == "none":
         return ((0, size),) * engine.tensor
@@ -143,7 +143,7 @@ def _on_tensor_ranks(name: str, weight: Weight, shape: tuple[int, ...], model: M
 def _transfer(
     name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, fmt: QuantFormat, layouts
 ) -> tuple[Transfer, list[str]]:
-    """The transfer of one tensor, and its problems."""
+    """Return the transfer of one tensor, and its problems."""
     trainer, engine = layouts
     axis = weight.axis
     ranks = trainer.shards(weight, model)
@@ -153,9 +153,9 @@ def _transfer(
         problems.append(f"{name}: axis {axis} of {shape}: {wrong} of the trainer")
         ranks = ranks[:1]
     part = next((i for i, (part_name, _) in enumerate(weight.parts) if part_name == name), 0)  # a copy is of part 0
-    held = [slicing.part_range(weight, model, part, len(ranks), rank) for rank in range(len(ranks))]
-    # With fewer query groups than ranks, a rank may hold no row of a part.
-    sources = tuple(Source(rank, *span) for rank, span in zip(ranks, held) if span[0] < span[1])
+    spans = [slicing.part_range(weight, model, part, len(ranks), rank) for rank in range(len(ranks))]
+    # With fewer query groups than ranks, a rank may have no row of a part.
+    sources = tuple(Source(rank, *span) for rank, span in zip(ranks, spans) if span[0] < span[1])
     slices = engine_slices(name, weight, shape, model, engine)
     quantize: Literal["never", "at_source", "gathered"] = "never"
     if fmt.is_quantized:
@@ -177,16 +177,16 @@ def _transfer(
 
 
 def fills_blocks(name: str, weight: Weight, shape: tuple[int, ...], fmt: QuantFormat, kept: list[Range]) -> bool:
-    """Whether an engine can hold these parts of a quantized tensor with the scales of the whole tensor."""
-    # vLLM stacks the scales of fused matrices, so each of them must fill whole blocks on every rank. Of the two
-    # projections into the latent space, the second may end within a block.
+    """Whether an engine can use these parts of a quantized tensor with the scales of the whole tensor."""
+    # vLLM stacks the scales of fused matrices, so each matrix must fill whole blocks on every rank. Only the second
+    # projection into the latent space may end within a block, because nothing follows it.
     fused = weight.join != "copy" or name.endswith(".q_a_proj.weight")
     axis, block = weight.axis, fmt.block_size(weight.axis)
     return fmt.cuts_no_block(kept, axis, shape[axis]) and not (fused and any(end % block for _, end in kept))
 
 
 def _untiled(name: str, weight: Weight, shape: tuple[int, ...], fmt: QuantFormat, kept: list[Range]) -> list[str]:
-    """Problems of an engine's parts of a quantized tensor: a list of at most one."""
+    """Return the problem of an engine's parts of a quantized tensor as a list of at most one."""
     axis, block = weight.axis, fmt.block_size(weight.axis)
     if fills_blocks(name, weight, shape, fmt, kept):
         return []
@@ -216,10 +216,7 @@ def _check_layouts(model: ModelConfig, trainer: TrainerLayout, engine: EngineLay
 
 
 def plan(model: ModelConfig, table: LayerTable, trainer: TrainerLayout, engine: EngineLayout) -> Plan:
-    """Plan a publication.
-
-    Raises PlanError with every tensor that the layouts cannot divide, and the remedy.
-    """
+    """Plan a publication. Raises PlanError with every tensor that the layouts cannot divide, and the remedy."""
     problems = _check_layouts(model, trainer, engine)
     if problems:
         raise PlanError(problems)
@@ -232,10 +229,10 @@ def plan(model: ModelConfig, table: LayerTable, trainer: TrainerLayout, engine: 
 def plan_weights(
     weights: Iterable[Weight], model: ModelConfig, table: LayerTable, trainer: TrainerLayout, engine: EngineLayout
 ) -> tuple[list[Transfer], list[str]]:
-    """(transfers of these weights, problems). A memory estimate plans one expert of a layer for all of them."""
+    """Return (transfers, problems). A memory estimate passes only one expert per layer."""
     problems: list[str] = []
     transfers: list[Transfer] = []
-    alike: dict[tuple, Transfer] = {}  # tens of thousands of experts differ in name alone
+    alike: dict[tuple, Transfer] = {}  # experts share one plan: tens of thousands differ only in name
     for weight in weights:
         pattern, _, expert = split_indices(weight.name)
         for number, (name, shape) in enumerate((*weight.parts, *((copy, weight.shape) for copy in weight.copies))):

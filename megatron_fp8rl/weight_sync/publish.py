@@ -1,23 +1,23 @@
-"""Publish the trainer's weights to the engines, and prove that they arrived.
+"""Send the trainer's weights to the engines, and verify that they arrived.
 
 In:  a policy on all trainer ranks, a fleet of engines on rank 0.
 Out: engines that sample from the new weights, and a :class:`PublishReport`.
-Runs on every trainer rank; only rank 0 talks to the engines.
+Runs on every trainer rank; only rank 0 sends requests to the engines.
 
     rank 0     pauses the engines                                           weight_sync/engines.py
-    all ranks  quantize and digest what they send, round by round           weight_sync/pack.py, weight_sync/sender.py
-    all ranks  send it to the engine workers that keep it                   weight_sync/transports/
-    engines    load it                                                      rollout/vllm_plugin/receiver.py
-    engines    digest what their kernels hold                               rollout/vllm_plugin/kernel_weights.py
+    all ranks  quantize and digest their weights, round by round            weight_sync/pack.py, weight_sync/sender.py
+    all ranks  send them to the engine workers                              weight_sync/transports/
+    engines    load them                                                    rollout/vllm_plugin/receiver.py
+    engines    digest the tensors that their kernels read                   rollout/vllm_plugin/kernel_weights.py
     rank 0     compares digests by name, and resumes the engines            weight_sync/verify.py
 
-With ``weight_sync.spare_weights`` the engines pause later: weights travel to their spare memory while they sample, and the
-pause covers the copy from there and the proof.
+With ``weight_sync.spare_weights`` the engines receive weights in spare memory while they sample. The pause covers only
+the copy from there and the verification.
 
-The first publication to an engine has two passes: one layer of each kind through vLLM's own loaders, then everything
-directly into the tensors that its kernels read, where the engine compares that layer before it writes. Later
-publications are written directly. Both ends find all places before the pause. Replicas may join and leave between
-publications. If one is new, all replicas take part in both passes. If a replica dies during a publication, the
+The first publication to an engine has two passes. The first sends one layer of each kind through vLLM's loaders. The
+second writes all weights directly into the tensors that the kernels read; before it writes that layer, the engine
+checks that both are equal. Later publications use direct writes alone. Both ends compute all addresses before the
+pause. If a replica is new, all replicas take part in both passes. If a replica dies during a publication, the
 publication is repeated without it.
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_GROUP_MARGIN_S = 60.0  # extra time the other ranks wait beyond the deadline of the engines
+_GROUP_MARGIN_S = 60.0  # the other ranks wait this much longer than the engines' deadline
 
 
 @dataclass
@@ -73,8 +73,8 @@ class WeightExporter:
     """Publishes the weights of a policy to a fleet, any number of times.
 
     Collective: the constructor and every method except :meth:`close` run on all trainer ranks. ``fleet`` is None on all
-    but rank 0. If anything fails on any rank, every rank raises the same error; the engines then stay paused, because
-    they hold weights of no version.
+    ranks but 0. If any rank fails, every rank raises the same error, and the engines stay paused, because their weights
+    may be incomplete.
     """
 
     def __init__(self, policy: Policy, fleet: Receivers | None, cfg: RunConfig):
@@ -89,7 +89,7 @@ class WeightExporter:
             timeout = timedelta(seconds=longest_s + _GROUP_MARGIN_S)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._is_connected = False
-        self._num_replicas = 0  # taking part, and whether one of them does so for the first time
+        self._num_replicas = 0  # that take part, and whether one of them is new
         self._has_new = True
         self._previous: Expected | None = None
         self._num_publications = 0
@@ -102,7 +102,7 @@ class WeightExporter:
         )
         if kind == "ipc" and not one_host:
             raise ValueError(
-                "weight_sync.transport = ipc: the trainer's ranks are on several hosts; choose nccl or auto"
+                "weight_sync.transport = ipc works on one host, but trainer ranks are on several; choose nccl or auto"
             )
         self._engines = together(lambda: self._find_engines(fleet), self._group)
         self.sender = ShardSender(
@@ -122,18 +122,18 @@ class WeightExporter:
         if self.rank != 0:
             return None
         if fleet is None:
-            raise ValueError("WeightExporter: trainer rank 0 needs the fleet of engines to publish to")
+            raise ValueError("WeightExporter on trainer rank 0: fleet is None; pass the fleet of engines")
         return Engines(fleet, self.cfg.deadlines.update_s)
 
     def publish(self, version: int, kv_scales: KVScales | None = None) -> PublishReport:
-        """Collective: send the current weights to all engines, as policy ``version``.
+        """Collective: send the current weights to all engines, as policy ``version``; return a report on every rank.
 
-        ``kv_scales`` are set with them if the engines keep an FP8 KV cache.
+        ``kv_scales`` are the scales of an FP8 KV cache. If a replica dies, repeats the publication without it.
 
-        Returns the same report on every rank. Raises, on every rank, TransportError if an engine fails or does not
-        answer within ``deadlines.update_s``, WeightMismatch or KVScaleMismatch if an engine holds something
-        other than what was sent, and ValueError if a weight is not finite. A replica that dies is dropped and the
-        publication repeated; if it was the last and none comes back, TransportError is raised.
+        Raises, on every rank:
+            TransportError: an engine fails, misses ``deadlines.update_s``, or no replica is left.
+            WeightMismatch, KVScaleMismatch: an engine has other weights or scales than were sent.
+            ValueError: a weight is not finite.
         """
         failure: Exception | None = None
         while True:
@@ -145,13 +145,13 @@ class WeightExporter:
             except (TransportError, TrainerRankError) as error:
                 if not self._may_repeat():
                     raise
-                _log.warning("policy version %d is published again because a replica has died: %s", version, error)
+                _log.warning("publishing policy version %d again, because a replica died: %s", version, error)
                 failure = error
 
     def _begin_update(self) -> None:
-        """Collective: settle which replicas take part."""
-        found = together(lambda: None if self._engines is None else self._engines.begin_update(), self._group)
-        must_connect, self._has_new, self._num_replicas = self._from_rank_0(found)
+        """Collective: fix the set of replicas."""
+        members = together(lambda: None if self._engines is None else self._engines.begin_update(), self._group)
+        must_connect, self._has_new, self._num_replicas = self._from_rank_0(members)
         self._is_connected = self._is_connected and not must_connect
 
     def _may_repeat(self) -> bool:
@@ -191,7 +191,7 @@ class WeightExporter:
         return ("direct",) if self.cfg.weight_sync.spare_weights == "none" else ("stage",)
 
     def _prepare(self, sent: _Sent) -> None:
-        """Collective: everything that can be done before the engines pause."""
+        """Collective: do all preparation that does not need paused engines."""
         started = time.perf_counter()
         if not self._is_connected:
             self.sender.connect(self._num_replicas)
@@ -209,14 +209,14 @@ class WeightExporter:
         sent.pack_s += sender.pack_s
         sent.send_s += sender.send_s
         if sent.mode == self._modes()[-1]:
-            found = sender.digests(sums)
+            digests_by_rank = sender.digests(sums)
             if self.rank == 0:
-                sent.expected.by_rank[:] = found
+                sent.expected.by_rank[:] = digests_by_rank
         if sent.mode != "stage":
             together(lambda: self._finish_update(sent) if self.rank == 0 else None, self._group)
 
     def _switch(self, sent: _Sent) -> None:
-        """Collective: pause the engines, which have everything in spare memory, and let them load it from there."""
+        """Collective: pause the engines and make them load the weights from their spare memory."""
 
         def switch() -> None:
             if self._engines is not None:
@@ -227,7 +227,7 @@ class WeightExporter:
         together(switch, self._group)
 
     def _stop_engines(self, sent: _Sent) -> None:
-        """Rank 0: weights are ready to be sent, so the engines pause as late as possible."""
+        """Rank 0: pause the engines. Call when weights are ready, so that they pause late."""
         assert self._engines is not None
         if not sent.paused_at:
             sent.paused_at = time.perf_counter()
@@ -235,16 +235,16 @@ class WeightExporter:
         self._engines.call("start_weight_update", lambda _, client: client.start_update())
 
     def _finish_update(self, sent: _Sent) -> None:
-        """Rank 0: everything has been sent and loaded."""
+        """Rank 0: complete the update after all weights are loaded."""
         assert self._engines is not None
         self._engines.call("finish_weight_update", lambda _, client: client.finish_update(sent.version))
 
     def _prove_and_resume(self, sent: _Sent) -> None:
-        """Rank 0: verify what the engines hold, and resume them."""
+        """Rank 0: verify the engines' weights and scales, and resume sampling."""
         assert self._engines is not None
-        if sent.kv_scales is not None:  # finishing an update resets them to 1
-            held = self._engines.call("set_kv_scales", lambda _, client: client.set_kv_scales(sent.kv_scales))
-            verify_kv_scales(held, sent.kv_scales, sent.version)
+        if sent.kv_scales is not None:  # vLLM resets them to 1 when an update finishes
+            scales_of_rank = self._engines.call("set_kv_scales", lambda _, client: client.set_kv_scales(sent.kv_scales))
+            verify_kv_scales(scales_of_rank, sent.kv_scales, sent.version)
         every = self.cfg.weight_sync.verify_every
         if every and (self._has_new or self._num_publications % every == 0):
             started = time.perf_counter()
@@ -255,7 +255,7 @@ class WeightExporter:
             sent.verify_s = time.perf_counter() - started
             sent.load_s = max(worker.get("load_s", 0.0) for workers in reports for worker in workers)
         self._previous = sent.expected
-        # The prefix cache is empty: pausing dropped it, and nothing has run since.
+        # The prefix cache is empty, because pause dropped it.
         self._engines.call("resume", lambda _, client: client.resume())
         self._engines.note_success()
         sent.pause_s = time.perf_counter() - sent.paused_at
@@ -284,5 +284,5 @@ class WeightExporter:
 
 
 def _one_host(world_size: int) -> bool:
-    """Whether torchrun started all trainer ranks on one host; the engines run on the host of rank 0."""
+    """Whether torchrun started all trainer ranks on one host. The engines run on the host of rank 0."""
     return world_size <= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -1,23 +1,23 @@
-"""Which bytes travel from which trainer rank to which engine rank, and in which round. Pure and deterministic.
+"""Schedule the messages from trainer ranks to engine ranks in rounds. Deterministic, without side effects.
 
 In:  a :class:`Plan`. Out: a :class:`SendSchedule`: rounds of messages. Trainer ranks and engine workers compute equal
-schedules from the same configuration, so only a version number has to be agreed on.
+schedules from the same configuration, so a request contains only a version number.
 
     round 0    every sender's first ``bucket_bytes``, one message per audience
     round 1    the next ``bucket_bytes``, while the engines load round 0
     ...
 
-An audience are the engine ranks that keep the same range of a tensor: one rank for a whole expert, all data-parallel
-ranks for a part of attention. A message holds the intersection of what a sender holds and what its audience keeps, two
-ranges of one axis; it is filled once, and every rank of the audience, in every replica, receives it.
+An audience is the set of engine ranks that keep the same range of a tensor: one rank for a whole expert, all
+data-parallel ranks for a part of attention. A message contains the intersection of the sender's range and its
+audience's range. The sender fills it once, and every rank of the audience, in every replica, receives it.
 
-If several trainer ranks hold the same part (data-parallel replicas, tensors replicated over tensor-parallel ranks), the
-one that sends the fewest bytes so far sends it; among equals, one on the rail of its audience: the GPUs with one index
-in their node, whose network cards share a switch. Every sender spreads what it sends evenly over the rounds, so that no
-rank waits for the longest of them. ``tests/helpers/traffic.py`` counts the bytes.
+If several trainer ranks store the same part (data-parallel replicas, tensors replicated over tensor-parallel ranks),
+the rank with the fewest bytes so far sends it. Among equals, a rank on the rail of its audience sends: GPUs with the
+same index in their node, whose network cards share a switch. Every sender spreads its bytes evenly over the rounds, so
+that no rank waits for a long round. ``tests/helpers/traffic.py`` counts the bytes.
 
-Parts of FP8 tensors start and end at block edges, so each is quantized by itself. A "gathered" tensor, whose parts do
-not, is assembled in BF16 on the rank that sends its first part.
+Parts of FP8 tensors start and end at block edges, so each is quantized separately. The parts of a "gathered" tensor do
+not; the rank that sends its first part assembles it in BF16.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.formats import ITEM_BYTES, Range
 from megatron_fp8rl.weight_sync.plan import Plan, Source, Transfer
 
-GPUS_PER_NODE = 8  # of a rail-optimized network, for the choice among equal senders
-_PIECE = 128  # rows or columns: pieces of a tensor start at multiples of it
-_ALIGNMENT_BYTES = 64  # of every part in a message: a cache line, and enough for any vector load
+GPUS_PER_NODE = 8  # in a rail-optimized network, for the choice among equal senders
+_PIECE = 128  # pieces of a tensor start at multiples of this many rows or columns
+_ALIGNMENT_BYTES = 64  # of parts in a message: a cache line, enough for any vector load
 
 
 def aligned(num_bytes: int) -> int:
-    """The aligned offset at which the next part of a message begins, after ``num_bytes``."""
+    """Round ``num_bytes`` up to the aligned offset of the next part of a message."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The position of a part's bytes in the tensor that contains it: rows of ``row`` bytes each."""
+    """Position of a part's bytes in the tensor that contains it, as rows of ``row`` bytes."""
 
     first: int  # offset of the part's first byte in the tensor
     row: int  # bytes in a row of the part
@@ -53,9 +53,9 @@ class Extent:
     total: int  # bytes of the tensor
 
     def words(self, word_bytes: int) -> tuple[int, int, int] | None:
-        """(first word, words per row, words from row to row) for a digest; None for a part that cuts words.
+        """Return (first word, words per row, words from row to row) for a digest; None if the part cuts words.
 
-        The last word of a tensor may be short: it is zero-padded.
+        The last word of a tensor may be short; it is zero-padded.
         """
         is_last = self.num_rows == 1 and self.first + self.row == self.total
         if self.first % word_bytes or (self.row % word_bytes and not is_last):
@@ -66,7 +66,7 @@ class Extent:
         return self.first // word_bytes, row, row if self.num_rows == 1 else self.pitch // word_bytes
 
     def cut_words(self) -> list[int]:
-        """Words of 8 bytes, in order, that this part shares with others; empty unless :meth:`words` is None."""
+        """Return the 8-byte words that this part shares with others, in order; empty unless :meth:`words` is None."""
         if self.words(8) is not None:
             return []
         starts = (self.first + number * self.pitch for number in range(self.num_rows))
@@ -76,7 +76,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows or columns of one wire tensor, contiguous in a message. For scales, all counts are in blocks."""
+    """Rows or columns of one wire tensor, contiguous in a message. For scales, counts are in blocks."""
 
     transfer: Transfer
     is_scale: bool
@@ -101,7 +101,7 @@ class Part:
 
     @property
     def blocks(self) -> Range:
-        """The blocks of a part of values: where its scales start and end."""
+        """Blocks of a part of values, which are the range of its scales."""
         return self.transfer.blocks((self.start, self.stop))
 
     @property
@@ -135,22 +135,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Message:
-    """What one trainer rank sends to each engine rank of one audience (of every replica) in one round."""
+    """Bytes that one trainer rank sends in one round to all engine ranks of one audience, in every replica."""
 
     sender: int
     engine_ranks: tuple[int, ...]  # the audience
     num_bytes: int
     out_offset: int  # in the sender's slot for this round
-    in_offset: int  # in what an engine rank receives in this round: set by :meth:`Round.received_by`
+    in_offset: int  # in an engine rank's memory of this round; :meth:`Round.received_by` sets it
     items: tuple[_Item, ...] = field(repr=False)
     whole: bool = field(repr=False)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Made on first use, because a rank reads only the messages that it sends or receives.
+        """All parts; computed on first use, because a rank reads only the messages that it sends or receives.
 
-        Data precede scales and rows precede columns, so that tensors which are adjacent in an engine (the stacked
-        experts of a layer) are adjacent in the message and written by one copy.
+        Values precede scales and rows precede columns. So tensors that are adjacent in an engine (the stacked experts
+        of a layer) are adjacent in the message, and one copy writes them.
         """
         entries = []
         for item in self.items:
@@ -170,7 +170,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Gathering:
-    """A tensor that is assembled in BF16 on ``collector`` before quantization."""
+    """A tensor that ``collector`` assembles in BF16 before quantization."""
 
     transfer: Transfer
     collector: int
@@ -179,7 +179,7 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Round:
-    """Messages that travel together."""
+    """Messages that are sent at the same time."""
 
     messages: tuple[Message, ...]
     gatherings: tuple[Gathering, ...]
@@ -199,16 +199,16 @@ class Round:
         return self._by_sender.get(sender, [])
 
     def received_by(self, engine_rank: int) -> list[Message]:
-        """The messages of an engine rank, one after another in its memory."""
-        found = self._by_engine_rank.get(engine_rank)
-        if found is None:
-            found, offset = [], 0
+        """Return the messages to an engine rank, with consecutive offsets in its memory."""
+        received = self._by_engine_rank.get(engine_rank)
+        if received is None:
+            received, offset = [], 0
             for message in self.messages:
                 if engine_rank in message.engine_ranks:
-                    found.append(replace(message, in_offset=offset))
+                    received.append(replace(message, in_offset=offset))
                     offset += message.num_bytes
-            self._by_engine_rank[engine_rank] = found
-        return found
+            self._by_engine_rank[engine_rank] = received
+        return received
 
 
 @dataclass(frozen=True)
@@ -223,11 +223,11 @@ class SendSchedule:
         return sorted({m.sender for r in self.rounds for m in r.messages})
 
     def out_bytes(self, sender: int) -> int:
-        """Maximum bytes that ``sender`` puts into its slot in a round."""
+        """Return the maximum bytes that ``sender`` sends in a round."""
         return max((m.out_offset + m.num_bytes for r in self.rounds for m in r.sent_by(sender)), default=0)
 
     def in_bytes(self, engine_rank: int) -> int:
-        """Maximum bytes that an engine rank receives in a round."""
+        """Return the maximum bytes that an engine rank receives in a round."""
         return max((m.in_offset + m.num_bytes for r in self.rounds for m in r.received_by(engine_rank)), default=0)
 
     @property
@@ -238,7 +238,7 @@ class SendSchedule:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A range of one tensor that one sender sends in one piece."""
+    """A range of one tensor that one sender sends in one round."""
 
     transfer: Transfer
     index: int  # of the transfer in the plan
@@ -269,18 +269,18 @@ def _kept(transfer: Transfer, engine_rank: int, whole: bool) -> Range:
 
 @lru_cache(maxsize=4096)
 def _audiences(slices: tuple[Range | None, ...], whole: bool, length: int) -> tuple[tuple[Range, tuple[int, ...]], ...]:
-    """(range, engine ranks that keep it) of a tensor. With ``whole``, whoever keeps anything receives all of it."""
-    found: dict[Range, list[int]] = {}
+    """Return (range, engine ranks that keep it). With ``whole``, ranks that keep any part receive all of it."""
+    by_range: dict[Range, list[int]] = {}
     for rank, kept in enumerate(slices):
         if kept is not None and kept[0] < kept[1]:
-            found.setdefault((0, length) if whole else kept, []).append(rank)
-    return tuple((kept, tuple(ranks)) for kept, ranks in found.items())
+            by_range.setdefault((0, length) if whole else kept, []).append(rank)
+    return tuple((kept, tuple(ranks)) for kept, ranks in by_range.items())
 
 
 def _sent(transfer: Transfer, span: Range, whole: bool) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """(audience, bytes in its message) of a piece of a tensor."""
+    """Return (audience, bytes in its message) for a piece of a tensor."""
     axis, tensors = transfer.axis, tuple(transfer.wire_tensors())
-    found = []
+    sent = []
     for kept, ranks in _audiences(transfer.slices, whole, transfer.shape[axis]):
         part = max(span[0], kept[0]), min(span[1], kept[1])
         if part[0] < part[1]:
@@ -288,12 +288,12 @@ def _sent(transfer: Transfer, span: Range, whole: bool) -> tuple[tuple[tuple[int
             sizes = (
                 t.num_bytes // t.shape[axis] * (end - first) for t, (first, end) in zip(tensors, ranges, strict=False)
             )
-            found.append((ranks, sum(map(aligned, sizes))))
-    return tuple(found)
+            sent.append((ranks, sum(map(aligned, sizes))))
+    return tuple(sent)
 
 
 def _pieces(transfer: Transfer, index: int, source: Source, limit: int, whole: bool) -> list[_Item]:
-    """Split a source at block edges into pieces of which a sender sends about ``limit`` bytes, over all receivers."""
+    """Split a source at block edges into pieces of about ``limit`` bytes, summed over all receivers."""
     start, stop = source.start, source.stop
     item = _Item(transfer, index, (start, stop), _sent(transfer, (start, stop), whole))
     num_bytes = item.num_bytes
@@ -307,7 +307,7 @@ def _pieces(transfer: Transfer, index: int, source: Source, limit: int, whole: b
 
 
 def _items_by_sender(plan: Plan, model: ModelConfig, limit: int, whole: bool) -> dict[int, list[_Item]]:
-    """Everything that each trainer rank sends, in plan order."""
+    """Assign all pieces to trainer ranks; return each rank's pieces in plan order."""
     weights = registry.weights(model)
     name, replicas = "", {}
     loads = [0] * plan.trainer.world_size
@@ -333,7 +333,7 @@ def _items_by_sender(plan: Plan, model: ModelConfig, limit: int, whole: bool) ->
                 else:
                     loads[source.rank] += item.num_bytes
                     by_sender.setdefault(source.rank, []).append(item)
-    # The largest first: what comes last evens out what came before.
+    # Largest first, because small pieces balance the senders at the end.
     for num_bytes, item, holders in sorted(shared, key=lambda piece: (-piece[0], piece[1].index, piece[1].span)):
         rails = {rank % GPUS_PER_NODE for rank in item.sent[0][0]}
         least = min(loads[rank] for rank in holders)
@@ -347,7 +347,7 @@ def _items_by_sender(plan: Plan, model: ModelConfig, limit: int, whole: bool) ->
 
 
 def _fill(sizes: list[int], limit: int) -> list[int]:
-    """The ends of the rounds of at most ``limit`` bytes (or one piece that is larger by itself)."""
+    """Return the ends of rounds of at most ``limit`` bytes (or one larger piece)."""
     ends, filled = [], 0
     for number, num_bytes in enumerate(sizes):
         if number and filled + num_bytes > limit:
@@ -358,7 +358,7 @@ def _fill(sizes: list[int], limit: int) -> list[int]:
 
 
 def _spread(sizes: list[int], limit: int, num_rounds: int) -> list[int]:
-    """The ends of at most ``num_rounds`` rounds that are as equal as pieces allow, none above ``limit``."""
+    """Return the ends of at most ``num_rounds`` nearly equal rounds, none above ``limit``."""
     total = sum(sizes)
     for percent in range(100, 1000, 4):
         ends = _fill(sizes, min(limit, total * percent // (100 * num_rounds)))
@@ -368,26 +368,26 @@ def _spread(sizes: list[int], limit: int, num_rounds: int) -> list[int]:
 
 
 def _messages(sender: int, items: list[_Item], whole: bool) -> list[Message]:
-    """What a sender sends in one round, an audience after another."""
+    """Return a sender's messages of one round, one per audience."""
     sizes: dict[tuple[int, ...], int] = {}
     members: dict[tuple[int, ...], list[_Item]] = {}
     for item in items:
         for audience, num_bytes in item.sent:
             sizes[audience] = sizes.get(audience, 0) + num_bytes
             members.setdefault(audience, []).append(item)
-    found, offset = [], 0
+    messages, offset = [], 0
     for audience in sorted(members):
-        found.append(Message(sender, audience, sizes[audience], offset, 0, tuple(members[audience]), whole))
+        messages.append(Message(sender, audience, sizes[audience], offset, 0, tuple(members[audience]), whole))
         offset += sizes[audience]
-    return found
+    return messages
 
 
 def plan_schedule(plan: Plan, model: ModelConfig, *, bucket_bytes: int, whole: bool = False) -> SendSchedule:
-    """The messages of one publication.
+    """Schedule one publication.
 
-    A sender sends at most ``bucket_bytes`` in a round, over all engine ranks of a replica, and less if many senders
-    feed few engine ranks, so that an engine rank receives about as much. With ``whole``, an engine rank receives whole
-    every tensor that it keeps a part of, as vLLM's loaders expect.
+    In a round, a sender sends at most ``bucket_bytes`` to all engine ranks of a replica. It sends less if there are
+    fewer engine ranks than senders, so that an engine rank receives at most about ``bucket_bytes`` too. With ``whole``,
+    an engine rank receives the whole of every tensor that it keeps a part of, as vLLM's loaders expect.
     """
     num_engine_ranks = plan.engine.size
     num_senders = len({s.rank for t in plan.transfers for s in t.sources})

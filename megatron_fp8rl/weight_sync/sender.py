@@ -1,9 +1,9 @@
-"""The trainer's end of a publication: send this rank's shards to the engine workers that keep them.
+"""Send this trainer rank's shards to the engine workers that keep them.
 
 In:  this rank's parameters, the plan's inputs, and on rank 0 the engines.
-Out: delivered and loaded messages, and the digests of what every engine rank must hold.
-Runs on every trainer rank; only rank 0 makes requests, one per publication. The GPU quantizes one round while the
-previous one travels and the engines load the one before that.
+Out: delivered and loaded messages, and the digests of every engine rank's expected weights.
+Runs on every trainer rank; only rank 0 makes requests, one per publication. The GPU quantizes round n + 2 while round
+n + 1 is in transit and the engines load round n.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from megatron_fp8rl.weight_sync.transports.base import DeliveryError, Peer, Tran
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
 from megatron_fp8rl.weight_sync.transports.signed_store import SignedStore, open_store
 
-_GRACE_S = 10.0  # time for the error that names a failed replica to arrive after the first sign of failure
+_GRACE_S = 10.0  # after a failure, time for the error that names the replica
 
 
 class ShardSender:
-    """One trainer rank. ``kind`` is the transport.
+    """Sends the shards of one trainer rank.
 
-    ``receivers`` are the engines on rank 0, None elsewhere; ``group`` is a gloo group of all trainer ranks (None: one
-    rank).
+    ``kind`` is the transport. ``receivers`` are the engines on rank 0, None elsewhere. ``group`` is a gloo group of all
+    trainer ranks (None: one rank).
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class ShardSender:
         self.kind = kind
         self.inputs = inputs
         self.rank = rank
-        self.pack_s = 0.0  # of the last publication, on this rank's host
+        self.pack_s = 0.0  # host time of the last publication
         self.send_s = 0.0
         self._receivers = receivers
         self._group = group
         self._device = device
         self._deadline_s = inputs.deadlines.update_s
-        # Shorter than the request's own deadline, so that the error naming both sides of the wait is returned with it.
+        # Shorter than the request's deadline, so that the engine's error arrives, which names both sides of the wait.
         self._timeout_s = 0.9 * self._deadline_s
         self._slices = inputs.slices()
-        # By whether tensors are whole, for vLLM's loaders: those of layers that the engines name.
+        # Key True: whole tensors for vLLM's loaders, only of the layers that the engines name.
         self._schedules: dict[bool, SendSchedule] = {False: self._slices}
         self._shards = LocalShards(parameters, TrainerLayout.from_config(inputs.parallel), inputs.model, rank)
         self._packers: dict[bool, list[RoundPacker]] = {}  # likewise
@@ -81,7 +81,7 @@ class ShardSender:
 
     @gc_paused()
     def check(self) -> None:
-        """Raise RuntimeError or ValueError if this rank's model does not hold what it must send."""
+        """Raise RuntimeError or ValueError if this rank's model lacks tensors that it must send."""
         for number in self._slices.rounds:
             for message in number.sent_by(self.rank):
                 for part in message.parts:
@@ -93,10 +93,10 @@ class ShardSender:
                         self._shards.pieces(gathering.transfer, source.start, source.stop)
 
     def warm_up(self) -> None:
-        """Compile the kernels: fill the messages of one round, in memory that is not kept."""
+        """Compile the kernels by filling the messages of one round in temporary memory."""
         rounds = [number for number in self._slices.rounds if number.sent_by(self.rank)]
         if rounds:
-            number = rounds[len(rounds) // 2]  # the first may have nothing but the embedding
+            number = rounds[len(rounds) // 2]  # the first may contain only the embedding
             num_bytes = max(m.out_offset + m.num_bytes for m in number.sent_by(self.rank))
             self._packer(number, torch.empty(num_bytes, dtype=torch.uint8, device=self._device)).fill()
 
@@ -104,13 +104,11 @@ class ShardSender:
 
     @gc_paused()
     def connect(self, num_replicas: int) -> None:
-        """Collective over all trainer ranks and, through a request, all engine workers; repeated when the workers
-        change.
-        """
+        """Collective over all trainer ranks: connect them to all engine workers. Repeat when the workers change."""
         self._num_replicas = num_replicas
         self._request = None
         self._close_transport()
-        if self._receivers is not None:  # a request to engines that are gone may still be in progress
+        if self._receivers is not None:  # a request to lost engines may still run
             self._requests.shutdown(wait=False, cancel_futures=True)
             self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
         store, address = together(self._offer, self._group)
@@ -122,7 +120,7 @@ class ShardSender:
         together(lambda: self._join(store, host, port, secret, layers), self._group)
 
     def _offer(self) -> tuple[SignedStore | None, Any]:
-        """On rank 0: a store, its (host, port, secret), and the layers that vLLM's loaders load."""
+        """On rank 0: open a store; return it, its (host, port, secret), and the layers for vLLM's loaders."""
         if self._receivers is None:
             return None, None
         layers, host, secret = self._receivers.proof_layers(), own_address(), auth.new_token()
@@ -167,7 +165,7 @@ class ShardSender:
         """Send everything and wait until the engines have loaded it; return the sums of this rank's parts.
 
         Raises TransportError on this rank if any process fails or is late, ValueError if a weight is not finite. The
-        caller makes the ranks agree on the error.
+        caller raises the error on all ranks.
         """
         assert self._transport is not None
         self._num_attempts += 1
@@ -184,11 +182,10 @@ class ShardSender:
 
     @gc_paused()
     def prepare(self, modes: Sequence[str]) -> None:
-        """Compute the packers of all rounds that a publication in these modes needs, once, and again after parameters
-        have moved; and wait until the engines have done the like. All this before they pause.
+        """Compute the packers for publications in ``modes``, and wait until the engines are prepared; before the pause.
 
-        Raises RuntimeError or ValueError if the parameters are no longer those of the model, TransportError if an engine
-        fails.
+        Computes again only after parameters have moved. Raises RuntimeError or ValueError if parameters no longer match
+        the model, TransportError if an engine fails.
         """
         addresses = self._shards.addresses()
         wanted = {mode == "reload" for mode in modes}
@@ -196,7 +193,7 @@ class ShardSender:
             self._packers.clear()
             self._addresses = addresses
         for is_whole in self._packers.keys() - wanted:
-            del self._packers[is_whole]  # with the memory of gathered tensors
+            del self._packers[is_whole]  # frees the memory of gathered tensors
         for is_whole in wanted - self._packers.keys():
             self._packers[is_whole] = self._made(self._schedules[is_whole])
         if self._receivers is not None:
@@ -222,8 +219,8 @@ class ShardSender:
             started = time.perf_counter()
             self._transport.reserve(number)
             reserved = time.perf_counter()
-            found, is_finite = packer()
-            sums.append(found.to(self._device))
+            part_sums, is_finite = packer()
+            sums.append(part_sums.to(self._device))
             finite.append(is_finite.to(self._device))
             packed = time.perf_counter()
             self._transport.send(number, content.sent_by(self.rank))
@@ -237,19 +234,19 @@ class ShardSender:
         return torch.cat(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
 
     def _raise_not_finite(self, packers: list[RoundPacker]) -> None:
-        """Fill the messages again, one by one, to find the names of the non-finite tensors."""
+        """Fill the messages again, one by one, and raise ValueError with the names of non-finite tensors."""
         wrong: list[str] = []
         for packer in packers:
             packer()
             wrong += packer.not_finite()
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
-            f"the engines were not resumed, for what was sent holds NaN or infinity: {', '.join(wrong[:5])}{more}; "
+            f"published weights contain NaN or infinity: {', '.join(wrong[:5])}{more}; the engines stay paused; "
             "lower optim.lr and resume from the last checkpoint"
         )
 
     def digests(self, sums: Tensor) -> list[NamedDigests]:
-        """Collective: on rank 0 the digests that every engine rank must hold, from the sums of all ranks; [] elsewhere."""
+        """Collective: return each engine rank's expected digests, from all ranks' sums, on rank 0; [] elsewhere."""
         by_rank: list[Any] = [sums.numpy()]
         if self._group is not None:
             gathered = [None] * self.inputs.parallel.world_size if self.rank == 0 else None
@@ -273,15 +270,13 @@ class ShardSender:
     # ---- errors
 
     def _settle_request(self) -> None:
-        """Wait for the answer to the request in progress, if there is one, and raise its error."""
+        """Wait for the answer to a request in progress, and raise its error."""
         request, self._request = self._request, None
         if request is not None:
             request.result(timeout=self._deadline_s + _GRACE_S)
 
     def _raise_request_error(self) -> None:
-        """While waiting: raise the error of a failed request, which names the replica, instead of waiting for the
-        deadline.
-        """
+        """Raise the error of a failed request, which names the replica, before the deadline of a wait."""
         if self._request is not None and self._request.done():
             self._request.result()
 
@@ -307,7 +302,7 @@ class ShardSender:
 
 
 class _Named:
-    """Turns a transport's error into TransportError after notifying the others; an engine's own error takes precedence."""
+    """Notifies other processes of a transport's error, and raises the engine's error or TransportError."""
 
     def __init__(self, sender: ShardSender, what: str):
         self._sender = sender
@@ -329,16 +324,16 @@ class _Named:
                     request.result(timeout=_GRACE_S)
                 except TransportError:
                     raise
-                except Exception:  # of the executor; the first error is more informative
+                except Exception:  # of the executor; the transport's error says more
                     pass
             if isinstance(error, DeliveryError) or sender._transport is None:
                 raise TransportError(f"{self._what}: {error}") from error
 
 
 class Slots:
-    """Where the sums of the senders' parts (see ``part_sums.py``) are accumulated.
+    """Accumulators for the sums of the senders' parts (see ``part_sums.py``).
 
-    A slot is the sum of one tensor of the engine ranks that keep the same of it, or one word that several parts share.
+    A slot is the sum of one tensor for the engine ranks that keep the same range, or one word that parts share.
     """
 
     def __init__(self, schedule: SendSchedule, num_trainers: int):
@@ -348,12 +343,12 @@ class Slots:
         self.by_sender = [self._of_sender(schedule, sender, index, kinds) for sender in range(num_trainers)]
         self.num_slots = len(index)
         names = [(audience, name) for audience, name, word in index if word < 0]
-        words = [key for key in index if key[2] >= 0]
+        word_keys = [key for key in index if key[2] >= 0]
         self.names = np.array([index[audience, name, -1] for audience, name in names], dtype=np.int64)
         self.headers = headers_of(kinds[key] for key in names)
-        self.words = np.array([index[key] for key in words], dtype=np.int64)
-        self.word_places = np.array([word for _, _, word in words], dtype=np.int64)
-        self.of_words = np.array([index[audience, name, -1] for audience, name, _ in words], dtype=np.int64)
+        self.words = np.array([index[key] for key in word_keys], dtype=np.int64)
+        self.word_places = np.array([word for _, _, word in word_keys], dtype=np.int64)
+        self.of_words = np.array([index[audience, name, -1] for audience, name, _ in word_keys], dtype=np.int64)
         of_rank: list[dict[str, int]] = [{} for _ in range(schedule.num_engine_ranks)]
         ranks_of = list(self._audiences)
         for position, (audience, name) in enumerate(names):
@@ -361,11 +356,13 @@ class Slots:
                 of_rank[rank][name] = position
         self.of_engine: list[tuple[Names, np.ndarray]] = []
         for own in of_rank:
-            held = Names(own)
-            self.of_engine.append((held, np.array([own[name] for name in held.ordered], dtype=np.int64)))
+            sorted_names = Names(own)
+            self.of_engine.append(
+                (sorted_names, np.array([own[name] for name in sorted_names.ordered], dtype=np.int64))
+            )
 
     def _of_sender(self, schedule: SendSchedule, sender: int, index: dict, kinds: dict) -> np.ndarray:
-        """The slot of each number that a sender computes, round by round: sums of its parts, then the words they cut."""
+        """Return the slot of each of a sender's numbers by round: sums of its parts, then the words that they cut."""
         slots = []
         for number in schedule.rounds:
             cut = []

@@ -1,9 +1,9 @@
-"""Compare what the engines hold with what was sent: digests by name, slice by slice.
+"""Compare the engines' weights with those sent: digests by name, slice by slice.
 
-In:  the trainer's digests of what it sent, in this publication and the previous one, and the digests that every engine
-     worker computed of its kernel parameters.
-Out: nothing, or :class:`WeightMismatch`, which names every wrong tensor, the worker that holds it, and the difference.
-Pure; runs on trainer rank 0.
+In:  the trainer's digests of this publication and the previous one, and every engine worker's digests of its kernel
+     parameters.
+Out: nothing, or :class:`WeightMismatch`, which names every wrong tensor, its worker, and the difference.
+Runs on trainer rank 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_fp8rl.weight_sync.digest import combine
 Kind = Literal["missing", "extra", "corrupted", "stale", "mis-scaled", "version"]
 
 _MEANING = {
-    "missing": "was sent, but the engine does not hold it",
-    "extra": "is held by the engine, but was not sent",
+    "missing": "was sent, but the engine does not have it",
+    "extra": "exists in the engine, but was not sent",
     "corrupted": "differs from what was sent",
     "stale": "is that of the previous publication",
     "mis-scaled": "has the right bytes, but other scales",
@@ -43,9 +43,7 @@ class Mismatch:
 
 
 class WeightMismatch(RuntimeError):
-    """An engine does not hold what was published. ``mismatches`` lists all differences; the message shows the first
-    ten.
-    """
+    """An engine's weights differ from those published. ``mismatches`` lists all; the message shows the first ten."""
 
     def __init__(self, version: int, mismatches: Sequence[Mismatch]):
         self.version = version
@@ -53,54 +51,56 @@ class WeightMismatch(RuntimeError):
         lines = [f"  {m}" for m in self.mismatches[:10]]
         if len(self.mismatches) > 10:
             lines.append(f"  and {len(self.mismatches) - 10} more")
-        super().__init__(f"policy version {version}: the engines do not hold what was published\n" + "\n".join(lines))
+        super().__init__(
+            f"policy version {version}: the engines' weights differ from those published\n" + "\n".join(lines)
+        )
 
     def __reduce__(self):
         return type(self), (self.version, self.mismatches)
 
 
 class KVScaleMismatch(RuntimeError):
-    """An engine worker holds other scales of its FP8 KV cache than were sent; the message names the first ten."""
+    """A worker's FP8 KV cache scales differ from those sent; the message names the first ten."""
 
 
 @dataclass
 class Expected:
-    """Digests of one publication: by engine rank, then by Hugging Face name."""
+    """Digests of one publication, by engine rank, then by Hugging Face name."""
 
     version: int
     by_rank: list[Mapping[str, str]] = field(default_factory=list)
 
 
-def _kind(name: str, held: Mapping[str, str], expected: Mapping[str, str], previous: Mapping[str, str]) -> Kind:
-    """How the tensor held differs from the expected one."""
-    if held[name] == previous.get(name):
+def _kind(name: str, actual: Mapping[str, str], expected: Mapping[str, str], previous: Mapping[str, str]) -> Kind:
+    """Classify the difference of the engine's tensor from the expected one."""
+    if actual[name] == previous.get(name):
         return "stale"
     if name.endswith(SCALE_SUFFIX):
         weight = name.removesuffix(SCALE_SUFFIX)
-        if held.get(weight) == expected.get(weight):
+        if actual.get(weight) == expected.get(weight):
             return "mis-scaled"
     return "corrupted"
 
 
 def _compare(
-    worker: str, held: Mapping[str, str], expected: Mapping[str, str], previous: Mapping[str, str]
+    worker: str, actual: Mapping[str, str], expected: Mapping[str, str], previous: Mapping[str, str]
 ) -> list[Mismatch]:
-    found = [Mismatch(name, worker, "missing") for name in expected if name not in held]
-    found += [Mismatch(name, worker, "extra") for name in held if name not in expected]
+    mismatches = [Mismatch(name, worker, "missing") for name in expected if name not in actual]
+    mismatches += [Mismatch(name, worker, "extra") for name in actual if name not in expected]
     for name in expected:
-        if name in held and held[name] != expected[name]:
-            kind = _kind(name, held, expected, previous)
+        if name in actual and actual[name] != expected[name]:
+            kind = _kind(name, actual, expected, previous)
             # A mis-scaled weight is reported under the name of the weight.
-            found.append(Mismatch(name.removesuffix(SCALE_SUFFIX) if kind == "mis-scaled" else name, worker, kind))
-    return found
+            mismatches.append(Mismatch(name.removesuffix(SCALE_SUFFIX) if kind == "mis-scaled" else name, worker, kind))
+    return mismatches
 
 
 def holds_all(replicas: Sequence[Sequence[Mapping[str, Any]]], expected: Expected) -> bool:
-    """Whether every worker of every replica reports the version and the combined digest of everything sent to it.
+    """Whether every worker of every replica reports the expected version and combined digest.
 
-    If not, :func:`verify` finds the differences in reports that name every tensor, which take far longer.
+    If not, :func:`verify` compares reports with all names, which take far longer.
     """
-    wanted = [(rank, expected.version, combine(held)) for rank, held in enumerate(expected.by_rank)]
+    wanted = [(rank, expected.version, combine(digests)) for rank, digests in enumerate(expected.by_rank)]
     return all(
         wanted == [(r["rank"], r["version"], r["combined"]) for r in sorted(workers, key=lambda report: report["rank"])]
         for workers in replicas
@@ -112,7 +112,7 @@ def verify(
 ) -> None:
     """Compare the report of each worker of each replica (``WorkerExtension.weight_digests``) with ``expected``.
 
-    Raises WeightMismatch with all differences; if a worker holds another version, with that alone.
+    Raises WeightMismatch with all differences. If a worker has another version, lists only the version.
     """
     mismatches: list[Mismatch] = []
     for index, workers in enumerate(replicas):
@@ -124,7 +124,7 @@ def verify(
         for report in workers:
             worker = f"replica {index} rank {report['rank']}"
             if report["version"] != expected.version:
-                detail = f"holds policy version {report['version']}, not {expected.version}"
+                detail = f"has policy version {report['version']}, not {expected.version}"
                 mismatches.append(Mismatch("", worker, "version", detail))
                 continue
             before = previous.by_rank[report["rank"]] if previous else {}
@@ -134,24 +134,24 @@ def verify(
 
 
 def verify_kv_scales(replicas: Sequence[Sequence[Mapping[str, Any]]], sent: KVScales, version: int) -> None:
-    """Compare the scales that each worker of each replica reads (``WorkerExtension.set_kv_scales``) with those sent.
+    """Compare every worker's scales (``WorkerExtension.set_kv_scales``) with those sent. Raises KVScaleMismatch.
 
-    Exact, because scales are float32 at both ends. Raises KVScaleMismatch.
+    The comparison is exact, because scales are float32 at both ends.
     """
     wrong = []
     for index, workers in enumerate(replicas):
         for report in workers:
-            held = {int(layer): tuple(row) for layer, row in report["scales"].items()}
+            actual = {int(layer): tuple(row) for layer, row in report["scales"].items()}
             wrong += [
-                f"  layer {layer} in replica {index} rank {report['rank']}: holds {held.get(layer)}, "
+                f"  layer {layer} in replica {index} rank {report['rank']}: has {actual.get(layer)}, "
                 f"sent {sent.get(layer)}"
-                for layer in sorted(sent.keys() | held.keys())
-                if held.get(layer) != sent.get(layer)
+                for layer in sorted(sent.keys() | actual.keys())
+                if actual.get(layer) != sent.get(layer)
             ]
     if wrong:
         more = [f"  and {len(wrong) - 10} more"] if len(wrong) > 10 else []
         lines = "\n".join([*wrong[:10], *more])
         raise KVScaleMismatch(
-            f"policy version {version}: the engines do not hold the (query, key, value) scales of the KV cache that "
-            f"were published\n{lines}"
+            f"policy version {version}: the engines' (query, key, value) scales of the KV cache differ from those "
+            f"published\n{lines}"
         )

@@ -130,6 +130,6 @@ def test_an_engine_that_holds_other_scales_is_named():
     right = {"rank": 0, "scales": {"0": [1.0, 2.0, 3.0], "1": [4.0, 5.0, 6.0]}}
     verify_kv_scales([[right]], sent, 7)
     wrong = {"rank": 1, "scales": {"0": [1.0, 2.0, 3.0], "1": [4.0, 1.0, 6.0]}}
-    named = r"version 7.*\n  layer 1 in replica 0 rank 1: holds \(4.0, 1.0, 6.0\), sent"
+    named = r"version 7.*\n  layer 1 in replica 0 rank 1: has \(4.0, 1.0, 6.0\), sent"
     with pytest.raises(KVScaleMismatch, match=named):
         verify_kv_scales([[right, wrong]], sent, 7)

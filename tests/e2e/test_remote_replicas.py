@@ -186,7 +186,7 @@ def test_missing_replicas_are_named_with_the_ends_of_their_logs(tmp_path):
         Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path)
     text = str(error.value)
     assert "replicas rollout-0, rollout-1, rollout-2 did not start within 1.5 s" in text
-    assert "rollout-0.json does not exist; there is no log of it" in text
+    assert "rollout-0.json does not exist; it has no log" in text
     assert "rollout-1.node4.log ends with" in text and "no such model" in text
     assert "rollout-2.json names http://127.0.0.1:9 on node7, where nothing answers" in text
     assert json.loads(endpoint_path(tmp_path, 2).read_text())["token"] == "x"

@@ -202,5 +202,5 @@ def test_a_run_in_which_replicas_hang_is_the_run_in_which_none_does(pair: Fleet,
     began = time.monotonic()
     assert curve(pair, {"sample 1": lambda: stop(pair, 0), "train 3": lambda: stop(pair, 1)}) == expected
     assert time.monotonic() - began < 6 * BACK_S
-    assert "rollout-0 has answered nothing for 15 s" in caplog.text
-    assert "rollout-1 has answered nothing for 15 s" in caplog.text
+    assert "rollout-0 did not answer for 15 s" in caplog.text
+    assert "rollout-1 did not answer for 15 s" in caplog.text

@@ -1,22 +1,22 @@
-"""Our weight-transfer engine for vLLM: how an engine worker receives weights and loads them.
+"""Weight-transfer engine for vLLM: receives published weights in an engine worker and loads them.
 
 In:  requests of vLLM's weight-update API: ``init`` once; ``start``, ``update`` and ``finish`` for each publication.
 Out: the model's kernel tensors, changed in place.
 Runs in every engine worker; ``rollout/vllm_plugin/plugin.py`` registers the engine.
 
-One request covers a whole publication: messages from every trainer rank with this worker's slices. The worker runs the
-rounds of the same schedule that the trainer ranks compute (``weight_sync/transports/base.py``) and loads the messages
-in one of four ways (``UpdateInfo.mode``):
+One request covers a whole publication: messages from every trainer rank with this worker's slices. The worker computes
+the same schedule as the trainer ranks (``weight_sync/transports/base.py``) and loads each round in one of four modes
+(``UpdateInfo.mode``):
 
-    reload      through vLLM's layerwise reload, which slices and fuses checkpoint tensors as a fresh load does: the first
-                layer of each kind, and all that is outside layers
-    compare     into the tensors that the kernels read, after checking that vLLM's loaders had put the same data there
+    reload      through vLLM's layerwise reload, which slices and fuses checkpoint tensors: the first layer of each
+                kind, and all tensors outside layers
+    compare     into the tensors that the kernels read, after a check that vLLM's loaders wrote the same data there
     direct      into the tensors that the kernels read
-    switch      the same, from spare memory, in which they have arrived while the engine sampled (``spare_weights.py``)
+    switch      like direct, from spare memory that was filled while the engine sampled (``spare_weights.py``)
 
-An engine's first publication uses the first two, which proves where every weight lies, because layers of a kind are alike;
-later ones are direct, or with ``weight_sync.spare_weights`` staged and then switched to. vLLM's loaders take 1.5 ms for a
-tensor, which would be half a minute for the experts of 48 layers.
+An engine's first publication uses reload and then compare. This proves the address of every weight, because layers of
+a kind are alike. Later ones are direct, or with ``weight_sync.spare_weights`` staged and then switched to. Reload alone
+would be slow: vLLM's loaders take 1.5 ms per tensor, half a minute for the experts of 48 layers.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
 from megatron_fp8rl.weight_sync.transports.signed_store import open_store
 
-Placed = tuple[Part, Tensor, Tensor]  # with what the kernels read, and where it is received
+Placed = tuple[Part, Tensor, Tensor]  # (part, tensor that the kernels read, received bytes)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How weights will be received.
+    """How a worker connects to the trainer.
 
-    ``rank_offset`` is the rank of the first worker of this replica among all participating processes: all
-    ``num_trainers`` trainer ranks come first. Trainer rank 0 hosts a store at ``host`` and ``port``.
+    ``rank_offset`` is the rank of this replica's first worker among all processes, where the ``num_trainers`` trainer
+    ranks come first. Trainer rank 0 hosts a store at ``host`` and ``port``.
     """
 
-    kind: str  # of weight_sync.transport
+    kind: str  # value of weight_sync.transport
     config: dict[str, Any]  # of PlanInputs
     host: str
     port: int
-    secret: str  # of what is in the store
-    proof_layers: list[int]  # that go through vLLM's loaders
+    secret: str  # signs values in the store
+    proof_layers: list[int]  # layers for vLLM's loaders
     rank_offset: int
     num_trainers: int
     num_replicas: int
@@ -82,7 +82,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """A whole publication. ``attempt`` numbers them."""
+    """Describes a whole publication. ``attempt`` is its number."""
 
     version: int
     mode: str
@@ -98,8 +98,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class TransferEngine(WeightTransferEngine):
     """Loads publications.
 
-    ``version`` is the policy version whose weights were loaded last, or None before the first publication. A failed
-    update leaves no version. ``load_s`` is the time the last one took in this worker.
+    ``version`` is the policy version of the weights; None before the first publication and after a failed update.
+    ``load_s`` is the time of the last load in this worker.
     """
 
     init_info_cls = InitInfo
@@ -112,9 +112,9 @@ class TransferEngine(WeightTransferEngine):
         self._loaded: int | None = None  # the version received in the current update
         self._mode = "reload"
         self._proving: frozenset[int] = frozenset()  # layers that vLLM's loaders load
-        self._num_reloads = 0  # how often they may have bound other tensors to the model
+        self._num_reloads = 0  # each may have bound other tensors to the model
         self._held_digests = HeldDigests()
-        self._reloading: Reloaded | None = None  # vLLM's loaders hold it in pieces
+        self._reloading: Reloaded | None = None  # modules that vLLM's reload has not finished
         self._transport: Transport | None = None
         self._table: KernelTable | None = None
         self._derived: DerivedTensors | None = None
@@ -125,13 +125,13 @@ class TransferEngine(WeightTransferEngine):
 
     @property
     def engine_rank(self) -> int:
-        """In its replica: data-parallel groups of tensor-parallel ranks."""
+        """Rank in the replica, counted through data-parallel groups of tensor-parallel ranks."""
         parallel = self.parallel_config
         return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
     @gc_paused()
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Collective: join the trainer and the workers of all replicas. A second call starts over."""
+        """Collective: connect to the trainer and all workers. A second call connects again."""
         self.shutdown()
         self._switch = None
         inputs = PlanInputs.from_json(init_info.config)
@@ -152,7 +152,7 @@ class TransferEngine(WeightTransferEngine):
         )
         schedules = (self._slices, self._whole)
         self._transport = open_transport(init_info.kind, peer, store, self.device, init_info.timeout_s, schedules)
-        # While the trainer prepares as well, and no publication waits for it.
+        # Here the trainer prepares too, and no publication waits.
         self._find_places(self._transport)
         self.digests()
 
@@ -161,11 +161,11 @@ class TransferEngine(WeightTransferEngine):
         self._table = self._held_digests.table(self.model, self._num_reloads)
         placed, proving = list(self._placed(transport)), {None, *self._proving}
         self._copies = [Copies([(target, source) for _, target, source in parts]) for parts in placed]
-        self._proofs = [[one for one in parts if layer_of(one[0].name) in proving] for parts in placed]
+        self._proofs = [[item for item in parts if layer_of(item[0].name) in proving] for parts in placed]
 
     @torch.inference_mode()
     def digests(self) -> NamedDigests:
-        """Of all weights that the kernels hold, by Hugging Face name."""
+        """Digests of all weights that the kernels read, by Hugging Face name."""
         return self._held_digests(self.model, self._num_reloads)
 
     def start_weight_update(self) -> None:
@@ -175,14 +175,14 @@ class TransferEngine(WeightTransferEngine):
             self._derived = DerivedTensors(self.model, self.model_config.dtype)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive and load everything.
+        """Receive and load a whole publication.
 
         Raises RuntimeError if no trainer has connected, DeliveryError if a trainer rank fails or is late, and
         UnwritableKernel if weights cannot be written directly.
         """
         if self._transport is None:
             raise RuntimeError(
-                "weights arrived before init_weight_transfer_engine connected this worker to the trainer"
+                "weights arrived before this worker connected to the trainer; call init_weight_transfer_engine first"
             )
         started = time.perf_counter()
         self._mode = update_info.mode
@@ -197,23 +197,21 @@ class TransferEngine(WeightTransferEngine):
         self.load_s += time.perf_counter() - started
 
     def stage(self, version: int, attempt: int) -> None:
-        """Begin to receive a publication in spare memory, while the engine samples."""
+        """Start to receive a publication in spare memory while the engine samples."""
         if self._transport is None or self._spare is None:
-            raise RuntimeError(
-                "weights are to arrive in spare memory of an engine that has none (weight_sync.spare_weights)"
-            )
+            raise RuntimeError("cannot stage weights: this engine has no spare memory; set weight_sync.spare_weights")
         if self._switch is None:
             placed = self._placed(self._spare)
             self._switch = Copies([(target, source) for parts in placed for _, target, source in parts])
         self._spare.start(self._transport, attempt, version)
 
     def is_staged(self) -> bool:
-        """Whether everything has arrived in spare memory. Raises what went wrong on the way."""
+        """Whether all weights have arrived in spare memory. Raises the error of the thread that receives them."""
         return self._spare is not None and self._spare.is_complete()
 
     def _switch_to(self, version: int) -> None:
         if self._spare is None or self._switch is None or self._spare.version != version:
-            raise RuntimeError(f"the engine is to switch to policy version {version}, which is not in its spare memory")
+            raise RuntimeError(f"cannot activate policy version {version}: it was not received in spare memory")
         self._spare.wait(self._timeout_s)
         with torch.inference_mode():
             self._switch()
@@ -223,7 +221,7 @@ class TransferEngine(WeightTransferEngine):
     def finish_weight_update(self) -> None:
         """Complete the update. Raises RuntimeError if no weights were received."""
         if self._loaded is None:
-            raise RuntimeError("the update ends without weights; publish again from the start")
+            raise RuntimeError("the update ended without weights; publish again from the start")
         if self._mode == "reload":
             self._end_reload()
         else:
@@ -232,7 +230,7 @@ class TransferEngine(WeightTransferEngine):
         self.version = self._loaded
 
     def abandon(self) -> None:
-        """Abandon an update in progress and close its connections. There is no version then."""
+        """Cancel an update in progress and close its connections. ``version`` is then None."""
         self.shutdown()
         self.version = self._loaded = None
         if self._reloading is not None:
@@ -271,7 +269,7 @@ class TransferEngine(WeightTransferEngine):
 
     def _write_rounds(self, transport: Transport) -> None:
         if self._mode == "compare" and self._held_digests.table(self.model, self._num_reloads) is not self._table:
-            self._find_places(transport)  # vLLM's loaders have bound other tensors
+            self._find_places(transport)  # vLLM's loaders may have bound other tensors
         for number, (copies, proofs) in enumerate(zip(self._copies, self._proofs, strict=True)):
             transport.receive(number)
             if self._mode == "compare":
@@ -280,7 +278,7 @@ class TransferEngine(WeightTransferEngine):
             transport.release(number)
 
     def _placed(self, transport: Transport | SpareWeights) -> Iterator[list[Placed]]:
-        """All slices, by round. Raises if a weight would receive nothing."""
+        """Yield all slices, by round. Raises UnwritableKernel if a weight would receive nothing."""
         named = set()
         for number, messages in enumerate(self._slices.rounds):
             placed = []
@@ -292,7 +290,7 @@ class TransferEngine(WeightTransferEngine):
         assert self._table is not None
         forgotten = sorted(self._table.names() - named)
         if forgotten:
-            raise UnwritableKernel(f"{', '.join(forgotten[:5])}: held by the engine, but not part of a publication")
+            raise UnwritableKernel(f"{', '.join(forgotten[:5])}: in the engine, but not in a publication")
 
     def _target(self, part: Part) -> Tensor:
         dtype, axis = getattr(torch, part.dtype), part.transfer.axis
@@ -301,7 +299,7 @@ class TransferEngine(WeightTransferEngine):
         return self._table.place(part.name, dtype, part.kept_shape, axis, first, size)
 
     def _reload_rounds(self, schedule: SendSchedule, transport: Transport) -> None:
-        """Assemble whole tensors and pass them to vLLM's loaders as they become complete."""
+        """Assemble whole tensors and pass each to vLLM's loaders when it is complete."""
         incomplete: dict[str, tuple[Tensor, int]] = {}
         for number, messages in enumerate(schedule.rounds):
             transport.receive(number)
@@ -319,13 +317,13 @@ class TransferEngine(WeightTransferEngine):
                     else:
                         complete.append((part.name, whole))
             transport.release(number)
-            if complete:  # one module after another: vLLM holds what it has of unfinished ones twice, and warns of that
+            if complete:  # by module, because vLLM stores unfinished modules twice
                 self.model.load_weights(iter(sorted(complete, key=lambda named: holder_of(named[0]))))
-        assert not incomplete, f"parts of {sorted(incomplete)[:5]} did not come"
+        assert not incomplete, f"parts of {sorted(incomplete)[:5]} did not arrive"
 
 
 class Reloaded:
-    """The modules that vLLM's layerwise reload walks over: those with weights, of ``layers`` or in no layer."""
+    """Modules for vLLM's layerwise reload: those with weights, in ``layers`` or in no layer."""
 
     def __init__(self, model: nn.Module, layers: Collection[int]):
         wanted = {None, *layers}
@@ -337,16 +335,16 @@ class Reloaded:
 
 
 def compare(placed: Sequence[Placed]) -> None:
-    """Raise UnwritableKernel unless the kernels already hold the received data of one round.
+    """Raise UnwritableKernel unless the kernels' tensors equal the received data of one round.
 
-    This holds right after vLLM's loaders took the same weights, and shows that these places are the right ones. FP8
-    blocks count as equal if their values are, because vLLM may give them another scale.
+    Right after vLLM's loaders loaded the same weights, equality proves the addresses. FP8 blocks are equal if their
+    dequantized values are, because vLLM may choose another scale.
     """
-    scales = {(part.name, part.start): (held, source) for part, held, source in placed if part.is_scale}
-    for part, held, source in placed:
+    scales = {(part.name, part.start): (target, source) for part, target, source in placed if part.is_scale}
+    for part, target, source in placed:
         if part.is_scale:
-            continue  # compared with its weight
-        transfer, pairs = part.transfer, [(held, source)]
+            continue  # compared together with its weight
+        transfer, pairs = part.transfer, [(target, source)]
         if transfer.is_fp8:
             pairs.append(scales[transfer.scale_name, part.blocks[0]])
         if all(_same(*pair) for pair in pairs):
@@ -354,12 +352,12 @@ def compare(placed: Sequence[Placed]) -> None:
         if transfer.is_fp8 and same_values(*zip(*pairs, strict=True), transfer.format):
             continue
         raise UnwritableKernel(
-            f"{part.name}: the engine's kernels do not hold what vLLM's own loaders were given, so they keep it in a form "
-            "that cannot be written directly; choose other kernels (engine.linear_backend, engine.moe_backend)"
+            f"{part.name}: the kernels' tensor differs from the checkpoint tensor that vLLM loaded, so it cannot be "
+            "written directly; choose other kernels (engine.linear_backend, engine.moe_backend)"
         )
 
 
-def _same(held: Tensor, source: Tensor) -> bool:
+def _same(target: Tensor, source: Tensor) -> bool:
     if source.dtype.itemsize == 1:
-        return held.dtype == source.dtype and torch.equal(source.view(torch.uint8), held.view(torch.uint8))
-    return torch.equal(source.float(), held.float())
+        return target.dtype == source.dtype and torch.equal(source.view(torch.uint8), target.view(torch.uint8))
+    return torch.equal(source.float(), target.float())

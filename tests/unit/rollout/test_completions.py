@@ -65,18 +65,18 @@ def test_a_read_answer_does_not_hold_its_text_twice():
 
 @pytest.mark.parametrize("logprobs", [[-1.0], [], [-1.0, float("-inf")], [-1.0, float("nan")]])
 def test_a_missing_logprob_is_refused(logprobs):
-    with pytest.raises(ValueError, match="2 tokens but not the log-probability of each"):
+    with pytest.raises(ValueError, match="2 tokens without a log-probability for each"):
         through_bytes(replace(segment([4, 5], "stop"), rollout_logprobs=logprobs))
 
 
 def test_a_missing_logprob_of_a_prompt_is_refused():
     for logprobs, number in (([-1.0, -2.0], 2), (None, 0)):
-        with pytest.raises(ValueError, match=f"returned {number} log-probabilities of a prompt of 4 tokens"):
+        with pytest.raises(ValueError, match=f"returned {number} log-probabilities for a prompt of 4 tokens"):
             read_prompt_logprobs(through_bytes(prompt_logprobs=logprobs), 4)
 
 
 def test_an_unknown_reason_is_refused():
-    with pytest.raises(ValueError, match="ended a completion with 'error'"):
+    with pytest.raises(ValueError, match="ended a completion with finish_reason 'error'"):
         through_bytes(segment([4], "error"))
 
 

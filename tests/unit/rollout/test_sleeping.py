@@ -123,7 +123,7 @@ def test_requests_wait_until_everything_is_awake(tmp_path):
 def test_an_engine_that_samples_is_not_put_to_sleep(tmp_path):
     async def play(client: FakeEngine) -> None:
         client.num_running = 3
-        with pytest.raises(EngineError, match="rollout-0 has 3 completions to finish"):
+        with pytest.raises(EngineError, match="rollout-0 cannot sleep: 3 completions are running"):
             await client.sleep(1)
 
     assert run(tmp_path, play) == []

@@ -100,7 +100,7 @@ def test_an_update_during_synchronous_sampling_is_refused():
     waiting = threading.Thread(target=stream.next_groups)
     waiting.start()
     until(lambda: len(fleet.clients[0].prompts) == 2, "both prompts")
-    with pytest.raises(RolloutError, match="4 completions are being sampled during an update"):
+    with pytest.raises(RolloutError, match="4 completions are running at the start of an update"):
         stream.before_update()
     fleet.call(fleet.clients[0].gate.set)
     waiting.join(60.0)

@@ -82,7 +82,7 @@ def test_slices_of_ranks_are_compared_with_their_own():
 
 @pytest.mark.parametrize("version", [6, None])
 def test_version(version):
-    with pytest.raises(WeightMismatch, match=f"replica 0 rank 0: holds policy version {version}, not 7"):
+    with pytest.raises(WeightMismatch, match=f"replica 0 rank 0: has policy version {version}, not 7"):
         verify([[report(SENT, version=version)]], Expected(7, [SENT]))
 
 
