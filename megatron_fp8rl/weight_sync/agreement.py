@@ -22,7 +22,7 @@ def together[Result](work: Callable[[], Result], group: dist.ProcessGroup | None
     result, error = None, None
     try:
         result = work()
-    except Exception as caught:  # whatever it is, the other ranks must learn of it
+    except Exception as caught:  # of any kind: the other ranks must fail too
         error = caught
     if group is None:
         if error is not None:
@@ -41,12 +41,12 @@ def together[Result](work: Callable[[], Result], group: dist.ProcessGroup | None
 
 
 def _pickled(error: Exception | None) -> bytes | None:
-    """The error in a form that can be pickled and sent to another rank, or its text."""
+    """Pickle an error for other ranks; replace one that cannot be pickled by its text."""
     if error is None:
         return None
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # classes that cannot be rebuilt from their arguments fail in their own ways
+    except Exception:  # some classes cannot be rebuilt from their arguments
         data = pickle.dumps(TrainerRankError(f"{type(error).__name__}: {error}"))
     return data

@@ -1,6 +1,6 @@
-"""Batched copies between fixed addresses: many copies in few kernel launches; and the parts of a message as tensors.
+"""Batched copies between fixed addresses in few kernel launches, and the parts of a message as tensors.
 
-Runs at both ends of a publication: a trainer rank fills messages, an engine worker empties them.
+Runs in trainer ranks, which fill messages, and in engine workers, which read them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Copies:
 
 
 def _merged(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same copies as flat bytes, with pairs that are adjacent at both ends merged."""
+    """Yield the copies as flat bytes; merge pairs that are adjacent at both ends."""
     runs: list[list[Any]] = []  # [target, source, bytes]: first tensors of a run
     for target, source in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
         num_bytes = target.numel() * target.element_size()
@@ -72,7 +72,7 @@ def _flat(tensor: Tensor, num_bytes: int) -> Tensor:
 
 
 def _widest(target: Tensor, source: Tensor) -> torch.dtype:
-    """The widest integer dtype that both can be viewed as: fewer, wider loads."""
+    """Return the widest integer dtype for both tensors, which needs the fewest loads."""
     for dtype in (torch.int64, torch.int32, torch.int16):
         sizes = [n for t in (target, source) for n in (t.storage_offset(), t.data_ptr(), t.numel())]
         if all(n % dtype.itemsize == 0 for n in sizes):
@@ -81,8 +81,10 @@ def _widest(target: Tensor, source: Tensor) -> torch.dtype:
 
 
 def parts_in(memory: Tensor, message: Message) -> Iterator[tuple[Part, Tensor]]:
-    """Every part of a message with its tensor in ``memory``, uint8 [bytes of the message]. One call of PyTorch for each:
-    there are tens of thousands."""
+    """Yield every part of a message with its tensor in ``memory``, uint8 [bytes of the message].
+
+    Makes one call of PyTorch per part, because there are tens of thousands.
+    """
     typed: dict[str, Tensor] = {}
     for part in message.parts:
         name = part.dtype

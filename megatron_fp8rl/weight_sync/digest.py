@@ -1,8 +1,7 @@
 """A 64-bit digest of a tensor: its bytes in order, its dtype and its shape.
 
-The trainer digests what it sends and the engine what it holds, each on its own device; equal strings mean equal
-tensors. The hash detects corruption and is not a defense against an adversary: a changed tensor passes with probability
-2^-64.
+Trainer and engine digest their tensors on their devices; equal strings mean equal tensors. The hash detects
+corruption, not attacks: a randomly changed tensor passes with probability 2^-64.
 
     word_i = bytes 8 i .. 8 i + 7, little endian, the last one padded with zeros
     digest = mix(sum_i mix(word_i + (i + 1) * GOLDEN) + blake2b(dtype, shape))          modulo 2^64
@@ -27,7 +26,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
-_CHUNK_WORDS = 1 << 21  # 16 MiB of words at a time: temporaries stay small on a GPU and in cache on a CPU
+_CHUNK_WORDS = 1 << 21  # 16 MiB at a time: small temporaries on a GPU, which fit the cache on a CPU
 
 
 def _signed(value: int) -> int:
@@ -36,9 +35,7 @@ def _signed(value: int) -> int:
 
 
 def _mix_tensor_(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer on int64 words, in place. torch's int64 shift is arithmetic, so the sign bits are masked
-    off.
-    """
+    """Apply SplitMix64's finalizer to int64 words in place. Masks sign bits, because torch shifts arithmetically."""
     for shift, multiplier in itertools.zip_longest(_SHIFTS, _MULTIPLIERS):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
         if multiplier is not None:
@@ -53,17 +50,17 @@ def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def headers_of(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> np.ndarray:
-    """The (dtype, shape) term of each tensor's digest: uint64, for :func:`values_of_sums`."""
+    """Return the (dtype, shape) term of each tensor's digest, uint64, for :func:`values_of_sums`."""
     return np.fromiter(itertools.starmap(_header, kinds), dtype=np.uint64)
 
 
 def values_of_sums(totals: np.ndarray, headers: np.ndarray) -> np.ndarray:
-    """Digests (uint64) from the word sums ((u)int64) of tensors and their ``headers``, both of the same shape."""
+    """Return digests (uint64) from word sums ((u)int64) and ``headers`` of the same shape."""
     return _mix_array(totals.view(np.uint64) + headers)
 
 
 def terms_of_words(words: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The term that each int64 word at ``places`` (int64, counted from 0) adds to a tensor's sum, modulo 2^64: int64."""
+    """Return each int64 word's term of a tensor's sum, modulo 2^64, int64. ``places`` (int64) count from 0."""
     golden = (places.view(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     return _mix_array(words.view(np.uint64) + golden).view(np.int64)
 
@@ -77,18 +74,18 @@ def _mix_array(x: np.ndarray) -> np.ndarray:
 
 
 def _lines(values: np.ndarray) -> str:
-    """Digests as text, 16 hexadecimal digits per line."""
+    """Format digests as text, 16 hexadecimal digits per line."""
     return values.astype(">u8").tobytes().hex("\n", 8)
 
 
 def _finish(totals: list[int], tensors: Sequence[Tensor]) -> np.ndarray:
-    """The digest from a signed 64-bit sum, or from a difference of sums."""
+    """Return digests from signed 64-bit sums, or from differences of sums."""
     unsigned = np.array([total & _MASK for total in totals], dtype=np.uint64)
     return values_of_sums(unsigned, headers_of((t.dtype, tuple(t.shape)) for t in tensors))
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The tensor that is digested in place of ``tensor``: float32 values widened to int64. See ``part_sums.py``."""
+    """Return the tensor to digest instead of ``tensor``: float32 values widened to int64 (``part_sums.py``)."""
     return tensor.view(torch.int32).to(torch.int64) if tensor.dtype == torch.float32 else tensor
 
 
@@ -113,7 +110,7 @@ def _digest_large(tensor: Tensor) -> np.ndarray:
 
 
 def _digest_group(tensors: Sequence[Tensor]) -> np.ndarray:
-    """Digests of several small tensors on one device, in one pass over their concatenation."""
+    """Digest several small tensors on one device in one pass over their concatenation."""
     device = tensors[0].device
     padding = torch.zeros(8, dtype=torch.uint8, device=device)
     pieces: list[Tensor] = []
@@ -134,10 +131,10 @@ def _digest_group(tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def prepare_values(tensors: Sequence[Tensor]) -> Callable[[], np.ndarray]:
-    """A function that returns ``digests(map(widened, tensors))`` of the current content of the same memory.
+    """Return a function that computes ``digests(map(widened, tensors))`` of the memory's current content.
 
-    Digests are uint64 [len(tensors)], because formatting thousands of them as text takes longer than hashing. On a GPU
-    everything except reading the memory is prepared here, where thousands of tensors cost host time.
+    It returns uint64 [len(tensors)], because formatting thousands of digests takes longer than hashing. On a GPU, all
+    host work for thousands of tensors is done here in advance.
     """
     tensors = [t.detach() for t in tensors]
     if not _on_one_gpu(tensors):
@@ -152,7 +149,7 @@ def prepare_values(tensors: Sequence[Tensor]) -> Callable[[], np.ndarray]:
 
 
 def prepare_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
-    """Like :func:`prepare_values`, with digests as text."""
+    """Like :func:`prepare_values`, but the function returns text."""
     values = prepare_values(tensors)
     return lambda: _lines(values()).split()
 
@@ -162,9 +159,7 @@ def _on_one_gpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def digests(tensors: Iterable[Tensor]) -> list[str]:
-    """The :func:`digest` of each tensor. On a GPU one kernel reads all of them; elsewhere small ones are hashed
-    together.
-    """
+    """Return the :func:`digest` of each tensor. One GPU kernel reads all; on a CPU small ones are hashed together."""
     return _lines(_values(list(tensors))).split()
 
 
@@ -198,12 +193,12 @@ def _values(tensors: list[Tensor]) -> np.ndarray:
 
 
 def digest(tensor: Tensor) -> str:
-    """16 hexadecimal digits that depend on every byte of ``tensor``, their order, the dtype and the shape."""
+    """Return 16 hexadecimal digits that depend on all bytes of ``tensor``, their order, the dtype and the shape."""
     return digests([tensor])[0]
 
 
 def sum_words(words: Tensor, places: Tensor) -> Tensor:
-    """The sum in the formula over int64 ``words`` at ``places`` (counted from 0), modulo 2^64: int64 scalar."""
+    """Return the formula's sum over int64 ``words`` at ``places`` (from 0), modulo 2^64, as int64 scalar."""
     return _mix_tensor_(words + (places + 1) * _signed(_GOLDEN)).sum()
 
 
@@ -215,14 +210,14 @@ class Names:
         self._hash = hashlib.blake2b("\n".join([*self.ordered, "", ""]).encode(), digest_size=8)
 
     def combine(self, lines: str) -> str:
-        """16 hexadecimal digits from the digests in the order of the names, one per line."""
+        """Return 16 hexadecimal digits for digests in the order of the names, one per line."""
         whole = self._hash.copy()
         whole.update(lines.encode())
         return whole.hexdigest()
 
 
 class NamedDigests(Mapping[str, str]):
-    """Digests by name, from ``values`` (uint64) in the order of ``names``. Formatted as text only on access."""
+    """Digests by name from ``values`` (uint64) in the order of ``names``, formatted only on access."""
 
     def __init__(self, names: Names, values: np.ndarray):
         self._names = names
@@ -230,7 +225,7 @@ class NamedDigests(Mapping[str, str]):
 
     @functools.cached_property
     def combined(self) -> str:
-        """The :func:`combine` of all of them, without formatting each."""
+        """Return :func:`combine` of all digests without formatting each."""
         return self._names.combine(_lines(self._values))
 
     @functools.cached_property
@@ -248,7 +243,7 @@ class NamedDigests(Mapping[str, str]):
 
 
 def combine(named_digests: Mapping[str, str]) -> str:
-    """One digest of many, independent of their order: 16 hexadecimal digits."""
+    """Combine digests, independent of their order, into 16 hexadecimal digits."""
     if isinstance(named_digests, NamedDigests):
         return named_digests.combined
     names = Names(named_digests)

@@ -1,4 +1,4 @@
-"""The engines of a publication: the protocol their replicas must offer, and concurrent calls to all of them.
+"""The engines of a publication: the protocol of a replica, and concurrent calls to all replicas.
 
 Runs on trainer rank 0. :meth:`Engines.begin_update` fixes the set of replicas at the start of a publication. If a
 replica dies during the publication, the publication fails and is repeated without it.
@@ -15,20 +15,18 @@ from megatron_fp8rl.types import KVScales
 
 
 class TransportError(RuntimeError):
-    """Weights could not be delivered; the engines stay paused, with weights of no version."""
+    """Weights were not delivered; the engines stay paused, with incomplete weights."""
 
 
 class NoReplicaError(TransportError):
-    """No replica is left to publish to and none comes back; the message quotes the first failure."""
+    """No replica is left and none comes back; the message quotes the first failure."""
 
 
 class Receiver(Protocol):
-    """One replica. Every method raises an error that names the replica if it fails, has died or does not answer in
-    time.
-    """
+    """One replica. Methods raise an error with its name if it fails, has died or does not answer in time."""
 
     async def proof_layers(self) -> list[dict[str, Any]]:
-        """Of each worker, {"layers": those that a first publication sends to vLLM's loaders}."""
+        """Return {"layers": layers that a first publication sends through vLLM's loaders} for each worker."""
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         """Connect every worker to the trainer."""
@@ -43,19 +41,19 @@ class Receiver(Protocol):
         """Receive and load a whole publication."""
 
     async def stage_weights(self, info: Mapping[str, Any]) -> None:
-        """Receive a whole publication in spare memory, while sampling."""
+        """Receive a whole publication in spare memory while sampling."""
 
     async def finish_update(self, version: int) -> None:
-        """Complete the update: the weights are now those of ``version``."""
+        """Complete the update to policy ``version``."""
 
     async def abandon_update(self) -> None:
-        """Abandon an update in progress, so that another can begin."""
+        """Cancel an update in progress, so that another can begin."""
 
     async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
-        """Set the scales of the FP8 KV cache; return the scales that each worker then holds."""
+        """Set the scales of the FP8 KV cache; return the scales that each worker then uses."""
 
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
-        """The digests of each worker."""
+        """Return the digests of each worker."""
 
     async def resume(self) -> None:
         """Resume sampling."""
@@ -67,35 +65,31 @@ class Receivers(Protocol):
     clients: Sequence[Receiver]
 
     def begin_update(self) -> Sequence[Receiver]:
-        """The replicas that take part in the publication that begins; waits while there is none.
-
-        Raises NoReplicaError if none comes back.
-        """
+        """Wait for at least one replica; return those of the next publication. Raises NoReplicaError if none comes."""
 
     def has_lost_replica(self, clients: Sequence[Receiver]) -> bool:
-        """After a failure: whether one of these replicas has died; dead replicas are dropped."""
+        """After a failure: whether one of ``clients`` has died. Removes dead replicas."""
 
     def sync(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float) -> Any:
         """Run a coroutine on the clients' event loop and return its result. Raises TimeoutError after the deadline."""
 
 
 class Engines:
-    """All replicas of a fleet, driven together from a blocking thread. All calls of a publication share one deadline."""
+    """Calls all replicas from a synchronous thread. The calls of a publication share one deadline."""
 
     def __init__(self, fleet: Receivers, deadline_s: float):
         self._fleet = fleet
         self._clients: tuple[Receiver, ...] = tuple(fleet.clients)
-        self._proven: tuple[Receiver, ...] = ()  # those that completed a whole publication
-        self._is_settled = True  # nothing has failed since
+        self._proven: tuple[Receiver, ...] = ()  # replicas that completed a whole publication
+        self._is_settled = True  # no failure since the last success
         self._deadline_s = deadline_s
         self._end = time.monotonic() + deadline_s
 
     def begin_update(self) -> tuple[bool, bool, int]:
-        """Begin a publication, with ``deadline_s`` for all of its calls.
+        """Begin a publication, and start its deadline.
 
-        Returns (whether connections must be made, because the replicas changed or the last attempt failed; whether a
-        replica is unproven; the number of replicas). Waits while there is none. Raises NoReplicaError if none comes
-        back.
+        Returns (whether to connect again, because the replicas changed or the last attempt failed; whether a replica is
+        new; the number of replicas). Waits while there is none. Raises NoReplicaError if none comes back.
         """
         clients = tuple(self._fleet.begin_update())
         must_connect = clients != self._clients or not self._is_settled
@@ -108,13 +102,13 @@ class Engines:
         return must_connect, any(client not in self._proven for client in clients), len(clients)
 
     def note_success(self) -> None:
-        """Record that a publication has been verified."""
+        """Record that the publication was verified."""
         self._proven = self._clients
 
     def has_lost_replica(self) -> bool:
-        """After a failure: whether a replica has died, so that the publication can be repeated without it."""
+        """After a failure: whether a replica has died, so that a publication without it may succeed."""
         self._is_settled = False
-        self._proven = ()  # their loaders may have been interrupted
+        self._proven = ()  # the failure may have interrupted vLLM's loaders
         return bool(self._fleet.has_lost_replica(self._clients))
 
     def call(self, what: str, method: Callable[[int, Receiver], Awaitable[Any]]) -> list[Any]:
@@ -131,7 +125,7 @@ class Engines:
         async def one(index: int, client: Receiver) -> Any:
             try:
                 return await method(index, client)
-            except Exception as error:  # of any layer of the client; the cause says which
+            except Exception as error:  # of any layer of the client
                 raise TransportError(f"{what}: replica {index}: {error}") from error
 
         async def everywhere() -> list[Any]:
@@ -143,13 +137,13 @@ class Engines:
         except TimeoutError as error:
             raise TransportError(
                 f"{what}: not all engines answered; the publication had {self._deadline_s:.0f} s "
-                "(deadlines.update_s). Look at the engines' logs for one that hangs"
+                "(deadlines.update_s). Check the engines' logs for a hang"
             ) from error
 
     def proof_layers(self) -> list[int]:
-        """The layers that a first publication sends to vLLM's loaders: one of each kind that any worker has."""
-        found = self.call("proof_layers", lambda _, client: client.proof_layers())
-        return sorted({layer for workers in found for worker in workers for layer in worker["layers"]})
+        """Return the layers for vLLM's loaders: one of each kind in any worker."""
+        by_replica = self.call("proof_layers", lambda _, client: client.proof_layers())
+        return sorted({layer for workers in by_replica for worker in workers for layer in worker["layers"]})
 
     def init_transfer(self, infos: Sequence[dict[str, Any]]) -> None:
         """Send ``infos[i]`` to replica i."""

@@ -1,9 +1,9 @@
 """Fill the messages of a trainer rank: quantize its parameters directly into the memory that engines read.
 
-In:  this rank's parameters, and a schedule that assigns parts of them to rounds and engine ranks.
-Out: the bytes of a round in the sender's slot, their digest sums, and whether all of them are finite.
-Runs on every trainer rank. Sources and destinations are computed once; a publication then takes a few launches per
-round, regardless of the number of experts.
+In:  this rank's parameters, and a schedule of their parts by round and engine rank.
+Out: the bytes of a round in the sender's slot, their digest sums, and whether all are finite.
+Runs on every trainer rank. Addresses are computed once, so a publication takes a few kernel launches per round,
+regardless of the number of experts.
 """
 
 from __future__ import annotations
@@ -41,31 +41,33 @@ class LocalShards:
         self._cuts: dict[str, tuple[int, int, tuple[int, ...]]] = {}
 
     def addresses(self) -> list[int]:
-        """The addresses of the parameters; everything prepared from them is invalid once they change."""
-        held = self._parameters.values()
-        parts = [part for parameter in held for part in (fp8_weight(parameter) if is_fp8(parameter) else [parameter])]
+        """Addresses of the parameters. If they change, all prepared copies are invalid."""
+        parameters = self._parameters.values()
+        parts = [
+            part for parameter in parameters for part in (fp8_weight(parameter) if is_fp8(parameter) else [parameter])
+        ]
         return [part.data_ptr() for part in parts]
 
     def are_fp8(self, transfer: Transfer) -> bool:
-        """Whether this rank holds a tensor as FP8 bytes and scales, which are sent unchanged."""
+        """Whether this rank stores a tensor as FP8 bytes and scales, which are sent unchanged."""
         return transfer.is_fp8 and is_fp8(self._tensor(transfer.mcore_name))
 
     def pieces(self, transfer: Transfer, start: int, stop: int) -> list[tuple[Tensor, int, int]]:
-        """Views that make up [start, stop) of the transfer's axis: (view, first, end), in order; for FP8 parameters,
-        their bytes.
+        """Return the views that form [start, stop) of the transfer's axis, as (view, first, end) in order.
 
-        Raises ValueError for an FP8 parameter that would have to be requantized or sent in BF16.
+        Views of FP8 parameters contain their bytes. Raises ValueError for an FP8 parameter that would have to be
+        requantized or sent in BF16.
         """
         tensor = self._tensor(transfer.mcore_name)
         if is_fp8(tensor):
             if transfer.quantize == "gathered":
                 raise ValueError(
                     f"{transfer.name}: its parts on trainer ranks cut blocks of {transfer.block_size}, and FP8 "
-                    "parameters are not quantized again. Choose --precision.params bf16"
+                    "parameters cannot be quantized again. Choose --precision.params bf16"
                 )
             if transfer.quantize == "never":
                 raise ValueError(
-                    f"{transfer.name}: trainer rank {self._rank} holds it in FP8, and it would travel in BF16. Choose "
+                    f"{transfer.name}: trainer rank {self._rank} stores it in FP8, but it is sent in BF16. Choose "
                     "--precision.params bf16"
                 )
             tensor = fp8_weight(tensor).data
@@ -75,27 +77,25 @@ class LocalShards:
         ]
 
     def scales(self, transfer: Transfer, start: int, stop: int) -> list[tuple[Tensor, int, int]]:
-        """The scales of :meth:`pieces` of an FP8 parameter, with their first and last block.
+        """Return the scales of :meth:`pieces` of an FP8 parameter, as (view, first block, end block).
 
         Raises ValueError if a piece cuts a block, because bytes and scales would have to be recomputed.
         """
-        scale, found = fp8_weight(self._tensor(transfer.mcore_name)).scale, []
+        scale, views = fp8_weight(self._tensor(transfer.mcore_name)).scale, []
         size = transfer.block_size
         for position, first, end in self._ranges(transfer, start, stop):
             if position % size or first % size or (end % size and end != stop):
                 raise ValueError(
-                    f"{transfer.name}: trainer rank {self._rank} holds [{first}, {end}) of its axis {transfer.axis} at "
+                    f"{transfer.name}: trainer rank {self._rank} stores [{first}, {end}) of axis {transfer.axis} at "
                     f"{position}, which cuts blocks of {size}. Choose --precision.params bf16"
                 )
             first_block, end_block = transfer.blocks((first, end))
             view = scale.narrow(transfer.axis, position // size, end_block - first_block)
-            found.append((view, first_block, end_block))
-        return found
+            views.append((view, first_block, end_block))
+        return views
 
     def _ranges(self, transfer: Transfer, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(position in this rank's tensor, first, end) of the parts of [start, stop) of the transfer's axis that it
-        holds.
-        """
+        """Yield (position in this rank's tensor, first, end) for this rank's parts of [start, stop) of the axis."""
         weight = self._weights[transfer.mcore_name]
         size, rank, _ = self._shard(transfer.mcore_name)
         part = next((i for i, (name, _) in enumerate(weight.parts) if name == transfer.name), 0)  # a copy is of part 0
@@ -107,21 +107,21 @@ class LocalShards:
             position += piece.size
 
     def _shard(self, name: str) -> tuple[int, int, tuple[int, ...]]:
-        """(number of shards, which of them is this rank's, its shape)"""
-        found = self._cuts.get(name)
-        if found is None:
+        """Return (number of shards, index and shape of this rank's shard)."""
+        cut = self._cuts.get(name)
+        if cut is None:
             weight = self._weights[name]
             shards = self._trainer.holders(weight, self._model)
             number = next(i for i, ranks in enumerate(shards) if self._rank in ranks)
             shape = slicing.shard_shape(weight, self._model, len(shards))
-            found = self._cuts[name] = len(shards), number, shape
-        return found
+            cut = self._cuts[name] = len(shards), number, shape
+        return cut
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._parameters:
             raise RuntimeError(
-                f"{name}: by the plan trainer rank {self._rank} holds it, but its model has no such parameter; the "
-                "plan's layout is not the model's"
+                f"{name}: the plan assigns it to trainer rank {self._rank}, but the model there has no such parameter; "
+                "plan and model have different layouts"
             )
         tensor, expected = self._parameters[name], self._shard(name)[2]
         if tuple(tensor.shape) != expected:
@@ -130,7 +130,7 @@ class LocalShards:
 
 
 class RoundPacker:
-    """One round of this rank's messages. Call it once per publication."""
+    """Fills one round of this rank's messages. Call it once per publication."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class RoundPacker:
                 self._joins.append((joined.narrow(axis, first - part.start, end - first), view))
             pieces = [(joined, part.start, part.stop)]
         for view, first, end in pieces:
-            if part.transfer.axis == 1:  # columns are held in one piece
+            if part.transfer.axis == 1:  # columns have one piece
                 yield view, target, scale
             else:
                 block, end_block = part.transfer.blocks((first - part.start, end - part.start))
@@ -207,8 +207,7 @@ class RoundPacker:
 
     @torch.no_grad()
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Fill the messages on the current stream; return (the result of :class:`PartSums`, bool [] whether all is
-        finite).
+        """Fill the messages on the current stream; return (result of :class:`PartSums`, bool [] all finite).
 
         Collective over the ranks that share a gathered tensor of this round.
         """
@@ -217,7 +216,7 @@ class RoundPacker:
 
     @torch.no_grad()
     def fill(self) -> tuple[Tensor, Tensor]:
-        """The same with what gathered tensors hold, and not collective."""
+        """Like a call, but with the present content of gathered tensors, and not collective."""
         for target, view in self._joins:
             target.copy_(view)
         self._copy()
@@ -235,18 +234,18 @@ class RoundPacker:
         return torch.stack([torch.cat(scales + others).isfinite().all(), *numbers]).all()
 
     def not_finite(self) -> list[str]:
-        """Names of the tensors in the messages that contain NaN or infinity."""
-        found = {
+        """Return the names of tensors in the messages that contain NaN or infinity."""
+        bad_names = {
             part.transfer.name: None
             for part, tensor in self._parts
             if tensor.dtype.itemsize > 1 and not tensor.isfinite().all()
         }
-        found |= {part.name: None for part, data, _ in self._as_they_are if has_nan(data)}
-        return list(found)
+        bad_names |= {part.name: None for part, data, _ in self._as_they_are if has_nan(data)}
+        return list(bad_names)
 
 
 def _raw_copies(part: Part, shards: LocalShards, target: Tensor, scale: Tensor) -> Iterator[Copied]:
-    """Copy the bytes and scales of an FP8 parameter to their places in the slot."""
+    """Yield the copies of an FP8 parameter's bytes and scales into the slot."""
     axis, first_block = part.transfer.axis, part.blocks[0]
     for view, first, end in shards.pieces(part.transfer, part.start, part.stop):
         yield target.narrow(axis, first - part.start, end - first), view
@@ -255,10 +254,10 @@ def _raw_copies(part: Part, shards: LocalShards, target: Tensor, scale: Tensor) 
 
 
 class TensorGather:
-    """One tensor, assembled in the dtype of its plan on one rank from the parts of several.
+    """Assembles a tensor on one rank, in the dtype of its plan, from parts of several ranks.
 
     ``whole`` is that tensor on the collector, on ``device``, and None elsewhere; :func:`gather_all` fills it. ``group``
-    carries messages between CPUs; GPUs use the default group.
+    is for CPUs; GPUs use the default group.
     """
 
     def __init__(
@@ -274,7 +273,7 @@ class TensorGather:
         self._collector = gathering.collector
         self._group = group if device.type == "cpu" else None
         self._own: list[Copied] = []  # this rank's pieces
-        self._receive: list[tuple[Tensor, Tensor, int]] = []  # (place in the whole, receive buffer, source rank)
+        self._receive: list[tuple[Tensor, Tensor, int]] = []  # (view of the whole, receive buffer, source rank)
         self._send: Tensor | None = None
         dtype, is_collector = getattr(torch, transfer.dtype), rank == gathering.collector
         if is_collector:
@@ -295,7 +294,7 @@ class TensorGather:
                 self._receive.append((place, torch.empty(shape, dtype=dtype, device=device), source.rank))
 
     def start(self) -> list[dist.P2POp]:
-        """Copy this rank's pieces; return the messages that must travel."""
+        """Copy this rank's pieces; return the sends and receives."""
         for target, view in self._own:
             target.copy_(view)
         operations = [dist.P2POp(dist.irecv, memory, peer, self._group) for _, memory, peer in self._receive]
@@ -311,7 +310,7 @@ class TensorGather:
 
 @torch.no_grad()
 def gather_all(gathers: Sequence[TensorGather]) -> None:
-    """Collective over the ranks that hold parts of these tensors; all must pass them in the same order."""
+    """Gather. Collective over ranks with parts of these tensors; all must pass them in the same order."""
     operations = [operation for gather in gathers for operation in gather.start()]
     if operations:
         for request in dist.batch_isend_irecv(operations):

@@ -1,12 +1,11 @@
 """Digests of tensors whose parts are on several trainer ranks.
 
-A digest (see ``digest.py``) is a sum over the words of a tensor that depends on each word and its position. The sums of
-the parts, each taken with the positions of its words in the whole tensor, therefore add up to the sum of the whole.
-Each sender digests its own data; only sums travel to rank 0.
+A digest (``digest.py``) is a sum over words, and each term depends on the word and its position in the whole tensor.
+So the sums of the parts add up to the sum of the whole. Each sender digests its parts and sends only sums to rank 0.
 
-A float32 value counts as one word, widened to 64 bits, because rows of block scales may hold an odd number of them;
-``digest.widened`` does the same for a whole tensor. A part may cut a word: such words are sent to rank 0 as they are,
-which combines the bytes of all parts before counting the word.
+A float32 value counts as one word, widened to 64 bits, because rows of block scales may have an odd length;
+``digest.widened`` does the same for a whole tensor. If a part cuts a word, the sender sends this word to rank 0, which
+combines the bytes of all parts.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def _words(part: Tensor) -> Tensor:
 
 
 class PartSums:
-    """Word sums of fixed memory locations, recomputed as their content changes.
+    """Computes word sums of fixed memory locations, any number of times.
 
-    ``parts``: contiguous tensors, and the extent of each in the tensor it is a part of.
+    ``parts``: contiguous tensors, and the extent of each in its whole tensor.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Extent]]):
@@ -49,8 +48,9 @@ class PartSums:
         self._sums = torch.zeros(len(parts), dtype=torch.int64, device=parts[0][0].device if parts else "cpu")
 
     def __call__(self) -> Tensor:
-        """int64, modulo 2^64, on the device of the parts: the sum of each part; then, for parts that cut words, those
-        words in order, with zeros in place of the bytes that others hold (``Extent.cut_words``).
+        """Return the sum of each part, int64 modulo 2^64 on its device, followed by the cut words in order.
+
+        In cut words (``Extent.cut_words``), bytes of other parts are zero.
         """
         self._sums.zero_()
         for launch in self._launches:
@@ -66,7 +66,7 @@ class PartSums:
 
 
 class _CutPart:
-    """A part that begins or ends within a word, which is rare: its whole words, and the others."""
+    """A part that begins or ends within a word, which is rare."""
 
     def __init__(self, part: Tensor, extent: Extent):
         self._part = part
@@ -77,7 +77,7 @@ class _CutPart:
         self._is_cut = torch.isin(self._words, torch.tensor(extent.cut_words(), device=part.device))
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """(sum of its whole words, the cut words)."""
+        """Return (sum of the whole words, the cut words)."""
         data = torch.zeros(8 * len(self._words), dtype=torch.uint8, device=self._part.device)
         data[self._bytes] = self._part.reshape(-1).view(torch.uint8)
         words = data.view(torch.int64)
@@ -94,7 +94,7 @@ def _sum(part: Tensor, layout: tuple[int, int, int]) -> Tensor:
 
 
 def _prepare(places: list[tuple[int, Tensor, tuple[int, int, int]]]) -> list[Any]:
-    """Functions that add to a tensor of sums: one launch for parts of 64-bit words and one for float32 parts."""
+    """Return functions that add to a tensor of sums: one kernel for 64-bit words and one for float32."""
     launches = []
     for narrow in (False, True):
         members = [place for place in places if (place[1].dtype == torch.float32) == narrow]

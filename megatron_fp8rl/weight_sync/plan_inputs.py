@@ -1,4 +1,4 @@
-"""The inputs of the plan, which trainer ranks and engine workers agree on before weights travel, as JSON."""
+"""The inputs of the plan as JSON, which trainer ranks send to engine workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_fp8rl.weight_sync.schedule import SendSchedule, plan_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """The inputs of a plan: trainer ranks and engine workers with equal inputs compute equal plans."""
+    """The inputs of a plan. Equal inputs give equal plans in trainer ranks and engine workers."""
 
     model: ModelConfig
     precision: PrecisionConfig
@@ -49,7 +49,7 @@ class PlanInputs:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan. Raises PlanError if tensors cannot be divided so."""
+        """Compute the plan. Raises PlanError if the layouts cannot divide the tensors."""
         return plan(
             self.model,
             LayerTable.build(self.model, self.precision),
@@ -58,11 +58,11 @@ class PlanInputs:
         )
 
     def slices(self) -> SendSchedule:
-        """The schedule of all slices that engine ranks keep."""
+        """Schedule all slices that engine ranks keep."""
         return plan_schedule(self.plan, self.model, bucket_bytes=self.weight_sync.bucket_bytes)
 
     def whole(self, layers: Collection[int]) -> SendSchedule:
-        """The schedule of whole tensors for vLLM's loaders: those of ``layers``, and all that are in no layer."""
+        """Schedule whole tensors for vLLM's loaders: those of ``layers``, and all outside layers."""
         wanted = {None, *layers}
         chosen = tuple(t for t in self.plan.transfers if layer_of(t.name) in wanted)
         part = replace(self.plan, transfers=chosen)

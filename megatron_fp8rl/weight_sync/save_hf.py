@@ -2,7 +2,7 @@
 
 In:  a policy on all trainer ranks, a folder with a tokenizer.
 Out: sharded BF16 safetensors (a router's correction bias in FP32) with their index, config.json,
-     generation_config.json and the tokenizer files, in a folder that gets its final name only when it is complete.
+     generation_config.json and the tokenizer files, in a folder that is renamed to its final name when complete.
 Runs on every trainer rank; rank 0 writes.
 """
 
@@ -50,10 +50,9 @@ _TOKENIZER_FILES = (
 def save_hf(
     policy: Policy, path: str | Path, tokenizer_dir: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Collective: write the policy to ``path``, replacing an existing checkpoint. On failure every rank raises the same
-    error.
+    """Collective: write the policy to ``path`` and replace an existing checkpoint. Every rank raises the same error.
 
-    A shard holds at most ``max_shard_bytes`` of weights (or one larger tensor); rank 0 keeps one shard in memory.
+    A shard has at most ``max_shard_bytes`` of weights (or one larger tensor); rank 0 keeps one shard in memory.
     """
     parallel = policy.parallel
     group = dist.new_group(backend="gloo", timeout=_DEADLINE) if parallel.world_size > 1 else None
@@ -72,7 +71,7 @@ def save_hf(
 
 
 def plan_whole(policy: Policy) -> tuple[Transfer, ...]:
-    """Every tensor of the checkpoint, in order, all in BF16 or wider."""
+    """Plan every tensor of the checkpoint, in order, in BF16 or wider."""
     model = policy.cfg.model
     table = LayerTable.build(model, PrecisionConfig(trainer="bf16", rollout="bf16"))
     return plan(model, table, TrainerLayout.from_config(policy.cfg.parallel), EngineLayout()).transfers
@@ -84,7 +83,7 @@ def _num_bytes(transfer: Transfer) -> int:
 
 
 def _divide(transfers: tuple[Transfer, ...], max_shard_bytes: int) -> list[list[Transfer]]:
-    """Divide into shards of at most ``max_shard_bytes``, or of one tensor that is larger by itself."""
+    """Divide into shards of at most ``max_shard_bytes``, or of one larger tensor."""
     shards: list[list[Transfer]] = []
     filled = 0
     for transfer in transfers:
@@ -100,15 +99,15 @@ def _divide(transfers: tuple[Transfer, ...], max_shard_bytes: int) -> list[list[
 def prepare_gathers(
     policy: Policy, transfers: Sequence[Transfer], group: dist.ProcessGroup | None
 ) -> list[TensorGather]:
-    """This rank's part in gathering ``transfers`` on rank 0; FP8 parameters are dequantized.
+    """Prepare this rank to gather ``transfers`` on rank 0; FP8 parameters are dequantized.
 
-    Raises RuntimeError or ValueError if this rank's model does not hold what the plan expects.
+    Raises RuntimeError or ValueError if this rank's model does not match the plan.
     """
     rank, cfg = policy.parallel.rank, policy.cfg
     taking_part = [t for t in transfers if rank == 0 or any(source.rank == rank for source in t.sources)]
     names = {t.mcore_name for t in taking_part}
-    held = {name: plain(tensor) for name, tensor in policy.named_tensors() if name in names}
-    local = LocalShards(held, TrainerLayout.from_config(cfg.parallel), cfg.model, rank)
+    parameters = {name: plain(tensor) for name, tensor in policy.named_tensors() if name in names}
+    local = LocalShards(parameters, TrainerLayout.from_config(cfg.parallel), cfg.model, rank)
     return [TensorGather(Gathering(t, 0, t.sources), local, rank, policy.parallel.device, group) for t in taking_part]
 
 
@@ -129,7 +128,7 @@ def _write_shard(gathers: Sequence[TensorGather], file: Path) -> None:
 
 
 def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path: Path, tokenizer_dir: Path) -> None:
-    """Rank 0: write everything but the weights, then rename the folder."""
+    """Rank 0: write all other files, then rename the folder."""
     if policy.parallel.rank != 0:
         return
     if len(shards) > 1:
@@ -153,10 +152,10 @@ def _copy_tokenizer(tokenizer_dir: Path, partial: Path) -> dict[str, int]:
     """Copy the tokenizer; return the ids of its special tokens under their names in config.json."""
     from transformers import AutoTokenizer
 
-    found = [file for file in _TOKENIZER_FILES if (tokenizer_dir / file).exists()]
-    if not found:
+    files = [file for file in _TOKENIZER_FILES if (tokenizer_dir / file).exists()]
+    if not files:
         raise FileNotFoundError(f"{tokenizer_dir}: no tokenizer files to save beside the weights")
-    for file in found:
+    for file in files:
         shutil.copy(tokenizer_dir / file, partial)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
@@ -168,7 +167,7 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def _rename(partial: Path, path: Path) -> None:
-    """Rename the complete folder. An existing one of this name is moved aside first and deleted last."""
+    """Rename the complete folder. Move an existing one aside first, and delete it last."""
     old = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():

@@ -1,17 +1,17 @@
-"""The transport interface: moves messages from every trainer rank to every engine worker.
+"""The transport interface: sends messages from every trainer rank to every engine worker.
 
-In:  messages of a :class:`~megatron_fp8rl.weight_sync.schedule.SendSchedule` in memory that the transport owns.
-Out: the same bytes where the engine worker can read them.
-Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. ``weight_sync.transport`` names one:
+In:  messages of a :class:`~megatron_fp8rl.weight_sync.schedule.SendSchedule` in memory of the transport.
+Out: the same bytes in memory of the engine worker.
+Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. ``weight_sync.transport`` selects one:
 
-    ipc    the receiver maps the sender's buffers and reads them; counters in shared memory say which rounds are
-           written and which are read. Buffers are CUDA memory, opened by handle across processes and GPUs of one host,
-           or files in shared memory on a machine without a GPU, where the same protocol runs.
+    ipc    the receiver maps the sender's buffers and reads them; counters in shared memory show which rounds are
+           written and read. Buffers are CUDA memory, opened by handle across processes and GPUs of one host, or files
+           in shared memory on a machine without a GPU.
     nccl   one NCCL process group of all trainer ranks and all engine workers, on separate GPUs.
     gloo   the same over TCP, with or without GPUs; GPU data are copied through pinned host memory.
 
-All keep two rounds: while the engines read one, the trainer fills the other. Both ends wait with deadlines and detect
-within a fraction of a second that another process has failed, through a key in a store hosted by trainer rank 0.
+All keep two rounds: while the engines read one, the trainer fills the other. Both ends wait with deadlines. They detect
+failures of other processes within a fraction of a second, through a key in the store of trainer rank 0.
 
 A new transport is a subclass of :class:`Transport` and an entry in ``choose.py`` (and in ``config.WeightSyncConfig``).
 """
@@ -30,18 +30,18 @@ from megatron_fp8rl.weight_sync.transports.signed_store import SignedStore
 
 NUM_SLOTS = 2
 _FAILED = "failed"
-_LOOK_S = 0.2  # between checks for the failure of another process
-_NAP_S = 20e-6  # between looks while an engine is paused
-_MEETING_NAP_S = 0.01  # between looks of all processes at the store
+_LOOK_S = 0.2  # interval of checks for failures of other processes
+_NAP_S = 20e-6  # polling interval while an engine is paused
+_MEETING_NAP_S = 0.01  # polling interval of the store by all processes
 
 
 class DeliveryError(RuntimeError):
-    """Messages could not be delivered; the text says who waited for whom."""
+    """Messages were not delivered; the text names the waiting process and what it waited for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One participating process: trainer ranks come first, then the workers of one replica after another."""
+    """One participating process. Trainer ranks come first, then the workers of replica 0, 1, ..."""
 
     rank: int
     num_trainers: int
@@ -61,7 +61,7 @@ class Peer:
         return (self.rank - self.num_trainers) % self.num_engine_ranks
 
     def workers(self, engine_ranks: Sequence[int]) -> list[int]:
-        """Ranks of these workers of all replicas."""
+        """Return the ranks of these workers in all replicas."""
         first = (self.num_trainers + i * self.num_engine_ranks for i in range(self.num_replicas))
         return [start + engine_rank for start in first for engine_rank in engine_ranks]
 
@@ -73,9 +73,9 @@ class Peer:
 
 
 class Transport:
-    """The interface, and its shared parts: a store, a deadline, and notice of failures.
+    """Base class of transports, with a store, a deadline, and detection of failures.
 
-    ``store`` is connected to trainer rank 0. ``device`` is where messages lie.
+    ``store`` is connected to trainer rank 0. ``device`` is the device of the messages.
     """
 
     def __init__(self, peer: Peer, store: SignedStore, device: torch.device, timeout_s: float):
@@ -90,26 +90,26 @@ class Transport:
         self._end = time.monotonic() + timeout_s
 
     def connect(self, schedules: Sequence[SendSchedule]) -> None:
-        """Collective: connect all processes, with buffers that hold any of ``schedules``."""
+        """Collective: connect all processes, with buffers large enough for each of ``schedules``."""
         raise NotImplementedError
 
     # ---- publication
 
     def begin(self, attempt: int, rounds: tuple[Round, ...]) -> None:
-        """Start the clock of a publication. ``attempt`` numbers them identically on all ranks."""
+        """Start the deadline of a publication. ``attempt`` is its number, equal on all ranks."""
         self._attempt = attempt
         self._rounds = rounds
         self._end = time.monotonic() + self.timeout_s
 
     def fail(self, reason: str) -> None:
-        """Notify every process that waits in this publication."""
+        """Make every process that waits in this publication raise DeliveryError."""
         try:
             self._store.set(f"{_FAILED}/{self._attempt}", f"{self.peer.name(self.peer.rank)}: {reason}")
         except RuntimeError:
-            return  # the store is gone, and with it every process that could be waiting
+            return  # trainer rank 0 has ended; waiting processes notice that themselves
 
     def meet(self, did: str) -> None:
-        """Collective, once for each ``did``: return when all processes are here. Raises as :meth:`wait_until` does."""
+        """Collective, once for each ``did``: wait for all processes. Raises like :meth:`wait_until`."""
         self._store.add(did, 1)
         num_ranks = self.peer.world_size
         self.wait_until(
@@ -119,9 +119,7 @@ class Transport:
         )
 
     def wait_until(self, done: Callable[[], bool], what: Callable[[], str], *, nap_s: float | None = None) -> None:
-        """Return when ``done()``. Raises DeliveryError if another process fails first, or after the deadline, with
-        ``what()``.
-        """
+        """Wait until ``done()``. Raises DeliveryError with ``what()`` after a failure elsewhere or the deadline."""
         look = time.monotonic() + _LOOK_S
         while not done():
             now = time.monotonic()
@@ -138,32 +136,32 @@ class Transport:
         try:
             failed = self._store.check([key])
         except RuntimeError as error:
-            raise DeliveryError(f"{what()}: trainer rank 0 has gone ({error})") from error
+            raise DeliveryError(f"{what()}: trainer rank 0 has ended ({error})") from error
         if failed:
             raise DeliveryError(f"{what()}: {self._store.get(key)}")
 
     # ---- trainer side
 
     def slot(self, number: int) -> Tensor:
-        """uint8 memory of the sender for everything it sends in round ``number``."""
+        """Return the sender's uint8 memory for round ``number``."""
         raise NotImplementedError
 
     def reserve(self, number: int) -> None:
-        """Wait until the slot of round ``number`` may be written, by the host or on the current stream."""
+        """Wait until the slot of round ``number`` is free, on the host or on the current stream."""
         raise NotImplementedError
 
     def send(self, number: int, messages: Sequence[Message]) -> None:
-        """Deliver what the current stream has written to the slot of this round."""
+        """Send the messages that the current stream has written to the slot of this round."""
         raise NotImplementedError
 
     # ---- engine side
 
     def inbox(self, message: Message, number: int) -> Tensor:
-        """uint8 memory in which ``message`` of round ``number`` can be read; always the same."""
+        """Return the uint8 memory of ``message`` in round ``number``; its address never changes."""
         raise NotImplementedError
 
     def receive(self, number: int) -> None:
-        """Wait until the messages of round ``number`` may be read on the current stream."""
+        """Wait until the current stream may read the messages of round ``number``."""
         raise NotImplementedError
 
     def release(self, number: int) -> None:
@@ -173,7 +171,7 @@ class Transport:
     # ---- both sides
 
     def finish(self) -> None:
-        """Wait until all rounds have been sent and read, as far as this process can tell."""
+        """Wait until all rounds are sent and read, as far as this process can detect."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The transports by value of ``weight_sync.transport``, and what ``auto`` selects."""
+"""Selects the transport for ``weight_sync.transport``, including ``auto``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRANSPORTS: dict[str, type[Transport]] = {
 
 
 def resolve(kind: str, *, on_gpu: bool, one_host: bool, colocated: bool) -> str:
-    """The transport that ``weight_sync.transport`` = auto selects here; other values are returned unchanged."""
+    """Replace ``weight_sync.transport`` = auto by a transport; return other values unchanged."""
     if kind != "auto":
         return kind
     if one_host:
@@ -38,15 +38,15 @@ def open_transport(
     *,
     watch: Callable[[], None] = lambda: None,
 ) -> Transport:
-    """Collective over all trainer ranks and engine workers: a connected transport.
+    """Collective over all trainer ranks and engine workers: open a connected transport.
 
-    Its buffers hold any of ``schedules``. ``watch`` is called periodically while waiting, to raise other known errors.
+    Its buffers fit each of ``schedules``. Waits call ``watch`` periodically, which may raise other errors.
     """
     transport = TRANSPORTS[kind](peer, store, device, timeout_s)
     transport.watch = watch
     try:
         transport.connect(schedules)
     except Exception as error:
-        transport.fail(f"{type(error).__name__}: {error}")  # else the others would wait until the deadline
+        transport.fail(f"{type(error).__name__}: {error}")  # otherwise others would wait until the deadline
         raise
     return transport

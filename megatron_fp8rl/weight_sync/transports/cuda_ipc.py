@@ -1,4 +1,4 @@
-"""Weights through memory that the receiver maps: CUDA IPC between GPUs of one host, files on a host without GPUs.
+"""Transport through mapped memory: CUDA IPC between GPUs of one host, or files on a host without GPUs.
 
 Runs in the trainer and in engine workers. ``base.py`` defines the interface.
 """
@@ -28,7 +28,7 @@ _PREFIX = "megatron_fp8rl-"
 
 
 class IpcTransport(Transport):
-    """The sender's buffers, mapped by every receiver; counters in one small file that all processes of the host map."""
+    """Receivers map the sender's buffers; all processes of the host map one file of counters."""
 
     def connect(self, schedules: Sequence[SendSchedule]) -> None:
         """Collective: exchange the buffer handles."""
@@ -54,14 +54,14 @@ class IpcTransport(Transport):
                 self._mapped[sender] = _open(json.loads(self._store.get(key)), self.device)
         try:
             self.meet("opened the buffers")
-        finally:  # all that will have mapped the files
+        finally:  # all processes that will map the files have done so
             if peer.rank == 0:
                 self._remove_files()
             if peer.is_trainer and self.device.type == "cpu" and num_bytes:
                 Path(handle["path"]).unlink(missing_ok=True)
 
     def _map_counters(self) -> np.ndarray:
-        """int64 [world_size]: rounds that a trainer rank has filled, or that a worker has read, since the start."""
+        """Map int64 [world_size]: rounds filled by each trainer rank or read by each worker since the start."""
         num_bytes = 8 * self.peer.world_size
         if self.peer.rank == 0:
             path = _new_file(num_bytes)
@@ -73,7 +73,7 @@ class IpcTransport(Transport):
             return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=np.int64)
 
     def _count(self, number: int) -> int:
-        """Value of a counter after round ``number`` of this publication: higher than any earlier value."""
+        """Return a counter's value after round ``number`` of this publication. Values always increase."""
         return (self._attempt << 32) + number + 1
 
     def slot(self, number: int) -> Tensor:
@@ -84,7 +84,7 @@ class IpcTransport(Transport):
             self._wait_for_readers(number - NUM_SLOTS)
 
     def _wait_for_readers(self, number: int) -> None:
-        """Wait until every worker to which this rank sent something in round ``number`` has read it."""
+        """Wait until every receiver of this rank's messages of round ``number`` has read them."""
         to = {rank for m in self._rounds[number].sent_by(self.peer.rank) for rank in m.engine_ranks}
         readers = self.peer.workers(sorted(to))
         self._wait_for(readers, number, "read")
@@ -114,7 +114,7 @@ class IpcTransport(Transport):
         self._announce(number)
 
     def _announce(self, number: int) -> None:
-        """Raise this process's counter once the GPU reaches this point, from a thread, so that the host can continue."""
+        """Raise this process's counter from a thread when the GPU reaches this point; do not block the host."""
         if self.device.type == "cpu":
             self._counters[self.peer.rank] = self._count(number)
             return
@@ -143,18 +143,18 @@ class IpcTransport(Transport):
 
 
 def _new_file(num_bytes: int) -> Path:
-    """A zero-filled file in shared memory; its name lets a later run remove it if this one is killed."""
+    """Create a zero-filled file in shared memory. A later run can identify and remove it by its name."""
     _remove_leftovers()
     path = _FOLDER / f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        # Allocate memory now: a mapping of a file that /dev/shm cannot hold dies of SIGBUS at the first write.
+        # Allocate now: if /dev/shm is too small, the first write to a mapped file would cause SIGBUS.
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:
         path.unlink(missing_ok=True)
         free = os.statvfs(_FOLDER)
         raise DeliveryError(
-            f"{_FOLDER} has {free.f_bavail * free.f_frsize / 2**20:.0f} MiB left, and buffers of weights need "
+            f"{_FOLDER} has {free.f_bavail * free.f_frsize / 2**20:.0f} MiB free, but buffers of weights need "
             f"{num_bytes / 2**20:.0f} MiB; lower weight_sync.bucket_bytes, enlarge {_FOLDER} (docker: --shm-size) or set "
             "weight_sync.transport to gloo"
         ) from error
@@ -164,7 +164,7 @@ def _new_file(num_bytes: int) -> Path:
 
 
 def _remove_leftovers() -> None:
-    """Delete files of processes that no longer exist, left behind by killed runs."""
+    """Delete files that killed runs left behind, whose processes no longer exist."""
     for file in _FOLDER.glob(f"{_PREFIX}*"):
         owner = re.match(rf"{_PREFIX}(\d+)-", file.name)
         if owner and not Path(f"/proc/{owner[1]}").exists():
@@ -172,7 +172,7 @@ def _remove_leftovers() -> None:
 
 
 def _export(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-    """uint8 [slots, num_bytes], and the handle, as JSON, with which another process of this host opens it."""
+    """Allocate uint8 [slots, num_bytes]; return it and a JSON handle for other processes of this host."""
     if device.type == "cpu":
         path = _new_file(NUM_SLOTS * num_bytes)
         slots = torch.from_file(str(path), shared=True, size=NUM_SLOTS * num_bytes, dtype=torch.uint8)
@@ -183,11 +183,10 @@ def _export(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any
 
 
 def _open(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """The tensor of a handle from :func:`_export`, as memory that ``device`` can read, possibly from another GPU."""
+    """Open a handle from :func:`_export` as a tensor that ``device`` can read, possibly on another GPU."""
     if "path" in handle:
         size = NUM_SLOTS * handle["num_bytes"]
         return torch.from_file(handle["path"], shared=True, size=size, dtype=torch.uint8).view(NUM_SLOTS, -1)
-    # The GPU that opens the memory, by this process's numbering; CUDA maps a peer's memory even if that GPU is not
-    # visible.
+    # This process's index of the GPU that opens the memory. CUDA maps a peer's memory even if that GPU is invisible.
     index = device.index if device.index is not None else torch.cuda.current_device()
     return open_on(handle["cuda"], (NUM_SLOTS, handle["num_bytes"]), index)

@@ -1,4 +1,4 @@
-"""Weights over one process group of all trainer ranks and engine workers: NCCL between GPUs, gloo everywhere.
+"""Transport over one process group of all trainer ranks and engine workers: NCCL between GPUs, or gloo.
 
 Runs in the trainer and in engine workers. ``base.py`` defines the interface.
 """
@@ -23,9 +23,9 @@ from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, DeliveryError,
 
 
 class _GroupTransport(Transport):
-    """Sends each message to the worker of every replica that keeps its slices.
+    """Sends each message to the workers of its audience in every replica.
 
-    Messages are written and read in ``_slots``; the group sends from and receives into ``_wire``.
+    Callers write and read messages in ``_slots``; the group sends from and receives into ``_wire``.
     """
 
     _group: Any = None
@@ -41,7 +41,7 @@ class _GroupTransport(Transport):
         self._wire = self._wire_memory()
         self._pending: dict[int, list[Any]] = {}
         self._peers: dict[int, list[int]] = {}  # by round, for messages
-        self.meet("came to connect")  # who builds a group waits for all others and looks at nothing else
+        self.meet("came to connect")  # because building a group blocks, without checks for failures
         self._group = self._build_group(dist.PrefixStore("group", self._store.plain))
 
     def begin(self, attempt: int, rounds: tuple[Round, ...]) -> None:
@@ -70,12 +70,12 @@ class _GroupTransport(Transport):
         return self.slot(number)[message.in_offset : message.in_offset + message.num_bytes]
 
     def receive(self, number: int) -> None:
-        # The next round travels while this one is read; its slot has already been read.
+        # Receive the next round while this one is read; the other slot is free.
         self._expect(number + 1)
         self._wait(number)
 
     def release(self, number: int) -> None:
-        """Nothing to do: the next receive into this slot waits for the current stream."""
+        """Do nothing: the next receive into this slot waits for the current stream."""
 
     def _expect(self, number: int) -> None:
         if number < len(self._rounds):
@@ -85,7 +85,7 @@ class _GroupTransport(Transport):
             self._peers[number] = [message.sender for message in messages]
 
     def _wait(self, number: int) -> None:
-        """Return when a round may be used, or make the current stream wait for it."""
+        """Wait for a round on the host, or make the current stream wait for it."""
         try:
             for work in self._pending.pop(number, ()):
                 self._wait_for(work, number)
@@ -96,7 +96,7 @@ class _GroupTransport(Transport):
 
     def _stuck(self, number: int) -> str:
         peers = ", ".join(map(self.peer.name, dict.fromkeys(self._peers.get(number, ()))))
-        return f"round {number} of weights has not passed between {self.peer.name(self.peer.rank)} and {peers}"
+        return f"round {number} of weights was not transferred between {self.peer.name(self.peer.rank)} and {peers}"
 
     def finish(self) -> None:
         for number in sorted(self._pending):
@@ -110,7 +110,7 @@ class _GroupTransport(Transport):
         return self._slots
 
     def _build_group(self, store: dist.Store) -> Any:
-        """Collective."""
+        """Collective: build the process group."""
         raise NotImplementedError
 
     def _start(self, operations: list[tuple[Any, Tensor, int]], number: int) -> list[Any]:
@@ -125,7 +125,7 @@ class NcclTransport(_GroupTransport):
     """From GPU to GPU, on the current stream."""
 
     def _build_group(self, store: dist.Store) -> Any:
-        # We enforce the deadlines: on its own timeout, NCCL's watchdog ends the whole process.
+        # wait_until enforces deadlines, because a timeout of NCCL's watchdog would end the whole process.
         group = nccl_group(store, self.peer.rank, self.peer.world_size, timedelta(days=1))
         # Build the communicator here, with all processes at once, rather than in the first publication.
         group.allreduce(torch.zeros(1, device=self.device)).wait()
@@ -144,7 +144,7 @@ class NcclTransport(_GroupTransport):
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.abort()  # after a failure nothing else ends what waits on the GPU
+            group.abort()  # after a failure, only this ends operations that wait on the GPU
 
 
 class GlooTransport(_GroupTransport):
@@ -177,14 +177,14 @@ class GlooTransport(_GroupTransport):
     def _expect(self, number: int) -> None:
         if self.device.type == "cuda" and number % NUM_SLOTS in self._copied:
             copied = self._copied.pop(number % NUM_SLOTS)
-            self.wait_until(copied.query, lambda: f"the GPU did not copy what came before round {number} of weights")
+            self.wait_until(copied.query, lambda: f"the GPU did not copy the messages before round {number} of weights")
         super()._expect(number)
 
     def _start(self, operations: list[tuple[Any, Tensor, int]], number: int) -> list[Any]:
         return [call([buffer], peer, number) for call, buffer, peer in operations]
 
     def _wait_for(self, work: Any, number: int) -> None:
-        """Wait in a thread: gloo's own wait would not notice the failure of another process."""
+        """Wait in a thread, because gloo's wait does not detect failures of other processes."""
         done: list[RuntimeError | None] = []
 
         def wait() -> None:
@@ -205,10 +205,10 @@ class GlooTransport(_GroupTransport):
 
 
 def _gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """A gloo group that other hosts can reach.
+    """Build a gloo group that other hosts can reach.
 
-    By default gloo listens on the address that the host name resolves to, which on many nodes is a loopback address.
-    ``GLOO_SOCKET_IFNAME`` is respected as usual.
+    By default gloo listens on the address of the host name, which on many nodes is a loopback address.
+    ``GLOO_SOCKET_IFNAME`` still applies.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)

@@ -1,9 +1,8 @@
-"""The store through which trainer and engines find each other: what it holds is data, signed by the job.
+"""A store with signed values, through which trainer and engines exchange addresses and handles.
 
-Trainer rank 0 hosts PyTorch's TCPStore on the one address that the others use. Anyone who reaches that address may read
-and write the store, so that no value is unpickled, and each carries a MAC with a secret that the engines get through
-their token-protected HTTP. Another program can make a publication fail, which is noticed; it cannot choose what a process
-opens.
+Trainer rank 0 hosts PyTorch's TCPStore on the one address that the others use. Any program that reaches this address
+can read and write the store. Therefore no value is unpickled, and each has a MAC with a secret, which the engines get
+through token-protected HTTP. Another program can make a publication fail, but cannot choose what a process opens.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class UnsignedError(RuntimeError):
 
 
 class SignedStore:
-    """Text by key, with the MAC of key and value before it. ``plain`` is the store itself, for process groups."""
+    """Text by key, preceded by the MAC of key and value. ``plain`` is the TCPStore, for process groups."""
 
     def __init__(self, plain: dist.TCPStore, secret: str) -> None:
         self.plain = plain
@@ -38,10 +37,10 @@ class SignedStore:
         self.plain.set(key, self._mac(key, value) + value)
 
     def get(self, key: str) -> str:
-        """Raises UnsignedError if another program wrote the value."""
-        found = self.plain.get(key).decode(errors="replace")
+        """Return a value. Raises UnsignedError if another program wrote it."""
+        signed = self.plain.get(key).decode(errors="replace")
         length = hashlib.sha256().digest_size * 2
-        mac, value = found[:length], found[length:]
+        mac, value = signed[:length], signed[length:]
         if not hmac.compare_digest(mac.encode(), self._mac(key, value).encode()):
             raise UnsignedError(f"{key} in the store of trainer rank 0 was not written by this job")
         return value
@@ -50,7 +49,7 @@ class SignedStore:
         return self.plain.check(list(keys))
 
     def add(self, key: str, number: int) -> int:
-        """Unsigned: a counter, which nothing but a wait depends on."""
+        """Add to a counter, which is unsigned because only waits depend on it."""
         return self.plain.add(key, number)
 
     def _mac(self, key: str, value: str) -> str:
@@ -58,9 +57,9 @@ class SignedStore:
 
 
 def open_store(host: str, port: int, timeout_s: float, *, is_master: bool, secret: str) -> SignedStore:
-    """The store: trainer rank 0 hosts it (port 0 picks a free port: see ``port``), all others connect.
+    """Host the store on trainer rank 0 (port 0: a free port, see ``port``), or connect to it on others.
 
-    The host listens on the address ``host`` alone; by itself a TCPStore listens on all.
+    Listens only on the address ``host``, because a TCPStore would listen on all.
     """
     timeout, listening = timedelta(seconds=timeout_s), None
     if is_master:
