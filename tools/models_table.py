@@ -1,4 +1,4 @@
-"""The table of docs/models.md: the shipped runs of real models, what they need, and where they were run.
+"""The table of docs/models_and_layouts.md: the shipped runs of real models, what they need, and where they were run.
 
     python tools/models_table.py --write
 
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "models_and_layouts.md"
 BEGIN, END = "<!-- begin table -->", "<!-- end table -->"
 RAN = {
     "grpo_qwen3_8b": "never as it is; its shape: 8 of 36 layers on one H200",
@@ -69,7 +69,7 @@ def page(text: str) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="write docs/models.md instead of printing")
+    parser.add_argument("--write", action="store_true", help="write docs/models_and_layouts.md instead of printing")
     if parser.parse_args().write:
         PAGE.write_text(page(PAGE.read_text()))
     else:
