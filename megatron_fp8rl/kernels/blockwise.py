@@ -11,7 +11,7 @@ bytes and scales also match Transformer Engine's ``Float8BlockScaling`` and Deep
 
 Blocks start at index 0 of each axis; the last block of an axis may be shorter. Quantizing a shard whose edges are
 multiples of 128 gives the same bytes as slicing the quantized full tensor. A NaN or infinity turns its whole block into
-NaN rather than a large number.
+NaN.
 
 Shapes: N = output features, K = input features, Nb = ceil(N / 128), Kb = ceil(K / 128).
 """
@@ -48,7 +48,7 @@ E4M3 = Format(torch.float8_e4m3fn, max_exponent=8, min_exponent=-6, num_mantissa
 E5M2 = Format(torch.float8_e5m2, max_exponent=15, min_exponent=-14, num_mantissa_bits=2)
 
 _EXPONENT_BITS = 0x7F800000
-_BELOW_MAX_MANTISSA = 0x1FFFFF  # added to float32 bits: carries into the exponent iff mantissa > 1.75
+_BELOW_MAX_MANTISSA = 0x1FFFFF  # added to float32 bits: increments the exponent iff mantissa > 1.75
 
 
 def scale_of(amax: Tensor, scales: Scales, fmt: Format = E4M3) -> Tensor:
@@ -92,7 +92,7 @@ def round_blocks_(blocks: Tensor, dims: int | tuple[int, ...], scales: Scales, f
 
 
 def float32_copy(x: Tensor, *, rows_to: int = 1, columns_to: int = 1) -> Tensor:
-    """A float32 copy that may be overwritten, with its last two axes zero-padded to the given multiples."""
+    """A float32 copy that may be overwritten, with its last two axes zero-padded to multiples."""
     missing = (0, -x.shape[-1] % columns_to, 0, -x.shape[-2] % rows_to)
     return F.pad(x.float(), missing) if any(missing) else x.to(torch.float32, copy=True)
 
@@ -166,8 +166,8 @@ def canonical(data_NK: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
 def _float32_of(data: Tensor) -> Tensor:
     """Convert E4M3 to contiguous float32.
 
-    On CPUs, torch converts E4M3 one element at a time. Shifted left by seven bits, exponent and mantissa of E4M3 are
-    those of an FP16 number 2^(15 - 7) times smaller, and FP16 conversion is vectorized; only NaN is a special case.
+    On CPUs, torch converts E4M3 one element at a time, but vectorizes FP16. E4M3 bits shifted left by seven are an FP16
+    number 2^(15 - 7) times smaller; only NaN is a special case.
     """
     if data.device.type != "cpu":
         return data.float()
@@ -192,8 +192,9 @@ def dequantize_activation(data: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def operand_dtype(dtype: torch.dtype, scales: Scales) -> torch.dtype:
-    """Dtype that represents a dequantized operand exactly. An E4M3 number has 4 significant bits, so its product with a
-    power of two is exact in BF16, and a BF16 GEMM with float32 accumulation computes the FP8 product."""
+    """Dtype that represents a dequantized operand exactly.
+
+    An E4M3 number has 4 significant bits, so its product with a power of two is exact in BF16."""
     return torch.bfloat16 if scales == "pow2" and dtype == torch.bfloat16 else torch.float32
 
 

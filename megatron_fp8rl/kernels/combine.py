@@ -1,15 +1,15 @@
-"""Combines expert outputs as DeepGEMM engines and those on a CPU do: a router-weighted sum, rounded once.
+"""Combine expert outputs as DeepGEMM engines and CPU engines do: a router-weighted sum, rounded once.
 
 In: expert outputs without router weights, in dispatcher order. Out: one sum per token. Runs on: every trainer rank if
 the engines use ``engine.moe_backend = deep_gemm`` or run on a CPU. All other engines round each weighted output to
 BF16 before adding; for those, the experts apply the router weights and ``dispatcher.py`` sums.
 
-Router weights can only be applied after the all-to-all has gathered a token's rows, so the experts return unweighted
-outputs. Gradients are still those of weighted outputs: backward of the sum copies its gradient to each row of the
-token, and the experts, which have the weights of their rows, apply them there and compute the router-weight gradients.
+Router weights can only be applied after the all-to-all has gathered a token's rows, so experts return unweighted
+outputs. Gradients are still those of weighted outputs. Backward of the sum copies its gradient to each row of the
+token; the experts apply router weights there and compute their gradients.
 
-If two ranks divide an engine's experts, each rounds the sum of a token's experts that it has, and the two are added; so
-are they here. The sum of two rounded numbers does not depend on their order; with more ranks it would.
+If two ranks divide an engine's experts, each rounds its partial sum before the two are added, and so does this module.
+The sum of two rounded numbers does not depend on their order; a sum of more would.
 
 Shapes: T = tokens of this rank, E = experts, K = experts per token, H = hidden size; rows: T * K, the tokens of the
 first expert in order, followed by those of the second, and so on.
@@ -64,8 +64,8 @@ def combine_experts(
     """outputs [rows, H] -> [T, H]: weighted sum of each token's outputs, in float32, rounded once per part.
 
     A token's experts are summed in the engine's order: descending weight, ties broken by the lower expert index. Each
-    output receives the gradient of its token's sum, unweighted: see :func:`weighted_in_combine`. ``num_parts``: ranks
-    that divide an engine's experts in order; each part's sum is rounded before the parts are added.
+    output receives its token's gradient unweighted (:func:`weighted_in_combine`). ``num_parts``: ranks that divide an
+    engine's experts in order; each part's sum is rounded before the parts are added.
     """
     weights_TK, experts_TK = slots(weights_TE.detach(), routing_map_TE, top_k)
     weights = [weights_TK]

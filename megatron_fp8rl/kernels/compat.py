@@ -64,13 +64,13 @@ def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 )
 def num_writes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """Number of in-place writes to each tensor; views of the same tensor share the counter."""
-    return tuple(map(_VERSION, tensors))  # no bytecode for each: a mixture asks for hundreds in every layer
+    return tuple(map(_VERSION, tensors))  # map avoids a Python loop: an MoE layer has hundreds of weights
 
 
 @patches(
     "torch",
     ">=2.11,<2.12",
-    why="compiles CUDA source at run time with our own headers and compute capability "
+    why="compiles CUDA source at run time with our headers and compute capability "
     "(torch.cuda._compile_kernel), without requiring nvcc",
     remove_when="torch.cuda has a public API to compile a kernel",
 )
@@ -91,7 +91,7 @@ def compile_cuda(source: str, name: str, *, folder: str, options: Sequence[str])
 def gloo_group_on(
     address: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta
 ) -> dist.ProcessGroupGloo:
-    """Collective: create a gloo group in which each member listens on its own ``address``."""
+    """Collective: create a gloo group in which each member listens on its ``address``."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
@@ -126,15 +126,15 @@ def coalesced(group: dist.ProcessGroupNCCL, calls: Sequence[Callable[[], Any]]) 
     return group._end_coalescing()
 
 
-# The settings of PyTorch's allocator: those of the environment, until others are chosen.
+# The current settings of PyTorch's allocator, initially from the environment.
 _ALLOCATOR = [os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")]
 
 
 @patches(
     "torch",
     ">=2.11,<2.12",
-    why="changes settings of the allocator while it runs (torch._C._accelerator_setAllocatorSettings); the public way, an "
-    "environment variable, is for a whole process, and tensors of expandable segments cannot be shared in every container",
+    why="changes allocator settings at run time (torch._C._accelerator_setAllocatorSettings); the public environment "
+    "variable applies to a whole process, but some containers cannot share tensors of expandable segments",
     remove_when="PyTorch has a public setter of allocator settings",
 )
 def _set_allocator(settings: str) -> None:
@@ -143,15 +143,17 @@ def _set_allocator(settings: str) -> None:
 
 
 def expand_segments() -> None:
-    """Take GPU memory from here on in pages, of which ``empty_cache`` returns every free one. A segment of the other kind is
-    kept whole while a tensor lies in it. A choice of the environment (``PYTORCH_ALLOC_CONF``) takes precedence."""
+    """Allocate GPU memory in expandable segments from now on; ``PYTORCH_ALLOC_CONF`` takes precedence.
+
+    ``empty_cache`` returns every free page of them. It cannot return any other segment that still contains a tensor."""
     _set_allocator(_settings("expandable_segments:True", _ALLOCATOR[0]))
 
 
 @contextlib.contextmanager
 def shareable_segments() -> Iterator[None]:
-    """Within the block, take GPU memory that any process of this host can open by its handle. Handles of expandable segments
-    are file descriptors, which another process may take over only where ptrace is allowed."""
+    """Within the block, allocate GPU memory that any process of this host can open by its handle.
+
+    Handles of expandable segments are file descriptors, which another process can open only if ptrace is allowed."""
     before = _ALLOCATOR[0]
     _set_allocator(_settings(before, "expandable_segments:False"))
     try:
@@ -188,8 +190,9 @@ _BYTES_OF_HANDLE = ("handle", "reference", "event")
     remove_when="rebuild_cuda_tensor takes the opening device as a named argument",
 )
 def handle_of(tensor: Tensor) -> dict[str, Any]:
-    """What another process of this host needs to open a contiguous tensor of a GPU: numbers, and bytes as hexadecimal
-    text. ``reduce_tensor`` gives them to pickle beside classes."""
+    """The handle by which another process of this host opens a contiguous GPU tensor: numbers, and bytes as hex text.
+
+    These are the arguments that ``reduce_tensor`` gives to pickle, without classes."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(tensor)
@@ -198,7 +201,7 @@ def handle_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def open_on(handle: Mapping[str, Any], shape: tuple[int, int], device: int) -> Tensor:
-    """Open another local process's uint8 tensor on GPU ``device``; ``handle`` comes from its :func:`handle_of`."""
+    """Open another local process's uint8 tensor on GPU ``device`` by the ``handle`` from :func:`handle_of`."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     values = [bytes.fromhex(handle[name]) if name in _BYTES_OF_HANDLE else handle[name] for name in _HANDLE]
@@ -223,7 +226,7 @@ def rowwise(parameter: Tensor) -> tuple[Tensor, Tensor] | None:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="only vLLM's own kernel (vllm._custom_ops.topk_softmax) gives router weights bitwise equal to the engine's",
+    why="only vLLM's kernel (vllm._custom_ops.topk_softmax) gives router weights bitwise equal to the engine's",
     remove_when="vLLM makes the kernel public",
     optional=True,
 )
@@ -243,7 +246,7 @@ def vllm_topk_softmax() -> Callable[..., None] | None:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="only vLLM's own build of FlashAttention 3 (vllm.vllm_flash_attn) is bitwise equal to the engine's attention",
+    why="only vLLM's build of FlashAttention 3 (vllm.vllm_flash_attn) is bitwise equal to the engine's attention",
     remove_when="vLLM uses FlashAttention 3 from a standalone package",
     optional=True,
 )

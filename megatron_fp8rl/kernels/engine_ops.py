@@ -1,7 +1,4 @@
-"""Calls vLLM's FlashAttention 3 and router softmax kernels.
-
-The trainer runs vLLM's own GPU kernels to be bitwise equal to the engine.
-"""
+"""Call vLLM's FlashAttention 3 and router softmax kernels, for bitwise equality of trainer and engine."""
 
 from __future__ import annotations
 
@@ -27,11 +24,10 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention over packed sequences: ([T, H, D] BF16, float32 [H, T] log-sum-exp).
 
-    query [T, H, D], key and value [S, G, D] with ``cu_keys``, or paged, [P, tokens of a page, G, D], with ``num_keys``
-    int32 [n] and ``page_table`` int32 [n, pages]; ``cu_queries`` and ``cu_keys`` int32 [n + 1] are cumulative sequence
-    lengths. The mask is aligned to the bottom right of each sequence. Tensors in E4M3 are multiples of
-    ``cache_scales``, float32 [3], in the order of query, key and value. Raises RuntimeError if vLLM for CUDA is not
-    installed.
+    query [T, H, D]. Key and value are [S, G, D] with ``cu_keys``, or paged [P, tokens of a page, G, D] with
+    ``num_keys`` int32 [n] and ``page_table`` int32 [n, pages]. ``cu_queries`` and ``cu_keys`` int32 [n + 1] are
+    cumulative lengths. The mask is aligned to the bottom right of each sequence. E4M3 tensors are multiples of
+    ``cache_scales``, float32 [3], for query, key and value. Raises RuntimeError if vLLM for CUDA is not installed.
     """
     try:
         attend = vllm_flash_attention()

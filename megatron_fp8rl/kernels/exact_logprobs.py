@@ -1,16 +1,15 @@
 """Log-softmax of sampled tokens whose bits depend neither on the order of the sum nor on how it is divided.
 
 Trainer and engine compute log-probabilities in different kernels, from logits of different dtypes, over whole rows or
-over the vocabulary shards of several ranks. In floating point each of these adds the exponentials in another order, and
-the last bit of the result differs. Here each exponential is rounded down to a multiple of 1 / UNIT and the sum is an
-integer:
+vocabulary shards. In floating point these sum the exponentials in different orders, and the last bit of the result
+differs. Here each exponential is rounded down to a multiple of 1 / UNIT and the sum is an integer:
 
     logprob(target) = (z[target] - max) - log(sum_v floor(exp(z[v] - max) UNIT) / UNIT)
 
 The sum is at least 1, so the error is at most vocabulary / UNIT (9e-9 for 151,936 tokens), below the rounding of the
 result to float32. The logarithm is taken in float64 and rounded once.
 
-Shapes: n = tokens, V = vocabulary, k = tokens asked for.
+Shapes: n = tokens, V = vocabulary, k = requested tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def exp_sum(shifted_nV: Tensor) -> Tensor:
 
 
 def token_logprobs(logits_nV: Tensor, token_ids_nk: Tensor) -> Tensor:
-    """Log-probabilities of the given tokens, float32 [n, k]; int64 ids, logits BF16 or float32 and possibly -inf."""
+    """Log-probabilities of ids int64 [n, k], float32 [n, k]; logits BF16 or float32, possibly -inf."""
     return _normalized(logits_nV.gather(1, token_ids_nk), logits_nV)
 
 

@@ -1,14 +1,14 @@
-"""Which tokens go to which of a rank's experts, and the sum of a token's outputs: tokens are indexed, never copied.
+"""Assign tokens to a rank's experts by index, without copies, and sum each token's expert outputs.
 
-In:  the router weights of the tokens for the experts of this rank, -1 where a token does not go.
+In:  the router weights of the tokens for the experts of this rank, -1 if an expert was not chosen.
 Out: the layout of the grouped GEMMs with the token of each row; the rows of each token; sums over the rows of a token.
 Runs on: trainer ranks, with Triton on a GPU or under TRITON_INTERPRET=1 (triton/slots.py), in torch elsewhere.
 
-Rows are sorted by expert, and by token within an expert. On a rank that has all experts their number is known; on others
-only when the router has chosen: its copy to the host starts in :meth:`Choice.of` and is awaited in :meth:`Choice.slots`, so
-that what is launched in between, such as an exchange of tokens, hides it.
+Rows are sorted by expert, and by token within an expert. On a rank with all experts the number of rows is known. On
+other ranks it depends on the router: :meth:`Choice.of` starts its copy to the host and :meth:`Choice.slots` waits.
+Kernels launched in between, such as an exchange of tokens, hide the copy.
 
-Shapes: T = tokens, E = experts of this rank, R = rows (a token has one for each of its experts here), P = rows with each
+Shapes: T = tokens, E = experts of this rank, R = rows (one per token and expert of this rank), P = rows with each
 expert's padded to multiples of 128, K = most experts of a token here, H = features.
 """
 
@@ -39,18 +39,19 @@ class Choice:
     """The choice of the router, counted on the device."""
 
     scores_TE: Tensor  # float32, -1: not chosen
-    ends: Tensor  # int32 [E, T], or [E, tiles of tokens] on a GPU: how many of the tokens up to there go to an expert
+    ends: Tensor  # int32 [E, T], or [E, tiles of tokens] on a GPU: cumulative counts per expert
     counts_E: Tensor  # int32, the last of them
-    host_counts: Tensor | None  # the same on the host, as soon as it has arrived; None: they stay on the device
+    host_counts: Tensor | None  # the same on the host after ``arrived``; None: not copied
     arrived: Any = None  # torch.cuda.Event, or None for tensors on the host
-    num_rows: int = 0  # R, where the counts stay on the device
-    exchange: Any = None  # of the ranks whose tokens these are (trainer/model/dispatcher.py); None: this rank alone
+    num_rows: int = 0  # R, if the counts are not copied to the host
+    exchange: Any = None  # between the ranks of these tokens (trainer/model/dispatcher.py); None: one rank
     everyone: Tensor | Packed | None = None  # their tokens [T, H]
 
     @classmethod
     def of(cls, scores_TE: Tensor, num_rows: int | None = None) -> Choice:
-        """Count, and start the copy to the host, unless ``num_rows`` says how many rows the tokens have in all: then P is an
-        upper bound. There has to be a token."""
+        """Count the chosen experts of at least one token, and start the copy of the counts to the host.
+
+        With ``num_rows``, the total number of rows, nothing is copied and P is an upper bound."""
         ends, counts_E = _implementation(scores_TE).count(scores_TE.detach())
         if num_rows is not None:
             return cls(scores_TE, ends, counts_E, None, num_rows=num_rows)
@@ -63,7 +64,7 @@ class Choice:
         return cls(scores_TE, ends, counts_E, host, arrived)
 
     def slots(self, most: int) -> Slots:
-        """The rows of all tokens. ``most``: experts that a token has in all. Waits for the counts."""
+        """The rows of all tokens. ``most``: experts per token on all ranks. Waits for the counts."""
         if self.arrived is not None:
             self.arrived.synchronize()
         counts = None if self.host_counts is None else self.host_counts.tolist()
@@ -79,7 +80,7 @@ class Choice:
 
 
 class _Weights(torch.autograd.Function):
-    """The scores of all rows: their gradients go back to the scores."""
+    """The scores of all rows, differentiable in ``scores_TE``."""
 
     @staticmethod
     def forward(ctx: Any, scores_TE: Tensor, probs_R: Tensor, ends: Tensor, counts_E: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class _Weights(torch.autograd.Function):
 
 
 def sum_rows(y_RH: Tensor, rows_TK: Tensor, probs_R: Tensor | None = None) -> Tensor:
-    """BF16 [T, H]: the sum of each token's rows, times ``probs_R`` if given, in float32 and rounded once."""
+    """BF16 [T, H]: the sum of each token's rows, times ``probs_R`` if not None, in float32 and rounded once."""
     if y_RH.dtype != torch.bfloat16 or not y_RH.is_contiguous():
         raise ValueError(f"y_RH must be contiguous bfloat16, not {y_RH.dtype} of strides {y_RH.stride()}")
     return _implementation(y_RH).sum_rows(y_RH, rows_TK, probs_R)

@@ -17,7 +17,7 @@ from megatron_fp8rl.kernels.types import BLOCK
 
 
 class Fp8Weight(NamedTuple):
-    """Views of a parameter's own storage, in the format of ``kernels.blockwise.quantize_weight``."""
+    """Views of a parameter's storage, in the format of ``kernels.blockwise.quantize_weight``."""
 
     data: Tensor  # float8_e4m3fn [N, K]
     scale: Tensor  # float32 [ceil(N / 128), ceil(K / 128)], dequantization scale of each block
@@ -37,7 +37,7 @@ def fp8_weight(parameter: Tensor) -> Fp8Weight:
 
 
 def has_nan(data: Tensor) -> Tensor:
-    """Whether E4M3 data contains a NaN, bool []. Scales stay finite in that case, and E4M3 has no infinity."""
+    """Whether E4M3 data contains a NaN, bool []. Scales are finite even then, and E4M3 has no infinity."""
     return ((data.view(torch.uint8) & 0x7F) == 0x7F).any()
 
 

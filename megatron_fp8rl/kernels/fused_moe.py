@@ -15,10 +15,10 @@ the columnwise copy:
     rows     float8_e4m3fn [P, K]                    row_scales     float32 [P, K / 128], strides (1, P)
     columns  float8_e4m3fn [P / 128, K, 128]         column_scales  float32 [P / 128, K]
 
-The columnwise layout is that of cuda/grouped_wgrad.cu: within a block of 128 rows, all of one expert, each feature is
-a line of its 128 values, and the eight 16-byte chunks of a line are swizzled to chunk ^ (feature % 8) for the tensor
-cores. A tile is thus contiguous in memory. For dense layers, DeepGEMM computes wgrad from a single matrix [K, P] with
-scales [K, P / 128] of strides (1, K); set ``in_matrix`` in the layout to get this form.
+The columnwise layout is that of cuda/grouped_wgrad.cu. Within a block of 128 rows of one expert, each feature is a line
+of 128 values. The eight 16-byte chunks of a line are swizzled to chunk ^ (feature % 8) for the tensor cores. A tile is
+thus contiguous in memory. For dense layers, DeepGEMM computes wgrad from a single matrix [K, P] with scales [K, P /
+128] of strides (1, K); set ``in_matrix`` in the layout to get this form.
 
 Shapes: T = incoming tokens (a token counts once for each of its experts), P = rows with padding, E = experts, K =
 features of the permuted rows (a multiple of 128), F = features of each half of the gated pair ``h_P2F``: gate | up.
@@ -82,8 +82,8 @@ def permute_quantize(
 ) -> Quantized:
     """Pad and quantize BF16 tokens, after multiplying them by ``probs`` (float32 [T]) and rounding to BF16.
 
-    With ``layout.sources`` the rows of ``x_TK`` are those, of which several experts may read one; ``probs`` are not for them.
-    Rows of packed ones have their values again; if a block's largest is 224 times its scale, 448 times half of it.
+    With ``layout.sources`` several experts may read a row of ``x_TK``, and ``probs`` are not supported. Packed rows
+    keep their values; a block whose largest value is 224 times its scale gets half the scale.
     """
     num_rows = layout.num_tokens if layout.sources is None else layout.num_sources
     if isinstance(x_TK, Packed):
@@ -93,7 +93,7 @@ def permute_quantize(
     else:
         _require_matrix("x_TK", x_TK, num_rows)
     if probs is not None and layout.sources is not None:
-        raise ValueError("probs are of routed tokens, but the layout reads its sources")
+        raise ValueError("probs are not supported for a layout with sources")
     if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):
         raise ValueError(f"probs must be float32 [{layout.num_tokens}], not {_described(probs)}")
     implementation = _implementation(x_TK.data if isinstance(x_TK, Packed) else x_TK)
@@ -142,9 +142,9 @@ def swiglu_backward_quantize(
     The BF16 result may overwrite h.
 
     The activation is recomputed here, where its inputs are read anyway, so forward need not save it.
-    ``probs`` (float32 [T]) are for experts whose outputs are multiplied by router weights: y = p fc2(a). Let dy be the
-    gradient without p, as if fc2(a) were the output. Then dh uses p dy, the fc2 wgrad uses (p a) instead of a, and
-    dp = sum_F(a dy), which does not need fc2(a) saved from forward.
+    ``probs`` (float32 [T]) are for experts with outputs times router weights: y = p fc2(a). Let dy be the gradient of
+    fc2(a) without p. Then dh uses p dy, the fc2 wgrad uses (p a) instead of a, and dp = sum_F(a dy), so that forward
+    need not save fc2(a).
     """
     _require_matrix("h_P2F", h_P2F, layout.num_rows, halves=2)
     _require_matrix("dy_PF", dy_PF, layout.num_rows)

@@ -57,7 +57,8 @@ def quantized(
 
 
 def swizzled(lines: Tensor) -> Tensor:
-    """Swizzle bytes [..., K, 128]: each 16-byte chunk moves to chunk ^ (feature % 8). It is its own inverse."""
+    """Swizzle bytes [..., K, 128]: each 16-byte chunk moves to chunk ^ (feature % 8). Applied twice, it does
+    nothing."""
     pieces = lines.contiguous().view(torch.uint8).unflatten(-1, (8, 16))
     features = torch.arange(lines.shape[-2], device=lines.device)
     piece = torch.arange(8, device=lines.device) ^ (features[:, None] % 8)

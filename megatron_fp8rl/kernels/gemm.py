@@ -12,10 +12,10 @@
     dW += g^T x (FP8)    cuda/grouped_wgrad.cu                 g, x columnwise              FP32 [E, N, K]
     dW += g^T x (BF16)   k_grouped_bf16_gemm_tn_contiguous     g, x rowwise                 FP32 [E, N, K]
 
-The DeepGEMM forward kernels are the ones behind vLLM's linears and experts, so the forward pass is bitwise equal to the
-engine's: a row's result does not depend on the other rows in the batch. FP8 partial sums are promoted to float32 every
-128 terms. DeepGEMM compiles a kernel on the first GEMM with a new weight shape, which takes seconds, and caches it in
-DG_JIT_CACHE_DIR, by default the cache of vLLM's engines. The number of tokens is not a compile-time constant.
+vLLM's linears and experts use the same DeepGEMM forward kernels. A row's result does not depend on other rows, so the
+forward pass is bitwise equal to the engine's. FP8 partial sums are promoted to float32 every 128 terms. DeepGEMM
+compiles a kernel on the first GEMM with a new weight shape, which takes seconds, and caches it in DG_JIT_CACHE_DIR, by
+default the cache of vLLM's engines. The number of tokens is not a compile-time constant.
 
 Each expert's rows start at a multiple of 128 (``types.ExpertPermutation``); padded rows are zero and contribute
 nothing to a GEMM.
@@ -159,7 +159,7 @@ def _is_on_gpu(x: Fp8) -> bool:
 
 
 def _restored_rows(x: Fp8) -> Tensor:
-    """float64, in which products are exact or nearly so: see ``float64.py``."""
+    """float64, in which products are exact or nearly so (``float64.py``)."""
     return dequantize_activation(x.data, x.scale).double()
 
 
@@ -174,7 +174,7 @@ def _restored_columns(x: Fp8, layout: ExpertPermutation) -> list[Tensor]:
 
 
 def _emulated_product(x_PK: Tensor, weights_ENK: Tensor, layout: ExpertPermutation) -> Tensor:
-    """Rows behind those of the last expert are zeros."""
+    """Set rows after the last expert's rows to zero."""
     parts = zip(_of_experts(x_PK, layout), weights_ENK)
     products = torch.cat([float64.matmul(rows, matrix.t()) for rows, matrix in parts])
     return torch.nn.functional.pad(products, (0, 0, 0, len(x_PK) - len(products)))

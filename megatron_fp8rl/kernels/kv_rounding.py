@@ -1,7 +1,7 @@
 """Queries, keys and values rounded to E4M3 as an engine with an FP8 KV cache reads them.
 
-In: tensors after rotary embedding and a scale per tensor. Out: what the cache holds, or the same values in the dtype of
-the input, with the gradient passed straight through. Runs on trainer ranks, and in engines on a CPU.
+In: tensors after rotary embedding and a scale per tensor. Out: the cache's E4M3 values, or the same values in the
+input's dtype, with a straight-through gradient. Runs on trainer ranks, and in engines on a CPU.
 
 vLLM divides keys and values by their scale and multiplies queries by the reciprocal of theirs; for the powers of two of
 ``trainer/kv_scales.py`` both are exact, so the only rounding is that to E4M3 (to nearest, saturating at 448).
@@ -21,10 +21,7 @@ def to_cache(x: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def as_cached(x: Tensor, scale: Tensor) -> Tensor:
-    """x in its own dtype, rounded to multiples that E4M3 times ``scale``, a power of two, can hold.
-
-    The gradient of x is that of the result, also where it saturates.
-    """
+    """x rounded to E4M3 times ``scale``, a power of two, in the dtype of x; the gradient is straight-through."""
     return _AsCached.apply(x, scale)
 
 

@@ -1,4 +1,4 @@
-"""Constants and data of kernels, shared by torch, Triton and CUDA code. Imports torch for type checkers alone."""
+"""Constants and dataclasses shared by torch, Triton and CUDA kernels. Imports torch only for type checkers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 BLOCK = 128  # values that share a scale: 1 x 128 of an activation, 128 x 128 of a weight
 E4M3_MAX = 448.0  # the largest E4M3 number
-UNIT = 2.0**44  # of integer sums of exponentials: sums of up to 2^19 of them, each at most 1, stay below 2^63
+UNIT = 2.0**44  # of integer sums of exponentials: sums of up to 2^19 terms, each at most 1, are below 2^63
 
 Scales = Literal["pow2", "fp32"]
 """How a block's scale is chosen: rounded up to a power of two, or the FP32 quotient."""
@@ -29,9 +29,9 @@ class ExpertPermutation:
     positions: Tensor  # int32 [T], the row of each token, -1 for tokens after those of the last expert
     host_counts: tuple[int, ...] | None  # padded_counts if known on the host: DeepGEMM's ``ks``
     in_matrix: bool = False  # store the columns of the only expert as one matrix
-    has_all_tokens: bool = False  # whether the host can tell that every token has a row
-    sources: Tensor | None = None  # int32 [P], the row of what is permuted, -1 for padding; None: ``rows``
-    num_sources: int = 0  # rows of what is permuted, with ``sources``
+    has_all_tokens: bool = False  # True if every token has a row and the host can rely on it
+    sources: Tensor | None = None  # int32 [P], the row of the permuted tensor, -1 for padding; None: ``rows``
+    num_sources: int = 0  # rows of the permuted tensor, with ``sources``
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,5 +63,5 @@ class SwigluGradients:
     """Results of one pass over h and dy."""
 
     dh: Quantized  # [P, 2F], gate | up
-    activation: Quantized  # [P, F], silu(gate) * up, times probs if given: input of the fc2 wgrad
+    activation: Quantized  # [P, F], silu(gate) * up, times probs if any: input of the fc2 wgrad
     dprobs: Tensor | None  # float32 [T]

@@ -47,8 +47,7 @@ class FrozenPolicy:
         return named_global_tensors(self.models, self.parallel)
 
     def with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Collective: add ``old_logprobs_T``, as :meth:`~megatron_fp8rl.trainer.policy.Policy.with_old_logprobs`
-        does."""
+        """Collective: add ``old_logprobs_T``, as ``Policy.with_old_logprobs`` does."""
         old = Forward(self.cfg, self.parallel).logprobs(self.models, batch.microbatches)
         pairs = zip(batch.microbatches, old, strict=True)
         filled = (replace(mb, old_logprobs_T=values.to(mb.tokens_T.device)) for mb, values in pairs)

@@ -127,7 +127,7 @@ def multiply_rows(
     rows: Tensor | None = None,
     probs: Tensor | None = None,
 ) -> None:
-    """Write x W^T per expert to ``out`` BF16: [P, N], or if ``rows`` is given [T, N], each row at its token's position.
+    """Write x W^T per expert to ``out`` BF16 [P, N], or with ``rows`` [T, N], each row at its token's position.
 
     x float8_e4m3fn [P, K] with float32 scales [P, K/128] of strides (1, P); w [E, N, K] with scales [E, N/128, K/128],
     whose last two dimensions may be transposed. ``offsets`` int32 [E + 1], ``experts`` and ``rows`` int32 [P] come from

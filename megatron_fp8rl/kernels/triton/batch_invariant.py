@@ -9,7 +9,7 @@ part of the definition:
     product    x W^T in tiles of 128 x 128, terms added in float32 in blocks of 64, rounded once to BF16
     experts    a token's outputs slot by slot: total = fma(output, weight, total) in float32, rounded once
 
-Thread layouts follow from block sizes, warps and dtypes. They are the engine's and must not be tuned separately.
+Thread layouts follow from block sizes, warps and dtypes. They equal the engine's and must not be tuned separately.
 
 Shapes: T = rows, H = columns of a norm; K = terms of a product or sum, N = outputs.
 """

@@ -1,6 +1,6 @@
-"""Bits of numbers and scales, shared by the Triton kernels: blockwise scales, rounding to E4M3 and to BF16.
+"""Bit operations of the Triton kernels: blockwise scales, rounding to E4M3 and to BF16.
 
-Triton's interpreter rounds conversions its own way, so each rounding is also written in integers or float32 additions.
+Triton's interpreter rounds conversions differently, so each rounding is also written in integers or float32 additions.
 """
 
 from __future__ import annotations

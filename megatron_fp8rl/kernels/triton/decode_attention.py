@@ -1,18 +1,19 @@
 """Attention of one new token per sequence over a paged KV cache in E4M3, with queries in BF16.
 
 In: a query of each sequence, vLLM's cache, its page table, and scales per tensor. Out: attention in BF16. Keys and
-values are rounded in the cache and nowhere else: products are those of FP16, which holds every E4M3 number and more of a
-query or of a probability than BF16 does, sums are float32. FlashAttention 3 in E4M3 rounds queries and probabilities too.
+values are rounded only in the cache. Products are FP16, which represents every E4M3 number, and queries and
+probabilities more precisely than BF16; sums are float32. FlashAttention 3 in E4M3 also rounds queries and
+probabilities.
 
-A cached byte costs arithmetic as well as bandwidth, and that is what the kernel saves:
+The kernel saves arithmetic per cached byte:
 
-- keys stand where matrix products have rows, the few queries of a group where they have 8 columns, so that no product is
-  of padding only;
-- bytes are read in pairs of features, because a matrix of 16-bit numbers can be turned on its way from shared memory; a
-  pair becomes an even and an odd FP16 number in registers, and even and odd features are multiplied apart.
+- keys are the rows of matrix products, and the few queries of a group the 8 columns, so that no product is only
+padding;
+- bytes are read in pairs of features, because 16-bit matrices can be transposed on the way from shared memory. A pair
+  becomes an even and an odd FP16 number in registers; even and odd features are multiplied separately.
 
-A sequence is cut into parts of ``SPLIT`` tokens, whose results are merged; shorter ones are written at once. Where the
-cuts are depends on the number of sequences, not on their lengths.
+A sequence is split into parts of ``SPLIT`` tokens, whose results are merged; shorter sequences are written directly.
+The split depends on the number of sequences, not on their lengths.
 
 Shapes: S = sequences, Q = query heads, G = groups (key and value heads), D = features of a head.
 """
@@ -86,7 +87,7 @@ def _attend(
     for start in range(first, end, TILE):
         token = start + tl.arange(0, TILE)
         is_token = (token < end)[:, None]
-        token = tl.minimum(token, end - 1)  # memory that is the sequence's own
+        token = tl.minimum(token, end - 1)  # memory of this sequence
         page = tl.load(pages + sequence * table_stride + token // PAGE).to(tl.int64)
         row = cache + page * page_stride + (token % PAGE) * token_stride
         key_even, key_odd = _halves(tl.load(row[:, None] + pair[None, :]), HARDWARE)
@@ -114,7 +115,8 @@ def _attend(
 
 @triton.jit
 def _merge(
-    lengths, out, parts, norms, num_parts, D: tl.constexpr, MOST: tl.constexpr, SPLIT: tl.constexpr, HARDWARE: tl.constexpr,
+    lengths, out, parts, norms, num_parts,
+    D: tl.constexpr, MOST: tl.constexpr, SPLIT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Program (s, q): the parts of query head q of sequence s, weighted by their sums of exponentials."""
     sequence, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -135,13 +137,13 @@ def decode(
     query: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, key_scale: Tensor, value_scale: Tensor,
     softmax_scale: float, out: Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``out``, BF16 [S, Q, D] in one piece; zeros for a sequence without tokens.
+    """Fill ``out``, BF16 [S, Q, D], contiguous; zeros for a sequence without tokens.
 
-    ``query`` BF16 [S, Q, D] with adjacent heads; ``cache`` bytes [pages, tokens of a page, G, 2 D] with strides of its
-    own, where a token's key stands before its value; ``pages`` int32 [S or more, pages of a sequence]; ``lengths`` int32
-    [S or more], the new token included, whose key and value are in the cache; scales float32 with one number.
+    ``query`` BF16 [S, Q, D] with adjacent heads; ``cache`` bytes [pages, tokens of a page, G, 2 D] of any strides, key
+    before value; ``pages`` int32 [S or more, pages of a sequence]; ``lengths`` int32 [S or more], including the new
+    token, whose key and value are in the cache; scales float32 with one element.
 
-    D is one of :data:`HEAD_DIMS`, and a group has :data:`MAX_GROUP` query heads at most. Raises ValueError otherwise.
+    Raises ValueError unless D is one of :data:`HEAD_DIMS` and a group has at most :data:`MAX_GROUP` query heads.
     """
     num_sequences, num_heads, head_dim = query.shape
     group = num_heads // cache.shape[2]

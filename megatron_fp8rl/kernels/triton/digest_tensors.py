@@ -1,4 +1,4 @@
-"""Digest sums of whole tensors on a GPU (``weight_sync/digest.py``): all tensors in one launch, every byte read once.
+"""Digest sums of whole tensors on a GPU (``weight_sync/digest.py``): one launch for all, every byte read once.
 
 In:  tensors on one device. Out: for each the sum of its mixed words modulo 2^64, as digest.py defines it.
 Runs on trainer ranks and in engine workers. Import only for CUDA tensors, or under TRITON_INTERPRET=1.

@@ -1,6 +1,6 @@
-"""Rows in FP8 with their scales behind them, in Triton: ``fused_moe.pack`` in one launch, and reading them in a tile.
+"""Rows in FP8 followed by their scales, in Triton: ``fused_moe.pack`` in one launch, and reading such rows in a tile.
 
-Bytes and scales are those of ``blockwise.quantize_activation`` with powers of two, of which a byte holds the exponent.
+Values equal ``blockwise.quantize_activation`` with power-of-two scales; a scale is one byte, its exponent.
 """
 
 from __future__ import annotations

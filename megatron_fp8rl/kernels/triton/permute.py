@@ -1,9 +1,9 @@
 """The data movement of grouped experts in Triton: fused_moe_torch.py with memory read once and written once.
 
-Functions, inputs and outputs are those of fused_moe.py. SwiGLU's backward is a CUDA kernel (cuda/launch.py) for FP8 with
-power-of-two scales, rowwise and columnwise. A program processes one tile of triton/tiles.py: 128 features of 128 rows of
-one expert if a columnwise copy is needed, else of fewer rows. Programs of row blocks after the last expert write nothing.
-Grids have one axis, because there may be more programs than the 65,535 of the others.
+Functions, inputs and outputs are those of fused_moe.py. SwiGLU's backward is a CUDA kernel (cuda/launch.py) for FP8
+with power-of-two scales, rowwise and columnwise. A program processes one tile of triton/tiles.py: 128 features of one
+expert's 128 rows, or of fewer rows without a columnwise copy. Programs of row blocks after the last expert write
+nothing. Grids use only the first axis, because the others allow at most 65,535 programs.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _quantize(
     Q: tl.constexpr, GATHER: tl.constexpr, WEIGHTED: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr, TOGETHER: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    together = TOGETHER if TOGETHER else num_columns // SIDE  # tiles, down all rows: the L2 cache has what is gathered
+    together = TOGETHER if TOGETHER else num_columns // SIDE  # tiles over all rows, so that gathered rows are in L2
     of_columns = num_rows // (4 * Q) * together
     inside = tl.program_id(0) % of_columns
     row = (inside // together).to(tl.int64) * (4 * Q)
@@ -352,14 +352,15 @@ def swiglu_backward_quantize(
 ) -> SwigluGradients:  # fmt: skip
     width, device = dy_PF.shape[1], h_P2F.device
     dh = _outputs(layout, 2 * width, device, rows, columns, bf16=False)
-    dh = replace(dh, bf16=h_P2F) if bf16 else dh  # a program has read what it overwrites
+    dh = replace(dh, bf16=h_P2F) if bf16 else dh  # a program reads values before it overwrites them
     activation = _outputs(layout, width, device, False, activation_columns, activation_bf16)
     sums = None if probs is None else torch.empty(width // BLOCK, layout.num_rows, device=device)
     is_fp8 = rows and columns and activation_columns and not (bf16 or activation_bf16)
     if layout.num_rows and is_fp8 and not layout.in_matrix and scales == "pow2" and launch.is_hopper(device):
         launch.swiglu_backward(
             dy_PF, h_P2F, probs, layout.rows, layout.experts,
-            (dh.rows, dh.row_scales, dh.columns, dh.column_scales), (activation.columns, activation.column_scales), sums,
+            (dh.rows, dh.row_scales, dh.columns, dh.column_scales),
+            (activation.columns, activation.column_scales), sums,
         )  # fmt: skip
     elif layout.num_rows:
         with torch.cuda.device_of(h_P2F):

@@ -1,8 +1,8 @@
 """Blockwise FP8 quantization of weights on a GPU: memory is read once and written once.
 
 In:  BF16 or FP32 matrices, any number of them, in any storage; rows may be strided.
-Out: for each the E4M3 bytes and the float32 scales of ``blockwise.quantize_weight``, bit for bit, in tensors given by
-     the caller: a bucket, or the memory that an engine's kernels read.
+Out: for each the E4M3 bytes and the float32 scales of ``blockwise.quantize_weight``, bit for bit, in tensors of the
+     caller: a bucket, or the memory that an engine's kernels read.
 Runs on trainer ranks. Import only for CUDA tensors, or under TRITON_INTERPRET=1, where the same kernel runs on the CPU
 for tests.
 

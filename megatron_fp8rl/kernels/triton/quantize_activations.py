@@ -1,12 +1,11 @@
-"""RMSNorm or SwiGLU, and the blockwise quantization of what it gives, in one launch: for engines on a GPU.
+"""RMSNorm or SwiGLU with blockwise quantization of the result, in one launch: for engines on a GPU.
 
-In:  BF16 rows, and what the engine's compiler has fused to one operation.
-Out: E4M3 bytes and float32 scales of ``blockwise.quantize_activation``, of either kind, in tensors that the caller gives.
-     What is quantized is rounded to BF16 first, as by a norm or an activation of its own, so that an engine quantizes the
-     numbers that the trainer does.
+In:  BF16 rows, from an operation that the engine's compiler has fused. Out: E4M3 bytes and float32 scales of
+``blockwise.quantize_activation``, of either kind, in the caller's tensors. Results
+     are rounded to BF16 before quantization, as by separate kernels, so that engine and trainer quantize equal numbers.
 
-vLLM's own fused kernels make scales that are no powers of two whatever is asked of them (vllm-project/vllm#51477), and
-keep float32 between norm and quantization. Import only for CUDA tensors, or under TRITON_INTERPRET=1.
+vLLM's fused kernels ignore power-of-two scales (vllm-project/vllm#51477), and keep float32 between norm and
+quantization. Import only for CUDA tensors, or under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -72,8 +71,10 @@ def norm_quantize(
     x_TH: Tensor, weight_H: Tensor, eps: float, data_TH: Tensor, scales_TB: Tensor, scales: Scales,
     residual_TH: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """RMSNorm of BF16 [T, H], or of its sum with ``residual_TH``, which becomes the sum; quantized into E4M3 ``data_TH``
-    and float32 ``scales_TB`` [T, ceil(H / 128)] of any strides. Rows of x may be apart; all else is contiguous."""
+    """Quantize the RMSNorm of BF16 x [T, H] into E4M3 ``data_TH`` and float32 ``scales_TB`` [T, ceil(H / 128)].
+
+    With ``residual_TH``, it becomes residual + x, of which the norm is computed. ``scales_TB`` may have any strides and
+    rows of x any distance; other tensors are contiguous."""
     num_rows, num_columns = x_TH.shape
     contiguous = [data_TH, weight_H] + ([] if residual_TH is None else [residual_TH])
     _require(x_TH, scales_TB, contiguous, num_columns)
@@ -90,8 +91,10 @@ def norm_quantize(
 
 
 def swiglu_quantize(h_T2F: Tensor, data_TF: Tensor, scales_TB: Tensor, scales: Scales) -> None:
-    """silu(gate) * up of BF16 [T, 2 F], each rounded; quantized into E4M3 ``data_TF`` and float32 ``scales_TB`` [T, F / 128]
-    of any strides. F is a multiple of 128; h and data are contiguous."""
+    """Quantize silu(gate) * up of BF16 h [T, 2 F] into E4M3 ``data_TF`` and float32 ``scales_TB`` [T, F / 128].
+
+    silu and product are rounded to BF16. ``scales_TB`` may have any strides; F is a multiple of 128; h and data are
+    contiguous."""
     num_rows, width = data_TF.shape
     _require(h_T2F, scales_TB, [h_T2F, data_TF], width)
     if width % BLOCK or h_T2F.shape != (num_rows, 2 * width):
@@ -102,13 +105,13 @@ def swiglu_quantize(h_T2F: Tensor, data_TF: Tensor, scales_TB: Tensor, scales: S
         return
     with torch.cuda.device_of(h_T2F):
         _swiglu_quantize_rows[(triton.cdiv(num_rows, _ROWS) * (width // BLOCK),)](
-            h_T2F, data_TF.view(torch.uint8), scales_TB.view(torch.int32), num_rows, width, *scales_TB.stride(), ROWS=_ROWS,
-            POW2=scales == "pow2", HARDWARE=HARDWARE, num_warps=4,
+            h_T2F, data_TF.view(torch.uint8), scales_TB.view(torch.int32), num_rows, width, *scales_TB.stride(),
+            ROWS=_ROWS, POW2=scales == "pow2", HARDWARE=HARDWARE, num_warps=4,
         )  # fmt: skip
 
 
 def _require(x: Tensor, scales_TB: Tensor, contiguous: list[Tensor], num_columns: int) -> None:
-    """Raise ValueError for what the kernels would misread."""
+    """Raise ValueError for tensors whose layout the kernels do not support."""
     expected = (x.shape[0], -(-num_columns // BLOCK))
     if x.dtype != torch.bfloat16 or x.dim() != 2 or x.stride(1) != 1:
         raise ValueError(f"BF16 rows are needed, not {x.dtype} {list(x.shape)} of strides {x.stride()}")

@@ -3,11 +3,11 @@
 The bits are torch's: products and sums are rounded to float32 one by one, and the result is rounded once. Backward
 rotates by -angle and swaps the half-split and interleaved layouts.
 
-:func:`split_heads` also divides the output of a fused projection into queries, keys and values, and computes the RMSNorm of
-query and key heads, where whole heads are rotated: one launch each way instead of fifteen or so.
+:func:`split_heads` also splits the output of a fused projection into queries, keys and values, and computes the RMSNorm
+of query and key heads, if whole heads are rotated. It needs one launch per direction instead of about fifteen.
 
-Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated features, r = R / 2; of a projection G = key heads,
-each with Q query heads before it and a value head behind it, W = G (Q + 2) D.
+Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated features, r = R / 2. A projection has G groups
+of Q query heads, a key head and a value head: W = G (Q + 2) D.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _write_head(
 def _write_gradient(
     source, grad, target, weight, c, s, inside, eps, HALF: tl.constexpr, NORM: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """The gradient of one head of some tokens; returns what each of them adds to that of the weight's halves, float32."""
+    """The gradient of one head of some tokens; returns each token's part of the weight gradient's halves, float32."""
     left = tl.load(grad, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(grad + HALF, mask=inside, other=0.0).to(tl.float32)
     turned = rounded_to_bf16(left * c + right * s, HARDWARE).to(tl.float32)
@@ -154,8 +154,9 @@ def _split_heads(
     QUERIES: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, BACKWARD: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, g) has the heads of group g of some tokens. Backward reads gradients from ``query``, ``key`` and ``value``,
-    and ``dweights`` gets a row [2, D] of each program."""
+    """Program (b, g) processes the heads of group g of some tokens.
+
+    Backward reads gradients from ``query``, ``key`` and ``value``; each program writes a row [2, D] of ``dweights``."""
     WIDTH: tl.constexpr = 2 * HALF
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     group = tl.program_id(1)
@@ -223,8 +224,8 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [T, G Q, D], rotated keys [T, G, D] and values [T, G, D], BF16 and contiguous, of BF16 [T, W].
 
-    ``norms``: BF16 weights [D] of the RMSNorm of query heads and of key heads; their gradients are summed in float32. Pairs
-    are halves of a head; ``cos_T1r`` and ``sin_T1r`` are float32, and r is half of D, a power of two.
+    ``norms``: BF16 weights [D] of the RMSNorm of query heads and of key heads; their gradients are summed in float32.
+    Rotated pairs are halves of a head; ``cos_T1r`` and ``sin_T1r`` are float32, and r is half of D, a power of two.
     """
     return _SplitHeads.apply(mixed_TW.contiguous(), *(norms or (None, None)), num_groups, eps, cos_T1r, sin_T1r)
 
@@ -239,7 +240,7 @@ class _SplitHeads(torch.autograd.Function):
         queries = mixed_TW.shape[1] // (num_groups * width) - 2
         heads = num_groups * queries, num_groups, num_groups
         query, key, value = (mixed_TW.new_empty(num_tokens, number, width) for number in heads)
-        # Without norms, backward does not read what it rotates back.
+        # Without norms, backward does not read the rotated heads.
         ctx.save_for_backward(None if query_weight is None else mixed_TW, query_weight, key_weight, cos_T1r, sin_T1r)
         ctx.shape = num_groups, queries, eps
         _launch_split(

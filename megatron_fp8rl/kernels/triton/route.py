@@ -1,8 +1,7 @@
-"""Softmax routers in Triton: the function of :func:`megatron_fp8rl.kernels.routing.routed_scores` in one launch, and its
-gradient in another.
+"""Softmax routers in Triton: :func:`megatron_fp8rl.kernels.routing.routed_scores` and its gradient, one launch each.
 
-A program has some tokens and all experts. Experts are chosen one by one, the largest numerator of the softmax first and
-the first of equals, as the engine's kernel does; the weights are computed in float32.
+A program has some tokens and all experts. Experts are chosen by descending softmax numerator, ties by the lower index,
+as in the engine's kernel; the weights are computed in float32.
 
 Shapes: T = tokens, E = experts.
 """
@@ -65,7 +64,7 @@ def _route_backward(
     NORMALIZE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """d logit = p (g - sum(p g)) for the softmax p times ``factor`` over what it was normalized over."""
+    """d logit = p (g - sum(p g)) for the softmax p times ``factor`` over its normalization."""
     token, expert, inside = tokens_and_experts(num_tokens, NUM_EXPERTS, EXPERTS, TOKENS)
     place, exists = token * NUM_EXPERTS + expert, expert < NUM_EXPERTS
     score = tl.load(scores + place, mask=inside, other=-1.0)

@@ -1,7 +1,7 @@
 """The tokens of a rank's experts and the sums of their outputs in Triton: :mod:`megatron_fp8rl.kernels.expert_slots`.
 
-Functions, inputs and outputs are those of its class ``_Torch``. Each tensor is read once and written once; a sum adds the
-rows of a token in the order of their experts.
+Functions, inputs and outputs are those of its class ``_Torch``. Each tensor is read once and written once; a sum adds
+the rows of a token in the order of their experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROWS, _COLUMNS = 4, 512  # of one that sums
 
 @triton.jit
 def tokens_and_experts(num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Of a program that has some tokens and all experts: (token [TOKENS, 1], expert [1, EXPERTS], whether there are such)."""
+    """Indices of a program with some tokens and all experts: (token [TOKENS, 1], expert [1, EXPERTS], mask)."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
     expert = tl.arange(0, EXPERTS)[None, :]
     return token, expert, (token < num_tokens) & (expert < NUM_EXPERTS)
@@ -144,7 +144,7 @@ def scores_gradient(grad_R: Tensor, scores_TE: Tensor, ends: Tensor, counts_E: T
 
 
 def sum_rows(y_RH: Tensor, rows_TK: Tensor, probs_R: Tensor | None) -> Tensor:
-    """BF16 [T, H]: the sum of each token's rows, weighted if asked for."""
+    """BF16 [T, H]: the sum of each token's rows, weighted if probabilities are passed."""
     num_tokens, most = rows_TK.shape
     width = y_RH.shape[1]
     out = torch.empty(num_tokens, width, dtype=y_RH.dtype, device=y_RH.device)

@@ -1,8 +1,8 @@
 """SwiGLU and router weighting between and after the expert linears, each in one pass on a GPU.
 
-In: BF16 outputs of the linears. Out: BF16, rounded where torch's ``silu(gate) * up`` and ``(y * p).to(y.dtype)`` round,
-so the forward pass has torch's bits: exp is that of the CUDA math library, and division is exact. Backward rounds once
-and needs only the inputs. Sums are always added in the same order.
+In: BF16 outputs of the linears. Out: BF16. Forward is bitwise equal to torch's ``silu(gate) * up`` and
+``(y * p).to(y.dtype)``: exp is the CUDA math library's, and division is exact. Backward rounds once and needs only the
+inputs. The order of sums is fixed.
 
 Shapes: T = tokens sorted by expert, F = features between the two linears, H = hidden size.
 """

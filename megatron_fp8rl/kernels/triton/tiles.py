@@ -1,13 +1,12 @@
 """Tiles of 128 features in Triton: BF16 values quantized rowwise and columnwise without moving single bytes.
 
-A tile of 4 Q rows is two matrices ``x`` and ``y`` of 32-bit words [Q, 128]. Word i of a feature holds BF16 values of
-two rows, the first in its lower half: rows 4 i and 4 i + 1 in x, rows 4 i + 2 and 4 i + 3 in y. The four bytes that are
-adjacent in columnwise data are thus made by one thread, a tile is transposed in words, and amax is computed for two
-rows at a time. 128 rows, Q = 32, are a columnwise block; rowwise data alone take any Q. SwiGLU and its gradient are
-computed on such words as well.
+A tile of 4 Q rows is two matrices ``x`` and ``y`` of 32-bit words [Q, 128]. Word i of a feature contains BF16 values of
+two rows, the first in its lower half: rows 4 i and 4 i + 1 in x, rows 4 i + 2 and 4 i + 3 in y. One thread thus makes
+four adjacent bytes of columnwise data, a tile is transposed in words, and amax is computed for two rows at a time. A
+columnwise block has 128 rows, Q = 32; without columnwise data any Q works. SwiGLU and its gradient use such words, too.
 
-HARDWARE means that a GPU runs this. One-line PTX instructions replace what Triton cannot express; Triton's interpreter,
-which rounds conversions differently, gets the same values from integers.
+HARDWARE means that a GPU runs this. PTX instructions compute what Triton cannot express; Triton's interpreter, which
+rounds conversions differently, computes the same values from integers.
 """
 
 from __future__ import annotations
@@ -240,7 +239,7 @@ def store_columns(
         place = feature[:, None].to(tl.int64) * (num_rows // 4) + tl.arange(0, SIDE // 4)[None, :]
         tl.store(data + row // 4 + place, tl.trans(words))
     else:
-        # Four words are a piece of 16 bytes, stored at piece ^ (feature % 8); the compiler does not see that they stay
+        # Four words are a piece of 16 bytes, stored at piece ^ (feature % 8); the compiler cannot prove that they are
         # adjacent.
         word = tl.arange(0, SIDE // 4)[None, :] ^ (feature % 8 * 4)[:, None]
         word = tl.max_contiguous(tl.multiple_of(word, [1, 4]), [1, 4])

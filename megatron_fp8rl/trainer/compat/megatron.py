@@ -68,8 +68,8 @@ class RowLinearBase(RowParallelLinear):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="its own hooks reference their module and parameter, and autograd holds the hooks where Python's garbage "
-    "collector cannot see them, so the memory of a model was never freed",
+    why="Megatron-Core's hooks reference their module and parameter, and autograd keeps the hooks outside the reach of "
+    "Python's garbage collector, so the memory of a model was never freed",
     remove_when="DistributedDataParallel's hooks hold weak references",
 )
 class GradientBuffers(DistributedDataParallel):
@@ -127,9 +127,9 @@ def parameters_from_masters(optimizer: Any) -> None:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="every optimizer of a chain gathers the parameters of all of them after its own step: twice the traffic, and the first "
-    "would do so before the second has read the gradients that share their memory (_defer_param_sync)",
-    remove_when="an optimizer gathers its own parameters alone",
+    why="every optimizer of a chain gathers all parameters after its step (_defer_param_sync): twice the traffic, and "
+    "the first would overwrite gradients that share memory with weights before the second reads them",
+    remove_when="an optimizer of a chain gathers only its parameters",
 )
 def leave_gathering(optimizer: Any) -> None:
     """Let the caller gather parameters after the steps of ``optimizer``, one of a chain."""
@@ -139,8 +139,8 @@ def leave_gathering(optimizer: Any) -> None:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="passes all master weights to Transformer Engine at once (distrib_optimizer.quantize_param_shard), which "
-    "copies them to BF16, taking as much memory as FP8 parameters save on one rank",
+    why="passes all master weights to Transformer Engine at once (distrib_optimizer.quantize_param_shard); their BF16 "
+    "copies need as much memory as FP8 parameters save on one rank",
     remove_when="Transformer Engine's quantize_master_weights no longer copies all masters to BF16",
     optional=True,
 )
@@ -202,8 +202,8 @@ def counts_on_host(dispatcher: MoEAlltoAllTokenDispatcher) -> Tensor:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="a router has a correction bias only if it is updated after every step, and the bias is cast to BF16 with the "
-    "model (nn.Module._apply); here it is a constant FP32 part of the policy",
+    why="Megatron-Core's correction bias is updated after every step and cast to BF16 with the model "
+    "(nn.Module._apply); here it is a constant FP32 part of the policy",
     remove_when="TopKRouter supports a constant bias and keeps it in FP32",
 )
 class ConstantBiasRouter(TopKRouter):

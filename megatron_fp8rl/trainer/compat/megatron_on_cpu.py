@@ -1,11 +1,10 @@
 """Run unmodified Megatron-Core on CPUs with gloo.
 
 Every training program calls ``install()`` before importing Megatron-Core. It rejects untested versions. With a GPU it
-changes nothing else. Without one it gives the modules of ``megatron.core``, and only them, a view of ``torch`` in which
-the current CUDA device is the CPU: their global ``torch`` is a proxy. The real ``torch`` is unchanged, so vLLM and
-transformers in the same process are not affected. Two methods change for the whole process once Megatron-Core is
-imported: ``Tensor.cuda()``, which without a driver would only raise, and ``Tensor.type()``, which returns a different
-answer to callers in ``megatron.core``.
+changes nothing else. Without a GPU, the global ``torch`` of modules in ``megatron.core``, and only there, becomes a
+proxy whose current CUDA device is the CPU. The real ``torch`` is unchanged, so vLLM and transformers in the same
+process are not affected. Two methods change for the whole process once Megatron-Core is imported: ``Tensor.cuda()``,
+which would raise without a driver, and ``Tensor.type()``, whose result differs for callers in ``megatron.core``.
 
 The rest are small patches of Megatron-Core modules, applied right after a module is loaded.
 """
@@ -270,8 +269,8 @@ def _repair_uneven_gather(mappings: types.ModuleType) -> None:
 @patches(
     "torch",
     ">=2.11,<2.12",
-    why="on a CPU the gradient of a BF16 embedding is accumulated in BF16, token by token: after 3,000 equal tokens a "
-    "tenth of it is lost",
+    why="on a CPU the gradient of a BF16 embedding is accumulated in BF16, token by token, which loses a tenth of it "
+    "after 3,000 equal tokens",
     remove_when="torch accumulates it in FP32",
 )
 def _repair_embedding_gradient(layers: types.ModuleType) -> None:

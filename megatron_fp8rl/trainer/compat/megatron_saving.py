@@ -1,4 +1,4 @@
-"""Uses of Megatron-Core's internals by checkpoints: what is gathered, copied and written, and by whom."""
+"""Megatron-Core internals that checkpoints use: gathering, staging and writing shards."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def padded_buckets(optimizer: Any) -> Iterator[None]:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="get_parameter_state_dp_zero copies every number of the optimizer's state six times through host memory that was "
-    "never used before: 7 of the 10 seconds of a checkpoint's copy on an H200, for 2.5 GiB",
+    why="get_parameter_state_dp_zero copies the optimizer's state six times through fresh host memory: 7 of the 10 "
+    "seconds of a checkpoint's copy on an H200, for 2.5 GiB",
     remove_when="get_parameter_state_dp_zero concatenates and gathers on the GPU",
     optional=True,
 )
@@ -65,7 +65,8 @@ def gathered_on_device(optimizer: Any) -> Iterator[None]:
 
 
 def _gathered(part: Any, use_gloo_comm: bool, empty_data: bool, return_on_all_ranks: bool) -> dict[Any, Any]:
-    """What get_parameter_state_dp_zero returns on every rank: by buffer, dtype and key, float32 [buffer], on the CPU."""
+    """The result of get_parameter_state_dp_zero on every rank: float32 [buffer] by buffer, dtype and key, on the
+    CPU."""
     assert return_on_all_ranks and not use_gloo_comm and not empty_data
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for index, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
@@ -114,8 +115,8 @@ def _gather_bucket(part: Any, like: Tensor, param_map: dict[Any, Any], key: str,
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="what an update changes in place lies in the parts of a chained optimizer and in the optimizer inside of each",
-    remove_when="an AsyncRequest copies what is not on a GPU",
+    why="updates change state in place, in the inner optimizers of a chained optimizer's parts",
+    remove_when="an AsyncRequest copies tensors on the host",
 )
 def live_storages(models: Sequence[nn.Module], optimizer: Any) -> set[int]:
     """Addresses of the memory in which an update changes weights and optimizer state."""
@@ -132,14 +133,14 @@ def live_storages(models: Sequence[nn.Module], optimizer: Any) -> set[int]:
     "megatron-core",
     ">=0.19.2,<0.20",
     why="AsyncCallsQueue writes in a process that is forked or gets CUDA handles, goes on when its rank is killed, and "
-    "reports neither the file nor the reason of an error; what an AsyncRequest is made of is internal",
+    "reports neither the file nor the reason of an error; the fields of an AsyncRequest are internal",
     remove_when="Megatron-Core, or a release of nvidia-resiliency-ext that it accepts, writes on a thread",
 )
 class StagedShards:
-    """What this rank writes of a checkpoint, in host memory: training may go on.
+    """This rank's shards of a checkpoint, copied to host memory so that training can continue.
 
-    ``request`` is Megatron-Core's, of this save; storages whose addresses are in ``live`` are copied, as is what is on a
-    GPU. Others belong to the request alone.
+    ``request``: Megatron-Core's request of this save. Tensors on a GPU and storages with addresses in ``live`` are
+    copied; nothing else changes the other tensors.
     """
 
     def __init__(self, request: Any, live: Collection[int]):
@@ -155,16 +156,18 @@ class StagedShards:
         return sum(tensor.nbytes for _, _, (_, tensors) in self._buckets for _, tensor in tensors)
 
     def write(self) -> list[str]:
-        """Write and sync this rank's files; their names. In any thread. Raises OSError with the file."""
+        """Write and sync this rank's files, in any thread; returns their names. Raises OSError with the file."""
         results = {}
         for index, bucket in enumerate(self._buckets):
             transforms, _ = self._write_fn.args
-            _, found = FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, None, None, use_fsync=True)
-            if isinstance(found, OSError):
-                raise OSError(found.errno, found.strerror or str(found), bucket[0]) from found
-            if isinstance(found, Exception):
-                raise OSError(f"{type(found).__name__}: {found}: {bucket[0]}") from found
-            results[index] = found
+            _, result = FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, bucket, None, None, use_fsync=True
+            )
+            if isinstance(result, OSError):
+                raise OSError(result.errno, result.strerror or str(result), bucket[0]) from result
+            if isinstance(result, Exception):
+                raise OSError(f"{type(result).__name__}: {result}: {bucket[0]}") from result
+            results[index] = result
         names = [Path(path).name for path, _, _ in self._buckets]
         self._buckets[:] = [(path, name, ([], [])) for path, name, _ in self._buckets]  # frees the copies
         if self._results is not None:

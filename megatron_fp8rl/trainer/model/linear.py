@@ -75,9 +75,7 @@ class LinearSpec:
 
     recipe: Recipe | None = None  # None: the dtype of the parameters, such as BF16
     gemm: Gemm | None = None  # None: Megatron-Core's GEMM, or experts whose module multiplies
-    block_rows: Tensor | None = (
-        None  # int64 [N] row order in which FP8 blocks are formed; None for the order of the weight
-    )
+    block_rows: Tensor | None = None  # int64 [N] row order in which FP8 blocks are formed; None: the weight's order
     history_len: int | None = None
     """Length of the amax history under delayed scaling. Every linear of such a model has a history, FP8 or not: layers
     must be homogeneous for distributed checkpointing, which stacks them."""
@@ -160,8 +158,8 @@ def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
 def in_torch(
     linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
 ) -> Tensor:
-    """A :data:`Gemm`: emulated FP8 (``precision/recipes.py``), or BF16 without a recipe, accumulated as in the
-    engine."""
+    """A :data:`Gemm`: emulated FP8 (``precision/recipes.py``), or BF16 accumulated as in the engine if ``recipe`` is
+    None."""
     rows = linear.block_rows
     if rows is not None:
         weights = tuple(weight[rows] for weight in weights)

@@ -4,12 +4,12 @@ In: a model with loaded weights, before it has gradient buffers. Out: the same m
 linear (``kernels/fp8_parameter.py``). Runs on: every trainer rank; no communication.
 
 From then on Megatron-Core and Transformer Engine manage them. A parameter's data is in a uint8 buffer. After a step the
-FP32 master weights, sharded over data-parallel ranks, are rounded to BF16 and quantized directly into it: block amax
-values are reduced over the ranks first, so that all ranks use the same scales, and the all-gather moves FP8 bytes. Data
-and scales are those of ``quantize_weight`` for the BF16 parameter that would exist otherwise.
+FP32 master weights, sharded over data-parallel ranks, are rounded to BF16 and quantized directly into the buffer. Block
+amax values are first reduced over the ranks, so that all use the same scales; the all-gather moves FP8 bytes. Data and
+scales equal ``quantize_weight`` of a BF16 parameter.
 
-Transformer Engine rounds all the masters it is given to BF16 before quantizing the first: 2 bytes each, as much as FP8
-parameters save on one rank. :func:`few_masters_at_a_time` makes it work in chunks.
+Transformer Engine rounds all masters of a call to BF16 before quantizing the first: 2 bytes each, as much as FP8
+parameters save on one rank. :func:`few_masters_at_a_time` calls it in chunks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MASTERS_AT_A_TIME = 2**24  # elements: 32 MiB in BF16, and one amax reduction
 
 
 def quantize_parameters(models: Sequence[nn.Module], parallel: Parallel) -> None:
-    """Convert the weights of all FP8 linears on this rank to FP8 parameters. Their BF16 values stay in host memory
-    until the optimizer has created its FP32 master weights from them.
+    """Convert the weights of all FP8 linears on this rank to FP8 parameters.
 
-    Raises ValueError naming a linear that does not support FP8 parameters.
+    The optimizer creates its FP32 master weights from their BF16 values, kept in host memory until then.
+    Raises ValueError if a linear does not support FP8 parameters.
     """
     for names, linear in named_linears(models, parallel):
         if linear.recipe is None:

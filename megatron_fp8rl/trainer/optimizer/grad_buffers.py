@@ -1,9 +1,8 @@
 """Accumulate weight gradients directly in Megatron-Core's buffers (``main_grad``).
 
-Code that accumulates there marks the parameter (``grad_added_to_main_grad``), as Megatron-Core's own linears do, and
-returns a placeholder to autograd that is never read. Most parameters need not be autograd inputs at all, if the owner
-of their buffers gave them ``gradients_ready(parameters)``, which reports them in one call: see
-trainer/compat/megatron.py.
+Code that accumulates there marks the parameter (``grad_added_to_main_grad``), as Megatron-Core's linears do, and
+returns a placeholder to autograd that is never read. Parameters with ``gradients_ready(parameters)``, which reports
+many gradients in one call, need not be autograd inputs (trainer/compat/megatron.py).
 """
 
 from __future__ import annotations

@@ -4,15 +4,14 @@ In: a policy on one rank. Out: the same policy, bitwise identical, with its GPU 
 Runs on: every trainer rank; nothing here is a collective.
 
 It moves storages, not tensors: every view of a buffer becomes valid again once its storage is restored. Megatron-Core's
-own helper for the optimizer replaces ``tensor.data`` instead, which would detach FP32 parameters from the buffers that
-they are views of.
+helper for the optimizer replaces ``tensor.data`` instead, which would detach FP32 parameters from their buffers.
 
     params      parameter buffers and the reference model    copied to host memory; for FP8 parameters the rowwise data
-                                                             (columnwise is made again, scales stay on the GPU)
-    gradients   gradient buffers, but for weights that they  discarded; restored as zeros
-                hold, too (shared_memory.py)
-    optimizer   FP32 master weights and Adam's moments       copied to host memory; here while the optimizer steps alone, so
-                                                             that activations have the memory of both before
+                                                             (columnwise is rebuilt, scales are not offloaded)
+    gradients   gradient buffers, except for weights in the  discarded; restored as zeros
+                same memory (shared_memory.py)
+    optimizer   FP32 master weights and Adam's moments       copied to host memory; on the GPU only during a step, so
+                                                             that activations can use their memory before
 """
 
 from __future__ import annotations
@@ -43,8 +42,10 @@ _ALLOCATION_DEADLINE_S = 600.0
 
 
 class HostMemory:
-    """Host memory for what a policy will offload, ``sizes`` by part in bytes. A thread allocates it while the process waits for
-    engines: to lock tens of GiB, which touches every page, takes longer than to fill them."""
+    """Host memory for offloading, ``sizes`` in bytes by part.
+
+    A thread allocates it while the process waits for engines, because locking tens of GiB takes longer than filling
+    them."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         self._ready: dict[str, Tensor] = {}
@@ -63,8 +64,7 @@ class HostMemory:
 
 
 class _Storages:
-    """Storages that are offloaded together, and the reusable host buffer that holds their data. What is kept of them goes
-    there, or stays."""
+    """Storages that are offloaded together, and the reusable host buffer for the bytes that are kept, if any."""
 
     def __init__(self, part: Part, memory: HostMemory | None) -> None:
         self._part, self._memory = part, memory
@@ -81,7 +81,7 @@ class _Storages:
             self._unpin()
 
     def release(self, storages: dict[torch.UntypedStorage, int], device: torch.device) -> None:
-        """Free ``storages``, of which the first bytes, as many as named, are kept."""
+        """Free ``storages``; the first bytes of each, as many as its value, are kept."""
         self._device = device
         self._away = [(storage, storage.nbytes(), kept) for storage, kept in storages.items()]
         if self._to_host:
@@ -94,7 +94,7 @@ class _Storages:
             storage.resize_(0 if self._to_host else kept)
 
     def restore(self) -> None:
-        """Reallocate every storage with what was kept of it; behind what stayed are zeros."""
+        """Reallocate every storage with its kept bytes. Without a host copy, the other bytes are zeros."""
         for storage, size, kept in self._away:
             storage.resize_(max(size, storage.nbytes()))  # gradients may be back already where weights are not
             if not self._to_host:
@@ -126,7 +126,7 @@ class _Storages:
 
 
 class Offload:
-    """Offloads ``parts`` of a policy (``optim.offload``). Parts that are not listed always stay on the GPU."""
+    """Offloads ``parts`` of a policy (``optim.offload``). Other parts are always on the GPU."""
 
     def __init__(
         self,
@@ -151,26 +151,25 @@ class Offload:
     def release(self, *parts: Part) -> None:
         """Offload ``parts`` and release PyTorch's cached memory to the device."""
         for part in parts:
-            held = self._parts.get(part)
-            if held is not None and not held:
-                held.release(self._storages_of(part), self._device)
+            memory = self._parts.get(part)
+            if memory is not None and not memory:
+                memory.release(self._storages_of(part), self._device)
                 if part == "params":
                     self._forget_copies()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def restore(self, *parts: Part) -> None:
-        """Restore ``parts``, or everything that is offloaded if none are given."""
+        """Restore ``parts``, or everything that is offloaded."""
         for part in parts or self.away:
-            if held := self._parts.get(part):
+            if memory := self._parts.get(part):
                 if part == "optimizer":
-                    forget_quantized_weights()  # make room; a step is about to change what they are copies of
-                held.restore()
+                    forget_quantized_weights()  # frees memory; a step is about to change the weights
+                memory.restore()
 
     @contextlib.contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
-        """Load ``parts``, or all state if none are given, to the GPU for the block; restore the previous placement
-        afterwards."""
+        """Load ``parts``, or all state, to the GPU for the block; restore the previous placement afterwards."""
         before = [part for part in self.away if part in (parts or PARTS)]
         if not before:
             yield
@@ -189,16 +188,15 @@ class Offload:
             raise RuntimeError(f"{', '.join(missing)} of the policy are offloaded; call policy.offload.restore() first")
 
     def _storages_of(self, part: Part) -> dict[torch.UntypedStorage, int]:
-        """Unique storages of a part, in an order that is stable as long as the tensors are the same, and how many of their
-        bytes are kept."""
+        """Unique storages of a part, in an order that depends only on the tensors, with the number of bytes to keep."""
         params = unique_storages(self._params())
         gradients = unique_storages(buffer.grad_data for buffer in self._buffers())
         shared = bytes_of_weights(list(self._buffers()))
         if part == "params":
             return {storage: shared.get(key, storage.nbytes()) for key, storage in params.items()}
-        if part == "gradients":  # weights leave with the parameters
+        if part == "gradients":  # weights are offloaded with the parameters
             return {storage: shared.get(key, 0) for key, storage in gradients.items()}
-        # FP32 parameters are their own master weights, and the optimizer's gradients are views of the buffers.
+        # FP32 parameters serve as master weights, and the optimizer's gradients are views of the buffers.
         others = params | gradients
         states = unique_storages(self._states())
         return {storage: storage.nbytes() for key, storage in states.items() if key not in others}
@@ -233,17 +231,18 @@ class Offload:
 
 def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Unique storages by memory address."""
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            found.setdefault(storage.data_ptr(), storage)
-    return found
+            storages.setdefault(storage.data_ptr(), storage)
+    return storages
 
 
 def _allocated(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes] of the host, page-locked for a GPU. PyTorch's pinned allocator rounds up to powers of two, which may
-    double a node's memory use."""
+    """uint8 [num_bytes] of host memory, page-locked for a GPU.
+
+    PyTorch's pinned allocator rounds up to powers of two, which may double a node's memory use."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread

@@ -175,8 +175,8 @@ class Optimizer:
     def set_num_updates(self, num_updates: int) -> None:
         """Set Adam's update count before a checkpoint is written.
 
-        A checkpoint takes this number from the first rank, where Adam does not count expert updates if all layers of
-        the first pipeline stage are dense.
+        A checkpoint stores the first rank's count. Adam does not count expert updates there if all layers of the first
+        pipeline stage are dense.
         """
         for part in self._parts:
             for group in part.optimizer.param_groups:
@@ -187,18 +187,18 @@ class Optimizer:
         """Collective: the error message, listing non-finite gradients and their ranks."""
         rank = self._parallel.rank
         modules = [chunk.module for chunk in self._chunks]
-        found = [
+        gradients = [
             f"{name} on rank {rank}"
             for name, parameter in named_global_parameters(modules, self._parallel)
             if not torch.isfinite(parameter.main_grad).all()
         ]
         everywhere: list[list[str]] = [[] for _ in range(self._parallel.world_size)]
-        dist.all_gather_object(everywhere, found)
+        dist.all_gather_object(everywhere, gradients)
         names = sorted(name for part in everywhere for name in part)
-        shown = "\n  ".join(names[:_MAX_NAMES]) or "none: each is finite, but the sum of their squares overflows"
+        shown = "\n  ".join(names[:_MAX_NAMES]) or "none; the sum of their squares overflows"
         rest = f"\n  and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         return (
-            f"the gradient norm is {norm}; the update was not applied. Not finite are:\n  {shown}{rest}\n"
+            f"the gradient norm is {norm}; the update was not applied. Non-finite gradients:\n  {shown}{rest}\n"
             "Look at the losses and log-probabilities of this step, lower optim.lr, or resume from the last checkpoint"
         )
 

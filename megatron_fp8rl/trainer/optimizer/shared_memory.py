@@ -1,16 +1,15 @@
 """BF16 weights of FP8 linears in the memory of their gradients: they are never needed at the same time.
 
-In: model chunks with gradient buffers, before they have an optimizer. Out: the same chunks, in which BF16 weights that
-DeepGEMM's kernels read as FP8 copies alone take no memory of their own: 2 of 20 bytes per weight. Runs on: every trainer
-rank; nothing here is a collective.
+In: model chunks with gradient buffers, before they have an optimizer. Out: the same chunks, with BF16 weights in
+gradient memory if only FP8 copies of them are read, by DeepGEMM. This saves 2 of 20 bytes per weight. No collectives.
 
-    while gradients are computed    FP32 gradients. The GEMMs read FP8 copies of weights, made before the first gradient
+    while gradients are computed    FP32 gradients. GEMMs read FP8 copies of weights, made before the first gradient
     otherwise                       BF16 weights in the first half: for publications, checkpoints and forward passes
 
-An optimizer step reads gradients to its end, and then writes new weights over them, as Megatron-Core does with MXFP8
-parameters (``reuse_grad_buf_for_mxfp8_param_ag``). Other weights of such a buffer, read in BF16, move to memory of their
-own, to which they are copied from there. Gradients without a step cost the weights: ``Optimizer.rebuild_parameters`` makes
-them again from their FP32 masters.
+An optimizer step reads all gradients before it overwrites them with new weights, as Megatron-Core does for MXFP8
+parameters (``reuse_grad_buf_for_mxfp8_param_ag``). Weights of such a buffer that are read in BF16 are copied to
+separate memory. Gradients without a step overwrite the weights; ``Optimizer.rebuild_parameters`` restores them from
+FP32 masters.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ class SharedMemory:
             self._readers += [reader for reader in readers if not shared.isdisjoint(reader.weights)]
 
     def take_gradients(self) -> None:
-        """Copy what GEMMs read of the weights, which are lost from here to :meth:`take_weights`."""
+        """Make the FP8 copies that GEMMs read. The weights are invalid until :meth:`take_weights`."""
         if self._readers and not self.holds_gradients:
             for reader in self._readers:
                 reader.keep_copies()
             self.holds_gradients = True
 
     def take_weights(self) -> None:
-        """There are new weights: copies are of old ones."""
+        """Use the new weights: drop copies of old ones."""
         if self._read:
             copy_together(self._read, self._written)
         for reader in self._readers:
@@ -64,8 +63,9 @@ class SharedMemory:
 
     @torch.no_grad()
     def _share(self, buffer: Any, copied: Collection[nn.Parameter]) -> None:
-        """Move the weights of a buffer into the memory of its gradients, which are zeros so far; all but the ``copied`` ones
-        are read elsewhere, in the same order."""
+        """Move the weights of a buffer into its gradient memory, which contains zeros.
+
+        Weights that are not in ``copied`` are also copied to separate memory, in the same order."""
         weights: Tensor = buffer.grad_data.view(buffer.param_dtype)[: buffer.numel]
         weights.copy_(buffer.param_data)
         for bucket in buffer.buckets:
@@ -75,8 +75,8 @@ class SharedMemory:
         places = {p: weights[start : start + p.numel()].view(p.shape) for p, start in starts.items()}
         others = sorted((p for p in buffer.params if p not in copied), key=starts.__getitem__)
         sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in others]
-        own = weights.new_empty(sum(sizes)).split(sizes)
-        for parameter, memory in zip(others, own, strict=True):
+        separate = weights.new_empty(sum(sizes)).split(sizes)
+        for parameter, memory in zip(others, separate, strict=True):
             place = memory[: parameter.numel()].view(parameter.shape).copy_(places[parameter])
             self._written.append(places[parameter])
             self._read.append(place)
@@ -86,8 +86,7 @@ class SharedMemory:
 
 
 def bytes_of_weights(buffers: Sequence[Any]) -> dict[int, int]:
-    """Of each memory that gradients of ``buffers`` share with weights, by its address: the bytes at its beginning that are
-    weights."""
+    """For gradient memory that starts with weights: number of weight bytes, by address."""
     shared = [b for b in buffers if b.param_data is not None and _address(b.param_data) == _address(b.grad_data)]
     return {_address(buffer.grad_data): buffer.param_data.nbytes for buffer in shared}
 
