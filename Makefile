@@ -40,7 +40,7 @@ demo-math:
 # ruff, of the extra lint, lays out signatures.
 docs:
 	@sh tools/bootstrap.sh docs lint
-	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 	@echo "Open build/site/index.html"
 
 lint:
