@@ -1,11 +1,11 @@
-"""What an agent holds of its session: ``async def rollout(session, row) -> reward``.
+"""The session interface for agents: ``async def rollout(session, row) -> reward``.
 
     async def rollout(session, row):
         answer = await session.ask()                      # the policy answers the prompt
-        session.say(str(evaluate(answer)), role="tool")   # what is not sampled is not trained
+        session.say(str(evaluate(answer)), role="tool")   # only sampled tokens are trained
         return float(await session.ask() == row["answer"])
 
-Runs in an agent worker (envs/agent_worker.py). The trainer's end is ``rollout/agents/session.py``: it holds the token ids.
+Runs in an agent worker (envs/agent_worker.py). Token ids stay in the trainer (``rollout/agents/session.py``).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-CHARACTERS_PER_TOKEN = 64  # more than any tokenizer makes of ordinary text
-ASIDE = "."  # between the API key of a session and the number of a conversation beside it
+CHARACTERS_PER_TOKEN = 64  # upper bound for ordinary text
+ASIDE = "."  # separates a session's API key from the number of a side conversation
 
 
 class AgentError(RuntimeError):
-    """The session refuses what the agent asks; the message says why."""
+    """The session rejected a request of the agent; the message gives the reason."""
 
 
 class SessionLimit(AgentError):
-    """The session has used up its turns, tokens or time. An agent that does not catch it ends truncated, with reward 0."""
+    """The session used up its turns, tokens or time. Uncaught, it ends the session truncated, with reward 0."""
 
 
 class AgentSession:
-    """A conversation with the policy. Messages are those of OpenAI's chat completions: role, content, tool_calls."""
+    """A conversation with the policy. Messages use OpenAI's chat format: role, content, tool_calls."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class AgentSession:
         api_key: str = "",
         number: int = 0,
     ) -> None:
-        self.name = name  # of the rollout, as in records
+        self.name = name  # rollout name, as in records
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
-        self.base_url, self.api_key = base_url, api_key  # of this session, for agents that take an OpenAI endpoint
+        self.base_url, self.api_key = base_url, api_key  # for agents that use an OpenAI endpoint
         self.finish_reason = ""  # of the last answer: stop or length
         self._request = request
         self._max_characters = max_tokens * CHARACTERS_PER_TOKEN
@@ -53,15 +53,15 @@ class AgentSession:
         self._num_asides = 0
 
     def say(self, content: str | bytes, role: str = "user", **fields: Any) -> None:
-        """Add a message that is not sampled: of a user, a tool, a system or another player.
+        """Add a message that is not sampled, from a user, a tool, the system or another player.
 
-        Raises SessionLimit if it is longer than a whole session; bytes that are no UTF-8 become replacement characters.
+        Invalid UTF-8 becomes replacement characters. Raises SessionLimit if the message is longer than a whole session.
         """
         text = content.decode(errors="replace") if isinstance(content, bytes) else str(content)
         if len(text) > self._max_characters:
             raise SessionLimit(
-                f"a message of role {role} has {len(text)} characters, more than a whole session holds "
-                f"({self._max_characters}); shorten what tools return"
+                f"a message of role {role} has {len(text)} characters, more than the session limit of "
+                f"{self._max_characters}; shorten the tool output"
             )
         text = text.encode("utf-8", "replace").decode()  # without lone surrogates
         self.messages.append({"role": role, "content": text, **fields})
@@ -69,10 +69,10 @@ class AgentSession:
     async def ask(
         self, *, max_tokens: int | None = None, stop: Sequence[str] = (), tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The policy's answer to the messages so far, which becomes one of them. Its tokens are trained.
+        """Sample the policy's answer, append it to the messages and return its text. Its tokens are trained.
 
-        ``tools``: JSON schemas for the chat template; the calls in the answer are ``self.messages[-1]["tool_calls"]`` if
-        ``session.tool_parser`` is set. Raises SessionLimit or AgentError.
+        ``tools``: JSON schemas for the chat template. With ``session.tool_parser`` set, tool calls are in
+        ``self.messages[-1]["tool_calls"]``. Raises SessionLimit or AgentError.
         """
         request = {"do": "ask", "messages": self.messages, "max_tokens": max_tokens, "stop": list(stop)}
         answer = await self._request(request | {"tools": list(tools), "aside": self._number})
@@ -81,15 +81,15 @@ class AgentSession:
         return answer["text"]
 
     async def reward(self, value: float) -> None:
-        """Give the last turn a reward of its own, which ``algo.advantage_unit`` "turn" compares; it adds to the whole."""
+        """Add a reward for the last turn, used by ``algo.advantage_unit`` "turn". It also counts in the total."""
         await self._request({"do": "reward", "value": float(value), "aside": self._number})
 
     def aside(self, *messages: Mapping[str, Any]) -> AgentSession:
-        """Another conversation with the policy, such as an opponent's in a game, of which nothing is trained."""
+        """Open a side conversation with the policy, such as a game opponent's. It is not trained on."""
         self._num_asides += 1
         number = self._num_asides if self._number == 0 else None
         if number is None:
-            raise AgentError("a conversation beside the session has none beside itself; ask the session for it")
+            raise AgentError("a side conversation cannot open another; call aside() on the session")
         characters = self._max_characters // CHARACTERS_PER_TOKEN
         return AgentSession(
             self._request,
@@ -103,13 +103,13 @@ class AgentSession:
 
 
 def openai_client(base_url: str, api_key: str) -> AsyncOpenAI:
-    """The official client of an endpoint, with the key of one session. Sessions have deadlines, so its answers have none."""
+    """The OpenAI client of an endpoint, with one session's key. It has no timeout because sessions have deadlines."""
     return _shared_client(base_url).with_options(api_key=api_key)
 
 
 @functools.lru_cache(maxsize=8)
 def _shared_client(base_url: str) -> AsyncOpenAI:
-    """One for all sessions of a process: making one takes a twentieth of a second."""
+    """The client shared by all sessions of a process; creating a client takes 50 ms."""
     import httpx
     from openai import AsyncOpenAI
 

@@ -1,7 +1,7 @@
 """Agent worker process: ``python -m megatron_fp8rl.envs.agent_worker``.
 
-Started and supervised by rollout/agents/agent_process.py. Plays many sessions at a time on one event loop; functions that are not
-coroutines run in threads. Reads one JSON object per line from standard input:
+Started and supervised by rollout/agents/agent_process.py. Runs many sessions concurrently on one event loop. Reads one
+JSON object per line from standard input:
 
     {"agents": {key: {"agent": spec, "options": {}}}, "memory_bytes": n, "base_url": url, "max_tokens": n}
     {"start": id, "environment": key, "row": {}, "messages": [], "name": str, "api_key": str}
@@ -9,8 +9,8 @@ coroutines run in threads. Reads one JSON object per line from standard input:
 
 and writes {"ready": true} or {"error": text}, {"request": [id, call], ...}, {"done": id, ...}, {"pong": n}.
 
-The file of the descriptor that the command line names always holds the id of the session whose code runs on the event loop, so that the trainer knows
-which one has crashed or blocked it.
+The worker keeps the id of the running session in a memory-mapped file, whose descriptor is a command-line argument.
+The trainer reads it to identify a session that crashed or blocked the event loop.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from megatron_fp8rl.envs.rewards.functions import function_of
 
 MARK = struct.Struct("q")
 _NUM_THREADS = 256
-_LARGEST_REWARD = 1e15  # as of other scorers
+_LARGEST_REWARD = 1e15  # as in envs/scoring.py
 _LINE_BYTES = 64 << 20
 
 
 class _Marked(Awaitable[Any]):
-    """A coroutine that notes its session before each of its steps."""
+    """A coroutine that records its session id before each step."""
 
     def __init__(self, coroutine: Any, note: Callable[[int], None], session: int) -> None:
         self._coroutine, self._note, self._session = coroutine, note, session
@@ -79,7 +79,7 @@ class Worker:
         self._num_calls = 0
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Act on one message of the trainer."""
+        """Handle one message from the trainer."""
         if "answer" in message:
             call = self._calls.pop(tuple(message["answer"]), None)
             if call is not None and not call.done():
@@ -92,7 +92,7 @@ class Worker:
             if task is not None:
                 task.cancel()
         elif "ping" in message:
-            self._write({"pong": message["ping"]})  # says that no session blocks the event loop
+            self._write({"pong": message["ping"]})  # proves that no session blocks the event loop
         else:
             self._begin(message)
 
@@ -101,8 +101,8 @@ class Worker:
             if greeting["memory_bytes"] is not None:
                 resource.setrlimit(resource.RLIMIT_AS, (greeting["memory_bytes"],) * 2)
             self._base_url, self._max_tokens = greeting["base_url"], greeting["max_tokens"]
-            for key, one in greeting["agents"].items():
-                self._agents[key] = partial(_load(one["agent"]), **one["options"])
+            for key, fields in greeting["agents"].items():
+                self._agents[key] = partial(_load(fields["agent"]), **fields["options"])
         except Exception as error:
             traceback.print_exc()
             return self._write({"error": f"{type(error).__name__}: {error}"})
@@ -157,7 +157,7 @@ class Worker:
 
 
 def _load(spec: str) -> Callable[..., Any]:
-    """The agent ``FILE.py:function`` or ``module:function``."""
+    """Load the agent ``FILE.py:function`` or ``module:function``."""
     return function_of(spec) if ".py:" in spec else load_function(spec)
 
 
@@ -166,7 +166,7 @@ def _is_coroutine(agent: Any) -> bool:
 
 
 def _verdict(value: Any, environment: str) -> dict[str, Any]:
-    """What an agent returned: a number, parts of a reward, or None for the rewards of its source."""
+    """Convert an agent's return value: a reward, its parts by name, or None to score with the source's rewards."""
     if value is None:
         return {"status": "unscored"}
     if isinstance(value, Mapping):
@@ -174,12 +174,12 @@ def _verdict(value: Any, environment: str) -> dict[str, Any]:
     else:
         reward, parts = as_number(value, environment), {}
     if bad := [number for number in (reward, *parts.values()) if not abs(number) <= _LARGEST_REWARD]:
-        raise AgentError(f"{environment} returned {bad[0]}, which is not a reward")
+        raise AgentError(f"{environment} returned {bad[0]}, which is not a valid reward")
     return {"status": "scored", "reward": reward, "parts": parts}
 
 
 async def serve(requests: Any, replies: Any, note: Callable[[int], None]) -> None:
-    """Answer until end of file."""
+    """Handle messages until end of file."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS))
     reader = asyncio.StreamReader(limit=_LINE_BYTES)
@@ -195,8 +195,8 @@ async def serve(requests: Any, replies: Any, note: Callable[[int], None]) -> Non
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the trainer, which closes the pool
-    # An agent may print: reserve the reply channel for replies and redirect its output to standard error.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the trainer closes the pool
+    # Agents may print: reserve standard output for replies and redirect their output to standard error.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     shared = mmap.mmap(int(sys.argv[1]), MARK.size)
@@ -205,7 +205,7 @@ def main() -> None:
         shared[:] = MARK.pack(session)
 
     asyncio.run(serve(sys.stdin.buffer, replies, note))
-    os._exit(0)  # without waiting for threads of tools that hang
+    os._exit(0)  # do not wait for tool threads that hang
 
 
 if __name__ == "__main__":

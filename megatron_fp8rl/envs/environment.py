@@ -1,11 +1,11 @@
 """Environment interface, and construction from a configuration.
 
-An environment generates problems by index and scores completions. It is either a reasoning-gym generator, given by
-name, or a class in a user's module, given as ``env:package.module:Class`` and constructed as ``Class(**options)``. Rows
-of files (``data/rows.py``) are no environment: they are a list, and their rewards are configured beside them.
+An environment generates problems by index and scores completions. It is a reasoning-gym generator, given by name, or
+a user's class, given as ``env:package.module:Class`` and constructed as ``Class(**options)``. Rows of files
+(``data/rows.py``) are not environments; their rewards are configured separately.
 
-Problems are generated in the trainer; completions are scored in worker processes (envs/scoring.py) that construct the
-same environment again, so all data that scoring needs must be in ``Prompt.metadata``, as JSON.
+The trainer generates problems. Worker processes (envs/scoring.py) construct the same environment again to score
+completions, so ``Prompt.metadata`` must contain all data for scoring, as JSON.
 """
 
 from __future__ import annotations
@@ -32,29 +32,27 @@ class EnvironmentSpecError(ValueError):
 class Problem:
     """One problem as text."""
 
-    question: str  # decides whether the problem is held out: equal questions are in the same split
+    question: str  # determines the split: equal questions are in the same split
     answer: str  # reference answer; empty if there is none
     metadata: dict[str, Any] = field(default_factory=dict)  # JSON-serializable; template fields and input to scoring
-    messages: tuple[dict[str, str], ...] = ()  # role and content; the question is the last of them. Empty: text alone
+    messages: tuple[dict[str, str], ...] = ()  # role and content, the question last; empty: plain text
 
 
 class Environment(Protocol):
     """Generates problems and scores completions."""
 
     def make_problem(self, index: int) -> Problem:
-        """The problem at an index, 0 <= index < 2**31; the same in every process."""
+        """Return the problem at an index, 0 <= index < 2**31; the same in every process."""
 
     def score(self, prompt: Prompt, completion_text: str) -> float | dict[str, float]:
-        """Reward of a completion, or its parts by name: their sum, or the part "reward", is the reward. May be slow,
-        hang or crash: it runs in a separate process with a deadline."""
+        """Return the reward, or its parts by name. The reward is the part "reward", otherwise the sum.
+
+        Runs in a separate process with a deadline, so it may be slow, hang or crash.
+        """
 
 
 def build_environment(cfg: EnvironmentConfig) -> Environment:
-    """Construct the environment of a configuration.
-
-    Raises:
-        EnvironmentSpecError: unknown module, class, generator or option.
-    """
+    """Construct the environment. Raises EnvironmentSpecError for an unknown module, class, generator or option."""
     if kind_of(cfg.dataset) == "generator":
         return load_function(_GENERATORS)(cfg.dataset, cfg.options)
     try:
@@ -66,9 +64,7 @@ def build_environment(cfg: EnvironmentConfig) -> Environment:
 
 
 def environments_by_key(configs: Iterable[EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
-    """Configurations by the names used in prompts, metrics and records: the dataset's name, of a file its stem, numbered
-    if repeated.
-    """
+    """Configurations by the names used in prompts, metrics and records: the dataset's name, numbered if repeated."""
     keyed: dict[str, EnvironmentConfig] = {}
     for cfg in configs:
         name = short_name(cfg.dataset)
@@ -83,8 +79,7 @@ def environments_by_key(configs: Iterable[EnvironmentConfig]) -> dict[str, Envir
 def render(template: str, problem: Problem) -> str:
     """Fill in the prompt template. Template fields are ``question`` and the keys of ``problem.metadata``.
 
-    Raises:
-        EnvironmentSpecError: unknown field, with near matches.
+    Raises EnvironmentSpecError with near matches for an unknown field.
     """
     fields = {**problem.metadata, "question": problem.question}
     try:

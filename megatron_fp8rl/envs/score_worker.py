@@ -8,11 +8,10 @@ Reads one JSON object per line from standard input and answers each with one lin
     {"prompts": [Prompt], "texts": [str], "deadline_s": s}
                                  ->  {"scores": [{"reward": number, "parts": {name: number}}]} | {"error": text}
 
-The prompts of a request are of one environment. Every reply has the "number" of its request. A scorer may fork: a child
-that returns from it ends without a reply.
+All prompts of a request belong to one environment. Every reply has the "number" of its request. A scorer may fork; a
+child that returns exits without a reply.
 
-Exits at the end of standard input. Imports neither torch nor transformers, so that startup takes only as long as its
-environments need.
+Exits at the end of standard input. Imports neither torch nor transformers, to start fast.
 """
 
 from __future__ import annotations
@@ -73,14 +72,14 @@ def _scores(environments: dict[str, Environment | RowRewards], request: dict[str
     prompts = [Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])}) for fields in request["prompts"]]
     name = prompts[0].environment
     scorer = environments[name]
-    # The pool kills a worker that misses the deadline. If the pool is gone by then, the kernel kills it, even while an
-    # extension module holds the GIL and no Python code can run.
+    # The pool kills a worker that misses the deadline. If the pool is gone, the kernel's timer kills the worker, even
+    # while an extension module holds the GIL.
     signal.setitimer(signal.ITIMER_REAL, request["deadline_s"] + _ALARM_MARGIN_S)
     try:
         if isinstance(scorer, RowRewards):
             values = scorer.score_many(prompts, request["texts"])
         else:
-            values = [scorer.score(*one) for one in zip(prompts, request["texts"], strict=True)]
+            values = [scorer.score(*pair) for pair in zip(prompts, request["texts"], strict=True)]
         return [_reply(value, name) for value in values]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -93,8 +92,8 @@ def _reply(value: Any, name: str) -> dict[str, Any]:
 
 def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the trainer, which closes the pool
-    # A scorer may print: reserve the reply channel for replies and redirect its output to standard error.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the trainer closes the pool
+    # Scorers may print: reserve standard output for replies and redirect their output to standard error.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.stdin, replies)

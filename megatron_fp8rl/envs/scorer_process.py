@@ -1,4 +1,4 @@
-"""One process that scores, and its two pipes, as the trainer sees them; what it runs is envs/score_worker.py."""
+"""The trainer's handle of one scoring process (envs/score_worker.py) and its two pipes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ import psutil
 
 START_DEADLINE_S = 180.0  # covers importing all environments on a busy machine
 _STDERR_TAIL_BYTES = 400
-_MAX_STDERR_BYTES = 1 << 20  # of what a scorer prints; looked at once a second
-MARK = "MEGATRON_FP8RL_SCORER"  # environment variable that marks a worker and all that it starts
-# Variables that scorers see; the rest of the trainer's environment, with its keys, is not theirs.
+_MAX_STDERR_BYTES = 1 << 20  # limit of a scorer's output; checked once a second
+MARK = "MEGATRON_FP8RL_SCORER"  # environment variable that marks a worker and its child processes
+# Environment variables passed to scorers. Others, such as API keys, are withheld.
 _VARIABLES = re.compile(
-    r"FP8RL_RUN_DIR|PATH|HOME|USER|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|OMP_.*|HF_HOME|HF_.*_OFFLINE|SSL_CERT_.*|"
-    r".*_(?:proxy|PROXY)|MEGATRON_FP8RL_.*|SLURM_JOB_ID"
+    r"FP8RL_RUN_DIR|PATH|HOME|USER|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|OMP_.*|HF_HOME|"
+    r"HF_.*_OFFLINE|SSL_CERT_.*|.*_(?:proxy|PROXY)|MEGATRON_FP8RL_.*|SLURM_JOB_ID"
 )
 
 
 class ScorePoolError(RuntimeError):
-    """Scoring is impossible: the workers cannot be started."""
+    """Scoring is impossible because a worker does not start."""
 
 
 class WorkerLost(Exception):
@@ -41,13 +41,13 @@ class WorkerLost(Exception):
 
 
 def environ_of(names: Sequence[str]) -> dict[str, str]:
-    """The environment of a worker: what programs need to run, and the variables of these names."""
-    found = {name: value for name, value in os.environ.items() if name in names or _VARIABLES.fullmatch(name)}
-    # Without what this interpreter finds by itself: programs that a worker starts may have another one.
+    """A worker's environment: the variables that programs need, and those in ``names``."""
+    variables = {name: value for name, value in os.environ.items() if name in names or _VARIABLES.fullmatch(name)}
+    # Omit this interpreter's default paths: programs started by a worker may use another interpreter.
     known = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    own = [path for path in sys.path if path and not path.startswith(known)]
-    found |= {"PYTHONPATH": os.pathsep.join(own), "CUDA_VISIBLE_DEVICES": ""}
-    return {"OMP_NUM_THREADS": "1", **found}
+    extra_paths = [path for path in sys.path if path and not path.startswith(known)]
+    variables |= {"PYTHONPATH": os.pathsep.join(extra_paths), "CUDA_VISIBLE_DEVICES": ""}
+    return {"OMP_NUM_THREADS": "1", **variables}
 
 
 class Worker:
@@ -64,7 +64,7 @@ class Worker:
         """Start the process and send the environments, without waiting for a reply."""
         # A temporary file instead of a pipe: it needs no reader, and its tail explains a crash.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        fcntl.fcntl(self._stderr, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)  # it is cut while the process writes
+        fcntl.fcntl(self._stderr, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)  # it is truncated while the process writes
         self._token = os.urandom(8).hex()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megatron_fp8rl.envs.score_worker"],
@@ -72,14 +72,14 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env={**self._environ, MARK: self._token},
-            start_new_session=True,  # own process group, to kill all child processes of a scorer
+            start_new_session=True,  # separate process group, to kill all children of a scorer
             bufsize=0,
         )
         self._is_alive = True
-        self._state = "started"  # then "ready" or the reason of the failure
+        self._state = "started"  # later "ready" or the reason of the failure
         self._buffer = b""
         self._started_at = time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # reported, with its reason, when the reply is read
+        with contextlib.suppress(BrokenPipeError):  # reported with its reason when the reply is read
             self._send(self._greeting)
 
     def ensure_started(self) -> None:
@@ -143,7 +143,7 @@ class Worker:
         return reply
 
     def _next_reply(self) -> dict[str, Any] | None:
-        """The reply to the last request, if it is there; others are dropped."""
+        """The reply to the last request, or None if it has not arrived; older replies are dropped."""
         while b"\n" in self._buffer:
             line, _, self._buffer = self._buffer.partition(b"\n")
             reply = json.loads(line)
@@ -152,13 +152,13 @@ class Worker:
         return None
 
     def was_struck(self) -> bool:
-        """Whether the process has ended by SIGKILL, before :meth:`kill`, or stands still by SIGSTOP."""
+        """Whether something other than :meth:`kill` sent SIGKILL or SIGSTOP to the process."""
         if (status := self._process.poll()) is not None:
             return status == -signal.SIGKILL
         return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
 
     def _bound_output(self) -> None:
-        """Forget what the scorer has printed, beyond a limit."""
+        """Discard the scorer's output when it exceeds the limit."""
         if os.fstat(self._stderr.fileno()).st_size > _MAX_STDERR_BYTES:
             os.ftruncate(self._stderr.fileno(), 0)
 
@@ -174,9 +174,9 @@ class Worker:
 
 
 def kill_marked(token: str) -> None:
-    """Kill what a worker has started in sessions of their own: such processes have its mark in their environment."""
+    """Kill processes that a worker started in separate sessions; its mark in their environment identifies them."""
     mark = f"{MARK}={token}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone, or another user's
+        with contextlib.suppress(OSError):  # the process ended or belongs to another user
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)

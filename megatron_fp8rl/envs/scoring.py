@@ -1,12 +1,12 @@
-"""Scores completions in worker processes.
+"""Score completions in worker processes.
 
 In: prompts and completion texts. Out: rewards. Runs on: rank 0.
 
-A scorer is user code: it may loop forever, backtrack endlessly in a regular expression or crash the interpreter. Here
-that costs one completion its score, with the reason in ``Rollout.detail``, and kills one worker; the run continues.
+A scorer is user code and may hang or crash the interpreter. Then only its completion loses its score
+(``Rollout.detail`` has the reason), the worker is restarted, and the run continues.
 
-Why not pebble.ProcessPool: release 5.2 does not kill the child processes of a scorer that timed out, reports neither
-why a worker died nor why it failed to start, and imports the trainer's ``__main__`` into each worker.
+pebble.ProcessPool 5.2 is not used. It does not kill the children of a scorer that timed out, gives no reason for a
+dead worker or a failed start, and imports the trainer's ``__main__`` into each worker.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _log = logging.getLogger(__name__)
 
 
 class Score(NamedTuple):
-    """The verdict on one completion."""
+    """The score of one completion."""
 
     reward: float
     status: Literal["scored", "score_failed"]
-    detail: str = ""  # why it failed
-    parts: dict[str, float] = {}  # noqa: RUF012  of the reward, by name; a NamedTuple has no default_factory
+    detail: str = ""  # reason of a failure
+    parts: dict[str, float] = {}  # noqa: RUF012  reward parts by name; a NamedTuple has no default_factory
 
     @classmethod
     def failed(cls, detail: str) -> Score:
         return cls(0.0, "score_failed", detail)
 
 
-MAX_BATCH = 64  # completions in one call of a reward function that takes several
-_MOST_STARTS = 5  # of a scorer for one request, while something from outside ends it
-_LARGEST_REWARD = 1e15  # sums of larger ones overflow
+MAX_BATCH = 64  # completions per call of a batched reward function
+_MOST_STARTS = 5  # worker starts per request, if the worker is killed from outside
+_LARGEST_REWARD = 1e15  # sums of larger rewards overflow
 
 
 class ScorePool:
     """``num_workers`` persistent processes that score completions, each within ``deadline_s``.
 
-    ``environments`` are keyed by ``Prompt.environment``. Workers start immediately, in the background; a worker that
-    crashes or times out is killed with all its children and restarted.
+    ``environments`` are keyed by ``Prompt.environment``. Workers start immediately, in the background. A worker that
+    crashes or times out is killed with its children and restarted.
 
-    If a reward function of a source takes several completions, a worker gets those that wait, MAX_BATCH at most, in one
-    call with one deadline. A call that fails is repeated one by one, so that a bad completion costs only its own score.
+    Batched reward functions get up to MAX_BATCH waiting completions per call, with one deadline. A failed batch is
+    scored again one completion at a time, so that a bad completion affects no other.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ScorePool:
         memory_gib: float | None = None,
         variables: Sequence[str] = (),
     ):
-        """``memory_gib`` limits the address space of a worker, ``variables`` are further ones that it sees."""
+        """``memory_gib`` limits a worker's address space. ``variables``: more environment variables to pass on."""
         self._environments = dict(environments)
         self._deadline_s = deadline_s
         greeting = {
@@ -97,9 +97,9 @@ class ScorePool:
         )
 
     async def score(self, prompt: Prompt, text: str) -> Score:
-        """The score of one completion; 0.0 and "score_failed" with the reason if the scorer fails or times out.
+        """Score one completion; if the scorer fails or times out: 0.0, "score_failed" and the reason.
 
-        The deadline starts when a worker begins to score the completion, not when it is queued.
+        Queueing time does not count toward the deadline.
 
         Raises:
             ScorePoolError: a worker does not start, for instance because an environment cannot be imported.
@@ -127,8 +127,8 @@ class ScorePool:
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            for one in self._waiting:
-                one.score.cancel()
+            for waiting in self._waiting:
+                waiting.score.cancel()
         for worker in self._workers:
             worker.kill()  # unblocks its thread
         self._threads.shutdown(wait=True)
@@ -137,18 +137,18 @@ class ScorePool:
             worker.close_pipes()
 
     def _score_next(self) -> None:
-        """Thread: score what has waited longest, with what else fits in one call."""
-        batch = [one for one in self._take() if one.score.set_running_or_notify_cancel()]
+        """Thread: score the oldest waiting completion, with others that fit in the same call."""
+        batch = [item for item in self._take() if item.score.set_running_or_notify_cancel()]
         try:
-            scores = self._score([one.prompt for one in batch], [one.text for one in batch]) if batch else []
+            scores = self._score([item.prompt for item in batch], [item.text for item in batch]) if batch else []
             if len(batch) > 1 and any(score.status != "scored" for score in scores):
-                scores = [self._score([one.prompt], [one.text])[0] for one in batch]
+                scores = [self._score([item.prompt], [item.text])[0] for item in batch]
         except Exception as error:
-            for one in batch:
-                one.score.set_exception(error)
+            for item in batch:
+                item.score.set_exception(error)
         else:
-            for one, score in zip(batch, scores, strict=True):
-                one.score.set_result(score)
+            for item, score in zip(batch, scores, strict=True):
+                item.score.set_result(score)
 
     def _take(self) -> list[_Waiting]:
         """Remove and return the next batch; empty if another thread has taken it."""
@@ -156,23 +156,23 @@ class ScorePool:
             batch: list[_Waiting] = []
             others: list[_Waiting] = []
             while self._waiting and len(batch) < MAX_BATCH:
-                one = self._waiting.popleft()
-                is_next = not batch or one.prompt.environment == batch[0].prompt.environment
-                (batch if is_next else others).append(one)
+                item = self._waiting.popleft()
+                is_next = not batch or item.prompt.environment == batch[0].prompt.environment
+                (batch if is_next else others).append(item)
                 if batch[0].prompt.environment not in self._batched:
                     break
             self._waiting.extendleft(reversed(others))
         return batch
 
     def _score(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Score]:
-        """The scores of completions of one environment, from one call."""
+        """Score completions of one environment in one call."""
         prompt = prompts[0]
         if prompt.environment not in self._environments:
             known = ", ".join(self._environments)
             raise ScorePoolError(
                 f"prompt {prompt.prompt_id}: no environment {prompt.environment!r} (there are: {known})"
             )
-        request = {"prompts": [one.fields() for one in prompts], "texts": list(texts), "deadline_s": self._deadline_s}
+        request = {"prompts": [p.fields() for p in prompts], "texts": list(texts), "deadline_s": self._deadline_s}
         worker = self._idle.get()  # never blocks: there are as many workers as threads
         try:
             reply = self._ask(worker, request)
@@ -182,13 +182,13 @@ class ScorePool:
             self._idle.put(worker)
         if "error" in reply:
             return [Score.failed(f"scorer of {prompt.environment} raised {reply['error']}")] * len(prompts)
-        return [_verdict(one, prompt.environment) for one in reply["scores"]]
+        return [_verdict(score, prompt.environment) for score in reply["scores"]]
 
     def _ask(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply; a lost worker is started again.
+        """Send one request and return the reply; restart a lost worker.
 
-        One that was killed or stopped, likely from outside, is asked once more; it may be struck while it starts as well,
-        which no completion can cause.
+        If the worker was killed or stopped from outside, the request is sent once more. Workers may also be killed
+        during startup; that is never the completion's fault.
         """
         asks_left, starts_left = 2, _MOST_STARTS
         while True:
@@ -211,7 +211,7 @@ class ScorePool:
 
 
 class _Waiting(NamedTuple):
-    """A completion to be scored."""
+    """A completion that waits for its score."""
 
     prompt: Prompt
     text: str
@@ -226,6 +226,6 @@ def _verdict(reply: Mapping[str, Any], environment: str) -> Score:
 
 
 def keys_of(environments: Iterable[EnvironmentConfig]) -> list[str]:
-    """Names of the variables in which rewards find the keys of servers."""
-    options = [reward.options for one in environments for reward in one.rewards]
-    return [str(one["key_env"]) for one in options if one.get("key_env")]
+    """Names of the environment variables that contain API keys of reward servers."""
+    all_options = [reward.options for cfg in environments for reward in cfg.rewards]
+    return [str(options["key_env"]) for options in all_options if options.get("key_env")]

@@ -1,4 +1,4 @@
-"""What the name of a source of problems means: rows of files, a data set of the hub, a class, or a generator. Pure."""
+"""Kind of a data source, from its name: rows of files, a hub dataset, a class, or a generator. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 
 
 def kind_of(dataset: str) -> Kind:
-    """The kind of ``EnvironmentConfig.dataset``. A name with a path's marks is of rows, whether it exists or not."""
+    """The kind of ``EnvironmentConfig.dataset``. A name that looks like a path is "rows", even if it does not exist."""
     if dataset.startswith(HUB):
         return "hub"
     if dataset.startswith(CLASS):
@@ -26,12 +26,12 @@ def kind_of(dataset: str) -> Kind:
 
 
 def has_rows(dataset: str) -> bool:
-    """Whether the source is a finite list of rows with rewards of their own configuration."""
+    """Whether the source is a finite list of rows, whose rewards are configured separately."""
     return kind_of(dataset) in ("rows", "hub")
 
 
 def short_name(dataset: str) -> str:
-    """A name for metrics and prompt ids: of files and hub names the last part without its suffix."""
+    """A name for metrics and prompt ids. For files and hub names: the last path component without suffix."""
     if not has_rows(dataset):
         return dataset.removeprefix(CLASS)
     name = Path(dataset.removeprefix(HUB)).name
@@ -41,22 +41,22 @@ def short_name(dataset: str) -> str:
 
 
 def files_of(dataset: str) -> list[Path]:
-    """The files of a source of rows, sorted; a folder written by ``datasets.save_to_disk`` is one.
+    """The sorted files of a source of rows. A folder written by ``datasets.save_to_disk`` counts as one file.
 
     Raises FileNotFoundError with near matches.
     """
     path = Path(dataset).expanduser()
     if glob.has_magic(str(path)):
-        found = [Path(name) for name in glob.glob(str(path), recursive=True) if name.endswith(SUFFIXES)]
+        files = [Path(name) for name in glob.glob(str(path), recursive=True) if name.endswith(SUFFIXES)]
     elif path.is_dir():
         if is_saved(path):
             return [path]
-        found = [file for file in path.rglob("*") if file.name.endswith(SUFFIXES)]
+        files = [file for file in path.rglob("*") if file.name.endswith(SUFFIXES)]
     else:
-        found = [path] if path.is_file() and path.name.endswith(SUFFIXES) else []
-    if not found:
+        files = [path] if path.is_file() and path.name.endswith(SUFFIXES) else []
+    if not files:
         raise FileNotFoundError(f"{dataset}: {_why_nothing(path)}")
-    return sorted(found)
+    return sorted(files)
 
 
 def is_saved(path: Path) -> bool:
@@ -67,11 +67,11 @@ def is_saved(path: Path) -> bool:
 def _why_nothing(path: Path) -> str:
     kinds = ", ".join(SUFFIXES)
     if path.is_file():
-        return f"is not one of the kinds of files that are read: {kinds}"
+        return f"unsupported file type; supported: {kinds}"
     if glob.has_magic(str(path)):
-        return f"no file matches that ends in one of {kinds}"
+        return f"no file matches with a suffix of {kinds}"
     if path.is_dir():
-        return f"the folder has no file that ends in one of {kinds}"
+        return f"the folder has no file with a suffix of {kinds}"
     if not path.parent.is_dir():
         return f"{path.parent} does not exist"
     import difflib

@@ -1,7 +1,6 @@
-"""Tools for agents: a calculator, and Python in a sandbox. Each returns text that fits into a conversation.
+"""Tools for agents: a calculator, and Python in a sandbox.
 
-In: text that a policy wrote. Out: a result, or why there is none; a tool never raises for what it is given. Runs in
-agent workers.
+In: text from the policy. Out: a short result or an error text; tools never raise for bad input. Runs in agent workers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 from megatron_fp8rl.envs import sandbox
 
-_MAX_CHARACTERS = 4000  # of a result
+_MAX_CHARACTERS = 4000  # per result
 _MAX_DIGITS = 200
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -30,7 +29,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression with + - * / // % and parentheses; "error: ..." for anything else."""
+    """Evaluate an arithmetic expression with + - * / // % and parentheses; return "error: ..." for other text."""
     if len(expression) > _MAX_DIGITS:
         return f"error: the expression has {len(expression)} characters, more than {_MAX_DIGITS}"
     try:
@@ -51,14 +50,14 @@ def _value(node: ast.AST) -> float:
 
 
 async def python(program: str, *, deadline_s: float = 10.0, limits: sandbox.Limits | None = None) -> str:
-    """What a program prints, run by the sandbox of rewards: without network and files; or why it failed."""
+    """Run a program in the sandbox (no network, no files); return its output and, if it failed, the reason."""
     arguments = [sys.executable, "-I", "-c", program]
-    found = await asyncio.to_thread(sandbox.run, arguments, deadline_s=deadline_s, limits=limits)
-    return shorten(found.stdout + (f"error: {found.reason}" if found.reason else ""))
+    result = await asyncio.to_thread(sandbox.run, arguments, deadline_s=deadline_s, limits=limits)
+    return shorten(result.stdout + (f"error: {result.reason}" if result.reason else ""))
 
 
 def shorten(text: str) -> str:
-    """The beginning and the end of a long text, so that a session can hold it."""
+    """Keep only the beginning and the end of a long text."""
     if len(text) <= _MAX_CHARACTERS:
         return text
     half = _MAX_CHARACTERS // 2

@@ -342,5 +342,5 @@ def test_a_file_of_another_kind_is_named_as_such(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.csv").write_text("a,b")
     assert kind_of("a.csv") == "rows" and kind_of("chain_sum") == "generator"
-    with pytest.raises(FileNotFoundError, match="not one of the kinds of files that are read"):
+    with pytest.raises(FileNotFoundError, match="unsupported file type"):
         files_of("a.csv")
