@@ -1,10 +1,10 @@
-"""Finds the complete checkpoints of a run, and damage in them, without loading weights.
+"""Find the complete checkpoints of a run, and damaged files in them, without loading weights.
 
 In: the folder of a run's checkpoints. Out: the complete ones. Runs in any process; no torch, no Megatron-Core.
 
-    step_00000040/            complete, otherwise it would not have this name; state.json lists sizes and CRC-32 of files
-    .partial_00000080/        being written, or left by a run that was killed
-    damaged_step_00000040/    was complete, and is not what was written; kept for whoever wants to know why
+    step_00000040/            complete; state.json lists sizes and CRC-32 of files
+    .partial_00000080/        being written, or left by a killed run
+    damaged_step_00000040/    complete, but its bytes changed after writing; kept for analysis
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from pathlib import Path
 STATE_FILE = "state.json"
 PARTIAL_PREFIX = ".partial_"
 DAMAGED_PREFIX = "damaged_"
-_NUM_THREADS = 4  # zlib computes without Python's lock
+_NUM_THREADS = 4  # zlib releases the GIL
 _CHUNK_BYTES = 8 << 20
 _COMPLETE = re.compile(r"step_(\d{8,})(?:_r(\d+))?")
 
 
 def complete(folder: Path) -> list[Path]:
-    """Folders named as complete checkpoints, oldest first."""
+    """Folders with the name of a complete checkpoint, oldest first."""
     if not folder.is_dir():
         return []
-    found = [(match, path) for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
-    return [path for _, path in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2] or 0)))]
+    matches = [(match, path) for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
+    return [path for _, path in sorted(matches, key=lambda item: (int(item[0][1]), int(item[0][2] or 0)))]
 
 
 def missing_part(path: Path) -> str | None:
-    """What a checkpoint folder lacks; None if it is complete."""
+    """Describe the missing part of a checkpoint folder; None if it is complete."""
     try:
         files = json.loads((path / STATE_FILE).read_text())["files"]
     except (OSError, ValueError, KeyError) as error:
@@ -57,7 +57,7 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """CRC-32 of files by their names in ``folder``, as hexadecimal text; reads several at a time."""
+    """CRC-32 (hexadecimal) by file name in ``folder``; reads several files in parallel."""
     names = list(names)
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return dict(zip(names, threads.map(_digest, [folder / name for name in names]), strict=True))
@@ -72,18 +72,18 @@ def _digest(path: Path) -> str:
 
 
 def damaged_files(path: Path, share: int = 0, num_shares: int = 1) -> list[str]:
-    """Files of a complete checkpoint whose bytes are not those that were written, among this share of them.
+    """Files in this share of a complete checkpoint whose bytes differ from those that were written.
 
-    Files without a digest, as older checkpoints and converted ones have them, are not read. Raises OSError with the path
-    of a file that cannot be read.
+    Files without a digest (older and converted checkpoints) are skipped. Raises OSError with the path of an unreadable
+    file.
     """
     known = json.loads((path / STATE_FILE).read_text()).get("digests", {})
     names = sorted(known)[share::num_shares]
-    return [name for name, found in digests_of(path, names).items() if found != known[name]]
+    return [name for name, digest in digests_of(path, names).items() if digest != known[name]]
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that nothing takes it for one; return the new path."""
+    """Rename a damaged checkpoint so that it is no longer loaded; return the new path."""
     aside, attempt = path.with_name(DAMAGED_PREFIX + path.name), 1
     while aside.exists():
         aside, attempt = path.with_name(f"{DAMAGED_PREFIX}{path.name}_{attempt}"), attempt + 1
@@ -92,12 +92,12 @@ def set_aside(path: Path) -> Path:
 
 
 def damaged(folder: Path) -> list[Path]:
-    """Checkpoints that were set aside."""
+    """Checkpoints that :func:`set_aside` renamed."""
     return sorted(folder.glob(f"{DAMAGED_PREFIX}*")) if folder.is_dir() else []
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that a power loss does not take back, with those above it."""
+    """Create a folder and its parents, and sync them to disk so that they survive a power loss."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:

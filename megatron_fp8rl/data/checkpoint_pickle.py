@@ -1,10 +1,10 @@
-"""Checks that the pickles of a distributed checkpoint hold data alone, before PyTorch loads them without a check.
+"""Check that the pickles of a distributed checkpoint contain only data, before PyTorch loads them unchecked.
 
-In: the folder of a torch_dist checkpoint. Out: its metadata, or an error that names what could run code. Runs on: every
+In: the folder of a torch_dist checkpoint. Out: its metadata, or an error that names unsafe content. Runs on: every
 process that reads a checkpoint.
 
-PyTorch unpickles ``.metadata`` and the objects among the shards (FP8 scaling states, RNG states) with any class they
-name; here, a short list of names is allowed. Whoever may write to the folder while it is read is not kept out.
+PyTorch unpickles ``.metadata`` and objects in shards (FP8 scaling states, RNG states) with any class. This module
+allows a short list of names. It does not protect against a writer that changes files during reading.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _PLAIN = [
     np.dtype,
     type(np.dtype(np.uint32)),
     (np.empty(0).__reduce__()[0], "numpy._core.multiarray._reconstruct"),
-]  # of NumPy's RNG state, and of Transformer Engine's states
+]  # for NumPy's RNG state and Transformer Engine's states
 
-_REMEDY = "Ask its author, or convert its weights to safetensors where it cannot harm"
+_REMEDY = "Ask its author, or convert its weights to safetensors on an isolated machine"
 
 
 class UnsafeError(RuntimeError):
-    """A checkpoint could run code when it is loaded."""
+    """Loading this checkpoint could run code."""
 
 
 class _Metadata(pickle.Unpickler):
@@ -58,13 +58,13 @@ class _Metadata(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or _NAMES.get(name) == module:
             return super().find_class(module, name)
-        raise UnsafeError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
+        raise UnsafeError(f"it names {module}.{name}, which is not allowed in checkpoint metadata")
 
 
 def read_metadata(folder: Path) -> Metadata:
     """The contents of ``.metadata``.
 
-    Raises UnsafeError if it names what does not belong there; unpickling damaged bytes raises nearly anything.
+    Raises UnsafeError if it names a class that is not allowed. Damaged bytes may raise any exception.
     """
     path = folder / ".metadata"
     with path.open("rb") as file:
@@ -75,7 +75,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def require_only_data(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Raise UnsafeError unless ``.metadata`` and this rank's share of the objects hold data alone."""
+    """Raise UnsafeError unless ``.metadata`` and this rank's share of the objects contain only data."""
     metadata = read_metadata(folder)
     objects = [key for key, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata)]
     places = {index.fqn: place for index, place in metadata.storage_data.items()}
@@ -92,4 +92,4 @@ def _require_plain(key: str, path: Path, offset: int, length: int) -> None:
             torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         reason = str(error).partition("WeightsUnpickler error: ")[2].partition(". Please")[0] or error
-        raise UnsafeError(f"{path} could run code: the object {key} is no plain data ({reason}). {_REMEDY}") from error
+        raise UnsafeError(f"{path} could run code: object {key} is not plain data ({reason}). {_REMEDY}") from error

@@ -1,8 +1,7 @@
-"""The prompt, the answer and the rest of a row, found by the names of its columns. Pure.
+"""Find prompt and answer of a row by its column names. Pure.
 
-In: a row of a file. Out: a :class:`Problem`: its question as text, or a list of messages, the reference answer, and all
-other columns for rewards. Known are the columns of GSM8K, DAPO-Math-17k, OpenR1-Math, MATH-500, AIME, of parquet files
-in verl's style, and of conversations.
+In: a row of a file. Out: a :class:`Problem`: question (text or messages), reference answer, and all other columns for
+rewards. Known columns: GSM8K, DAPO-Math-17k, OpenR1-Math, MATH-500, AIME, verl's parquet files, and conversations.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.data.dropped import RowError
 from megatron_fp8rl.envs.environment import Problem
 
-# In the order of preference; letters' case does not matter.
+# In order of preference; case-insensitive.
 _PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "input", "instruction")
 _ANSWERS = (
     "answer",
@@ -29,22 +28,22 @@ _ANSWERS = (
     "output",
 )
 _ROLES = {"human": "user", "gpt": "assistant"}  # names used in "conversations"
-_FINAL_ANSWER = "####"  # GSM8K: the answer stands behind it
+_FINAL_ANSWER = "####"  # GSM8K: marks the final answer
 
 
 class ColumnError(ValueError):
-    """Rows without a column that is needed; the message lists those that there are."""
+    """A required column is missing; the message lists the existing columns."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the columns with the prompt and, if there is one, the answer; a dot leads into a column."""
+    """Names of the prompt and (optional) answer columns. "a.b" is key b in column a."""
 
     prompt: str
     answer: str | None
 
     def problem(self, row: Mapping[str, Any]) -> Problem:
-        """Raises RowError for an empty prompt, or one that is neither text nor messages."""
+        """Convert a row. Raises RowError for an empty prompt, or one that is neither text nor messages."""
         value = lookup(row, self.prompt)
         answer = None if self.answer is None else lookup(row, self.answer)
         messages: tuple[dict[str, str], ...] = ()
@@ -69,23 +68,20 @@ class Columns:
 
 
 def find_columns(row: Mapping[str, Any], *, prompt: str = "", answer: str = "") -> Columns:
-    """The columns of rows like this one; ``prompt`` and ``answer`` name them where their names say nothing.
-
-    Raises ColumnError.
-    """
+    """Find the columns of rows like this one; ``prompt`` and ``answer`` override the names. Raises ColumnError."""
     names = {name: None for name in row}
     listed = ", ".join(names) or "none"
     for field, name in (("prompt_column", prompt), ("answer_column", answer)):
         if name and lookup(row, name) is None and name.partition(".")[0] not in names:
-            raise ColumnError(f"{field} = {name!r} is no column{near_matches(name, names)} (there are: {listed})")
-    found = prompt or _first(row, _PROMPTS)
-    if found is None:
-        raise ColumnError(f"no column is known to hold prompts; name one by prompt_column (there are: {listed})")
-    return Columns(found, answer or _first(row, _ANSWERS, but=found))
+            raise ColumnError(f"{field} = {name!r} is no column{near_matches(name, names)} (columns: {listed})")
+    prompt_column = prompt or _first(row, _PROMPTS)
+    if prompt_column is None:
+        raise ColumnError(f"no known prompt column; set prompt_column (columns: {listed})")
+    return Columns(prompt_column, answer or _first(row, _ANSWERS, but=prompt_column))
 
 
 def lookup(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or inside of one if the name has dots; None if there is none."""
+    """The value of a column, or of a key in it if the name has dots; None if it does not exist."""
     if name in row:
         return row[name]
     value: Any = row
@@ -107,20 +103,20 @@ def _first(row: Mapping[str, Any], candidates: Sequence[str], but: str = "") -> 
 
 
 def _messages(value: Any, column: str) -> tuple[tuple[dict[str, str], ...], str | None]:
-    """(messages up to the last of a user, the reply behind it or None)."""
+    """(messages up to the last user message, the reply after it or None)."""
     if not isinstance(value, Sequence) or not value:
         raise RowError(f"{column} is neither text nor a list of messages: {str(value)[:60]!r}")
     messages = []
     for message in value:
         if not isinstance(message, Mapping):
-            raise RowError(f"{column} holds {str(message)[:60]!r}, which is no message")
+            raise RowError(f"{column} contains {str(message)[:60]!r}, which is not a message")
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
-            raise RowError(f"{column} holds a message without role and text: {str(dict(message))[:60]!r}")
+            raise RowError(f"{column} contains a message without role or text: {str(dict(message))[:60]!r}")
         messages.append({"role": _ROLES.get(role, role), "content": content})
     asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if asked is None:
-        raise RowError(f"{column} has no message of a user")
+        raise RowError(f"{column} has no user message")
     replies = [message["content"] for message in messages[asked + 1 :] if message["role"] == "assistant"]
     return tuple(messages[: asked + 1]), replies[0] if replies else None
 

@@ -1,16 +1,15 @@
-"""Conversations as token ids: what a chat template adds to a past that stays as it was sampled. Pure.
+"""Conversations as token ids: extend a conversation without tokenizing sampled text again. Pure.
 
-In: messages, and what was sampled. Out: token ids. The ids of a conversation only grow: nothing that was sampled is
-tokenized again. A template may say of the past what the ids do not, for instance without the reasoning of earlier answers
-(Qwen3) or with the tools moved to the last question (Mistral); :meth:`ChatFormat.extend` then says so, and the caller
-decides between a new trajectory and a refusal.
+In: messages and sampled ids. Out: token ids. The ids of a conversation only grow. A chat template may rewrite history:
+Qwen3 removes earlier reasoning, Mistral moves the tools to the last question. Then :meth:`ChatFormat.extend` sets
+``keeps_past`` to False, and the caller starts a new trajectory or rejects the request.
 
-    rendered = template(messages, with generation prompt)   the text whose ids were the prompt
-    answer   = what was sampled, without its end token
+    rendered = template(messages, with generation prompt)   the prompt text
+    answer   = sampled text without its end token
     next     = template(messages + answer + new messages, with generation prompt)
 
-The past is kept if ``next`` begins with ``rendered + answer``, or with what the template itself makes of ``messages +
-answer``, which may trim spaces or rewrite JSON. The rest of ``next`` is what is new.
+The history is kept if ``next`` begins with ``rendered + answer`` or with ``template(messages + answer)``; the template
+may trim spaces or rewrite JSON. The rest of ``next`` is new.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ from transformers import PreTrainedTokenizerBase
 from megatron_fp8rl.data.tokenizer import encode
 
 Message = Mapping[str, Any]  # role, content and, of an assistant, tool_calls, as in OpenAI's chat completions
-_MARK = "\u2042answer\u2042"  # stands for an answer where only its surroundings matter
+_MARK = "\u2042answer\u2042"  # placeholder for an answer
 
 
 class ConversationError(ValueError):
-    """Messages that the chat template refuses, or text that the tokenizer cannot represent."""
+    """The chat template rejects the messages, or the tokenizer cannot represent the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """A conversation up to the point where the policy speaks."""
+    """A conversation up to the policy's next answer."""
 
     text: str
-    new_text: str  # what was not there before
-    new_ids: tuple[int, ...]  # of it; for a conversation that begins, all
-    keeps_past: bool = True  # False: the template tells the past otherwise than it was sampled
+    new_text: str  # the added part
+    new_ids: tuple[int, ...]  # token ids of new_text; for a new conversation, all ids
+    keeps_past: bool = True  # False: the template rewrote the history
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The chat template of a run; without one, a conversation is its contents one after another."""
+    """The chat template of a run; without one, message contents are concatenated."""
 
     tokenizer: PreTrainedTokenizerBase
     uses_chat: bool
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the template
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # template arguments
     stop_ids: frozenset[int] = frozenset()  # tokens that end an answer
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Rendered:
-        """A conversation from its beginning. Raises ConversationError."""
+        """Render a new conversation. Raises ConversationError."""
         text = self._render(messages, tools)
         ids = self._encode(text, add_special_tokens=not self.uses_chat)
         return Rendered(text=text, new_text=text, new_ids=ids)
@@ -66,9 +65,14 @@ class ChatFormat:
         new: Sequence[Message],
         tools: Sequence[Any] = (),
     ) -> Rendered:
-        """What ``new`` messages add to a conversation, rendered as ``before``, in which ``sampled_ids`` were sampled.
+        """Render the ``new`` messages of a conversation.
 
-        ``past`` are all its messages, the sampled answer last. Raises ConversationError.
+        Args:
+            before: the text rendered before the last answer.
+            past: all earlier messages, the sampled answer last.
+            sampled_ids: the ids of that answer.
+
+        Raises ConversationError.
         """
         ended = bool(sampled_ids) and sampled_ids[-1] in self.stop_ids
         answer = self.tokenizer.decode(list(sampled_ids[: len(sampled_ids) - ended]), skip_special_tokens=False)
@@ -85,19 +89,19 @@ class ChatFormat:
         rest = text[start:]
         ids = self._encode(rest, add_special_tokens=False)
         if ended and ids and (ids[0] == sampled_ids[-1] or (closing and ids[0] in self.stop_ids)):
-            ids = ids[1:]  # the end of the answer was sampled
+            ids = ids[1:]  # the end token was already sampled
         return Rendered(text=text, new_text=rest, new_ids=ids, keeps_past=keeps_past)
 
     def _end_of_answer(self, text: str, past: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]) -> int:
-        """Where the last answer of ``past`` ends in ``text``, which tells the past otherwise."""
+        """The end position of the last answer of ``past`` in ``text``, whose history was rewritten."""
         marked = self._render([*past[:-1], {**past[-1], "content": _MARK}, *new], tools)
-        _, found, rest = marked.rpartition(_MARK)
-        if not found or not text.endswith(rest):
+        _, mark, rest = marked.rpartition(_MARK)
+        if not mark or not text.endswith(rest):
             raise ConversationError("the chat template does not show where the last answer ends")
         return len(text) - len(rest)
 
     def _closing(self, tools: Sequence[Any]) -> str:
-        """What the template writes after an answer, such as its end token and a line break."""
+        """The template's text after an answer, such as end token and line break."""
         if not self.uses_chat:
             return ""
         probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
@@ -126,28 +130,25 @@ class ChatFormat:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """What identifies a message: its role, its text and the calls of an assistant.
-
-    Raises ConversationError for a message that is none.
-    """
+    """Reduce a message to its role, text and tool calls. Raises ConversationError if it is not a message."""
     try:
         content = message.get("content")
         if isinstance(content, list):
             content = "".join(part.get("text", "") for part in content)
-        calls = [(one["function"]["name"], _arguments(one)) for one in message.get("tool_calls") or ()]
+        calls = [(call["function"]["name"], _arguments(call)) for call in message.get("tool_calls") or ()]
         if not isinstance(content or "", str):
             raise TypeError(f"content of type {type(content).__name__}")
     except (KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConversationError(f"{message!r:.300} is no message of a conversation ({problem})") from None
-    found = {"role": message.get("role"), "content": content or ""}
+    reduced = {"role": message.get("role"), "content": content or ""}
     if calls:
-        found["tool_calls"] = calls
-    return found
+        reduced["tool_calls"] = calls
+    return reduced
 
 
 def _arguments(call: Mapping[str, Any]) -> Any:
-    """The arguments of a call as an object; as text if they are no JSON."""
+    """The arguments of a call as an object, or as text if they are not JSON."""
     arguments = call["function"].get("arguments") or "{}"
     if not isinstance(arguments, str):
         return arguments
@@ -158,11 +159,11 @@ def _arguments(call: Mapping[str, Any]) -> Any:
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Templates expect text as content and objects as arguments."""
-    found = {**message, "content": plain(message)["content"]}
+    """Convert content to text and arguments to objects, as templates expect."""
+    converted = {**message, "content": plain(message)["content"]}
     if message.get("tool_calls"):
         calls = message["tool_calls"]
-        found["tool_calls"] = [
+        converted["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call)}} for call in calls
         ]
-    return found
+    return converted

@@ -1,4 +1,4 @@
-"""Prompts that are left out: counted, named once each in ``data/dropped.jsonl``, and too many of them an error."""
+"""Count skipped prompts, log each once in ``data/dropped.jsonl``, and raise an error if there are too many."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_JUDGED_AFTER = 500  # prompts, before their share says anything
+_JUDGED_AFTER = 500  # prompts; smaller samples are not significant
 
 
 class RowError(ValueError):
-    """A row, or a problem, that cannot be used and is left out; the message says why.
+    """A row or problem cannot be used and is skipped; the message gives the reason.
 
-    ``row`` names the row of a file, "row 3 of math", where it is known.
+    ``row``: the name of the row if known, such as "row 3 of math".
     """
 
     def __init__(self, message: str, *, row: str | None = None) -> None:
@@ -24,7 +24,7 @@ class RowError(ValueError):
 
 @contextmanager
 def row_errors() -> Iterator[None]:
-    """Whatever the code inside raises, of its own or of a library, is a RowError of the row that it works on."""
+    """Convert any exception in the block to a RowError."""
     try:
         yield
     except RowError:
@@ -34,11 +34,11 @@ def row_errors() -> Iterator[None]:
 
 
 class TooManyDroppedError(ValueError):
-    """So many prompts cannot be used that something is wrong with the data or the configuration."""
+    """Too many prompts cannot be used; the data or the configuration is wrong."""
 
 
 class DroppedLog:
-    """``run_dir``: where the file is kept; None keeps none. Entries of an earlier start of the run are not repeated."""
+    """Counts and logs skipped prompts. ``run_dir``: None writes no file. A resumed run does not repeat entries."""
 
     def __init__(self, run_dir: Path | None, max_share: float):
         self._path = None if run_dir is None else run_dir / "data" / "dropped.jsonl"
@@ -61,8 +61,9 @@ class DroppedLog:
         expected = self._max_share * seen
         is_hopeless = not self.num_kept or self.num_dropped > expected + 3 * math.sqrt(expected)  # by chance: 1 in 700
         if seen >= _JUDGED_AFTER and is_hopeless:
-            where = "" if self._path is None else f"; all are named in {self._path}"
+            where = "" if self._path is None else f"; all are listed in {self._path}"
             raise TooManyDroppedError(
-                f"{self.num_dropped} of {seen} prompts cannot be used, more than data.max_dropped = {self._max_share:g}; the "
-                f"last one: {reason}{where}. Mend the data, or raise sampling.max_prompt_tokens or data.max_dropped"
+                f"{self.num_dropped} of {seen} prompts cannot be used, more than data.max_dropped = "
+                f"{self._max_share:g}; last reason: {reason}{where}. Fix the data, or raise sampling.max_prompt_tokens "
+                "or data.max_dropped"
             )

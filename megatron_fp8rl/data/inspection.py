@@ -1,8 +1,7 @@
-"""What the sources of a run hold, before it starts: rows, columns, rendered prompts, lengths, and what is left out.
+"""Inspect the data sources of a run before it starts: rows, columns, rendered prompts, lengths, skipped rows.
 
-In: a configuration and its tokenizer. Out: a :class:`SourceReport` for each source. Runs in ``doctor``, ``launch`` and
-on rank 0 before engines start. All rows of small sources are rendered and tokenized, of larger ones an evenly spaced
-sample.
+In: a configuration and its tokenizer. Out: a :class:`SourceReport` per source. Runs in ``doctor``, ``launch`` and on
+rank 0 before engines start. All rows of small sources are rendered and tokenized; of larger ones, an even sample.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError
 from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.types import Prompt
 
-_ALL_UP_TO = 20_000  # rows; of more, this many are looked at:
-_SAMPLE = 2_000
-_GENERATED = 64  # problems of a generator or class
-_COMPARED_UP_TO = 1_000_000  # training rows that are compared with the held-out ones
+_ALL_UP_TO = 20_000  # larger sources are sampled
+_SAMPLE = 2_000  # rows
+_GENERATED = 64  # problems per generator or class
+_COMPARED_UP_TO = 1_000_000  # rows compared between training and held-out data
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReport:
-    """One source."""
+    """Inspection result of one source."""
 
     key: str
     dataset: str
-    num_rows: int | None  # None: it generates problems
+    num_rows: int | None  # None: generator
     num_held_out: int | None
     columns: Columns | None
-    lengths: tuple[int, ...]  # tokens of the prompts that were looked at and can be used
+    lengths: tuple[int, ...]  # tokens of the usable prompts
     dropped: tuple[tuple[str, str], ...]  # (row, reason)
     num_equal: int  # held-out questions that are also training questions
-    prompts: tuple[Prompt, ...]  # the first ones
+    prompts: tuple[Prompt, ...]  # the first few
 
     @property
     def num_seen(self) -> int:
         return len(self.lengths) + len(self.dropped)
 
     def lines(self) -> Iterator[str]:
-        """For people: what was found, a histogram of lengths, and the first prompt."""
+        """Console lines: size, columns, length histogram, skipped rows, first prompt."""
         rows = "generated problems" if self.num_rows is None else f"{self.num_rows:,} rows"
         held_out = "" if not self.num_held_out else f", {self.num_held_out:,} held out"
         yield f"{self.key}: {rows}{held_out} ({self.dataset})"
@@ -60,7 +59,8 @@ class SourceReport:
         if self.lengths:
             low, high = min(self.lengths), max(self.lengths)
             middle = sorted(self.lengths)[len(self.lengths) // 2]
-            yield f"  prompt tokens {low} {_histogram(self.lengths)} {high}, median {middle}, of {self.num_seen:,} looked at"
+            bars = _histogram(self.lengths)
+            yield f"  prompt tokens {low} {bars} {high}, median {middle}, of {self.num_seen:,} looked at"
         for row, reason in self.dropped[:3]:
             yield f"  left out: {row}: {reason[:160]}"
         if len(self.dropped) > 3:
@@ -73,38 +73,38 @@ class SourceReport:
 
 
 def inspect_sources(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[SourceReport]:
-    """Look at every source. Raises what opening or rendering one raises, with its field."""
+    """Inspect every source. Raises any error of opening or rendering it, with its field."""
     source = ProblemSource(cfg, tokenizer)
     return [_inspect(source, key) for key in source.configs]
 
 
 def require_usable(reports: Sequence[SourceReport], max_dropped: float) -> None:
-    """Raise TooManyDroppedError if a source has more than this fraction of prompts that cannot be used."""
+    """Raise TooManyDroppedError if the fraction of unusable prompts of a source exceeds ``max_dropped``."""
     for report in reports:
         allowed = max_dropped * report.num_seen
-        if report.num_rows != report.num_seen:  # a sample, which by chance has more
+        if report.num_rows != report.num_seen:  # sampling error
             allowed += 3 * math.sqrt(allowed)
         if len(report.dropped) > allowed:
             row, reason = report.dropped[0]
             raise TooManyDroppedError(
                 f"{report.dataset}: {len(report.dropped):,} of {report.num_seen:,} prompts cannot be used, more than "
-                f"data.max_dropped = {max_dropped:g}. The first one, {row}: {reason}. Mend the data, raise "
-                "sampling.max_prompt_tokens, or raise data.max_dropped"
+                f"data.max_dropped = {max_dropped:g}. First reason, {row}: {reason}. Fix the data, or raise "
+                "sampling.max_prompt_tokens or data.max_dropped"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCheck:
-    """What the scorer of one source gives to reference answers and to empty ones."""
+    """Scores of reference answers and of empty answers for one source."""
 
     key: str
-    reference: tuple[float, ...]  # of the reports' prompts that have a reference answer
-    empty: tuple[float, ...]  # of the same prompts
-    failure: str  # the first score that failed; empty if none did
-    compares: bool = False  # a reward compares with reference answers
+    reference: tuple[float, ...]  # for report prompts with a reference answer
+    empty: tuple[float, ...]  # for the same prompts
+    failure: str  # reason of the first failed score, or empty
+    compares: bool = False  # whether a reward compares with reference answers
 
     def warnings(self) -> list[str]:
-        """What looks wrong, in sentences."""
+        """Suspicious results, as sentences."""
         found = []
         if self.failure:
             found.append(f"{self.key}: {self.failure}")
@@ -120,7 +120,7 @@ class RewardCheck:
         return found
 
     def line(self) -> str:
-        """For people."""
+        """Console line with the mean scores."""
         if not self.reference:
             return f"{self.key}: no reference answer to score"
         means = (sum(scores) / len(scores) for scores in (self.reference, self.empty))
@@ -130,12 +130,14 @@ class RewardCheck:
 
 
 def check_rewards(cfg: RunConfig, reports: Sequence[SourceReport]) -> list[RewardCheck]:
-    """Score reference answers and empty ones of the reports' prompts, in a score worker with the run's deadline. The
-    reward models that the run serves do not answer yet, and sources with no other reward are left out."""
-    found = []
+    """Score reference and empty answers of the reports' prompts in a score worker, with the run's deadline.
+
+    Reward models served by the run are skipped because they are not started yet; so are sources with no other reward.
+    """
+    checks = []
     keyed = environments_by_key(cfg.data.environments)
-    now = {key: replace(one, rewards=tuple(r for r in one.rewards if not is_served(r))) for key, one in keyed.items()}
-    now = {key: one for key, one in now.items() if one.rewards or not has_rows(one.dataset)}
+    now = {key: replace(env, rewards=tuple(r for r in env.rewards if not is_served(r))) for key, env in keyed.items()}
+    now = {key: env for key, env in now.items() if env.rewards or not has_rows(env.dataset)}
     with ScorePool(now, num_workers=1, deadline_s=cfg.scoring.deadline_s) as pool:
         for report in reports:
             if report.key not in now:
@@ -143,22 +145,22 @@ def check_rewards(cfg: RunConfig, reports: Sequence[SourceReport]) -> list[Rewar
             prompts = [prompt for prompt in report.prompts if prompt.answer]
             asked = [(pool.submit(prompt, prompt.answer), pool.submit(prompt, "")) for prompt in prompts]
             try:
-                scores = [(own.result(), empty.result()) for own, empty in asked]
+                scores = [(reference.result(), empty.result()) for reference, empty in asked]
             except ScorePoolError as error:
-                found.append(RewardCheck(key=report.key, reference=(), empty=(), failure=str(error)))
+                checks.append(RewardCheck(key=report.key, reference=(), empty=(), failure=str(error)))
                 continue
             failure = next((score.detail for pair in scores for score in pair if score.status == "score_failed"), "")
-            own, empty = zip(*scores, strict=True) if scores else ((), ())
-            found.append(
+            reference, empty = zip(*scores, strict=True) if scores else ((), ())
+            checks.append(
                 RewardCheck(
                     key=report.key,
-                    reference=tuple(score.reward for score in own),
+                    reference=tuple(score.reward for score in reference),
                     empty=tuple(score.reward for score in empty),
                     failure=failure,
                     compares=any(map(needs_answers, keyed[report.key].rewards)),
                 )
             )
-    return found
+    return checks
 
 
 def _inspect(source: ProblemSource, key: str) -> SourceReport:
@@ -200,7 +202,7 @@ def _looked_at(source: ProblemSource, key: str) -> Iterator[tuple[str, int]]:
 
 
 def _num_equal(source: ProblemSource, key: str) -> int:
-    """Held-out questions among the training rows, of which at most a million are compared."""
+    """Number of held-out questions that are also training questions (at most a million rows compared)."""
     held_out = source.held_out_rows.get(key)
     if held_out is None:
         return 0

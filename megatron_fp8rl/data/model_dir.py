@@ -1,4 +1,4 @@
-"""The Hugging Face folder that engines start from: config.json and tokenizer files, without weights.
+"""Write the Hugging Face folder for starting engines: config.json and tokenizer files, without weights.
 
 In: the run's configuration. Out: a folder, written under a temporary name and renamed. Runs on rank 0.
 """
@@ -15,15 +15,14 @@ from megatron_fp8rl.names.registry import to_hf_config
 
 
 def model_dir(cfg: RunConfig) -> Path:
-    """``model.hf_path`` if the run starts from trained weights, otherwise a folder of the run."""
+    """``model.hf_path`` if the run starts from trained weights, otherwise a folder in ``run_dir``."""
     return Path(cfg.model.hf_path) if cfg.model.hf_path is not None else Path(cfg.run_dir) / "model"
 
 
 def write_model_dir(cfg: RunConfig, folder: Path | None = None) -> Path:
-    """Create :func:`model_dir`, or another ``folder`` with the same content, unless it exists, and return it.
+    """Write :func:`model_dir`, or ``folder`` with the same content, and return its path.
 
-    The tokenizer is that of ``data.tokenizer``. A checkpoint in ``model.hf_path`` has its own files and is left
-    unchanged.
+    Uses the tokenizer in ``data.tokenizer``. A checkpoint in ``model.hf_path`` stays unchanged.
     """
     if cfg.model.hf_path is not None:
         return model_dir(cfg)

@@ -1,11 +1,11 @@
 """Pack samples into the microbatches of data-parallel ranks. Pure.
 
-A microbatch is a row of T tokens: sequences one after another, each padded at its end. Padding never carries loss.
+A microbatch is one row of T tokens: concatenated sequences, each padded at its end. Padding has no loss.
 
     samples --split--> updates --assign--> shares: bins of at most max_tokens, balanced over ranks --build--> tensors
 
-Who has all samples divides them (:func:`divide_for`), and each rank builds the tensors of its own share
-(:func:`build_for`); ranks that have the same samples all do both (:func:`pack_for`). The assignment depends only on lengths.
+The rank with all samples divides them (:func:`divide_for`); each rank builds tensors of its share (:func:`build_for`).
+If every rank has all samples, each does both (:func:`pack_for`). The assignment depends only on lengths.
 
 Shapes: L = tokens of one sequence, T = tokens of one microbatch, S = sequences of one microbatch.
 """
@@ -33,22 +33,22 @@ _NOT_RECORDED = -1
 
 
 class SequenceTooLongError(ValueError):
-    """A sequence that fits in no microbatch."""
+    """A sequence is longer than a microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
     """Multiples to which packed lengths are rounded up, in tokens."""
 
-    sequence: int  # of every sequence
-    microbatch: int  # of T; a multiple of ``sequence``
+    sequence: int  # per sequence
+    microbatch: int  # for T; a multiple of ``sequence``
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> Alignment:
-        """The alignment that a layout needs.
+        """The alignment for a parallel layout.
 
         Context parallelism cuts each sequence into ``2 * context`` chunks to balance causal attention. Sequence
-        parallelism then gives each tensor-parallel rank an equal share of T, which FP8 requires in multiples of 16.
+        parallelism then splits T equally over tensor-parallel ranks; FP8 requires multiples of 16.
         """
         sequence = 2 * parallel.context if parallel.context > 1 else 1
         return cls(sequence=sequence, microbatch=_FP8_TOKEN_MULTIPLE * parallel.tensor * parallel.context)
@@ -56,16 +56,16 @@ class Alignment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one data-parallel rank trains in one update."""
+    """Training data of one data-parallel rank in one update."""
 
     microbatches: tuple[tuple[Sample, ...], ...]
-    num_loss_tokens: int  # over all data-parallel ranks, as the next
-    num_sequences: int
+    num_loss_tokens: int  # over all data-parallel ranks
+    num_sequences: int  # over all data-parallel ranks
     routed: tuple[int, int] | None  # (layers, top_k) of the recorded experts
-    lengths: tuple[int, ...] | None = None  # to which all ranks pad their microbatches; None: each for itself
+    lengths: tuple[int, ...] | None = None  # common padded lengths of all ranks; None: no common length
 
     def __reduce__(self) -> tuple[Any, ...]:
-        samples = SampleColumns.of([sample for one in self.microbatches for sample in one])
+        samples = SampleColumns.of([sample for microbatch in self.microbatches for sample in microbatch])
         rest = {name: getattr(self, name) for name in ("num_loss_tokens", "num_sequences", "routed", "lengths")}
         return _share, (samples, list(map(len, self.microbatches)), rest)
 
@@ -97,9 +97,9 @@ def _limits(cfg: RunConfig) -> dict[str, Any]:
         "data_size": cfg.parallel.data,
         "max_tokens": cfg.optim.max_tokens_per_microbatch,
         "alignment": Alignment.of(cfg.parallel),
-        # The interleaved schedule takes its microbatches in rounds of one per pipeline rank.
+        # The interleaved schedule needs a multiple of the pipeline ranks.
         "num_microbatches_multiple": cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1,
-        # Ranks that gather each other's tokens have equally many.
+        # Gathering tokens across ranks requires equal lengths.
         "equal_lengths": cfg.parallel.expert > 1 and may_gather(cfg),
     }
 
@@ -109,7 +109,7 @@ def pack(
 ) -> tuple[TrainBatch, ...]:
     """One :class:`TrainBatch` per optimizer update, for one data-parallel rank: :func:`divide` and :func:`build`.
 
-    Raises what :func:`divide` does, and ValueError for a ``data_rank`` that does not exist.
+    Raises the errors of :func:`divide`, and ValueError if ``data_rank`` does not exist.
     """
     if not 0 <= data_rank < data_size:
         raise ValueError(f"data_rank {data_rank} is not within data_size {data_size}")
@@ -126,17 +126,16 @@ def divide(
     num_updates: int = 1,
     equal_lengths: bool = False,
 ) -> list[tuple[Share, ...]]:
-    """The shares of all data-parallel ranks, one per optimizer update.
+    """Divide samples into shares, one per rank and optimizer update. Deterministic.
 
-    Deterministic in its arguments. ``samples`` is cut into ``num_updates`` consecutive parts of nearly equal size
-    (fewer if there are fewer samples; none for no samples). Within a part every rank gets the same number of
-    microbatches, a multiple of ``num_microbatches_multiple`` (pipeline ranks, for an interleaved schedule); some may be
-    empty. A microbatch holds at most ``max_tokens`` tokens, including padding. With ``equal_lengths`` all ranks pad their
-    microbatch of one number to the same length.
+    ``samples`` is split into ``num_updates`` consecutive parts of nearly equal size (fewer if there are fewer samples).
+    In each part, every rank gets the same number of microbatches, a multiple of ``num_microbatches_multiple``; some may
+    be empty. A microbatch has at most ``max_tokens`` tokens, including padding. With ``equal_lengths``, all ranks pad
+    microbatch i to the same length.
 
     Raises:
-        SequenceTooLongError: a sequence that does not fit in ``max_tokens``, by name.
-        ValueError: a sample with fields of unequal length, or routed experts on some samples only, by name.
+        SequenceTooLongError: a sequence is longer than ``max_tokens``.
+        ValueError: fields of a sample differ in length, or only some samples have routed experts.
     """
     alignment = _alignment(alignment)
     capacity = max_tokens - max_tokens % alignment.microbatch
@@ -152,27 +151,27 @@ def divide(
             lengths, data_size=data_size, capacity=capacity, num_microbatches_multiple=num_microbatches_multiple
         )
         loss_tokens = [samples[i].num_loss_tokens for i in part]
-        for own, chosen in zip(shares, bins, strict=True):
-            own.append(
+        for rank_shares, chosen in zip(shares, bins, strict=True):
+            rank_shares.append(
                 Share(
-                    microbatches=tuple(tuple(samples[part[i]] for i in one) for one in chosen),
+                    microbatches=tuple(tuple(samples[part[i]] for i in indices) for indices in chosen),
                     num_loss_tokens=sum(loss_tokens),
                     num_sequences=sum(count > 0 for count in loss_tokens),
                     routed=routed,
                     lengths=_longest(lengths, bins, alignment.microbatch) if equal_lengths else None,
                 )
             )
-    return [tuple(own) for own in shares]
+    return [tuple(rank_shares) for rank_shares in shares]
 
 
 def _longest(lengths: Sequence[int], bins: Sequence[Sequence[Sequence[int]]], multiple: int) -> tuple[int, ...]:
-    """Tokens of the longest microbatch of each number, over all ranks; an empty one has its filler."""
-    by_number = zip(*([max(1, sum(lengths[i] for i in one)) for one in chosen] for chosen in bins), strict=True)
-    return tuple(_round_up(max(sizes), multiple) for sizes in by_number)
+    """For each microbatch index, the most tokens over all ranks. An empty microbatch counts its filler."""
+    by_index = zip(*([max(1, sum(lengths[i] for i in indices)) for indices in chosen] for chosen in bins), strict=True)
+    return tuple(_round_up(max(sizes), multiple) for sizes in by_index)
 
 
 def build(shares: Sequence[Share], alignment: int | Alignment) -> tuple[TrainBatch, ...]:
-    """The tensors of one rank's shares; an empty microbatch holds one masked filler sequence."""
+    """Build the tensors of one rank's shares; an empty microbatch gets one masked filler sequence."""
     alignment = _alignment(alignment)
     return tuple(
         TrainBatch(
@@ -189,11 +188,11 @@ def build(shares: Sequence[Share], alignment: int | Alignment) -> tuple[TrainBat
     )
 
 
-def _alignment(given: int | Alignment) -> Alignment:
-    found = Alignment(sequence=given, microbatch=given) if isinstance(given, int) else given
-    if found.microbatch % found.sequence:
-        raise ValueError(f"{found}: the microbatch multiple must be a multiple of the sequence multiple")
-    return found
+def _alignment(value: int | Alignment) -> Alignment:
+    alignment = Alignment(sequence=value, microbatch=value) if isinstance(value, int) else value
+    if alignment.microbatch % alignment.sequence:
+        raise ValueError(f"{alignment}: the microbatch multiple must be a multiple of the sequence multiple")
+    return alignment
 
 
 def assign(
@@ -201,10 +200,9 @@ def assign(
 ) -> list[list[list[int]]]:
     """Assign sequences to microbatches: ``result[rank][microbatch]`` lists indices into ``lengths``, ascending.
 
-    Longest sequence first, into the emptiest microbatch of all ranks (Graham's LPT rule: the fullest bin is within 4/3
-    of the optimum), with as few microbatches as possible; with more than 100 of a rank, within a percent of that. The
-    filled microbatches then go to the ranks, fullest first, each to the rank with the fewest tokens so far. Lengths must
-    not exceed ``capacity``.
+    Sequences go, longest first, into the emptiest microbatch of all ranks (Graham's LPT rule: the fullest bin is within
+    4/3 of the optimum). The number of microbatches is minimal; above 100 per rank, within one percent of minimal. Then
+    microbatches go, fullest first, to the rank with the fewest tokens. Lengths must not exceed ``capacity``.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
     needed = max(1, math.ceil(sum(lengths) / (capacity * data_size)))
@@ -225,7 +223,7 @@ def _fill(
     order: Sequence[int], lengths: Sequence[int], num_bins: int, capacity: int
 ) -> list[tuple[int, list[int]]] | None:
     """Put each sequence into the emptiest bin; None if one does not fit."""
-    emptiest_first = list(range(num_bins))  # a heap of tokens * num_bins + number, of which numbers order equals
+    emptiest_first = list(range(num_bins))  # heap of tokens * num_bins + bin index; the index breaks ties
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for i in order:
         load, emptiest = divmod(emptiest_first[0], num_bins)
@@ -238,7 +236,7 @@ def _fill(
 
 
 def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, int] | None, least: int) -> Microbatch:
-    """Lay sequences out in one row of at least so many tokens; filler sequences have masked tokens alone."""
+    """Concatenate sequences in one row of at least ``least`` tokens; filler sequences are fully masked."""
     padded = [_round_up(len(sample.token_ids), alignment.sequence) for sample in samples] or [alignment.microbatch]
     padded[-1] += -sum(padded) % alignment.microbatch
     padded += [alignment.microbatch] * ((least - sum(padded)) // alignment.microbatch)
@@ -252,12 +250,12 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
     experts = None if routed is None else np.full((num_tokens, *routed), _NOT_RECORDED, dtype=np.int16)
 
     for sample, start in zip(samples, starts.tolist(), strict=False):
-        # Position t predicts token t + 1, so everything that describes token t + 1 moves one position to the left.
+        # Position t predicts token t + 1, so all properties of token t + 1 shift one position to the left.
         end = start
         for ids, logprobs, advantage, is_trained in sample.stretches:
             first, end = end, end + len(ids)
             tokens[first:end] = ids
-            if first > start:  # the first stretch is given, with nothing to describe
+            if first > start:  # the first stretch is context without properties
                 predicting = slice(first - 1, end - 1)
                 mask[predicting], advantages[predicting] = is_trained, advantage
                 if logprobs is not None:
@@ -288,9 +286,9 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
 def _check(sample: Sample, num: int, capacity: int, max_tokens: int, alignment: Alignment) -> None:
     for ids, logprobs, _, _ in sample.stretches:
         if logprobs is not None and len(logprobs) != len(ids):
-            raise ValueError(f"sample {sample.name}: {len(logprobs)} log-probabilities of {len(ids)} sampled tokens")
+            raise ValueError(f"sample {sample.name}: {len(logprobs)} log-probabilities for {len(ids)} sampled tokens")
     if not sample.num_prompt_tokens:
-        raise ValueError(f"sample {sample.name}: no token before the first that was sampled; a prompt has some")
+        raise ValueError(f"sample {sample.name}: the prompt is empty; it needs at least one token")
     if _round_up(num, alignment.sequence) > capacity:
         raise SequenceTooLongError(
             f"sample {sample.name} has {num} tokens and does not fit in a microbatch of {max_tokens} tokens (in "
@@ -300,24 +298,24 @@ def _check(sample: Sample, num: int, capacity: int, max_tokens: int, alignment: 
 
 
 def _routed_shape(samples: Sequence[Sample]) -> tuple[int, int] | None:
-    """(layers, top_k) of the recorded experts, which all samples or none must carry."""
+    """(layers, top_k) of the recorded experts. All samples or none must have them."""
     recorded = [sample for sample in samples if sample.routed_experts is not None]
     if not recorded:
         return None
     shape = recorded[0].routed_experts.shape[1:]
     for sample in samples:
-        found = None if sample.routed_experts is None else sample.routed_experts.shape
-        wanted = (sample.num_tokens - 1, *shape)
-        if found != wanted:
+        actual = None if sample.routed_experts is None else sample.routed_experts.shape
+        expected = (sample.num_tokens - 1, *shape)
+        if actual != expected:
             raise ValueError(
-                f"sample {sample.name}: routed experts of shape {found}, expected {wanted} (tokens - 1, layers, top_k) as "
-                f"of sample {recorded[0].name}"
+                f"sample {sample.name}: routed experts of shape {actual}, expected {expected} "
+                f"(tokens - 1, layers, top_k), as in sample {recorded[0].name}"
             )
     return shape
 
 
 def _split(num: int, num_parts: int) -> list[range]:
-    """Consecutive parts of 0 to ``num`` - 1 whose sizes differ by at most one; no part is empty."""
+    """Split 0 to ``num`` - 1 into consecutive non-empty parts whose sizes differ by at most one."""
     num_parts = min(num_parts, num)
     bounds = [num * part // num_parts for part in range(num_parts + 1)] if num_parts else []
     return list(itertools.starmap(range, itertools.pairwise(bounds)))

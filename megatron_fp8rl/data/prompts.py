@@ -1,13 +1,11 @@
 """Tokenized prompts of all sources in one stream, and a fixed held-out set. Runs on rank 0.
 
-Every prompt is a pure function of (seed, position): a run resumes by setting the position, and nothing is stored. A
-generator's problem is drawn at random at each position. Rows come once per epoch, in an order that the seed and the
-epoch decide; with several sources, each gets the positions of its weight. A prompt that is too long, empty or
-impossible to encode is left out and uses up its position.
+Every prompt is a pure function of (seed, position), so a run resumes by setting the position. Generators draw a random
+problem at each position. Rows appear once per epoch, shuffled by seed and epoch. Several sources share the positions
+by weight. A prompt that is too long, empty or cannot be encoded is skipped; its position counts.
 
-Of generators, one eighth of all questions is held out for evaluation, whatever the seed: a warm start with one seed can
-never have trained on the evaluation problems of a run with another. Of rows, ``EnvironmentConfig.eval`` names those
-that are held out.
+One eighth of a generator's questions is held out for evaluation, independent of the seed: a warm start never trains on
+the evaluation problems of a run with another seed. ``EnvironmentConfig.eval`` names held-out rows.
 """
 
 from __future__ import annotations
@@ -36,17 +34,17 @@ from megatron_fp8rl.types import Prompt
 
 _HELD_OUT_ONE_IN = 8
 _NUM_INDICES = 2**31
-_MAX_DRAWS = 1000  # draws to find one problem of the requested side; by chance alone a miss has probability 1e-58
-_BLOCK = 1024  # positions over which sources have their exact shares
-_LOOKED_AT = 100  # rows, of which the first good one tells the columns
+_MAX_DRAWS = 1000  # draws to find one problem of the requested split; random failure has probability 1e-58
+_BLOCK = 1024  # positions within which each source has exactly its share
+_LOOKED_AT = 100  # rows tried to find the columns
 
 
 class PromptTooLongError(RowError):
-    """A prompt with more tokens than the configuration allows."""
+    """A prompt exceeds sampling.max_prompt_tokens."""
 
 
 class TooFewProblemsError(ValueError):
-    """An environment whose questions all fall on one side of the split between training and evaluation."""
+    """All questions of an environment are in one split: training or evaluation."""
 
 
 class RowSource:
@@ -64,17 +62,17 @@ class RowSource:
         return len(self.rows)
 
     def problem(self, index: int) -> Problem:
-        """The problem of a row. Raises RowError if it has none."""
+        """The problem of a row. Raises RowError if the row is unusable."""
         with row_errors():
             return self.columns.problem(self.rows[index])
 
     def order(self, seed: str, ordinal: int) -> int:
-        """The row of an ordinal: each row once in every ``len(self)`` ordinals."""
+        """The row index for an ordinal; every ``len(self)`` ordinals (one epoch) contain each row once."""
         epoch, place = divmod(ordinal, len(self.rows))
         return int(_permutation(len(self.rows), f"{seed}/epoch {epoch}")[place])
 
     def _find_columns(self, cfg: EnvironmentConfig) -> Columns:
-        """Those of the first row that has them."""
+        """The columns of the first usable row."""
         failure: ValueError | None = None
         for index in range(min(_LOOKED_AT, len(self.rows))):
             try:
@@ -87,7 +85,7 @@ class RowSource:
 
 
 class ProblemSource:
-    """The sources of a configuration, drawn by weight, and the rendering of their problems as prompts."""
+    """Draws problems from all sources by weight and renders them as prompts."""
 
     def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase):
         if len(tokenizer) > cfg.model.vocab_size:
@@ -114,7 +112,7 @@ class ProblemSource:
         self.environments = {key: build_environment(self.configs[key]) for key in self.configs if key not in rows}
 
     def draw(self, stream: str, position: int) -> tuple[str, Problem]:
-        """(source, training problem) at a position of a named stream. Raises RowError for a row without a problem."""
+        """(source, training problem) at a position of a named stream. Raises RowError for an unusable row."""
         rng = random.Random(f"{self.cfg.seed}/{stream}/{position}")
         if not self.rows:
             key = rng.choices(list(self.configs), weights=[cfg.weight for cfg in self.configs.values()])[0]
@@ -132,21 +130,20 @@ class ProblemSource:
         return key, replace(problem, metadata={**problem.metadata, "row": row})
 
     def any_problem(self, key: str, rng: random.Random) -> Problem:
-        """A problem of a source at random, from either side of the split. Raises RowError."""
+        """A random problem of a source, from either split. Raises RowError."""
         if key in self.rows:
             return self.rows[key].problem(rng.randrange(len(self.rows[key])))
         return self.problem_at(key, rng.randrange(_NUM_INDICES))
 
     def problem_at(self, key: str, index: int) -> Problem:
-        """The problem of a row, or of a generator's index. Raises RowError if it has none."""
+        """The problem of a row or generator index. Raises RowError if it is unusable."""
         if key in self.rows:
             return self.rows[key].problem(index)
         with row_errors():
             return self.environments[key].make_problem(index)
 
     def held_out(self, key: str, count: int) -> list[Problem]:
-        """Up to ``count`` different held-out problems of a source, the same for every seed; none of rows without
-        ``eval``."""
+        """Up to ``count`` distinct held-out problems, the same for every seed. Rows without ``eval`` have none."""
         if key in self.rows:
             return self._held_out_rows(key, count)
         rng = random.Random(f"held out/{key}")
@@ -169,20 +166,20 @@ class ProblemSource:
     def prompt(self, prompt_id: str, key: str, problem: Problem) -> Prompt:
         """Render and tokenize a problem.
 
-        Raises RowError: it is too long (PromptTooLongError), has unknown characters (UnknownCharacterError), or a
-        template or the tokenizer cannot take it.
+        Raises RowError: too long (PromptTooLongError), unknown characters (UnknownCharacterError), or rejected by
+        template or tokenizer.
         """
         with row_errors():
             messages = self._messages(key, problem)
             text = self._text(messages)
             # A chat template writes the special tokens itself.
             token_ids = encode(self.tokenizer, text, add_special_tokens=not self._uses_chat)
-            json.dumps([problem.answer, problem.metadata], ensure_ascii=False).encode()  # no half of a surrogate pair
+            json.dumps([problem.answer, problem.metadata], ensure_ascii=False).encode()  # rejects lone surrogates
         limit = self.cfg.sampling.max_prompt_tokens
         if len(token_ids) > limit:
             raise PromptTooLongError(
-                f"prompt {prompt_id} has {len(token_ids)} tokens, more than sampling.max_prompt_tokens = {limit}; raise "
-                f"it, or make the problems of {key} shorter through its options or template: {text[:300]!r}"
+                f"prompt {prompt_id} has {len(token_ids)} tokens, more than sampling.max_prompt_tokens = {limit}; "
+                f"raise it, or shorten the problems of {key} by its options or template: {text[:300]!r}"
             )
         return Prompt(
             prompt_id=prompt_id,
@@ -218,7 +215,7 @@ class ProblemSource:
         raise TooFewProblemsError(f"environment {key}: {_MAX_DRAWS} draws gave no problem to train on; {_variety(key)}")
 
     def _turn(self, stream: str, position: int) -> tuple[str, int]:
-        """(source of a position, how many positions before it were that source's)."""
+        """(source of a position, number of earlier positions of that source)."""
         block, place = divmod(position, _BLOCK)
         shares = apportion(_BLOCK, {key: cfg.weight for key, cfg in self.configs.items()})
         turns = _turns(tuple(shares.values()), f"{self.cfg.seed}/{stream}/block {block}")
@@ -242,21 +239,21 @@ class PromptStream:
     """Training prompts in order, starting at ``position``; set ``position`` to resume."""
 
     def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, position: int = 0, log: bool = False):
-        """``log``: name what is left out in ``data/dropped.jsonl`` of the run's folder; for one rank."""
+        """``log``: write skipped prompts to ``data/dropped.jsonl`` in the run's folder; set it on one rank only."""
         self._source = ProblemSource(cfg, tokenizer)
         self._dropped = DroppedLog(Path(cfg.run_dir) if log else None, cfg.data.max_dropped)
         self.chat_format = self._source.chat_format
         self._next = position
-        self._pending: list[int] = []  # positions that were drawn and not trained before a resume
+        self._pending: list[int] = []  # positions drawn but not trained before a resume
 
     @property
     def num_dropped(self) -> int:
-        """Prompts left out by this stream so far."""
+        """Prompts skipped by this stream so far."""
         return self._dropped.num_dropped
 
     @property
     def position(self) -> Any:
-        """Of the next prompt; a run that trains groups out of order keeps the positions that it still owes as well."""
+        """Position of the next prompt. If groups train out of order, also the pending positions."""
         return {"next": self._next, "pending": list(self._pending)} if self._pending else self._next
 
     @position.setter
@@ -265,9 +262,9 @@ class PromptStream:
         self._next, self._pending = (value, []) if is_whole else (value["next"], list(value["pending"]))
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The next ``count`` training prompts; advances the position. Ids read "<environment>/<position>".
+        """Return the next ``count`` training prompts and advance the position. Ids are "<environment>/<position>".
 
-        Raises TooManyDroppedError if more than ``data.max_dropped`` of many prompts are left out.
+        Raises TooManyDroppedError if significantly more than ``data.max_dropped`` of the prompts are skipped.
         """
         prompts: list[Prompt] = []
         while len(prompts) < count:
@@ -281,17 +278,16 @@ class PromptStream:
         return self._next - 1
 
     def upcoming(self, count: int) -> list[Prompt]:
-        """The prompts that :meth:`next_prompts` will return; the position stays."""
+        """Return the next prompts without advancing the position."""
         position = self.position
         prompts = self.next_prompts(count)
         self.position = position
         return prompts
 
     def eval_prompts(self, count: int) -> list[Prompt]:
-        """Held-out prompts, shared out by weight; never a training question of a generator, the same for every seed.
+        """Held-out prompts of all sources by weight, the same for every seed. Ids are "<environment>/eval-<i>".
 
-        Fewer than ``count`` if a source has fewer distinct held-out questions, or some that cannot be encoded; none if
-        no source has any. Ids read "<environment>/eval-<i>".
+        Fewer than ``count`` if a source has fewer distinct held-out questions, or some cannot be encoded.
         """
         source = self._source
         weights = {key: cfg.weight for key, cfg in source.configs.items() if key not in source.rows}
@@ -333,7 +329,7 @@ def _number(seed: str) -> int:
 
 
 def position_after(prompts: Iterable[Prompt]) -> int:
-    """Where a :class:`PromptStream` continues after these prompts of another one, by their ids."""
+    """The stream position after these prompts, from their ids."""
     return 1 + max(int(prompt.prompt_id.rpartition("/")[2]) for prompt in prompts)
 
 
@@ -343,7 +339,7 @@ def is_held_out(question: str) -> bool:
 
 
 def apportion(count: int, weights: dict[str, float]) -> dict[str, int]:
-    """Whole shares of ``count`` in proportion to ``weights`` (largest remainders), in the order of the keys."""
+    """Integer shares of ``count`` in proportion to ``weights`` (largest remainder method)."""
     total = sum(weights.values())
     quotas = {key: count * weight / total for key, weight in weights.items()}
     shares = {key: int(quota) for key, quota in quotas.items()}
@@ -354,4 +350,4 @@ def apportion(count: int, weights: dict[str, float]) -> dict[str, int]:
 
 
 def _variety(key: str) -> str:
-    return f"the options of {key} leave too few different questions; widen them"
+    return f"the options of {key} produce too few distinct questions; widen them"

@@ -1,11 +1,11 @@
-"""Rows of files with random access, memory-mapped: a file of ten million rows opens in seconds.
+"""Memory-mapped random access to rows of files: a file of ten million rows opens in seconds.
 
 In: the name of a source (``envs/source_kind.py``). Out: a sequence of dicts. Runs on every trainer rank; only rank 0
 reads training rows.
 
-A ``.jsonl`` file stays where it is; an index of its lines is kept in the cache folder, so that one malformed line costs
-one row. Compressed files are unpacked there once. Parquet files and folders of ``datasets.save_to_disk`` are read by
-the datasets library, which maps Arrow files. The cache is ``$MEGATRON_FP8RL_CACHE``, or ``~/.cache/megatron_fp8rl``.
+The cache folder contains a line index of each ``.jsonl`` file, so that a malformed line affects one row only, and
+unpacked copies of compressed files. The datasets library reads Parquet files and ``datasets.save_to_disk`` folders. The
+cache is ``$MEGATRON_FP8RL_CACHE``, or ``~/.cache/megatron_fp8rl``.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """The row of an index from 0. Raises for a row that cannot be read."""
+        """The row at an index from 0. Raises for an unreadable row."""
 
 
 def open_rows(dataset: str, options: Mapping[str, Any]) -> Rows:
-    """Open a source of rows. ``options``: arguments of ``datasets.load_dataset`` for ``hub:NAME``; for a folder with
-    several splits ``split``, by default "train".
+    """Open a source of rows.
 
-    Raises FileNotFoundError for a missing file and ValueError for one that is not what its name says.
+    ``options``: for ``hub:NAME``, arguments of ``datasets.load_dataset``; for a folder with several splits, ``split``
+    (default "train"). Raises FileNotFoundError for a missing file, ValueError for an unreadable one.
     """
     if kind_of(dataset) == "hub":
         return _from_hub(dataset.removeprefix(HUB), options)
@@ -66,18 +66,18 @@ def open_rows(dataset: str, options: Mapping[str, Any]) -> Rows:
 
 
 def cache_dir() -> Path:
-    """The folder of indices and unpacked files; created."""
+    """Create and return the folder for indices and unpacked files."""
     folder = Path(os.environ.get("MEGATRON_FP8RL_CACHE") or Path.home() / ".cache" / "megatron_fp8rl")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 class JsonLines(Sequence):
-    """The lines of a file, one JSON object each; empty lines do not count."""
+    """The lines of a file, one JSON object each; blank lines are skipped."""
 
     def __init__(self, path: Path):
         self._path = path
-        self._ends = _line_ends(path)  # int64 [2, rows]: first byte of a row, and the byte behind its last
+        self._ends = _line_ends(path)  # int64 [2, rows]: start and end byte (exclusive)
         with path.open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
 
@@ -112,20 +112,20 @@ def _from_hub(name: str, options: Mapping[str, Any]) -> Rows:
 
     try:
         return datasets.load_dataset(name, **{"split": "train", **options})
-    except Exception as error:  # of the network, the hub or the options
+    except Exception as error:  # from the network, the hub or the options
         raise ValueError(f"hub:{name}: {type(error).__name__}: {error}") from error
 
 
 def _saved(folder: Path, options: Mapping[str, Any]) -> Rows:
     import datasets
 
-    found = datasets.load_from_disk(str(folder))
-    if isinstance(found, datasets.Dataset):
-        return found
+    saved = datasets.load_from_disk(str(folder))
+    if isinstance(saved, datasets.Dataset):
+        return saved
     split = options.get("split", "train")
-    if split not in found:
-        raise ValueError(f"{folder} has the splits {', '.join(found)} and no {split!r}; name one by options.split")
-    return found[split]
+    if split not in saved:
+        raise ValueError(f"{folder} has the splits {', '.join(saved)} and no {split!r}; name one by options.split")
+    return saved[split]
 
 
 def _line_ends(path: Path) -> np.ndarray:
@@ -137,17 +137,17 @@ def _line_ends(path: Path) -> np.ndarray:
 
 
 def _scan(path: Path) -> np.ndarray:
-    """int64 [2, rows]: start and end of every line that is not blank."""
+    """int64 [2, rows]: start and end of every non-blank line."""
     ends, offset = [], 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset)
             offset += len(chunk)
-    ends.append(np.array([offset]))  # of a last line without a line break
+    ends.append(np.array([offset]))  # last line without a line break
     stops = np.concatenate(ends)
     starts = np.concatenate([[0], stops[:-1] + 1])
     lines = np.stack([starts, stops])
-    short = np.flatnonzero((stops - starts) < 8)  # may be blank; no row of use is that short
+    short = np.flatnonzero((stops - starts) < 8)  # only short lines can be blank
     with path.open("rb") as file:
 
         def is_blank(line: int) -> bool:
@@ -159,7 +159,7 @@ def _scan(path: Path) -> np.ndarray:
 
 
 def _lines_of(path: Path) -> Path:
-    """A file of JSON lines with the rows of ``path``: itself, or one in the cache."""
+    """A JSON-lines file with the rows of ``path``: the file itself, or a converted copy in the cache."""
     is_packed = path.suffix in (".gz", ".zst")
     if not is_packed and not _is_array(path):
         return path
@@ -178,7 +178,7 @@ def _lines_of(path: Path) -> Path:
 
 
 def _is_array(path: Path) -> bool:
-    """Whether a ``.json`` file is one JSON array, and not lines."""
+    """Whether a ``.json`` file is one JSON array instead of JSON lines."""
     with path.open("rb") as file:
         return path.suffix == ".json" and file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
@@ -200,7 +200,7 @@ def _decompressed(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _written(target: Path) -> Iterator[IO[bytes]]:
-    """A file that gets its name when it is complete; another program may write the same."""
+    """Write to a temporary file and rename it when complete; safe with concurrent writers."""
     with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
         try:
             yield file

@@ -1,13 +1,13 @@
-"""The folder of a run: who may use it, and what may be in it.
+"""Lock the folder of a run and check its content.
 
-In: a configuration, before anything starts. Out: the folder, held for this run until the block ends, or a ConfigError.
-Runs on trainer rank 0; no torch.
+In: a configuration, before anything starts. Out: the folder, locked until the block ends, or a ConfigError. Runs on
+trainer rank 0; no torch.
 
-``run.lock`` is held by flock, which ends with the process. Where the file system keeps locks apart on each node, the
-holder's heartbeat tells the others: it touches the file every few seconds.
+``run.lock`` is locked with flock, which ends with the process. On file systems where flock works only within a node,
+the owner also touches the file every few seconds (heartbeat).
 
-Processes that a run starts end with it, unless they stand still (a debugger, SIGSTOP) when it is killed. They inherit
-the folder's name, by which the next run in the folder finds and kills them.
+Processes of a run end with it, unless they are stopped (debugger, SIGSTOP) when it is killed. They inherit an
+environment variable with the folder's name, so that the next run in the folder can kill them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatron_fp8rl.data.checkpoint_dir import complete, damaged, make_folder
 from megatron_fp8rl.net import sockets
 
 LOCK = "run.lock"
-_MARKS = (LOCK, "versions.json", "launch/jobs", "launch/jobs.jsonl")  # one of them is in every folder of a run
-_HARMLESS = ("logs",)  # may be made before a run
+_MARKS = (LOCK, "versions.json", "launch/jobs", "launch/jobs.jsonl")  # every run folder contains at least one
+_HARMLESS = ("logs",)  # may exist before a run
 _BEAT_S = 5.0
-_OWNER = "FP8RL_RUN_DIR"  # environment variable of all that a run starts on its host: the folder
-_DYING_S = 5.0  # that the last processes of a killed run, which hold its lock, may take to end
-_SILENT_S = 20.0  # a holder on another node that has not touched the lock for so long is gone
+_OWNER = "FP8RL_RUN_DIR"  # environment variable of all processes of a run on its host: the folder
+_DYING_S = 5.0  # time for the last processes of a killed run to end and release the lock
+_SILENT_S = 20.0  # without a heartbeat for this long, an owner on another node counts as dead
 
 
 def violations(cfg: RunConfig) -> list[Violation]:
-    """What speaks against the folder: it is no run's, or a start from 0 would replace its checkpoints."""
+    """Reasons not to use the folder: it belongs to no run, or a start from step 0 would overwrite checkpoints."""
     folder = Path(cfg.run_dir)
     if not folder.is_dir():
         return []
@@ -45,12 +45,12 @@ def violations(cfg: RunConfig) -> list[Violation]:
     others = [name for name in found if name not in _HARMLESS]
     if others and not any((folder / mark).exists() for mark in _MARKS):
         some = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        problem = f"{folder} is not empty and no folder of a run: it holds {some}"
-        return [Violation("--output_dir", cfg.output_dir, problem, "Name another")]
+        problem = f"{folder} is not empty and not a run folder: it contains {some}"
+        return [Violation("--output_dir", cfg.output_dir, problem, "Name another folder")]
     if not cfg.checkpoint.resume:
         for part in (folder / "checkpoints", folder / "warm_start" / "checkpoints"):
             if kept := [*complete(part), *damaged(part)]:
-                problem = f"{part} holds {kept[-1].name}, which a run from the start would replace"
+                problem = f"{part} contains {kept[-1].name}, which a run from step 0 would overwrite"
                 remedy = "Name another output_dir, or remove the checkpoints"
                 return [Violation("--checkpoint.resume", False, problem, remedy)]
     return []
@@ -58,7 +58,7 @@ def violations(cfg: RunConfig) -> list[Violation]:
 
 @contextlib.contextmanager
 def held(cfg: RunConfig) -> Iterator[None]:
-    """Hold the folder for the block. Raises ConfigError with :func:`violations`, and if another run holds it."""
+    """Lock the folder for the block. Raises ConfigError with :func:`violations`, or if another run uses it."""
     if found := violations(cfg):
         raise ConfigError(found)
     folder = Path(cfg.run_dir)
@@ -66,7 +66,7 @@ def held(cfg: RunConfig) -> Iterator[None]:
     with (folder / LOCK).open("a+b", buffering=0) as file:
         if holder := _other_holder(file):
             remedy = "Wait for it or stop it, or name another output_dir"
-            raise ConfigError([Violation("--output_dir", cfg.output_dir, f"another run is in it: {holder}", remedy)])
+            raise ConfigError([Violation("--output_dir", cfg.output_dir, f"another run uses it: {holder}", remedy)])
         try:
             _write(file, json.dumps(_me()))
         except OSError as error:
@@ -92,7 +92,7 @@ def held(cfg: RunConfig) -> Iterator[None]:
 
 
 def _end_what_was_left(folder: str) -> None:
-    """Kill processes of this host that an earlier run in the folder started."""
+    """Kill processes on this host that an earlier run in the folder started."""
     import psutil
 
     for process in psutil.process_iter():
@@ -102,7 +102,7 @@ def _end_what_was_left(folder: str) -> None:
 
 
 def _other_holder(file: IO[bytes]) -> str:
-    """Who holds the lock, in words; empty after this process has it."""
+    """Describe the owner of the lock; empty once this process owns it."""
     end = time.monotonic() + _DYING_S
     while True:
         try:
@@ -113,11 +113,11 @@ def _other_holder(file: IO[bytes]) -> str:
                 return _described(file)
             time.sleep(0.2)
         except OSError:
-            break  # the file system has no locks; the heartbeat is left
+            break  # no locks on this file system; rely on the heartbeat
     file.seek(0)
     before = _read(file)
     if before and before.get("host") != socket.gethostname():
-        # Watched, however old it is: the clocks of two nodes need not agree.
+        # Watch for a change instead of comparing times: clocks of two nodes may differ.
         touched, end = os.fstat(file.fileno()).st_mtime, time.monotonic() + _SILENT_S
         while time.monotonic() < end:
             time.sleep(0.5)
@@ -127,9 +127,10 @@ def _other_holder(file: IO[bytes]) -> str:
 
 
 def _described(file: IO[bytes]) -> str:
-    one = _read(file)
-    job = f", job {one['job']}" if one.get("job") else ""
-    return f"process {one.get('pid', '?')} on {one.get('host', 'an unknown host')}{job}, since {one.get('since', '?')}"
+    owner = _read(file)
+    job = f", job {owner['job']}" if owner.get("job") else ""
+    host = owner.get("host", "an unknown host")
+    return f"process {owner.get('pid', '?')} on {host}{job}, since {owner.get('since', '?')}"
 
 
 def _read(file: IO[bytes]) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Samples as columns, in which they travel to the ranks that train them: a few arrays instead of objects for each. Pure.
+"""Samples as columns for sending to training ranks: a few arrays instead of many objects. Pure.
 
-Rows that several samples share, such as the row of a prompt, appear once.
+Token rows shared by several samples, such as a prompt, are stored once.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ class _Arrays:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleColumns:
-    """Shapes: N = samples, M = their stretches, R = distinct rows of token ids."""
+    """Samples as arrays. Shapes: N = samples, M = their stretches, R = distinct rows of token ids."""
 
     names: list[str]  # [N]
     environments: list[str]  # [N]
     staleness: list[int]  # [N]
     num_stretches: list[int]  # [N]
-    rows: np.ndarray  # int64 [M], index of its token ids
+    rows: np.ndarray  # int64 [M], index into token_ids
     are_sampled: np.ndarray  # bool [M]
     advantages: np.ndarray  # float64 [M]
     are_trained: np.ndarray  # bool [M]
-    token_ids: _Arrays  # int32, R of them
-    rollout_logprobs: _Arrays  # float32 or float64, of all sampled stretches
-    routed_experts: _Arrays | None  # [tokens - 1, num_layers, top_k], of all samples or none
+    token_ids: _Arrays  # int32, R arrays
+    rollout_logprobs: _Arrays  # float32 or float64, one array per sampled stretch
+    routed_experts: _Arrays | None  # [tokens - 1, num_layers, top_k] per sample; None: not recorded
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleColumns:
-        """In their order. Copies the numbers once."""
-        stretches = [one for sample in samples for one in sample.stretches]
-        rows = {id(one.token_ids): one.token_ids for one in stretches}
+        """Convert samples in order. Copies the numbers once."""
+        stretches = [stretch for sample in samples for stretch in sample.stretches]
+        rows = {id(stretch.token_ids): stretch.token_ids for stretch in stretches}
         index = {key: i for i, key in enumerate(rows)}
         experts = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
         return cls(
@@ -61,19 +61,19 @@ class SampleColumns:
             environments=[sample.environment for sample in samples],
             staleness=[sample.staleness for sample in samples],
             num_stretches=[len(sample.stretches) for sample in samples],
-            rows=np.array([index[id(one.token_ids)] for one in stretches], np.int64),
-            are_sampled=np.array([one.rollout_logprobs is not None for one in stretches], np.bool_),
-            advantages=np.array([one.advantage for one in stretches], np.float64),
-            are_trained=np.array([one.is_trained for one in stretches], np.bool_),
+            rows=np.array([index[id(s.token_ids)] for s in stretches], np.int64),
+            are_sampled=np.array([s.rollout_logprobs is not None for s in stretches], np.bool_),
+            advantages=np.array([s.advantage for s in stretches], np.float64),
+            are_trained=np.array([s.is_trained for s in stretches], np.bool_),
             token_ids=_Arrays.of([row.array for row in rows.values()]),
             rollout_logprobs=_Arrays.of(
-                [one.rollout_logprobs.array for one in stretches if one.rollout_logprobs is not None]
+                [s.rollout_logprobs.array for s in stretches if s.rollout_logprobs is not None]
             ),
             routed_experts=_Arrays.of(experts) if experts else None,
         )
 
     def samples(self) -> list[Sample]:
-        """The samples; their numbers are views of the columns."""
+        """Convert back to samples; their arrays are views of the columns."""
         rows = [TokenArray(array) for array in self.token_ids.arrays()]
         of_sampled = map(TokenArray, self.rollout_logprobs.arrays())
         experts = itertools.repeat(None) if self.routed_experts is None else self.routed_experts.arrays()
@@ -95,7 +95,7 @@ class SampleColumns:
                 environment=environment,
                 stretches=tuple(itertools.islice(stretches, num)),
                 staleness=staleness,
-                routed_experts=own,
+                routed_experts=routed,
             )
-            for name, environment, staleness, num, own in of_samples
+            for name, environment, staleness, num, routed in of_samples
         ]

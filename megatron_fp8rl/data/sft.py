@@ -30,25 +30,25 @@ class SftSource:
         self._dropped = DroppedLog(None, cfg.data.max_dropped)
 
     def samples(self, step: int) -> list[Sample]:
-        """The batch of a step; the loss covers the answer and the end token. Problems without a reference answer, or
-        with one longer than sampling.max_completion_tokens, are left out.
+        """The batch of a step; the loss covers answer and end token.
 
-        Raises TooManyDroppedError, or RowError if none is left.
+        Problems without a reference answer, or with one longer than sampling.max_completion_tokens, are skipped. Raises
+        TooManyDroppedError, or RowError if none is left.
         """
-        size, found, failure = self._cfg.warm_start.batch_size, [], None
+        size, batch, failure = self._cfg.warm_start.batch_size, [], None
         for position in range(step * size, (step + 1) * size):
             try:
-                found.append(self._demonstration(position))
+                batch.append(self._demonstration(position))
                 self._dropped.num_kept += 1
             except RowError as error:
                 failure = error
                 self._dropped.add(f"position {position}", str(error))
-        if failure is not None and not found:
+        if failure is not None and not batch:
             raise failure
-        return found
+        return batch
 
     def held_out(self, count: int) -> list[Sample]:
-        """Supervised samples of held-out problems, all correct: at most ``count``, the same for every seed."""
+        """At most ``count`` supervised samples of held-out problems with correct answers, the same for every seed."""
         shares = apportion(count, {key: cfg.weight for key, cfg in self._source.configs.items()})
         found = []
         for key, share in shares.items():
@@ -58,7 +58,7 @@ class SftSource:
         return found
 
     def _demonstration(self, position: int) -> Sample:
-        """A training sample; a fraction ``warm_start.wrong_answers`` of them has the answer of another problem."""
+        """A training sample. A fraction ``warm_start.wrong_answers`` gets the answer of another problem."""
         key, problem = self._source.draw("sft", position)
         rng = random.Random(f"{self._cfg.seed}/wrong answers/{position}")
         if rng.random() < self._cfg.warm_start.wrong_answers:

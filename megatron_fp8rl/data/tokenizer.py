@@ -1,7 +1,7 @@
-"""Tokenizers: our own character tokenizer, and any Hugging Face tokenizer from a directory. Never downloads.
+"""Tokenizers: a built-in character tokenizer, or a Hugging Face tokenizer from a directory. Never downloads.
 
-The character tokenizer lets the whole loop run on a machine without a network: one token per character, saved in the
-Hugging Face format, so that transformers and vLLM read it like any other.
+The character tokenizer (one token per character) makes runs possible without a network. It uses the Hugging Face
+format, so transformers and vLLM can load it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VOCAB_MULTIPLE = 128  # divisible by FP8 blocks and by any tensor-parallel degr
 
 
 class UnknownCharacterError(RowError):
-    """A text with a character that the tokenizer cannot represent."""
+    """The tokenizer cannot represent a character of the text."""
 
 
 def character_tokenizer(
@@ -29,8 +29,8 @@ def character_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """One token per character of ``alphabet``, after ``<pad>``, ``<bos>``, ``<eos>`` and ``<unk>``.
 
-    The vocabulary is padded with ``<reserved_i>`` entries, which no text encodes to, to a multiple of
-    ``vocab_multiple``. Encoding puts ``<bos>`` first unless ``add_special_tokens=False``.
+    Unused ``<reserved_i>`` entries pad the vocabulary to a multiple of ``vocab_multiple``. Encoding puts ``<bos>``
+    first unless ``add_special_tokens=False``.
     """
     if len(set(alphabet)) != len(alphabet):
         raise ValueError(f"the alphabet repeats characters: {alphabet!r}")
@@ -55,11 +55,11 @@ def character_tokenizer(
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``DataConfig.tokenizer``: "character", or a directory in the Hugging Face format.
+    """Load the tokenizer of ``DataConfig.tokenizer``: "character", or a directory in the Hugging Face format.
 
     Raises:
         FileNotFoundError: no such directory, with near matches.
-        ValueError: a tokenizer without an EOS token; completions could then only end at the length limit.
+        ValueError: no EOS token; completions would only end at the length limit.
     """
     if spec == "character":
         return character_tokenizer()
@@ -74,11 +74,7 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-    """Token ids of a text.
-
-    Raises:
-        UnknownCharacterError: the text encodes to the unknown token, with the characters that do.
-    """
+    """Token ids of a text. Raises UnknownCharacterError, which lists characters that encode to the unknown token."""
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
         pieces = {c: tokenizer.encode(c, add_special_tokens=False) for c in sorted(set(text))}

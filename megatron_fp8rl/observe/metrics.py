@@ -47,7 +47,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("eval/pass_at_<k>_high/mean", "Upper bound of the 95 % interval of `eval/pass_at_<k>/mean`."),
         Metric(
             "eval/pass_at_<k>/mean",
-            "Unbiased estimate of pass@k on held-out problems: at least one of k completions gets full reward. "
+            "Unbiased estimate of pass@k on held-out problems: at least one of k completions gets full reward; "
             "k > 1 requires observe.eval_completions > 1.",
         ),
         Metric("eval/length/mean", "Mean completion length on held-out problems, in tokens."),
@@ -87,8 +87,8 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/window_complete/sum", "Complete groups that wait for training."),
         Metric(
             "rollout/window_length_bias/mean",
-            "Mean completion length of trained groups divided by that of all complete groups since the start. "
-            "Below 1, training favors short completions.",
+            "Mean completion length of trained groups divided by that of all complete groups since the start; "
+            "below 1, training favors short completions.",
         ),
         Metric("rollout/staleness/mean", "Mean age of completions at training time, in policy versions."),
         Metric("rollout/staleness/max", "Maximum age of a completion at training time, in policy versions."),
@@ -132,7 +132,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric(
             "router/agreement/mean",
             "Fraction of tokens for which trainer router (before replay) and engine choose the same experts, "
-            "averaged over layers. Requires engine.record_routed_experts.",
+            "averaged over layers; requires engine.record_routed_experts.",
         ),
         Metric("router/agreement/min", "Router agreement in the layer with the lowest value."),
         Metric("router/agreement_layer_<index>/mean", "Router agreement in one layer, by layer index."),

@@ -161,10 +161,10 @@ def test_inconsistent_samples_are_refused_by_name():
 
     good = draw_sample(random.Random(0), 0)
     prompt, sampled, *_ = good.stretches
-    with pytest.raises(ValueError, match="env/0#0: 1 log-probabilities of 2 sampled tokens"):
+    with pytest.raises(ValueError, match="env/0#0: 1 log-probabilities for 2 sampled tokens"):
         packed(replace(good, stretches=(prompt, sampled._replace(token_ids=TokenArray.of_ids((1, 2))))))
     for first in (sampled, sampled._replace(is_trained=False), prompt._replace(is_trained=True)):
-        with pytest.raises(ValueError, match="env/0#0: no token before the first that was sampled"):
+        with pytest.raises(ValueError, match="env/0#0: the prompt is empty"):
             packed(replace(good, stretches=(first, sampled)))
     routed = draw_sample(random.Random(1), 1, experts=(2, 4))
     with pytest.raises(ValueError, match="env/0#0: routed experts of shape None"):

@@ -48,7 +48,7 @@ def holder(tmp_path):
 
 def test_a_second_run_is_refused_and_a_killed_ones_folder_is_taken_over(tmp_path, holder):
     cfg = config(tmp_path / "run")
-    said = f"another run is in it: process {holder.pid} on {socket.gethostname()}, since 20"
+    said = f"another run uses it: process {holder.pid} on {socket.gethostname()}, since 20"
     with pytest.raises(ConfigError, match=said), run_folder.held(cfg):
         pass
     assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == str(holder.pid)
@@ -115,12 +115,12 @@ def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
 def test_a_folder_that_is_no_runs_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "my_weights.bin").write_text("precious")
-    with pytest.raises(ConfigError, match="is not empty and no folder of a run: it holds model"):
+    with pytest.raises(ConfigError, match="is not empty and not a run folder: it contains model"):
         with run_folder.held(config(tmp_path)):
             pass
     assert (tmp_path / "model" / "my_weights.bin").read_text() == "precious"
     (found,) = [str(violation) for violation in rules.check(config(tmp_path)) if violation.field == "--output_dir"]
-    assert "no folder of a run" in found and "Name another" in found
+    assert "not a run folder" in found and "Name another" in found
     (tmp_path / "launch").mkdir()  # a folder of that name makes it no run's
     assert run_folder.violations(config(tmp_path))
     (tmp_path / "versions.json").write_text("{}")  # of a run from before there were locks
@@ -138,7 +138,7 @@ def test_a_start_from_0_beside_checkpoints_is_refused(tmp_path, name):
     assert not run_folder.violations(config(tmp_path))
     anew = config(tmp_path, checkpoint=CheckpointConfig(resume=False))
     (found,) = run_folder.violations(anew)
-    assert f"holds {name}, which a run from the start would replace" in str(found) and "Name another" in str(found)
+    assert f"contains {name}, which a run from step 0 would overwrite" in str(found) and "Name another" in str(found)
 
 
 def test_what_an_earlier_run_left_standing_still_is_killed(tmp_path):
