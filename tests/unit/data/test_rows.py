@@ -110,7 +110,7 @@ class TestFiles:
         with pytest.raises(FileNotFoundError, match="did you mean train.jsonl"):
             open_rows(str(tmp_path / "trian.jsonl"), {})
         (tmp_path / "a.csv").write_text("x")
-        with pytest.raises(FileNotFoundError, match="not one of the kinds"):
+        with pytest.raises(FileNotFoundError, match="unsupported file type"):
             open_rows(str(tmp_path / "a.csv"), {})
         with pytest.raises(FileNotFoundError, match="no file matches"):
             open_rows(str(tmp_path / "*.parquet"), {})
@@ -142,7 +142,7 @@ def test_columns_of_known_data_are_found(name):
 
 
 def test_columns_that_are_not_found_are_listed():
-    with pytest.raises(ColumnError, match=r"name one by prompt_column \(there are: text, goal\)"):
+    with pytest.raises(ColumnError, match=r"set prompt_column \(columns: text, goal\)"):
         find_columns({"text": "a", "goal": "b"})
     with pytest.raises(ColumnError, match="prompt_column = 'txt' is no column; did you mean text"):
         find_columns({"text": "a", "goal": "b"}, prompt="txt")
