@@ -1,7 +1,7 @@
-"""``python -m launch CONFIG --cluster NAME [--field value ...]``: queue a run; and look after it when it is queued.
+"""``python -m launch CONFIG --cluster NAME [--field value ...]``: queue a run, then monitor or cancel it.
 
-In: the configuration and overrides of ``python -m megatron_fp8rl``, and a cluster. Out: jobs, or every mistake at once.
-Exit status: 0 submitted, and with ``--wait`` done; 1 a job failed that was waited for; 2 mistakes, nothing is queued.
+In: configuration and overrides of ``python -m megatron_fp8rl``, and a cluster. Out: jobs, or all errors at once. Exit
+status: 0 submitted (with ``--wait``: completed); 1 a job failed (with ``--wait``); 2 invalid input, nothing is queued.
 Imports neither torch nor nemo-run.
 """
 
@@ -33,26 +33,26 @@ _USAGE = f"""\
 usage: {_PROGRAM} CONFIG --cluster NAME [--field value ...]
        {_PROGRAM} status|logs|cancel RUN [--cluster NAME] [--help]
 
-  --cluster NAME   a file of launch/clusters/ ({{known}}), or the path of one
-  --job JOB        {", ".join(jobs.KINDS)}; default: train (warm start if there is one, then RL)
-  --nodes N        nodes of the job; default: as few as trainer and replicas fit on
-  --over FIELD VALUE VALUE ...   one job for each value; given several times, for each combination of values
-  --dry-run        print the complete batch script, and queue nothing
-  --wait           until the job has ended; exit status 1 when it failed
-  --id TEXT        name of the submission; letters, digits and '-'
+  --cluster NAME   a cluster in launch/clusters/ ({{known}}), or the path of a cluster file
+  --job JOB        {", ".join(jobs.KINDS)}; default: train (warm start if configured, then RL)
+  --nodes N        number of nodes; default: the fewest that fit trainer and replicas
+  --over FIELD VALUE VALUE ...   one job per value; if repeated, one job per combination of values
+  --dry-run        print the complete batch script and queue nothing
+  --wait           wait for the job to end; exit status 1 if it failed
+  --id TEXT        submission name: letters, digits and '-'
 
-CONFIG and --field value are those of `python -m megatron_fp8rl train`; so are options of the other jobs:
+CONFIG and --field value work as in `python -m megatron_fp8rl train`. Other jobs take the options of their command:
   --job eval --checkpoint FOLDER, --job study --seeds 1 2 3,
-  --job convert with a checkpoint tool and its folders in the place of CONFIG."""
+  --job convert with a checkpoint tool and its folders instead of CONFIG."""
 
 
 class UsageError(ValueError):
-    """Arguments that cannot be understood."""
+    """Invalid command-line arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The launcher's own options, and what is left for others."""
+    """Parsed launcher options, and the remaining arguments."""
 
     config_name: str
     cluster: str
@@ -62,19 +62,19 @@ class Options:
     wait: bool = False
     id: str | None = None
     over: sweep.Axes = ()
-    words: tuple[str, ...] = ()  # overrides, and options of the job's own program
+    words: tuple[str, ...] = ()  # overrides and options for the job's program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
         print(_USAGE.format(known=", ".join(clusters.known())))
-        return 0 if words else 2
-    if words[0] in WATCH:
-        return importlib.import_module("launch.watch").main(words)
+        return 0 if args else 2
+    if args[0] in WATCH:
+        return importlib.import_module("launch.watch").main(args)
     try:
-        options = parse(words)
+        options = parse(args)
         if options.over:
             return _sweep(options)
         return launch(options, read_request(options))
@@ -90,50 +90,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> Options:
-    """Split the words. Raises UsageError that names the word."""
-    queue, own, rest = list(words), {}, []
-    own["config_name"] = queue.pop(0) if not queue[0].startswith("-") else ""
+    """Parse the arguments. Raises UsageError that names the invalid argument."""
+    queue, options, rest = list(words), {}, []
+    options["config_name"] = queue.pop(0) if not queue[0].startswith("-") else ""
     while queue:
         word = queue.pop(0)
         name, _, value = word.partition("=")
         field = name.removeprefix("--").replace("-", "_")
         if name == "--over":
-            own.setdefault("over", []).append(_axis([queue.pop(0) for _ in itertools.takewhile(_is_value, [*queue])]))
+            axis = _axis([queue.pop(0) for _ in itertools.takewhile(_is_value, [*queue])])
+            options.setdefault("over", []).append(axis)
         elif name in ("--dry-run", "--dry_run", "--wait"):
-            own[field] = True
+            options[field] = True
         elif field in ("cluster", "job", "nodes", "id") and name.startswith("--"):
             if "=" not in word:
                 if not queue:
                     raise UsageError(f"{name} needs a value")
                 value = queue.pop(0)
-            own[field] = _number(name, value) if field == "nodes" else value
+            options[field] = _number(name, value) if field == "nodes" else value
         else:
             rest.append(word)
-    return _checked(own, rest)
+    return _checked(options, rest)
 
 
-def _checked(own: dict, rest: list[str]) -> Options:
-    if "cluster" not in own:
+def _checked(options: dict, rest: list[str]) -> Options:
+    if "cluster" not in options:
         raise UsageError(f"--cluster is missing. Clusters: {', '.join(clusters.known())}; or give the path of a file")
-    job = own.get("job", "train")
+    job = options.get("job", "train")
     if job not in jobs.KINDS:
         raise UsageError(f"--job {job!r} is unknown. Jobs: {', '.join(jobs.KINDS)}")
-    if "id" in own and slurm.slug(own["id"]) != own["id"]:
-        raise UsageError(f"--id {own['id']!r}: use letters, digits and '-' alone")
-    fields = [field for field, _ in own.get("over", [])]
+    if "id" in options and slurm.slug(options["id"]) != options["id"]:
+        raise UsageError(f"--id {options['id']!r}: use only letters, digits and '-'")
+    fields = [field for field, _ in options.get("over", [])]
     if twice := [field for field in dict.fromkeys(fields) if fields.count(field) > 1]:
         raise UsageError(f"--over {twice[0]} occurs twice; give all its values at once")
     if fields and job not in sweep.JOBS:
         raise UsageError(f"--over with --job {job}: cannot be swept. Choose one of {', '.join(sweep.JOBS)}")
-    own["over"] = tuple(own.get("over", ()))
-    if not own["config_name"]:
+    options["over"] = tuple(options.get("over", ()))
+    if not options["config_name"]:
         what = "TOOL" if job == "convert" else "CONFIG"
-        raise UsageError(f"{what} is missing: {_PROGRAM} {what} --cluster {own['cluster']} ...")
-    return Options(**own, words=tuple(rest))
+        raise UsageError(f"{what} is missing: {_PROGRAM} {what} --cluster {options['cluster']} ...")
+    return Options(**options, words=tuple(rest))
 
 
 def read_request(options: Options) -> Request:
-    """Load the configuration and the cluster. Raises what their loaders raise; an unknown field raises SystemExit."""
+    """Load configuration and cluster. Raises their loaders' errors, and SystemExit for an unknown field."""
     cluster = clusters.load(options.cluster)
     target = jobs.read(options.job, options.config_name, options.words)
     return Request(
@@ -148,7 +149,7 @@ def read_request(options: Options) -> Request:
 
 
 def launch(options: Options, request: Request) -> int:
-    """Plan, and then print, queue or refuse."""
+    """Plan the job; then print, queue or reject it. Returns the exit status."""
     plan, problems, warnings = check(options, request)
     if not _show(problems, warnings) or plan.spec is None:
         return 2
@@ -156,7 +157,7 @@ def launch(options: Options, request: Request) -> int:
 
 
 def check(options: Options, request: Request) -> tuple[Plan, list[str], list[str]]:
-    """(plan, problems, warnings), with problems if and only if nothing may be queued."""
+    """(plan, problems, warnings). With problems, nothing may be queued."""
     plan = jobs.plan(request)
     cluster, spec = request.cluster, plan.spec
     problems, warnings = list(plan.problems), list(plan.warnings)
@@ -178,7 +179,7 @@ def check(options: Options, request: Request) -> tuple[Plan, list[str], list[str
 
 
 def _show(problems: Sequence[str], warnings: Sequence[str]) -> bool:
-    """Print them; whether there are no problems."""
+    """Print problems and warnings; return True if there are no problems."""
     for text in warnings:
         print(f"warning: {text}", file=sys.stderr)
     if problems:
@@ -196,13 +197,13 @@ def _go(options: Options, spec: JobSpec, request: Request) -> int:
     try:
         launch_dir(spec.run_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"{_PROGRAM}: the run's folder {spec.run_dir!r} cannot be made: {error}", file=sys.stderr)
+        print(f"{_PROGRAM}: cannot create the run's folder {spec.run_dir!r}: {error}", file=sys.stderr)
         return 2
     return _local(options, spec) if request.cluster.kind == "local" else _slurm(options, spec, request)
 
 
 def _sweep(options: Options) -> int:
-    """One job for each combination of values, once all of them are found to be sound."""
+    """Queue one job per combination of values, after all combinations pass the checks."""
     first = read_request(
         dataclasses.replace(options, config_name=dict(options.over).get("config", (options.config_name,))[0])
     )
@@ -212,21 +213,21 @@ def _sweep(options: Options) -> int:
     for index, label in enumerate(sweep.labels(options.over)):
         words = (*options.words, *sweep.words_of(label, folder, index))
         config_name = dict(label).get("config", options.config_name)
-        one = dataclasses.replace(options, over=(), words=words, config_name=config_name)
-        # On this machine one run after another: they would share its GPUs.
-        one = dataclasses.replace(one, wait=one.wait or first.cluster.kind == "local")
-        request = read_request(one)
-        plan, found, said = check(one, request)
-        problems += [f"{sweep.in_words(label)}: {text}" for text in found]
-        warnings += [f"{sweep.in_words(label)}: {text}" for text in said]
-        ready.append((one, plan.spec, request))
+        single = dataclasses.replace(options, over=(), words=words, config_name=config_name)
+        # Local runs share the GPUs, so they run one after another.
+        single = dataclasses.replace(single, wait=single.wait or first.cluster.kind == "local")
+        request = read_request(single)
+        plan, new_problems, new_warnings = check(single, request)
+        problems += [f"{sweep.in_words(label)}: {text}" for text in new_problems]
+        warnings += [f"{sweep.in_words(label)}: {text}" for text in new_warnings]
+        ready.append((single, plan.spec, request))
     if not _show(problems, warnings):
         return 2
     if not options.dry_run:
         sweep.note(folder, options.over)
     status = max(
-        _go(dataclasses.replace(one, wait=False) if first.cluster.kind == "slurm" else one, spec, request)
-        for one, spec, request in ready
+        _go(dataclasses.replace(single, wait=False) if first.cluster.kind == "slurm" else single, spec, request)
+        for single, spec, request in ready
         if spec is not None
     )
     if not options.dry_run:
@@ -238,13 +239,13 @@ def _sweep(options: Options) -> int:
 
 
 def _show_states(states: dict[str, str]) -> int:
-    """Print the last state of each Slurm job; 0 if all are complete, 1 otherwise."""
+    """Print the final state of each Slurm job; return 0 if all completed, otherwise 1."""
     print("\n".join(f"job {job_id}: {state}" for job_id, state in states.items()))
     return int(any(state != "COMPLETED" for state in states.values()))
 
 
 def _data(options: Options, request: Request) -> tuple[list[str], list[str]]:
-    """(problems, warnings) of the data of a training job."""
+    """(problems, warnings) of a training job's data."""
     if options.job not in ("train", "rl") or request.cfg is None:
         return [], []
     lines, findings = doctor.look_at_data(request.cfg)
@@ -254,8 +255,8 @@ def _data(options: Options, request: Request) -> tuple[list[str], list[str]]:
 
 
 def _show_dry_run(options: Options, spec: JobSpec, request: Request) -> None:
-    """The script, with the job in words below its first line, which has to stay the first."""
-    # A line break in a value must not become a command of the script.
+    """Print the script with a description of the job after the first line (the shebang)."""
+    # Escape line breaks so that a value cannot add a command to the script.
     words = ["# " + line.replace("\r", "\\r").replace("\n", "\\n") for line in lines(spec)]
     if request.cluster.kind == "local":
         agents = "1 agent" if spec.nodes == 1 else f"{spec.nodes} agents"
@@ -288,7 +289,7 @@ def _slurm(options: Options, spec: JobSpec, request: Request) -> int:
 
 def _local(options: Options, spec: JobSpec) -> int:
     job_id, process = local.start(spec, cluster_name=options.cluster)
-    _show_launched(f"job {job_id} has begun on this machine", spec)
+    _show_launched(f"job {job_id} has started on this machine", spec)
     if not options.wait:
         return 0
     try:
@@ -296,9 +297,9 @@ def _local(options: Options, spec: JobSpec) -> int:
     except KeyboardInterrupt:
         print("not waiting any longer; the job goes on", file=sys.stderr)
         return 1
-    words = {0: "COMPLETED", CANCELLED: "CANCELLED", SAVED: "saved, and asked to end"}
-    print(f"job {job_id}: {words.get(status, f'FAILED with status {status}')}")
-    if status not in words:
+    states = {0: "COMPLETED", CANCELLED: "CANCELLED", SAVED: "saved, stopped on request"}
+    print(f"job {job_id}: {states.get(status, f'FAILED with status {status}')}")
+    if status not in states:
         _show_first_error(spec, job_id)
     return int(status != 0)
 
@@ -314,7 +315,7 @@ def _show_launched(headline: str, spec: JobSpec) -> None:
 
 
 def _show_first_error(spec: JobSpec, job_id: str) -> None:
-    """What failed first, or where to look."""
+    """Print the first error of the job, or where to find its logs."""
     attempts = sorted(launch_dir(spec.run_dir).glob(f"{job_id}.*"))
     said = f"it left no error; `{_PROGRAM} logs {shlex.quote(spec.run_dir)}` shows its logs"
     if not attempts and not job_id.startswith("local-"):
@@ -325,21 +326,21 @@ def _show_first_error(spec: JobSpec, job_id: str) -> None:
 
 
 def _running(spec: JobSpec, cluster: clusters.Cluster) -> list[str]:
-    """Jobs that work in the run's folder already: two would overwrite each other's checkpoints, logs and endpoints."""
-    found = []
+    """Errors for jobs that already use the run's folder; both would overwrite checkpoints, logs and endpoints."""
+    errors = []
     if str(cluster.sbatch.get("dependency", "")).partition(":")[0] in ("singleton", "afterany"):
-        return []  # Slurm keeps the jobs apart
+        return []  # Slurm runs these jobs one after another
     for job in read_jobs(spec.run_dir):
         if (state := _state(job)) is not None:
-            found.append(
+            errors.append(
                 f"job {job['job_id']} of cluster {job['cluster']!r} is {state} in {spec.run_dir}. Cancel it by "
                 f"`{_PROGRAM} cancel`, or choose another --output_dir."
             )
-    return found
+    return errors
 
 
 def _state(job: dict) -> str | None:
-    """The state of a job that has not ended; None when it has, or nobody knows."""
+    """The state of an active job; None if it has ended or its state is unknown."""
     if job["kind"] == "slurm":
         state = slurm.job_state(job["job_id"])
         return state if state is not None and not slurm.is_over(state) else None

@@ -1,6 +1,6 @@
-"""What the launcher knows of a cluster, and where it reads it: a Python file that sets ``CLUSTER``.
+"""Cluster description, loaded from a Python file that sets ``CLUSTER``.
 
-In: the name of a file in ``launch/clusters/``, or a path. Out: a :class:`Cluster`. Light and pure but for the file.
+In: the name of a file in ``launch/clusters/``, or a path. Out: a :class:`Cluster`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_fp8rl.preflight.memory import GPUS, GpuName
 
 FOLDER = Path(__file__).parent / "clusters"
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
-_LONGEST_SIGNAL_S = 65535  # Slurm's
-# Options of sbatch that the launcher sets, and the field of CLUSTER or the option that does it, if any.
+_LONGEST_SIGNAL_S = 65535  # Slurm's limit
+# sbatch options set by the launcher, with the CLUSTER field or launcher option that controls each.
 _RESERVED = {
     "account": "CLUSTER.account",
     "partition": "CLUSTER.partition",
@@ -46,7 +46,7 @@ _RESERVED = {
         "test-only",
     )
 )
-# Fields of nemo-run's executor that sbatch gets as they are.
+# Fields of nemo-run's executor passed to sbatch unchanged.
 _FURTHER = (
     "qos",
     "mem",
@@ -60,11 +60,11 @@ _FURTHER = (
     "segment",
     "network",
 )
-# What to write, by a part of the annotation.
+# Remedies by a part of the type annotation.
 _REMEDIES = {
     "slurm": 'Choose "slurm" or "local"',
     "h100": f"Choose one of {', '.join(GPUS)}, in quotes",
-    "tuple": 'Write ("first", "second"), and of a single entry ("first",)',
+    "tuple": 'Write ("first", "second"), or ("first",) for a single entry',
     "dict": 'Write {"name": "value"}',
     "int": "Write a whole number, without quotes",
     "str": "Write text, in quotes",
@@ -72,59 +72,59 @@ _REMEDIES = {
 
 
 class ClusterError(ValueError):
-    """A cluster that cannot be found or read. The message names the file and what would do."""
+    """A cluster cannot be found or read. The message names the file and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of one kind, and how to get them."""
+    """A cluster of identical nodes and its scheduler settings."""
 
-    kind: Literal["slurm", "local"] = "slurm"  # local: the roles become processes of this machine
-    run_root: str | None = None  # shared by all nodes; a relative output_dir starts here. None: the current folder
+    kind: Literal["slurm", "local"] = "slurm"  # local: roles run as processes on this machine
+    run_root: str | None = None  # shared folder for relative output_dirs; None: the current folder
 
-    # What Slurm is told.
+    # Slurm options.
     account: str | None = None
     partition: str | None = None
-    time_limit: str = "04:00:00"  # minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as sbatch takes it
-    sbatch: dict[str, Any] = field(default_factory=dict)  # any further option: {"qos": "high", "exclusive": True}
-    srun: tuple[str, ...] = ()  # words added to the srun that starts the agents
+    time_limit: str = "04:00:00"  # minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as in sbatch
+    sbatch: dict[str, Any] = field(default_factory=dict)  # more options: {"qos": "high", "exclusive": True}
+    srun: tuple[str, ...] = ()  # more arguments for the srun that starts the agents
 
-    # What a node has.
+    # Node hardware.
     gpu: GpuName | None = "h200"  # None: nodes without GPUs
     gpus_per_node: int = 8  # 0 with ``gpu=None``
-    ranks_per_node: int | None = None  # of trainer and engines that fit a node; None: one for each GPU
-    cpus_per_node: int | None = None  # asked for; None leaves it to the partition
-    max_nodes: int | None = None  # that one job may have
+    ranks_per_node: int | None = None  # trainer ranks and engine workers per node; None: one per GPU
+    cpus_per_node: int | None = None  # CPUs to request; None: partition default
+    max_nodes: int | None = None  # limit per job
 
-    # What the roles run in: a container, or the Python of ``python`` after the lines of ``setup``.
-    container_image: str | None = None  # anything that pyxis takes: a .sqsh file, or registry#name:tag
-    container_mounts: tuple[str, ...] = ()  # "from:to"; run_root and the run's folder are mounted anyway
-    python: str | None = None  # None: "python" in a container, else the one that runs the launcher
-    setup: tuple[str, ...] = ()  # lines of shell before the agents: modules, activation
-    env: dict[str, str] = field(default_factory=dict)  # of every role, on every node; the shell never sees it
+    # Environment: a container, or ``python`` after the ``setup`` lines.
+    container_image: str | None = None  # any pyxis image: a .sqsh file, or registry#name:tag
+    container_mounts: tuple[str, ...] = ()  # "from:to"; run_root and the run's folder are always mounted
+    python: str | None = None  # None: "python" in a container, otherwise the launcher's interpreter
+    setup: tuple[str, ...] = ()  # shell lines before the agents: modules, activation
+    env: dict[str, str] = field(default_factory=dict)  # for every role on every node; not passed through a shell
 
     # Long jobs.
-    save_signal_s: int = 300  # before the time limit, when trainers are told to save; a step must fit in
-    max_restarts: int = 20  # attempts after the first: time limits, lost nodes and failures together
+    save_signal_s: int = 300  # seconds before the time limit to save; must cover one step
+    max_restarts: int = 20  # attempts after the first, for time limits, lost nodes and failures together
 
     @classmethod
     def from_executor(cls, executor: Any, **more: Any) -> Cluster:
-        """The cluster that a ``nemo_run.SlurmExecutor`` describes; ``more`` are fields of which it knows nothing.
+        """Convert a ``nemo_run.SlurmExecutor``.
 
-        Those are ``gpu`` (the kind, unless the nodes have none), ``ranks_per_node`` (without GPUs) and ``run_root``.
-        Raises ClusterError for an executor on another machine, or with settings that the launcher would overrule.
+        ``more``: fields that an executor lacks: ``gpu`` (GPU kind), ``ranks_per_node`` (without GPUs), ``run_root``.
+        Raises ClusterError for a remote executor, or for settings that conflict with the launcher.
         """
         if executor.tunnel.__class__.__name__ != "LocalTunnel":
             raise ClusterError(
-                f"executor.tunnel = {type(executor.tunnel).__name__}: the run's folder and the data are read where "
-                "the run is planned. Use a LocalTunnel on a login node"
+                f"executor.tunnel = {type(executor.tunnel).__name__}: planning reads the run's folder and data locally. "
+                "Use a LocalTunnel on a login node"
             )
         refused = [
             name for name in ("heterogeneous", "array", "het_group_indices", "retries") if getattr(executor, name)
         ]
         if refused:
             value = getattr(executor, refused[0])
-            raise ClusterError(f"executor.{refused[0]} = {value!r}: agents place the roles themselves. Leave it out")
+            raise ClusterError(f"executor.{refused[0]} = {value!r}: not supported, agents place the roles. Remove it")
         sbatch = {name: getattr(executor, name) for name in _FURTHER if getattr(executor, name) is not None}
         sbatch |= executor.additional_parameters or {}
         signal_s = re.fullmatch(r"(?:B:)?(?:USR1|SIGUSR1)@(\d+)", executor.signal or "")
@@ -150,12 +150,12 @@ class Cluster:
 
     @property
     def slots_per_node(self) -> int:
-        """Trainer ranks and engine workers that one node takes."""
+        """Trainer ranks and engine workers per node."""
         return self.ranks_per_node if self.ranks_per_node is not None else self.gpus_per_node
 
     @property
     def time_limit_s(self) -> int | None:
-        """The limit in seconds; None when it cannot be read."""
+        """The time limit in seconds; None if it is invalid."""
         return parse_time_limit(self.time_limit)
 
     @property
@@ -164,7 +164,7 @@ class Cluster:
         return self.python or ("python" if self.container_image else sys.executable)
 
     def violations(self) -> list[Violation]:
-        """Every mistake, fields as they are written in the cluster's file."""
+        """All invalid fields."""
         found = [*_of_nodes(self)]
         if self.kind == "local":
             return found
@@ -173,19 +173,19 @@ class Cluster:
             remedy = "Write hours as 04:00:00, or days as 2-00:00:00"
             found.append(_bad("time_limit", self.time_limit, "is not a time", remedy))
         if not 1 <= self.save_signal_s <= _LONGEST_SIGNAL_S:
-            remedy = f"Slurm takes 1 to {_LONGEST_SIGNAL_S} s; one step and a checkpoint have to fit in"
+            remedy = f"Slurm takes 1 to {_LONGEST_SIGNAL_S} s; allow for one step and a checkpoint"
             found.append(
                 _bad("save_signal_s", self.save_signal_s, "is not a valid number of seconds before the limit", remedy)
             )
         elif limit is not None and self.save_signal_s >= limit:
-            remedy = f"Set less than the time limit of {limit} s, with room for one step"
+            remedy = f"Set less than the time limit of {limit} s, and allow for one step"
             found.append(_bad("save_signal_s", self.save_signal_s, "is longer than the job", remedy))
         if self.max_restarts < 0:
             found.append(_bad("max_restarts", self.max_restarts, "is negative", "Set 0 or more"))
         return found + _of_environment(self) + _of_slurm(self)
 
     def missing_files(self) -> list[Violation]:
-        """Files that the cluster names and this machine does not have."""
+        """Configured files that do not exist on this machine."""
         found = []
         image = self.container_image
         if image is not None and image.startswith(("/", ".")):
@@ -196,7 +196,7 @@ class Cluster:
             )
         if self.python is not None and image is None:
             found.append(_bad("python", self.python, "does not exist", "Name the interpreter of all nodes"))
-        return [one for one in found if not Path(one.value.partition(":")[0]).exists()]
+        return [violation for violation in found if not Path(violation.value.partition(":")[0]).exists()]
 
 
 def _of_nodes(cluster: Cluster) -> list[Violation]:
@@ -225,7 +225,7 @@ def _of_nodes(cluster: Cluster) -> list[Violation]:
 
 
 def _of_slurm(cluster: Cluster) -> list[Violation]:
-    """What would break the batch script, or contradict it."""
+    """Values that would break the batch script or conflict with it."""
     found = []
     texts = {name: getattr(cluster, name) for name in ("account", "partition", "python", "container_image", "run_root")}
     texts |= {f"sbatch[{name!r}]": value for name, value in cluster.sbatch.items()}
@@ -233,7 +233,7 @@ def _of_slurm(cluster: Cluster) -> list[Violation]:
         texts |= {f"{name}[{i}]": word for i, word in enumerate(getattr(cluster, name))}
     for name, value in texts.items():
         if isinstance(value, str) and re.search(r"[\r\n]", value):
-            found.append(_bad(name, value, "holds a line break", "Write it in one line"))
+            found.append(_bad(name, value, "contains a line break", "Write it in one line"))
     for name, value in cluster.sbatch.items():
         if (option := str(name).replace("_", "-")) in _RESERVED:
             remedy = f"Remove it, and use {_RESERVED[option]}" if _RESERVED[option] else "Remove it"
@@ -259,12 +259,12 @@ def _of_environment(cluster: Cluster) -> list[Violation]:
             found.append(_bad("container_mounts", mount, "is not from:to", "pyxis takes no ':' or ',' in a path"))
     for line in cluster.setup:
         if "\n" in line:
-            found.append(_bad("setup", line, "holds a line break", "Write one entry for each line"))
+            found.append(_bad("setup", line, "contains a line break", "Write one entry for each line"))
     return found
 
 
 def parse_time_limit(text: str) -> int | None:
-    """Seconds of a limit as sbatch takes it; None when it is none."""
+    """Convert an sbatch time limit to seconds; None if it is invalid."""
     match = _TIME.fullmatch(text.strip())
     if match is None:
         return None
@@ -280,14 +280,14 @@ def parse_time_limit(text: str) -> int | None:
 
 
 def known() -> list[str]:
-    """Names of the clusters that come with the launcher or were put beside them."""
+    """Names of the cluster files in ``launch/clusters/``."""
     return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 
 
 def load(name_or_path: str) -> Cluster:
-    """The cluster of a name, or of a path (anything with a '/' or that ends in ``.py``).
+    """Load a cluster by name, or by path (contains '/' or ends in ``.py``).
 
-    Raises ClusterError that names the file when it is missing, fails, or sets no ``CLUSTER``.
+    Raises ClusterError, which names the file, if it is missing, fails or sets no ``CLUSTER``.
     """
     if os.sep in name_or_path or name_or_path.endswith(".py"):
         path = Path(name_or_path).expanduser()
@@ -319,26 +319,26 @@ def load(name_or_path: str) -> Cluster:
 
 
 def _of_kinds(cluster: Cluster) -> list[Violation]:
-    """Fields that hold another kind of value than they are declared with, which nothing else could judge."""
-    import typeguard  # of tyro; not every reader of a run needs it
+    """Fields whose value has the wrong type."""
+    import typeguard  # dependency of tyro; imported only when needed
 
     found = []
     for name, kind in get_type_hints(Cluster).items():
-        held = getattr(cluster, name)
+        given = getattr(cluster, name)
         try:
-            value = tuple(held) if isinstance(held, list) else held
+            value = tuple(given) if isinstance(given, list) else given
             typeguard.check_type(value, kind, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
-            is_right = not isinstance(held, bool)
+            is_right = not isinstance(given, bool)
         except typeguard.TypeCheckError:
             is_right = False
         if not is_right:
             remedy = next(how for part, how in _REMEDIES.items() if part in str(kind))
-            found.append(_bad(name, held, f"is of type {type(held).__name__}", remedy))
+            found.append(_bad(name, given, f"is of type {type(given).__name__}", remedy))
     return found
 
 
 def _line_of(error: BaseException, path: Path) -> int | None:
-    """The last line of the file that the error went through."""
+    """The last line of the file in the error's traceback."""
     line, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(path):

@@ -1,17 +1,17 @@
-"""What a job is: its roles, the nodes that they run on, and the files by which everybody finds everybody.
+"""Job description: roles, their nodes, and the files for discovery between processes.
 
-Light (the standard library alone): the login node writes a :class:`JobSpec` into a file that its owner alone can read,
-since it holds the values of environment variables, and the agent of every node reads it again.
+The login node writes a :class:`JobSpec` to a file, and the agent of every node reads it. Only the owner can read the
+file because it contains values of environment variables. Uses only the standard library.
 
-Files of a run, all below its folder on the shared file system::
+Files of a run, below its folder on the shared file system::
 
     launch/jobs.jsonl                     one line for every job submitted: see ``jobs_file``
     launch/jobs/<submission>/             job.json (the job, mode 0600), sbatch.sh, code/, and the job's own output
     launch/<job>.<attempt>/node-<i>.json  {"host", "address", "port"} of node i in this attempt of the job
-    launch/<job>.<attempt>/done           the job is over; its text is the exit status
+    launch/<job>.<attempt>/done           the job has ended; contains the exit status
     launch/<job>.<attempt>/first_error.txt
-    replicas/<role>.json                  {"name", "url", "host", "pid", "incarnation", "log"} of a replica that listens
-    logs/<role>.node<i>.log               all attempts, each below a header line
+    replicas/<role>.json                  {"name", "url", "host", "pid", "incarnation", "log"} of a running replica
+    logs/<role>.node<i>.log               all attempts, each after a header line
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-SAVED = 85  # exit status of a trainer, and of an agent, that saved a checkpoint and asks to be started again
+SAVED = 85  # exit status of a trainer or agent: checkpoint saved, restart to continue
 
 Kind = Literal["torchrun", "replica", "command"]
-SWEEP, ELEMENT = "sweep.json", "element-"  # in the folder of a sweep: what it is, and its runs
+SWEEP, ELEMENT = "sweep.json", "element-"  # in the folder of a sweep: its description, and its runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """One program of the job, on one node or several.
+    """One program of the job, on one or several nodes.
 
-    ``command`` is what stands behind ``python``: ``("-m", "megatron_fp8rl", "rl", ...)``. Words may hold the fields of
-    :meth:`words`, since addresses are known only when the nodes are.
+    ``command``: the arguments of ``python``, such as ``("-m", "megatron_fp8rl", "rl", ...)``. They may contain the
+    placeholders of :meth:`words`, because addresses are known only at run time.
     """
 
-    name: str  # "trainer", "rollout-0", "task": unique in the job, and fit for a file name
-    kind: Kind  # how the agent starts it: under torchrun, as a server of completions, or as it is
-    nodes: tuple[int, ...]  # indices of the job's nodes; their order is the order of ranks
+    name: str  # "trainer", "rollout-0", "task": unique in the job, valid as a file name
+    kind: Kind  # started under torchrun, as a completion server, or as a plain command
+    nodes: tuple[int, ...]  # node indices in the job, in rank order
     command: tuple[str, ...]
-    processes_per_node: int = 1  # of "torchrun"
-    gpus: tuple[int, ...] = ()  # indices on each of its nodes; empty: all that the job sees, or none
-    restart: bool = False  # started again when it dies, while the job goes on
-    essential: bool = True  # the job ends when it ends
-    env: dict[str, str] = field(default_factory=dict)  # on top of the job's
+    processes_per_node: int = 1  # for "torchrun"
+    gpus: tuple[int, ...] = ()  # indices on each node; empty: all visible GPUs, or none
+    restart: bool = False  # restart it when it dies
+    essential: bool = True  # the job ends when this role ends
+    env: dict[str, str] = field(default_factory=dict)  # added to the job's env
 
     def rank_of(self, node: int) -> int:
-        """Rank of a node of the job among the nodes of this role. Raises ValueError for a node without it."""
+        """Rank of a node among this role's nodes. Raises ValueError if the role is not on the node."""
         return self.nodes.index(node)
 
     def words(self, node: int, *, head_address: str, head_port: int) -> tuple[str, ...]:
         """The command on one node, with ``{node_rank}``, ``{head_address}`` and ``{head_port}`` filled in.
 
-        ``head_address`` is the address of the role's first node, ``head_port`` a port that is free there.
+        ``head_address``: address of the role's first node. ``head_port``: a free port there.
         """
         values = {"{node_rank}": str(self.rank_of(node)), "{head_address}": head_address, "{head_port}": str(head_port)}
         return tuple(_fill(word, values) for word in self.command)
@@ -63,7 +63,7 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlan:
-    """What one node of the job carries."""
+    """The roles on one node."""
 
     node: int
     roles: tuple[Role, ...]
@@ -71,33 +71,33 @@ class NodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A whole job: everything that an agent has to know."""
+    """A complete job description, as agents read it."""
 
     name: str
     run_dir: str  # absolute, on a file system that all nodes share
     roles: tuple[Role, ...]
     nodes: int
-    max_restarts: int = 3  # attempts after the first, whatever ended them
-    save_signal_s: int = 300  # seconds before the time limit at which the job is told to save
-    env: dict[str, str] = field(default_factory=dict)  # of every role
-    own_files: tuple[str, ...] = ()  # absolute: reward functions of the user, of which a queued job runs copies
-    own_modules: tuple[str, ...] = ()  # absolute: folders and files of the user's Python modules, likewise
+    max_restarts: int = 3  # attempts after the first, for any reason
+    save_signal_s: int = 300  # seconds before the time limit to request a save
+    env: dict[str, str] = field(default_factory=dict)  # for every role
+    own_files: tuple[str, ...] = ()  # absolute paths of user reward files; a queued job uses copies
+    own_modules: tuple[str, ...] = ()  # absolute paths of user Python modules; a queued job uses copies
 
     def on_node(self, node: int) -> NodePlan:
-        """The roles that have a part on a node, in the order of the job."""
+        """The roles on a node, in the job's order."""
         if not 0 <= node < self.nodes:
-            raise ValueError(f"job {self.name!r} has nodes 0 to {self.nodes - 1}, and no node {node}")
+            raise ValueError(f"job {self.name!r} has no node {node}, only 0 to {self.nodes - 1}")
         return NodePlan(node=node, roles=tuple(role for role in self.roles if node in role.nodes))
 
     def role(self, name: str) -> Role:
-        """The role of a name. Raises KeyError with the names that there are."""
+        """The role with a name. Raises KeyError, which lists the names."""
         for role in self.roles:
             if role.name == name:
                 return role
         raise KeyError(f"job {self.name!r} has no role {name!r}: {', '.join(role.name for role in self.roles)}")
 
     def problems(self) -> list[str]:
-        """What is wrong in itself, each in one sentence; empty for a job that agents can start."""
+        """Inconsistencies, one sentence each; empty for a valid job."""
         found = []
         names = [role.name for role in self.roles]
         found += [f"two roles are named {name!r}" for name in dict.fromkeys(names) if names.count(name) > 1]
@@ -107,7 +107,7 @@ class JobSpec:
                 found.append(f"role {role.name!r} is on nodes {list(role.nodes)} of a job with {self.nodes}")
         idle = [node for node in range(self.nodes) if not any(node in role.nodes for role in self.roles)]
         if idle:
-            found.append(f"nodes {idle} carry no role")
+            found.append(f"nodes {idle} have no role")
         if not any(role.essential for role in self.roles):
             found.append("no role is essential, so the job would never end")
         if not Path(self.run_dir).is_absolute():
@@ -115,7 +115,7 @@ class JobSpec:
         return found
 
     def save(self, path: str | Path) -> str:
-        """Write the job to a file of mode 0600 and return its path. Raises FileExistsError if it is there already."""
+        """Write the job to a file with mode 0600 and return its path. Raises FileExistsError."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -126,56 +126,56 @@ class JobSpec:
 
     @classmethod
     def load(cls, path: str | Path) -> JobSpec:
-        """The inverse of :meth:`save`. Raises ValueError for anything else."""
+        """Read a file written by :meth:`save`. Raises ValueError for other content."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             sequences = {name: tuple(values.get(name, ())) for name in ("own_files", "own_modules")}
             return cls(**{**values, **sequences, "roles": tuple(map(_role, values["roles"]))})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is not the file of a job: {error}") from error
+            raise ValueError(f"{path} is not a job file: {error}") from error
 
 
 def launch_dir(run_dir: str | Path) -> Path:
-    """Where launcher and agents keep their files."""
+    """Folder for files of launcher and agents."""
     return Path(run_dir) / "launch"
 
 
 def submission_dir(run_dir: str | Path, submission: str) -> Path:
-    """Where everything of a submission is."""
+    """Folder of a submission."""
     return launch_dir(run_dir) / "jobs" / submission
 
 
 def spec_file(run_dir: str | Path, submission: str) -> Path:
-    """Where the job of a submission is."""
+    """Job file of a submission."""
     return submission_dir(run_dir, submission) / "job.json"
 
 
 def jobs_file(run_dir: str | Path) -> Path:
-    """JSON lines, oldest first, one for every job submitted:
+    """JSON-lines file of all submitted jobs, oldest first:
 
-    {"job_id", "cluster", "kind": "slurm" | "local", "name", "nodes", "submitted_at" (seconds), "folder" (of the
-    job's own output), "script", "spec" (path of :meth:`JobSpec.save`)}. The ``job_id`` of Slurm is its number as text, that of this machine "local-<pid>".
+    {"job_id", "cluster", "kind": "slurm" | "local", "name", "nodes", "submitted_at" (seconds), "folder" (of the job's
+    output), "script", "spec" (path of :meth:`JobSpec.save`)}. ``job_id``: Slurm's number as text, or "local-<pid>".
     """
     return launch_dir(run_dir) / "jobs.jsonl"
 
 
 def attempt_dir(run_dir: str | Path, job_id: str, attempt: int) -> Path:
-    """Where the agents of one attempt of a job find each other. Attempts count from 0."""
+    """Discovery folder for the agents of one attempt. Attempts count from 0."""
     return launch_dir(run_dir) / f"{job_id}.{attempt}"
 
 
 def endpoint_file(run_dir: str | Path, role_name: str) -> Path:
-    """Where a replica says that it listens."""
+    """Endpoint file of a replica."""
     return Path(run_dir) / "replicas" / f"{role_name}.json"
 
 
 def log_file(run_dir: str | Path, role_name: str, node: int) -> Path:
-    """Output of one role on one node, of all attempts."""
+    """Log of one role on one node, for all attempts."""
     return Path(run_dir) / "logs" / f"{role_name}.node{node}.log"
 
 
 def read_jobs(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of :func:`jobs_file`, oldest first; empty when nothing was submitted."""
+    """Entries of :func:`jobs_file`, oldest first; empty if nothing was submitted."""
     try:
         lines = jobs_file(run_dir).read_text().splitlines()
     except FileNotFoundError:
@@ -192,7 +192,7 @@ def add_job(run_dir: str | Path, job: dict[str, Any]) -> None:
 
 
 def nodes_in_words(nodes: Sequence[int]) -> str:
-    """``node 2`` or ``nodes 0-3``, as logs and reports write them."""
+    """Format node indices as ``node 2`` or ``nodes 0-3``."""
     if len(nodes) == 1:
         return f"node {nodes[0]}"
     is_run = list(nodes) == list(range(nodes[0], nodes[0] + len(nodes)))

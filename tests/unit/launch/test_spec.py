@@ -42,9 +42,9 @@ def test_the_file_is_its_owners_alone_and_replaces_nothing(tmp_path):
 @pytest.mark.parametrize("text", ["", "abc", "{}", "[1]", '{"roles": 3}'])
 def test_another_file_is_refused(tmp_path, text):
     (tmp_path / "other.json").write_text(text)
-    with pytest.raises(ValueError, match="other.json is not the file of a job"):
+    with pytest.raises(ValueError, match="other.json is not a job file"):
         JobSpec.load(tmp_path / "other.json")
-    with pytest.raises(ValueError, match="nowhere is not the file of a job"):
+    with pytest.raises(ValueError, match="nowhere is not a job file"):
         JobSpec.load(tmp_path / "nowhere")
 
 
@@ -63,7 +63,7 @@ def test_a_command_with_other_braces_stays():
 def test_every_problem_is_named_at_once():
     wrong = job(role(nodes=(0, 4), essential=False), role(essential=False), nodes=3, run_dir="relative")
     text = "\n".join(wrong.problems())
-    for part in ("two roles are named 'trainer'", "[0, 4]", "nodes [2] carry no role", "never end", "'relative'"):
+    for part in ("two roles are named 'trainer'", "[0, 4]", "nodes [2] have no role", "never end", "'relative'"):
         assert part in text
     assert job().problems() == []
 
