@@ -116,8 +116,8 @@ class Cluster:
         """
         if executor.tunnel.__class__.__name__ != "LocalTunnel":
             raise ClusterError(
-                f"executor.tunnel = {type(executor.tunnel).__name__}: planning reads the run's folder and data locally. "
-                "Use a LocalTunnel on a login node"
+                f"executor.tunnel = {type(executor.tunnel).__name__}: planning reads the run's folder and data "
+                "locally. Use a LocalTunnel on a login node"
             )
         refused = [
             name for name in ("heterogeneous", "array", "het_group_indices", "retries") if getattr(executor, name)

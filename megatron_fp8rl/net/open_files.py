@@ -1,6 +1,6 @@
-"""As many open files as the system allows this process: every request in flight is a connection.
+"""Raise the limit of open files to the system's maximum, because every active request is a connection.
 
-Clusters often start programs with 1,024, and allow a hundred times as many to those that ask.
+Clusters often start programs with a limit of 1,024 but allow a hundred times as many.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import resource
 
 
 def raise_limit() -> int:
-    """The number of files that this process, and what it starts from now on, may have open at a time."""
+    """Raise the limit for this process and future child processes; return the new limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most

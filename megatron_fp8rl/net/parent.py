@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that one ends."""
+"""End a process together with its parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _LIBC = ctypes.CDLL(None)  # loaded before any fork
 
 
 def end_with(parent: int) -> None:
-    """Kill this process, and the group that it may lead, when its parent is gone. Polls: the kernel's own signal
-    (PR_SET_PDEATHSIG) follows the *thread* that started a process, and threads end."""
+    """Kill this process and its group when its parent ends.
+
+    Polls, because the kernel's signal (PR_SET_PDEATHSIG) follows the *thread* that started the process.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -28,5 +30,5 @@ def end_with(parent: int) -> None:
 
 
 def end_with_thread() -> None:
-    """In a process that was just forked: it is killed when the thread that started it ends."""
+    """In a newly forked process: let the kernel kill it when the thread that started it ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""The folder for the sockets between the processes of one engine's server, which vLLM leaves behind.
+"""Folders for sockets between processes of an engine server. vLLM does not delete these sockets.
 
-A server removes its own at its end; that of a server that was killed is removed when the next one starts on this host, and
-when a run begins or ends here.
+A server removes its folder when it ends. Folders of killed servers are removed when another server starts on this host,
+or when a run starts or ends here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _PREFIX = "fp8rl-sockets-"
 
 
 def make_folder() -> str:
-    """A folder of this process."""
+    """Create a folder for this process."""
     remove_left()
     return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
 
 
 def left() -> list[Path]:
-    """The folders of processes that are no more."""
+    """Folders of processes that ended."""
     found = []
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
@@ -31,6 +31,6 @@ def left() -> list[Path]:
 
 
 def remove_left() -> None:
-    """Remove them."""
+    """Remove the folders of processes that ended."""
     for folder in left():
         shutil.rmtree(folder, ignore_errors=True)

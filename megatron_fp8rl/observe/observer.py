@@ -141,9 +141,9 @@ class Observer:
     def prelude(self, step: int, record: Mapping[str, Any] | None = None) -> Iterator[StepLog]:
         """Work before the first update: publish, evaluate. ``step`` is where training continues.
 
-        A new run (``step`` 0) writes it as the line of step 0. A resumed run keeps the existing line of the step and
-        cuts the records after it; if it was killed before it wrote that line, the line is made of the checkpoint's
-        ``record`` (:meth:`StepLog.record`) and of this work.
+        A new run (``step`` 0) writes the line of step 0. A resumed run keeps the existing line of the step and cuts
+        later records. If the line is missing because the run was killed, it is built from the checkpoint's ``record``
+        (:meth:`StepLog.record`) and this work.
         """
         if step == 0:
             with self.step(0) as log:
@@ -179,19 +179,19 @@ class Observer:
                 self._open_step.details.setdefault("warnings", []).append(text)
 
     def record_groups(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Record the groups of a step if the run records rollouts; they are on disk when :meth:`flush` has returned."""
+        """Record the groups of a step if the run records rollouts; :meth:`flush` writes them to disk."""
         if self._rollouts is not None:
             self._rollouts.write(step, groups)
 
     def flush(self) -> None:
-        """Return when every recorded group and every line is on disk."""
+        """Wait until all recorded groups and lines are on disk."""
         if self._rollouts is not None:
             self._rollouts.flush()
         for file in self._files.values():
             os.fsync(file.fileno())
 
     def lacks(self, step: int) -> bool:
-        """On the writing rank: whether the line of a step that an earlier run has done is missing."""
+        """On the writing rank: whether the metrics line of an earlier run's step is missing."""
         path = self.run_dir / "metrics.jsonl"
         return self.is_writer and (not path.exists() or last_step(path) < step)
 
@@ -238,7 +238,7 @@ class Observer:
         }
         try:
             write_json(self.run_dir / "failure.json", failure)
-        except OSError as unwritten:  # the disk is full, say; what ended the run is raised all the same
+        except OSError as unwritten:  # such as a full disk; the original error is still raised
             self._display.warn(f"{self.run_dir / 'failure.json'} could not be written: {unwritten}")
 
 
@@ -252,7 +252,7 @@ class StepLog:
         self._observer = observer
 
     def record(self) -> dict[str, Any]:
-        """What has been collected so far, as JSON: {"metrics": ..., "details": ...}. The step's groups are on disk then."""
+        """Flush the step's groups to disk and return collected data as JSON: {"metrics": ..., "details": ...}."""
         self._observer.flush()
         finite = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
         return json.loads(json.dumps({"metrics": finite, "details": self.details}, default=str))

@@ -1,11 +1,10 @@
-"""Writes every rollout of a run to disk and reads it back.
+"""Write every rollout of a run to disk and read it back.
 
-In: the scored groups of a step. Out: ``rollouts/step_00000012.parquet``, a file for each step and a row for each
-trajectory; reading yields groups that are equal in every field. Runs on: a thread of the writing trainer rank; any
-process may read, also with pandas, Polars or DuckDB.
+In: the scored groups of a step. Out: ``rollouts/step_00000012.parquet``, one file per step and one row per trajectory;
+reading restores every field. Runs on: a thread of the writing trainer rank. Any process may read, also with pandas,
+Polars or DuckDB.
 
-A file gets its name when it is whole. The steps of an earlier run that come after the one that a run continues from
-move to ``rollouts/_cut``.
+Files are renamed when complete. A resumed run moves later steps of the earlier run to ``rollouts/_cut``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 FOLDER = "rollouts"  # in the folder of a run
-_CUT = "_cut"  # which readers of Parquet folders leave out
+_CUT = "_cut"  # readers of Parquet folders skip names with an underscore
 _NAME = re.compile(r"step_(\d{8,})\.parquet")
 _ROWS_TOKENS = 1 << 21  # tokens of a row group at most, unless one prompt has more: bounds what a reader holds
 _PROMPT = tuple(field.name for field in dataclasses.fields(Prompt))
@@ -53,12 +52,10 @@ _ARRAYS = ("token_ids", "rollout_logprobs", "routed_experts")  # of a segment, w
 
 
 class RolloutWriter:
-    """Writes steps into a folder, on a thread of its own. One writer per folder.
+    """Writes steps to a folder on a background thread. One writer per folder.
 
-    Steps from ``first`` on that are there already are moved aside. Beyond ``max_gib`` the oldest steps are removed, those
-    that were moved aside first; the first step and the newest stay.
-
-    An error of the thread, an OSError with the file's name, is raised by the next call.
+    Existing steps from ``first`` on are moved aside. Above ``max_gib``, the oldest steps are removed, moved-aside steps
+    first; the first and the newest step stay. The next call raises errors of the thread (OSError with the file's name).
     """
 
     def __init__(self, folder: Path, first: int = 0, max_gib: float = float("inf")) -> None:
@@ -73,12 +70,12 @@ class RolloutWriter:
         self._open: Future[None] | None = None
 
     def write(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Write the groups of a step; returns when the step before is on disk, and leaves this one to the thread."""
+        """Queue the groups of a step for writing; waits until the previous step is on disk."""
         self.flush()
         self._open = self._thread.submit(self._write, self._folder / f"step_{step:08d}.parquet", step, tuple(groups))
 
     def flush(self) -> None:
-        """Return when everything is on disk."""
+        """Wait until everything is on disk."""
         written, self._open = self._open, None
         if written is not None:
             written.result()
@@ -141,7 +138,7 @@ def read_steps(folder: Path | str) -> Iterator[tuple[int, tuple[RolloutGroup, ..
     Raises FileNotFoundError if the folder is missing, and ValueError with the file if one cannot be read.
     """
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"{folder} holds no recorded rollouts")
+        raise FileNotFoundError(f"{folder} contains no recorded rollouts")
     for step, path in steps_of(folder).items():
         yield step, read_step(path)
 
@@ -158,7 +155,7 @@ def read_step(path: Path) -> tuple[RolloutGroup, ...]:
                 groups += [_group(list(of_one)) for _, of_one in groupby(rows, key=lambda row: row["group"])]
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} does not hold a step's rollouts ({type(error).__name__}: {error}); remove it, or record the run again"
+            f"{path} does not contain a step's rollouts ({type(error).__name__}: {error}); remove it, or record again"
         ) from error
     return tuple(groups)
 

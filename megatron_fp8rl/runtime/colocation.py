@@ -124,7 +124,7 @@ class ColocatedMemory:
             raise ResidencyError(f"engines {what}: on trainer rank 0: {failure}") from error
 
     def _left(self) -> str:
-        """For the error of an engine that may have found no memory."""
+        """GPU memory report, for errors of engines that may be out of memory."""
         device = self._policy.parallel.device
         if device.type != "cuda":
             return ""

@@ -1,4 +1,4 @@
-"""Early stop on request: finish the update or give up the rollouts, save a checkpoint, exit with status 85.
+"""Early stop on request: finish the update or discard the rollouts, save a checkpoint, exit with status 85.
 
 In: SIGUSR1, SIGTERM or a first Ctrl-C in any trainer rank, or a file written by a launcher. Out: :class:`RunStopped` on
 every rank at the same boundary. Runs on: every trainer rank; installed before the rank starts any other process.
@@ -12,7 +12,7 @@ A launcher sets LAUNCH_DIR to a folder and watches these files in it:
     stop.json             written by the launcher: request to save and end
     stopped.json          written by rank 0: {"step", "checkpoint"}
     error-rank<i>.json    written by a failing rank, immediately: {"time", "role", "node", "rank", "text", "log"}
-    .bell                 grows with every file written there: who waits looks at it, and lists the folder when it rang
+    .bell                 grows with every written file; readers list the folder only when it grew
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _LOOK_S = 1.0
 
 
 class Bell:
-    """Says whether somebody has written into a folder, by one look at one file: a listing of a shared disk is dear."""
+    """Detects writes to a folder by checking one file, because listing a shared folder is slow."""
 
-    _EVERY_S = 30.0  # a listing even so, for who wrote without ringing
+    _EVERY_S = 30.0  # interval of listings without a ring, for writers that do not ring
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / ".bell"
@@ -54,14 +54,16 @@ class Bell:
         self._listed_s = float("-inf")
 
     def has_rung(self) -> bool:
-        """Whether it rang since the last call; True at the first one, after 30 s without, and while there is no bell:
-        the listing then tells a folder that nobody has written into from one that is away."""
+        """Whether the bell rang since the last call; also True at the first call, after 30 s, and without a bell file.
+
+        A listing then distinguishes an empty folder from an unreachable one.
+        """
         try:
             with open(self._file, "rb") as file:  # opening asks the server, also on NFS
-                found = os.fstat(file.fileno())
+                state = os.fstat(file.fileno())
         except OSError:
             return True
-        heard = (found.st_size, found.st_mtime_ns)
+        heard = (state.st_size, state.st_mtime_ns)
         now = time.monotonic()
         if heard == self._heard and now < self._listed_s + self._EVERY_S:
             return False

@@ -1,8 +1,8 @@
-"""Rewards that compare an answer with the reference: exact, number, choice, math; and form: format, length. Pure.
+"""Rewards that compare an answer with the reference (exact, number, choice, math) or check its form. Pure.
 
-In: the text of a completion and the reference answer of its row. Out: 1.0 or 0.0; length gives a penalty. The answer of
-a completion is, after its reasoning (behind the last ``</think>``), the last ``<answer>`` element, else the last
-``\\boxed{}``, else what stands behind the last ``####``, else the whole text.
+In: a completion and the reference answer of its row. Out: 1.0 or 0.0; ``length`` gives a penalty. The answer is taken
+after the last ``</think>``: the last ``<answer>`` element, else the last ``\\boxed{}``, else the text after the last
+``####``, else the whole text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def answer_in(completion: str) -> str:
 
 
 def exact(*, ignore_case: bool = False) -> Compare:
-    """1 if the answer is the reference, up to white space at its ends."""
+    """1 if the stripped answer equals the reference."""
 
     def score(completion: str, reference: str) -> float:
         found, wanted = answer_in(completion), reference.strip()
@@ -44,10 +44,9 @@ def exact(*, ignore_case: bool = False) -> Compare:
 
 
 def number(*, tolerance: float = 0.0) -> Compare:
-    """1 if the last number of the answer is that of the reference, within ``tolerance`` times the reference.
+    """1 if the last number of the answer equals the reference's, within ``tolerance`` times the reference.
 
-    Thousands separators, currencies, units and percent signs do not count: "$1,200.0" is 1200, "50 %" is 50. "3/4" is
-    0.75.
+    Ignores thousands separators, currencies, units and percent signs: "$1,200.0" is 1200, "50 %" is 50, "3/4" is 0.75.
     """
     tolerance = Fraction(tolerance)
 
@@ -61,7 +60,7 @@ def number(*, tolerance: float = 0.0) -> Compare:
 
 
 def choice(*, letters: str = "ABCDE") -> Compare:
-    """1 if the last single letter of the answer is that of the reference: "(B)", "B." and "the answer is B" are B."""
+    """1 if the last single letter of the answer equals the reference's: "(B)", "B." and "the answer is B" are B."""
     pattern = re.compile(_CHOICE.format(letters=re.escape(letters)))
 
     def score(completion: str, reference: str) -> float:
@@ -72,13 +71,13 @@ def choice(*, letters: str = "ABCDE") -> Compare:
 
 
 def math(*, precision: int = 6) -> Compare:
-    """1 if math-verify holds the answer and the reference to be equal: fractions, sets, intervals, equations, units.
+    """1 if math-verify finds answer and reference equal: fractions, sets, intervals, equations, units.
 
-    ``precision``: decimals to which numbers are compared.
+    ``precision``: number of decimals compared.
     """
     import math_verify
 
-    # The deadline of a score is that of the worker; math-verify's own would replace its alarm.
+    # math-verify's timeout would replace the worker's alarm.
     def parsed(text: str) -> list:
         return math_verify.parse(text, parsing_timeout=None)
 
@@ -96,8 +95,7 @@ def math(*, precision: int = 6) -> Compare:
 
 
 def matches(*, pattern: str, whole: bool = False) -> Compare:
-    """1 if the regular expression is found in the completion; with ``whole``, if it is all of it. "." matches any
-    character."""
+    """1 if the regular expression matches in the completion, or with ``whole`` all of it. "." matches any character."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def score(completion: str, reference: str) -> float:

@@ -1,7 +1,7 @@
-"""The rewards of a source of rows, as its configuration names them.
+"""Build the configured rewards of a source of rows.
 
-In: ``EnvironmentConfig.rewards``. Out: an object that scores completions, as an environment does. Built in score
-workers; the rows themselves are not opened there.
+In: ``EnvironmentConfig.rewards``. Out: an object that scores completions like an environment. Runs in score workers,
+which do not open the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RowRewards:
     """Scores completions of rows by the weighted sum of several rewards."""
 
     def __init__(self, configs: Sequence[RewardConfig]):
-        """Raises RewardError, or SandboxError where a sandbox is needed and this machine has none."""
+        """Raises RewardError, or SandboxError if this machine cannot run a required sandbox."""
         self._rewards = [(part_name(cfg), cfg.weight, build(cfg)) for cfg in configs]
 
     def score(self, prompt: Prompt, completion_text: str) -> dict[str, float]:
@@ -42,16 +42,16 @@ class RowRewards:
         return self.score_many([prompt], [completion_text])[0]
 
     def score_many(self, prompts: Sequence[Prompt], completion_texts: Sequence[str]) -> list[dict[str, float]]:
-        """``score`` of several completions; a reward that takes batches is called once."""
+        """Score several completions; batched rewards are called once."""
         scores: list[dict[str, float]] = [{"reward": 0.0} for _ in prompts]
         for name, weight, reward in self._rewards:
             for score, value in zip(scores, reward(prompts, completion_texts), strict=True):
                 if isinstance(value, Mapping):
-                    own, found = reward_and_parts(value, name)
+                    number, parts = reward_and_parts(value, name)
                 else:
-                    own = as_number(value, name)
-                    found = {name: own}
-                score |= found | {"reward": score["reward"] + weight * own}
+                    number = as_number(value, name)
+                    parts = {name: number}
+                score |= parts | {"reward": score["reward"] + weight * number}
         return scores
 
 
@@ -77,7 +77,7 @@ def _each(reward: Callable[[Prompt, str], Any]) -> Reward:
 
 
 def problem(cfg: RewardConfig) -> str:
-    """Why a reward cannot be built, found without running anything of the user's; empty if nothing is wrong."""
+    """Why a reward cannot be built, without running user code; empty if it can."""
     if cfg.function not in BUILT_IN:
         if ".py:" in cfg.function:
             return functions.problem(cfg.function)
@@ -119,14 +119,14 @@ def part_name(cfg: RewardConfig) -> str:
 
 
 def reward_and_parts(value: Mapping[str, Any], name: str) -> tuple[float, dict[str, float]]:
-    """(reward, parts) of a dict: its sum, or its "reward", which is no part then."""
+    """(reward, parts) of a dict. The reward is the key "reward" if it exists, otherwise the sum."""
     parts = {str(key): as_number(part, f"{name}[{key!r}]") for key, part in value.items()}
-    own = parts.pop("reward", None)
-    return (sum(parts.values()) if own is None else own), parts
+    reward = parts.pop("reward", None)
+    return (sum(parts.values()) if reward is None else reward), parts
 
 
 def as_number(value: Any, name: str) -> float:
-    """Raises TypeError for anything that is not a number; True and False are none."""
+    """Convert to float. Raises TypeError for non-numbers, including True and False."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} returned {value!r}, which is not a number")
     return float(value)

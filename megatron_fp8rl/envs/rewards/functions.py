@@ -1,9 +1,9 @@
-"""Reward functions of a user: ``FILE.py:function(prompt, completion, **row)``.
+"""User reward functions: ``FILE.py:function(prompt, completion, **row)``.
 
-The file is loaded by its path, so it needs no package and no PYTHONPATH. A function gets what it names: ``prompt``,
-``completion``, ``answer``, and the other columns of the row; with ``**row``, all of them. It returns a number or a dict
-of numbers, and may be a coroutine. One that takes ``completions`` is called for several at once: ``prompts``,
-``completions``, ``answer`` and the columns are lists of one length, and it returns a list.
+The file is loaded by path, without a package or PYTHONPATH. A function gets the arguments that it names: ``prompt``,
+``completion``, ``answer`` and other columns of the row; with ``**row``, all columns. It returns a number or a dict of
+numbers, and may be a coroutine. A function with a ``completions`` parameter is batched: ``prompts``, ``completions``,
+``answer`` and columns are lists of equal length, and it returns a list.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COPIES = "MEGATRON_FP8RL_OWN_FILES"  # environment variable: folder with copies 
 
 
 def parse(spec: str) -> tuple[Path, str]:
-    """(file, function) of ``FILE.py:function``; in a queued job the copy of the file."""
+    """(file, function) of ``FILE.py:function``; in a queued job, the file's copy."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
     copy = Path(os.environ.get(COPIES, "")) / str(path.absolute()).lstrip("/")
@@ -37,7 +37,7 @@ def parse(spec: str) -> tuple[Path, str]:
 
 
 def problem(spec: str) -> str:
-    """Why the function cannot be used, found without running the file; empty if nothing is wrong."""
+    """Why the function cannot be used, without running the file; empty if it can."""
     path, name = parse(spec)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path(".")
@@ -57,7 +57,7 @@ def problem(spec: str) -> str:
 
 
 def takes_batches(spec: str) -> bool:
-    """Whether the function scores several completions in one call, found without running the file."""
+    """Whether the function is batched, without running the file."""
     path, name = parse(spec)
     try:
         nodes = ast.parse(path.read_text()).body

@@ -1,7 +1,7 @@
-"""The reward ``judge``: a model behind an OpenAI-compatible URL gives the grade.
+"""The reward ``judge``: a model at an OpenAI-compatible URL grades the completion.
 
-In: a prompt, a completion and its reference answer. Out: the last number of the model's answer over the highest grade.
-The key is read from an environment variable and appears in no record and no message.
+In: a prompt, a completion and its reference answer. Out: the last number in the model's answer divided by the highest
+grade. The API key comes from an environment variable and is never logged.
 """
 
 from __future__ import annotations

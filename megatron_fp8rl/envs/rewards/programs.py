@@ -1,8 +1,8 @@
-"""The reward ``code``: the last fenced block of a completion against the tests of its row, in a sandbox.
+"""The reward ``code``: run the last fenced block of a completion against the tests of its row, in a sandbox.
 
-In: a completion and the tests in a column of its row. Out: the fraction of the tests that pass, or 1 for all and 0
-else. Tests are a list of Python statements (``assert f(2) == 4``), as in MBPP; a text of them; or cases of standard
-input and output, as in APPS: ``{"inputs": [...], "outputs": [...]}`` or a list of ``{"input": ..., "output": ...}``.
+In: a completion and the tests in a column of its row. Out: the fraction of passed tests, or all-or-nothing 1 or 0.
+Tests are Python statements (``assert f(2) == 4``) as a list or text, as in MBPP, or input and output pairs, as in APPS:
+``{"inputs": [...], "outputs": [...]}`` or a list of ``{"input": ..., "output": ...}``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_fp8rl.types import Prompt
 _BLOCK = re.compile(r"```[ \t]*(?:python|py)?[^\n]*\n(.*?)```", re.DOTALL)
 _COLUMNS = ("tests", "test_list", "test_cases", "input_output", "test")
 
-# Reads the program from standard input, so that it lies in no file, and prints a word that the program cannot know.
+# Reads the program from standard input, not from a file, and prints a secret that the program cannot know.
 _HARNESS = """
 import contextlib, io, json, sys
 given = json.loads(sys.stdin.read())
@@ -49,7 +49,7 @@ def code(
     case_deadline_s: float = 6.0,
     memory_bytes: int = 1 << 30,
 ) -> Callable[[Prompt, str], float]:
-    """``tests``: the column; "" finds it. ``case_deadline_s``: of all statements together, or of one case of input."""
+    """``tests``: column name; "" searches. ``case_deadline_s``: limit for all statements, or for one input case."""
     sandbox.require()
     limits = sandbox.Limits(memory_bytes=memory_bytes, cpu_s=max(1, round(case_deadline_s) + 1))
 
@@ -71,7 +71,7 @@ def code(
 
 
 def program_in(completion: str) -> str | None:
-    """The last fenced block behind the reasoning; None if there is none."""
+    """The last fenced block after the reasoning; None if there is none."""
     blocks = _BLOCK.findall(completion.rpartition("</think>")[2])
     return blocks[-1] if blocks else None
 

@@ -1,7 +1,7 @@
-"""A reward function of a user in a sandbox of its own: one process that stays, as a score worker of one reward.
+"""Run a user's reward function in a persistent sandbox process.
 
-In: requests of the score worker that owns it. Out: the function's value. The process sees no network and no file but
-the folder of the function, read-only; its limits are those of ``envs/sandbox.py``.
+In: requests of a score worker. Out: the function's value. The process has no network, and reads only the function's
+folder. ``envs/sandbox.py`` sets its limits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LIMITS = sandbox.Limits(memory_bytes=4 << 30, num_processes=64, cpu_s=10**6)
 
 
 class SandboxedReward:
-    """Calls the function in a sandbox, which is started again after a completion has ended it."""
+    """Calls the function in a sandbox and restarts the sandbox if it ended."""
 
     def __init__(self, cfg: RewardConfig):
         """Raises SandboxError, or RewardError if the function cannot be loaded."""

@@ -1,8 +1,8 @@
-"""The reward ``model``: the number that a reward model gives to a conversation.
+"""The reward ``model``: the score of a conversation from a reward model.
 
-In: the messages of a prompt and a completion. Out: the model's only output, before any activation, times ``scale``. The
-model is served by vLLM: by one of this run's own, started from ``folder`` (``rollout/reward_server.py``), or by any other
-at ``url``. It applies its own tokenizer and chat template.
+In: the messages of a prompt and a completion. Out: the model's single output before activation, times ``scale``. vLLM
+serves the model: this run starts a server for ``folder`` (``rollout/reward_server.py``), or an external server runs at
+``url``. The server applies the model's tokenizer and chat template.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ def model(
     scale: float = 1.0,
     deadline_s: float = 20.0,
 ) -> Callable[[Prompt, str], float]:
-    """One of ``folder``, a Hugging Face model with one label, and ``url``, as in ``http://host:8000``.
+    """Score with the model in ``folder`` (Hugging Face, one label) or at ``url``, such as ``http://host:8000``.
 
-    With ``folder``: ``precision`` "fp8" lets vLLM quantize it; ``gpus`` are those of its server, by default the first
-    that neither trainer nor engines use, of which it takes ``memory_share``; ``max_tokens`` is the longest conversation.
-    With ``url``: ``name`` of the model there, ``key_env`` the variable with the key. ``reasoning``: whether the model also
-    sees what a completion says up to ``</think>``. ``deadline_s`` holds for an answer, while a server starts again, too.
-
-    Raises ValueError if the variable is not set.
+    Args:
+        precision: with ``folder``; "fp8" lets vLLM quantize the model.
+        gpus: with ``folder``; default: the first GPU that neither trainer nor engines use.
+        memory_share: with ``folder``; fraction of GPU memory for the server.
+        max_tokens: with ``folder``; longest conversation.
+        name: with ``url``; model name at the server.
+        key_env: with ``url``; environment variable with the API key. Raises ValueError if it is not set.
+        reasoning: also send the text before ``</think>``.
+        deadline_s: limit for an answer, including a server restart.
     """
     if key_env and not os.environ.get(key_env):
         raise ValueError(f"key_env = {key_env!r}: this environment variable is not set where completions are scored")
@@ -77,7 +80,7 @@ def model(
 
 
 def problem(options: Mapping[str, Any]) -> str:
-    """What is wrong with the options, as far as files tell; empty if nothing is."""
+    """Why the options are invalid, checked without a server; empty if they are valid."""
     folder, url = options.get("folder", ""), options.get("url", "")
     if bool(folder) == bool(url):
         return "the reward 'model' needs one of the options folder and url"
@@ -97,14 +100,14 @@ def problem(options: Mapping[str, Any]) -> str:
 
 
 def served(environments: Mapping[str, EnvironmentConfig] | tuple[EnvironmentConfig, ...]) -> list[RewardConfig]:
-    """The rewards whose models this run serves, each model and precision once."""
+    """Rewards whose models this run serves, without duplicates of model and precision."""
     configs = environments.values() if isinstance(environments, Mapping) else environments
     found = [reward for cfg in configs for reward in cfg.rewards if is_served(reward)]
     return list({(r.options["folder"], r.options.get("precision", "bf16")): r for r in found}.values())
 
 
 def is_served(reward: RewardConfig) -> bool:
-    """Whether the reward is that of a model which the run serves."""
+    """Whether this run serves the reward's model."""
     return reward.function == "model" and bool(reward.options.get("folder"))
 
 
@@ -114,7 +117,7 @@ def servers_of(run_dir: str) -> str:
 
 
 def endpoint_file(folder: str, precision: str) -> Path:
-    """Where the server of a model announces itself; its folder is :data:`SERVERS`."""
+    """Endpoint file of a model's server, in the folder :data:`SERVERS`."""
     path = Path(folder).expanduser().resolve()
     digest = hashlib.blake2b(f"{path}/{precision}".encode(), digest_size=4).hexdigest()
     return Path(os.environ.get(SERVERS, ".")) / f"{path.name}-{precision}-{digest}.json"

@@ -118,9 +118,9 @@ def test_a_damaged_file_is_named(tmp_path):
     write(tmp_path, 1, 2)
     path = tmp_path / "step_00000002.parquet"
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(ValueError, match=r"step_00000002\.parquet does not hold a step's rollouts .*; remove it"):
+    with pytest.raises(ValueError, match=r"step_00000002\.parquet does not contain a step's rollouts .*; remove it"):
         list(read_steps(tmp_path))
-    with pytest.raises(FileNotFoundError, match="nowhere holds no recorded rollouts"):
+    with pytest.raises(FileNotFoundError, match="nowhere contains no recorded rollouts"):
         list(read_steps(tmp_path / "nowhere"))
 
 
