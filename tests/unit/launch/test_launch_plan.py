@@ -179,7 +179,7 @@ def test_colocated_engines_over_nodes_are_started_by_agents_on_the_trainers_gpus
     assert planned.spec.nodes == 2 and planned.spec.role("trainer").nodes == (0, 1)
     last = planned.spec.role("rollout-15")
     assert (last.nodes, last.gpus) == ((1,), (7,))
-    assert any("NCCL cannot join" in warning for warning in planned.warnings)
+    assert any("NCCL cannot connect" in warning for warning in planned.warnings)
     words = planned.spec.role("trainer").command
     assert (
         cli.parse_overrides(cli.load_config(words[3]), words[4:]).engine.placement,
