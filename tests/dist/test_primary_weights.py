@@ -233,7 +233,7 @@ def _build(cfg):
     "change, problem",
     [
         ({"model": replace(DENSE, head_dim=64)}, "heads of 64 rows do not fill blocks of 128"),
-        ({"precision": replace(PRECISION, params="fp8", trainer="tensorwise")}, "here a weight has one scale"),
+        ({"precision": replace(PRECISION, params="fp8", trainer="tensorwise")}, "one scale per weight"),
     ],
 )
 def test_a_linear_that_cannot_is_named(change, problem):

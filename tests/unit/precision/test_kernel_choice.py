@@ -214,7 +214,7 @@ def test_tokens_are_gathered_where_a_group_has_no_more_ranks_than_a_token_has_ex
     [
         ({"precision": PrecisionConfig(experts="te")}, "precision.experts = 'te' needs tokens sorted by expert"),
         ({"precision": PrecisionConfig(exact=True)}, "in a different order"),
-        ({"parallel": {"expert_tensor": 2, "tensor": 2}}, "ranks that divide each expert"),
+        ({"parallel": {"expert_tensor": 2, "tensor": 2}}, "partial outputs of experts divided by"),
     ],
 )
 def test_gathering_is_refused_where_it_cannot_be(changes, problem):
