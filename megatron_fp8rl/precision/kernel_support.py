@@ -134,7 +134,7 @@ def _deep_gemm(
     """Requirements common to both kinds of DeepGEMM kernels."""
     path, precision = f"precision.{name}", cfg.precision
     if hardware.generation not in ("cpu", "hopper"):
-        problem = f"{kernels} run only on Hopper; this machine is {hardware.generation!r}"
+        problem = f"{kernels} need Hopper; this machine is {hardware.generation!r}"
         return _wrong(cfg, path, problem, "Choose te", ("te",))
     if precision.kernels == "emulated" and hardware.is_gpu:
         return _wrong(cfg, path, "precision.kernels = 'emulated' excludes DeepGEMM", "Choose te", ("te",))
@@ -249,7 +249,7 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not hardware.is_gpu:
         return None
     if hardware.generation != "hopper":
-        problem = f"precision.exact: the shared kernels run only on Hopper; this machine is {hardware.generation!r}"
+        problem = f"precision.exact: the shared kernels need Hopper; this machine is {hardware.generation!r}"
         return _wrong(cfg, "precision.exact", problem, "Set False")
     if precision.bf16_first_layers or precision.bf16_last_layers:
         path = "precision.bf16_first_layers" if precision.bf16_first_layers else "precision.bf16_last_layers"
