@@ -129,7 +129,7 @@ def test_linears_on_deep_gemm_that_cannot_be():
     assert fields_of(make(**asked, precision__params="fp32"), "hopper") == ["--precision.params"]
     for recipe in ("bf16", "delayed", "tensorwise"):
         (found,) = check(make(**asked, precision__trainer=recipe), accelerator="hopper")
-        assert found.field == "--precision.linears" and f"recipe {recipe}" in found.problem
+        assert found.field == "--precision.linears" and f"recipe {recipe!r}" in found.problem
 
 
 def test_choices_that_need_a_gpu():
