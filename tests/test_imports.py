@@ -56,7 +56,7 @@ CONFINED = {
     "tyro": ("cli.py",),
     "reasoning_gym": ("envs/",),
 }
-OURS = (LIBRARY, "benchmarks", "checkpoint_tools", "launch", "model_configs")
+OURS = (LIBRARY, "benchmarks", "checkpoint_tools", "examples", "launch", "model_configs")
 NEVER = ("megatron.training", "megatron.rl")
 LIGHT = (
     "megatron_fp8rl.config",
