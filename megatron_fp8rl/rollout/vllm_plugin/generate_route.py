@@ -1,12 +1,12 @@
-"""The sampling request: token ids in, token ids and log-probabilities out, in bytes.
+"""HTTP route for sampling requests: token ids in, token ids and log-probabilities out, as bytes.
 
-In: JSON with ``token_ids``, ``num_prompt_tokens`` of them that are the prompt's, and vLLM's ``sampling_params``. Out: the
-answer of :func:`completions.write_answer`. Runs in the replica's server; ``rollout/vllm_plugin/server.py`` adds it to
-vLLM's application.
+In: JSON with ``token_ids``, of which the first ``num_prompt_tokens`` are the prompt, and vLLM's ``sampling_params``.
+Out: the answer of :func:`completions.write_answer`. Runs in the replica's server, where
+``rollout/vllm_plugin/server.py`` adds it to vLLM's application.
 
-vLLM's own route for token ids, ``/inference/v1/generate``, builds an object with a name, bytes and a list of
-alternatives for each log-probability: 43 us per token in the process that also receives every token of every running
-completion. If 256 completions of 1,024 tokens end together, nothing is sampled for 11 s.
+vLLM's route for token ids, ``/inference/v1/generate``, builds an object with a name, bytes and a list of alternatives
+for each log-probability. This takes 43 us per token in the process that also receives all tokens. If 256 completions of
+1,024 tokens end together, nothing is sampled for 11 s.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ router = APIRouter()
 @router.post(GENERATE_PATH)
 @with_cancellation  # a client that disconnects cancels its request
 async def generate(body: dict[str, Any], raw_request: Request) -> Response:
-    """Sample the completions of one prompt. Status 400 says what is wrong with a request."""
+    """Sample the completions of one prompt. Status 400 explains an invalid request."""
     engine = raw_request.app.state.engine_client
     result = None
     try:
@@ -56,7 +56,7 @@ async def generate(body: dict[str, Any], raw_request: Request) -> Response:
 
 
 def _segment(output: Any, given: Sequence[int], tokenizer: Any) -> Segment:
-    """One completion of a request, with the text of all its tokens, ``given`` first, if it is at its end."""
+    """Return one completion; if it is finished, with the text of all tokens, starting with ``given``."""
     is_whole = output.finish_reason != "abort"
     return Segment(
         token_ids=output.token_ids,

@@ -1,18 +1,18 @@
-"""The weights that an engine's kernels read: their names, their digests, and where they are written.
+"""The weights that an engine's kernels read: their names, digests, and addresses for direct writes.
 
-In:  the worker's model, as vLLM's kernels read it: fused, sliced, partly in FP8; parts of Hugging Face tensors.
-Out: every tensor of this worker's slice under its Hugging Face name; digests of them; the same bytes in the kernels'
-     tensors, whose addresses never change, so that CUDA graphs stay valid.
-Runs in every engine worker. Nothing here knows what was sent; the trainer compares.
+In:  the worker's model with the tensors of vLLM's kernels (fused, sliced, partly FP8); parts of Hugging Face tensors.
+Out: every tensor of this worker's slice under its Hugging Face name; its digest; new bytes in the kernels' tensors,
+     whose addresses never change, so that CUDA graphs stay valid.
+Runs in every engine worker. The trainer compares the digests.
 
-Destinations are computed once; an update is then a few calls per round: parts that are adjacent at both ends, such as
-the stacked experts of a layer, are one copy, and all others of a round share launches.
+Addresses are computed once, so an update needs few calls per round. Parts that are adjacent at both ends, such as the
+stacked experts of a layer, are one copy, and the other parts of a round share kernel launches.
 
-What an engine computes from its weights is refreshed after an update: the dequantized weights of the CPU kernels, and
-the two factors of latent attention, in place (vLLM would bind new tensors, which captured graphs do not read). After a
-reload the kernels of FP8 experts are pointed back to the scales of their layer. An engine that slept at level 2 has
-lost both, and all weights; a publication restores everything that has a name in the checkpoint. Rotary caches and
-attention scales are buffers, which vLLM saves.
+After an update, tensors derived from weights are recomputed in place: the dequantized weights of the CPU kernels, and
+the two factors of latent attention. (vLLM would bind new tensors, which captured graphs do not read.) After a reload,
+the kernels of FP8 experts read the scales of their layer again. An engine that slept at level 2 loses weights and
+derived tensors; a publication restores all weights of the checkpoint. vLLM saves buffers: rotary caches and attention
+scales.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
         return None
     if tensor.numel() == 0:
         raise RuntimeError(
-            f"{path}.{name}: the engine's kernel has repacked this weight and dropped it, so it cannot be verified; "
+            f"{path}.{name}: the engine's kernel has repacked this weight and deleted it, so it cannot be verified; "
             "start the engine through megatron_fp8rl.rollout.vllm_plugin.server, which keeps weights readable"
         )
     return tensor.detach()
 
 
 def _as_sent(weight: Tensor) -> Tensor:
-    """A weight in its wire dtype: some routers keep an FP32 copy of their BF16 weight."""
+    """Convert a weight to the dtype that was sent: some routers keep an FP32 copy of their BF16 weight."""
     if weight.dtype != torch.float32:
         return weight
     rounded = weight.bfloat16()
@@ -59,7 +59,7 @@ def _as_sent(weight: Tensor) -> Tensor:
 
 
 def _fused_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
-    """The matrices that a fused linear stacks, and their stacked scales and biases."""
+    """Yield the matrices, scales and biases that a fused linear stacks."""
     parent, _, leaf = path.rpartition(".")
     rows = list(module.output_partition_sizes)
     for kind in _WEIGHTS:
@@ -71,7 +71,7 @@ def _fused_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Gate, up and down of every expert of this worker, from ``w13`` [E, 2I, H] and ``w2`` [E, H, I]."""
+    """Yield gate, up and down of this worker's experts, from ``w13`` [E, 2I, H] and ``w2`` [E, H, I]."""
     parent = path.removesuffix(".routed_experts")
     gate, up, down = EXPERT_PROJECTIONS[parent.split(".")[-2]]
     num_local = module.w13_weight.shape[0]
@@ -91,10 +91,10 @@ def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, this worker's slice) of every weight that ``model`` multiplies by.
+    """Yield (Hugging Face name, this worker's slice) of every weight that ``model`` uses.
 
-    Slices are views of the memory that the kernels read, in the kernels' own dtype. Raises RuntimeError if a kernel no
-    longer holds a weight in a readable form.
+    Slices are views of the memory that the kernels read, in its dtype. Raises RuntimeError if a kernel has no readable
+    copy of a weight.
     """
     vocabularies: set[int] = set()
     for path, module in model.named_modules():
@@ -118,7 +118,7 @@ def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def holder_of(name: str) -> str:
-    """The module of an engine that keeps a tensor of this Hugging Face name."""
+    """Return the engine's module that contains a tensor of this Hugging Face name."""
     path = name.rpartition(".")[0]
     if ".experts." in path:
         return path.partition(".experts.")[0] + ".experts"
@@ -127,7 +127,7 @@ def holder_of(name: str) -> str:
 
 
 def _place(tensor: Any) -> tuple[Any, ...] | None:
-    """Address, shape, strides and dtype; None if it is no tensor."""
+    """Return address, shape, strides and dtype; None for other objects than tensors."""
     if not isinstance(tensor, Tensor):
         return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -137,20 +137,20 @@ _Placed = tuple[nn.Module, str, tuple[Any, ...]]  # (module, attribute, place)
 
 
 def holds_weights(module: nn.Module) -> bool:
-    """Whether :func:`kernel_weights` reads anything of the module itself."""
+    """Whether :func:`kernel_weights` reads a tensor of this module."""
     return any(isinstance(getattr(module, name, None), Tensor) for name in _ATTRIBUTES)
 
 
 def _places(model: nn.Module) -> list[_Placed]:
-    """The places of everything that :func:`kernel_weights` reads."""
-    found = ((module, name, _place(getattr(module, name, None))) for module in model.modules() for name in _ATTRIBUTES)
-    return [(module, name, place) for module, name, place in found if place is not None]
+    """Return the places of all tensors that :func:`kernel_weights` reads."""
+    placed = ((module, name, _place(getattr(module, name, None))) for module in model.modules() for name in _ATTRIBUTES)
+    return [(module, name, place) for module, name, place in placed if place is not None]
 
 
 class HeldDigests:
-    """Repeated digests of :func:`kernel_weights` as they were sent; names and views are computed once.
+    """Digests :func:`kernel_weights` repeatedly, and computes names and views only once.
 
-    With thousands of experts, names and views take the host longer than the weights take the GPU, while the engine is
+    With thousands of experts, names and views take longer on the host than digests on the GPU, while the engine is
     paused.
     """
 
@@ -159,7 +159,7 @@ class HeldDigests:
         self._num_reloads = 0
 
     def __call__(self, model: nn.Module, num_reloads: int = 0) -> NamedDigests:
-        """Digests by Hugging Face name, of the current content. Raises what :func:`kernel_weights` raises."""
+        """Return digests of the current weights by Hugging Face name. Raises like :func:`kernel_weights`."""
         self.table(model, num_reloads)
         values = np.zeros(len(self._names.ordered), dtype=np.uint64)
         values[self._fixed] = self._digests()
@@ -168,8 +168,9 @@ class HeldDigests:
         return NamedDigests(self._names, values)
 
     def table(self, model: nn.Module, num_reloads: int = 0) -> KernelTable:
-        """The table of the weights that are digested: another one when weights have moved, or when there are others and
-        ``num_reloads`` of the model has changed. Raises what :func:`kernel_weights` raises.
+        """Return the table of weights; build it again if weights have moved, or after a reload that changed their set.
+
+        Raises like :func:`kernel_weights`.
         """
         table, is_reloaded = self._table, num_reloads != self._num_reloads
         if table is None or not table.is_current(model, is_reloaded=is_reloaded):
@@ -183,7 +184,7 @@ class HeldDigests:
     def _prepare(self, weights: Mapping[str, Tensor]) -> None:
         self._names = Names(weights)
         ordered = [(name, weights[name]) for name in self._names.ordered]
-        # The result of _as_sent depends on their content.
+        # The result of _as_sent depends on the content of the weights.
         is_converted = [name.endswith(".weight") and t.dtype == torch.float32 for name, t in ordered]
         self._converted = {i: ordered[i][1] for i, converted in enumerate(is_converted) if converted}
         self._fixed = np.flatnonzero(~np.array(is_converted, dtype=bool))
@@ -191,9 +192,11 @@ class HeldDigests:
 
 
 def first_of_kinds(model: nn.Module) -> frozenset[int]:
-    """The first layer of each kind: where one has a module with weights, all of its kind have one of the same class, with
-    tensors of the same names, shapes, strides and types, and the same choice of experts. What loads one loads them all alike.
-    Modules without weights are not compared: the first layer alone names the rotary embedding that all share.
+    """Return the first layer of each kind. vLLM's loaders treat layers of one kind alike.
+
+    Layers of a kind have modules of the same classes, with tensors of the same names, shapes, strides and dtypes, and
+    the same choice of experts. Modules without weights are ignored: only the first layer contains the shared rotary
+    embedding.
     """
     kinds: dict[int, list[Any]] = {}
     for path, module in model.named_modules():
@@ -212,11 +215,11 @@ def first_of_kinds(model: nn.Module) -> frozenset[int]:
 
 
 class UnwritableKernel(RuntimeError):
-    """An engine's kernels hold a weight in another form than it is sent in."""
+    """An engine's kernels store a weight in another form than the one sent."""
 
 
 class KernelTable:
-    """Where the parts of every weight lie in a model: ``views`` by Hugging Face name, scales included."""
+    """Views of all weights of a model: ``views`` by Hugging Face name, including scales."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -224,7 +227,7 @@ class KernelTable:
         self._places = _places(model)
 
     def is_current(self, model: nn.Module, *, is_reloaded: bool) -> bool:
-        """Whether ``model`` is this one and its weights lie where they lay; after a reload, whether it has no others."""
+        """Whether ``model`` is the same and no weight has moved; after a reload, also whether none was added."""
         if model is not self._model:
             return False
         if is_reloaded:
@@ -232,29 +235,29 @@ class KernelTable:
         return all(_place(getattr(module, name, None)) == place for module, name, place in self._places)
 
     def names(self) -> set[str]:
-        """Hugging Face names of all weights, scales included."""
+        """Return the Hugging Face names of all weights, including scales."""
         return set(self.views)
 
     def place(
         self, name: str, dtype: torch.dtype, kept_shape: Sequence[int], axis: int, start: int, size: int
     ) -> Tensor:
-        """The view of ``size`` rows or columns of this worker's slice of a weight, starting at ``start``.
+        """Return the view of ``size`` rows or columns of this worker's slice of a weight, starting at ``start``.
 
-        Raises UnwritableKernel that names the weight if the kernels hold something else under its name.
+        Raises UnwritableKernel with the name if the kernels' tensor has another shape or dtype, or does not exist.
         """
         view = self.views.get(name)
         same_type = view is not None and (view.dtype == dtype or {view.dtype, dtype} == {torch.float32, torch.bfloat16})
         if view is None or tuple(view.shape) != tuple(kept_shape) or not same_type:
-            held = "nothing" if view is None else f"{view.dtype} {list(view.shape)}"
+            present = "nothing" if view is None else f"{view.dtype} {list(view.shape)}"
             raise UnwritableKernel(
-                f"{name}: sent as {dtype} {list(kept_shape)}, but the engine's kernels hold {held}; choose "
+                f"{name}: sent as {dtype} {list(kept_shape)}, but the engine's kernels have {present}; choose "
                 "other kernels (engine.linear_backend, engine.moe_backend)"
             )
         return view.narrow(axis, start, size)
 
 
 class DerivedTensors:
-    """Tensors that a model has computed from its weights and keeps outside its parameters."""
+    """Tensors that a model computes from its weights and stores outside its parameters."""
 
     def __init__(self, model: nn.Module, act_dtype: torch.dtype):
         self._act_dtype = act_dtype
@@ -266,7 +269,7 @@ class DerivedTensors:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Recompute everything after weights were written directly."""
+        """Recompute all derived tensors after direct writes."""
         for module in self._dequantized:
             module.quant_method.process_weights_after_loading(module)
         for module in self._latent:
@@ -275,10 +278,10 @@ class DerivedTensors:
 
     @torch.no_grad()
     def keep_in_place(self) -> None:
-        """Move the tensors that vLLM has newly bound back into those that captured graphs read.
+        """Copy tensors that vLLM has newly bound into those that captured graphs read.
 
-        vLLM's reload leaves the kernels of FP8 experts with scales of a copy of the layer: right after it they have the
-        same values, but a direct update would not reach them.
+        After vLLM's reload, the kernels of FP8 experts read scales of a copy of the layer, which a direct update would
+        not change.
         """
         for module in self._experts:
             for description, name in zip(expert_scale_descriptions(module), ("w13", "w2")):
@@ -291,14 +294,14 @@ class DerivedTensors:
                     setattr(module, name, tensor)
 
 
-def _share_scale(description: Any, held: Tensor) -> None:
-    """Make a kernel's description read the scales that the layer holds."""
+def _share_scale(description: Any, layer_scale: Tensor) -> None:
+    """Make a kernel's description use the scales of the layer."""
     scale = description.scale
-    if not isinstance(scale, Tensor) or scale.data_ptr() == held.data_ptr():
+    if not isinstance(scale, Tensor) or scale.data_ptr() == layer_scale.data_ptr():
         return
-    if scale.shape != held.shape or scale.dtype != held.dtype or scale.stride() != held.stride():
+    if scale.shape != layer_scale.shape or scale.dtype != layer_scale.dtype or scale.stride() != layer_scale.stride():
         raise UnwritableKernel(
-            f"scales of experts: the kernel reads {scale.dtype} {list(scale.shape)}, the layer holds {held.dtype} "
-            f"{list(held.shape)}; choose another engine.moe_backend"
+            f"scales of experts: the kernel reads {scale.dtype} {list(scale.shape)}, the layer has {layer_scale.dtype} "
+            f"{list(layer_scale.shape)}; choose another engine.moe_backend"
         )
-    description.scale = held
+    description.scale = layer_scale

@@ -15,22 +15,22 @@ from megatron_fp8rl.precision.formats import SCALE_SUFFIX
 
 
 def kernels_in_use(model: nn.Module) -> dict[str, list[str]]:
-    """vLLM's names of the kernels by role ("linears" in FP8, "experts", "attention"), sorted and unique."""
-    found: dict[str, set[str]] = {}
+    """Return vLLM's kernel names by role ("linears" in FP8, "experts", "attention"), sorted and unique."""
+    by_role: dict[str, set[str]] = {}
     for module in model.modules():
         backend, method = getattr(module, "attn_backend", None), getattr(module, "quant_method", None)
         if backend is not None:
-            found.setdefault("attention", set()).add(backend.get_name())
+            by_role.setdefault("attention", set()).add(backend.get_name())
         if hasattr(module, "w13_weight"):
-            found.setdefault("experts", set()).add(_of_experts(method))
+            by_role.setdefault("experts", set()).add(_of_experts(method))
         elif hasattr(module, f"weight{SCALE_SUFFIX}"):
             kernel = getattr(method, "fp8_linear", method)
-            found.setdefault("linears", set()).add(type(kernel).__name__)
-    return {role: sorted(names) for role, names in found.items()}
+            by_role.setdefault("linears", set()).add(type(kernel).__name__)
+    return {role: sorted(names) for role, names in by_role.items()}
 
 
 def _of_experts(method: Any) -> str:
-    """The method and, in parentheses, its backend."""
+    """Return the method and, in parentheses, its backend."""
     backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
     name = type(method).__name__
     return name if backend is None else f"{name} ({backend.value})"

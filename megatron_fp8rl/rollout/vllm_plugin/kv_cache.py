@@ -1,16 +1,13 @@
-"""The scales of an engine's FP8 KV cache: set between two policies, and read back.
+"""Sets the scales of an engine's FP8 KV cache between two policies, and reads them back.
 
-In: a model as vLLM holds it, and scales by layer from the trainer (trainer/kv_scales.py). Out: the scales that its
-attention uses from now on. Runs in every engine worker; scales are per tensor, so all tensor-parallel workers hold the
-same.
+In: vLLM's model, and scales by layer from the trainer (trainer/kv_scales.py). Out: the scales that its attention now
+uses. Runs in every engine worker; scales are per tensor, so they are equal in all tensor-parallel workers.
 
-vLLM keeps each scale twice: in a buffer that GPU kernels read at run time, so that filling it in place reaches captured
-CUDA graphs, and as a host float, which the CPU's kernel reads. Both are set. FlashInfer multiplies the floats into
-constants at its first call and keeps them, so it is refused.
+vLLM keeps each scale twice: in a buffer for GPU kernels, which captured CUDA graphs read too, and as a host float for
+the CPU kernel. Both are set. FlashInfer is rejected, because it turns the floats into constants at its first call.
 
-The content of the cache was written under the old scales and must not survive: call this while the engine is paused.
-Pausing ends all requests and drops the prefix cache. vLLM resets scales to 1 when weights are reloaded and when a
-sleeping cache wakes up, so they are set after either.
+Call this while the engine is paused, because cached keys and values use the old scales, and a pause drops them. vLLM
+resets scales to 1 after a reload of weights and when a sleeping cache wakes up; set them again afterwards.
 """
 
 from __future__ import annotations
@@ -25,31 +22,31 @@ from megatron_fp8rl.rollout.vllm_plugin.patches import fill_kv_scales, has_kv_sc
 
 
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """vLLM's attention modules by layer: those with a KV cache and its scales."""
+    """Return vLLM's attention modules with a KV cache, by layer."""
     layers = {}
     for path, module in model.named_modules():
         if has_kv_scales(module):
             number = layer_of(path)
             if number is None:
-                raise ValueError(f"attention {path!r} has an FP8 KV cache and no layer number in its name")
+                raise ValueError(f"attention {path!r} has an FP8 KV cache, but no layer number in its name")
             layers[number] = module
     return layers
 
 
 @torch.inference_mode()
 def set_kv_scales(model: nn.Module, scales: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-    """Set (query, key, value) of every layer; return what the kernels' buffers then hold.
+    """Set the (query, key, value) scales of every layer; return the values in the kernels' buffers.
 
-    Raises ValueError if the layers are not those of the model, and RuntimeError for a cache without such scales.
+    Raises ValueError if the layers differ from the model's, and RuntimeError for a cache without such scales.
     """
     layers = attention_layers(model)
     if set(layers) != set(scales):
         raise ValueError(f"KV scales came for layers {sorted(scales)}, and the engine has {sorted(layers)}")
-    held = {}
+    buffers = {}
     for index, layer in layers.items():
         _require_scales(index, layer)
-        held[index] = fill_kv_scales(layer, scales[index])
-    return held
+        buffers[index] = fill_kv_scales(layer, scales[index])
+    return buffers
 
 
 def _require_scales(index: int, layer: nn.Module) -> None:

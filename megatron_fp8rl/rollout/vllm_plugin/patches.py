@@ -1,8 +1,8 @@
 """Patches of vLLM and uses of its private names, for the engine's processes.
 
-Each records the versions it was tested with; :mod:`megatron_fp8rl.upstream` lists them. Before an engine starts, a
-required patch refuses other versions, and an optional patch is skipped. Replacements of vLLM's CPU layers are in ``cpu/cpu_layers.py``, of its startup in ``server.py``; both are
-marked in the same way. vLLM is imported by the functions that need it.
+Each records the versions it was tested with; :mod:`megatron_fp8rl.upstream` lists them. For other versions, a required
+patch stops the start of an engine, and an optional patch is skipped. Further patches are in ``cpu/cpu_layers.py``
+(layers) and ``server.py`` (startup). The functions import vLLM when they need it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron_fp8rl.upstream import patches
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="norms after a residual sum go to a kernel that takes 1024 threads for fewer than 256 tokens and 256 for more "
-    "(fused_add_rms_norm in csrc/libtorch_stable/layernorm_kernels.cu), so that a row's sum of squares has another "
-    "order in another batch",
-    remove_when="the kernel's number of threads no longer depends on the tokens",
+    why="norms after a residual sum use a kernel with 1024 threads for fewer than 256 tokens and 256 for more "
+    "(fused_add_rms_norm in csrc/libtorch_stable/layernorm_kernels.cu), so the summation order of a row's squares "
+    "depends on the batch",
+    remove_when="the kernel's number of threads does not depend on the number of tokens",
     optional=True,
 )
 def make_residual_norms_batch_invariant() -> None:
-    """Use vLLM's batch-invariant RMSNorm after a residual sum too, which is rounded as in vLLM's kernel.
+    """Use vLLM's batch-invariant RMSNorm after residual sums too; round the sum as vLLM's kernel does.
 
     For engines with ``engine.batch_invariant`` on a GPU; the trainer computes the same norm in
     ``kernels/triton/batch_invariant.py``. Raises ImportError if this vLLM has no batch-invariant norm.
@@ -53,13 +53,13 @@ def make_residual_norms_batch_invariant() -> None:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="a log-softmax adds exponentials in an order of its own, which differs from the trainer's in the last bit "
+    why="log-softmax sums exponentials in another order than the trainer, so the last bit differs "
     "(compute_token_logprobs of the V2 runner, batch_invariant.log_softmax of the V1 runner)",
     remove_when="vLLM has a hook for the log-probabilities of sampled tokens",
     optional=True,
 )
 def make_logprobs_order_independent() -> None:
-    """Compute log-probabilities as the trainer does, in ``kernels/exact_logprobs.py``. For batch-invariant engines on GPUs."""
+    """Compute log-probabilities with ``kernels/exact_logprobs.py``, for batch-invariant engines on GPUs."""
     from vllm.model_executor.layers import batch_invariant
     from vllm.v1.worker.gpu.sample import logprob
 
@@ -71,22 +71,22 @@ def make_logprobs_order_independent() -> None:
     logprob.compute_token_logprobs = lambda logits, ids: exact.token_logprobs(logits, ids.long())
 
 
-_libraries: list[torch.library.Library] = []  # one that is collected takes its kernels along
+_libraries: list[torch.library.Library] = []  # kept, because garbage collection of a library removes its kernels
 
 
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="its compiler fuses a norm or an activation with a quantization to powers of two into kernels that know no powers of "
-    "two (vllm-project/vllm#51477), so that a compiled engine would quantize other numbers than the trainer",
-    remove_when="the fused kernels make the scales that are asked of them, and round to BF16 before",
+    why="its compiler fuses norms or activations with quantization into kernels that ignore power-of-two scales "
+    "(vllm-project/vllm#51477), so a compiled engine would quantize differently from the trainer",
+    remove_when="the fused kernels use the requested scales, and round to BF16 before",
 )
 def quantize_activations_as_the_trainer(scales: Scales) -> None:
     """Replace the kernels of vLLM's two fused operators by ``kernels/triton/quantize_activations.py``, in this process.
 
     Raises AttributeError if this vLLM has no such operators.
     """
-    from vllm import _custom_ops as _operators  # noqa: F401  loads vLLM's kernels, which would come after ours
+    from vllm import _custom_ops as _operators  # noqa: F401  loads vLLM's kernels, which must not replace ours
 
     from megatron_fp8rl.kernels.triton.quantize_activations import norm_quantize, swiglu_quantize
 
@@ -126,17 +126,16 @@ def _require_blocks(group_size: int, upper_bound: Tensor | None) -> None:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="a batch-invariant engine refuses experts on DeepGEMM, because they change to Triton's kernels in small "
-    "batches; with power-of-two scales they never do",
-    remove_when="vLLM accepts them where scales are powers of two",
+    why="a batch-invariant engine rejects experts on DeepGEMM, because they switch to Triton's kernels in small "
+    "batches; with power-of-two scales they never switch",
+    remove_when="vLLM accepts them with power-of-two scales",
     optional=True,
 )
 def accept_deep_gemm_experts() -> None:
     """Make a batch-invariant engine accept experts on DeepGEMM with power-of-two scales.
 
-    Every remaining operation computes a token independently: quantization of its row, DeepGEMM's products, whose
-    summation order does not depend on other rows, and the weighted sum of its experts, slot by slot. Raises ImportError
-    if this vLLM has no such experts.
+    All operations compute each token independently: quantization by row, DeepGEMM's products, whose summation order
+    does not depend on other rows, and the weighted sum of experts. Raises ImportError if this vLLM has no such experts.
     """
     from vllm.model_executor.layers.fused_moe.experts.triton_deep_gemm_moe import TritonOrDeepGemmExperts
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
@@ -147,12 +146,12 @@ def accept_deep_gemm_experts() -> None:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="AsyncLLM stops reading after the engine ends, and often reports a dead engine (output_handler); of several "
-    "data-parallel ranks it returns the first one's answer to a collective call (_call_utility_async)",
+    why="AsyncLLM reads until after the engine ends, and often reports a dead engine (output_handler); with "
+    "data-parallel ranks, a collective call returns only the first rank's answer (_call_utility_async)",
     remove_when="AsyncLLM.shutdown stops its reader first, and collective_rpc returns the answers of all ranks",
 )
 def engine_class() -> type:
-    """vLLM's AsyncLLM, which stops reading before the engine ends and returns the answers of all data-parallel ranks."""
+    """Return an AsyncLLM that stops reading before the engine ends and returns answers of all data-parallel ranks."""
     from vllm.utils.async_utils import cancel_task_threadsafe
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -179,9 +178,9 @@ def engine_class() -> type:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="a worker ends an update that failed, but refuses to start another while one is under way, and has no "
-    "call that ends it (Worker._weight_update_active)",
-    remove_when="vLLM has a call that abandons an update",
+    why="a worker cannot start an update while another is in progress, and has no call that cancels one "
+    "(Worker._weight_update_active)",
+    remove_when="vLLM has a call that cancels an update",
 )
 def allow_new_update(worker: Any) -> None:
     """Reset a worker's record of an update in progress."""
@@ -191,12 +190,11 @@ def allow_new_update(worker: Any) -> None:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="an update that is given up in the middle of a layerwise reload has to put back the kernel tensors of modules "
-    "that got a part of theirs (get_layerwise_info)",
-    remove_when="vLLM has a call that abandons a layerwise reload",
+    why="cancelling a layerwise reload must restore the kernel tensors of partly loaded modules (get_layerwise_info)",
+    remove_when="vLLM has a call that cancels a layerwise reload",
 )
 def forget_loaded_weights(modules: Iterable[nn.Module]) -> None:
-    """Make ``finalize_layerwise_reload`` treat each as one that received nothing."""
+    """Make ``finalize_layerwise_reload`` treat each module as if it received nothing."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for module in modules:
@@ -208,12 +206,12 @@ def forget_loaded_weights(modules: Iterable[nn.Module]) -> None:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="a reload leaves the kernels of FP8 experts with scales of a copy of the layer: right after it they have the "
-    "same values, but a direct update would not reach them (moe_quant_config._w1, _w2)",
+    why="after a reload, the kernels of FP8 experts read scales of a copy of the layer, which a direct update would "
+    "not change (moe_quant_config._w1, _w2)",
     remove_when="a reload keeps the scales that captured graphs read",
 )
 def expert_scale_descriptions(module: nn.Module) -> Sequence[Any]:
-    """The descriptions of the scales of w13 and w2, whose ``scale`` the kernels read; empty if there is none."""
+    """Return the scale descriptions of w13 and w2, whose ``scale`` the kernels read, or nothing."""
     config = getattr(module.quant_method, "moe_quant_config", None)
     return () if config is None else (config._w1, config._w2)
 
@@ -221,12 +219,12 @@ def expert_scale_descriptions(module: nn.Module) -> Sequence[Any]:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="scales of a KV cache are private buffers of an attention layer, which GPU kernels read, and floats beside "
-    "them, which the CPU's kernel reads (_k_scale, _k_scale_float and so on)",
+    why="scales of a KV cache are private buffers of an attention layer for GPU kernels, and floats for the CPU kernel "
+    "(_k_scale, _k_scale_float and so on)",
     remove_when="vLLM has a call that sets the scales of a KV cache",
 )
 def fill_kv_scales(layer: nn.Module, query_key_value: Sequence[float]) -> list[float]:
-    """Set the three scales of an attention layer; return what its kernels' buffers then hold."""
+    """Set the three scales of an attention layer; return the values in its kernels' buffers."""
     for name, value in zip(("q", "k", "v"), query_key_value, strict=True):
         getattr(layer, f"_{name}_scale").fill_(value)
         setattr(layer, f"_{name}_scale_float", value)
@@ -234,7 +232,7 @@ def fill_kv_scales(layer: nn.Module, query_key_value: Sequence[float]) -> list[f
 
 
 def kv_scales_of(layer: nn.Module) -> tuple[float, float, float]:
-    """The scales of queries, keys and values that an attention layer holds for a CPU's kernel."""
+    """Return an attention layer's scales of queries, keys and values for the CPU kernel."""
     return layer._q_scale_float, layer._k_scale_float, layer._v_scale_float
 
 
@@ -246,14 +244,14 @@ def has_kv_scales(module: nn.Module) -> bool:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="a model's class is inspected in a new process, which imports everything again: 25 s of a first start on an H200",
+    why="vLLM inspects a model's class in a new process, which imports everything again: 25 s of a start on an H200",
     remove_when="vLLM inspects its own classes without importing them, or in a fork",
     optional=True,
 )
 def inspect_classes_in_forks(deadline_s: float = 60.0) -> None:
-    """Inspect a model's class in a fork of this process, which keeps CUDA out of it as a new one does.
+    """Inspect a model's class in a fork of this process, which does not initialize CUDA.
 
-    Where the fork brings no answer within the deadline, vLLM's own way is taken.
+    If the fork does not answer within the deadline, uses vLLM's method.
     """
     from vllm.model_executor.models import registry
 
@@ -269,7 +267,7 @@ def inspect_classes_in_forks(deadline_s: float = 60.0) -> None:
             if receiver.poll(deadline_s):
                 return receiver.recv()
         except EOFError:
-            pass  # it failed, and vLLM's own way says why
+            pass  # vLLM's method then reports the reason
         finally:
             child.kill()
             child.join()

@@ -1,12 +1,12 @@
-"""Attention of engines with an FP8 KV cache on a GPU: keys and values are rounded to E4M3, and nothing else is.
+"""Attention of engines with an FP8 KV cache on a GPU: only keys and values are rounded to E4M3.
 
-In: queries in BF16, vLLM's cache and metadata of a batch. Out: attention. Runs in every engine worker, as vLLM's backend
-``CUSTOM``.
+In: queries in BF16, vLLM's cache and metadata of a batch. Out: attention. Runs in every engine worker, as vLLM's
+backend ``CUSTOM``.
 
-vLLM's FlashAttention over such a cache multiplies in FP8, so it rounds queries and probabilities to E4M3 too, and it turns
-values in registers: on an H200 it decodes hardly faster than over a BF16 cache. Here a sequence with one new token takes
-``kernels/triton/decode_attention.py``. For one with several, its pages are copied in BF16, and FlashAttention attends to the
-copy. Both compute the same function, so a token's does not depend on what else is in its batch.
+vLLM's FlashAttention multiplies in FP8 over such a cache: it also rounds queries and probabilities to E4M3, and it
+transposes values in registers. On an H200 it decodes hardly faster than over a BF16 cache. Here, sequences with one new
+token use ``kernels/triton/decode_attention.py``. For sequences with several new tokens, FlashAttention reads a BF16
+copy of their pages. Both compute the same function, so a token's result does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from vllm.v1.attention.backends.flash_attn import (
 from megatron_fp8rl.kernels.triton.decode_attention import decode
 from megatron_fp8rl.upstream import patches
 
-_COPIED_TOKENS = 32768  # of a layer's cache at a time, in BF16
+_COPIED_TOKENS = 32768  # maximum tokens of one BF16 copy
 
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences of a batch that are computed together."""
+    """Sequences of a batch that one call computes."""
 
-    rows: Tensor  # int64 [n] on the device: which sequences
+    rows: Tensor  # int64 [n] on the device: indices of the sequences
     tokens: Tensor  # int64 on the device: their tokens in the batch
     starts: Tensor  # int32 [n + 1] on the device: where the tokens of each begin in ``tokens``
     max_query: int  # new tokens of a sequence
@@ -43,9 +43,9 @@ class Part:
 
 
 def parts_of(counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> list[Part]:
-    """The sequences with one new token as the first part, if there are any, and the others in parts of a bounded size.
+    """Return sequences with one new token as the first part, and the others in parts of bounded size.
 
-    ``counts`` new tokens, ``lengths`` with them; sequences without new tokens are left out.
+    ``counts``: new tokens; ``lengths``: all tokens. Omits sequences without new tokens.
     """
     first_tokens = [0]
     for count in counts:
@@ -57,7 +57,7 @@ def parts_of(counts: Sequence[int], lengths: Sequence[int], device: torch.device
 
 
 def _bounded(sequences: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Groups whose copies, all as long as the longest, have :data:`_COPIED_TOKENS` tokens; more if a single one has."""
+    """Yield groups of at most :data:`_COPIED_TOKENS` tokens when padded to the longest, or of one sequence."""
     group: list[int] = []
     longest = 0
     for i in sequences:
@@ -83,18 +83,18 @@ def _part(
 @patches(
     "vllm",
     ">=0.26,<0.27",
-    why="says which batches graphs may hold (_cudagraph_support), and adds what attention needs to metadata (build)",
+    why="declares which batches graphs may contain (_cudagraph_support), and extends the metadata (build)",
     remove_when="FP8CacheAttention is removed",
     optional=True,
 )
 class Metadata(FlashAttentionMetadataBuilder):
-    """FlashAttention's metadata without its own plan of a step, and with the parts of a batch that has prompts."""
+    """FlashAttention's metadata without scheduler metadata, plus the parts of a batch with prompts."""
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE  # parts are known on the host alone
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE  # only the host knows the parts
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.aot_schedule = False  # FlashAttention's own plan of a step
+        self.aot_schedule = False  # no scheduler metadata of FlashAttention
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -117,10 +117,10 @@ class Metadata(FlashAttentionMetadataBuilder):
     optional=True,
 )
 class FP8CacheAttention(FlashAttentionImpl):
-    """FlashAttention's layer with other kernels."""
+    """FlashAttention's implementation with other kernels."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError for attention that the kernels here do not have."""
+        """Raises ValueError for kinds of attention that these kernels do not support."""
         super().__init__(*args, **kwargs)
         self.supports_quant_query_input = False  # queries stay in BF16
         plain = self.sliding_window == (-1, -1) and self.alibi_slopes is None and self.sinks is None
@@ -140,9 +140,11 @@ class FP8CacheAttention(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query and output [tokens, Q, D], kv_cache bytes [pages, G, tokens of a page, 2 D]; the keys and values of all
-        tokens are in the cache already. Returns ``output``."""
-        if attn_metadata is None:  # vLLM measures memory
+        """Fill and return ``output`` [tokens, Q, D].
+
+        query is [tokens, Q, D], and kv_cache bytes [pages, G, tokens of a page, 2 D] contains all keys and values.
+        """
+        if attn_metadata is None:  # while vLLM measures memory
             return output.fill_(0)
         cache, pages, lengths = kv_cache.transpose(1, 2), attn_metadata.block_table, attn_metadata.seq_lens
         scales = layer._k_scale, layer._v_scale
@@ -170,8 +172,8 @@ class FP8CacheAttention(FlashAttentionImpl):
         scales: tuple[Tensor, Tensor],
         out: Tensor,
     ) -> None:
-        """FlashAttention over a copy of the pages in BF16."""
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # not there on a CPU
+        """Apply FlashAttention to a BF16 copy of the pages."""
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # does not exist on a CPU
 
         pages = pages[:, : -(-part.max_length // cache.shape[1])]
         copy = cache.view(torch.uint8).index_select(0, pages.flatten()).view(torch.float8_e4m3fn).to(out.dtype)
@@ -201,7 +203,7 @@ class FP8CacheAttention(FlashAttentionImpl):
     optional=True,
 )
 class FP8CacheBackend(FlashAttentionBackend):
-    """FlashAttention's cache, and the attention above."""
+    """FlashAttention's cache layout with :class:`FP8CacheAttention`."""
 
     supported_kv_cache_dtypes: ClassVar = ["fp8", "fp8_e4m3"]
 
@@ -219,7 +221,7 @@ class FP8CacheBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return False  # where a sequence is cut depends on the number of sequences
+        return False  # its split of a sequence depends on the number of sequences
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:

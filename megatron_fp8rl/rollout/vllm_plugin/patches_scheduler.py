@@ -1,17 +1,17 @@
-"""vLLM's scheduler with less work per token: short steps while all requests decode, and few messages to the server.
+"""vLLM's scheduler with less work per token: a short path for decoding, and few messages to the server.
 
-In: requests, and what each step sampled. Out: the same steps and the same tokens as vLLM's own scheduler. Runs in the
+In: requests, and the sampled tokens of each step. Out: the same steps and tokens as from vLLM's scheduler. Runs in the
 engine core; vLLM loads a class by its name (``--scheduler-cls``).
 
-vLLM sends every sampled token of every request to its server at once, and looks at each request for prompts, images,
-drafts, grammars and cache transfers in every step. One Python thread does that, and whatever it needs beyond the time of
-the GPU's step, the GPU waits: 5.7 ms of every step of 128 sequences, against 3.1 ms with this scheduler (20 layers of
-Qwen3-8B's shape in BF16, vLLM 0.26.0, one H100; the GPU took 8). Here
+vLLM sends every sampled token to its server at once, and checks each request for prompts, images, drafts, grammars and
+cache transfers in every step. One Python thread does this work, and the GPU waits for the rest of it: 5.7 ms per step
+of 128 sequences, 3.1 ms with this scheduler (20 layers of Qwen3-8B's shape in BF16, vLLM 0.26.0, one H100; the GPU took
+8 ms). There are two changes:
 
-- a request that asks for its final output only (``RequestOutputKind.FINAL_ONLY``, as all of ours do) keeps its tokens and
-  log-probabilities here, and sends them at every :data:`HELD_TOKENS`-th token, with the last one, and when it is aborted.
-  The server still handles each token, so a single message at the end would leave all of that work for the end;
-- a step in which every running request decodes one token, and none ends, takes a short path. All other steps are vLLM's.
+- The scheduler buffers tokens and log-probabilities of requests with ``RequestOutputKind.FINAL_ONLY``, such as all of
+  ours. It sends them at every :data:`HELD_TOKENS`-th token, at the last token, and on abort. A single message at the
+  end would delay all of the server's work per token until then.
+- Steps in which every running request decodes one token, and none ends, take a short path. vLLM's code runs all others.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from vllm.v1.request import Request, RequestStatus
 
 from megatron_fp8rl.upstream import patches
 
-HELD_TOKENS = 32  # a request sends what it holds when its length is a multiple of this
+HELD_TOKENS = 32  # a request's buffer is sent when its length is a multiple of this
 
 
 @dataclass(slots=True)
 class Held:
-    """What a request has sampled and not yet sent."""
+    """A request's buffer of sampled tokens that are not yet sent."""
 
     request: Request
-    token_ids: list[int]  # the request's own list of output tokens, which vLLM extends
-    stops: frozenset[int]  # tokens after which it may end
-    last: int  # the number of tokens after which the next one is its last
+    token_ids: list[int]  # the request's list of output tokens, which vLLM extends
+    stops: frozenset[int]  # tokens that may end it
+    last: int  # number of tokens before its last possible token
     has_logprobs: bool
     num_sent: int = 0  # of token_ids
-    logprobs: list[float] = field(default_factory=list)  # of the others
+    logprobs: list[float] = field(default_factory=list)  # of the tokens not yet sent
     ranks: list[int] = field(default_factory=list)
     prefill_stats: object = None
 
@@ -69,7 +69,7 @@ class Held:
         return len(self.request._all_token_ids) % HELD_TOKENS == 0
 
     def into(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Make ``output`` carry what is held, which then is held no longer."""
+        """Move the buffered tokens into ``output``."""
         output.new_token_ids = self.token_ids[self.num_sent :]
         output.prefill_stats, self.prefill_stats = output.prefill_stats or self.prefill_stats, None
         if self.logprobs:
@@ -84,7 +84,7 @@ class Held:
 
 
 def is_held(request: Request) -> bool:
-    """Whether a request wants no token before its last one, and vLLM's server need not see any to find its end."""
+    """Whether a request needs only its final output, and vLLM's server needs no token to detect its end."""
     sampling = request.sampling_params
     return (
         sampling is not None
@@ -101,23 +101,23 @@ def is_held(request: Request) -> bool:
 @patches(
     "vllm",
     ">=0.26,<0.27",
-    why="every token of every request becomes an object, is sent to the server and decoded there, although the server "
-    "needs none before the last (Scheduler.update_from_output; EngineCoreProc._send_finish_outputs_to_client, which "
-    "ends the requests of a pause by a message without tokens)",
-    remove_when="vLLM's scheduler holds back the tokens of requests that want their final output only",
+    why="vLLM sends every token as an object, although the server needs none before the last "
+    "(Scheduler.update_from_output; EngineCoreProc._send_finish_outputs_to_client ends the requests of a pause by a "
+    "message without tokens)",
+    remove_when="vLLM's scheduler buffers the tokens of requests that need only their final output",
     optional=True,
 )
 class HoldingScheduler(Scheduler):
-    """vLLM's scheduler, which sends tokens in few messages. For engines without asynchronous scheduling."""
+    """vLLM's scheduler with buffered tokens, for engines without asynchronous scheduling."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         _send_held_tokens_on_abort()
-        self.held: dict[str, Held] = {}  # of requests that run
-        self.ended: dict[str, Held] = {}  # of those that were ended from outside; the engine core may send them now
+        self.held: dict[str, Held] = {}  # by id, of running requests
+        self.ended: dict[str, Held] = {}  # of aborted requests; the engine core may send these
 
     def take_held(self, request_id: str) -> Held | None:
-        """What a request has not sent yet; it is not held any longer."""
+        """Remove and return a request's buffer."""
         return self.held.pop(request_id, None) or self.ended.pop(request_id, None)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -162,7 +162,7 @@ class HoldingScheduler(Scheduler):
 
 
 def _send_held_tokens_on_abort() -> None:
-    """Make the engine core send what a scheduler of ours holds of a request that is ended by a pause."""
+    """Make the engine core send the buffered tokens of requests that a pause ends."""
 
     def send(core: EngineCoreProc, request_ids: list[str], client_index: int, finish_reason: Any) -> None:
         outputs = [EngineCoreOutput(request_id, [], finish_reason=finish_reason) for request_id in request_ids]
@@ -180,13 +180,13 @@ class HoldingAsyncScheduler(HoldingScheduler, AsyncScheduler):
 
 
 class DecodeStep(SchedulerOutput):
-    """A step in which every request decodes one token, made by the short path."""
+    """A step of the short path: every request decodes one token."""
 
 
 @patches(
     "vllm",
     ">=0.26,<0.27",
-    why="a step in which every request decodes one token costs as much per request as any other "
+    why="a step in which every request decodes one token costs as much per request as any other step "
     "(Scheduler.schedule, AsyncScheduler._update_after_schedule, Scheduler.update_from_output)",
     remove_when="vLLM has a short path for such steps",
     optional=True,
@@ -214,7 +214,7 @@ class DecodeScheduler(HoldingAsyncScheduler):
             and spec.sliding_window is None
             and spec.attention_chunk_size is None
         )
-        self._all_decode = False  # no running request has anything of its prompt left
+        self._all_decode = False  # the prompts of all running requests are computed
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self._is_plain and self._all_decode and self._is_decoding():
@@ -227,7 +227,7 @@ class DecodeScheduler(HoldingAsyncScheduler):
         return output
 
     def _is_decoding(self) -> bool:
-        """Whether the next step can only decode one token of each running request, with a block for each that needs one."""
+        """Whether the next step decodes one token of each running request, and there are enough free blocks."""
         running = self.running
         return (
             bool(running)
@@ -240,7 +240,7 @@ class DecodeScheduler(HoldingAsyncScheduler):
         )
 
     def _schedule_decoding(self) -> SchedulerOutput:
-        """:meth:`Scheduler.schedule` of such a step, and AsyncScheduler's bookkeeping after it."""
+        """Schedule such a step like :meth:`Scheduler.schedule`, with AsyncScheduler's bookkeeping."""
         self.ended.clear()
         self.current_step += 1
         cache, block_size, next_step = self.kv_cache_manager, self.block_size, self.current_step + 1
@@ -253,7 +253,7 @@ class DecodeScheduler(HoldingAsyncScheduler):
         for request in self.running:
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
             if placeholders > 0 and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
-                continue  # the step before this one samples its last token
+                continue  # the previous step samples its last token
             if computed >= last_position:
                 continue
             if computed % block_size:
@@ -304,7 +304,7 @@ class DecodeScheduler(HoldingAsyncScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _update_decoding(self, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs] | None:
-        """The messages of a step in which each request got one token and goes on; otherwise None, and nothing changes."""
+        """Return the messages of a step in which each request got one token and continues; otherwise None."""
         tokens, logprobs = result.sampled_token_ids, result.logprobs
         if not tokens or result.num_nans_in_logits or result.kv_connector_output or self.finished_req_ids_dict:
             return None

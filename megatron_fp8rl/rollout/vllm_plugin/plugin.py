@@ -1,11 +1,10 @@
-"""Registers this package with vLLM: weight transfer, attention, quantizing and batch-invariant kernels, FP8 emulation on a CPU.
+"""Registers this package with vLLM: weight transfer, attention, quantization, batch-invariant kernels, CPU emulation.
 
-In: the environment that the fleet gives to a rollout engine. Out: entries in vLLM's registries. Runs in each process of
+In: the environment that the fleet sets for a rollout engine. Out: entries in vLLM's registries. Runs in each process of
 a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the entry point
 ``vllm.general_plugins``; ``rollout/vllm_plugin/server.py`` also calls it before the engine forks its other processes.
 
-Only a process with :data:`FORMAT_VARIABLE` in its environment is one of our rollout engines; in any other,
-:func:`register` leaves vLLM unchanged.
+Only our rollout engines have :data:`FORMAT_VARIABLE` in their environment; elsewhere :func:`register` does nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import os
 from megatron_fp8rl import upstream
 from megatron_fp8rl.precision.formats import FORMATS
 
-FORMAT_VARIABLE = "MEGATRON_FP8RL_FORMAT"  # name of its format, passed to the engine's processes
+FORMAT_VARIABLE = "MEGATRON_FP8RL_FORMAT"  # passes the name of the format to the engine's processes
 
-WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every weight_sync.transport: the first request names it
+WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every weight_sync.transport, which the first request names
 
 _registered = False
 
@@ -25,8 +24,8 @@ _registered = False
 def register() -> None:
     """Register with vLLM once per process.
 
-    Raises ValueError for an unknown format in the environment, and upstream.UntestedVersion for a vLLM that a
-    patch was not tested with.
+    Raises ValueError for an unknown format, and upstream.UntestedVersion for a vLLM version that a patch was not tested
+    with.
     """
     global _registered
     if _registered or FORMAT_VARIABLE not in os.environ:

@@ -1,11 +1,11 @@
-"""Record what an engine computes for one prompt, operation by operation: the worker's part of a probe.
+"""Record an engine's result of each operation for one prompt: the worker's part of a probe.
 
 In: a prompt sent by a client. Out: a safetensors file with the result of each operation named in
 ``diagnose/operations.py``, in the engine's dtypes. Runs in the engine worker, as part of its extension;
 ``diagnose/engine_probe.py`` drives it.
 
-Hooks fire only when modules are called, so the engine must not be compiled. CUDA graphs do no harm: without
-torch.compile only decoding is captured.
+Hooks run only when modules are called, so the engine must not be compiled. CUDA graphs may stay on, because without
+torch.compile they cover only decoding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Names = tuple[str, ...]  # of a module's result, or of both results of a norm: 
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[nn.Module, _Names]]:
-    """The modules of vLLM's Llama-like models whose results are operations."""
+    """Yield the modules of vLLM's Llama-like models whose results are operations."""
     body = model.model
     yield body.embed_tokens, ("embedding",)
     for index, layer in enumerate(body.layers):
@@ -51,12 +51,11 @@ class Probe:
     def start_probe(self, num_tokens: int) -> None:
         """Record the next prefill of ``num_tokens`` tokens.
 
-        Raises RuntimeError if the engine is compiled or has several ranks, and for a model whose modules have other
-        names.
+        Raises RuntimeError if the engine is compiled or has several ranks, or if the model's modules have other names.
         """
         runner = self.model_runner
         if runner.vllm_config.compilation_config.mode:
-            raise RuntimeError("a probe needs engine.torch_compile = False: hooks do not fire in compiled code")
+            raise RuntimeError("a probe needs engine.torch_compile = False, because hooks do not run in compiled code")
         world_size = runner.vllm_config.parallel_config.world_size
         if world_size != 1:
             raise RuntimeError(f"a probe needs an engine on one worker (engine.tensor = 1); this one has {world_size}")
@@ -69,7 +68,7 @@ class Probe:
         self._probe_hooks = (*hooks, model.logits_processor.register_forward_hook(self._record_logits))
 
     def finish_probe(self, path: str) -> list[str]:
-        """Write the recorded results to ``path`` and return their names; raises RuntimeError if there was no prefill."""
+        """Write the results to ``path`` and return their names. Raises RuntimeError if there was no prefill."""
         from safetensors.torch import save_file
 
         self._drop_hooks()

@@ -1,16 +1,16 @@
-"""One rollout replica: vLLM's own OpenAI API server, started by the fleet.
+"""One rollout replica: vLLM's OpenAI API server, started by the fleet.
 
-In: vLLM's command line, and ``--listen-fd``, a socket already bound by the fleet, so that no other process can take the
-port while this one imports. Out: vLLM's HTTP endpoints, including those of its development mode, and our sampling route
+In: vLLM's command line, and ``--listen-fd``, a socket that the fleet has bound, so that no other process takes the port
+during imports. Out: vLLM's HTTP endpoints, including those of its development mode, and our sampling route
 (``generate_route.py``). Runs in the replica's process; vLLM starts the engine core and the workers from it.
 
     python -m megatron_fp8rl.rollout.vllm_plugin.server --listen-fd 7 --parent-pid 4711 --model DIR ...
 
-With ``--headless`` it is a further node of an engine that spans several: workers only, driven by the first node.
+With ``--headless`` it runs only workers, on a further node of an engine that spans nodes.
 
-The server is vLLM's, assembled from its public parts. It differs from ``vllm serve`` as follows: our plugin is
-registered before the engine starts; on a CPU the engine core is forked instead of spawned, so that it does not import
-everything a second time (11 s of a start of 14 s); and no process of the replica outlives the trainer that started it.
+Differences from ``vllm serve``: our plugin is registered before the engine starts. On a CPU the engine core is forked
+instead of spawned, which saves a second import (11 s of a start of 14 s). All processes end with the trainer that
+started them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _MIDDLEWARE = "megatron_fp8rl.net.auth.RequireToken"
 
 
 def end_with_parent(pid: int) -> None:
-    """Kill this process group when its parent, process ``pid``, is gone, and make forked children end with this process.
+    """Kill this process group when its parent ``pid`` ends, and make forked children end with this process.
 
-    The fleet starts a replica as the leader of a process group; a killed trainer cannot stop its replicas itself.
+    A killed trainer cannot stop its replicas, which lead their process groups.
     """
     parent.end_with(pid)
     os.register_at_fork(after_in_child=parent.end_with_thread)  # children are forked by the main thread
@@ -47,7 +47,7 @@ def end_with_parent(pid: int) -> None:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="the CPU platform asks for spawn while it builds the configuration; a forked engine core starts 11 s earlier",
+    why="the CPU platform selects spawn when it builds the configuration; a forked engine core starts 11 s earlier",
     remove_when="the platform stops overwriting VLLM_WORKER_MULTIPROC_METHOD",
     optional=True,
 )
@@ -56,12 +56,12 @@ def fork_engine_core() -> None:
 
     Forking is safe on a CPU before the engine starts: one OpenMP thread so far, no model, no request.
     """
-    gc.freeze()  # the garbage collector must not touch, and so copy, shared pages
+    gc.freeze()  # garbage collection would write to, and so copy, shared pages
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
 def _engine_config(args: argparse.Namespace) -> VllmConfig:
-    """The engine's configuration, with this process ready to fork its other processes on a CPU."""
+    """Build the engine's configuration, and on a CPU prepare this process to fork the engine core."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -81,16 +81,14 @@ def _engine_config(args: argparse.Namespace) -> VllmConfig:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="run_headless spawns a further node's workers, which a local class does not survive, and ends with status 0",
-    remove_when="run_headless forks, and tells that a worker has ended",
+    why="run_headless spawns a further node's workers, which cannot pickle a local class, and ends with status 0",
+    remove_when="run_headless forks, and reports that a worker has ended",
 )
 def work(config: VllmConfig) -> NoReturn:
-    """Start this node's part of an engine that spans nodes: data-parallel ranks, or workers of the only one.
+    """Run this node's part of an engine that spans nodes: data-parallel ranks, or workers of the only rank.
 
-    Exits with status 1 when one of them has ended.
-
-    vLLM's ``run_headless`` would spawn them, which our kernels' configuration, a local class, does not survive, and
-    exit with status 0.
+    Exits with status 1 when a process has ended. vLLM's ``run_headless`` would exit with status 0, and would spawn
+    processes, which fails because our kernels' configuration is a local class.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -108,7 +106,7 @@ def work(config: VllmConfig) -> NoReturn:
 
 
 def _data_parallel_ranks(config: VllmConfig) -> Any:
-    """This node's data-parallel ranks, which report to the first node."""
+    """Start this node's data-parallel ranks, which report to the first node."""
     from vllm.utils.network_utils import get_tcp_uri
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.executor.abstract import Executor
@@ -164,16 +162,18 @@ async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socke
 def main(argv: list[str]) -> None:
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("--listen-fd", type=int, required=True)
-    ours.add_argument("--parent-pid", type=int, required=True)  # getppid() is too late if the parent has just died
+    ours.add_argument(
+        "--parent-pid", type=int, required=True
+    )  # because getppid() is wrong if the parent has just ended
     known, rest = ours.parse_known_args(argv)
     end_with_parent(known.parent_pid)
     upstream.check()  # before vLLM is imported
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning of a time limit goes to every process of a job
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a trainer's ranks are started with it blocked
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to every process before a time limit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # trainer ranks block it
     sock = socket.socket(fileno=known.listen_fd)
     os.environ["VLLM_RPC_BASE_PATH"] = folder = sockets.make_folder()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    gc.disable()  # while importing, when almost all objects stay; saves 3 s of CPU time
+    gc.disable()  # during imports, which rarely free objects; saves 3 s of CPU time
 
     import torch
 
@@ -202,7 +202,7 @@ def main(argv: list[str]) -> None:
     gc.enable()
     config = _engine_config(args)
     if compiling is not None:
-        compiling.wait()  # it has a deadline; what it holds of the GPU must be free before the engine measures memory
+        compiling.wait()  # has a deadline; must free GPU memory before the engine measures it
     if args.headless:
         work(config)
     uvloop.run(serve(args, config, sock))

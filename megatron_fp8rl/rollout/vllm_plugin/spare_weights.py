@@ -1,8 +1,8 @@
-"""Spare memory of an engine worker: weights arrive in it while the engine samples.
+"""Spare memory of an engine worker, which receives weights while the engine samples.
 
-In:  messages of a publication, from a transport. Out: the same messages, in memory that stays until the next one.
-Runs in a thread of the engine worker, beside the model's own work; on a GPU on a stream of its own. The engine pauses
-only to copy them to the tensors that its kernels read (``weight_sync.spare_weights``).
+In:  messages of a publication, from a transport. Out: the same messages in memory, until the next publication.
+Runs in a thread of the engine worker, on a GPU with a separate stream. The engine pauses only to copy the messages to
+the tensors that its kernels read (``weight_sync.spare_weights``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from megatron_fp8rl.weight_sync.schedule import Message, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import Transport
 
-_SETTLE_S = 10.0  # in which a publication that has failed notices
-_NAP_S = 1e-3  # between looks for a message: the model's thread needs the interpreter
+_SETTLE_S = 10.0  # time for a failed publication to stop its thread
+_NAP_S = 1e-3  # polling interval, which leaves the interpreter to the model's thread
 
 
 class SpareWeights:
-    """The messages of one engine rank. ``on_host``: in pinned host memory instead of the device's."""
+    """Messages of one engine rank. ``on_host``: in pinned host memory instead of device memory."""
 
     def __init__(self, schedule: SendSchedule, engine_rank: int, device: torch.device, *, on_host: bool):
         self._rounds = schedule.rounds
@@ -38,26 +38,28 @@ class SpareWeights:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self.version: int | None = None  # of what is in the memory, or arriving
+        self.version: int | None = None  # of the weights that are received or arriving
 
     @property
     def num_bytes(self) -> int:
         return self._memory.numel()
 
     def inbox(self, message: Message, number: int) -> Tensor:
-        """uint8 memory in which ``message`` of round ``number`` can be read; always the same."""
+        """Return the uint8 memory of ``message`` in round ``number``; its address never changes."""
         start = self._starts[number] + message.in_offset
         return self._memory[start : start + message.num_bytes]
 
     def start(self, transport: Transport, attempt: int, version: int) -> None:
-        """Receive a publication in a thread. What an earlier one left is lost.
+        """Receive a publication in a thread, over the previous one.
 
-        Raises RuntimeError if an abandoned one still writes here.
+        Raises RuntimeError if a cancelled one still writes here.
         """
         if self._thread is not None:
             self._thread.join(_SETTLE_S)
             if self._thread.is_alive():
-                raise RuntimeError("an abandoned publication still writes to the engine's spare memory")
+                raise RuntimeError(
+                    "a cancelled publication still writes to the engine's spare memory; publish again later"
+                )
         self.version, self._error = version, None
         self._thread = threading.Thread(
             target=self._receive, args=(transport, attempt), name="spare-weights", daemon=True
@@ -65,15 +67,15 @@ class SpareWeights:
         self._thread.start()
 
     def is_complete(self) -> bool:
-        """Whether everything has arrived. Raises what went wrong on the way."""
+        """Whether all messages have arrived. Raises the error of the thread."""
         if self._error is not None:
             raise self._error
         return self._thread is not None and not self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when everything has arrived. Raises what went wrong on the way, or TimeoutError."""
+        """Wait until all messages have arrived. Raises the error of the thread, or TimeoutError."""
         if self._thread is None:
-            raise RuntimeError("the engine is to switch to weights that were never sent; publish again from the start")
+            raise RuntimeError("cannot activate weights: none were sent to spare memory; publish again from the start")
         self._thread.join(timeout_s)
         if not self.is_complete():
             raise TimeoutError(f"weights did not arrive in spare memory within {timeout_s:g} s")
@@ -91,7 +93,7 @@ class SpareWeights:
                 transport.finish()
                 if self._stream is not None:
                     self._stream.synchronize()
-        except Exception as error:  # of any layer; :meth:`is_complete` raises it in the worker's own thread
+        except Exception as error:  # of any layer; :meth:`is_complete` raises it in the worker's main thread
             self._error = error
             transport.fail(f"{type(error).__name__}: {error}")
 

@@ -1,4 +1,4 @@
-"""RPC methods of an engine worker: report its weights and kernels, and change what no vLLM request changes.
+"""RPC methods of an engine worker for weights, kernels and KV scales.
 
 Runs in every engine worker: vLLM mixes :class:`WorkerExtension` into its worker class (``worker_extension_cls``).
 """
@@ -19,28 +19,30 @@ class WorkerExtension(Probe):
     """Methods that vLLM adds to its worker; each is a target of ``collective_rpc``."""
 
     def abandon_update(self) -> None:
-        """Abandon an update in progress after another replica or the trainer failed in it. Harmless without one."""
+        """Cancel an update in progress, after another replica or the trainer failed; do nothing without one."""
         self.weight_transfer_engine.abandon()
         allow_new_update(self)
 
     def stage_weights(self, version: int, attempt: int) -> None:
-        """Begin to receive a publication in spare memory; the engine goes on sampling."""
+        """Start to receive a publication in spare memory while the engine samples."""
         self.weight_transfer_engine.stage(version, attempt)
 
     def staging(self) -> dict[str, bool]:
-        """{"staged": whether everything has arrived in spare memory}; vLLM's server turns a bare bool into a string.
-        Raises what went wrong on the way."""
+        """Return {"staged": whether all weights are in spare memory}. Raises the error of the receiving thread.
+
+        A dict, because vLLM's server turns a bare bool into a string.
+        """
         return {"staged": self.weight_transfer_engine.is_staged()}
 
     def proof_layers(self) -> dict[str, list[int]]:
-        """{"layers": those that a first publication sends to vLLM's loaders: one of each kind that this worker has}."""
+        """Return {"layers": one of each kind in this worker}, which a first publication sends to vLLM's loaders."""
         return {"layers": sorted(first_of_kinds(self.model_runner.model))}
 
     def weight_digests(self, names: bool = True) -> dict[str, Any]:
-        """{"rank": of this worker in its replica, "version": of the weights, "combined": one digest of all weights,
-        "digests": {Hugging Face name: digest}}; the last is omitted without ``names``.
+        """Return {"rank": rank in the replica, "version", "combined": one digest of all weights, "load_s", "digests"}.
 
-        ``version`` is None unless the last update completed; "load_s" is the time of receiving and writing its weights.
+        "digests" is {Hugging Face name: digest}, only with ``names``. "version" is None unless the last update
+        completed; "load_s" is its time to receive and write weights.
         """
         engine = self.weight_transfer_engine
         digests = engine.digests()
@@ -53,17 +55,17 @@ class WorkerExtension(Probe):
         return report | ({"digests": dict(digests)} if names else {})
 
     def kernels_in_use(self) -> dict[str, list[str]]:
-        """This worker's kernels by role: :mod:`megatron_fp8rl.rollout.vllm_plugin.kernels_in_use`."""
+        """Return this worker's kernels by role (:mod:`megatron_fp8rl.rollout.vllm_plugin.kernels_in_use`)."""
         return kernels_in_use(self.model_runner.model)
 
     def set_kv_scales(self, scales: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """Set the FP8 KV cache's (query, key, value) scales of every layer, while the engine is paused.
 
-        Returns {"rank": of this worker in its replica, "scales": {layer: what its kernels now read}}. Layers are
-        strings, as JSON requires. Raises what :func:`megatron_fp8rl.rollout.vllm_plugin.kv_cache.set_kv_scales` raises.
+        Returns {"rank": rank in the replica, "scales": {layer: scales that its kernels now read}}, with layers as
+        strings for JSON. Raises like :func:`megatron_fp8rl.rollout.vllm_plugin.kv_cache.set_kv_scales`.
         """
-        held = set_kv_scales(self.model_runner.model, {int(layer): row for layer, row in scales.items()})
+        in_use = set_kv_scales(self.model_runner.model, {int(layer): row for layer, row in scales.items()})
         return {
             "rank": self.weight_transfer_engine.engine_rank,
-            "scales": {str(layer): row for layer, row in held.items()},
+            "scales": {str(layer): row for layer, row in in_use.items()},
         }

@@ -155,8 +155,8 @@ def _new_file(num_bytes: int) -> Path:
         free = os.statvfs(_FOLDER)
         raise DeliveryError(
             f"{_FOLDER} has {free.f_bavail * free.f_frsize / 2**20:.0f} MiB free, but buffers of weights need "
-            f"{num_bytes / 2**20:.0f} MiB; lower weight_sync.bucket_bytes, enlarge {_FOLDER} (docker: --shm-size) or set "
-            "weight_sync.transport to gloo"
+            f"{num_bytes / 2**20:.0f} MiB; lower weight_sync.bucket_bytes, enlarge {_FOLDER} (docker: --shm-size) or "
+            "set weight_sync.transport to gloo"
         ) from error
     finally:
         os.close(descriptor)
