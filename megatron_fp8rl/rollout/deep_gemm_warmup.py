@@ -1,13 +1,13 @@
-"""Compile DeepGEMM's kernels for the FP8 linears of engine and trainer, in many processes, while a server imports.
+"""Compile DeepGEMM's kernels for FP8 linears of engine and trainer in many processes, while a server imports.
 
-DeepGEMM compiles one kernel per tile size of a matrix, and picks a different tile size for nearly every other number of
-tokens: 50 to 75 kernels of four seconds each for one model. Without this warm-up an engine would compile them one by
-one during its first steps, and the trainer its own in the first update. A process imports once and forks many, each of
-which multiplies zeros at its share of the sizes; the compiled kernels stay in DeepGEMM's cache folder.
+DeepGEMM compiles one kernel per tile size of a matrix, and the tile size depends on the number of tokens: 50 to 75
+kernels of four seconds each for one model. Without this warm-up, engine and trainer would compile them one by one in
+their first steps. One process imports DeepGEMM and forks others. Each multiplies zeros at its share of the sizes, and
+DeepGEMM's cache folder keeps the compiled kernels.
 
 In: the sizes of one rank's linears and the largest number of tokens in a step. Out: files in that folder, and a marker
-that lists the finished sizes, so that the next start does nothing. A replica's server starts it and waits for it before
-the engine measures its memory; of the replicas that share a folder, one compiles and the others wait. A kernel that
+that lists the finished sizes, which the next start skips. A replica's server starts this program and waits for it
+before the engine measures its memory. Of replicas that share a folder, one compiles and the others wait. A kernel that
 fails here is compiled when it is needed.
 
     python -m megatron_fp8rl.rollout.deep_gemm_warmup --sizes 6144,4096 4096,4096 --max-tokens 8192
@@ -42,8 +42,8 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.weight_sync.plan import engine_slices
 
 _MODULE = "megatron_fp8rl.rollout.deep_gemm_warmup"  # __name__ differs when run as a program
-LINEARS_VARIABLE = "MEGATRON_FP8RL_LINEARS"  # words of this program, passed to the engine's server
-DEADLINE_S = 900.0  # when no engine waits
+LINEARS_VARIABLE = "MEGATRON_FP8RL_LINEARS"  # options of this program, for the engine's server
+DEADLINE_S = 900.0  # if no engine waits
 _SHARE_OF_START = 0.4  # share of an engine's start deadline available for compiling
 _MAX_PROCESSES = 32
 _SHARE = 6  # neighboring token counts, which often share a kernel
@@ -55,7 +55,7 @@ Item = tuple[Literal["y", "dw"], int, int, int]  # product or weight gradient; N
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be compiled: linears of an engine for all token counts, those of the trainer for one."""
+    """Kernels to compile: an engine's linears for all token counts, the trainer's linears for one count."""
 
     sizes: tuple[Size, ...]
     max_tokens: int
@@ -63,12 +63,12 @@ class Work:
     trained_tokens: int = 0
 
     def names(self) -> dict[str, Size]:
-        """Sizes by the names under which the folder's marker lists them."""
-        found = {f"{n}x{k} to {self.max_tokens}": (n, k) for n, k in self.sizes}
-        return found | {f"{n}x{k} trained on {self.trained_tokens}": (n, k) for n, k in self.trained}
+        """Return sizes by their names in the folder's marker."""
+        sizes_by_name = {f"{n}x{k} to {self.max_tokens}": (n, k) for n, k in self.sizes}
+        return sizes_by_name | {f"{n}x{k} trained on {self.trained_tokens}": (n, k) for n, k in self.trained}
 
     def without(self, done: Sequence[str]) -> Work:
-        """The part whose names are not among these."""
+        """Return the work without the names in ``done``."""
         left = {name: size for name, size in self.names().items() if name not in done}
         return replace(
             self,
@@ -77,7 +77,7 @@ class Work:
         )
 
     def words(self) -> list[str]:
-        """The options of this program."""
+        """Return the options of this program for this work."""
         words = ["--sizes", *(f"{n},{k}" for n, k in self.sizes), f"--max-tokens={self.max_tokens}"]
         if self.trained:
             words += ["--trained", *(f"{n},{k}" for n, k in self.trained), f"--trained-tokens={self.trained_tokens}"]
@@ -85,9 +85,9 @@ class Work:
 
 
 def linear_sizes(cfg: RunConfig) -> list[Size]:
-    """[N, K] of every FP8 linear of one engine rank, as vLLM fuses them; routed experts are not linears."""
+    """Return [N, K] of every FP8 linear of one engine rank, as fused by vLLM, without routed experts."""
     table, layout = LayerTable.build(cfg.model, cfg.precision), EngineLayout.from_config(cfg.engine)
-    found: dict[tuple[str, str], Size] = {}
+    by_matrix: dict[tuple[str, str], Size] = {}
     parts = ((weight, *part) for weight in weights(cfg.model).values() for part in weight.parts)
     for weight, name, shape in parts:
         if weight.is_expert or not table.rollout_format(name).is_quantized:
@@ -96,14 +96,14 @@ def linear_sizes(cfg: RunConfig) -> list[Size]:
         start, stop = engine_slices(name, weight, shape, cfg.model, layout)[0]
         rows, columns = (stop - start, shape[1]) if weight.axis == 0 else (shape[0], stop - start)
         key = ".".join(where), FUSED_INTO.get(matrix, matrix)
-        found[key] = (found.get(key, (0, 0))[0] + rows, columns)
-    return sorted({size for size in found.values() if not any(n % BLOCK for n in size)})
+        by_matrix[key] = (by_matrix.get(key, (0, 0))[0] + rows, columns)
+    return sorted({size for size in by_matrix.values() if not any(n % BLOCK for n in size)})
 
 
 def trainer_sizes(cfg: RunConfig) -> list[Size]:
-    """[N, K] of every FP8 linear of one trainer rank; routed experts are not linears."""
+    """Return [N, K] of every FP8 linear of one trainer rank, without routed experts."""
     table, ranks = LayerTable.build(cfg.model, cfg.precision), cfg.parallel.tensor
-    found = set()
+    shapes = set()
     for weight in weights(cfg.model).values():
         if (
             weight.is_expert
@@ -111,21 +111,21 @@ def trainer_sizes(cfg: RunConfig) -> list[Size]:
             or not all(table.trainer_format(name).is_quantized for name, _ in weight.parts)
         ):
             continue
-        found.add(slicing.shard_shape(weight, cfg.model, ranks))
-    return sorted(size for size in found if not any(n % BLOCK for n in size))
+        shapes.add(slicing.shard_shape(weight, cfg.model, ranks))
+    return sorted(size for size in shapes if not any(n % BLOCK for n in size))
 
 
 def token_counts(max_tokens: int, num_rows: int, num_processors: int) -> list[int]:
-    """Token counts at which DeepGEMM may change its tiles: small ones, and those that fill the GPU."""
-    found = {1, 2, 4, *range(8, 257, 8), *range(256, max_tokens + 1, 128)}
+    """Return token counts at which DeepGEMM may change its tiles: small ones, and those that fill the GPU."""
+    counts = {1, 2, 4, *range(8, 257, 8), *range(256, max_tokens + 1, 128)}
     for height in (64, 128, 256):
         for width in range(16, min(257, num_rows + 1), 16):
-            found |= {wave * num_processors * height // -(-num_rows // width) for wave in range(1, 11)}
-    return sorted(count for count in found if 1 <= count <= max_tokens)
+            counts |= {wave * num_processors * height // -(-num_rows // width) for wave in range(1, 11)}
+    return sorted(count for count in counts if 1 <= count <= max_tokens)
 
 
 def shares(work: Work, num_processors: int, num_shares: int) -> list[list[Item]]:
-    """The items assigned to each process."""
+    """Assign items to processes."""
     items: list[Item] = [
         ("y", n, k, count) for n, k in work.sizes for count in token_counts(work.max_tokens, n, num_processors)
     ]
@@ -143,11 +143,9 @@ def ensure(
     compile_share: Callable[[Work, int, int], None] | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> bool:
-    """Compile what DeepGEMM's folder lacks; return whether all processes succeeded. Waits for other compiling
-    processes.
+    """Compile missing kernels, after other compiling processes; return whether all processes succeeded.
 
-    ``folder``, ``identity`` of the GPU and the compiler, and ``compile_share``, which does the share i of n of the work,
-    are parameters for tests.
+    ``folder``, ``identity`` (of GPU and compiler) and ``compile_share`` (does share i of n) are parameters for tests.
     """
     folder = folder or Path(compiled_folder())
     identity = identity or _identity()
@@ -176,7 +174,7 @@ def _run_all(work: Work, compile_share: Callable[[Work, int, int], None], end: f
     import torch
 
     with contextlib.suppress(ImportError):
-        importlib.import_module(package() or "")  # once, for all
+        importlib.import_module(package() or "")  # once, before the forks
     number = min(_MAX_PROCESSES, os.cpu_count() or 1)
     # A forked process cannot use CUDA if its parent has.
     start = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
@@ -191,8 +189,8 @@ def _run_all(work: Work, compile_share: Callable[[Work, int, int], None], end: f
         process.join()
     if failed:
         print(
-            f"warning: {len(failed)} of {number} processes that compile DeepGEMM's kernels failed or were too slow; the "
-            "rest is compiled when it is first needed",
+            f"warning: {len(failed)} of {number} processes that compile DeepGEMM's kernels failed or were too slow; "
+            "the remaining kernels are compiled when they are first needed",
             file=sys.stderr,
             flush=True,
         )
@@ -201,21 +199,23 @@ def _run_all(work: Work, compile_share: Callable[[Work, int, int], None], end: f
 
 @contextlib.contextmanager
 def _alone(path: Path, end: float) -> Iterator[None]:
-    """Hold a file lock, or continue without it after the deadline: compiling twice is harmless."""
+    """Lock a file for the block. Continues without the lock after the deadline: compiling twice is harmless."""
     with path.open("w") as file:
         while True:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             if time.monotonic() > end:
-                print(f"warning: another process has held {path} for too long", file=sys.stderr, flush=True)
+                print(
+                    f"warning: another process has locked {path} for too long; continuing", file=sys.stderr, flush=True
+                )
                 break
             time.sleep(_POLL_S)
         yield
 
 
 def _identity() -> str:
-    """Identifies the GPU and the code that chooses and compiles kernels, without initializing CUDA in this process."""
+    """Identify the GPU and the code that selects and compiles kernels, without initializing CUDA here."""
     import importlib.util
 
     said = []
@@ -231,7 +231,7 @@ def _identity() -> str:
 
 
 def _compile_share(work: Work, share: int, num_shares: int) -> None:
-    """Multiply zeros at each size: DeepGEMM compiles the missing kernels."""
+    """Multiply zeros at each size, so that DeepGEMM compiles missing kernels."""
     import torch
 
     torch.set_num_threads(1)
@@ -269,14 +269,14 @@ def _weight_gradient(n: int, k: int, tokens: int) -> None:
 
 
 def start_from_env() -> subprocess.Popen[bytes] | None:
-    """Start this program with the words that :func:`to_env` put into the environment; None without them."""
-    if words := os.environ.get(LINEARS_VARIABLE, "").split():
-        return subprocess.Popen([sys.executable, "-m", _MODULE, *words], stdin=subprocess.DEVNULL)
+    """Start this program with options from the environment (:func:`to_env`); None without them."""
+    if options := os.environ.get(LINEARS_VARIABLE, "").split():
+        return subprocess.Popen([sys.executable, "-m", _MODULE, *options], stdin=subprocess.DEVNULL)
     return None
 
 
 def to_env(cfg: RunConfig, max_tokens: int, *, with_trainer: bool) -> str:
-    """The value for the server's environment. Kernels not compiled in time are compiled when they are needed."""
+    """Return the options for the server's environment, including a deadline."""
     tokens = -(-cfg.optim.max_tokens_per_microbatch // BLOCK) * BLOCK
     trained = tuple(trainer_sizes(cfg)) if with_trainer else ()
     work = Work(tuple(linear_sizes(cfg)), max_tokens, trained, tokens if trained else 0)

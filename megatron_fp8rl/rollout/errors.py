@@ -1,4 +1,4 @@
-"""Errors of rollout replicas, and how a replica ended. Programs read their fields; the sentences are for people."""
+"""Errors of rollout replicas, and how a replica ended, as fields for programs and text for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class EngineError(RuntimeError):
-    """A rollout replica refused or failed a call. ``status`` is the HTTP status of its answer; None without an answer."""
+    """A call to a rollout replica failed. ``status`` is the HTTP status of the answer; None without an answer."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
@@ -27,9 +27,9 @@ class Exit:
     """How a replica ended; the text completes a sentence that begins with the name of the replica.
 
     Args:
-        code: exit code of its process. None if a signal ended it, or if nobody here saw it end.
-        signal: number of the signal that ended its process, if one did.
-        reason: text to show in place of the two, such as "hung for 30 s and was killed".
+        code: exit code of its process. None if a signal ended it, or if it is unknown.
+        signal: number of the signal that ended its process, if any.
+        reason: text to show instead of both, such as "hung for 30 s and was killed".
     """
 
     code: int | None = None
@@ -38,12 +38,12 @@ class Exit:
 
     @classmethod
     def of_process(cls, returncode: int) -> Exit:
-        """The end of a process, from the ``returncode`` of its ``Popen``."""
+        """Create from the ``returncode`` of a ``Popen``."""
         return cls(code=returncode) if returncode >= 0 else cls(signal=-returncode)
 
     @property
     def was_killed(self) -> bool:
-        """Whether SIGKILL ended the process: by the kernel or by another process, never by its code."""
+        """Whether SIGKILL ended the process, from the kernel or another process."""
         return self.signal == signals.SIGKILL
 
     def __str__(self) -> str:

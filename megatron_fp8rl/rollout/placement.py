@@ -5,7 +5,7 @@ Out: one value of ``CUDA_VISIBLE_DEVICES`` per replica. Runs on trainer rank 0 b
 initializes CUDA.
 
     colocated   replica i on the GPUs of trainer ranks i * n ... (i + 1) * n - 1, for n = engine.data * engine.tensor
-    separate    the same, counted from the first GPU after those of the trainer's ranks
+    separate    the same, starting after the GPUs of the trainer's ranks
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_fp8rl.config import ConfigError, RunConfig, Violation
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """This host's GPUs in CUDA's order: indices, or UUIDs if they are listed so."""
+    """Return this host's GPUs in CUDA's order: indices, or UUIDs if the variable lists UUIDs."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         names = [name.strip() for name in listed.split(",")]
-        # CUDA itself stops at the first entry that names no device.
+        # Like CUDA, stop at the first invalid entry.
         end = next((i for i, name in enumerate(names) if not name or name.startswith("-")), len(names))
         return names[:end]
     import torch
@@ -30,9 +30,9 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def assign(cfg: RunConfig, gpus: Sequence[str], *, local_ranks: int) -> list[str]:
-    """``CUDA_VISIBLE_DEVICES`` of each replica. ``local_ranks`` trainer ranks use the first of ``gpus``.
+    """Return ``CUDA_VISIBLE_DEVICES`` for each replica. ``local_ranks`` trainer ranks use the first of ``gpus``.
 
-    Raises ConfigError that names what does not fit.
+    Raises ConfigError if this host has too few GPUs.
     """
     engine = cfg.engine
     wanted = engine.num_replicas * engine.ranks
@@ -55,10 +55,10 @@ def assign(cfg: RunConfig, gpus: Sequence[str], *, local_ranks: int) -> list[str
         fitting = (last - first) // engine.ranks
         lower = f"Lower it to {fitting}" if fitting else f"Lower --engine.tensor to {last - first}"
         if is_colocated:
-            problem = f"{engines}, and the trainer's ranks have {local_ranks} on this host"
+            problem = f"{engines}, but the trainer's ranks have {local_ranks} on this host"
             remedy = f"{lower}, or --engine.placement separate"
         else:
-            problem = f"{engines} behind the {local_ranks} of the trainer, and this host shows {len(gpus)}"
+            problem = f"{engines} after the {local_ranks} of the trainer, but this host shows {len(gpus)}"
             remedy = f"{lower}, or --engine.placement colocated" if last > first else "Use --engine.placement colocated"
         raise ConfigError([Violation("--engine.num_replicas", engine.num_replicas, problem, remedy)])
     starts = (first + i * engine.ranks for i in range(engine.num_replicas))

@@ -1,17 +1,16 @@
-"""One rollout replica, started by an agent on its node for a trainer that may be on another.
+"""Runs one rollout replica, for a trainer that may be on another node. Agents start it.
 
     python -m megatron_fp8rl replica CONFIG [--field value ...] --replica INDEX --endpoint FILE
         [--nnodes N --node_rank R --master_addr HOST --master_port PORT]
 
-In: the configuration of the run, as ``python -m megatron_fp8rl`` takes it, and the index of the replica. Out: vLLM's
-server on an address that other nodes can reach and, once it answers, an endpoint file with that address. Its output
-goes to this process's output. Runs in one process on a rollout node, as parent of the server's process group; a replica
-that spans nodes has one such process on each node, of which the first runs the server and the others run further
-workers.
+In: the configuration of the run, with the options of ``python -m megatron_fp8rl``, and the index of the replica. Out:
+vLLM's server on an address that other nodes can reach and, when it answers, an endpoint file with that address. The
+server writes to this process's output. Runs on a rollout node, as parent of the server's process group. A replica that
+spans nodes has one such process on each node: the first runs the server, the others run workers.
 
-It exits with the server's status, or with 0 after SIGTERM or SIGINT, which stop the server first. SIGUSR1, which Slurm
-sends to every process before a time limit, is left to the agent. If the parent of this process is gone, for whatever
-reason, replica and server end too.
+Exits with the server's status, or with 0 after SIGTERM or SIGINT, which stop the server first. Ignores SIGUSR1, which
+Slurm sends to every process before a time limit; the agent handles it. If the parent of this process ends, this process
+and the server end too.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class ReplicaError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The replica of a process, or its part of one that spans nodes, in the terms of vLLM's options."""
+    """This process's replica, or its part of a replica that spans nodes, in vLLM's terms."""
 
     replica: int
     endpoint: Path  # written when the server answers
@@ -91,8 +90,8 @@ def main(cfg: RunConfig, part: Part) -> int:
                 print(f"{endpoint.name} hangs, by the trainer's word, and is killed", file=sys.stderr)
                 kill_group(process.pid)
     finally:
-        _ignore_requests()  # until the very end, where Python would restore what a signal does by default
-        status = process.poll()  # before it is asked to end
+        _ignore_requests()  # until the process ends, because Python restores default handlers at exit
+        status = process.poll()  # before stop(), which changes it
         stop([process])
         if endpoint is not None:
             endpoint.withdraw(part.endpoint)
@@ -113,7 +112,7 @@ def _is_removed(path: Path) -> bool:
 
 
 def _leave(sign: int, _frame: FrameType | None) -> None:
-    """Exit on request: unwinding stops the server."""
+    """Exit on a signal. SystemExit unwinds the stack, which stops the server."""
     _ignore_requests()
     raise SystemExit(0)
 
@@ -124,12 +123,12 @@ def _ignore_requests() -> None:
 
 
 def _model_dir(cfg: RunConfig, part: Part) -> Path:
-    """config.json and tokenizer for this replica only: the trainer may be writing its own at the moment."""
+    """Write config.json and tokenizer for this replica, because the trainer may be writing its copy now."""
     return write_model_dir(cfg, part.endpoint.with_name(f"{part.endpoint.stem}.model{part.node_rank}"))
 
 
 def _nodes(cfg: RunConfig, part: Part) -> dict[str, Any]:
-    """vLLM's options for an engine that spans nodes."""
+    """Return vLLM's options for an engine that spans nodes."""
     if part.nnodes == 1:
         return {}
     if cfg.engine.data > 1:
@@ -152,7 +151,7 @@ def _nodes(cfg: RunConfig, part: Part) -> dict[str, Any]:
 
 
 def _wait_until_ready(cfg: RunConfig, process: subprocess.Popen[bytes], url: str, token: str, parent: int) -> bool:
-    """True when the server answers; False if it or the parent ended before. Raises ReplicaError after the deadline."""
+    """Wait until the server answers; False if it or the parent ended. Raises ReplicaError after the deadline."""
     end = time.monotonic() + cfg.deadlines.start_s
     while process.poll() is None and os.getppid() == parent:
         if _is_healthy(url, token):

@@ -1,8 +1,8 @@
-"""The vLLM servers of a run's reward models.
+"""Runs the vLLM servers of a run's reward models.
 
-In: the rewards ``model`` with a folder. Out: one server for each model, on GPUs of its own, and its endpoint file, which
-score workers read (``envs/rewards/scalar.py``). Runs beside trainer rank 0. A server that ends is started again; its
-completions wait for it within their deadlines.
+In: the rewards ``model`` with a folder. Out: one server for each model, on separate GPUs, and its endpoint file, which
+score workers read (``envs/rewards/scalar.py``). Runs in a thread of trainer rank 0. A server that ends is started
+again; its completions wait for it within their deadlines.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class RewardServerError(RuntimeError):
 
 @contextmanager
 def serving(cfg: RunConfig) -> Iterator[None]:
-    """Serve the run's reward models for the block, which begins when all answer.
+    """Context manager: serve the run's reward models. The block begins when all servers answer.
 
-    Raises ConfigError if there is no GPU for one, and RewardServerError if one does not start.
+    Raises ConfigError without a free GPU, and RewardServerError if a server does not start.
     """
     rewards = scalar.served(cfg.data.environments)
     os.environ[scalar.SERVERS] = scalar.servers_of(cfg.run_dir)  # score workers inherit it
@@ -59,7 +59,7 @@ def serving(cfg: RunConfig) -> Iterator[None]:
 
 
 class _Server:
-    """One server, and the thread that keeps it."""
+    """One server, and the thread that restarts it."""
 
     def __init__(self, cfg: RunConfig, reward: RewardConfig, gpus: str | None):
         self._cfg, self._gpus = cfg, gpus
@@ -73,7 +73,7 @@ class _Server:
         self._keeper = threading.Thread(target=self._keep, name=self._path.stem, daemon=True)
 
     def wait_until_ready(self) -> None:
-        """Return when the server answers; from then on it is kept. Raises RewardServerError."""
+        """Wait until the server answers; it is restarted from then on. Raises RewardServerError."""
         self._announce_when_ready()
         if Endpoint.read(self._path) is None:
             raise RewardServerError(
@@ -134,7 +134,7 @@ class _Server:
 
 
 def _arguments(options: dict[str, Any], is_gpu: bool) -> dict[str, Any]:
-    """vLLM's command-line options, as :func:`vllm_args.engine_arguments` gives those of an engine."""
+    """Return vLLM's command-line options in the form of :func:`vllm_args.engine_arguments`."""
     arguments: dict[str, Any] = {
         "model": str(Path(options["folder"]).expanduser().resolve()),
         "runner": "pooling",
@@ -157,19 +157,19 @@ def _arguments(options: dict[str, Any], is_gpu: bool) -> dict[str, Any]:
 
 
 def _gpus(cfg: RunConfig, rewards: Sequence[RewardConfig]) -> list[str]:
-    """``CUDA_VISIBLE_DEVICES`` of each server. Raises ConfigError if there is no further GPU."""
+    """Return ``CUDA_VISIBLE_DEVICES`` for each server. Raises ConfigError without a free GPU."""
     visible, engine = placement.visible_gpus(), cfg.engine
     num_used = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
     num_used += engine.num_replicas * engine.ranks if engine.placement == "separate" else 0
-    free, found = iter(visible[num_used:]), []
+    free, assigned = iter(visible[num_used:]), []
     for reward in rewards:
         gpu = reward.options.get("gpus") or next(free, None)
         if gpu is None:
-            problem = f"its server needs a GPU, and trainer and engines use all {len(visible)} of this host"
+            problem = f"its server needs a GPU, but trainer and engines use all {len(visible)} of this host"
             remedy = "Set options.gpus and options.memory_share to share one, or options.url to use another server"
             raise ConfigError([Violation("data.environments.rewards.options.gpus", "", problem, remedy)])
-        found.append(str(gpu))
-    return found
+        assigned.append(str(gpu))
+    return assigned
 
 
 def _answers(url: str, token: str) -> bool:

@@ -1,7 +1,7 @@
-"""The server process of one rollout replica: its command, environment, start and end.
+"""Starts and stops the server process of one rollout replica.
 
 In: the run's configuration, the model folder, an address to listen on. Out: a process group and a URL. Runs on trainer
-rank 0 for replicas of its own host, and in ``rollout/replica.py`` on other hosts.
+rank 0 for replicas of the same host, and in ``rollout/replica.py`` on other hosts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.rollout import vllm_args
 
 TERM_GRACE_S = 5.0
-# Set by torchrun for the trainer's process group; an engine that inherits them would take itself for one of its ranks.
+# torchrun sets these for the trainer. An engine that inherits them would act as a trainer rank.
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-# Chosen for the trainer's allocator and streams. Expandable segments exclude the memory pools of a sleeping engine, and
-# a single queue for all streams would make its copies wait for its kernels.
+# Settings for the trainer's allocator and streams. Expandable segments do not support the memory pools of a sleeping
+# engine, and with a single queue for all streams, copies would wait for kernels.
 _TRAINER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
@@ -44,7 +44,7 @@ def start_server(
     log: IO[bytes] | None = None,
     more: Mapping[str, Any] = {},
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """(process, url) of a new server, the leader of a process group. It inherits a bound socket, so no port is guessed.
+    """Start a server as leader of a process group, with a socket bound here; return (process, url).
 
     ``gpus`` is its ``CUDA_VISIBLE_DEVICES``, None for that of this process. Without ``log`` it writes to this process's
     output. ``more`` are further options of vLLM.
@@ -65,7 +65,7 @@ def start_server(
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment for a server: without what is the trainer's alone, with this package importable."""
+    """Return this process's environment without variables of the trainer, and with this package importable."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -84,7 +84,7 @@ def _environment(cfg: RunConfig, token: str, gpus: str | None, kernels: KernelCh
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End process groups: with a request first, so that vLLM can remove its shared memory, then by force."""
+    """End process groups: by SIGTERM, so that vLLM can remove its shared memory, then by SIGKILL."""
     for sign, grace_s in ((signal.SIGTERM, TERM_GRACE_S), (signal.SIGKILL, TERM_GRACE_S)):
         for process in processes:
             kill_group(process.pid, sign)
@@ -101,7 +101,7 @@ def kill_group(group: int, sign: int = signal.SIGKILL) -> None:
 
 
 def stands_still(server: int) -> bool:
-    """Whether a server, or a process that it has started, is stopped, as by SIGSTOP."""
+    """Whether a server, or one of its children, is stopped, as by SIGSTOP."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(server)
         return any(one.status() == psutil.STATUS_STOPPED for one in (process, *process.children()))
@@ -109,10 +109,10 @@ def stands_still(server: int) -> bool:
 
 
 def shared_memory_of(group: int) -> set[str]:
-    """Files in /dev/shm that the processes of a group have mapped."""
-    found: set[str] = set()
+    """Return the files in /dev/shm that the processes of a group have mapped."""
+    files: set[str] = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # a process may end, or belong to another user
+        with contextlib.suppress(psutil.Error, OSError):  # a process may have ended, or belong to another user
             if os.getpgid(process.pid) == group:
-                found |= {mapped.path for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm/")}
-    return found
+                files |= {mapped.path for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm/")}
+    return files

@@ -1,4 +1,4 @@
-"""Complete groups of a step in which a run was asked to stop: kept on disk for the run that continues.
+"""Saves complete groups of an unfinished step, for the run that resumes.
 
 The groups are in ``unfinished/step_<version + 1>.parquet`` in the run's folder. A run uses them only at the same policy
 version and with the same sampling, where it would sample the same groups.
@@ -17,14 +17,14 @@ from megatron_fp8rl.observe.recording import RolloutWriter, read_step, steps_of
 from megatron_fp8rl.types import RolloutGroup
 
 FOLDER = "unfinished"
-_KEY = "sampling"  # the file with the digest of what decides how completions are sampled and scored
+_KEY = "sampling"  # file with the digest of the settings for sampling and scoring
 
 
 def save(cfg: RunConfig, version: int, groups: Sequence[RolloutGroup]) -> int:
-    """Write the groups of a run that ends at a policy version, in place of earlier ones; return how many there are."""
+    """Save the groups of a run that ends at a policy version, over earlier ones; return their number."""
     folder = Path(cfg.run_dir) / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
-    # Routed experts are large, and the scales of an FP8 cache are measured again: such runs sample again.
+    # Not for routed experts, which are large, nor for an FP8 cache, whose scales are measured again.
     if not groups or cfg.algo.router_replay == "rollout" or cfg.engine.kv_cache_dtype == "fp8":
         return 0
     writer = RolloutWriter(folder)
@@ -35,7 +35,7 @@ def save(cfg: RunConfig, version: int, groups: Sequence[RolloutGroup]) -> int:
 
 
 def load(cfg: RunConfig, version: int) -> dict[str, RolloutGroup]:
-    """Remove the saved groups and return, by prompt, those of this policy version and this sampling."""
+    """Remove the saved groups; return by prompt those with this policy version and sampling."""
     folder = Path(cfg.run_dir) / FOLDER
     path, key = steps_of(folder).get(version + 1), folder / _KEY
     is_same = path is not None and cfg.sampling.replay is None and key.is_file() and key.read_text() == _digest(cfg)
@@ -45,7 +45,7 @@ def load(cfg: RunConfig, version: int) -> dict[str, RolloutGroup]:
 
 
 def _digest(cfg: RunConfig) -> str:
-    """A digest of everything in a configuration that decides a completion or its score."""
+    """Return a digest of all settings that change a completion or its score."""
     rollout = dataclasses.replace(cfg.engine, num_replicas=1)
     parts = (cfg.seed, cfg.model, cfg.precision, cfg.data, rollout)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

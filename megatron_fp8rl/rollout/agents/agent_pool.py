@@ -1,11 +1,11 @@
-"""Plays the sessions of agents: worker processes that run them, and the trainer's end of each session.
+"""Runs the sessions of agents in worker processes, and connects each to the policy.
 
-In: a prompt of a source with ``agent``. Out: a scored :class:`~megatron_fp8rl.types.Rollout`. Runs on trainer rank 0, on
-the fleet's event loop.
+In: a prompt of a source with ``agent``. Out: a scored :class:`~megatron_fp8rl.types.Rollout`. Runs on trainer rank 0,
+on the fleet's event loop.
 
-Agents are user code: they crash, block, or never end. A worker runs many sessions, and knows which one's code is running:
-that session alone is lost with the worker, and the others are played again, with the same seeds. A session that has cost
-two workers is played alone, and lost if it costs a third.
+Agents are user code that may crash, block, or never end. A worker runs many sessions, and reports which session's code
+is running. If the worker dies, only that session fails; the others run again, with the same seeds. A session that
+was running in two dead workers runs alone, and fails if a third worker dies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AgentPool:
         return prompt.environment in self._agents
 
     async def play(self, prompt: Prompt, index: int, seed: int, *, temperature: float | None = None) -> Rollout:
-        """One session. Raises what the engines raise, and ScorePoolError if no agent can be started."""
+        """Run one session. Raises EngineError or a subclass, or ScorePoolError if no agent can start."""
         queued_s = time.monotonic()
         async with self._slots:
             await self._open()
@@ -72,7 +72,7 @@ class AgentPool:
             return await self._rollout(session, prompt, index, seed, outcome, queue_s)
 
     async def close(self) -> None:
-        """Kill the workers with all that they have started. Idempotent."""
+        """Kill the workers and their children. Later calls do nothing."""
         self._closed = True
         workers, self._workers = self._workers, []
         for worker in workers:
@@ -99,7 +99,7 @@ class AgentPool:
         return Session(name, self._cfg, self._chat, sample, seed)
 
     async def _run(self, session: Session, prompt: Prompt, *, alone: bool) -> dict[str, Any]:
-        """The outcome of one attempt: what the worker says, or why the session was ended."""
+        """Run one attempt; return the worker's outcome, or the reason why the session was ended."""
         worker = await self._worker(alone=alone)
 
         async def answer(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class AgentPool:
                 await worker.kill("has ended")
 
     async def _worker(self, *, alone: bool) -> AgentProcess:
-        """The worker with the fewest sessions; a new one for a session that is played alone. Starts those that miss."""
+        """Return the worker with the fewest sessions, or a new one with ``alone``. Starts missing workers."""
         if self._closed:
             raise ScorePoolError("the agents' workers are closed")
         self._workers = [one for one in self._workers if one.is_alive]
@@ -182,7 +182,7 @@ class AgentPool:
 
 
 async def _answer(session: Session, request: Mapping[str, Any], tools: ToolCalls) -> dict[str, Any]:
-    """The answer to one request of an agent; a refusal is an answer as well."""
+    """Answer one request of an agent; a refusal is an answer too."""
     try:
         if request["do"] == "reward":
             session.reward_turn(request["value"])

@@ -1,7 +1,7 @@
-"""One agent worker process: starts it, talks to it, and ends it when it has crashed or hangs.
+"""Starts one agent worker process, exchanges messages with it, and ends it after a crash or hang.
 
-In: sessions to play. Out: what became of each. Runs on trainer rank 0, on the fleet's event loop; the worker's end is
-``envs/agent_worker.py``.
+In: sessions to run. Out: the outcome of each. Runs on trainer rank 0, on the fleet's event loop;
+``envs/agent_worker.py`` runs in the worker.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_fp8rl.rollout.agents.session import Session
 from megatron_fp8rl.types import Prompt
 
 _PING_S = 1.0
-BLOCKED_S = 60.0  # without an answer of a worker's event loop
-CANCEL_S = 5.0  # for an agent to end after its session has
+BLOCKED_S = 60.0  # a worker's event loop that does not answer longer is blocked
+CANCEL_S = 5.0  # time for an agent to end after its session
 _STDERR_TAIL_BYTES = 400
 _LINE_BYTES = 64 << 20
 
@@ -41,11 +41,11 @@ class AgentLostError(Exception):
 
 
 class AgentProcess:
-    """One worker process. It starts when it is made, and ends with :meth:`kill`."""
+    """One worker process, from construction to :meth:`kill`."""
 
     def __init__(self, greeting: Mapping[str, Any], cfg: RunConfig) -> None:
         self.num_sessions = 0
-        self.is_retired = False  # takes no further sessions: one of them did not end
+        self.is_retired = False  # takes no further sessions, because one did not end
         self.is_alive = True
         self._greeting, self._variables = greeting, cfg.scoring.variables
         self._token = os.urandom(8).hex()
@@ -60,13 +60,13 @@ class AgentProcess:
         self._keep = asyncio.ensure_future(self._live())
 
     async def ready(self) -> None:
-        """Return when its agents are loaded. Raises ScorePoolError."""
+        """Wait until the agents are loaded. Raises ScorePoolError."""
         await asyncio.shield(self._ready)
 
     async def play(
         self, session: Session, prompt: Prompt, answer: Callable[..., Any], deadline_s: float, api_key: str
     ) -> dict[str, Any]:
-        """Run one agent to its end. ``num_sessions`` counts it already. Raises AgentLostError."""
+        """Run one agent, which ``num_sessions`` already includes. Raises AgentLostError."""
         self._number += 1
         number = self._number
         self._outcomes[number] = outcome = asyncio.get_running_loop().create_future()
@@ -105,7 +105,7 @@ class AgentProcess:
         }
 
     async def kill(self, why: str) -> None:
-        """End the process with all that it has started."""
+        """End the process and its children."""
         self._lost = self._lost or why
         self._keep.cancel()
         await asyncio.gather(self._keep, return_exceptions=True)
@@ -113,7 +113,7 @@ class AgentProcess:
     # ---- the process
 
     async def _live(self) -> None:
-        """Start the process, read what it writes, and end it when it has crashed or hangs."""
+        """Start the process, read its messages, and end it after a crash or hang."""
         shared = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         shared.truncate(SESSION_MARK.size)
@@ -193,7 +193,7 @@ class AgentProcess:
             return
         try:
             found = await answer(message)
-        except Exception as error:  # of the engines, or a defect: it ends the run, not only the session
+        except Exception as error:  # of the engines, or a bug: it ends the run, not only the session
             outcome = self._outcomes.get(number)
             if outcome is not None and not outcome.done():
                 outcome.set_exception(error)
@@ -208,7 +208,7 @@ class AgentProcess:
     def _fail_start(self, why: str) -> None:
         if not self._ready.done():
             self._ready.set_exception(ScorePoolError(why))
-            self._ready.exception()  # nobody may be waiting
+            self._ready.exception()  # marks the error as retrieved
 
     async def _end(self, errors: Any) -> None:
         self.is_alive = False

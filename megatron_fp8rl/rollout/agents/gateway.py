@@ -1,16 +1,14 @@
 """An OpenAI-compatible endpoint in front of the engines: any agent that takes a ``base_url`` can be trained.
 
-In: requests to ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` whose API key names a session. Out: what
-the policy sampled. Runs on trainer rank 0, on the fleet's event loop.
+In: requests to ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` whose API key names a session. Out:
+sampled completions. Runs on trainer rank 0, on the fleet's event loop.
 
-The key is the session: whoever has it can go on with that session until it ends, and nothing else. The key with ``.1``,
-``.2`` and so on behind it is a conversation beside it, of which nothing is trained. A program with one key for all its
-requests may name the session's key as their ``user`` instead.
+The API key gives access to one session until it ends. Append ``.1``, ``.2``, ... to the key for side conversations,
+which are not trained on. A program with one key for all requests can send the session's key as ``user`` instead.
 
-Sampling parameters are the run's, since a token is trained under the distribution that it was sampled from: a request's
-temperature, top_p, top_k and seed are replaced, and what would change the distribution otherwise is refused by name. A
-request is answered when its tokens are there, also a streamed one: then in one piece. A client that disconnects withdraws
-its request.
+The run sets the sampling parameters, because tokens are trained under the distribution that they were sampled from. The
+gateway replaces a request's temperature, top_p, top_k and seed, and rejects other parameters that would change the
+distribution. Streamed requests get their answer in one piece. If a client disconnects, its request is cancelled.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 32 << 20
 _START_S = 10.0
-# What changes the distribution of tokens, with the value that does not.
+# Parameters that change the distribution of tokens, with their neutral values.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -65,7 +63,7 @@ _STATUS = {SessionEndedError: 410, SessionLimitError: 429, SessionError: 409, Co
 
 
 class Gateway:
-    """Start it with :meth:`start`; sessions open and close."""
+    """The endpoint. Call :meth:`start`, then open and close sessions."""
 
     def __init__(self, model: str, tools: ToolCalls, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._model, self._tools = model, tools
@@ -81,7 +79,7 @@ class Gateway:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Return when it listens."""
+        """Start the server, and wait until it listens."""
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
         end = time.monotonic() + _START_S
         while not self._server.started and time.monotonic() < end:
@@ -90,7 +88,7 @@ class Gateway:
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        """Refuse further requests, and stop. Idempotent."""
+        """Refuse further requests, and stop. Later calls do nothing."""
         for key in list(self._sessions):
             self.close_session(key)
         if self._task is not None:
@@ -101,7 +99,7 @@ class Gateway:
         self._socket.close()
 
     def open_session(self, session: Session) -> str:
-        """The API key of a session."""
+        """Open a session; return its API key."""
         key = f"session-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return key
@@ -181,7 +179,7 @@ class Gateway:
         return self._stream("text_completion", [[choice]], completion, body)
 
     async def _asked(self, request: Request) -> tuple[Session, dict[str, Any]] | Response:
-        """The session and the body of a request, or why it is refused."""
+        """Return the session and the body of a request, or an error response."""
         session, body = self._session(_key(request)), await _body(request)
         if isinstance(session, Response) and isinstance(body, dict) and isinstance(user := body.get("user"), str):
             session = self._session(user)
@@ -238,7 +236,7 @@ def _key(request: Request) -> str:
 
 
 async def _body(request: Request) -> dict[str, Any] | Response:
-    """The JSON object of a request, or why it is refused."""
+    """Return the JSON object of a request, or an error response."""
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > _MAX_BODY_BYTES:
         return _error(413, f"the request has {length} bytes, more than {_MAX_BODY_BYTES}")
@@ -275,7 +273,7 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _told(completion: Completion, body: Mapping[str, Any]) -> str:
-    """The text of a completion up to a stop string of the request; the tokens of that string are trained too."""
+    """Return the text before the first stop string, whose tokens are trained too."""
     text = completion.text
     for stop in _sampling(body)["stop"]:
         text = text.partition(stop)[0]
@@ -294,7 +292,7 @@ def _names(completion: Completion) -> list[str]:
 
 
 async def _until_disconnect(request: Request, sampling: Any) -> Any:
-    """The result of a coroutine, or the response to its error; it is cancelled if the client disconnects."""
+    """Await a coroutine; return its result or an error response. Cancel it if the client disconnects."""
     task = asyncio.ensure_future(sampling)
 
     async def gone() -> None:
@@ -318,5 +316,5 @@ async def _until_disconnect(request: Request, sampling: Any) -> Any:
 
 def _error(status: int, message: str) -> JSONResponse:
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
-    # Clients try again after some of these by themselves; only an engine that comes back makes that useful.
+    # Clients retry some statuses automatically, which helps only if an engine comes back.
     return JSONResponse({"error": body}, status_code=status, headers={"x-should-retry": str(status == 503).lower()})

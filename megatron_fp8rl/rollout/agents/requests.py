@@ -1,7 +1,7 @@
-"""Sampling requests of a run: which replica gets them, and what happens when it dies. On the fleet's event loop.
+"""Sends sampling requests to replicas, and again if a replica dies. Runs on the fleet's event loop.
 
-In: token ids and seeds. Out: completions. The requests of a session go to the replica that has its prefix in its cache;
-others to the one with the fewest running. A request whose replica dies goes to another one, with the same seeds.
+In: token ids and seeds. Out: completions. Requests of a session go to the replica that has cached its prefix; others go
+to the replica with the fewest running requests. If a replica dies, its requests go to another, with the same seeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Requests:
-    """The one door of a run to its engines' samplers."""
+    """Sends all sampling requests of a run."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -46,9 +46,9 @@ class Requests:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> list[Completion]:
-        """Completions of a prompt; completion i has seed ``seed + i``. None stands for the run's own value.
+        """Sample completions of a prompt; completion i has seed ``seed + i``. None stands for the run's value.
 
-        Raises EngineDeadError if no replica is left and none comes back, or what a request raises.
+        Raises EngineDeadError if no replica is left and none comes back, or another error of the request.
         """
         while True:
             if not self._fleet.clients:
@@ -73,7 +73,7 @@ class Requests:
         return client
 
     def _load(self, client: EngineClient) -> tuple[int, int]:
-        """Requests that run, then sessions that will come back."""
+        """Return (running requests, sessions assigned to this replica)."""
         return client.num_running, sum(one is client for one in self._replica_of.values())
 
     @contextlib.contextmanager
@@ -91,5 +91,5 @@ class Requests:
 
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:
-    """Engine seed of a prompt's first completion, 0 <= seed < 2**40; completion i uses this plus i."""
+    """Return the seed of a prompt's first completion, 0 <= seed < 2**40; completion i uses this plus i."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{prompt.prompt_id}".encode(), digest_size=5).digest(), "big")

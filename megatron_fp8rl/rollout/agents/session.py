@@ -1,14 +1,13 @@
-"""Sessions: conversations with the policy of which every sampled token is trained.
+"""Sessions: conversations with the policy, in which all sampled tokens are trained.
 
-In: lists of messages, or prompts, from agents. Out: completions, and at the end the trajectories of the session. Runs on
-trainer rank 0, on the fleet's event loop.
+In: lists of messages, or prompts, from agents. Out: completions, and at the end the trajectories of the session. Runs
+on trainer rank 0, on the fleet's event loop.
 
-A request continues the branch whose messages it begins with: its ids are that branch's ids and those of what is new. A
-request that continues none, or whose past the chat template rewrites, begins a branch, or is refused, or keeps the ids
-that the branch has (``session.rewritten_history``). Requests of one session to the same branch follow one another.
+A request continues the branch whose messages it starts with: the prompt is the branch's ids and the ids of the new
+messages. If there is no such branch, or the chat template rewrites its history, ``session.rewritten_history`` decides:
+start a branch, reject the request, or keep the branch's ids. Requests to the same branch run one after another.
 
-All requests of a session go to one replica, which has its prefix in its cache, until that replica dies: then another
-goes on from the ids.
+All requests of a session go to one replica, which has cached the prefix. If it dies, another continues from the ids.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megatron_fp8rl.data.conversation import ChatFormat, Message, Rendered, plai
 from megatron_fp8rl.envs.agent_session import CHARACTERS_PER_TOKEN
 from megatron_fp8rl.types import Completion, Given, Trajectory
 
-_TURN_STRIDE = 1 << 20  # between the seeds of two turns; more than completions per prompt
+_TURN_STRIDE = 1 << 20  # difference of the seeds of two turns; more than completions per prompt
 _MAX_OPEN = 64  # requests of one session that wait for an answer
 Sample = Callable[..., Awaitable[Completion]]  # (token_ids, seed, affinity, **sampling) -> completion
 
@@ -34,7 +33,7 @@ MOST_ASIDES = 64
 
 
 class SessionError(RuntimeError):
-    """A request that a session refuses; the message says why and what to do."""
+    """A session rejects a request; the message has the reason and the remedy."""
 
 
 class SessionEndedError(SessionError):
@@ -50,8 +49,8 @@ class _Branch:
     """A growing trajectory."""
 
     segments: list[Given | Completion]
-    messages: list[Message]  # that the ids stand for, the last answer included
-    rendered: str  # as the template wrote the last prompt
+    messages: list[Message]  # the messages of the ids, including the last answer
+    rendered: str  # the last prompt as text
     tools: tuple[Any, ...] = ()
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -61,7 +60,7 @@ class _Branch:
 
 
 class Session:
-    """One conversation, or several branches of one. ``sample`` asks the engines."""
+    """A conversation with one or more branches. ``sample`` calls the engines."""
 
     def __init__(
         self, name: str, cfg: RunConfig, chat: ChatFormat, sample: Sample, seed: int, *, is_trained: bool = True
@@ -70,9 +69,9 @@ class Session:
         self.seed = seed
         self.is_trained = is_trained
         self.num_turns = 0
-        self.num_rewritten = 0  # requests whose past the chat template told otherwise
-        self.limit: str = ""  # that ended the session early
-        self.model_s = 0.0  # within requests
+        self.num_rewritten = 0  # requests whose history the chat template rewrote
+        self.limit: str = ""  # the limit that ended the session, if any
+        self.model_s = 0.0  # time in requests
         self.turn_rewards: dict[int, float] = {}  # by turn, from 0
         self.token_budget = cfg.max_sequence_tokens
         self._limits, self._max_new = cfg.session, cfg.sampling.max_completion_tokens
@@ -86,7 +85,7 @@ class Session:
         self._started_s = time.monotonic()
 
     def aside(self, number: int) -> Session:
-        """A conversation with the policy beside this one, of which nothing is trained; 0 is this one. It ends with it."""
+        """Return side conversation ``number``, which is not trained on and ends with this session; 0: this session."""
         if number == 0:
             return self
         if number > MOST_ASIDES:
@@ -102,9 +101,9 @@ class Session:
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Any] = (), **sampling: Any
     ) -> tuple[Completion, int]:
-        """The policy's answer to a conversation, and the number of its turn. ``sampling``: max_tokens, stop.
+        """Return the policy's answer to a conversation, and the number of its turn. ``sampling``: max_tokens, stop.
 
-        Raises SessionError, ConversationError or what the engines raise.
+        Raises SessionError, ConversationError, or EngineError.
         """
         num_characters = sum(len(plain(message)["content"]) for message in messages)
         if num_characters > CHARACTERS_PER_TOKEN * self.token_budget:
@@ -119,7 +118,7 @@ class Session:
                         return await self._extend(branch, messages, sampling)
 
     async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> tuple[Completion, int]:
-        """The continuation of a text, or of token ids; of a branch's own, if they begin with it."""
+        """Continue a text or token ids; continue a branch if the ids start with its ids."""
         with self._counted():
             for branch in reversed(self._branches):
                 async with branch.lock:
@@ -133,14 +132,14 @@ class Session:
             return await self._begin(found, [], (), sampling)
 
     def reward_turn(self, value: float) -> None:
-        """Give the last turn a reward of its own."""
+        """Set the reward of the last turn."""
         if not self._order:
             raise SessionError("no turn has been taken that a reward could be for")
         turn = len(self._order) - 1
         self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + float(value)
 
     def end(self, reason: str = "it is over") -> None:
-        """Refuse further requests, and withdraw those that run."""
+        """Reject further requests, and cancel running ones."""
         self._ended = self._ended or reason
         for task in self._running:
             task.cancel()
@@ -150,7 +149,7 @@ class Session:
     # ---- the outcome
 
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """The branches in which something was sampled."""
+        """Return the branches with sampled tokens."""
         found = (branch for branch in self._branches if any(isinstance(s, Completion) for s in branch.segments))
         return tuple(Trajectory(segments=tuple(branch.segments)) for branch in found)
 
@@ -166,7 +165,7 @@ class Session:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Refuse a request while many others of this session are not answered."""
+        """Reject a request while too many others of this session are unanswered."""
         if self._num_open >= _MAX_OPEN:
             raise SessionError(f"session {self.name} has {self._num_open} requests open; wait for an answer")
         self._num_open += 1
@@ -176,7 +175,7 @@ class Session:
             self._num_open -= 1
 
     def _branch_of(self, messages: Sequence[Message], tools: Sequence[Any]) -> _Branch | None:
-        """The branch with the most messages that ``messages`` begin with."""
+        """Return the longest branch that ``messages`` start with."""
         wanted = [plain(message) for message in messages]
         fits = [
             branch
@@ -215,7 +214,7 @@ class Session:
             if self._limits.rewritten_history == "fork":
                 return await self._begin(self._chat.begin(messages, branch.tools), messages, branch.tools, sampling)
         given = Given(token_ids=found.new_ids, role=str(new[-1].get("role", "user")), text=found.new_text)
-        # The past as it was rendered: an agent may send back the same calls in another order of their keys.
+        # Keep the rendered history, because an agent may return calls with their keys in another order.
         return await self._continue(branch, given, found.text, [*branch.messages, *new], sampling)
 
     async def _begin(
@@ -238,7 +237,7 @@ class Session:
     async def _continue(
         self, branch: _Branch, given: Given, rendered: str, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> tuple[Completion, int]:
-        """Sample an answer; the branch changes only once it is there."""
+        """Sample an answer; the branch changes only after that."""
         room = self._check(branch, given)
         wanted = sampling.get("max_tokens") or self._max_new
         turn, self.num_turns = self.num_turns, self.num_turns + 1
@@ -276,13 +275,13 @@ class Session:
         return completion, len(self._order) - 1
 
     def said(self, turn: int, message: Message) -> None:
-        """Record how a turn's answer was told to the agent, who will send it back so: with the calls of tools."""
+        """Record a turn's answer, with tool calls, in the form that the agent will send back."""
         branch = self._branches[self._order[turn]]
         if branch.messages:
             branch.messages[-1] = {"role": "assistant", **message}
 
     def _check(self, branch: _Branch, given: Given) -> int:
-        """The tokens that may still be sampled. Raises SessionError if there are none."""
+        """Return the number of tokens that may still be sampled. Raises SessionError if there are none."""
         if self._ended:
             raise SessionEndedError(f"session {self.name} has ended: {self._ended}")
         if self.num_turns >= self._limits.max_turns:

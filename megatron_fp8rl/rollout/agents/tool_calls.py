@@ -1,4 +1,4 @@
-"""The calls of tools in sampled text, found by vLLM's parsers.
+"""Parses tool calls in sampled text with vLLM's parsers.
 
 In: the text of an answer. Out: the message as agents expect it. Runs on trainer rank 0.
 """
@@ -14,26 +14,26 @@ from transformers import PreTrainedTokenizerBase
 
 
 class ToolCalls:
-    """``parser`` is the name of a vLLM tool parser; "" finds no calls."""
+    """``parser`` is the name of a vLLM tool parser; "" parses no calls."""
 
     def __init__(self, parser: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._name, self._tokenizer = parser, tokenizer
 
     def message(self, text: str, tools: Sequence[Any]) -> dict[str, Any]:
-        """``content`` and, if there are any, ``tool_calls``. A call that cannot be read stays text."""
+        """Return ``content`` and, if any, ``tool_calls``. A call that cannot be parsed stays text."""
         if not self._name or not tools:
             return {"content": text}
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], tools=list(tools), model="policy")
-        found = self._parser_class(self._tokenizer, request.tools).extract_tool_calls(text, request)
-        if not found.tools_called:
+        parsed = self._parser_class(self._tokenizer, request.tools).extract_tool_calls(text, request)
+        if not parsed.tools_called:
             return {"content": text}
-        calls = [call.model_dump(include={"id", "type", "function"}) for call in found.tool_calls]
-        return {"content": found.content, "tool_calls": calls}
+        calls = [call.model_dump(include={"id", "type", "function"}) for call in parsed.tool_calls]
+        return {"content": parsed.content, "tool_calls": calls}
 
     def load(self) -> None:
-        """Import the parser, which takes seconds. Raises ValueError with near names."""
+        """Import the parser, which takes seconds. Raises ValueError with similar names."""
         if not self._name:
             return
         from vllm.tool_parsers import ToolParserManager

@@ -111,8 +111,8 @@ class Metadata(FlashAttentionMetadataBuilder):
 @patches(
     "vllm",
     ">=0.26,<0.27",
-    why="vLLM's FlashAttention decodes over an FP8 cache hardly faster than over BF16; this derives from its layer, and "
-    "reads its metadata and its cache",
+    why="vLLM's FlashAttention decodes over an FP8 cache hardly faster than over BF16; this derives from its layer "
+    "and reads its metadata and cache",
     remove_when="an attention of vLLM reads an FP8 cache at its bandwidth, with queries in BF16",
     optional=True,
 )

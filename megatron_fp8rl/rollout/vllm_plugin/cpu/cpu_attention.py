@@ -1,11 +1,10 @@
-"""The engine's attention and log-probabilities on a CPU, with the trainer's bits.
+"""The engine's attention and log-probabilities on a CPU, bitwise equal to the trainer's.
 
-In: queries, keys and values of a batch of requests, and a paged KV cache in BF16 or E4M3. Out: attention outputs, computed by
-``kernels/float64.py``; log-probabilities by ``kernels/exact_logprobs.py``. Runs in vLLM's workers on a machine without a
-GPU. With an FP8 cache, keys and values are rounded as on a GPU (``patches_attention.py``), and queries are not.
+In: queries, keys and values of a batch of requests, and a paged KV cache in BF16 or E4M3. Out: attention outputs from
+``kernels/float64.py``; log-probabilities from ``kernels/exact_logprobs.py``. Runs in vLLM's workers on a
+machine without a GPU. An FP8 cache rounds keys and values as on a GPU (``patches_attention.py``), but not queries.
 
-The memory of a layer's cache is vLLM's, [blocks, G, tokens of a block, 2 D]; here each token holds its key, then its
-value.
+vLLM allocates a layer's cache, [blocks, G, tokens of a block, 2 D]; here the last axis is a token's key and value.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from megatron_fp8rl.upstream import patches
     remove_when="vLLM has batch-invariant kernels on a CPU",
 )
 def register() -> None:
-    """Replace them in the calling process. Attention with windows, sinks or soft caps stays vLLM's."""
+    """Patch vLLM in this process, except attention with windows, sinks or soft caps."""
     update, forward, sample = (
         CPUAttentionBackendImpl.do_kv_cache_update,
         CPUAttentionBackendImpl.forward,
@@ -104,7 +103,7 @@ def _attend_requests(
     scale: float,
     output: Tensor,
 ) -> None:
-    """Fill ``output`` [T, Q, D]: requests that decode one token together, each prompt by itself."""
+    """Fill ``output`` [T, Q, D]: requests that decode one token together, each prompt separately."""
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     counts = [end - start for start, end in itertools.pairwise(starts)]
     out = output.view(len(output), -1, query.shape[-1])
@@ -121,7 +120,7 @@ def _attend_requests(
 
 
 def _cached(kv_cache: Tensor, scales: Sequence[float] | None, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """(keys, values) [requests, length, G, D] of the first ``length`` tokens; of an FP8 cache in float32."""
+    """Return (keys, values) [requests, length, G, D] of ``length`` tokens; float32 from an FP8 cache."""
     size = kv_cache.shape[2]
     rows = kv_cache[blocks[:, : -(-length // size)].long()]  # [requests, blocks, G, size, 2 D]
     rows = rows.transpose(2, 3).flatten(1, 2)[:, :length]

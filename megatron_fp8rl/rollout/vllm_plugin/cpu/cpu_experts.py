@@ -1,4 +1,4 @@
-"""Experts of several data-parallel ranks on a CPU: the exchange of tokens that vLLM's CPU communicator lacks.
+"""Exchange of tokens between data-parallel ranks on a CPU, which vLLM's CPU communicator lacks.
 
 In: rows of this rank's tokens; the number of tokens of every rank. Out: the rows of all ranks, or this rank's rows of
 the sum over all. Runs in vLLM's workers on a machine without a GPU.

@@ -1,6 +1,6 @@
 """The engine's linear and expert layers on a CPU: blockwise FP8 with the trainer's arithmetic, and readable BF16.
 
-In: vLLM's layers of a model with an ``fp8`` quantization config. Out: the methods that hold and multiply their weights.
+In: vLLM's layers of a model with an ``fp8`` quantization config. Out: methods that store and multiply their weights.
 Runs in vLLM's workers, on a machine without a GPU.
 
 On a CPU, vLLM multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16 weights into
@@ -11,8 +11,8 @@ a form that cannot be read back, so the engine's weights could not be verified. 
   blocks. The dequantized weight is computed once per weight update and kept beside the bytes;
 - report the experts chosen by the router, for which vLLM's CPU path returns zeros.
 
-Products, norms, rotary embedding and the sum of a token's experts are those of :mod:`megatron_fp8rl.kernels.float64`, so
-that the trainer's are bitwise equal; ``cpu/cpu_attention.py`` has attention and log-probabilities.
+Products, norms, rotary embedding and the sum of a token's experts come from :mod:`megatron_fp8rl.kernels.float64`,
+bitwise equal to the trainer's; ``cpu/cpu_attention.py`` has attention and log-probabilities.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ReadableLinearMethod(UnquantizedLinearMethod):
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="a linear method of our own, with the parameters of Fp8LinearMethod",
+    why="a separate linear method with the parameters of Fp8LinearMethod",
     remove_when="vLLM has W8A8 blocks on any CPU",
 )
 @register_weight_loader_v2_supported_method
@@ -224,7 +224,7 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
 
 
 def _check_supported(layer: RoutedExperts) -> None:
-    """Refuse what the kernels here do not compute, rather than compute something else."""
+    """Raise ValueError for experts that these kernels do not support."""
     if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or layer.moe_config.has_bias:
         raise ValueError(f"{layer.layer_name}: only SwiGLU experts without bias are supported on a CPU")
 
