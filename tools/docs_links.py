@@ -1,7 +1,7 @@
 """MkDocs hook for links and roles that the site cannot show.
 
-Links to files outside of docs/ become plain text, because the site does not contain these files. On a code host the same
-links lead to the files. Sphinx roles such as :class: in docstrings are dropped; their names stay.
+Links to files outside of docs/ become plain text, because the site does not contain these files. On a code host the
+same links lead to the files. Sphinx roles such as :class: in docstrings are dropped; their names stay.
 """
 
 import re

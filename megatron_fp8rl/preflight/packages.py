@@ -20,6 +20,7 @@ from megatron_fp8rl.preflight.findings import Finding, Severity
 
 _PINS = Path(__file__).parents[2] / "requirements.toml"
 _DISTRIBUTION = "megatron-fp8rl"
+_DEVELOPER_EXTRAS = ("lint", "docs")  # no run needs them
 _OPTIONAL = {"apex": "a fused AdamW where Transformer Engine is missing"}
 
 
@@ -67,7 +68,8 @@ def requirements() -> tuple[tuple[Requirement, str], ...]:
     if _PINS.is_file():
         pins = tomllib.loads(_PINS.read_text())
         listed = [(line, "") for line in pins["core"]] + [(line, "engine") for line in pins["engine"]]
-        listed += [(line, extra) for extra, lines in pins["extras"].items() for line in lines]
+        used = {extra: lines for extra, lines in pins["extras"].items() if extra not in _DEVELOPER_EXTRAS}
+        listed += [(line, extra) for extra, lines in used.items() for line in lines]
         listed += [(line, extra) for extra, lines in pins["overrides"].items() for line in lines]
         return tuple((Requirement(line), extra) for line, extra in listed)
     found = []
