@@ -147,9 +147,9 @@ def test_the_summary_counts_by_environment_and_over_all():
 def test_portions_keep_requests_within_their_deadline(cfg: RunConfig):
     small = replace(cfg, engine=replace(cfg.engine, max_num_sequences=8, num_replicas=2))
     prompts = [make_group(i, []).prompt for i in range(20)]
-    sizes = [len(part) for part in evaluate._rounds(small, prompts, 8)]
+    sizes = [len(part) for part in evaluate._rounds(small.engine, prompts, 8)]
     assert sizes == [8, 8, 4], "4 x 8 x 2 sequences at a time, 8 of each problem"
-    assert [len(part) for part in evaluate._rounds(small, prompts[:2], 1000)] == [1, 1]
+    assert [len(part) for part in evaluate._rounds(small.engine, prompts[:2], 1000)] == [1, 1]
 
 
 def test_metrics_during_training_are_listed_and_right():
@@ -162,7 +162,7 @@ def test_metrics_during_training_are_listed_and_right():
     assert metrics["eval/pass_at_4/mean"] == pytest.approx(2 / 3)
     assert metrics["eval/pass_at_4_low/mean"] < 2 / 3 < metrics["eval/pass_at_4_high/mean"]
     assert metrics["eval/num_prompts/sum"] == 3 and metrics["eval/num_completions/sum"] == 12
-    assert meaning("eval/pass_at_4_low/mean").startswith("Lower end")
+    assert meaning("eval/pass_at_4_low/mean").startswith("Lower bound")
     single = evaluation_metrics([make_group(0, [1.0]), make_group(1, [0.0])])
     assert not [key for key in single if "pass_at" in key]
     assert evaluation_metrics([]) == {}
