@@ -70,7 +70,7 @@ def test_two_workers(engine_cfg, tmp_path: Path):
         with pytest.raises(EngineDeadError, match=r"rollout-0 was killed by signal 9, during /fp8rl/generate"):
             running.result(timeout=100.0)
         assert time.monotonic() - started < 120.0  # half of the deadline of requests
-        with pytest.raises(EngineDeadError, match="rollout-0 died"):
+        with pytest.raises(EngineDeadError, match="rollout-0 was killed by signal 9"):
             fleet.sync(client.pause(), 60.0)
     assert processes_left(group) == []
     assert [file for file in files if os.path.exists(file)] == []
