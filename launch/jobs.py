@@ -52,7 +52,7 @@ def read(job: str, target: str, words: Sequence[str]) -> Target:
         raise cli.UsageError(f"--job {job!r} is unknown{hint}. Kinds: {', '.join(KINDS)}")
     if job == "convert":
         return Target(cfg=None, overrides=(), words=_tool_words(target, words))
-    commands = {command.name: dataclasses.replace(command, judges_config=True) for command in COMMANDS}
+    commands = {command.name: dataclasses.replace(command, checks_config=True) for command in COMMANDS}
     found = cli.parse([job, target, *words], commands)
     return Target(cfg=found.cfg, overrides=found.overrides, words=_own_words(found.options))
 
@@ -125,7 +125,7 @@ def plan_convert(request: Request) -> Plan:
 
 
 _EVAL = {
-    command.name: dataclasses.replace(command, judges_config=True) for command in COMMANDS if command.name == "eval"
+    command.name: dataclasses.replace(command, checks_config=True) for command in COMMANDS if command.name == "eval"
 }
 
 

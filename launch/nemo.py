@@ -1,4 +1,4 @@
-"""The door for users of nemo-run: their executor, our job, their experiment.
+"""Run a job through nemo-run: the executor of the user, the job of this package, one experiment.
 
     import nemo_run as run
     from launch import nemo

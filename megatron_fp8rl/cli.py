@@ -64,7 +64,7 @@ class Command:
     default_config: str | None = None  # used if CONFIG is omitted; None: CONFIG is required
     takes_config: bool = True  # False: the command has only its own options; a positional argument sets the first one
     options: type | None = None  # frozen dataclass of the command's own options, all with defaults
-    judges_config: bool = False  # True: the command checks the configuration itself
+    checks_config: bool = False  # True: the command checks the configuration itself
     # In place of CONFIG: (options, function that applies overrides) -> (configuration, lines that explain it).
     configure: Callable[[Any, Callable[[RunConfig], RunConfig]], tuple[RunConfig, list[str]]] | None = None
 
@@ -129,7 +129,7 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
     else:
         raise UsageError(f"{name} needs a CONFIG. {_known_configs()}")
     cfg, options, overrides = _parse_words(command, load_config(target), rest, target)
-    violations = [] if command.judges_config else rules.check(cfg)
+    violations = [] if command.checks_config else rules.check(cfg)
     if violations:
         raise ConfigError(violations)
     return Invocation(command=name, config_name=target, cfg=cfg, options=options, overrides=overrides, dry_run=dry_run)

@@ -24,19 +24,19 @@ DOCTOR = cli.Command(
     summary="preflight without a GPU: parameters, memory, FP8 tiling, precision, packages, and what to fix",
     run=_doctor,
     options=DoctorOptions,
-    judges_config=True,
+    checks_config=True,
 )
 PLAN = cli.Command(
     name="plan",
     summary="seconds by phase, memory, cost and lost time of a run on --gpus N, and the best layout; needs no GPU",
     run=_plan,
     options=plan.PlanOptions,
-    judges_config=True,
+    checks_config=True,
 )
 SHOW = cli.Command(
     name="show",
     summary="for every group of layers its format and its kernels at both ends, and why",
     run=_show,
     options=show.ShowOptions,
-    judges_config=True,
+    checks_config=True,
 )

@@ -33,5 +33,5 @@ COMMAND = cli.Command(
     summary="a rollout replica, as the agents of a launched job start it",
     run=_run,
     options=ReplicaOptions,
-    judges_config=True,
+    checks_config=True,
 )

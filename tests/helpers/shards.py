@@ -66,7 +66,6 @@ class Worker:
                 for message in messages.received_by(self.engine_rank):
                     self._keep(message, self.spare.inbox(message, number))
             return
-        self.transport.staged = False
         self.transport.begin(info["attempt"], schedule.rounds)
         for number, messages in enumerate(schedule.rounds):
             self.transport.receive(number)

@@ -12,6 +12,16 @@ from megatron_fp8rl.preflight.step_time import step_seconds
 from model_configs.qwen3 import qwen3_30b_a3b
 from model_configs.small import small_qwen3
 
+# 28 layers of the widths of Qwen3-1.7B.
+LAYERS_28 = {
+    "model__num_layers": 28,
+    "model__hidden_size": 2048,
+    "model__ffn_hidden_size": 6144,
+    "model__num_attention_heads": 16,
+    "model__num_key_value_heads": 8,
+    "model__head_dim": 128,
+}
+
 
 def change(cfg, **fields):
     return findings.apply(cfg, tuple((path.replace("__", "."), value) for path, value in fields.items()))
@@ -68,12 +78,7 @@ def colocated(tokens):
         engine__gpu_memory_utilization=0.85,
         engine__kv_cache_bytes=None,
         parallel__world_size=1,
-        model__num_layers=28,
-        model__hidden_size=2048,
-        model__ffn_hidden_size=6144,
-        model__num_attention_heads=16,
-        model__num_key_value_heads=8,
-        model__head_dim=128,
+        **LAYERS_28,
         model__max_position_embeddings=8192,
         sampling__max_prompt_tokens=256,
         sampling__max_completion_tokens=1024,
@@ -98,12 +103,7 @@ def test_microbatches_are_as_long_as_memory_and_their_number_allow(gib, sequence
         engine__max_num_sequences=64,
         sampling__prompts_per_step=sequences // 16,
         sampling__completions_per_prompt=16,
-        model__num_layers=28,
-        model__hidden_size=2048,
-        model__ffn_hidden_size=6144,
-        model__num_attention_heads=16,
-        model__num_key_value_heads=8,
-        model__head_dim=128,
+        **LAYERS_28,
         model__vocab_size=151936,
         model__max_position_embeddings=8192,
         sampling__max_prompt_tokens=256,
