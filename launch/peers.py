@@ -17,7 +17,7 @@ The folder is named after job and attempt, so what an earlier attempt left is ne
     error-<where>.json       a failure: {"time", "role", "node", "rank", "text", "log", "is_restarted"}
     failed.json              the attempt has failed, all stop: {"role", "node", "reason"}
     gone-<i>.json            everything on node i has ended
-    .bell                    grows with every file: agents look at it once a second, and list the folder when it rang
+    .bell                    grows with every file: agents look at it once a second, and list the folder when it grew
     outcome.json, done, first_error.txt   what came of it; see ``outcome.py``
 """
 
@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.spec import attempt_dir
-from megatron_fp8rl.runtime.stop import Bell
+from megatron_fp8rl.runtime.stop import ChangeFlag
 
 POLL_S = 1.0  # between looks at a shared disk
 _SIOCGIFCONF = 0x8912  # linux/sockios.h
@@ -105,13 +105,13 @@ class Board:
         self.folder = attempt_dir(run_dir, place.job, place.attempt)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.poll_s = POLL_S if place.is_slurm else 0.2
-        self._bell = Bell(self.folder)
+        self._changes = ChangeFlag(self.folder)
         self._names: set[str] = set()
 
     def names(self) -> set[str]:
         """Names of all files. The folder is listed when its bell has rung: a listing, unlike asking for a file, shows
         what other nodes wrote on NFS, and is dear."""
-        if self._bell.has_rung():
+        if self._changes.has_changed():
             self._names = {name for name in os.listdir(self.folder) if not name.startswith(".")}
         return self._names
 
@@ -121,7 +121,7 @@ class Board:
         temporary.write_text(content if isinstance(content, str) else json.dumps(content))
         if not once:
             os.replace(temporary, self.folder / name)
-            Bell.ring(self.folder)
+            ChangeFlag.mark(self.folder)
             return True
         try:
             os.link(temporary, self.folder / name)
@@ -130,7 +130,7 @@ class Board:
             return os.stat(temporary).st_nlink > 1
         finally:
             temporary.unlink()
-        Bell.ring(self.folder)
+        ChangeFlag.mark(self.folder)
         return True
 
     def get(self, name: str) -> dict[str, Any] | None:
@@ -153,7 +153,7 @@ class Board:
         Raises PeersMissingError, with the nodes that did not come, after ``deadline_s``, when another node has given
         up, or when ``is_interrupted`` says so; FileExistsError when the folder belongs to another job.
         """
-        own = Peer(host=socket.gethostname(), address=own_address(self.place), port=free_port(), pid=os.getpid())
+        own = Peer(host=socket.gethostname(), address=local_address(self.place), port=free_port(), pid=os.getpid())
         if not self.put(f"node-{self.place.node}.json", vars(own), once=True):
             raise FileExistsError(
                 f"{self.folder} was already used by an agent of node {self.place.node}: another job had this number. "
@@ -186,7 +186,7 @@ class Board:
             os.utime(self.folder / f"node-{self.place.node}.json")
 
 
-def own_address(place: Place) -> str:
+def local_address(place: Place) -> str:
     """The address at which other nodes of the job reach this one."""
     if not place.is_slurm or place.num_nodes == 1:
         return "127.0.0.1"

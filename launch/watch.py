@@ -23,7 +23,7 @@ from launch.outcome import read_outcome
 from launch.peers import CANCEL
 from launch.run_state import JobState
 from launch.spec import ELEMENT, SWEEP, JobSpec, attempt_dir, launch_dir
-from megatron_fp8rl.runtime.stop import Bell
+from megatron_fp8rl.runtime.stop import ChangeFlag
 
 _POLL_S = 0.5
 _QUIET_S = 3.0  # after the end of a job, until its last lines have come
@@ -100,7 +100,7 @@ def cancel(run_dir: Path, options: argparse.Namespace) -> int:
     asked = {one.job_id: folders for one in waiting if (folders := _at_work(run_dir, one))}
     for folder in (folder for folders in asked.values() for folder in folders):
         (folder / CANCEL).touch()
-        Bell.ring(folder)
+        ChangeFlag.mark(folder)
     saving = [] if options.now else [one for one in waiting if one.job_id in asked]
     failed = False
     for one in reversed(waiting):  # those that wait for another first: they must not start when it ends

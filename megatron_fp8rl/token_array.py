@@ -21,12 +21,12 @@ class TokenArray(Sequence):
         self._array.flags.writeable = False
 
     @classmethod
-    def of_ids(cls, values: Sequence[int]) -> TokenArray:
+    def from_ids(cls, values: Sequence[int]) -> TokenArray:
         """Token ids, as int32."""
         return values if isinstance(values, TokenArray) else cls(np.asarray(values, np.int32))
 
     @classmethod
-    def of_floats(cls, values: Sequence[float]) -> TokenArray:
+    def from_floats(cls, values: Sequence[float]) -> TokenArray:
         """As float32, which holds what engines return, or as float64 where a number needs it."""
         if isinstance(values, TokenArray):
             return values

@@ -69,12 +69,12 @@ class Completion:
             TokenArray,
         )  # NumPy, which programs that only read a configuration do without
 
-        object.__setattr__(self, "token_ids", TokenArray.of_ids(self.token_ids))
-        object.__setattr__(self, "rollout_logprobs", TokenArray.of_floats(self.rollout_logprobs))
+        object.__setattr__(self, "token_ids", TokenArray.from_ids(self.token_ids))
+        object.__setattr__(self, "rollout_logprobs", TokenArray.from_floats(self.rollout_logprobs))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
+class Context:
     """A segment that was not sampled here: a prompt, what a user, a tool or an environment says, parts of a template."""
 
     token_ids: tuple[int, ...]
@@ -86,7 +86,7 @@ class Given:
 class Trajectory:
     """One training sequence: segments in order, each sampled or given. The loss covers what was sampled in it."""
 
-    segments: tuple[Given | Completion, ...]
+    segments: tuple[Context | Completion, ...]
 
     @property
     def token_ids(self) -> TokenArray:  # [L]
@@ -105,7 +105,7 @@ class Trajectory:
 
 def single_turn(prompt: Prompt, completion: Completion) -> tuple[Trajectory, ...]:
     """The trajectory of one completion of a prompt, as ``Rollout.branches``."""
-    given = Given(token_ids=prompt.token_ids, role="prompt", text=prompt.text)
+    given = Context(token_ids=prompt.token_ids, role="prompt", text=prompt.text)
     return (Trajectory(segments=(given, completion)),)
 
 
@@ -170,7 +170,7 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """Consecutive tokens of a sample: all given, or all sampled, with one advantage."""
 
     token_ids: TokenArray  # [N]
@@ -185,30 +185,30 @@ class Sample:
 
     name: str
     environment: str
-    stretches: tuple[Stretch, ...]  # all segments, up to the last sampled token
+    segments: tuple[Segment, ...]  # all segments, up to the last sampled token
     staleness: int = 0  # trainer version at the start of the step minus the smallest Completion.min_version
     routed_experts: np.ndarray | None = None  # [L - 1, num_layers, top_k]
 
     @property
     def num_tokens(self) -> int:  # L
-        return sum(len(one.token_ids) for one in self.stretches)
+        return sum(len(one.token_ids) for one in self.segments)
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens before the first one that was sampled or is trained."""
-        return sum(len(one.token_ids) for one in itertools.takewhile(_is_given, self.stretches))
+        return sum(len(one.token_ids) for one in itertools.takewhile(_is_context, self.segments))
 
     @property
     def num_loss_tokens(self) -> int:
-        return sum(len(one.token_ids) for one in self.stretches if one.is_trained)
+        return sum(len(one.token_ids) for one in self.segments if one.is_trained)
 
     @property
     def token_ids(self) -> TokenArray:  # [L]
-        return _joined(one.token_ids for one in self.stretches)
+        return _joined(one.token_ids for one in self.segments)
 
 
-def _is_given(stretch: Stretch) -> bool:
-    return stretch.rollout_logprobs is None and not stretch.is_trained
+def _is_context(segment: Segment) -> bool:
+    return segment.rollout_logprobs is None and not segment.is_trained
 
 
 def _joined(parts: Iterable[Sequence[int]]) -> TokenArray:
@@ -217,7 +217,7 @@ def _joined(parts: Iterable[Sequence[int]]) -> TokenArray:
 
     from megatron_fp8rl.token_array import TokenArray
 
-    return TokenArray(np.concatenate([np.empty(0, np.int32), *(TokenArray.of_ids(part).array for part in parts)]))
+    return TokenArray(np.concatenate([np.empty(0, np.int32), *(TokenArray.from_ids(part).array for part in parts)]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

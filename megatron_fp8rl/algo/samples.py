@@ -19,7 +19,7 @@ from megatron_fp8rl.algo.load_function import AdvantageFn
 from megatron_fp8rl.algo.turns import advantages_of_turns, is_varied
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig
 from megatron_fp8rl.token_array import TokenArray
-from megatron_fp8rl.types import Completion, Given, Rollout, RolloutGroup, Sample, Stretch, Trajectory
+from megatron_fp8rl.types import Completion, Context, Rollout, RolloutGroup, Sample, Segment, Trajectory
 
 # A record of this many tokens cannot be all zeros, even if a token has one expert only.
 _TOKEN_RICH = 16
@@ -52,7 +52,7 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
         if cfg.algo.zero_variance != "keep" and not is_varied(rollouts, rewards, cfg.algo):
             continue
         by_rollout = advantages_of_turns(rollouts, rewards, advantage_fn, cfg.algo)
-        prompt_ids = TokenArray.of_ids(group.prompt.token_ids)
+        prompt_ids = TokenArray.from_ids(group.prompt.token_ids)
         for rollout, of_turns in zip(rollouts, by_rollout, strict=True):
             turns = iter(of_turns)
             for number, branch in enumerate(rollout.branches):
@@ -159,7 +159,7 @@ def _sample(
 
     Tokens of versions before ``oldest`` are not trained. ``prompt_ids`` is the prompt's row, which its samples share.
     """
-    stretches: list[Stretch] = []
+    segments: list[Segment] = []
     recorded: list[np.ndarray | None] = []
     versions: list[int] = []
     of_completion = iter(advantages)
@@ -167,7 +167,7 @@ def _sample(
     for segment in branch.segments[: last + 1]:
         if not isinstance(segment, Completion):
             is_prompt = segment.token_ids is rollout.prompt.token_ids
-            stretches.append(Stretch(prompt_ids if is_prompt else TokenArray.of_ids(segment.token_ids)))
+            segments.append(Segment(prompt_ids if is_prompt else TokenArray.from_ids(segment.token_ids)))
             continue
         num = len(segment.token_ids)
         if len(segment.rollout_logprobs) != num:
@@ -183,23 +183,23 @@ def _sample(
         if oldest is not None:
             first = sum(length for sampled_by, length in version_runs(segment) if sampled_by < oldest)
         if first:
-            stretches.append(Stretch(token_ids[:first], rollout_logprobs[:first]))
+            segments.append(Segment(token_ids[:first], rollout_logprobs[:first]))
             token_ids, rollout_logprobs = token_ids[first:], rollout_logprobs[first:]
         if first < num:
-            stretches.append(Stretch(token_ids, rollout_logprobs, advantage, True))
+            segments.append(Segment(token_ids, rollout_logprobs, advantage, True))
             versions.append(segment.min_version if oldest is None else max(segment.min_version, oldest))
     if not versions:
         return None
     return Sample(
         name=f"{rollout.name}/{number}" if len(rollout.branches) > 1 else rollout.name,
         environment=rollout.prompt.environment,
-        stretches=tuple(stretches),
+        segments=tuple(segments),
         staleness=version - min(versions),
         routed_experts=_joined(recorded),
     )
 
 
-def _is_sampled(segment: Given | Completion) -> bool:
+def _is_sampled(segment: Context | Completion) -> bool:
     return isinstance(segment, Completion) and len(segment.token_ids) > 0
 
 

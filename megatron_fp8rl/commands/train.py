@@ -81,7 +81,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             megatron_on_cpu.install()
             from megatron_fp8rl import rl_loop, sft_loop
             from megatron_fp8rl.data.model_dir import model_dir
-            from megatron_fp8rl.diagnose.first_difference import explain
+            from megatron_fp8rl.diagnose.explain_mismatch import explain
             from megatron_fp8rl.preflight.host_memory import host_memory
             from megatron_fp8rl.runtime.colocation import wait_and_sleep
             from megatron_fp8rl.trainer.parallel import Parallel
@@ -103,7 +103,7 @@ def _prepare(cfg: RunConfig, stack: contextlib.ExitStack, wants_rl: bool) -> Fle
     """Rank 0: lock the run's folder, check the data, and start the engines without waiting for them."""
     from megatron_fp8rl.data import run_folder
 
-    stack.enter_context(run_folder.held(cfg))
+    stack.enter_context(run_folder.locked(cfg))
     if _DATA_CHECKED not in os.environ:
         with span("start_data"):
             check_data(cfg)

@@ -65,7 +65,7 @@ class Share:
     lengths: tuple[int, ...] | None = None  # common padded lengths of all ranks; None: no common length
 
     def __reduce__(self) -> tuple[Any, ...]:
-        samples = SampleColumns.of([sample for microbatch in self.microbatches for sample in microbatch])
+        samples = SampleColumns.from_samples([sample for microbatch in self.microbatches for sample in microbatch])
         rest = {name: getattr(self, name) for name in ("num_loss_tokens", "num_sequences", "routed", "lengths")}
         return _share, (samples, list(map(len, self.microbatches)), rest)
 
@@ -252,10 +252,10 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
     for sample, start in zip(samples, starts.tolist(), strict=False):
         # Position t predicts token t + 1, so all properties of token t + 1 shift one position to the left.
         end = start
-        for ids, logprobs, advantage, is_trained in sample.stretches:
+        for ids, logprobs, advantage, is_trained in sample.segments:
             first, end = end, end + len(ids)
             tokens[first:end] = ids
-            if first > start:  # the first stretch is context without properties
+            if first > start:  # the first segment is context without properties
                 predicting = slice(first - 1, end - 1)
                 mask[predicting], advantages[predicting] = is_trained, advantage
                 if logprobs is not None:
@@ -284,7 +284,7 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
 
 
 def _check(sample: Sample, num: int, capacity: int, max_tokens: int, alignment: Alignment) -> None:
-    for ids, logprobs, _, _ in sample.stretches:
+    for ids, logprobs, _, _ in sample.segments:
         if logprobs is not None and len(logprobs) != len(ids):
             raise ValueError(f"sample {sample.name}: {len(logprobs)} log-probabilities for {len(ids)} sampled tokens")
     if not sample.num_prompt_tokens:

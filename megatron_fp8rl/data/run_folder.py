@@ -57,7 +57,7 @@ def violations(cfg: RunConfig) -> list[Violation]:
 
 
 @contextlib.contextmanager
-def held(cfg: RunConfig) -> Iterator[None]:
+def locked(cfg: RunConfig) -> Iterator[None]:
     """Lock the folder for the block. Raises ConfigError with :func:`violations`, or if another run uses it."""
     if found := violations(cfg):
         raise ConfigError(found)
@@ -75,7 +75,7 @@ def held(cfg: RunConfig) -> Iterator[None]:
                 [Violation("--output_dir", cfg.output_dir, problem, "Check free space and quota")]
             ) from error
         _end_what_was_left(str(folder.resolve()))
-        sockets.remove_left()
+        sockets.remove_stale()
         os.environ[_OWNER] = str(folder.resolve())
         ended = threading.Event()
         beat = threading.Thread(target=_beat, args=(file, ended), name="run lock", daemon=True)
@@ -86,7 +86,7 @@ def held(cfg: RunConfig) -> Iterator[None]:
             ended.set()
             beat.join()
             os.environ.pop(_OWNER)
-            sockets.remove_left()
+            sockets.remove_stale()
             with contextlib.suppress(OSError):
                 _write(file, "")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fp8rl.token_array import TokenArray
-from megatron_fp8rl.types import Sample, Stretch
+from megatron_fp8rl.types import Sample, Segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class _Arrays:
     numbers: np.ndarray
 
     @classmethod
-    def of(cls, arrays: Sequence[np.ndarray]) -> _Arrays:
+    def join(cls, arrays: Sequence[np.ndarray]) -> _Arrays:
         numbers = np.concatenate(arrays) if arrays else np.empty(0, np.float32)
         return cls(lengths=list(map(len, arrays)), numbers=numbers)
 
@@ -35,41 +35,41 @@ class _Arrays:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleColumns:
-    """Samples as arrays. Shapes: N = samples, M = their stretches, R = distinct rows of token ids."""
+    """Samples as arrays. Shapes: N = samples, M = their segments, R = distinct rows of token ids."""
 
     names: list[str]  # [N]
     environments: list[str]  # [N]
     staleness: list[int]  # [N]
-    num_stretches: list[int]  # [N]
+    num_segments: list[int]  # [N]
     rows: np.ndarray  # int64 [M], index into token_ids
     are_sampled: np.ndarray  # bool [M]
     advantages: np.ndarray  # float64 [M]
     are_trained: np.ndarray  # bool [M]
     token_ids: _Arrays  # int32, R arrays
-    rollout_logprobs: _Arrays  # float32 or float64, one array per sampled stretch
+    rollout_logprobs: _Arrays  # float32 or float64, one array per sampled segment
     routed_experts: _Arrays | None  # [tokens - 1, num_layers, top_k] per sample; None: not recorded
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> SampleColumns:
+    def from_samples(cls, samples: Sequence[Sample]) -> SampleColumns:
         """Convert samples in order. Copies the numbers once."""
-        stretches = [stretch for sample in samples for stretch in sample.stretches]
-        rows = {id(stretch.token_ids): stretch.token_ids for stretch in stretches}
+        segments = [segment for sample in samples for segment in sample.segments]
+        rows = {id(segment.token_ids): segment.token_ids for segment in segments}
         index = {key: i for i, key in enumerate(rows)}
         experts = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
         return cls(
             names=[sample.name for sample in samples],
             environments=[sample.environment for sample in samples],
             staleness=[sample.staleness for sample in samples],
-            num_stretches=[len(sample.stretches) for sample in samples],
-            rows=np.array([index[id(s.token_ids)] for s in stretches], np.int64),
-            are_sampled=np.array([s.rollout_logprobs is not None for s in stretches], np.bool_),
-            advantages=np.array([s.advantage for s in stretches], np.float64),
-            are_trained=np.array([s.is_trained for s in stretches], np.bool_),
-            token_ids=_Arrays.of([row.array for row in rows.values()]),
-            rollout_logprobs=_Arrays.of(
-                [s.rollout_logprobs.array for s in stretches if s.rollout_logprobs is not None]
+            num_segments=[len(sample.segments) for sample in samples],
+            rows=np.array([index[id(s.token_ids)] for s in segments], np.int64),
+            are_sampled=np.array([s.rollout_logprobs is not None for s in segments], np.bool_),
+            advantages=np.array([s.advantage for s in segments], np.float64),
+            are_trained=np.array([s.is_trained for s in segments], np.bool_),
+            token_ids=_Arrays.join([row.array for row in rows.values()]),
+            rollout_logprobs=_Arrays.join(
+                [s.rollout_logprobs.array for s in segments if s.rollout_logprobs is not None]
             ),
-            routed_experts=_Arrays.of(experts) if experts else None,
+            routed_experts=_Arrays.join(experts) if experts else None,
         )
 
     def samples(self) -> list[Sample]:
@@ -84,16 +84,16 @@ class SampleColumns:
             self.are_trained.tolist(),
             strict=True,
         )
-        stretches = (
-            Stretch(rows[row], next(of_sampled) if is_sampled else None, advantage, is_trained)
+        segments = (
+            Segment(rows[row], next(of_sampled) if is_sampled else None, advantage, is_trained)
             for row, is_sampled, advantage, is_trained in flags
         )
-        of_samples = zip(self.names, self.environments, self.staleness, self.num_stretches, experts, strict=False)
+        of_samples = zip(self.names, self.environments, self.staleness, self.num_segments, experts, strict=False)
         return [
             Sample(
                 name=name,
                 environment=environment,
-                stretches=tuple(itertools.islice(stretches, num)),
+                segments=tuple(itertools.islice(segments, num)),
                 staleness=staleness,
                 routed_experts=routed,
             )

@@ -14,7 +14,7 @@ from megatron_fp8rl.data.prompts import ProblemSource, apportion
 from megatron_fp8rl.data.tokenizer import encode
 from megatron_fp8rl.envs.environment import Problem
 from megatron_fp8rl.token_array import TokenArray
-from megatron_fp8rl.types import Sample, Stretch
+from megatron_fp8rl.types import Sample, Segment
 
 
 class SftSource:
@@ -77,5 +77,5 @@ class SftSource:
                 f"the answer of {name} has {len(answer)} tokens with its end token, more than "
                 f"sampling.max_completion_tokens = {limit}: {problem.answer!r}"
             )
-        stretches = Stretch(TokenArray.of_ids(prompt.token_ids)), Stretch(TokenArray.of_ids(answer), is_trained=True)
-        return Sample(name=name, environment=key, stretches=stretches)
+        segments = Segment(TokenArray.from_ids(prompt.token_ids)), Segment(TokenArray.from_ids(answer), is_trained=True)
+        return Sample(name=name, environment=key, segments=segments)

@@ -47,17 +47,17 @@ class Difference:
     name: str
     total_db: float  # of two complete forward passes
     total_max: float  # largest absolute difference
-    own_db: float  # the trainer's operation on the engine's inputs
-    own_max: float
+    isolated_db: float  # the trainer's operation on the engine's inputs
+    isolated_max: float
 
     @property
     def limit_db(self) -> float:
-        """The largest ``own_db`` that rounding to BF16 explains."""
+        """The largest ``isolated_db`` that rounding to BF16 explains."""
         return 20 * math.log10(_ROUNDING * 2 ** _MORE_BITS.get(self.name.rpartition(".")[2], 0))
 
     @property
     def is_beyond_rounding(self) -> bool:
-        return not self.own_db <= self.limit_db  # NaN is beyond
+        return not self.isolated_db <= self.limit_db  # NaN is beyond
 
 
 def operation_names(model: ModelConfig) -> list[str]:
@@ -89,8 +89,8 @@ def compare(
                 name=name,
                 total_db=decibels(total, theirs),
                 total_max=total.abs().max().item(),
-                own_db=decibels(own, theirs),
-                own_max=own.abs().max().item(),
+                isolated_db=decibels(own, theirs),
+                isolated_max=own.abs().max().item(),
             )
         )
     return rows
@@ -117,7 +117,7 @@ def table(rows: Sequence[Difference]) -> str:
 
     lines = ["| operation | total dB | total max | own dB | own max | |", "|---|---:|---:|---:|---:|---|"]
     lines += [
-        f"| {row.name} | {db(row.total_db)} | {row.total_max:.2g} | {db(row.own_db)} | {row.own_max:.2g} | "
+        f"| {row.name} | {db(row.total_db)} | {row.total_max:.2g} | {db(row.isolated_db)} | {row.isolated_max:.2g} | "
         f"{'beyond rounding' if row.is_beyond_rounding else ''} |"
         for row in rows
     ]

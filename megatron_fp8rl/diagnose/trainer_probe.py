@@ -26,7 +26,7 @@ from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.trainer.forward import Forward
 from megatron_fp8rl.trainer.model.build import unwrap
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.types import Sample, Stretch
+from megatron_fp8rl.types import Sample, Segment
 
 _Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # module, positional and keyword arguments
 
@@ -196,6 +196,6 @@ _STREAM_INTO = {"input_norm": "input", "post_norm": "middle", "final_norm": "fin
 
 def _as_sample(token_ids: Sequence[int]) -> Sample:
     """A sequence in which all tokens but the first carry loss, so that the forward pass runs the output head."""
-    tokens = TokenArray.of_ids(token_ids)
-    stretches = Stretch(tokens[:1]), Stretch(tokens[1:], is_trained=True)
-    return Sample(name="probe", environment="probe", stretches=stretches)
+    tokens = TokenArray.from_ids(token_ids)
+    segments = Segment(tokens[:1]), Segment(tokens[1:], is_trained=True)
+    return Sample(name="probe", environment="probe", segments=segments)

@@ -89,7 +89,7 @@ class Worker:
                 reply = self._receive(self._started_at + START_DEADLINE_S - time.monotonic())
                 failure = reply.get("error", "")
             except WorkerLost as lost:
-                if self.was_struck():
+                if self.was_killed():
                     raise
                 failure = f"it {lost}"
             self._state = failure or "ready"
@@ -101,7 +101,7 @@ class Worker:
         try:
             self._send(request)
         except BrokenPipeError:
-            raise WorkerLost(self._obituary()) from None
+            raise WorkerLost(self._exit_message()) from None
         return self._receive(deadline_s)
 
     def kill(self) -> None:
@@ -137,7 +137,7 @@ class Worker:
             if poll.poll(min(remaining_s, 1.0) * 1000):
                 chunk = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not chunk:
-                    raise WorkerLost(self._obituary())
+                    raise WorkerLost(self._exit_message())
                 self._buffer += chunk
             self._bound_output()
         return reply
@@ -151,7 +151,7 @@ class Worker:
                 return reply
         return None
 
-    def was_struck(self) -> bool:
+    def was_killed(self) -> bool:
         """Whether something other than :meth:`kill` sent SIGKILL or SIGSTOP to the process."""
         if (status := self._process.poll()) is not None:
             return status == -signal.SIGKILL
@@ -162,7 +162,7 @@ class Worker:
         if os.fstat(self._stderr.fileno()).st_size > _MAX_STDERR_BYTES:
             os.ftruncate(self._stderr.fileno(), 0)
 
-    def _obituary(self) -> str:
+    def _exit_message(self) -> str:
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

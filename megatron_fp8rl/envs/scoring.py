@@ -198,14 +198,14 @@ class ScorePool:
                 is_asked = True
                 return worker.ask(request, self._deadline_s)
             except WorkerLost as lost:
-                was_struck = worker.was_struck()
+                was_killed = worker.was_killed()
                 worker.kill()
                 if self._closed.is_set():
                     raise
                 worker.close_pipes()
                 worker.start()
                 asks_left, starts_left = asks_left - is_asked, starts_left - 1
-                if not (was_struck and asks_left and starts_left):
+                if not (was_killed and asks_left and starts_left):
                     raise
                 _log.warning("a scorer %s; its completions are scored again", lost)
 

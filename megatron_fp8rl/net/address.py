@@ -15,7 +15,7 @@ ADDRESS_VARIABLE = "LAUNCH_ADDRESS"  # under which the agents of a launched job 
 LOOPBACK = "127.0.0.1"
 
 
-def own_address() -> str:
+def local_address() -> str:
     """The address in ``LAUNCH_ADDRESS``, else that of the outward route, else that of the first interface.
 
     Loopback on a machine without a network. Cluster nodes often have no outward route, so interfaces are checked too.

@@ -16,11 +16,11 @@ _PREFIX = "fp8rl-sockets-"
 
 def make_folder() -> str:
     """Create a folder for this process."""
-    remove_left()
+    remove_stale()
     return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
 
 
-def left() -> list[Path]:
+def stale() -> list[Path]:
     """Folders of processes that ended."""
     found = []
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
@@ -30,7 +30,7 @@ def left() -> list[Path]:
     return found
 
 
-def remove_left() -> None:
+def remove_stale() -> None:
     """Remove the folders of processes that ended."""
-    for folder in left():
+    for folder in stale():
         shutil.rmtree(folder, ignore_errors=True)

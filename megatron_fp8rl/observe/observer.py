@@ -279,9 +279,9 @@ class StepLog:
             self.update({"reward/dropped/mean": 1 - len(samples) / num_completions})
         if not samples:
             return
-        trained = [stretch for one in samples for stretch in one.stretches if stretch.is_trained]
-        advantages = [stretch.advantage for stretch in trained]
-        nums = [len(stretch.token_ids) for stretch in trained]
+        trained = [segment for one in samples for segment in one.segments if segment.is_trained]
+        advantages = [segment.advantage for segment in trained]
+        nums = [len(segment.token_ids) for segment in trained]
         staleness = [one.staleness for one in samples]
         self.update(
             {

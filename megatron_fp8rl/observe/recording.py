@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_fp8rl.data.checkpoint_dir import make_folder, sync_to_disk
 from megatron_fp8rl.token_array import TokenArray
-from megatron_fp8rl.types import Completion, Given, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
+from megatron_fp8rl.types import Completion, Context, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
 
 if TYPE_CHECKING:
     import pyarrow
@@ -237,12 +237,12 @@ def _encode_trajectory(prompt: Prompt, branch: Trajectory) -> dict[str, Any]:
     }
 
 
-def _logprobs(segment: Given | Completion) -> np.ndarray:
+def _logprobs(segment: Context | Completion) -> np.ndarray:
     sampled = isinstance(segment, Completion)
     return np.asarray(segment.rollout_logprobs) if sampled else np.zeros(len(segment.token_ids), np.float32)
 
 
-def _layout_of(segment: Given | Completion) -> dict[str, Any]:
+def _layout_of(segment: Context | Completion) -> dict[str, Any]:
     """What the arrays of a row do not say of a segment."""
     fields = (field.name for field in dataclasses.fields(segment) if field.name not in _ARRAYS)
     layout = {name: getattr(segment, name) for name in fields} | {"num_tokens": len(segment.token_ids)}
@@ -321,13 +321,13 @@ def _trajectory(row: Mapping[str, Any], prompt: Prompt) -> Trajectory:
     experts = None if layout is None else np.frombuffer(experts, layout["dtype"]).reshape(layout["shape"])
     if row.get("segments") is None:
         return single_turn(prompt, _completion(row | {"routed_experts": experts}))[0]
-    segments: list[Given | Completion] = []
+    segments: list[Context | Completion] = []
     start = start_experts = 0
     for fields in row["segments"]:
         end, end_experts = start + fields["num_tokens"], start_experts + fields.get("num_experts", 0)
         fields |= {"token_ids": row["token_ids"][start:end]}
         if "role" in fields:
-            segments.append(Given(**_known(Given, fields | {"token_ids": tuple(fields["token_ids"])})))
+            segments.append(Context(**_known(Context, fields | {"token_ids": tuple(fields["token_ids"])})))
         else:
             rollout_logprobs = row["rollout_logprobs"][start:end]
             own = None if "num_experts" not in fields else experts[start_experts:end_experts]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from html import escape
 
-from megatron_fp8rl.types import Completion, Given, Rollout, Trajectory
+from megatron_fp8rl.types import Completion, Context, Rollout, Trajectory
 
 CSS = """
 .talk { border-top: 1px solid var(--line); padding: 12px 0; } .talk:first-child { border-top: 0; }
@@ -58,7 +58,7 @@ def _branch(branch: Trajectory, rewards) -> str:
     return rows
 
 
-def _turn(who: str, segment: Given | Completion, facts: str, kind: str) -> str:
+def _turn(who: str, segment: Context | Completion, facts: str, kind: str) -> str:
     text = segment.text
     if len(text) > _MAX_CHARACTERS:
         half = _MAX_CHARACTERS // 2

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 from megatron_fp8rl.config import ConfigError, RunConfig, Violation
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.net import auth
-from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.net.address import local_address
 from megatron_fp8rl.net.endpoint import Endpoint, replica_name
 from megatron_fp8rl.precision.hardware import here
 from megatron_fp8rl.precision.kernel_choice import choose
@@ -73,7 +73,7 @@ def main(cfg: RunConfig, part: Part) -> int:
     endpoint = None
     has_server = part.node_rank == 0
     kernels = choose(cfg, here(), "engine")
-    token, host = auth.new_token(), own_address()
+    token, host = auth.new_token(), local_address()
     if part.nnodes > 1:
         # The address over which the parts coordinate. vLLM would otherwise ask for the route to a public name server.
         os.environ.setdefault("VLLM_HOST_IP", host)

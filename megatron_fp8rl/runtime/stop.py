@@ -43,7 +43,7 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 _LOOK_S = 1.0
 
 
-class Bell:
+class ChangeFlag:
     """Detects writes to a folder by checking one file, because listing a shared folder is slow."""
 
     _EVERY_S = 30.0  # interval of listings without a ring, for writers that do not ring
@@ -53,7 +53,7 @@ class Bell:
         self._heard: object = None
         self._listed_s = float("-inf")
 
-    def has_rung(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether the bell rang since the last call; also True at the first call, after 30 s, and without a bell file.
 
         A listing then distinguishes an empty folder from an unreachable one.
@@ -71,7 +71,7 @@ class Bell:
         return True
 
     @staticmethod
-    def ring(folder: Path) -> None:
+    def mark(folder: Path) -> None:
         """Call after writing into the folder."""
         with contextlib.suppress(OSError), open(folder / ".bell", "ab") as file:
             file.write(b".")
@@ -94,7 +94,7 @@ class StopRequest:
         self.rank = rank
         self._is_signalled = False
         self._first_step: int | None = None
-        self._bell = None if folder is None else Bell(folder)
+        self._changes = None if folder is None else ChangeFlag(folder)
         self._was_told = False
         self._looked_s = float("-inf")
 
@@ -160,14 +160,14 @@ class StopRequest:
         return bool(flag.item())
 
     def _is_told(self, is_at_boundary: bool = False) -> bool:
-        if self._bell is None or self.rank or self._was_told:
+        if self._changes is None or self.rank or self._was_told:
             return self._was_told
         now = time.monotonic()
         if is_at_boundary or now > self._looked_s + _LOOK_S:
             self._looked_s = now
             # Listing shows on a network file system what other nodes wrote, which asking for the file may not.
             with contextlib.suppress(OSError):  # away for a moment, perhaps; the launcher ends what stays without files
-                self._was_told = (self._bell.has_rung() or is_at_boundary) and _STOP in os.listdir(self.folder)
+                self._was_told = (self._changes.has_changed() or is_at_boundary) and _STOP in os.listdir(self.folder)
         return self._was_told
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
@@ -193,7 +193,7 @@ class StopRequest:
         temporary = self.folder / f".{name}.{self.rank}"
         temporary.write_text(json.dumps(content))
         os.replace(temporary, self.folder / name)
-        Bell.ring(self.folder)
+        ChangeFlag.mark(self.folder)
 
 
 def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -210,7 +210,7 @@ def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
                 process.send_signal(signal.SIGINT)
                 return
             (folder / _STOP).write_text(json.dumps({"reason": signal.Signals(number).name}))
-            Bell.ring(folder)
+            ChangeFlag.mark(folder)
 
         # The ranks inherit the blocked signals and unblock them once their handlers are installed.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)

@@ -34,7 +34,7 @@ from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.kernels.types import E4M3_MAX
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.trainer.model.attention import PackedAttention
-from megatron_fp8rl.types import KVScales, Prompt, Sample, Stretch, TrainBatch
+from megatron_fp8rl.types import KVScales, Prompt, Sample, Segment, TrainBatch
 
 MARGIN = 2.0
 _TENSORS = ("query", "key", "value")
@@ -102,7 +102,7 @@ def calibration_batches(cfg: RunConfig, prompts: Sequence[Prompt], *, data_rank:
     """Packed prompts for a forward pass of one data-parallel rank; the last token of each counts as its completion."""
     samples = []
     for prompt in prompts:
-        tokens = TokenArray.of_ids(prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2)
-        stretches = Stretch(tokens[:-1]), Stretch(tokens[-1:], is_trained=True)
-        samples.append(Sample(name=prompt.prompt_id, environment=prompt.environment, stretches=stretches))
+        tokens = TokenArray.from_ids(prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2)
+        segments = Segment(tokens[:-1]), Segment(tokens[-1:], is_trained=True)
+        samples.append(Sample(name=prompt.prompt_id, environment=prompt.environment, segments=segments))
     return pack_for(cfg, samples, data_rank=data_rank)

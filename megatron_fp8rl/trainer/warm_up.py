@@ -16,7 +16,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import Alignment, pack_for
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.trainer.policy import Policy
-from megatron_fp8rl.types import Prompt, Sample, Stretch, TrainBatch
+from megatron_fp8rl.types import Prompt, Sample, Segment, TrainBatch
 
 
 def pays(cfg: RunConfig, device_type: str) -> bool:
@@ -43,7 +43,7 @@ def batch_of(cfg: RunConfig, text: np.ndarray, num_sequences: int, length: int, 
     samples = []
     for i in range(num_sequences):
         tokens = TokenArray(text.take(range(i * length, (i + 1) * length), mode="wrap"))
-        stretches = Stretch(tokens[:1]), Stretch(tokens[1:], is_trained=True)
-        samples.append(Sample(name=f"text-{i}", environment="", stretches=stretches))
+        segments = Segment(tokens[:1]), Segment(tokens[1:], is_trained=True)
+        samples.append(Sample(name=f"text-{i}", environment="", segments=segments))
     (batch,) = pack_for(cfg, samples, data_rank=data_rank)
     return batch

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.net import auth
-from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.net.address import local_address
 from megatron_fp8rl.runtime.gc_pause import gc_paused
 from megatron_fp8rl.weight_sync.agreement import together
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, headers_of, terms_of_words, values_of_sums
@@ -123,7 +123,7 @@ class ShardSender:
         """On rank 0: open a store; return it, its (host, port, secret), and the layers for vLLM's loaders."""
         if self._receivers is None:
             return None, None
-        layers, host, secret = self._receivers.proof_layers(), own_address(), auth.new_token()
+        layers, host, secret = self._receivers.proof_layers(), local_address(), auth.new_token()
         store = open_store(host, 0, self._timeout_s, is_master=True, secret=secret)
         return store, ((host, store.port, secret), layers)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.token_array import TokenArray
-from megatron_fp8rl.types import Prompt, Sample, Stretch
+from megatron_fp8rl.types import Prompt, Sample, Segment
 from tests.helpers.dist import run_ranks
 from tests.helpers.measured_attention import measure_attention
 from tests.helpers.training import DENSE, make_batch, make_loss, make_samples, run_config
@@ -28,10 +28,10 @@ LAYOUTS = {
 def _samples() -> list[Sample]:
     """No sample has the token that fills packs up, 0."""
 
-    def without_it(stretch: Stretch) -> Stretch:
-        return stretch._replace(token_ids=TokenArray(np.maximum(stretch.token_ids, 1)))
+    def without_it(segment: Segment) -> Segment:
+        return segment._replace(token_ids=TokenArray(np.maximum(segment.token_ids, 1)))
 
-    return [replace(s, stretches=tuple(map(without_it, s.stretches))) for s in make_samples()]
+    return [replace(s, segments=tuple(map(without_it, s.segments))) for s in make_samples()]
 
 
 def _prompts() -> list[Prompt]:

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_fp8rl.observe.recording import read_steps
 from megatron_fp8rl.runtime.stop import SAVED
-from megatron_fp8rl.types import Completion, Given
+from megatron_fp8rl.types import Completion, Context
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 900
@@ -61,7 +61,7 @@ def test_two_turns_are_trained_exactly(tmp_path):
     assert sessions and all(one.status != "score_failed" for one in rollouts)
     for one in sessions:
         kinds = [type(segment) for segment in one.branches[0].segments]
-        assert kinds == [Given, Completion, Given, Completion] and one.branches[0].segments[2].role == "tool"
+        assert kinds == [Context, Completion, Context, Completion] and one.branches[0].segments[2].role == "tool"
     assert "policy, turn 2" in (tmp_path / "report.html").read_text()
 
 

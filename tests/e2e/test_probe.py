@@ -57,10 +57,10 @@ def test_the_operation_that_differs_is_named(fleet, tmp_path):
         # What follows inherits the difference and has none of its own.
         assert [row.name for row in rows if row.is_beyond_rounding] == expected, f"{name}\n{table(rows)}"
     sound = {row.name: row for row in compare(engine, *found[""], cfg.model)}
-    assert sound["embedding"].total_max == sound["layer.0.input"].own_max == 0
+    assert sound["embedding"].total_max == sound["layer.0.input"].isolated_max == 0
     # Our kernels multiply at both ends of a CPU, and the sums of the residual stream are one rounding.
     for name in ("layer.0.qkv", "layer.0.o_proj", "layer.0.middle", "layer.1.qkv", "final"):
-        assert sound[name].own_max == 0, name
+        assert sound[name].isolated_max == 0, name
     # A sum differs by no more than its two parts do, and one unit of its rounding.
     parts = sound["layer.0.input"].total_max + sound["layer.0.o_proj"].total_max
     unit = engine["layer.0.middle"].abs().max().item() * 2**-7

@@ -137,7 +137,7 @@ def test_an_exact_run_that_is_not_names_the_operation(tmp_path: Path):
     message = " ".join(output.split())
     assert "InexactError: precision.exact: trainer and engine disagree" in message, output[-3000:]
     assert "differs first at layer.0.input_norm" in message and "operation of the trainer differs, too" in message
-    assert not (tmp_path / "first_difference.safetensors").exists()
+    assert not (tmp_path / "explain_mismatch.safetensors").exists()
 
 
 @pytest.mark.core

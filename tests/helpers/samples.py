@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_fp8rl.token_array import TokenArray
-from megatron_fp8rl.types import Sample, Stretch
+from megatron_fp8rl.types import Sample, Segment
 
 
 def make_sample(
@@ -21,28 +21,28 @@ def make_sample(
     advantages: Sequence[float],
     routed_experts: np.ndarray | None = None,
 ) -> Sample:
-    """Each token of the completion is a stretch of its own."""
+    """Each token of the completion is a segment of its own."""
     sampled = zip(completion, logprobs, mask, advantages, strict=True)
-    stretches = (
-        Stretch(TokenArray.of_ids((i,)), TokenArray.of_floats((p,)), advantage, flag)
+    segments = (
+        Segment(TokenArray.from_ids((i,)), TokenArray.from_floats((p,)), advantage, flag)
         for i, p, flag, advantage in sampled
     )
     return Sample(
         name=name,
         environment=environment,
-        stretches=(Stretch(TokenArray.of_ids(prompt)), *stretches),
+        segments=(Segment(TokenArray.from_ids(prompt)), *segments),
         routed_experts=routed_experts,
     )
 
 
 def mask_of(sample: Sample) -> list[bool]:
-    return [one.is_trained for one in sample.stretches for _ in one.token_ids]
+    return [one.is_trained for one in sample.segments for _ in one.token_ids]
 
 
 def logprobs_of(sample: Sample) -> list[float]:
     """Of the engine; 0 where a token was given."""
-    return [p for one in sample.stretches for p in one.rollout_logprobs or [0.0] * len(one.token_ids)]
+    return [p for one in sample.segments for p in one.rollout_logprobs or [0.0] * len(one.token_ids)]
 
 
 def advantages_of(sample: Sample) -> list[float]:
-    return [one.advantage for one in sample.stretches for _ in one.token_ids]
+    return [one.advantage for one in sample.segments for _ in one.token_ids]

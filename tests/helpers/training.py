@@ -22,7 +22,7 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.token_array import TokenArray
-from megatron_fp8rl.types import Sample, Stretch, TrainBatch
+from megatron_fp8rl.types import Sample, Segment, TrainBatch
 from tests.helpers.unshard import unshard
 
 VOCAB = 62
@@ -101,9 +101,9 @@ def make_samples(num: int = 8, *, length: int | None = None, seed: int = 5) -> l
             Sample(
                 name=f"sample{index}",
                 environment="test",
-                stretches=(
-                    Stretch(ids[:num_prompt]),
-                    Stretch(ids[num_prompt:], TokenArray.of_floats(rollout), advantage, True),
+                segments=(
+                    Segment(ids[:num_prompt]),
+                    Segment(ids[num_prompt:], TokenArray.from_floats(rollout), advantage, True),
                 ),
             )
         )

@@ -22,7 +22,7 @@ from typing import Any
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.conversation import ChatFormat, Message, Rendered, plain
 from megatron_fp8rl.envs.agent_session import CHARACTERS_PER_TOKEN
-from megatron_fp8rl.types import Completion, Given, Trajectory
+from megatron_fp8rl.types import Completion, Context, Trajectory
 
 _TURN_STRIDE = 1 << 20  # difference of the seeds of two turns; more than completions per prompt
 _MAX_OPEN = 64  # requests of one session that wait for an answer
@@ -48,7 +48,7 @@ class SessionLimitError(SessionError):
 class _Branch:
     """A growing trajectory."""
 
-    segments: list[Given | Completion]
+    segments: list[Context | Completion]
     messages: list[Message]  # the messages of the ids, including the last answer
     rendered: str  # the last prompt as text
     tools: tuple[Any, ...] = ()
@@ -187,17 +187,17 @@ class Session:
         ]
         return max(fits, key=lambda branch: len(branch.messages), default=None)
 
-    def _rest_of(self, branch: _Branch, prompt: str | Sequence[int]) -> Given | None:
+    def _rest_of(self, branch: _Branch, prompt: str | Sequence[int]) -> Context | None:
         ids = branch.token_ids
         if not isinstance(prompt, str):
             rest = tuple(prompt[len(ids) :])
-            return Given(token_ids=rest, role="user") if list(prompt[: len(ids)]) == ids else None
+            return Context(token_ids=rest, role="user") if list(prompt[: len(ids)]) == ids else None
         text = self._chat.tokenizer.decode(ids, skip_special_tokens=True)
         if branch.messages or not text or not prompt.startswith(text):
             return None
         rest = prompt[len(text) :]
         given = self._chat.tokenizer.encode(rest, add_special_tokens=False)
-        return Given(token_ids=tuple(given), role="user", text=rest)
+        return Context(token_ids=tuple(given), role="user", text=rest)
 
     async def _extend(
         self, branch: _Branch, messages: Sequence[Message], sampling: Mapping[str, Any]
@@ -213,7 +213,7 @@ class Session:
                 )
             if self._limits.rewritten_history == "fork":
                 return await self._begin(self._chat.begin(messages, branch.tools), messages, branch.tools, sampling)
-        given = Given(token_ids=found.new_ids, role=str(new[-1].get("role", "user")), text=found.new_text)
+        given = Context(token_ids=found.new_ids, role=str(new[-1].get("role", "user")), text=found.new_text)
         # Keep the rendered history, because an agent may return calls with their keys in another order.
         return await self._continue(branch, given, found.text, [*branch.messages, *new], sampling)
 
@@ -228,14 +228,14 @@ class Session:
         if len(self._branches) >= self._limits.max_turns:
             raise self._limit(f"it has {len(self._branches)} branches (--session.max_turns)")
         branch = _Branch(segments=[], messages=[], rendered="", tools=tuple(tools))
-        given = Given(token_ids=found.new_ids, role="prompt", text=found.new_text)
+        given = Context(token_ids=found.new_ids, role="prompt", text=found.new_text)
         self._check(branch, given)
         self._branches.append(branch)
         async with branch.lock:
             return await self._continue(branch, given, found.text, messages, sampling)
 
     async def _continue(
-        self, branch: _Branch, given: Given, rendered: str, messages: Sequence[Message], sampling: Mapping[str, Any]
+        self, branch: _Branch, given: Context, rendered: str, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> tuple[Completion, int]:
         """Sample an answer; the branch changes only after that."""
         room = self._check(branch, given)
@@ -280,7 +280,7 @@ class Session:
         if branch.messages:
             branch.messages[-1] = {"role": "assistant", **message}
 
-    def _check(self, branch: _Branch, given: Given) -> int:
+    def _check(self, branch: _Branch, given: Context) -> int:
         """Return the number of tokens that may still be sampled. Raises SessionError if there are none."""
         if self._ended:
             raise SessionEndedError(f"session {self.name} has ended: {self._ended}")

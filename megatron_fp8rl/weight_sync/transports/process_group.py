@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.kernels.compat import coalesced, gloo_group_on, nccl_group
-from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.net.address import local_address
 from megatron_fp8rl.weight_sync.schedule import Message, Round, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, DeliveryError, Transport, recorded
 
@@ -212,4 +212,4 @@ def _gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelt
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    return gloo_group_on(own_address(), store, rank, world_size, timeout)
+    return gloo_group_on(local_address(), store, rank, world_size, timeout)

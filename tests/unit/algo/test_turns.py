@@ -13,7 +13,7 @@ from megatron_fp8rl.algo.mismatch import mismatch_metrics
 from megatron_fp8rl.algo.samples import require_experts, to_samples
 from megatron_fp8rl.algo.turns import turn_of_tokens
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig, SamplingConfig
-from megatron_fp8rl.types import Completion, Given, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
+from megatron_fp8rl.types import Completion, Context, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
 from tests.helpers.samples import advantages_of, logprobs_of, mask_of
 from tests.unit.algo.algo_cases import LocalReducer, packed, with_logprobs
 
@@ -46,8 +46,8 @@ def sampled(*token_ids: int, version: int = 0, reason: str = "stop", experts=Non
     )
 
 
-def given(*token_ids: int) -> Given:
-    return Given(token_ids=token_ids, role="tool")
+def given(*token_ids: int) -> Context:
+    return Context(token_ids=token_ids, role="tool")
 
 
 def rollout(index: int, reward: float, *branches: Trajectory, turns: tuple[float, ...] = (), **changes) -> Rollout:

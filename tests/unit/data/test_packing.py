@@ -160,12 +160,12 @@ def test_inconsistent_samples_are_refused_by_name():
         return pack([sample, *others], data_size=1, data_rank=0, max_tokens=256, alignment=1)
 
     good = draw_sample(random.Random(0), 0)
-    prompt, sampled, *_ = good.stretches
+    prompt, sampled, *_ = good.segments
     with pytest.raises(ValueError, match="env/0#0: 1 log-probabilities for 2 sampled tokens"):
-        packed(replace(good, stretches=(prompt, sampled._replace(token_ids=TokenArray.of_ids((1, 2))))))
+        packed(replace(good, segments=(prompt, sampled._replace(token_ids=TokenArray.from_ids((1, 2))))))
     for first in (sampled, sampled._replace(is_trained=False), prompt._replace(is_trained=True)):
         with pytest.raises(ValueError, match="env/0#0: the prompt is empty"):
-            packed(replace(good, stretches=(first, sampled)))
+            packed(replace(good, segments=(first, sampled)))
     routed = draw_sample(random.Random(1), 1, experts=(2, 4))
     with pytest.raises(ValueError, match="env/0#0: routed experts of shape None"):
         packed(good, routed)

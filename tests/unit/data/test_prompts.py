@@ -141,7 +141,7 @@ def test_sft_samples_are_prompt_answer_end():
         prompt, answer = sample.token_ids[: sample.num_prompt_tokens], sample.token_ids[sample.num_prompt_tokens :]
         assert prompt[0] == TOKENIZER.bos_token_id and answer[-1] == TOKENIZER.eos_token_id
         assert eval(decode(TOKENIZER, prompt).removesuffix("=")) == int(decode(TOKENIZER, answer))
-        assert [stretch.is_trained for stretch in sample.stretches] == [False, True] and sample.num_loss_tokens == len(
+        assert [segment.is_trained for segment in sample.segments] == [False, True] and sample.num_loss_tokens == len(
             answer
         )
 

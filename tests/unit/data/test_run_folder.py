@@ -27,7 +27,7 @@ import sys, time
 from dataclasses import replace
 from megatron_fp8rl.data import run_folder
 from model_configs.tiny import tiny_qwen3
-with run_folder.held(replace(tiny_qwen3(), output_dir=sys.argv[1])):
+with run_folder.locked(replace(tiny_qwen3(), output_dir=sys.argv[1])):
     print("held", flush=True)
     time.sleep(120)
 """
@@ -49,12 +49,12 @@ def holder(tmp_path):
 def test_a_second_run_is_refused_and_a_killed_ones_folder_is_taken_over(tmp_path, holder):
     cfg = config(tmp_path / "run")
     said = f"another run uses it: process {holder.pid} on {socket.gethostname()}, since 20"
-    with pytest.raises(ConfigError, match=said), run_folder.held(cfg):
+    with pytest.raises(ConfigError, match=said), run_folder.locked(cfg):
         pass
     assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == str(holder.pid)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    with run_folder.held(cfg):
+    with run_folder.locked(cfg):
         assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == str(os.getpid())
     assert (tmp_path / "run" / "run.lock").read_text() == ""
 
@@ -73,12 +73,12 @@ def test_the_heartbeat_tells_of_a_run_on_another_node(tmp_path, monkeypatch, is_
     if is_alive:
         threading.Thread(target=beat, daemon=True).start()
         with pytest.raises(ConfigError, match="process 7 on elsewhere, job 123, since today"):
-            with run_folder.held(config(tmp_path)):
+            with run_folder.locked(config(tmp_path)):
                 pass
         ended.set()
     else:
         began = time.monotonic()
-        with run_folder.held(config(tmp_path)):
+        with run_folder.locked(config(tmp_path)):
             assert time.monotonic() - began < 10
 
 
@@ -95,7 +95,7 @@ def test_a_living_holder_whose_clock_is_behind_keeps_its_folder(tmp_path, monkey
     beat_thread = threading.Thread(target=beat, daemon=True)
     beat_thread.start()
     try:
-        with pytest.raises(ConfigError, match="process 7 on elsewhere"), run_folder.held(config(tmp_path)):
+        with pytest.raises(ConfigError, match="process 7 on elsewhere"), run_folder.locked(config(tmp_path)):
             pass
     finally:
         ended.set()
@@ -108,7 +108,7 @@ def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_folder, "_write", full)
     with pytest.raises(ConfigError, match="run.lock cannot be written: No space left on device"):
-        with run_folder.held(config(tmp_path)):
+        with run_folder.locked(config(tmp_path)):
             pass
 
 
@@ -116,7 +116,7 @@ def test_a_folder_that_is_no_runs_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "my_weights.bin").write_text("precious")
     with pytest.raises(ConfigError, match="is not empty and not a run folder: it contains model"):
-        with run_folder.held(config(tmp_path)):
+        with run_folder.locked(config(tmp_path)):
             pass
     assert (tmp_path / "model" / "my_weights.bin").read_text() == "precious"
     (found,) = [str(violation) for violation in rules.check(config(tmp_path)) if violation.field == "--output_dir"]
@@ -148,7 +148,7 @@ def test_what_an_earlier_run_left_standing_still_is_killed(tmp_path):
     other = subprocess.Popen(["sleep", "600"], env={**os.environ, "FP8RL_RUN_DIR": str(tmp_path / "other")})
     os.kill(left.pid, signal.SIGSTOP)
     try:
-        with run_folder.held(config(folder)):
+        with run_folder.locked(config(folder)):
             assert left.wait(60) == -signal.SIGKILL and other.poll() is None
             assert os.environ["FP8RL_RUN_DIR"] == str(folder)
     finally:
@@ -170,7 +170,7 @@ def test_sockets_of_servers_that_were_killed_are_removed_before_and_after_a_run(
         return folder
 
     left = leave()
-    with run_folder.held(config(run)):
+    with run_folder.locked(config(run)):
         assert not left.exists()
         left = leave()
     assert not left.exists() and mine.exists()

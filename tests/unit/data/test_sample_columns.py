@@ -9,40 +9,40 @@ from megatron_fp8rl.data.packing import divide
 from megatron_fp8rl.data.sample_columns import SampleColumns
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.trainer.messages import pack, unpack
-from megatron_fp8rl.types import Sample, Stretch
+from megatron_fp8rl.types import Sample, Segment
 from tests.helpers.samples import advantages_of, logprobs_of, mask_of
 
-PROMPT = TokenArray.of_ids(range(100))
+PROMPT = TokenArray.from_ids(range(100))
 
 
 def sample(number: int, *, experts: bool = False) -> Sample:
-    """A prompt that all share, an answer, what a tool said, and a stretch that is too old to be trained."""
-    answer = TokenArray.of_ids(range(number, number + 3)), TokenArray(np.float32([-0.25, -number, 0.0]))
-    stretches = (
-        Stretch(PROMPT),
-        Stretch(*answer, 0.5 - number, True),
-        Stretch(TokenArray.of_ids((7,))),
-        Stretch(*answer, 0.1),
+    """A prompt that all share, an answer, what a tool said, and a segment that is too old to be trained."""
+    answer = TokenArray.from_ids(range(number, number + 3)), TokenArray(np.float32([-0.25, -number, 0.0]))
+    segments = (
+        Segment(PROMPT),
+        Segment(*answer, 0.5 - number, True),
+        Segment(TokenArray.from_ids((7,))),
+        Segment(*answer, 0.1),
     )
     routed = np.full((106, 2, 4), number, np.uint8) if experts else None
-    return Sample(name=f"p#{number}", environment="e", stretches=stretches, staleness=number, routed_experts=routed)
+    return Sample(name=f"p#{number}", environment="e", segments=segments, staleness=number, routed_experts=routed)
 
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_samples_are_what_they_were(experts):
     given = [sample(number, experts=experts) for number in range(5)]
-    found = SampleColumns.of(given).samples()
+    found = SampleColumns.from_samples(given).samples()
     for one, other in zip(found, given, strict=True):
         assert (one.name, one.environment, one.staleness) == (other.name, other.environment, other.staleness)
         assert one.token_ids == other.token_ids and logprobs_of(one) == logprobs_of(other)
         assert mask_of(one) == mask_of(other) and advantages_of(one) == advantages_of(other)
         assert (one.num_tokens, one.num_prompt_tokens, one.num_loss_tokens) == (107, 100, 3)
-        assert [stretch.rollout_logprobs is None for stretch in one.stretches] == [True, False, True, False]
+        assert [segment.rollout_logprobs is None for segment in one.segments] == [True, False, True, False]
         assert np.array_equal(one.routed_experts, other.routed_experts) if experts else one.routed_experts is None
-    assert len({id(one.stretches[0].token_ids) for one in found}) == 1
-    assert SampleColumns.of([]).samples() == []
-    without = Sample(name="sft", environment="e", stretches=(Stretch(PROMPT), Stretch(PROMPT[:2], is_trained=True)))
-    (again,) = SampleColumns.of([without]).samples()
+    assert len({id(one.segments[0].token_ids) for one in found}) == 1
+    assert SampleColumns.from_samples([]).samples() == []
+    without = Sample(name="sft", environment="e", segments=(Segment(PROMPT), Segment(PROMPT[:2], is_trained=True)))
+    (again,) = SampleColumns.from_samples([without]).samples()
     assert again == without and again.num_prompt_tokens == 100
 
 
@@ -55,5 +55,5 @@ def test_a_message_of_a_share_is_its_columns_and_not_a_copy():
     found = unpack(message)
     assert found == first and found != second
     received = {part.numpy().ctypes.data: part.numel() for part in message}
-    row = np.asarray(found.microbatches[0][0].stretches[1].rollout_logprobs).ctypes.data
+    row = np.asarray(found.microbatches[0][0].segments[1].rollout_logprobs).ctypes.data
     assert any(start <= row < start + size for start, size in received.items())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_fp8rl.token_array import TokenArray
-from megatron_fp8rl.types import Completion, Given, Trajectory
+from megatron_fp8rl.types import Completion, Context, Trajectory
 
 IDS, FLOATS = (5, 151_935, 0), (-0.5, -0.1, 0.0)
 
@@ -20,22 +20,24 @@ def completion(**fields) -> Completion:
 
 
 def test_it_is_the_tuple_of_its_numbers():
-    row, values = TokenArray.of_ids(IDS), IDS
+    row, values = TokenArray.from_ids(IDS), IDS
     assert row == values and values == row and list(row) == list(values) and tuple(row) == values
     assert row == list(values) and row != (*values, 1) and row != values[:-1] and row != "x"
     assert row[0] == values[0] and type(row[0]) is type(values[0]) and row[-1] == values[-1]
     assert row[1:] == values[1:] and isinstance(row[1:], TokenArray) and values[0] in row and hash(row) == hash(values)
-    assert row + values[:1] == (*values, values[0]) and TokenArray.of_ids(()) + IDS == IDS and repr(row) == repr(values)
+    assert (
+        row + values[:1] == (*values, values[0]) and TokenArray.from_ids(()) + IDS == IDS and repr(row) == repr(values)
+    )
     for protocol in (4, 5):
         assert pickle.loads(pickle.dumps([row, row[1:], row[::2]], protocol)) == [row, row[1:], row[::2]]
-    assert not TokenArray.of_ids(()) and TokenArray.of_ids(()) == ()
+    assert not TokenArray.from_ids(()) and TokenArray.from_ids(()) == ()
 
 
 def test_floats_are_single_where_nothing_is_lost():
-    exact = TokenArray.of_floats(np.float32(FLOATS).tolist())
-    assert np.asarray(exact).dtype == np.float32 and np.asarray(TokenArray.of_floats(FLOATS)).dtype == np.float64
-    assert exact == np.float32(FLOATS).tolist() and TokenArray.of_floats(FLOATS) == FLOATS
-    assert TokenArray.of_floats((float("nan"),)) == (float("nan"),)  # recordings hold it
+    exact = TokenArray.from_floats(np.float32(FLOATS).tolist())
+    assert np.asarray(exact).dtype == np.float32 and np.asarray(TokenArray.from_floats(FLOATS)).dtype == np.float64
+    assert exact == np.float32(FLOATS).tolist() and TokenArray.from_floats(FLOATS) == FLOATS
+    assert TokenArray.from_floats((float("nan"),)) == (float("nan"),)  # recordings hold it
 
 
 def test_it_cannot_be_changed():
@@ -59,5 +61,5 @@ def test_a_completion_keeps_eight_bytes_a_token():
 
 
 def test_a_trajectory_joins_its_segments():
-    assert Trajectory(segments=(Given(token_ids=(1, 2), role="prompt"), completion())).token_ids == (1, 2, *IDS)
+    assert Trajectory(segments=(Context(token_ids=(1, 2), role="prompt"), completion())).token_ids == (1, 2, *IDS)
     assert Trajectory(segments=()).token_ids == ()

@@ -56,7 +56,7 @@ def test_own_error_is_told_from_inherited():
     assert [row.name for row in rows] == names
     assert first_different(rows).name == "layer.1.o_proj"
     assert beyond_rounding(rows) == ["layer.1.o_proj"]
-    assert rows[start + 1].own_db == -math.inf and rows[start + 1].total_db == pytest.approx(-20, abs=1.5)
+    assert rows[start + 1].isolated_db == -math.inf and rows[start + 1].total_db == pytest.approx(-20, abs=1.5)
     assert "| layer.1.o_proj |" in table(rows) and table(rows).count("beyond rounding") == 1
 
 

@@ -109,10 +109,10 @@ def test_a_host_that_knows_itself_by_loopback_gives_the_address_of_its_interface
     if origin is not None:
         monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", origin)
     monkeypatch.setattr(peers, "interfaces", lambda: {"127.0.0.1": "lo", "10.9.8.7": "eth1", "10.9.8.6": "eth2"})
-    assert peers.own_address(SLURM_PLACE) == "10.9.8.7"
+    assert peers.local_address(SLURM_PLACE) == "10.9.8.7"
     monkeypatch.setattr(peers, "interfaces", lambda: {"127.0.0.1": "lo"})
     with pytest.raises(OSError, match="no address but loopback"):
-        peers.own_address(SLURM_PLACE)
+        peers.local_address(SLURM_PLACE)
 
 
 def test_interfaces_are_those_that_the_system_lists():

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_fp8rl.report.conversations import conversation, is_session
-from megatron_fp8rl.types import Given, Trajectory
+from megatron_fp8rl.types import Context, Trajectory
 from tests.helpers.rollouts import make_group
 
 
@@ -12,7 +12,7 @@ def test_a_session_is_told_turn_by_turn():
     assert not is_session(rollout)
     first = rollout.completions[0]
     asked = rollout.branches[0].segments[0]
-    tool = Given(token_ids=(4,) * 9, role="tool", text="<b>5</b>" + "x" * 9000)
+    tool = Context(token_ids=(4,) * 9, role="tool", text="<b>5</b>" + "x" * 9000)
     second = replace(
         first, text="five", min_version=2, num_prompt_tokens=40, num_cached_tokens=32, finish_reason="length"
     )

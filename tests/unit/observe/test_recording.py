@@ -11,7 +11,7 @@ import pytest
 
 from megatron_fp8rl.observe import recording
 from megatron_fp8rl.observe.recording import RolloutWriter, lacks_experts, read_steps, steps_of
-from megatron_fp8rl.types import Completion, Given, RolloutGroup, Trajectory, single_turn
+from megatron_fp8rl.types import Completion, Context, RolloutGroup, Trajectory, single_turn
 from tests.helpers.rollouts import make_group
 
 
@@ -39,7 +39,7 @@ def test_sessions_of_several_turns_and_branches_read_back_equal(tmp_path):
     second = replace(
         first, token_ids=(9,), rollout_logprobs=(-0.25,), routed_experts=first.routed_experts[:2], text="9"
     )
-    asked, told = Given(token_ids=(5, 6, 7), role="prompt", text=prompt.text), Given(token_ids=(4,), role="tool")
+    asked, told = Context(token_ids=(5, 6, 7), role="prompt", text=prompt.text), Context(token_ids=(4,), role="tool")
     turns = Trajectory(segments=(asked, first, told, second, replace(told, text="unread “€”")))
     bare = replace(second, routed_experts=None, num_prompt_tokens=11, num_cached_tokens=8)
     rewritten = Trajectory(segments=(replace(asked, token_ids=(5, 1)), bare))

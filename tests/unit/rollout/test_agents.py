@@ -16,7 +16,7 @@ from megatron_fp8rl.envs.scorer_process import ScorePoolError
 from megatron_fp8rl.rollout.agents import agent_process
 from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
 from megatron_fp8rl.rollout.agents.requests import Requests
-from megatron_fp8rl.types import Completion, Given
+from megatron_fp8rl.types import Completion, Context
 from tests.helpers.processes import until
 from tests.helpers.sessions import CHAT, TOKENIZER, Engine, Fleet, Scorer, config, play, prompt
 
@@ -39,7 +39,7 @@ def test_two_turns_and_a_tool_are_one_trajectory():
     assert (rollout.reward, rollout.status, rollout.detail) == (1.0, "scored", "")
     (branch,) = rollout.branches
     kinds = [type(segment).__name__ for segment in branch.segments]
-    assert kinds == ["Given", "Completion", "Given", "Completion"]
+    assert kinds == ["Context", "Completion", "Context", "Completion"]
     assert TOKENIZER.decode(branch.token_ids) == "<bos>2+3=2+3<eos>55<eos>"
     assert [s.text for s in branch.segments] == ["2+3=", "2+3", "5", "5"] and branch.segments[2].role == "tool"
     # The engine was given the very ids that are trained, and each turn has a seed of its own.
@@ -62,7 +62,7 @@ def test_an_opponent_is_sampled_and_not_trained():
     assert len(engine.prompts) == 4 and len(set(engine.seeds)) == 4
     assert [(type(s).__name__, s.text) for s in branch.segments[1:]] == [
         ("Completion", "m"),
-        ("Given", "o"),
+        ("Context", "o"),
         ("Completion", "m"),
     ]
 
@@ -209,4 +209,4 @@ def test_a_rewritten_past_forks_or_is_kept_or_is_refused(policy, num_branches):
         )
     else:
         assert told[0].count("<think>a</think>b<|im_end|>") == 2 and told[0].count("<|im_end|>") == 4
-    assert all(isinstance(branch.segments[0], Given) for branch in rollout.branches)
+    assert all(isinstance(branch.segments[0], Context) for branch in rollout.branches)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megatron_fp8rl.data.tokenizer import character_tokenizer
-from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.net.address import local_address
 from megatron_fp8rl.net.auth import TOKEN_VARIABLE, RequireToken, headers
 from megatron_fp8rl.net.endpoint import Endpoint
 from megatron_fp8rl.precision.hardware import here
@@ -373,4 +373,4 @@ def test_only_the_token_opens_a_server(environment, given, passes, kind):
 
 def test_the_address_that_the_agents_agreed_on_comes_first(monkeypatch):
     monkeypatch.setenv("LAUNCH_ADDRESS", "10.1.2.3")
-    assert own_address() == "10.1.2.3"
+    assert local_address() == "10.1.2.3"

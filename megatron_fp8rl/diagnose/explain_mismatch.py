@@ -35,7 +35,7 @@ def _compare(policy: Policy, fleet: Fleet, token_ids: Sequence[int]) -> str:
     cfg = policy.cfg
     if reason := _obstacle(cfg.engine):
         return f"Its operations were not compared: {reason}."
-    path = Path(cfg.run_dir).resolve() / "first_difference.safetensors"
+    path = Path(cfg.run_dir).resolve() / "explain_mismatch.safetensors"
     tokens = list(token_ids[:-1])  # the engine adds one
     try:
         probe = TrainerProbe(policy.chunks, cfg, policy.parallel)
@@ -63,7 +63,7 @@ def _sentence(first: Difference | None, num_tokens: int) -> str:
             f"The engine's prefill of its {num_tokens} tokens agrees with the trainer at every operation: the engine "
             "decodes by another function than it prefills"
         )
-    own = "differs, too" if first.own_max else "agrees"
+    own = "differs, too" if first.isolated_max else "agrees"
     return (
         f"The engine's prefill of its {num_tokens} tokens differs first at {first.name}, by up to {first.total_max:.3g}; "
         f"on the engine's inputs that operation of the trainer {own}"
