@@ -1,7 +1,5 @@
 """Settings that all tests share. They must be in the environment before torch is imported."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -3,8 +3,6 @@
 ``megatron_fp8rl/README.md`` shows the layers. A failure names the module and the import that breaks a rule.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import subprocess

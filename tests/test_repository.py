@@ -1,7 +1,5 @@
 """Rules that hold for every file of the repository."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """Patches of other packages: each has a range; required ones refuse other versions, optional ones are skipped."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

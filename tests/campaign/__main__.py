@@ -5,8 +5,6 @@ few seconds; one that ends is started again by the same command. It survives if 
 metrics and the same rollouts, and leaves nothing behind: processes, shared memory, sockets. Prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

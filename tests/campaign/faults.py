@@ -1,7 +1,5 @@
 """Faults of a campaign: what can happen to a run's processes, clock, disk and files."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

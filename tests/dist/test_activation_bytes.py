@@ -1,7 +1,5 @@
 """What doctor says a layer keeps for its backward pass, against what autograd saves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The worked example of docs/extending.md does what the page says: its code makes a family that works."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

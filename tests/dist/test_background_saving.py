@@ -1,7 +1,5 @@
 """Checkpoints that are written while training goes on: they hold the moment at which they were begun, or do not count."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

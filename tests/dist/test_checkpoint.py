@@ -1,7 +1,5 @@
 """Checkpoints: resumed runs agree with uninterrupted ones, in any layout, and a kill never costs the last one."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

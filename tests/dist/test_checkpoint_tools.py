@@ -1,7 +1,5 @@
 """Converted checkpoints in the trainer, in every layout; and checkpoints of runs, of every layout, converted back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

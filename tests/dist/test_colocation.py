@@ -1,7 +1,5 @@
 """Turns of trainer and engines: who moves when, and that a failing engine stops every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

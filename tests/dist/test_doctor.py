@@ -1,7 +1,5 @@
 """What the doctor says of weights, gradients and optimizer states, against what Megatron-Core allocates on ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

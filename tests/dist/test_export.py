@@ -1,7 +1,5 @@
 """Models and layouts of the tests of publications, and what save_hf writes: a checkpoint that is the policy."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training with tokens gathered and read by index: the updates of the all-to-all, whatever the ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

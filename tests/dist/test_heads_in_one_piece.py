@@ -1,7 +1,5 @@
 """Attention whose heads are split, normed and rotated in one piece trains as attention that does one after the other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Largest queries, keys and values of a batch: those of transformers' model, in every layout, and without padding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The stand-in of benchmarks holds what the trainer's model holds, the same numbers in every layout, and publishes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

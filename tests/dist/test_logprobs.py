@@ -1,7 +1,5 @@
 """Chunked vocabulary-parallel log-probabilities and entropy, against torch.log_softmax in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Offloaded training state: memory goes and comes back, and no bit of training changes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

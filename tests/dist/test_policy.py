@@ -3,8 +3,6 @@
 Layouts are compared in FP32 without FP8, where only the order of sums differs.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

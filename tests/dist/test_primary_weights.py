@@ -4,8 +4,6 @@ With power-of-two scales a run must not change by a bit: what is multiplied are 
 are not kept.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

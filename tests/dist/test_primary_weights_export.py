@@ -5,8 +5,6 @@ and half of each byte's value with twice the scale. Parameters hold the second f
 publishes the first.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 

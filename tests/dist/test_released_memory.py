@@ -1,7 +1,5 @@
 """What a policy held is free when nobody names it any more: gradients' hooks, caches and the optimizer keep nothing."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Router replay: given experts are used in every layout, and the own experts, replayed, change no bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

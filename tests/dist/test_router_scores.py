@@ -1,7 +1,5 @@
 """A router whose experts gather tokens: its scores in two launches are the weights and the map of its general way."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

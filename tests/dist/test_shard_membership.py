@@ -1,7 +1,5 @@
 """Publications from shard to shard while replicas come and go: those that are left hold what they would have held."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

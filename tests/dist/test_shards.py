@@ -4,8 +4,6 @@ The engine workers are threads of rank 0 that keep what arrives; what they hold 
 out of the whole tensors, quantized whole.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import time

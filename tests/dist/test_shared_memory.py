@@ -1,8 +1,6 @@
 """FP8 linears whose BF16 weights lie in the memory of their gradients: no bit of training changes, and nothing reads
 the one for the other."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Updates without the optional patches are the same, bit for bit; gradients that autograd does not see are reduced."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a probe records of the trainer alone: every operation, on every kind of linear, and the numbers that train."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

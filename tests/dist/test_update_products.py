@@ -1,7 +1,5 @@
 """The comparison of tests/gpu/test_te_training_gpu.py on a stand-in for Transformer Engine: what passes, what fails."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 

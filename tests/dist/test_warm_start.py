@@ -1,7 +1,5 @@
 """The warm start: when it saves, and that one which was killed ends as one in one go."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A pass that compiles kernels leaves no trace: what is trained after it is the same to the bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/extending.md does what it says: its code trains a policy, from a file outside of the library."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

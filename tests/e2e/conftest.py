@@ -1,7 +1,5 @@
 """Engines for end-to-end tests. Starting one takes 10 to 40 s, so that the whole session shares it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

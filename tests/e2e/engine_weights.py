@@ -4,8 +4,6 @@ The reference is transformers' own model. Where the layer table says FP8, its ma
 its experts run one after another.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run with an agent, trainer and engine as they are: every turn is exact, and nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

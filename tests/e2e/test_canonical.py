@@ -1,7 +1,5 @@
 """The canonical form of E4M3 blocks is what vLLM's own conversion for DeepGEMM makes of them, bytes and scales."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The engine's CPU layers are the reference arithmetic, bit for bit, without an engine around them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

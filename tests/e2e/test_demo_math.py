@@ -1,7 +1,5 @@
 """The command of `make demo-math`, as the Makefile has it, for a few steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

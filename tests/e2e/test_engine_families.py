@@ -1,7 +1,5 @@
 """Engines of every family that vLLM runs on a CPU: what they hold after an online update, and what they compute."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One engine as two parts that share no network but a cable, as on two nodes: its weights, its answers, and its end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """An engine of two workers computes the same model, proves it, and is missed when it dies."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

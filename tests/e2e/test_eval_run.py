@@ -1,7 +1,5 @@
 """The eval command on a live engine: the same weights in two formats and two layouts give the same result."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The commands in the READMEs of examples run as they stand, in a temporary copy of the examples."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

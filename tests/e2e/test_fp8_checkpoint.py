@@ -1,7 +1,5 @@
 """An FP8 checkpoint of the tools in vLLM: it loads, and computes what an engine does after an online update."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import inprocess

@@ -1,7 +1,5 @@
 """What vLLM finds out about a model's class in a fork is what it finds out in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ vLLM's CPU kernel attends to what it has written into the cache, prompts include
 show what the cache does to them. It truncates to E4M3 instead of rounding, which errs by 5 % instead of 2.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real vLLM engine: tokens in and out, seeds, log-probabilities, stops, pauses and failures."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The rollout stream over a real engine: reproducible when synchronous, bounded and overlapping when not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

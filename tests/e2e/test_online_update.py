@@ -1,7 +1,5 @@
 """An engine that was updated online is the engine that loads the same weights from disk; damage on the way is named."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

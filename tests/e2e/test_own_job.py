@@ -1,7 +1,5 @@
 """The grpo command as a person uses it: an empty folder, a model and a tokenizer made on the spot, rows, a reward."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The per-layer probe on a running engine: equal ends differ by rounding alone, and a damaged weight is named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Publication over HTTP to engines in processes of their own, and an engine that dies in the middle of one."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """From shard to shard over HTTP to an engine of two workers: one request for a publication, each worker its slices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from engine_weights import policy_of, write_hf_dir

@@ -1,7 +1,5 @@
 """A trainer rank that is killed in the middle of a publication: nobody samples from half of it, and the run goes on as if."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

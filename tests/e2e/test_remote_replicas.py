@@ -1,7 +1,5 @@
 """Replicas that others start, found by their endpoint files: on another network where this machine can make one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Replicas that die: rollouts and rewards are those of a run in which none did, and successors hold current weights."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

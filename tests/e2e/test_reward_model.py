@@ -1,7 +1,5 @@
 """The reward ``model``: a served model's scores against those of transformers, its server's end, and a run with it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whole runs through the command line, as a user starts them: the demo in short form, a resume, a failure."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Publications into spare memory: the engine samples while weights arrive, and pauses for the switch alone."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """An engine without optional patches: vLLM's scheduler, its start of processes and its inspection of models."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import psutil

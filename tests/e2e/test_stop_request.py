@@ -1,7 +1,5 @@
 """Runs that are told to stop: they finish their step, save, say so with exit status 85, and go on from there."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The study of README: from its warm start over every run to table, plot and numbers, and once more in no time."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

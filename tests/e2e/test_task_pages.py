@@ -1,7 +1,5 @@
 """The pages quickstart and data_and_rewards: their files, commands and snippets are executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

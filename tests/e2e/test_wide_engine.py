@@ -1,7 +1,5 @@
 """An engine of two attention data-parallel ranks that share experts: its answers, its weights, its ranks' digests."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """cuDNN's attention over packs against a loop over sequences in float32 on one GPU; -s shows decibels and times."""
 
-from __future__ import annotations
-
 import math
 import types
 

@@ -3,8 +3,6 @@
 Run with -s for sizes and seconds.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 from dataclasses import replace

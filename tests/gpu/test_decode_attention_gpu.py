@@ -1,7 +1,5 @@
 """Attention over an FP8 cache on a GPU: decoding and prompts against float64, alone and in one batch, in graphs too."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 Run with -s for times.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

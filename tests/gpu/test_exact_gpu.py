@@ -1,7 +1,5 @@
 """What makes trainer and engine bitwise equal at the lengths of real answers, on one GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

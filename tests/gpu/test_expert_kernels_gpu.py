@@ -3,8 +3,6 @@
 Speeds are printed beside a copy's, and only compared with bounds so wide that a kernel has to be broken to miss them.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Experts that read gathered tokens by index, on one Hopper GPU: the kernels of a CPU, and the updates of sorted copies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Our CUDA kernels on a Hopper GPU: the sums of DeepGEMM, the bytes of Triton; -s shows milliseconds."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

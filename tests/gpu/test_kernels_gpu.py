@@ -3,8 +3,6 @@
 Speeds are printed, and only compared with bounds so wide that a kernel has to be broken to miss them.
 """
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -5,8 +5,6 @@ matter: values are a thousandth of their usual size, which the output projection
 leaves them below E4M3's normal numbers.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

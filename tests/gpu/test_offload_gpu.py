@@ -3,8 +3,6 @@
 Run with -s for sizes and speeds.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """FP8 primary weights on Transformer Engine's tensors, beside BF16 parameters, on a GPU; -s shows losses and memory."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Two engines hold the same weights all the time: one gets them from shard to shar
 captured graphs read; the other by way of a file and vLLM's own loaders. Run with -s for seconds.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Run with -s for sizes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 Two engines, dense and mixture of experts, start at once; run with -s for sizes and seconds.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Jobs whose nodes are processes of this machine, with roles that only pretend."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

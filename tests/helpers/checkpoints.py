@@ -1,7 +1,5 @@
 """Small checkpoints of random weights: by transformers, or straight from the name table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A sound run, of which tests change single fields."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_fp8rl.config import ModelConfig, RunConfig

@@ -5,8 +5,6 @@ milliseconds. They cannot be forked from the test process: torch's autograd does
 has run it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import io

@@ -1,7 +1,5 @@
 """Experts outside of a model: on grouped kernels, on those of the linears, and as a formula in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Policies of several layouts and in-memory engines that receive their weights."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ document: a token travels once to each rank that has one of its experts, and wha
 Objects travel, so only the results are those of the real package, and not its speed.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from importlib.machinery import ModuleSpec

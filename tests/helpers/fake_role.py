@@ -7,8 +7,6 @@ A trainer holds at a step until a file of the run is there, or until it is asked
 take its time. A part of a server dies once all ``--parts`` parts of it have begun.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -4,8 +4,6 @@ It checks how it is called as the real one does on Hopper: usages that a product
 of equal length, contiguous outputs. The numbers it quantizes to are those of ``kernels/blockwise.py``.
 """
 
-from __future__ import annotations
-
 import enum
 import sys
 import types

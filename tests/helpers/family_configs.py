@@ -1,7 +1,5 @@
 """Small configurations of families that the shared engine is not of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_fp8rl.config import (

@@ -1,7 +1,5 @@
 """Marks of tests that need a Hopper GPU: where there is none they are skipped, with the reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Triton reads TRITON_INTERPRET when it is imported, and other tests import it wit
 of its own, which one test of the file starts.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Requests of the launcher for small configurations."""
 
-from __future__ import annotations
-
 from launch.cluster import Cluster
 from launch.plan import Request
 from megatron_fp8rl import cli

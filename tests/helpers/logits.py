@@ -1,7 +1,5 @@
 """Logits of models by transformers and by the trainer, for the same packed ragged sequences."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig

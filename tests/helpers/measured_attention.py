@@ -1,7 +1,5 @@
 """What transformers' own models put into a KV cache: the largest queries, keys and values of every layer."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

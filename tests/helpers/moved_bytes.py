@@ -1,7 +1,5 @@
 """Bytes that the operations of kernels/fused_moe.py have to move: each input read once, each output written once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A model folder as users have them: config.json, weights, a BPE tokenizer with a chat template; made on the spot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

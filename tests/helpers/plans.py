@@ -1,7 +1,5 @@
 """Models and layouts of plans of publication."""
 
-from __future__ import annotations
-
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
 from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable

@@ -1,7 +1,5 @@
 """Waiting for what other processes do, which takes its time on a busy machine, and whether they run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

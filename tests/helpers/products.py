@@ -5,8 +5,6 @@ rounds the other way, and after a few layers two correct runs differ as much as 
 each linear of a running update is computed again from the input, the weights and the output gradient that it was given.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Versions that patches were not tested with, pretended."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_fp8rl import upstream

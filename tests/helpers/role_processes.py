@@ -1,7 +1,5 @@
 """Processes of roles, without an agent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from launch.peers import Board, Peer, Place

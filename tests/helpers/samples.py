@@ -1,7 +1,5 @@
 """Samples made of numbers for each token, and the numbers of the tokens of a sample."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Scores of many completions at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from megatron_fp8rl.envs.scoring import Score, ScorePool

@@ -1,7 +1,5 @@
 """Engines, prompts and configurations for sessions, in memory; the workers of agents are real processes."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

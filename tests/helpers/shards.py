@@ -1,7 +1,5 @@
 """Engines whose workers hold shards."""
 
-from __future__ import annotations
-
 import asyncio
 
 import torch

@@ -1,7 +1,5 @@
 """Jobs and cluster files for the tests on a real Slurm."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines, prompts and scorers in memory, which are told when to answer."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import FIRST_COMPLETED, wait

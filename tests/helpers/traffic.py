@@ -7,8 +7,6 @@ Every GPU has a network card of its own, and the cards with one index in their n
 ranks fill nodes in order; the engine ranks of all replicas fill others after them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

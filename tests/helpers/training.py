@@ -1,7 +1,5 @@
 """Small models, ragged batches and training runs that tests execute on ranks of any layout."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The inverse of ``registry.shard``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

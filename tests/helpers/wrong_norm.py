@@ -1,7 +1,5 @@
 """A configuration whose import makes the trainer's norms wrong, by one part in 64; engines do not import it."""
 
-from __future__ import annotations
-
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.kernels import float64
 from model_configs.tiny import tiny_qwen3_moe

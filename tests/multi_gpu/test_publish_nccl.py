@@ -5,8 +5,6 @@ proven by digest, the first of them against vLLM's own loaders; the log-probabil
 reload of the same weights and a comparison with it, by way of files. Run with -s for the reports.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

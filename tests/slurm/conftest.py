@@ -1,7 +1,5 @@
 """One Slurm for the whole session. Without root, Linux or its programs these tests are skipped, and say why."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The test cluster as tests use it: commands of Slurm, the launcher as a user calls it, and nodes that lose power."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The programs are a few lines each, so that these tests cost seconds; training itself is in ``test_slurm_training.py``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """nemo-run's users: their executor queues our job, and nemo-run's own commands look after it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A user's own model, data and reward through a real Slurm: the page's way, by a kept dry run and `launch`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a user gets wrong about a cluster, as Slurm itself says it: a clear sentence, an exit status, and an empty queue."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

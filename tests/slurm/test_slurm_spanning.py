@@ -3,8 +3,6 @@
 The nodes share neither memory nor /tmp, so whatever the workers tell each other travels over the network.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Models are tiny and steps few: these tests are about nodes, limits and losses of
 ``--junitxml``: from the command to the first step, and from the loss of a node to the next step.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Evaluation without engines: which weights are meant, what is refused, what the numbers and the page say."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Finding Python and installing: what can be checked without installing anything."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

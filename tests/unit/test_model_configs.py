@@ -1,7 +1,5 @@
 """Runs of real models: published dimensions and parameter counts, no mistakes, and room on the GPUs they name."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re

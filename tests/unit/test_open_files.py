@@ -1,7 +1,5 @@
 """Programs that a cluster starts with few open files have as many requests in flight as the system allows."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

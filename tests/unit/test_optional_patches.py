@@ -1,7 +1,5 @@
 """Without its optional patches, the library takes stock code; what stock code cannot give is refused by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

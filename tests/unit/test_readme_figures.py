@@ -1,7 +1,5 @@
 """Every figure of the README's claims about GPUs is in the rows that the claim names, of the run that it names."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

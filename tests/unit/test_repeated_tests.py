@@ -1,7 +1,5 @@
 """A test that passes only alone fails the build, and is told apart from those that are broken."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The wheel, installed somewhere else: the user's path works from an empty folder, and no common name lies at the top."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Functions that the configuration names: accepted options, and errors with field, value and remedy."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

@@ -1,7 +1,5 @@
 """pass@k against enumeration and exact fractions; intervals against published values and by simulation."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import combinations
 from math import comb

@@ -1,7 +1,5 @@
 """Trajectories of several turns and branches become samples in which every token keeps its own log-probability."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

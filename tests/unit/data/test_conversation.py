@@ -1,7 +1,5 @@
 """The ids of a conversation only grow, and what a template rewrites is noticed, for the templates of five families."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of files: what other libraries read from the same bytes, the columns of known data sets, order, and bad rows."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """Who may use a run's folder: no other run beside a living one, and nothing that is not a run's."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

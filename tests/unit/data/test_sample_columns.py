@@ -1,7 +1,5 @@
 """Samples that travel as columns arrive as they were: shared rows once, numbers in place."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Token arrays behave like tuples of Python numbers, and take as many bytes as their arrays."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 

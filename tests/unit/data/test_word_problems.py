@@ -1,7 +1,5 @@
 """The data of `make demo-math`: held-out problems are new, every row can be used, and its answers are right."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

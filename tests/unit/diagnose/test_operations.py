@@ -1,7 +1,5 @@
 """How a probe's recordings compare, on tensors whose differences are known."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Rewards of rows: values against tables made by hand and math-verify, functions of users, programs and judges."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading

@@ -1,7 +1,5 @@
 """What a program can do in a sandbox: nothing to anybody else. Each attack ends alone; run with -s for the table."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Decoding over an FP8 cache against torch in float64: in Triton's interpreter, and compiled for a Hopper GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """An engine's norms and SwiGLU with the quantization of their output: in Triton's interpreter against the definition."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Log-probabilities whose bits no order of summation changes, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

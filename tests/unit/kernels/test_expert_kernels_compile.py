@@ -1,7 +1,5 @@
 """The kernels of experts compile for Hopper without one: vectors of 16 bytes, and registers spilled by one alone."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import os

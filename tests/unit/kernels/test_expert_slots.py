@@ -1,7 +1,5 @@
 """The tokens of a rank's experts and the sums of their rows, against loops over tokens and experts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Our CUDA kernels in threads of a CPU: where numbers lie, who waits for whom, and what the results are."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import shutil

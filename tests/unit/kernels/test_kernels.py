@@ -4,8 +4,6 @@ The interpreter has to be chosen before Triton is imported, and other tests impo
 in a process of its own.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels compile for Hopper without one, and read and write memory in vectors of 16 bytes where they may."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

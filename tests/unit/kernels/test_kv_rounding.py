@@ -1,7 +1,5 @@
 """Rounding to an FP8 KV cache: every value of E4M3 stays, others go to the nearest, gradients pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels of log-probabilities against torch in float64: in Triton's interpreter, and compiled for a Hopper GPU."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows that travel in FP8: the bytes of ``quantize_activation``, and what grouped GEMMs are given of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Scores of a softmax router, in torch and in the kernel: the choice and weights of ``choose_experts``, and its gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

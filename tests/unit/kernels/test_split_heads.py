@@ -1,7 +1,5 @@
 """The kernel that splits, norms and rotates heads, against torch: in Triton's interpreter, and compiled for a Hopper GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Each key of a family's configuration class is changed, one at a time. If the rea
 ModelConfig, the logits of transformers' model must not move.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Every family against random models that transformers builds and saves: names, config.json and slices, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

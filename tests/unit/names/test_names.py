@@ -1,7 +1,5 @@
 """Names round trip on random models that transformers builds, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM

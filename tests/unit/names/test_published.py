@@ -1,7 +1,5 @@
 """Published config.json files: what they say, how many parameters that makes, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

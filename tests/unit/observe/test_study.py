@@ -1,7 +1,5 @@
 """Which runs a study makes of a configuration, and what it refuses before the first one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

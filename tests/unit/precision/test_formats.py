@@ -1,7 +1,5 @@
 """Formats against published checkpoints, against plain arithmetic, and with a format that no kernel knows yet."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a rank multiplies, which kernels are chosen for it, and that both ends and preflight refuse the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Preflight refuses exactly what building refuses, in the same words, on every kind of hardware."""
 
-from __future__ import annotations
-
 import random
 import typing
 from dataclasses import replace

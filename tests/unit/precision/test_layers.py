@@ -1,7 +1,5 @@
 """The layer table of every family: which matrices are FP8, as the published FP8 checkpoints have it."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_fp8rl.config import MlaConfig, ModelConfig, PrecisionConfig, RouterConfig

@@ -3,8 +3,6 @@
 The workers are real processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """docs/agents.md: its agents are run as written, and what it names exists."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, replace
 from pathlib import Path

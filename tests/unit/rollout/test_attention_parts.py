@@ -1,7 +1,5 @@
 """How a batch of an engine is divided for attention over an FP8 cache."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Pieces of completions, joined."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

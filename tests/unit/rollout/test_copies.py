@@ -1,7 +1,5 @@
 """Copies between fixed places: neighbours become one, types convert, strides are kept."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_fp8rl.weight_sync.copies import Copies

@@ -1,7 +1,5 @@
 """Arguments of the engines."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a failed request means: a replica that is ending, however long that takes, or one that refuses it."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The comparison of a first publication: whether kernels hold, part by part, what vLLM's loaders were given."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

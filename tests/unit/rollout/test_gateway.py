@@ -1,7 +1,5 @@
 """The OpenAI-compatible endpoint, asked by the official client in an agent's process."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Digests of a worker's model that are worked out once: they follow what is written, and what moves, in the model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,8 +1,6 @@
 """What goes through an engine's own loaders in a first publication: a layer of each kind, told apart by all they hold, and
 one module after another."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

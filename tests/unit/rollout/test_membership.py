@@ -1,7 +1,5 @@
 """Replicas come and go: who is asked, who is asked instead, when weights are due, and how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

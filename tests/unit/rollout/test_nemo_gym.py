@@ -1,7 +1,5 @@
 """Rows of NeMo Gym play through the endpoint of a session. Its servers are played by a small one with their protocol."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

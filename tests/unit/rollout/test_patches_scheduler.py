@@ -1,7 +1,5 @@
 """Our scheduler beside vLLM's own: the same steps, the same tokens, but in few messages."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections import defaultdict, deque

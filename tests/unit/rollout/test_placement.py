@@ -1,7 +1,5 @@
 """GPUs of replicas, and the environment that gives them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which kernels an engine needs, and that they are compiled once, by many processes, whatever happens to one."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

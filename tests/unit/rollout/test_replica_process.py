@@ -1,7 +1,5 @@
 """The process above a remote replica's server: it says where the server is, and neither outlives the other."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The order of calls by which an engine sleeps, wakes and is updated, against a server that follows vLLM's rules."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The engines are in memory. The tests are about which group starts when, and no real engine can show that.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Tasksets of the library ``verifiers`` play through the endpoint of a session."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

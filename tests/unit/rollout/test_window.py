@@ -1,7 +1,5 @@
 """``window_groups``: complete groups are trained first, long answers delay only their own group, the bias is measured."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

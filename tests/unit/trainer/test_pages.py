@@ -1,7 +1,5 @@
 """Pages of keys: reading a segment's pages in the order of its table gives its keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every change of a tensor changes its digest; grouping and device do not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

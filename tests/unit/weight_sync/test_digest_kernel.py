@@ -1,8 +1,6 @@
 """The digest kernel in Triton's interpreter, against digest.py's own sums. Runs itself in a process of its own, for the
 interpreter has to be chosen before Triton is imported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

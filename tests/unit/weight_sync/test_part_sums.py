@@ -1,7 +1,5 @@
 """The GPU's sums of parts are those of the definition, here in Triton's interpreter: ragged ends, pitches, both widths."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Plans over many layouts: every byte is sent once, engine slices make up the whole, buckets are bounded."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

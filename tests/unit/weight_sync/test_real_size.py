@@ -4,8 +4,6 @@ The targets: a plan in 10 s and 1 GB on every rank; at most 1.1 times the bytes 
 or rail far above the mean. Few layers stand for all where counting every message would take long.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Messages between random layouts: every byte that an engine keeps arrives once, and is that of the whole tensor."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

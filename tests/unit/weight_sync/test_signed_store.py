@@ -1,7 +1,5 @@
 """The store of a publication: a stranger who reaches it can neither run code in a worker nor choose what it opens."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import pickle

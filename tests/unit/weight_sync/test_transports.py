@@ -1,8 +1,6 @@
 """What auto means, who waits for whom in connecting, and what shared memory costs a machine: files that are left behind
 go, too small a one is named."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

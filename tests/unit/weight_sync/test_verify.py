@@ -1,7 +1,5 @@
 """Every way in which an engine can hold the wrong thing is told apart and named."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
