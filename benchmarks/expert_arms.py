@@ -136,7 +136,7 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
         gradient_accumulation_fusion=False,
     )
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    recipe = make_recipe(PrecisionConfig(trainer=trainer, rollout="bf16", experts="deep_gemm"))
+    recipe = make_recipe(PrecisionConfig(trainer=trainer, rollout="bf16", kernels={"experts": "deep_gemm"}))
     submodules = GroupedMLPSubmodules(
         linear_fc1=partial(GroupedLinear, parallel_mode="column", spec=LinearSpec(recipe)),
         linear_fc2=partial(GroupedLinear, parallel_mode="row", spec=LinearSpec(recipe)),

@@ -36,7 +36,7 @@ ARMS = {
     "bf16": ("--precision.trainer", "bf16", "--precision.rollout", "bf16"),
     "fp8": (),
     "fp8_kv": ("--engine.kv_cache_dtype", "fp8"),
-    "fp8_deep_gemm": ("--engine.moe_backend", "deep_gemm"),  # of a mixture: the engine's other kernels for experts
+    "fp8_deep_gemm": ("--precision.kernels.engine_experts", "deep_gemm"),  # MoE models only
     "exact": ("--precision.exact", "True"),
 }
 _SEPARATE = ("--engine.placement", "separate", "--engine.gpu_memory_utilization", "0.85")

@@ -70,22 +70,20 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
     engine = EngineConfig(
         max_num_sequences=max(s.num_sequences for s in shapes),
         kv_cache_dtype="fp8" if cell.precision == "fp8_kv" else "auto",
-        linear_backend=cell.linear,
-        moe_backend=cell.moe,
-        attention_backend=cell.attention,
         torch_compile=cell.compile,
         batch_invariant=cell.batch_invariant,
         gpu_memory_utilization=0.9,
     )
     deadlines = DeadlineConfig(request_s=1200.0)
     optim = OptimConfig(max_tokens_per_microbatch=16384)
+    kernels = {"engine_linears": cell.linear, "engine_experts": cell.moe, "engine_attention": cell.attention}
     rollout_precision = "bf16" if cell.precision == "bf16" else "blockwise"
     # Only DeepGEMM rounds the scales of activations to powers of two.
     scales = "fp32" if cell.linear in ("cutlass", "triton") else "pow2"
     return RunConfig(
         name="rollout_speed",
         model=MODELS[cell.model](),
-        precision=PrecisionConfig(trainer="bf16", rollout=rollout_precision, scales=scales),
+        precision=PrecisionConfig(trainer="bf16", rollout=rollout_precision, scales=scales, kernels=kernels),
         sampling=sampling,
         engine=engine,
         deadlines=deadlines,

@@ -6,7 +6,7 @@ Imports no torch and no other heavy package, so help and ``--dry-run`` respond i
 
 CONFIG is ``module:function`` or the name of a function in ``model_configs/`` that takes no arguments and is annotated
 to return a ``RunConfig``. Every configuration field is an option (``--parallel.tensor 2``), and
-``--set path=JSON`` sets a value inside a dictionary field; unknown options are errors.
+``--set path=JSON`` sets a dictionary field or a value inside it; unknown options are errors.
 """
 
 from __future__ import annotations
@@ -293,7 +293,9 @@ def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary:
 
 
 def _apply_set(cfg: RunConfig, args: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """Apply and remove each ``--set path=JSON``, a value inside a dictionary field; text that is no JSON stays text.
+    """Apply and remove each ``--set path=JSON`` for a dictionary field or a value inside it; JSON or text.
+
+    ``--precision.kernels.ROLE KERNEL`` means ``--set precision.kernels.ROLE=KERNEL``.
 
     Raises UsageError for a removed or renamed field, and for a path that does not lead into a dictionary.
     """
@@ -301,6 +303,8 @@ def _apply_set(cfg: RunConfig, args: Sequence[str]) -> tuple[RunConfig, list[str
     while queue:
         arg = queue.pop(0)
         name, _, given = arg.partition("=")
+        if name.startswith("--precision.kernels."):
+            name, given = "--set", f"{name[2:]}={given or (queue.pop(0) if queue else '')}"
         if name != "--set":
             if arg.startswith("--") and (remedy := removed_fields.remedy(name[2:].replace("-", "_"))):
                 raise UsageError(f"{name} is no longer an option. {remedy}.")
@@ -326,6 +330,8 @@ def _with_value(node: Any, keys: list[str], value: Any, path: str) -> Any:
     if rest and isinstance(node, tuple) and key.isdecimal() and int(key) < len(node):
         index = int(key)
         return (*node[:index], _with_value(node[index], rest, value, path), *node[index + 1 :])
+    if not rest and isinstance(value, dict) and isinstance(getattr(node, key, None), dict):
+        return dataclasses.replace(node, **{key: value})
     if rest and dataclasses.is_dataclass(node) and hasattr(node, key):
         return dataclasses.replace(node, **{key: _with_value(getattr(node, key), rest, value, path)})
     remedy = "it sets values inside dictionaries, such as data.environments.0.options.KEY; other fields are options"

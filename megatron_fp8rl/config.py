@@ -127,6 +127,18 @@ class ParallelConfig:
         return self.world_size // (self.tensor * self.pipeline * self.context)
 
 
+# The roles of ``precision.kernels`` and their values. precision/kernel_choice.py defines "auto", the default of each.
+KERNELS: dict[str, tuple[str, ...]] = {
+    "trainer": ("auto", "emulated", "te"),  # norms and FP8 linears; auto: Transformer Engine on a GPU
+    "linears": ("auto", "te", "deep_gemm"),  # the trainer's FP8 linears except experts; te follows ``trainer``
+    "experts": ("auto", "te", "deep_gemm"),  # the trainer's experts
+    "attention": ("auto", "engine"),  # engine: the trainer's forward pass runs the engine's attention kernel
+    "engine_linears": ("auto", "deep_gemm", "cutlass", "triton"),  # engines use these kernels on a GPU only
+    "engine_experts": ("auto", "deep_gemm", "triton"),
+    "engine_attention": ("auto", "FP8_CACHE", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Precision of trainer and engines, in one place so that both compute the same policy."""
@@ -138,13 +150,15 @@ class PrecisionConfig:
     bf16_first_layers: int = 0  # leading layers whose matrices stay BF16 in trainer and engine
     bf16_last_layers: int = 0
     params: Literal["bf16", "fp32", "fp8"] = "bf16"  # trainer; fp8: FP8 linears keep no BF16 copy; fp32 is for tests
-    kernels: Literal["auto", "emulated", "te"] = "auto"  # auto: Transformer Engine on a GPU, emulated on a CPU
-    linears: Literal["auto", "te", "deep_gemm"] = "auto"  # FP8 linears except experts; te follows ``kernels``
-    experts: Literal["auto", "te", "deep_gemm"] = "auto"  # kernels of experts; precision/kernel_choice.py defines auto
+    # Kernels by role, where ``auto`` is not wanted: {"experts": "te"}. KERNELS has the roles and their values.
+    kernels: dict[str, str] = field(default_factory=dict)
     # Both ends compute the same bits: "auto" selects such kernels, the first update of a step measures every token, and
     # a difference stops the run. Replaces the pass for old log-probabilities.
     exact: bool = False
-    attention: Literal["auto", "engine"] = "auto"  # engine: the trainer's forward runs the engine's attention kernel
+
+    def kernel(self, role: str) -> str:
+        """The kernel that the user chose for a role of :data:`KERNELS`; "auto" if none."""
+        return self.kernels.get(role, "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +196,6 @@ class EngineConfig:
     placement: Literal["colocated", "separate", "remote"] = "colocated"
     max_replica_restarts: int = 3  # restarts of dead replicas per run, in total; not for colocated replicas on GPUs
     sleep_level: Literal[0, 1, 2] = 0  # during training: 0 keeps engine memory, 1 offloads and 2 discards weights
-    linear_backend: Literal["auto", "deep_gemm", "cutlass", "triton"] = "auto"  # kernels of FP8 linears on a GPU
-    moe_backend: Literal["auto", "deep_gemm", "triton"] = "auto"  # kernels of experts
-    attention_backend: Literal["auto", "FP8_CACHE", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"] = "auto"
     batch_invariant: bool = False  # results do not depend on the rest of the batch; slower, no torch.compile
     torch_compile: bool = True  # False: CUDA graphs without torch.compile; starts a minute sooner
     enforce_eager: bool = False
@@ -395,6 +406,13 @@ class RunConfig:
     @property
     def run_dir(self) -> str:
         return self.output_dir.format(name=self.name)
+
+    def value(self, path: str) -> Any:
+        """The field at a dotted path, such as ``precision.kernels.experts``; "auto" for a kernel that is not set."""
+        found: Any = self
+        for name in path.split("."):
+            found = found.get(name, "auto") if isinstance(found, dict) else getattr(found, name)
+        return found
 
     @property
     def max_sequence_tokens(self) -> int:  # of the longest sequence that is sampled and trained

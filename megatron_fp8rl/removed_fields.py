@@ -21,10 +21,13 @@ REMOVED = {
 }
 
 _MOVED = """
+precision.kernels: precision.kernels=trainer precision.linears precision.experts precision.attention
+    engine.linear_backend=engine_linears engine.moe_backend=engine_experts engine.attention_backend=engine_attention
+    rollout.linear_backend=engine_linears rollout.moe_backend=engine_experts rollout.attention_backend=engine_attention
 engine: rollout.num_replicas rollout.tensor rollout.data rollout.expert rollout.placement rollout.max_replica_restarts
-    rollout.sleep_level rollout.linear_backend rollout.moe_backend rollout.attention_backend rollout.batch_invariant
-    rollout.torch_compile rollout.enforce_eager rollout.record_routed_experts rollout.kv_cache_dtype
-    rollout.kv_cache_bytes rollout.gpu_memory_utilization rollout.max_num_sequences
+    rollout.sleep_level rollout.batch_invariant rollout.torch_compile rollout.enforce_eager
+    rollout.record_routed_experts rollout.kv_cache_dtype rollout.kv_cache_bytes rollout.gpu_memory_utilization
+    rollout.max_num_sequences
 sampling: rollout.prompts_per_step rollout.completions_per_prompt rollout.max_prompt_tokens
     rollout.max_completion_tokens rollout.temperature rollout.top_p rollout.top_k rollout.stop_token_ids
     rollout.stop_strings rollout.max_staleness rollout.window_groups rollout.replay

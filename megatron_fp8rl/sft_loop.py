@@ -139,12 +139,13 @@ def _supervised(cfg: RunConfig) -> RunConfig:
     left of what a run says of FP8 parameters and linears, and without an engine to agree with."""
     precision = cfg.precision
     params = "bf16" if precision.params == "fp8" else precision.params
+    kernels = {role: kernel for role, kernel in precision.kernels.items() if role != "linears"}
     return replace(
         cfg,
         num_steps=cfg.warm_start.steps,
         optim=replace(
             cfg.optim, lr=cfg.warm_start.lr, warmup_steps=min(20, cfg.warm_start.steps // 10), decay="linear"
         ),
-        precision=replace(precision, trainer="bf16", params=params, linears="auto", exact=False),
+        precision=replace(precision, trainer="bf16", params=params, kernels=kernels, exact=False),
         algo=replace(cfg.algo, updates_per_step=1, kl_coef=0.0),
     )

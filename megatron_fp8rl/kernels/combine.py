@@ -1,8 +1,8 @@
 """Combine expert outputs as DeepGEMM engines and CPU engines do: a router-weighted sum, rounded once.
 
 In: expert outputs without router weights, in dispatcher order. Out: one sum per token. Runs on: every trainer rank if
-the engines use ``engine.moe_backend = deep_gemm`` or run on a CPU. All other engines round each weighted output to
-BF16 before adding; for those, the experts apply the router weights and ``dispatcher.py`` sums.
+engines run on a CPU or have ``precision.kernels.engine_experts = deep_gemm``. Other engines round each weighted output
+to BF16 before adding; for those, the experts apply the router weights and ``dispatcher.py`` sums.
 
 Router weights can only be applied after the all-to-all has gathered a token's rows, so experts return unweighted
 outputs. Gradients are still those of weighted outputs. Backward of the sum copies its gradient to each row of the

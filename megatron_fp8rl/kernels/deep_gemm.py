@@ -54,7 +54,8 @@ def deep_gemm() -> ModuleType:
     """Import the module named by :func:`package`. Raises RuntimeError with a remedy if there is none."""
     if (name := package()) is None:
         raise RuntimeError(
-            "DeepGEMM is not installed. It ships with vLLM for CUDA: install vLLM, or choose --precision.experts te"
+            "DeepGEMM is not installed. It ships with vLLM for CUDA: install vLLM, or choose "
+            "--precision.kernels.experts te"
         )
     os.environ.setdefault("DG_JIT_CACHE_DIR", compiled_folder())
     module = importlib.import_module(name)

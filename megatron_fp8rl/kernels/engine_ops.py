@@ -33,8 +33,8 @@ def flash_attention(
         attend = vllm_flash_attention()
     except ImportError as error:
         raise RuntimeError(
-            "precision.attention = engine: vLLM's FlashAttention 3 cannot be imported. Install vLLM for CUDA, or "
-            "choose --precision.attention auto"
+            "precision.kernels.attention = engine: vLLM's FlashAttention 3 cannot be imported. Install vLLM for CUDA, "
+            "or choose --precision.kernels.attention auto"
         ) from error
     descales = {}
     if cache_scales is not None:

@@ -4,9 +4,9 @@
 ``auto``. A kernel's ``supports(cfg, hardware)`` returns None or the reason for a refusal. :func:`choose` evaluates the
 table for one configuration and one kind of hardware; nothing else decides.
 
-``precision.linears`` and ``precision.experts`` select Transformer Engine or DeepGEMM. The choice is a function of the
-configuration: it is made once, from the shapes of a full microbatch (``matmul_shapes.py``), and applies to the whole
-run.
+The roles ``linears`` and ``experts`` of ``precision.kernels`` select Transformer Engine or DeepGEMM. The choice is a
+function of the configuration: it is made once, from the shapes of a full microbatch (``matmul_shapes.py``), and
+applies to the whole run.
 
 The choice must not depend on the batch, because Transformer Engine and DeepGEMM sum products in different orders. Old
 log-probabilities and the first update use microbatches of different sizes; their ratio must be 1 before the first
@@ -55,7 +55,7 @@ class Role:
 
     def named(self, cfg: RunConfig, hardware: Hardware) -> str | None:
         """The kernel that the configuration selects, if it belongs to this role; None if the choice is left open."""
-        name = attrgetter(self.path)(cfg) if self.path else "auto"
+        name = cfg.value(self.path) if self.path else "auto"
         return name if name in self.kernels else None
 
     def kernel(self, cfg: RunConfig, hardware: Hardware) -> str:
@@ -64,8 +64,8 @@ class Role:
 
 
 def _base(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    if cfg.precision.kernels != "auto":
-        return cfg.precision.kernels, f"precision.kernels = {cfg.precision.kernels}"
+    if (chosen := cfg.precision.kernel("trainer")) != "auto":
+        return chosen, f"precision.kernels.trainer = {chosen}"
     return ("te", "a GPU multiplies in FP8") if hardware.is_gpu else ("emulated", "a CPU does not multiply in FP8")
 
 
@@ -201,7 +201,7 @@ TABLE: dict[str, Role] = {
             "deep_gemm": Kernel("DeepGEMM", support.deep_gemm_linears, "PyTorch (as DeepGEMM)"),
         },
         _faster("linears"),
-        "precision.linears",
+        "precision.kernels.linears",
     ),
     "trainer.experts": Role(
         "expert linears",
@@ -211,7 +211,7 @@ TABLE: dict[str, Role] = {
             "deep_gemm": Kernel("DeepGEMM (grouped)", support.deep_gemm_experts, "PyTorch (as DeepGEMM)"),
         },
         _faster("experts"),
-        "precision.experts",
+        "precision.kernels.experts",
     ),
     "trainer.norms": Role("norms", {"te": _TE, "emulated": Kernel("PyTorch"), "batch_invariant": _INVARIANT}, _norms),
     "trainer.attention": Role(
@@ -222,7 +222,7 @@ TABLE: dict[str, Role] = {
             "torch": Kernel("PyTorch"),
         },
         _attention,
-        "precision.attention",
+        "precision.kernels.attention",
     ),
     "trainer.router": Role("router", {"torch": Kernel("PyTorch"), "batch_invariant": _INVARIANT}, _router),
     "trainer.combine": Role(
@@ -249,7 +249,7 @@ TABLE: dict[str, Role] = {
         },
         # The only ones that round activations to the power-of-two scales of ``precision.scales``.
         _engine("deep_gemm", "rounds activations as the trainer does"),
-        "engine.linear_backend",
+        "precision.kernels.engine_linears",
     ),
     "engine.experts": _EngineRole(
         "experts",
@@ -261,7 +261,7 @@ TABLE: dict[str, Role] = {
         # Their gate, up and down are in the wire format in every layout. A weight change allocates nothing, so CUDA
         # graphs stay valid.
         _engine_experts,
-        "engine.moe_backend",
+        "precision.kernels.engine_experts",
     ),
     "engine.norms": Role("norms", {"vllm": Kernel("vLLM"), "batch_invariant": _INVARIANT}, _engine_norms),
     "engine.attention": _EngineRole(
@@ -275,7 +275,7 @@ TABLE: dict[str, Role] = {
             "emulated": Kernel("PyTorch (emulated)"),
         },
         _engine_attention,
-        "engine.attention_backend",
+        "precision.kernels.engine_attention",
     ),
 }
 
@@ -364,7 +364,7 @@ class KernelChoice:
 
 
 def _pick(role: Role, cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    """(kernel, reason). For the trainer's linears and experts, "te" means the value of ``precision.kernels``."""
+    """(kernel, reason). For the trainer's linears and experts, "te" means ``precision.kernels.trainer``."""
     named = role.named(cfg, hardware)
     if named is None:
         return role.auto(cfg, hardware)
@@ -376,7 +376,7 @@ def _pick(role: Role, cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 def refusals(cfg: RunConfig, hardware: Hardware, end: End | None = None) -> list[Violation]:
     """Reasons why selected kernels do not support the configuration, at one ``end`` or both; empty if they do.
 
-    Kernels that ``auto`` selects are always supported, except for ``precision.kernels``, the fallback of other roles.
+    Kernels that ``auto`` selects are always supported, except that of ``trainer``, the fallback of other roles.
     Accepts any configuration, even if its parallel degrees do not divide its model.
     """
     return list(dict.fromkeys(_refusals(cfg, hardware, end)))  # two roles may share a reason

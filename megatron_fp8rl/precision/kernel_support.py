@@ -7,7 +7,6 @@ packages matter only on GPUs: a CPU computes everything in torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 from megatron_fp8rl import upstream
@@ -24,7 +23,7 @@ Supports = Callable[[RunConfig, Hardware], Violation | None]
 
 
 def _wrong(cfg: RunConfig, path: str, problem: str, remedy: str, choices: tuple[Any, ...] = ()) -> Violation:
-    return Violation(f"--{path}", attrgetter(path)(cfg), problem, remedy, choices=choices)
+    return Violation(f"--{path}", cfg.value(path), problem, remedy, choices=choices)
 
 
 def _untested(cfg: RunConfig, path: str, patches: Sequence[str], remedy: str) -> Violation | None:
@@ -58,13 +57,13 @@ def formats(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 def te(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not hardware.is_gpu:
         problem = "Transformer Engine needs a GPU, and this machine has none"
-        return _wrong(cfg, "precision.kernels", problem, "Choose auto")
+        return _wrong(cfg, "precision.kernels.trainer", problem, "Choose auto")
     if "transformer_engine" not in hardware.packages:
         remedy = (
             "Run `FP8RL_EXTRA=gpu make install`, or pip install 'transformer-engine[pytorch]' built for this PyTorch. "
-            "Or choose --precision.kernels emulated, which is exact and slow"
+            "Or choose --precision.kernels.trainer emulated, which is exact and slow"
         )
-        return _wrong(cfg, "precision.kernels", "transformer_engine is not installed", remedy)
+        return _wrong(cfg, "precision.kernels.trainer", "transformer_engine is not installed", remedy)
     return None
 
 
@@ -83,9 +82,9 @@ def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if precision.rollout != "blockwise":
         problem = "FP8 parameters are sent to engines without conversion"
         return _wrong(cfg, "precision.rollout", problem, f"Choose blockwise, {otherwise}", ("blockwise",))
-    if precision.kernels == "emulated":
+    if precision.kernel("trainer") == "emulated":
         problem = "the emulation supports only BF16 and FP32 parameters"
-        return _wrong(cfg, "precision.kernels", problem, f"Choose auto, {otherwise}")
+        return _wrong(cfg, "precision.kernels.trainer", problem, f"Choose auto, {otherwise}")
     if cfg.model.mla is None and cfg.model.head_dim % BLOCK:
         problem = (
             f"heads of {cfg.model.head_dim} rows do not fill blocks of {BLOCK}. Blocks of Megatron's QKV matrix would "
@@ -96,7 +95,7 @@ def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def deep_gemm_linears(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """Linears outside experts. Matrices without whole blocks are allowed: they use ``precision.kernels``."""
+    """Linears outside experts. Matrices without whole blocks are allowed: they use ``precision.kernels.trainer``."""
     if wrong := _deep_gemm(cfg, hardware, "linears", "DeepGEMM's linear kernels", ("blockwise",)):
         return wrong
     if cfg.precision.gradients != "e4m3":
@@ -118,13 +117,13 @@ def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _deep_gemm_is_there(cfg, hardware, "experts")
     if cfg.model.hidden_size % BLOCK:
         problem = f"DeepGEMM's grouped kernels need a multiple of {BLOCK}"
-        return _wrong(cfg, "model.hidden_size", problem, "Choose another size, or --precision.experts te")
+        return _wrong(cfg, "model.hidden_size", problem, "Choose another size, or --precision.kernels.experts te")
     features, ranks = cfg.model.moe_ffn_hidden_size, cfg.parallel.expert_tensor
     if ranks >= 1 and features % ranks == 0 and features // ranks % BLOCK:
         problem = (
             f"gives each rank {features // ranks} features of an expert, but grouped kernels need a multiple of {BLOCK}"
         )
-        return _wrong(cfg, "parallel.expert_tensor", problem, "Lower it, or choose --precision.experts te")
+        return _wrong(cfg, "parallel.expert_tensor", problem, "Lower it, or choose --precision.kernels.experts te")
     return _deep_gemm_is_there(cfg, hardware, "experts")
 
 
@@ -132,12 +131,12 @@ def _deep_gemm(
     cfg: RunConfig, hardware: Hardware, name: str, kernels: str, recipes: tuple[str, ...]
 ) -> Violation | None:
     """Requirements common to both kinds of DeepGEMM kernels."""
-    path, precision = f"precision.{name}", cfg.precision
+    path, precision = f"precision.kernels.{name}", cfg.precision
     if hardware.generation not in ("cpu", "hopper"):
         problem = f"{kernels} need Hopper; this machine is {hardware.generation!r}"
         return _wrong(cfg, path, problem, "Choose te", ("te",))
-    if precision.kernels == "emulated" and hardware.is_gpu:
-        return _wrong(cfg, path, "precision.kernels = 'emulated' excludes DeepGEMM", "Choose te", ("te",))
+    if precision.kernel("trainer") == "emulated" and hardware.is_gpu:
+        return _wrong(cfg, path, "precision.kernels.trainer = 'emulated' excludes DeepGEMM", "Choose te", ("te",))
     if precision.trainer not in recipes:
         return _wrong(cfg, path, f"{kernels} do not support the recipe {precision.trainer!r}", "Choose te", ("te",))
     if precision.params == "fp8":
@@ -149,7 +148,7 @@ def _deep_gemm(
 def _deep_gemm_is_there(cfg: RunConfig, hardware: Hardware, name: str) -> Violation | None:
     """Return a violation if DeepGEMM is not installed. Checked last, so that it hides no other violation."""
     if hardware.is_gpu and "deep_gemm" not in hardware.packages:
-        path = f"precision.{name}"
+        path = f"precision.kernels.{name}"
         problem = "DeepGEMM is not installed; it is part of vLLM for CUDA"
         return _wrong(cfg, path, problem, f"Install vLLM, or choose --{path} te", ("te",))
     return None
@@ -169,8 +168,9 @@ def gather(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(
             cfg, path, "gather cannot add the partial outputs of experts divided by parallel.expert_tensor", remedy
         )
-    if cfg.precision.experts not in ("auto", "deep_gemm"):
-        return _wrong(cfg, path, f"precision.experts = {cfg.precision.experts!r} needs tokens sorted by expert", remedy)
+    if (experts := cfg.precision.kernel("experts")) not in ("auto", "deep_gemm"):
+        problem = f"precision.kernels.experts = {experts!r} needs tokens sorted by expert"
+        return _wrong(cfg, path, problem, remedy)
     return deep_gemm_experts(cfg, hardware) or _untested(cfg, path, ["GatherDispatcher"], "Choose alltoall")
 
 
@@ -203,7 +203,7 @@ def _flex(cfg: RunConfig, hardware: Hardware, package: Package, name: str, sourc
 
 def engine_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """The engine's attention in the trainer's forward pass."""
-    path, head_dim = "precision.attention", cfg.model.head_dim
+    path, head_dim = "precision.kernels.attention", cfg.model.head_dim
     if not hardware.is_gpu:
         return _wrong(cfg, path, "needs a GPU, and this machine has none", "Choose auto")
     if cfg.model.mla is not None:
@@ -231,7 +231,7 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not cfg.precision.exact:
         return None
     for path, allowed, problem in (*_EXACT, *(_EXACT_ON_GPU if hardware.is_gpu else ())):
-        if attrgetter(path)(cfg) not in allowed:
+        if cfg.value(path) not in allowed:
             shown = " or ".join(map(str, allowed))
             return _wrong(cfg, path, f"precision.exact: {problem}", f"Set {shown}, or --precision.exact False", allowed)
     precision, model = cfg.precision, cfg.model
@@ -260,7 +260,7 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     sides = (*(use.shape for use in linears_of(cfg)),)
     if odd := next((s for s in sides if s.rows % BLOCK or s.columns % BLOCK), None):
         problem = f"precision.exact: a {odd.rows} x {odd.columns} matrix does not consist of whole blocks of {BLOCK}"
-        return _wrong(cfg, "precision.linears", problem, "Use --precision.exact False")
+        return _wrong(cfg, "precision.kernels.linears", problem, "Use --precision.exact False")
     checks = [
         engine_attention,
         deep_gemm_linears,
@@ -309,14 +309,14 @@ _EXACT: tuple[tuple[str, tuple, str], ...] = (
 _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
     ("precision.rollout", ("blockwise",), "cuBLAS sums BF16 products in a shape-dependent order"),
     ("precision.scales", ("pow2",), "kernels divide by FP32 scales in different orders"),
-    ("precision.kernels", ("auto", "te"), "the emulation rounds at other points than the engine"),
-    ("precision.linears", ("auto", "deep_gemm"), "the engine uses DeepGEMM"),
-    ("precision.experts", ("auto", "deep_gemm"), "the engine uses DeepGEMM"),
-    ("engine.linear_backend", ("auto", "deep_gemm"), "the trainer uses DeepGEMM"),
-    ("engine.moe_backend", ("auto", "deep_gemm"), "the trainer uses DeepGEMM"),
+    ("precision.kernels.trainer", ("auto", "te"), "the emulation rounds at other points than the engine"),
+    ("precision.kernels.linears", ("auto", "deep_gemm"), "the engine uses DeepGEMM"),
+    ("precision.kernels.experts", ("auto", "deep_gemm"), "the engine uses DeepGEMM"),
+    ("precision.kernels.engine_linears", ("auto", "deep_gemm"), "the trainer uses DeepGEMM"),
+    ("precision.kernels.engine_experts", ("auto", "deep_gemm"), "the trainer uses DeepGEMM"),
     ("sampling.temperature", (1.0,), "the engine divides logits in a different kernel"),
     ("engine.kv_cache_dtype", ("auto",), "with an FP8 cache, decode and prefill attention give different results"),
-    ("engine.attention_backend", ("auto", "FLASH_ATTN"), "the trainer uses FlashAttention"),
+    ("precision.kernels.engine_attention", ("auto", "FLASH_ATTN"), "the trainer uses FlashAttention"),
 )
 
 
@@ -325,21 +325,27 @@ def engine_fp32_scales(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if cfg.precision.rollout != "bf16" and cfg.precision.scales == "pow2":
         problem = "does not round activation scales to powers of two, but the trainer does"
         return _wrong(
-            cfg, "engine.linear_backend", problem, "Set deep_gemm, or --precision.scales fp32", ("deep_gemm",)
+            cfg,
+            "precision.kernels.engine_linears",
+            problem,
+            "Set deep_gemm, or --precision.scales fp32",
+            ("deep_gemm",),
         )
     return None
 
 
 def engine_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not cfg.model.is_moe:
-        return _wrong(cfg, "engine.moe_backend", "applies only to experts, but the model is dense", "Set auto")
+        return _wrong(
+            cfg, "precision.kernels.engine_experts", "applies only to experts, but the model is dense", "Set auto"
+        )
     return None
 
 
 def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if wrong := engine_experts(cfg, hardware):
         return wrong
-    path, precision = "engine.moe_backend", cfg.precision
+    path, precision = "precision.kernels.engine_experts", cfg.precision
     edges = precision.bf16_last_layers
     edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
     if precision.rollout == "bf16" or edges:
@@ -355,15 +361,17 @@ def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | 
 
 def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """The engine's attention of rollout/vllm_plugin/patches_attention.py."""
-    path, model = "engine.attention_backend", cfg.model
+    path, model = "precision.kernels.engine_attention", cfg.model
     if cfg.engine.kv_cache_dtype != "fp8":
         return _wrong(cfg, path, "supports only an FP8 KV cache", "Set auto, or --engine.kv_cache_dtype fp8")
     if hardware.is_gpu and hardware.generation != "hopper":
         return _wrong(cfg, path, f"runs only on Hopper; this machine is {hardware.generation!r}", "Set auto")
     if cfg.engine.batch_invariant or cfg.precision.exact:
         return _wrong(cfg, path, "is not batch-invariant: it splits a sequence by the number of sequences", "Set auto")
-    if cfg.precision.attention == "engine":
-        return _wrong(cfg, path, "is not FlashAttention, which precision.attention = 'engine' needs", "Set auto")
+    if cfg.precision.kernel("attention") == "engine":
+        return _wrong(
+            cfg, path, "is not FlashAttention, which precision.kernels.attention = 'engine' needs", "Set auto"
+        )
     if model.mla is not None or model.sliding_window is not None:
         return _wrong(cfg, path, "supports neither latent attention nor sliding windows", "Set auto")
     group = model.num_attention_heads // max(1, model.num_key_value_heads)
@@ -377,7 +385,7 @@ def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def flashinfer_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    path = "engine.attention_backend"
+    path = "precision.kernels.engine_attention"
     if cfg.engine.kv_cache_dtype == "fp8":
         problem = "reads FP8 KV cache scales only at startup, so later scales would have no effect"
         return _wrong(cfg, path, problem, "Set auto or FLASH_ATTN")

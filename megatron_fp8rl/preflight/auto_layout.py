@@ -27,7 +27,6 @@ import typing
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 from megatron_fp8rl import config as config_module
@@ -135,7 +134,7 @@ def _difference(old: RunConfig, new: RunConfig) -> Change:
     """The layout fields of ``new`` that differ from ``old``."""
     paths = [f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig)]
     paths += [*_LAYOUT, "engine.data", "optim.logprob_chunk_tokens"]
-    return tuple((path, attrgetter(path)(new)) for path in paths if attrgetter(path)(new) != attrgetter(path)(old))
+    return tuple((path, new.value(path)) for path in paths if new.value(path) != old.value(path))
 
 
 def _accepts_layout(search: _Search, base: RunConfig, change: Change, layout: Fields, steps: list[Fields]) -> bool:
@@ -145,7 +144,7 @@ def _accepts_layout(search: _Search, base: RunConfig, change: Change, layout: Fi
         fields = {**layout, **step}
         if fields["parallel.pipeline"] == 1:
             fields["parallel.virtual_stages"] = 1
-        new = tuple((path, value) for path, value in fields.items() if attrgetter(path)(base) != value)
+        new = tuple((path, value) for path, value in fields.items() if base.value(path) != value)
         return search.accepts(apply(base, new), (*change, *new))
 
     accepted = accepts(steps[-1])
@@ -238,7 +237,7 @@ def _values(cfg: RunConfig, path: str, choices: Sequence[Any]) -> Iterator[Any]:
     if path.count(".") > 1 or section == "model":
         return
     yield from choices
-    value = attrgetter(path)(cfg)
+    value = cfg.value(path)
     owner = type(getattr(cfg, section)) if section else RunConfig
     kind = typing.get_type_hints(owner, vars(config_module))[field]
     if typing.get_origin(kind) is typing.Literal:
@@ -599,7 +598,7 @@ def in_place(cfg: RunConfig, machines: DoctorOptions, override: Override = lambd
             result = assess(override(apply(cfg, change)), machines)
             if result.works and not result.num_layout_warnings:
                 if result.engine is not None and result.engine.full_sequences >= wanted:
-                    return tuple((path, value) for path, value in change if attrgetter(path)(cfg) != value)
+                    return tuple((path, value) for path, value in change if cfg.value(path) != value)
                 break
     return ()
 
@@ -629,7 +628,7 @@ def longer_microbatches(cfg: RunConfig, machines: DoctorOptions, override: Overr
             if result.engine is None or result.engine.full_sequences < _decoded_at_once(cfg):
                 break
             if result.works and not result.num_layout_warnings:
-                return tuple((path, value) for path, value in change if attrgetter(path)(cfg) != value)
+                return tuple((path, value) for path, value in change if cfg.value(path) != value)
     return ()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import KERNELS, RunConfig
 from megatron_fp8rl.precision.hardware import Generation, cpu_has_avx512
 from megatron_fp8rl.precision.parameters import ParameterCount, count
 from megatron_fp8rl.preflight import auto_layout, packages, precision_table, rules, tiling
@@ -32,7 +32,10 @@ from megatron_fp8rl.preflight.packages import Package
 from megatron_fp8rl.preflight.shapes import check_model
 
 _PROGRAM = "python -m megatron_fp8rl doctor"
-_OF_GPUS = {"linear_backend": "auto", "moe_backend": "auto", "attention_backend": "auto", "sleep_level": 0}
+_OF_GPUS = {
+    **{f"precision.kernels.{role}": "auto" for role in KERNELS if role.startswith("engine_")},
+    "engine.sleep_level": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +129,9 @@ def doubts(cfg: RunConfig, accelerator: Generation) -> list[Finding]:
             f"--optim.warmup_steps {cfg.optim.warmup_steps} is longer than the run of {num_updates} updates, which "
         )
         found.append(_warning("optim.warmup_steps", f"{problem}ends at {share:.2g} of the learning rate"))
-    for name, default in _OF_GPUS.items() if accelerator == "cpu" and cfg.engine.placement != "remote" else ():
-        if (value := getattr(cfg.engine, name)) != default:
-            found.append(_warning(f"engine.{name}", f"--engine.{name} {value} has no effect without a GPU"))
+    for path, default in _OF_GPUS.items() if accelerator == "cpu" and cfg.engine.placement != "remote" else ():
+        if (value := cfg.value(path)) != default:
+            found.append(_warning(path, f"--{path} {value} has no effect without a GPU"))
     if accelerator == "cpu" and cfg.engine.kv_cache_dtype == "fp8" and not cpu_has_avx512():
         problem = "vLLM keeps an FP8 KV cache on GPUs and on CPUs with AVX-512, which this machine has not"
         found.append(_warning("engine.kv_cache_dtype", problem))

@@ -7,7 +7,6 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_fp8rl.config import RunConfig, Violation
@@ -91,7 +90,7 @@ class Findings:
     _in_range: dict[str, bool] = field(default_factory=dict)  # by path, for the fields already checked
 
     def value(self, path: str) -> Any:
-        return attrgetter(path)(self.cfg)
+        return self.cfg.value(path)
 
     def refuse(
         self,
@@ -144,11 +143,15 @@ EXIT_STATUS = {"note": 0, "warning": 1, "error": 2}
 def apply(cfg: RunConfig, change: Change) -> RunConfig:
     """``cfg`` with the fields of ``change`` set."""
     for path, value in change:
-        section, _, field = path.rpartition(".")
-        if section:
-            value = dataclasses.replace(getattr(cfg, section), **{field: value})
-        cfg = dataclasses.replace(cfg, **{section or field: value})
+        cfg = _replaced(cfg, path.split("."), value)
     return cfg
+
+
+def _replaced(node: Any, names: Sequence[str], value: Any) -> Any:
+    name, rest = names[0], names[1:]
+    if isinstance(node, dict):
+        return {**node, name: value}
+    return dataclasses.replace(node, **{name: _replaced(getattr(node, name), rest, value) if rest else value})
 
 
 def arguments(overrides: Sequence[str], change: Change) -> str:

@@ -188,7 +188,7 @@ def _kernels(on_gpu_node: bool, version: Callable[[str], str | None]) -> Finding
         return Finding(
             severity="note",
             subject="apex",
-            problem=f"AdamW: apex {apex}'s; norms: PyTorch's; FP8 linears: emulated with --precision.kernels emulated, "
+            problem=f"AdamW: apex {apex}'s; norms: PyTorch's; FP8 linears: emulated with --precision.kernels.trainer emulated, "
             "for Transformer Engine is not installed here",
         )
     return Finding(

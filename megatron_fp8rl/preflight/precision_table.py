@@ -157,8 +157,8 @@ def _of_linears(cfg: RunConfig, choice: KernelChoice) -> list[Finding]:
     return [
         Finding(
             severity="note",
-            subject="--precision.linears",
+            subject="--precision.kernels.linears",
             problem=f"kv_a_proj_with_mqa has {rows} rows, no multiple of {BLOCK}: DeepGEMM does not multiply it, "
-            "and the trainer takes the kernels of precision.kernels for it",
+            "and the trainer takes the kernels of precision.kernels.trainer for it",
         )
     ]

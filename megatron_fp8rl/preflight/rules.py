@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron_fp8rl.algo import load_function
-from megatron_fp8rl.config import EnvironmentConfig, RunConfig, Violation
+from megatron_fp8rl.config import KERNELS, EnvironmentConfig, RunConfig, Violation
 from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.envs import sandbox
 from megatron_fp8rl.envs.rewards import configured as rewards
@@ -80,6 +80,14 @@ def _check_run(found: Findings) -> None:
 
 def _check_precision(found: Findings) -> None:
     cfg, precision = found.cfg, found.cfg.precision
+    for role, kernel in precision.kernels.items():
+        if role not in KERNELS:
+            remedy = f"Use one of {', '.join(KERNELS)}"
+            found.refuse("precision.kernels", f"{role!r} is no role", remedy)
+        elif kernel not in KERNELS[role]:
+            choices = KERNELS[role]
+            remedy = f"Choose one of {', '.join(choices)}"
+            found.refuse(f"precision.kernels.{role}", "is no kernel of this role", remedy, choices=choices)
     if found.in_range("precision"):
         edges = precision.bf16_first_layers + precision.bf16_last_layers
         if edges > cfg.model.num_layers:

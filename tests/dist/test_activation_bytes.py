@@ -98,7 +98,7 @@ def test_a_layer_keeps_what_doctor_says(model, modules):
     cfg = RunConfig(
         name="bytes",
         model=model,
-        precision=PrecisionConfig(trainer="bf16", rollout="bf16", experts="te"),
+        precision=PrecisionConfig(trainer="bf16", rollout="bf16", kernels={"experts": "te"}),
         optim=OptimConfig(
             recompute="selective" if modules else "none",
             recompute_modules=modules or ("core_attn",),

@@ -82,7 +82,7 @@ def _train_twice(cfg) -> list:
         ):
             count(module, name)
         for kind in ("te", "deep_gemm"):
-            policy = Policy.build(replace(cfg, precision=replace(cfg.precision, linears=kind)), parallel)
+            policy = Policy.build(replace(cfg, precision=replace(cfg.precision, kernels={"linears": kind})), parallel)
             metrics, old = continue_training(policy, 3)
             runs.append((metrics, old, weight_pieces(policy)))
             if kind == "te":

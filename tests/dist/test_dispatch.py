@@ -65,7 +65,7 @@ def test_grouped_experts_in_fp8_take_what_arrives(dispatch):
     """They read the tokens of each expert from the dispatcher; the sums of a token's experts round in another order."""
     model = replace(MOE, num_layers=2, hidden_size=128, moe_ffn_hidden_size=256)
     cfg = run_config(model=model, **LAYOUTS["ep2"])
-    cfg = replace(cfg, precision=PrecisionConfig(experts="deep_gemm"))
+    cfg = replace(cfg, precision=PrecisionConfig(kernels={"experts": "deep_gemm"}))
     expected = run_ranks(2, train, cfg, 1)
     cfg = replace(cfg, parallel=replace(cfg.parallel, dispatch=dispatch))
     for (got, _), want in zip(run_ranks(2, _trained, cfg, 1), expected, strict=True):

@@ -24,7 +24,9 @@ LAYOUTS = {
 def config(layout: str, precision: str, dispatch: str, **more):
     cfg = run_config(model=MODEL, **LAYOUTS[layout])
     parallel = replace(cfg.parallel, dispatch=dispatch)
-    return replace(cfg, parallel=parallel, precision=PrecisionConfig(trainer=precision, experts="deep_gemm"), **more)
+    return replace(
+        cfg, parallel=parallel, precision=PrecisionConfig(trainer=precision, kernels={"experts": "deep_gemm"}), **more
+    )
 
 
 def _trained(cfg, num_updates):

@@ -43,7 +43,7 @@ def _train_twice(cfg) -> list:
         patch.setattr(experts, "stacked", lambda tensors: views.append(real(tensors)) or views[-1])
         patch.setattr(experts, "_edges", lambda *halves: edges.append(real_edges(*halves)) or edges[-1])
         for kind in ("te", "deep_gemm"):
-            policy = Policy.build(replace(cfg, precision=replace(cfg.precision, experts=kind)), parallel)
+            policy = Policy.build(replace(cfg, precision=replace(cfg.precision, kernels={"experts": kind})), parallel)
             metrics, old = continue_training(policy, 3)
             runs.append((metrics, old, weight_pieces(policy)))
     parallel.barrier("done")
@@ -93,7 +93,7 @@ def test_recompute_changes_no_bit_of_a_gradient(name, layout):
     ranks = []
     for recompute in ("none", "selective"):
         cfg = _config(name, layout, recompute=recompute)
-        cfg = replace(cfg, precision=replace(cfg.precision, experts="deep_gemm"))
+        cfg = replace(cfg, precision=replace(cfg.precision, kernels={"experts": "deep_gemm"}))
         ranks.append(run_ranks(cfg.parallel.world_size, _gradients, cfg))
     for expected, found in zip(*ranks, strict=True):
         for key, gradient in expected.items():
@@ -132,9 +132,13 @@ def _moments(policy) -> float:
 def test_checkpoints_are_the_same_for_both(saved_by, tmp_path):
     loaded_by = {"deep_gemm": "te", "te": "deep_gemm"}[saved_by]
     cfg = _config("fp8", {"world_size": 2, "expert": 2})
-    saved = run_ranks(2, _save, replace(cfg, precision=replace(cfg.precision, experts=saved_by)), str(tmp_path))
+    saved = run_ranks(
+        2, _save, replace(cfg, precision=replace(cfg.precision, kernels={"experts": saved_by})), str(tmp_path)
+    )
     one = _config("fp8", {})
-    found = run_ranks(1, _restore, replace(one, precision=replace(one.precision, experts=loaded_by)), str(tmp_path))
+    found = run_ranks(
+        1, _restore, replace(one, precision=replace(one.precision, kernels={"experts": loaded_by})), str(tmp_path)
+    )
     weights, again = (full_weights(MODEL, [pieces for pieces, _ in ranks]) for ranks in (saved, found))
     assert weights.keys() == again.keys()
     for key, weight in weights.items():

@@ -53,7 +53,7 @@ LATENT = replace(
 )
 # Nothing is clipped: the order in which the norm is summed depends on the buffers that parameters lie in.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-2, weight_decay=0.1, clip_grad_norm=0.0)
-PRECISION = PrecisionConfig(trainer="blockwise", bf16_last_layers=1, linears="te", experts="te")
+PRECISION = PrecisionConfig(trainer="blockwise", bf16_last_layers=1, kernels={"linears": "te", "experts": "te"})
 
 
 def _config(model, params="fp8", *, scales="pow2", overlap=False, offload=(), **layout):

@@ -15,7 +15,8 @@ from tests.helpers.training import DENSE, MOE, SMOOTH_ADAM, make_batch, make_los
 OVERLAP = replace(SMOOTH_ADAM, overlap_grad_reduce=True)
 TILED = replace(MOE, hidden_size=128, head_dim=32, moe_ffn_hidden_size=128)
 GROUPED = replace(
-    run_config(model=TILED), precision=PrecisionConfig(trainer="blockwise", rollout="bf16", experts="deep_gemm")
+    run_config(model=TILED),
+    precision=PrecisionConfig(trainer="blockwise", rollout="bf16", kernels={"experts": "deep_gemm"}),
 )
 RUNS = {
     "dense": run_config(model=DENSE),

@@ -17,7 +17,9 @@ def _routers(**router):
     model = replace(MOE, num_layers=2, hidden_size=128, moe_ffn_hidden_size=256, router=RouterConfig(**router))
     cfg = run_config(model=model)
     cfg = replace(
-        cfg, parallel=replace(cfg.parallel, dispatch="gather"), precision=PrecisionConfig(experts="deep_gemm")
+        cfg,
+        parallel=replace(cfg.parallel, dispatch="gather"),
+        precision=PrecisionConfig(kernels={"experts": "deep_gemm"}),
     )
     with alone(cfg) as parallel:
         policy = Policy.build(cfg, parallel)

@@ -14,7 +14,10 @@ from tests.helpers.training import DENSE, MOE, continue_training, make_batch, ma
 
 MODEL = replace(MOE, num_layers=2, hidden_size=128, moe_ffn_hidden_size=256)
 TIED = replace(DENSE, hidden_size=128, ffn_hidden_size=256, head_dim=32, tie_embeddings=True)
-EXPERTS, ALL = PrecisionConfig(experts="deep_gemm"), PrecisionConfig(experts="deep_gemm", linears="deep_gemm")
+EXPERTS, ALL = (
+    PrecisionConfig(kernels={"experts": "deep_gemm"}),
+    PrecisionConfig(kernels={"experts": "deep_gemm", "linears": "deep_gemm"}),
+)
 EDGE = {"bf16_last_layers": 1}
 LAYOUTS = {
     "alone": (MODEL, {}, EXPERTS, {}),
@@ -62,7 +65,7 @@ def _require_all_that_are_copied(policy) -> None:
     table = LayerTable.build(cfg.model, cfg.precision)
     for name, parameter in policy.named_parameters():
         is_fp8 = table.trainer_format(registry.weight(name, cfg.model).parts[0][0]).is_quantized
-        is_on_deep_gemm = ".experts." in name or cfg.precision.linears == "deep_gemm"
+        is_on_deep_gemm = ".experts." in name or cfg.precision.kernel("linears") == "deep_gemm"
         is_whole = all(size % 128 == 0 for size in parameter.shape)
         assert (name in shared) == (is_fp8 and is_on_deep_gemm and is_whole), name
 
@@ -207,7 +210,11 @@ def _shares(cfg) -> bool:
 
 
 @pytest.mark.parametrize(
-    "precision", [PrecisionConfig(trainer="bf16", rollout="bf16", experts="deep_gemm"), PrecisionConfig(experts="te")]
+    "precision",
+    [
+        PrecisionConfig(trainer="bf16", rollout="bf16", kernels={"experts": "deep_gemm"}),
+        PrecisionConfig(kernels={"experts": "te"}),
+    ],
 )
 def test_weights_that_are_multiplied_in_bf16_or_elsewhere_stay(precision):
     assert run_ranks(1, _shares, replace(_config("alone"), precision=precision)) == [False]

@@ -39,7 +39,7 @@ def _probe(cfg: RunConfig) -> tuple:
 
 @pytest.mark.parametrize("linears, kinds", [("te", {"in_torch"}), ("deep_gemm", {"on_deep_gemm"})])
 def test_every_operation_is_recorded_and_replayed(linears, kinds):
-    precision = PrecisionConfig(trainer="blockwise", params="bf16", linears=linears)
+    precision = PrecisionConfig(trainer="blockwise", params="bf16", kernels={"linears": linears})
     cfg = replace(run_config(model=MODEL), precision=precision)
     ((recorded, replayed, unwatched, watched, found),) = run_ranks(1, _probe, cfg)
     assert found == kinds

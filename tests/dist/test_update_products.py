@@ -106,7 +106,9 @@ def _updates(parallel, kind: str, name: str, change=None, expected=None) -> list
     with pytest.MonkeyPatch.context() as patch:
         fake_te.install(patch)
         patch.setattr(build, "here", lambda: Hardware("hopper"))
-        policy = Policy.build(replace(cfg, precision=replace(RECIPES[name], linears="te", experts="te")), parallel)
+        policy = Policy.build(
+            replace(cfg, precision=replace(RECIPES[name], kernels={"linears": "te", "experts": "te"})), parallel
+        )
         if change is not None:
             change(patch)
         updates = [products.of_an_update(policy, expected) for _ in range(2)]

@@ -56,8 +56,8 @@ def _warm_start(cfg: RunConfig, dies: bool) -> str:
 @pytest.mark.parametrize(
     "precision",
     [
-        PrecisionConfig(linears="deep_gemm", experts="deep_gemm"),
-        PrecisionConfig(params="fp8", linears="te", experts="te"),
+        PrecisionConfig(kernels={"linears": "deep_gemm", "experts": "deep_gemm"}),
+        PrecisionConfig(params="fp8", kernels={"linears": "te", "experts": "te"}),
         PrecisionConfig(trainer="tensorwise", gradients="e5m2"),
         PrecisionConfig(exact=True),
     ],

@@ -11,7 +11,7 @@ from tests.tolerances import LAYOUT_WEIGHTS
 
 
 def _weighing_in_sums(cfg, num_updates):
-    """Runs on a rank: ``train`` with the choice that follows from ``engine.moe_backend = deep_gemm`` on a GPU."""
+    """Runs on a rank: ``train`` with the choice that follows from ``precision.kernels.engine_experts = deep_gemm`` on a GPU."""
     from megatron_fp8rl.kernels import combine
     from megatron_fp8rl.trainer.model import build
 

@@ -65,11 +65,11 @@ def test_the_engine_says_that_it_computes_with_the_kernels_that_were_chosen(flee
     assert chosen.engine.linears == chosen.engine.experts == "emulated" and chosen.disagreements(in_use) == []
     linears, experts = choose(fleet.cfg, Hardware("hopper")).disagreements(in_use)  # the choice of another machine
     assert linears == (
-        "engine.linear_backend: DeepGEMM was chosen for the engine's FP8 linears, but the engine uses "
+        "precision.kernels.engine_linears: DeepGEMM was chosen for the engine's FP8 linears, but the engine uses "
         "EmulatedFp8LinearMethod"
     )
     assert experts == (
-        "engine.moe_backend: Triton was chosen for the engine's experts, but the engine uses "
+        "precision.kernels.engine_experts: Triton was chosen for the engine's experts, but the engine uses "
         "EmulatedFp8MoEMethod (CPU), ReadableMoEMethod (CPU)"
     )
 

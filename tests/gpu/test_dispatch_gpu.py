@@ -22,7 +22,7 @@ def test_updates_are_those_without_it(monkeypatch):
     from megatron_fp8rl.trainer.policy import Policy
 
     cfg = run_config()  # parameters in FP32
-    cfg = replace(cfg, precision=replace(cfg.precision, kernels="emulated"))
+    cfg = replace(cfg, precision=replace(cfg.precision, kernels={"trainer": "emulated"}))
     found = []
     with alone(cfg) as parallel:
         assert has_fused_permutation(parallel.device)

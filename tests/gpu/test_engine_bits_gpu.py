@@ -150,7 +150,7 @@ def test_a_layer_of_experts_has_the_bits_of_an_engine_on_deep_gemm(kernels):
     from megatron_fp8rl.kernels.triton import batch_invariant
 
     num_tokens, num_experts, top_k, hidden, features = 300, 128, 8, 1024, 256
-    module = build_experts(num_experts, hidden, features, PrecisionConfig(experts=kernels), kernels="te")
+    module = build_experts(num_experts, hidden, features, PrecisionConfig(kernels={"experts": kernels}), kernels="te")
     w1, w2 = (torch.stack([w.detach() for w in each.weights]) for each in (module.linear_fc1, module.linear_fc2))
     x = _randn(num_tokens, hidden, seed=0).bfloat16()
     logits = batch_invariant.linear(x, (_randn(num_experts, hidden, seed=1) / hidden**0.5).bfloat16())

@@ -97,7 +97,9 @@ def test_updates_are_those_of_sorted_copies(precision):
     from megatron_fp8rl.trainer.policy import Policy
 
     model = replace(MOE, num_layers=2, hidden_size=256, moe_ffn_hidden_size=256)
-    cfg = replace(run_config(model=model), precision=PrecisionConfig(trainer=precision, experts="deep_gemm"))
+    cfg = replace(
+        run_config(model=model), precision=PrecisionConfig(trainer=precision, kernels={"experts": "deep_gemm"})
+    )
     found = []
     with alone(cfg) as parallel:
         for dispatch in ("alltoall", "gather"):

@@ -33,10 +33,10 @@ pytestmark = [
 
 E, H, FEATURES = 4, 256, 256
 PRECISIONS = {
-    "bf16": PrecisionConfig(trainer="bf16", experts="deep_gemm"),
-    "fp8": PrecisionConfig(experts="deep_gemm"),
-    "fp8, bf16 wgrad": PrecisionConfig(experts="deep_gemm"),
-    "fp8, fp32 scales": PrecisionConfig(scales="fp32", experts="deep_gemm"),
+    "bf16": PrecisionConfig(trainer="bf16", kernels={"experts": "deep_gemm"}),
+    "fp8": PrecisionConfig(kernels={"experts": "deep_gemm"}),
+    "fp8, bf16 wgrad": PrecisionConfig(kernels={"experts": "deep_gemm"}),
+    "fp8, fp32 scales": PrecisionConfig(scales="fp32", kernels={"experts": "deep_gemm"}),
 }
 COUNTS = {
     "ragged": [300, 0, 129, 1],
@@ -71,7 +71,7 @@ def test_output_and_gradients(name, shape):
     apart = decibels({key: t.cpu() for key, t in found.items()}, emulated)
     ours, theirs = decibels(found, exact), None
     if "transformer_engine" in installed_packages():
-        precision = replace(PRECISIONS[name], experts="te")
+        precision = replace(PRECISIONS[name], kernels={"experts": "te"})
         reference = build_experts(E, H, FEATURES, precision, kernels="te")
         theirs = decibels(run_experts(reference, counts, *tokens), exact)
     shown = [
@@ -212,7 +212,9 @@ def test_memory_is_no_more_than_on_transformer_engine(trainer):
     counts = [4096] * E
     peaks = {}
     for kind in ("te", "deep_gemm"):
-        module = build_experts(E, hidden, features, PrecisionConfig(trainer=trainer, experts=kind), kernels="te")
+        module = build_experts(
+            E, hidden, features, PrecisionConfig(trainer=trainer, kernels={"experts": kind}), kernels="te"
+        )
         give_gradient_buffers(module)
         tokens = draw_tokens(counts, hidden, "cuda")
         for _ in range(2):
@@ -257,7 +259,7 @@ def test_a_policy_learns_as_on_transformer_engine():
     for trainer, recompute in (("bf16", "none"), ("blockwise", "full")):
         optim = OptimConfig(lr=3e-3, eps=1e-2, overlap_grad_reduce=True, recompute=recompute)
         for kind in ("te", "deep_gemm"):
-            precision = PrecisionConfig(trainer=trainer, experts=kind)
+            precision = PrecisionConfig(trainer=trainer, kernels={"experts": kind})
             cfg = replace(run_config(model=model, optim=optim), precision=precision)
             with alone(cfg) as parallel:
                 runs[kind] = continue_training(Policy.build(cfg, parallel), 4)[0]

@@ -42,7 +42,6 @@ def _cfg(attention: str) -> RunConfig:
     cfg = tiny_qwen3()
     engine = EngineConfig(
         kv_cache_dtype="fp8",
-        attention_backend=attention,
         torch_compile=False,
         sleep_level=1,
         max_num_sequences=32,
@@ -51,7 +50,7 @@ def _cfg(attention: str) -> RunConfig:
     weight_sync = WeightSyncConfig(transport="gloo")
     sampling = SamplingConfig(max_prompt_tokens=128, max_completion_tokens=128)
     deadlines = DeadlineConfig(start_s=120.0, update_s=60.0)
-    precision = PrecisionConfig(trainer="bf16", rollout="bf16")
+    precision = PrecisionConfig(trainer="bf16", rollout="bf16", kernels={"engine_attention": attention})
     return replace(
         cfg,
         name="kv_scales",

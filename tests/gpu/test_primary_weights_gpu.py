@@ -55,7 +55,11 @@ MIB = 2**20
 
 def _cfg(model: ModelConfig, params: str, *, scales: str = "pow2", edges: int = 1, **optim) -> RunConfig:
     precision = PrecisionConfig(
-        trainer="blockwise", params=params, scales=scales, linears="te", experts="te", bf16_last_layers=edges
+        trainer="blockwise",
+        params=params,
+        scales=scales,
+        kernels={"linears": "te", "experts": "te"},
+        bf16_last_layers=edges,
     )
     return replace(run_config(model=model, optim=replace(OPTIM, **optim)), precision=precision)
 

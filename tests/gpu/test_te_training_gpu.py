@@ -56,7 +56,7 @@ def _cfg(model: ModelConfig, precision: PrecisionConfig, *, overlap: bool = Fals
 def _policy(cfg: RunConfig, parallel, kernels: str):
     from megatron_fp8rl.trainer.policy import Policy
 
-    return Policy.build(replace(cfg, precision=replace(cfg.precision, kernels=kernels)), parallel)
+    return Policy.build(replace(cfg, precision=replace(cfg.precision, kernels={"trainer": kernels})), parallel)
 
 
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
@@ -66,7 +66,7 @@ def test_every_product_of_an_update_is_that_of_the_recipe(model):
         for name, precision in RECIPES.items():
             if precision.trainer == "bf16" and not model.is_moe:
                 continue  # Megatron-Core multiplies these linears itself
-            cfg = _cfg(model, replace(precision, linears="te", experts="te"))
+            cfg = _cfg(model, replace(precision, kernels={"linears": "te", "experts": "te"}))
             policy = _policy(cfg, parallel, "auto")
             for update in range(3):
                 found = products.of_an_update(policy)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.preflight.findings import apply
 from megatron_fp8rl.preflight.rules import check
 from tests.helpers import plans
 
@@ -12,11 +13,7 @@ MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, exper
 
 def make(model: ModelConfig = DENSE, **changes) -> RunConfig:
     """A sound run with single fields changed: ``make(parallel__tensor=2)``."""
-    cfg = RunConfig(name="run", model=model)
-    for path, value in changes.items():
-        section, _, field = path.partition("__")
-        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{field: value}) if field else value})
-    return cfg
+    return apply(RunConfig(name="run", model=model), [(path.replace("__", "."), v) for path, v in changes.items()])
 
 
 def fields_of(cfg: RunConfig, accelerator="cpu") -> list[str]:

@@ -30,7 +30,7 @@ def build_experts(
     applies_router_weights: bool = True,
     wgrad: str = "fp8",
 ) -> Experts | GroupedExperts:
-    """BF16 experts of one rank: grouped ones for ``precision.experts = "deep_gemm"``. Weights depend on sizes alone."""
+    """BF16 experts of one rank: grouped ones for ``precision.kernels.experts = "deep_gemm"``. Weights depend on sizes alone."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=hidden,
@@ -46,7 +46,7 @@ def build_experts(
         perform_initialization=False,
         gradient_accumulation_fusion=False,
     )
-    grouped, recipe = precision.experts == "deep_gemm", make_recipe(precision)
+    grouped, recipe = precision.kernel("experts") == "deep_gemm", make_recipe(precision)
     gemm = on_transformer_engine if kernels == "te" else in_torch
     spec = LinearSpec(recipe, None if grouped else gemm)
     submodules = GroupedMLPSubmodules(

@@ -40,8 +40,9 @@ def test_an_fp8_cache_is_read_by_vllms_attention_and_the_trainer_follows(leave):
     after = choose(cfg, HOPPER)
     assert after.engine.attention == "vllm" and after.engine.rounds_queries and not refusals(cfg, HOPPER)
     assert "attention-backend" not in engine_arguments(cfg, "model", after)
-    (refused,) = refusals(with_fp8_cache(attention_backend="FP8_CACHE"), HOPPER)
-    assert "--engine.attention_backend" in str(refused) and "FP8CacheAttention" in str(refused)
+    chosen = replace(cfg, precision=replace(cfg.precision, kernels={"engine_attention": "FP8_CACHE"}))
+    (refused,) = refusals(chosen, HOPPER)
+    assert "--precision.kernels.engine_attention" in str(refused) and "FP8CacheAttention" in str(refused)
 
 
 def test_engines_have_vllms_scheduler(leave, monkeypatch):

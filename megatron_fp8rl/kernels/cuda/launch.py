@@ -109,7 +109,7 @@ def add_weight_gradients(
     if not is_hopper(device):
         raise RuntimeError(
             f"FP8 weight gradients of experts require a Hopper GPU, not {torch.cuda.get_device_name(device)}. "
-            "Choose --precision.experts te"
+            "Choose --precision.kernels.experts te"
         )
     cluster = _cluster(*out_ENK.shape, g.shape[0] * BLOCK)
     with torch.cuda.device(device):

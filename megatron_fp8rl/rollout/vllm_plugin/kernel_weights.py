@@ -251,7 +251,7 @@ class KernelTable:
             present = "nothing" if view is None else f"{view.dtype} {list(view.shape)}"
             raise UnwritableKernel(
                 f"{name}: sent as {dtype} {list(kept_shape)}, but the engine's kernels have {present}; choose "
-                "other kernels (engine.linear_backend, engine.moe_backend)"
+                "other kernels (precision.kernels)"
             )
         return view.narrow(axis, start, size)
 
@@ -302,6 +302,6 @@ def _share_scale(description: Any, layer_scale: Tensor) -> None:
     if scale.shape != layer_scale.shape or scale.dtype != layer_scale.dtype or scale.stride() != layer_scale.stride():
         raise UnwritableKernel(
             f"scales of experts: the kernel reads {scale.dtype} {list(scale.shape)}, the layer has {layer_scale.dtype} "
-            f"{list(layer_scale.shape)}; choose another engine.moe_backend"
+            f"{list(layer_scale.shape)}; choose another precision.kernels.engine_experts"
         )
     description.scale = layer_scale

@@ -58,6 +58,6 @@ def _require_scales(index: int, layer: nn.Module) -> None:
     backend = layer.attn_backend.get_name()
     if backend.startswith("FLASHINFER"):
         raise RuntimeError(
-            f"layer {index}: {backend} keeps the first KV scales that it sees; set engine.attention_backend to "
-            "FLASH_ATTN or TRITON_ATTN"
+            f"layer {index}: {backend} keeps the first KV scales that it sees; set "
+            "precision.kernels.engine_attention to FLASH_ATTN or TRITON_ATTN"
         )

@@ -126,7 +126,7 @@ class FP8CacheAttention(FlashAttentionImpl):
         plain = self.sliding_window == (-1, -1) and self.alibi_slopes is None and self.sinks is None
         if not plain or self.logits_soft_cap or self.dcp_world_size > 1:
             problem = "FP8_CACHE has no windows, sinks, soft caps or context parallelism"
-            raise ValueError(f"engine.attention_backend: {problem}; set FLASH_ATTN")
+            raise ValueError(f"precision.kernels.engine_attention: {problem}; set FLASH_ATTN")
 
     def forward(
         self,

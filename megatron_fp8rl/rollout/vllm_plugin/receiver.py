@@ -353,7 +353,7 @@ def compare(placed: Sequence[Placed]) -> None:
             continue
         raise UnwritableKernel(
             f"{part.name}: the kernels' tensor differs from the checkpoint tensor that vLLM loaded, so it cannot be "
-            "written directly; choose other kernels (engine.linear_backend, engine.moe_backend)"
+            "written directly; choose other kernels (precision.kernels)"
         )
 
 

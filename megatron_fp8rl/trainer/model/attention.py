@@ -159,8 +159,9 @@ class PackedAttention(MegatronModule):
                 return self.attend(query, key, value, segments, self.softmax_scale, self.cache_scales)
             if not self.has_fallback:
                 raise ValueError(
-                    f"precision.attention = engine: cuDNN has no backward pass for queries {list(query.shape)}, keys "
-                    f"{list(key.shape)} in {query.dtype} on this GPU. Choose --precision.attention auto"
+                    f"precision.kernels.attention = engine: cuDNN has no backward pass for "
+                    f"queries {list(query.shape)}, keys {list(key.shape)} in {query.dtype} on this GPU. "
+                    "Choose --precision.kernels.attention auto"
                 )
         batches = plan.batches
         parts = [self._attend_batch(query, key, value, batch) for batch in batches.parts]

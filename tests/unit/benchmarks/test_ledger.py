@@ -89,7 +89,7 @@ def test_a_ratio_is_to_the_fastest_bf16_of_a_run_whatever_its_fields(tmp_path):
     rows = []
     for arm, fields, seconds in (
         ("bf16", [], 6.0),
-        ("bf16", ["--precision.experts", "deep_gemm"], 5.0),
+        ("bf16", ["--precision.kernels.experts", "deep_gemm"], 5.0),
         ("fp8", [], 4.0),
     ):
         folder = tmp_path / f"{arm}{len(fields)}"
@@ -97,7 +97,7 @@ def test_a_ratio_is_to_the_fastest_bf16_of_a_run_whatever_its_fields(tmp_path):
         found = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, seconds]), PowerMeter(), 3)
         rows.append(found | {"run": "A", "fields": fields, "device": "x", "stamp": record.stamp()})
     lines = [line for line in section(ledger.LEDGER, rows).splitlines() if line.startswith("| A")]
-    assert [line.split(" | ")[2] for line in lines] == ["bf16", "bf16 --precision.experts deep_gemm", "fp8"]
+    assert [line.split(" | ")[2] for line in lines] == ["bf16", "bf16 --precision.kernels.experts deep_gemm", "fp8"]
     assert "| 1.25 |" in lines[2]
 
 
@@ -131,7 +131,7 @@ def test_every_shape_can_be_planned_for_h200(name, tmp_path):
     shape = ledger.SHAPES[name]
     for arm in ledger.ARMS:
         if arm == "fp8_deep_gemm" and shape.gpus and not shape.model.is_moe:
-            with pytest.raises(ConfigError, match="moe_backend.*the model is dense"):
+            with pytest.raises(ConfigError, match="engine_experts.*the model is dense"):
                 ledger.job_of(options, name, arm)
             continue
         found = ledger.job_of(options, name, arm)

@@ -71,7 +71,7 @@ def test_a_measurement_of_a_tiny_model_leaves_nothing_behind(monkeypatch, expert
     policies = []
     cell = memory.Cell("tiny_moe", 1, 64, "blockwise", "none")
     cfg, meter = cell.run_config(), ScriptedMeter()
-    cfg = replace(cfg, precision=replace(cfg.precision, experts=experts))
+    cfg = replace(cfg, precision=replace(cfg.precision, kernels={"experts": experts}))
     with single_rank(cfg) as parallel:
         from megatron_fp8rl.trainer.policy import Policy
 

@@ -103,8 +103,8 @@ def test_auto_follows_the_thresholds_in_tokens_and_sides(monkeypatch, field):
     ):
         monkeypatch.setitem(kernel_choice.DEEP_GEMM_IS_FASTER, (field, "blockwise"), found)
         assert chosen(field, cfg) == expected
-        assert chosen(field, replace(cfg, precision=PrecisionConfig(**{field: "te"}))) == "te"
-    assert chosen(field, replace(cfg, precision=PrecisionConfig(**{field: "deep_gemm"}))) == "deep_gemm"
+        assert chosen(field, replace(cfg, precision=PrecisionConfig(kernels={field: "te"}))) == "te"
+    assert chosen(field, replace(cfg, precision=PrecisionConfig(kernels={field: "deep_gemm"}))) == "deep_gemm"
 
 
 @pytest.mark.parametrize("field", ["linears", "experts"])
@@ -113,11 +113,19 @@ def test_auto_chooses_nothing_that_would_be_refused(monkeypatch, field):
     monkeypatch.setattr(kernel_choice, "DEEP_GEMM_IS_FASTER", everywhere)
     cfg, taken = grpo_qwen3_30b_a3b(), set()
     for trainer in ("bf16", "delayed", "tensorwise", "blockwise"):
-        for more in ({}, {"gradients": "e5m2"}, {"params": "fp32"}, {"params": "fp8"}, {"kernels": "emulated"}):
+        for more in (
+            {},
+            {"gradients": "e5m2"},
+            {"params": "fp32"},
+            {"params": "fp8"},
+            {"kernels": {"trainer": "emulated"}},
+        ):
             asked = replace(cfg, precision=PrecisionConfig(trainer=trainer, rollout="bf16", **more))
             if chosen(field, asked) != "deep_gemm":
                 continue
-            named = replace(asked, precision=replace(asked.precision, **{field: "deep_gemm"}))
+            named = replace(
+                asked, precision=replace(asked.precision, kernels={**asked.precision.kernels, field: "deep_gemm"})
+            )
             before, after = (rules.check(c, accelerator="hopper") for c in (asked, named))
             assert [v.field for v in after] == [v.field for v in before], (trainer, more)
             taken.add(trainer)
@@ -130,8 +138,8 @@ def test_experts_that_the_kernels_do_not_divide_stay(monkeypatch):
     assert chosen("experts", odd) == "te" and chosen("experts", grpo_qwen3_8b()) == "te"
 
 
-def run(**precision):
-    return replace(grpo_qwen3_30b_a3b(), precision=PrecisionConfig(**precision))
+def run(recipe: str = "blockwise", **kernels: str):
+    return replace(grpo_qwen3_30b_a3b(), precision=PrecisionConfig(trainer=recipe, kernels=kernels))
 
 
 def said(cfg, hardware):
@@ -140,8 +148,8 @@ def said(cfg, hardware):
 
 def test_a_cpu_emulates_and_says_so_when_asked_for_more():
     assert choose(run(), CPU).trainer.kernels == "emulated"
-    (text,) = said(run(kernels="te"), CPU)
-    assert text.startswith("--precision.kernels = 'te': Transformer Engine needs a GPU") and text.endswith(
+    (text,) = said(run(trainer="te"), CPU)
+    assert text.startswith("--precision.kernels.trainer = 'te': Transformer Engine needs a GPU") and text.endswith(
         "Choose auto."
     )
 
@@ -149,23 +157,23 @@ def test_a_cpu_emulates_and_says_so_when_asked_for_more():
 @pytest.mark.parametrize("trainer", ["bf16", "blockwise", "tensorwise", "delayed"])
 def test_a_gpu_takes_transformer_engine_unless_told_otherwise(trainer):
     for asked, taken in (("auto", "te"), ("te", "te"), ("emulated", "emulated")):
-        kernels = choose(run(trainer=trainer, kernels=asked), HOPPER).trainer
+        kernels = choose(run(trainer, trainer=asked), HOPPER).trainer
         assert (kernels.kernels, kernels.norms) == (taken, taken)
 
 
 def test_what_is_not_installed_is_named_with_the_remedy():
     without = {name: Hardware("hopper", frozenset(PACKAGES) - {name}) for name in PACKAGES}
     for asked in ("auto", "te"):
-        (text,) = said(run(kernels=asked), without["transformer_engine"])
-        assert "pip install 'transformer-engine" in text and "--precision.kernels emulated" in text
-    assert not said(run(kernels="emulated"), without["transformer_engine"])
+        (text,) = said(run(trainer=asked), without["transformer_engine"])
+        assert "pip install 'transformer-engine" in text and "--precision.kernels.trainer emulated" in text
+    assert not said(run(trainer="emulated"), without["transformer_engine"])
     for field in ("linears", "experts"):
         (text,) = said(run(**{field: "deep_gemm"}), without["deep_gemm"])
-        assert "DeepGEMM is not installed" in text and f"--precision.{field} te" in text
+        assert "DeepGEMM is not installed" in text and f"--precision.kernels.{field} te" in text
         assert getattr(choose(run(), without["deep_gemm"]).trainer, field) == "te"
-    flashinfer = replace(run(), engine=replace(run().engine, attention_backend="FLASHINFER"))
+    flashinfer = run(engine_attention="FLASHINFER")
     (text,) = said(flashinfer, without["flashinfer"])
-    assert text.startswith("--engine.attention_backend = 'FLASHINFER': the package flashinfer")
+    assert text.startswith("--precision.kernels.engine_attention = 'FLASHINFER': the package flashinfer")
     assert not refusals(flashinfer, without["flashinfer"], "trainer")  # where engines live elsewhere
 
 
@@ -175,7 +183,9 @@ def test_what_carries_tokens_is_refused_where_it_cannot(dispatch, package):
     choice = choose(wide, HOPPER)
     assert choice.trainer.dispatch == dispatch and not refusals(wide, HOPPER)
     assert choice.trainer.combine == "experts"  # where the engine's DeepGEMM would have them added with weights, too
-    deep_gemm = replace(wide, engine=replace(wide.engine, moe_backend="deep_gemm"))
+    deep_gemm = replace(
+        wide, precision=replace(wide.precision, kernels={**wide.precision.kernels, "engine_experts": "deep_gemm"})
+    )
     assert choose(deep_gemm, HOPPER).trainer.combine == "experts"
     for cfg, hardware, problem in (
         (wide, CPU, "needs a GPU"),
@@ -190,7 +200,7 @@ def test_what_carries_tokens_is_refused_where_it_cannot(dispatch, package):
 
 
 def test_tokens_are_gathered_where_a_group_has_no_more_ranks_than_a_token_has_experts():
-    grouped = PrecisionConfig(experts="deep_gemm")
+    grouped = PrecisionConfig(kernels={"experts": "deep_gemm"})
     base = replace(grpo_qwen3_30b_a3b(), precision=grouped)  # 8 experts of a token
     for ranks, expected in ((1, "gather"), (2, "gather"), (8, "gather"), (16, "alltoall")):
         assert choose(make(base, world_size=ranks, expert=ranks), HOPPER).trainer.dispatch == expected
@@ -198,7 +208,7 @@ def test_tokens_are_gathered_where_a_group_has_no_more_ranks_than_a_token_has_ex
     for cfg, hardware in (
         (wide, CPU),  # engines there add a token's experts as the all-to-all's combine does
         (replace(wide, precision=PrecisionConfig(exact=True)), HOPPER),
-        (replace(wide, precision=PrecisionConfig(experts="te")), HOPPER),
+        (replace(wide, precision=PrecisionConfig(kernels={"experts": "te"})), HOPPER),
         (make(base, world_size=8, expert=2, expert_tensor=2, tensor=2), HOPPER),
         (grpo_qwen3_8b(), HOPPER),
     ):
@@ -210,7 +220,10 @@ def test_tokens_are_gathered_where_a_group_has_no_more_ranks_than_a_token_has_ex
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"precision": PrecisionConfig(experts="te")}, "precision.experts = 'te' needs tokens sorted by expert"),
+        (
+            {"precision": PrecisionConfig(kernels={"experts": "te"})},
+            "precision.kernels.experts = 'te' needs tokens sorted by expert",
+        ),
         ({"precision": PrecisionConfig(exact=True)}, "in a different order"),
         ({"parallel": {"expert_tensor": 2, "tensor": 2}}, "partial outputs of experts divided by"),
     ],
@@ -256,9 +269,9 @@ def test_engines_that_compute_with_another_kernel_are_told_by_name():
     }
     assert choice.disagreements(sound) == []
     (text,) = choice.disagreements(sound | {"experts": ["Fp8MoEMethod (DEEPGEMM)"]})
-    assert "engine.moe_backend: Triton was chosen" in text and "DEEPGEMM" in text
+    assert "precision.kernels.engine_experts: Triton was chosen" in text and "DEEPGEMM" in text
     (text,) = choice.disagreements({"linears": [*sound["linears"], "CutlassFp8BlockScaledMMKernel"]})
     assert "DeepGEMM was chosen" in text and "uses CutlassFp8BlockScaledMMKernel" in text
-    named = replace(run(), engine=replace(run().engine, attention_backend="TRITON_ATTN"))
+    named = run(engine_attention="TRITON_ATTN")
     assert choose(named, HOPPER).disagreements(sound)
     assert choose(run(), CPU).disagreements({"linears": ["EmulatedFp8LinearMethod"], "attention": ["CPU_ATTN"]}) == []

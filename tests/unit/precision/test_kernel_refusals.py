@@ -10,6 +10,7 @@ import torch
 
 from megatron_fp8rl.cli import config_functions
 from megatron_fp8rl.config import (
+    KERNELS,
     ConfigError,
     EngineConfig,
     ModelConfig,
@@ -19,7 +20,7 @@ from megatron_fp8rl.config import (
     Violation,
 )
 from megatron_fp8rl.precision.hardware import Generation, Hardware
-from megatron_fp8rl.preflight import rules
+from megatron_fp8rl.preflight import findings, rules
 
 FIELDS = {
     "precision": (
@@ -28,16 +29,13 @@ FIELDS = {
         "scales",
         "gradients",
         "params",
-        "kernels",
-        "linears",
-        "experts",
-        "attention",
         "exact",
     ),
     "parallel": ("dispatch",),
-    "engine": ("linear_backend", "moe_backend", "attention_backend", "batch_invariant", "kv_cache_dtype"),
+    "engine": ("batch_invariant", "kv_cache_dtype"),
 }
 KERNEL_FIELDS = {f"--{group}.{name}" for group, names in FIELDS.items() for name in names} - {"--engine.kv_cache_dtype"}
+KERNEL_FIELDS |= {f"--precision.kernels.{role}" for role in KERNELS}
 GENERATIONS: tuple[Generation, ...] = typing.get_args(Generation)
 
 
@@ -103,6 +101,9 @@ def drawn(seed: int) -> RunConfig:
         picked = rng.sample(names, rng.randint(1, len(names)))
         changes = {name: rng.choice(values(groups[group], name)) for name in picked}
         cfg = replace(cfg, **{group: replace(getattr(cfg, group), **changes)})
+    roles = rng.sample(list(KERNELS), rng.randint(0, len(KERNELS)))
+    kernels = {role: rng.choice(KERNELS[role]) for role in roles}
+    cfg = replace(cfg, precision=replace(cfg.precision, kernels=kernels))
     if rng.random() < 0.3 and not cfg.model.is_moe:
         cfg = replace(cfg, model=replace(cfg.model, head_dim=rng.choice([64, 128])))
     if rng.random() < 0.3:
@@ -136,7 +137,7 @@ def test_what_is_installed_changes_no_other_answer(generation):
         everything, nothing = (
             refusals(cfg, Hardware(generation, p)) for p in (Hardware(generation).packages, frozenset())
         )
-        assert {v.field for v in everything} <= {v.field for v in nothing} | {"--precision.kernels"}, name
+        assert {v.field for v in everything} <= {v.field for v in nothing} | {"--precision.kernels.trainer"}, name
 
 
 EXACT = RunConfig(
@@ -192,8 +193,8 @@ def test_exact_selects_the_kernels_that_both_ends_share():
         ("sampling.temperature", 0.7, True),
         ("precision.scales", "fp32", True),
         ("precision.bf16_first_layers", 1, True),
-        ("precision.linears", "te", True),
-        ("engine.moe_backend", "triton", True),
+        ("precision.kernels.linears", "te", True),
+        ("precision.kernels.engine_experts", "triton", True),
         ("model.head_dim", 64, True),
         ("model.moe_ffn_hidden_size", 192, True),
     ],
@@ -201,8 +202,7 @@ def test_exact_selects_the_kernels_that_both_ends_share():
 def test_exact_refuses_what_cannot_be(path, value, on_gpu_only):
     from megatron_fp8rl.precision.kernel_choice import refusals
 
-    section, _, name = path.partition(".")
-    cfg = replace(EXACT, **{section: replace(getattr(EXACT, section), **{name: value})})
+    cfg = findings.apply(EXACT, [(path, value)])
     assert not refusals(replace(cfg, precision=replace(cfg.precision, exact=False)), Hardware("cpu"))
     assert refusals(cfg, Hardware("hopper"))
     assert bool(refusals(cfg, Hardware("cpu"))) != on_gpu_only
@@ -289,13 +289,13 @@ def test_models_are_built_with_the_kernels_that_were_chosen_or_refused_as_prefli
         {},
         {"trainer": "bf16", "rollout": "bf16"},
         {"trainer": "delayed"},
-        {"linears": "deep_gemm"},
-        {"experts": "deep_gemm"},
-        {"kernels": "te"},
-        {"linears": "deep_gemm", "gradients": "e5m2"},
-        {"experts": "deep_gemm", "trainer": "tensorwise"},
+        {"kernels": {"linears": "deep_gemm"}},
+        {"kernels": {"experts": "deep_gemm"}},
+        {"kernels": {"trainer": "te"}},
+        {"kernels": {"linears": "deep_gemm"}, "gradients": "e5m2"},
+        {"kernels": {"experts": "deep_gemm"}, "trainer": "tensorwise"},
         {"params": "fp8"},
-        {"attention": "engine"},
+        {"kernels": {"attention": "engine"}},
     ]
     (found,) = run_ranks(1, _really_built, precisions)
     built = [names for status, names in found if status == "built"]

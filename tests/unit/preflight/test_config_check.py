@@ -62,7 +62,7 @@ def test_five_mistakes_give_five_violations():
     cfg = make(
         parallel__pipeline=5,
         parallel__world_size=5,
-        precision__kernels="te",
+        precision__kernels__trainer="te",
         sampling__completions_per_prompt=1,
         algo__clip_low=-0.2,
         data__environments=(),
@@ -70,7 +70,7 @@ def test_five_mistakes_give_five_violations():
     violations = check(cfg, accelerator="cpu")
     assert [violation.field for violation in violations] == [
         "--parallel.pipeline",
-        "--precision.kernels",
+        "--precision.kernels.trainer",
         "--sampling.completions_per_prompt",
         "--algo.clip_low",
         "--data.environments",
@@ -361,11 +361,13 @@ def test_violations_have_a_code_and_values_to_try(changes, code, choices):
 
 
 def test_what_starts_all_the_same_is_doubted():
-    cfg = make(optim__warmup_steps=50, num_steps=5, engine__sleep_level=1, engine__attention_backend="FLASHINFER")
+    cfg = make(
+        optim__warmup_steps=50, num_steps=5, engine__sleep_level=1, precision__kernels__engine_attention="FLASHINFER"
+    )
     said = [finding.problem for finding in doubts(cfg, "cpu")]
     assert said == [
         "--optim.warmup_steps 50 is longer than the run of 5 updates, which ends at 0.1 of the learning rate",
-        "--engine.attention_backend FLASHINFER has no effect without a GPU",
+        "--precision.kernels.engine_attention FLASHINFER has no effect without a GPU",
         "--engine.sleep_level 1 has no effect without a GPU",
     ]
     assert len(doubts(cfg, "hopper")) == 1 and doubts(make(), "cpu") == []

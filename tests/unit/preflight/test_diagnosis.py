@@ -105,7 +105,7 @@ def test_each_command_takes_its_finding_away():
 
 
 def test_errors_of_several_kinds_get_one_command():
-    cfg = change(grpo_qwen3_8b(), precision__gradients="e5m2", precision__linears="deep_gemm")
+    cfg = change(grpo_qwen3_8b(), precision__gradients="e5m2", precision__kernels__linears="deep_gemm")
     cfg = change(cfg, weight_sync__transport="ipc", engine__num_replicas=8)
     found = diagnose(cfg)
     assert found.status == 2 and diagnose(findings.apply(cfg, found.change)).status < 2
@@ -123,7 +123,7 @@ def test_a_trainer_that_does_not_fit_is_given_ranks_or_recompute():
 
 
 def test_a_trainer_that_almost_fits_computes_again_what_costs_the_least():
-    cfg = change(grpo_qwen3_8b(), optim__recompute="none", precision__linears="te")
+    cfg = change(grpo_qwen3_8b(), optim__recompute="none", precision__kernels__linears="te")
     found = diagnose(cfg, DoctorOptions(gpu="h100"))
     assert "trainer, every rank" in errors(found)
     assert found.change == (("optim.recompute", "selective"),)
@@ -188,8 +188,8 @@ def test_agreement_says_what_is_fp8_where():
 def test_a_matrix_that_deep_gemm_leaves_to_others_is_named():
     for cfg, named in ((grpo_deepseek_v3(), True), (grpo_qwen3_8b(), False)):
         for linears in ("te", "auto", "deep_gemm"):
-            found = precision_table.findings(change(cfg, precision__linears=linears), GPUS["h200"])
-            problems = [finding.problem for finding in found if finding.subject == "--precision.linears"]
+            found = precision_table.findings(change(cfg, precision__kernels__linears=linears), GPUS["h200"])
+            problems = [finding.problem for finding in found if finding.subject == "--precision.kernels.linears"]
             assert bool(problems) == (named and linears != "te")
             assert all("kv_a_proj_with_mqa has 576 rows" in problem for problem in problems)
 

@@ -69,7 +69,7 @@ def test_states_of_qwen3_8b_on_one_rank():
     assert part(cfg, "weights") == 2 * total + 2 * (total - matrices)  # embedding, head and norms are elsewhere, too
     assert part(cfg, "gradients") == (4 - 2) * total
     assert part(cfg, "FP8 copies") == int(2 * (1 + 4 / 128**2) * matrices)
-    cfg = run(qwen3_8b(), PrecisionConfig(linears="te"))
+    cfg = run(qwen3_8b(), PrecisionConfig(kernels={"linears": "te"}))
     assert part(cfg, "weights") == 2 * total
     assert part(cfg, "gradients") == 4 * total
     assert part(cfg, "optimizer states") == 12 * total
@@ -80,7 +80,7 @@ def test_states_of_qwen3_8b_on_one_rank():
 
 
 def test_fp8_parameters_take_two_bytes_where_there_were_four():
-    cfg = run(qwen3_8b(), PrecisionConfig(linears="te"))  # as FP8 parameters ask for
+    cfg = run(qwen3_8b(), PrecisionConfig(kernels={"linears": "te"}))  # as FP8 parameters ask for
     alone = run(qwen3_8b(), replace(cfg.precision, params="fp8"))
     total, matrices = 8_190_735_360, 36 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
     per = 1 + 4 / 128**2  # a byte, and a scale for each block, in rows; once more in columns
@@ -147,7 +147,7 @@ def test_activations_of_a_bf16_layer():
 
 def test_activations_of_an_fp8_layer():
     """Inputs of the four linears take 1 + 4/128 bytes; the projection keeps a copy of its own."""
-    cfg = run(precision__linears="te")
+    cfg = run(precision__kernels={"linears": "te"})
     fp8 = 1 + 4 / 128
     stream = 2 * 512 * 2
     attention = 512 * fp8 + 1024 * 2 + 512 * 2 + 8 * 4 + 512 * fp8
@@ -159,7 +159,8 @@ def test_activations_of_an_fp8_layer():
 def test_activations_of_a_layer_on_deep_gemm():
     """Between the linears of the feed-forward part gate and up are kept, and nothing else."""
     found, on_te = (
-        layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg)) for cfg in (run(), run(precision__linears="te"))
+        layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
+        for cfg in (run(), run(precision__kernels={"linears": "te"}))
     )
     assert kernels(run()).linears == "deep_gemm"
     fp8 = 1 + 4 / 128
@@ -217,7 +218,7 @@ def test_experts_keep_every_copy_of_a_token():
         moe_ffn_hidden_size=256,
     )
     recompute = dict(optim__recompute="selective", optim__recompute_modules=("moe",))
-    cfg = run(model, replace(BF16, experts="te"), **recompute)
+    cfg = run(model, replace(BF16, kernels={"experts": "te"}), **recompute)
     found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5), kernels(cfg))
     copies = 4096 * 2 * 1.5
     assert found.recomputed == 4096 * 8 * 16 + copies * (24 + 512 * 4 + 4 * 256 * 2)

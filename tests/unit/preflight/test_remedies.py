@@ -207,8 +207,11 @@ def test_the_search_reads_no_text(monkeypatch):
     cfg = replace(
         grpo_deepseek_v3(),
         algo=replace(grpo_deepseek_v3().algo, updates_per_step=10**6),
-        precision=replace(grpo_deepseek_v3().precision, linears="deep_gemm", gradients="e5m2"),
-        engine=replace(grpo_deepseek_v3().engine, moe_backend="deep_gemm"),
+        precision=replace(
+            grpo_deepseek_v3().precision,
+            kernels={"linears": "deep_gemm", "engine_experts": "deep_gemm"},
+            gradients="e5m2",
+        ),
         weight_sync=replace(grpo_deepseek_v3().weight_sync, transport="ipc"),
     )
     options = DoctorOptions()

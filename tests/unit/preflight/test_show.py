@@ -127,16 +127,16 @@ def test_it_is_narrow_and_says_why(gpu, capsys):
 
 
 def test_fields_of_the_command_line_and_their_reasons_are_shown(capsys):
-    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--engine.attention_backend", "TRITON_ATTN")
-    assert status == 0 and "engine, attention: Triton: engine.attention_backend = TRITON_ATTN" in text
+    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--precision.kernels.engine_attention", "TRITON_ATTN")
+    assert status == 0 and "engine, attention: Triton: precision.kernels.engine_attention = TRITON_ATTN" in text
 
 
 def test_refused_configurations_show_the_refusals(capsys):
-    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--gpu", "b200", "--precision.linears", "deep_gemm")
+    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--gpu", "b200", "--precision.kernels.linears", "deep_gemm")
     assert status == 2 and "embedding" in text
     refused = text.partition("Refused\n")[2]
-    assert refused.strip() == (
-        "--precision.linears = 'deep_gemm': DeepGEMM's linear kernels need Hopper; this machine is 'blackwell'. Choose te."
+    assert " ".join(refused.split()) == (
+        "--precision.kernels.linears = 'deep_gemm': DeepGEMM's linear kernels need Hopper; this machine is 'blackwell'. Choose te."
     )
     status, text = said(capsys, "grpo_qwen3_30b_a3b", "--parallel.tensor", "3")  # divides nothing: no group
     assert status == 2 and text.startswith("Refused") and "does not divide the 32 attention heads" in text

@@ -41,7 +41,7 @@ def change(cfg, **fields):
 def test_what_shares_a_gpu_moves_as_little_as_fits(gib, tokens, sleeps, recompute, size):
     """``sleeps``: None where weights or states would have to be offloaded."""
     options = DoctorOptions(num_gpus=1, memory_gib=gib)
-    cfg = change(colocated(tokens), precision__linears="te")
+    cfg = change(colocated(tokens), precision__kernels__linears="te")
     found = auto_layout.in_place(cfg, options)
     after = findings.apply(cfg, found)
     assert bool(found) == (sleeps is not None)

@@ -84,8 +84,9 @@ def test_scale_kind_reaches_every_kernel(scales, lever):
     assert environment["VLLM_USE_DEEP_GEMM_E8M0"] == lever
 
 
-def gpu_arguments(cfg, **rollout):
-    return arguments_on(HOPPER, replace(cfg, engine=replace(cfg.engine, **rollout)))
+def gpu_arguments(cfg, kernels=None, **engine):
+    precision = replace(cfg.precision, kernels=kernels or {})
+    return arguments_on(HOPPER, replace(cfg, precision=precision, engine=replace(cfg.engine, **engine)))
 
 
 def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
@@ -94,7 +95,9 @@ def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
     chosen = gpu_arguments(moe)
     assert (chosen["linear-backend"], chosen["moe-backend"]) == ("deep_gemm", "triton")
     assert "moe-backend" not in gpu_arguments(dense)
-    named = gpu_arguments(moe, linear_backend="cutlass", moe_backend="deep_gemm", attention_backend="TRITON_ATTN")
+    named = gpu_arguments(
+        moe, {"engine_linears": "cutlass", "engine_experts": "deep_gemm", "engine_attention": "TRITON_ATTN"}
+    )
     names = [named[key] for key in ("linear-backend", "moe-backend", "attention-backend")]
     assert names == ["cutlass", "deep_gemm", "TRITON_ATTN"]
     assert "linear-backend" not in gpu_arguments(replace(moe, precision=PRECISIONS["bf16"]))
@@ -128,7 +131,13 @@ def test_vllm_takes_every_option():
 
     cfg = tiny_qwen3_moe()
     arguments = gpu_arguments(
-        cfg, sleep_level=1, tensor=2, expert=2, torch_compile=False, enforce_eager=False, attention_backend="FLASH_ATTN"
+        cfg,
+        {"engine_attention": "FLASH_ATTN"},
+        sleep_level=1,
+        tensor=2,
+        expert=2,
+        torch_compile=False,
+        enforce_eager=False,
     )
     words = vllm_args.server_command(arguments, listen_fd=3)[5:]
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
@@ -145,7 +154,7 @@ def test_deep_gemm_is_compiled_when_it_is_used():
     environment = environment_on(WITHOUT_FLASHINFER, cfg)
     assert environment["VLLM_DEEP_GEMM_WARMUP"] == "skip" and environment["VLLM_USE_DEEP_GEMM"] == "1"
     assert environment["VLLM_MOE_USE_DEEP_GEMM"] == "0" and environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
-    experts = replace(cfg, engine=replace(cfg.engine, moe_backend="deep_gemm"))
+    experts = replace(cfg, precision=replace(cfg.precision, kernels={"engine_experts": "deep_gemm"}))
     environment = environment_on(HOPPER, experts)
     assert environment["VLLM_MOE_USE_DEEP_GEMM"] == "1" and "VLLM_USE_FLASHINFER_SAMPLER" not in environment
     assert not {"VLLM_USE_DEEP_GEMM", "VLLM_DEEP_GEMM_WARMUP"} & environment_on(CPU, cfg).keys()
@@ -162,7 +171,9 @@ def test_seeds_are_drawn_in_one_kernel_unless_routers_are_recorded(records, runn
 
 def test_a_kernel_that_is_not_installed_is_refused():
     cfg = tiny_qwen3_moe()
-    cfg = replace(cfg, engine=replace(cfg.engine, attention_backend="FLASHINFER"))
+    cfg = replace(cfg, precision=replace(cfg.precision, kernels={"engine_attention": "FLASHINFER"}))
     assert choose(cfg, HOPPER, "engine").engine.attention == "FLASHINFER"
-    with pytest.raises(ConfigError, match="--engine.attention_backend = 'FLASHINFER': the package flashinfer"):
+    with pytest.raises(
+        ConfigError, match="--precision.kernels.engine_attention = 'FLASHINFER': the package flashinfer"
+    ):
         choose(cfg, WITHOUT_FLASHINFER, "engine")

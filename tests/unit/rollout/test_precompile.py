@@ -83,8 +83,8 @@ def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     assert deep_gemm_warmup.start_from_env() is None
     monkeypatch.setenv(deep_gemm_warmup.LINEARS_VARIABLE, "--help")
     assert deep_gemm_warmup.start_from_env().wait(60) == 0
-    fp32 = replace(fp8.precision, scales="fp32")
-    other = replace(fp8, precision=fp32, engine=replace(fp8.engine, linear_backend="cutlass"))
+    fp32 = replace(fp8.precision, scales="fp32", kernels={"engine_linears": "cutlass"})
+    other = replace(fp8, precision=fp32)
     bf16 = replace(cfg, precision=replace(cfg.precision, rollout="bf16"))
     for told in (environment_on("hopper", c) for c in (other, bf16)):
         assert deep_gemm_warmup.LINEARS_VARIABLE not in told

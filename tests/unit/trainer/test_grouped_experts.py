@@ -40,7 +40,7 @@ def build(name: str, counts: list[int]):
     """(experts on grouped kernels, experts on the linears) with equal weights."""
     precision, wgrad = PRECISIONS[name], "bf16" if "bf16 wgrad" in name else "fp8"
     return [
-        build_experts(len(counts), H, FEATURES, replace(precision, experts=experts), wgrad=wgrad)
+        build_experts(len(counts), H, FEATURES, replace(precision, kernels={"experts": experts}), wgrad=wgrad)
         for experts in ("deep_gemm", "te")
     ]
 
