@@ -24,13 +24,12 @@ def _randn(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(60, 2048), (700, 4096), (4000, 128), (9, 1300)], ids=str)
 def test_the_norm_has_the_bits_of_a_batch_invariant_engine(shape):
-    from vllm.model_executor.layers.batch_invariant import rms_norm_batch_invariant
-
     from megatron_fp8rl.kernels.triton import batch_invariant
+    from megatron_fp8rl.rollout.vllm_plugin import vllm_imports
 
     x, weight = (3 * _randn(*shape, seed=0)).bfloat16(), (1 + _randn(shape[1], seed=1) / 4).bfloat16()
     found, _ = batch_invariant.rms_norm(x, weight, 1e-6)
-    assert torch.equal(found, rms_norm_batch_invariant(x, weight, 1e-6))
+    assert torch.equal(found, vllm_imports.batch_invariant().rms_norm_batch_invariant(x, weight, 1e-6))
     assert torch.equal(found[:5], batch_invariant.rms_norm(x[:5].contiguous(), weight, 1e-6)[0])
 
 
@@ -68,16 +67,16 @@ def test_norms_on_transformer_engine_round_as_the_engines():
 @pytest.mark.parametrize("experts, width", [(128, 2048), (8, 4096)])
 def test_router_and_choice_are_those_of_the_engine(experts, width):
     import vllm._custom_ops as ops
-    from vllm.model_executor.layers.batch_invariant import matmul_persistent
 
     from megatron_fp8rl.config import RouterConfig
     from megatron_fp8rl.kernels.triton import batch_invariant
+    from megatron_fp8rl.rollout.vllm_plugin import vllm_imports
     from megatron_fp8rl.trainer.model.router import choose_experts, engine_router_weights
 
     num_tokens, top_k = 5000, experts // 4 if experts < 32 else 8
     x, weight = _randn(num_tokens, width, seed=0).bfloat16(), (_randn(experts, width, seed=1) / width**0.5).bfloat16()
     logits = batch_invariant.linear(x, weight)
-    assert torch.equal(logits, matmul_persistent(x, weight.t()))
+    assert torch.equal(logits, vllm_imports.batch_invariant().matmul_persistent(x, weight.t()))
     theirs = torch.empty(num_tokens, top_k, device="cuda")
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device="cuda")
     ops.topk_softmax(theirs, ids, torch.empty_like(ids), logits, True)

@@ -60,14 +60,15 @@ def make_residual_norms_batch_invariant() -> None:
 )
 def make_logprobs_order_independent() -> None:
     """Compute log-probabilities with ``kernels/exact_logprobs.py``, for batch-invariant engines on GPUs."""
-    from vllm.model_executor.layers import batch_invariant
     from vllm.v1.worker.gpu.sample import logprob
+
+    from megatron_fp8rl.rollout.vllm_plugin import vllm_imports
 
     def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
         return exact.log_softmax(rows).reshape(input.shape)
 
-    batch_invariant.log_softmax = log_softmax
+    vllm_imports.batch_invariant().log_softmax = log_softmax
     logprob.compute_token_logprobs = lambda logits, ids: exact.token_logprobs(logits, ids.long())
 
 

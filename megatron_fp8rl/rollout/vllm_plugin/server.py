@@ -127,11 +127,9 @@ def _data_parallel_ranks(config: VllmConfig) -> Any:
 async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socket) -> None:
     """Start the engine and answer requests until a signal ends the server."""
     from vllm import envs
-    from vllm.entrypoints.launcher import serve_http
-    from vllm.entrypoints.openai.api_server import build_app, init_app_state
     from vllm.usage.usage_lib import UsageContext
 
-    from megatron_fp8rl.rollout.vllm_plugin import generate_route
+    from megatron_fp8rl.rollout.vllm_plugin import generate_route, vllm_imports
     from megatron_fp8rl.rollout.vllm_plugin import patches as vllm_patches
 
     engine = vllm_patches.engine_class().from_vllm_config(
@@ -141,10 +139,10 @@ async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socke
     )
     try:
         tasks = await engine.get_supported_tasks()
-        app = build_app(args, tasks, engine.model_config)
-        await init_app_state(engine, app.state, args, tasks)
+        app = vllm_imports.build_app(args, tasks, engine.model_config)
+        await vllm_imports.init_app_state(engine, app.state, args, tasks)
         app.include_router(generate_route.router)
-        shutdown = await serve_http(
+        shutdown = await vllm_imports.serve_http(
             app,
             sock=sock,
             host=args.host,
@@ -186,18 +184,18 @@ def main(argv: list[str]) -> None:
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(num_threads))
 
     import uvloop
-    from vllm.entrypoints.openai.api_server import validate_api_server_args
-    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.utils.system_utils import set_ulimit
 
-    from megatron_fp8rl.rollout.vllm_plugin import plugin
+    from megatron_fp8rl.rollout.vllm_plugin import plugin, vllm_imports
 
     plugin.register()
-    args = make_arg_parser(FlexibleArgumentParser(prog="megatron_fp8rl.rollout.vllm_plugin.server")).parse_args(rest)
+    args = vllm_imports.make_arg_parser(
+        FlexibleArgumentParser(prog="megatron_fp8rl.rollout.vllm_plugin.server")
+    ).parse_args(rest)
     args.middleware.append(_MIDDLEWARE)
-    validate_parsed_serve_args(args)
-    validate_api_server_args(args)
+    vllm_imports.validate_parsed_serve_args(args)
+    vllm_imports.validate_api_server_args(args)
     set_ulimit()
     gc.enable()
     config = _engine_config(args)

@@ -126,8 +126,9 @@ def test_vllm_takes_every_option():
     """Names and values, as far as vLLM reads them without a GPU."""
     from vllm.config import CompilationMode, CUDAGraphMode
     from vllm.config.attention import AttentionConfig
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from megatron_fp8rl.rollout.vllm_plugin.vllm_imports import make_arg_parser
 
     cfg = tiny_qwen3_moe()
     arguments = gpu_arguments(
