@@ -172,6 +172,8 @@ class EmulatedFp8LinearMethod(LinearMethodBase):
 class ReadableMoEMethod(UnquantizedFusedMoEMethod):
     """BF16 experts that leave their weights as loaded."""
 
+    is_monolithic = True  # apply_monolithic chooses the experts; vLLM 0.32 would choose them before
+
     def __init__(self, layer: RoutedExperts) -> None:
         super().__init__(layer.moe_config)
         _check_supported(layer)
@@ -194,15 +196,12 @@ class ReadableMoEMethod(UnquantizedFusedMoEMethod):
 class EmulatedFp8MoEMethod(Fp8MoEMethod):
     """W8A8 blockwise FP8 experts: parameters of vLLM's ``Fp8MoEMethod``, arithmetic of ``blockwise.linear``."""
 
+    is_monolithic = True
+
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts, scales: Scales) -> None:
         super().__init__(quant_config, layer)
         _check_supported(layer)
         self.scales: Scales = scales
-
-    @property
-    def is_monolithic(self) -> bool:
-        """False: vLLM's CPU build has no kernel that combines routing and experts."""
-        return True
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: there is no fused kernel that needs the scales."""
