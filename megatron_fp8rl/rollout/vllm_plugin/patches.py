@@ -22,7 +22,6 @@ from megatron_fp8rl.upstream import patches
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="norms after a residual sum use a kernel with 1024 threads for fewer than 256 tokens and 256 for more "
     "(fused_add_rms_norm in csrc/libtorch_stable/layernorm_kernels.cu), so the summation order of a row's squares "
     "depends on the batch",
@@ -52,7 +51,6 @@ def make_residual_norms_batch_invariant() -> None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="log-softmax sums exponentials in another order than the trainer, so the last bit differs "
     "(compute_token_logprobs of the V2 runner, batch_invariant.log_softmax of the V1 runner)",
     remove_when="vLLM has a hook for the log-probabilities of sampled tokens",
@@ -77,7 +75,6 @@ _libraries: list[torch.library.Library] = []  # kept, because garbage collection
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="its compiler fuses norms or activations with quantization into kernels that ignore power-of-two scales "
     "(vllm-project/vllm#51477), so a compiled engine would quantize differently from the trainer",
     remove_when="the fused kernels use the requested scales, and round to BF16 before",
@@ -126,7 +123,6 @@ def _require_blocks(group_size: int, upper_bound: Tensor | None) -> None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="a batch-invariant engine rejects experts on DeepGEMM, because they switch to Triton's kernels in small "
     "batches; with power-of-two scales they never switch",
     remove_when="vLLM accepts them with power-of-two scales",
@@ -146,7 +142,6 @@ def accept_deep_gemm_experts() -> None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="AsyncLLM reads until after the engine ends, and often reports a dead engine (output_handler); with "
     "data-parallel ranks, a collective call returns only the first rank's answer (_call_utility_async)",
     remove_when="AsyncLLM.shutdown stops its reader first, and collective_rpc returns the answers of all ranks",
@@ -178,7 +173,6 @@ def engine_class() -> type:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="a worker cannot start an update while another is in progress, and has no call that cancels one "
     "(Worker._weight_update_active)",
     remove_when="vLLM has a call that cancels an update",
@@ -190,7 +184,6 @@ def allow_new_update(worker: Any) -> None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="cancelling a layerwise reload must restore the kernel tensors of partly loaded modules (get_layerwise_info)",
     remove_when="vLLM has a call that cancels a layerwise reload",
 )
@@ -206,7 +199,6 @@ def forget_loaded_weights(modules: Iterable[nn.Module]) -> None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="after a reload, the kernels of FP8 experts read scales of a copy of the layer, which a direct update would "
     "not change (moe_quant_config._w1, _w2)",
     remove_when="a reload keeps the scales that captured graphs read",
@@ -219,7 +211,6 @@ def expert_scale_descriptions(module: nn.Module) -> Sequence[Any]:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="scales of a KV cache are private buffers of an attention layer for GPU kernels, and floats for the CPU kernel "
     "(_k_scale, _k_scale_float and so on)",
     remove_when="vLLM has a call that sets the scales of a KV cache",
@@ -244,7 +235,6 @@ def has_kv_scales(module: nn.Module) -> bool:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="vLLM inspects a model's class in a new process, which imports everything again: 25 s of a start on an H200",
     remove_when="vLLM inspects its own classes without importing them, or in a fork",
     optional=True,

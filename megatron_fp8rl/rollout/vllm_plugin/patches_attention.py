@@ -82,7 +82,6 @@ def _part(
 
 @patches(
     "vllm",
-    ">=0.26,<0.27",
     why="declares which batches graphs may contain (_cudagraph_support), and extends the metadata (build)",
     remove_when="FP8CacheAttention is removed",
     optional=True,
@@ -110,7 +109,6 @@ class Metadata(FlashAttentionMetadataBuilder):
 
 @patches(
     "vllm",
-    ">=0.26,<0.27",
     why="vLLM's FlashAttention decodes over an FP8 cache hardly faster than over BF16; this derives from its layer "
     "and reads its metadata and cache",
     remove_when="an attention of vLLM reads an FP8 cache at its bandwidth, with queries in BF16",
@@ -197,7 +195,6 @@ class FP8CacheAttention(FlashAttentionImpl):
 
 @patches(
     "vllm",
-    ">=0.26,<0.27",
     why="vLLM asks a backend's class for FP8CacheAttention; its FlashAttention would round queries to E4M3",
     remove_when="FP8CacheAttention is removed",
     optional=True,

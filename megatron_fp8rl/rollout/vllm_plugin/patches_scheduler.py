@@ -100,7 +100,6 @@ def is_held(request: Request) -> bool:
 
 @patches(
     "vllm",
-    ">=0.26,<0.27",
     why="vLLM sends every token as an object, although the server needs none before the last "
     "(Scheduler.update_from_output; EngineCoreProc._send_finish_outputs_to_client ends the requests of a pause by a "
     "message without tokens)",
@@ -185,7 +184,6 @@ class DecodeStep(SchedulerOutput):
 
 @patches(
     "vllm",
-    ">=0.26,<0.27",
     why="a step in which every request decodes one token costs as much per request as any other step "
     "(Scheduler.schedule, AsyncScheduler._update_after_schedule, Scheduler.update_from_output)",
     remove_when="vLLM has a short path for such steps",

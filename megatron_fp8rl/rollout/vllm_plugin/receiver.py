@@ -91,7 +91,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="builds on vLLM's weight-transfer API and its layerwise reload, which change from release to release",
     remove_when="the API is declared stable",
 )

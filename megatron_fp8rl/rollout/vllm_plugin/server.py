@@ -46,7 +46,6 @@ def end_with_parent(pid: int) -> None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="the CPU platform selects spawn when it builds the configuration; a forked engine core starts 11 s earlier",
     remove_when="the platform stops overwriting VLLM_WORKER_MULTIPROC_METHOD",
     optional=True,
@@ -80,7 +79,6 @@ def _engine_config(args: argparse.Namespace) -> VllmConfig:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="run_headless spawns a further node's workers, which cannot pickle a local class, and ends with status 0",
     remove_when="run_headless forks, and reports that a worker has ended",
 )

@@ -27,7 +27,6 @@ from megatron_fp8rl.upstream import patches
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="runs the GEMM of a column-parallel linear with our recipes; ColumnParallelLinear has no other hook for it",
     remove_when="ColumnParallelLinear takes its GEMM as an argument",
 )
@@ -49,7 +48,6 @@ class ColumnLinearBase(ColumnParallelLinear):
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="runs the GEMM of a row-parallel linear with our recipes; RowParallelLinear has no other hook for it",
     remove_when="RowParallelLinear takes its GEMM as an argument",
 )
@@ -67,7 +65,6 @@ class RowLinearBase(RowParallelLinear):
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="Megatron-Core's hooks reference their module and parameter, and autograd keeps the hooks outside the reach of "
     "Python's garbage collector, so the memory of a model was never freed",
     remove_when="DistributedDataParallel's hooks hold weak references",
@@ -115,7 +112,6 @@ class GradientBuffers(DistributedDataParallel):
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="copies master weights to parameters outside a step (_copy_main_params_to_model_params)",
     remove_when="the optimizer has a public method for it",
 )
@@ -126,7 +122,6 @@ def parameters_from_masters(optimizer: Any) -> None:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="every optimizer of a chain gathers all parameters after its step (_defer_param_sync): twice the traffic, and "
     "the first would overwrite gradients that share memory with weights before the second reads them",
     remove_when="an optimizer of a chain gathers only its parameters",
@@ -138,7 +133,6 @@ def leave_gathering(optimizer: Any) -> None:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="passes all master weights to Transformer Engine at once (distrib_optimizer.quantize_param_shard); their BF16 "
     "copies need as much memory as FP8 parameters save on one rank",
     remove_when="Transformer Engine's quantize_master_weights no longer copies all masters to BF16",
@@ -162,7 +156,6 @@ def quantized_in_groups(groups: Callable[[list[int]], Iterator[slice]]) -> Itera
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="master weights initialized from FP8 would start with its rounding error; the optimizer reads the initial "
     "values of an FP8 parameter through two methods that only parameters created by Transformer Engine have",
     remove_when="the optimizer takes the initial values of master weights as an argument",
@@ -185,7 +178,6 @@ def _forget_initial_values(parameter: nn.Parameter) -> None:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="a dispatcher that skips sorting must still copy the token counts to the host at the same points as "
     "Megatron-Core's (_maybe_dtoh_and_synchronize)",
     remove_when="MoEAlltoAllTokenDispatcher skips the sort on a rank that has all experts",
@@ -201,7 +193,6 @@ def counts_on_host(dispatcher: MoEAlltoAllTokenDispatcher) -> Tensor:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="Megatron-Core's correction bias is updated after every step and cast to BF16 with the model "
     "(nn.Module._apply); here it is a constant FP32 part of the policy",
     remove_when="TopKRouter supports a constant bias and keeps it in FP32",
@@ -225,7 +216,6 @@ class ConstantBiasRouter(TopKRouter):
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="it rotates by the length of the pack, and pads values to the size of keys, which truncates larger values "
     "(_run_core_attention)",
     remove_when="MultiLatentAttention accepts values of any size, and core attention can rotate",
@@ -243,7 +233,6 @@ class LatentAttentionBase(MultiLatentAttention):
 
 @patches(
     "torch",
-    ">=2.11,<2.12",
     why="a fused MLP must not bypass forward hooks on its two linears (_forward_hooks)",
     remove_when="nn.Module has a public way to ask whether it has hooks",
 )

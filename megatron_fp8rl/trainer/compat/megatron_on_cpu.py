@@ -160,7 +160,6 @@ def _torch_view() -> _Proxy:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="modules of megatron.core use torch.cuda for devices, streams and events, and hardcode the device name cuda",
     remove_when="Megatron-Core gets its device from one place that can be the CPU",
 )
@@ -196,7 +195,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="optimizers select parameters by p.type() == 'torch.cuda.FloatTensor', and some modules call Tensor.cuda()",
     remove_when="Megatron-Core checks is_cuda or the device, and calls Tensor.to",
 )
@@ -215,7 +213,6 @@ def _replace_tensor_methods() -> None:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="the RNG state tracker reads CUDA generators; on a CPU there is only one generator",
     remove_when="the RNG state tracker supports generators of any device",
 )
@@ -244,7 +241,6 @@ def _repair_rng_tracker(random: types.ModuleType) -> None:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="gloo's all-gather supports only equal shapes, but the token dispatcher gathers uneven ones",
     remove_when="gloo gathers uneven shapes",
 )
@@ -268,7 +264,6 @@ def _repair_uneven_gather(mappings: types.ModuleType) -> None:
 
 @patches(
     "torch",
-    ">=2.11,<2.12",
     why="on a CPU the gradient of a BF16 embedding is accumulated in BF16, token by token, which loses a tenth of it "
     "after 3,000 equal tokens",
     remove_when="torch accumulates it in FP32",
@@ -285,7 +280,6 @@ def _repair_embedding_gradient(layers: types.ModuleType) -> None:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="the all-to-all dispatcher converts split sizes to numbers only if they are CUDA tensors",
     remove_when="maybe_move_tensor_to_cpu also converts CPU tensors",
 )
@@ -301,7 +295,6 @@ def _repair_token_splits(token_dispatcher: types.ModuleType) -> None:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="with torch's AdamW (no Transformer Engine or Apex) the distributed optimizer's checkpoints fail in four ways",
     remove_when="Megatron-Core tests the distributed optimizer with torch.optim.AdamW",
 )
@@ -344,7 +337,6 @@ def _repair_optimizer_state(distrib_optimizer: types.ModuleType) -> None:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="the checkpoint writer gets its queue from a manager process: spawning it imports __main__ again (seconds per "
     "rank, and a failure without a main guard), and it outlives a rank that is killed",
     remove_when="synchronous saves start no manager process",

@@ -20,7 +20,6 @@ _PIECE = 1 << 26  # numbers of optimizer state that are gathered at a time, 256 
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="gathered optimizer state omits the padding after buckets of a gradient buffer, but parameters are then looked "
     "up by offsets that include it: everything after the first padded bucket is written shifted. Tied embeddings of "
     "odd size on the last of several stages, and odd sizes with overlap_grad_reduce, have such buckets",
@@ -45,7 +44,6 @@ def padded_buckets(optimizer: Any) -> Iterator[None]:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="get_parameter_state_dp_zero copies the optimizer's state six times through fresh host memory: 7 of the 10 "
     "seconds of a checkpoint's copy on an H200, for 2.5 GiB",
     remove_when="get_parameter_state_dp_zero concatenates and gathers on the GPU",
@@ -114,7 +112,6 @@ def _gather_bucket(part: Any, like: Tensor, param_map: dict[Any, Any], key: str,
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="updates change state in place, in the inner optimizers of a chained optimizer's parts",
     remove_when="an AsyncRequest copies tensors on the host",
 )
@@ -131,7 +128,6 @@ def live_storages(models: Sequence[nn.Module], optimizer: Any) -> set[int]:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="AsyncCallsQueue writes in a process that is forked or gets CUDA handles, goes on when its rank is killed, and "
     "reports neither the file nor the reason of an error; the fields of an AsyncRequest are internal",
     remove_when="Megatron-Core, or a release of nvidia-resiliency-ext that it accepts, writes on a thread",

@@ -49,7 +49,6 @@ Attend = Callable[[Tensor, Tensor, Tensor, Segments, float, Tensor | None], Tens
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="replaces Megatron-Core's core attention, which needs Transformer Engine for packed sequences",
     remove_when="DotProductAttention supports packed sequences and context parallelism",
 )
@@ -182,7 +181,6 @@ class PackedAttention(MegatronModule):
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="overrides get_query_key_value_tensors, which does not get the lengths of sequences, and forward, which does",
     remove_when="SelfAttention passes packed_seq_params to get_query_key_value_tensors",
 )

@@ -68,7 +68,6 @@ def _mask_type(is_square: bool) -> str:
 @functools.lru_cache(maxsize=256)
 @patches(
     "transformer-engine",
-    ">=2.16,<2.17",
     why="calls tex.get_fused_attn_backend, which takes 19 positional arguments",
     remove_when="transformer_engine.pytorch has a keyword API for whether cuDNN supports an attention",
 )
@@ -110,7 +109,6 @@ def _has_kernel(
 
 @patches(
     "transformer-engine",
-    ">=2.16,<2.17",
     why="calls fused_attn_fwd and fused_attn_bwd without the module that wraps them",
     remove_when="DotProductAttention exposes its kernel as a function",
 )

@@ -63,7 +63,6 @@ def has_fused_permutation(device: torch.device) -> bool:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="overrides combine_postprocess: router weights are applied in combine, as in the engine",
     remove_when="the dispatcher can apply router weights in combine",
 )
@@ -87,7 +86,6 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="overrides dispatch_postprocess and combine_preprocess, which sort tokens that are already sorted",
     remove_when="the dispatcher skips the sort on a rank that has all experts",
     optional=True,
@@ -155,7 +153,6 @@ def own_experts(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="Megatron-Core's all-gather dispatcher copies every routed token and waits for the host; here experts read "
     "tokens by index, in Megatron-Core's six steps",
     remove_when="an all-gather dispatcher passes indices to the experts",
@@ -213,7 +210,6 @@ class GatherDispatcher(MoETokenDispatcher):
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="replaces the dispatcher that MoELayer has built; overrides forward, whose recomputation would not get the "
     "routes of its microbatch",
     remove_when="MoELayer takes the class of its dispatcher and packed_seq_params as arguments",

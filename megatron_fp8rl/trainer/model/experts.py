@@ -67,7 +67,6 @@ _dummies: dict[tuple, Tensor] = {}
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="overrides forward: all experts of a rank run in one call of grouped GEMMs",
     remove_when="TEGroupedMLP supports DeepGEMM's grouped GEMMs",
 )

@@ -64,7 +64,6 @@ _FP32_ROUTERS = ("glm4_moe",)  # families whose router GEMM runs in FP32 in the 
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="overrides forward: router weights are applied to an expert's output, as in the engine",
     remove_when="TEGroupedMLP can apply router weights to outputs instead of the input of the second linear",
 )
@@ -108,7 +107,6 @@ def _weighted(out: Tensor, probs: Tensor) -> Tensor:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="overrides forward of MLP: both linears and SwiGLU are one piece, by DeepGEMM",
     remove_when="the feed-forward part of a layer spec can be any module",
 )

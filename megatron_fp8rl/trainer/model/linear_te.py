@@ -115,7 +115,6 @@ def te_linear(
 
 @patches(
     "transformer-engine",
-    ">=2.16,<2.17",
     why="calls general_gemm, quantizers and tex.DType, which are internal to Transformer Engine and may change",
     remove_when="transformer_engine.pytorch has functional quantized GEMMs",
 )

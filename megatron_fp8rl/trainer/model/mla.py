@@ -45,7 +45,6 @@ class LatentSubmodules:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="overrides get_query_key_value_tensors: column-parallel down-projections gather their outputs, and the "
     "gradient of the shared rotated part of the keys is not summed over tensor-parallel ranks",
     remove_when="down-projections are replicated without Transformer Engine, too",

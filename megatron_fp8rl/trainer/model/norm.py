@@ -20,7 +20,6 @@ from megatron_fp8rl.upstream import patches
 
 @patches(
     "transformer-engine",
-    ">=2.16,<2.17",
     why="calls the bindings tex.rmsnorm_fwd, tex.rmsnorm_bwd and tex.rmsnorm_bwd_add, whose signatures are not stable",
     remove_when="transformer_engine.pytorch has a functional RMSNorm",
 )

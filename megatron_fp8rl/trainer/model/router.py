@@ -106,7 +106,6 @@ def in_two_parts(x_TE: Tensor) -> Tensor:
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="overrides forward, gating and routing: Megatron-Core chooses experts differently than the published models, "
     "and needs two dozen launches",
     remove_when="moe_utils scores groups by two experts and normalizes like the model",
@@ -208,7 +207,6 @@ class Router(ConstantBiasRouter):
 
 @patches(
     "megatron-core",
-    ">=0.19.2,<0.20",
     why="overrides forward: the experts of a layer do not get the packed-sequence parameters",
     remove_when="TransformerLayer passes packed_seq_params to MoELayer",
 )

@@ -28,7 +28,6 @@ from megatron_fp8rl.upstream import patches
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="replaces CPUAttentionBackendImpl.forward and do_kv_cache_update, and log-softmax in the sampler: vLLM's CPU "
     "kernels add in orders that depend on the batch",
     remove_when="vLLM has batch-invariant kernels on a CPU",

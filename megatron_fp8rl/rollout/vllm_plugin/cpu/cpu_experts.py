@@ -15,7 +15,6 @@ from megatron_fp8rl.upstream import patches
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="experts of data-parallel ranks gather tokens and scatter their sums, which CpuCommunicator inherits as "
     "NotImplementedError (all_gatherv, reduce_scatterv)",
     remove_when="CpuCommunicator has all_gatherv and reduce_scatterv",

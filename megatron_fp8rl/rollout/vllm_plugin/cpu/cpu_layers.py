@@ -59,7 +59,6 @@ _BLOCK_SHAPE = [BLOCK, BLOCK]
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="on a CPU vLLM multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16 "
     "weights into a form that cannot be read back; matrices without a quantization config (routers, output heads) too",
     remove_when="vLLM can leave weights as loaded, and has W8A8 blocks on any CPU",
@@ -100,7 +99,6 @@ def register(fmt: QuantFormat) -> None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="overrides what UnquantizedLinearMethod does with a weight on a CPU: packs it",
     remove_when="vLLM can leave weights as loaded",
 )
@@ -118,7 +116,6 @@ class ReadableLinearMethod(UnquantizedLinearMethod):
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="a separate linear method with the parameters of Fp8LinearMethod",
     remove_when="vLLM has W8A8 blocks on any CPU",
 )
@@ -165,7 +162,6 @@ class EmulatedFp8LinearMethod(LinearMethodBase):
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="overrides what UnquantizedFusedMoEMethod does with weights on a CPU",
     remove_when="vLLM can leave weights as loaded",
 )
@@ -189,7 +185,6 @@ class ReadableMoEMethod(UnquantizedFusedMoEMethod):
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="overrides what Fp8MoEMethod does on a CPU, where it never quantizes activations",
     remove_when="vLLM has W8A8 experts on any CPU",
 )
@@ -230,7 +225,6 @@ def _check_supported(layer: RoutedExperts) -> None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="experts chosen by a router are captured in BaseRouter.select_experts, which the CPU path does not run",
     remove_when="the CPU path captures them",
 )
@@ -289,7 +283,6 @@ def _mix_experts(
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="replaces RMSNorm.forward_cpu: vLLM normalizes the residual sum before it rounds it, the trainer after",
     remove_when="vLLM normalizes the rounded sum on a CPU, as its GPU kernels do",
 )
@@ -303,7 +296,6 @@ def _rms_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tenso
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.27",
     why="replaces RotaryEmbedding.forward_cpu, whose kernel may fuse a multiplication with an addition",
     remove_when="vLLM's CPU kernel rounds every product",
 )
