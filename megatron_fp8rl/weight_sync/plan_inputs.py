@@ -77,8 +77,7 @@ def _rebuild(cls: type, content: Mapping[str, Any]) -> Any:
         value = content[item.name]
         if isinstance(value, Mapping):
             kinds = [hints[item.name], *typing.get_args(hints[item.name])]
-            value = _rebuild(
-                next(kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), value
-            )
+            section = next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+            value = dict(value) if section is None else _rebuild(section, value)
         values[item.name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)

@@ -1,6 +1,7 @@
 """Plans over many layouts: every byte is sent once, engine slices make up the whole, buckets are bounded."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -12,6 +13,8 @@ from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
 from megatron_fp8rl.weight_sync.plan import PlanError, plan
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
+from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.plans import DENSE, LAYOUTS, MOE, TIED, table
 
 
@@ -151,3 +154,10 @@ def test_mistakes_are_named_all_at_once():
         plan(DENSE, table(DENSE, "fp8"), TrainerLayout(world_size=5, pipeline=5), EngineLayout())
     with pytest.raises(PlanError, match="4 query groups cannot be divided over 16"):
         plan(DENSE, table(DENSE, "fp8"), TrainerLayout(world_size=16, tensor=16), EngineLayout())
+
+
+def test_an_engine_reads_what_the_trainer_wrote():
+    sent = PlanInputs.of(tiny_qwen3_moe())
+    sent.precision.kernels["dispatch"] = "alltoall"
+    read = PlanInputs.from_json(json.loads(json.dumps(sent.to_json())))
+    assert read == sent and read.plan == sent.plan
