@@ -134,7 +134,7 @@ def planned(options: argparse.Namespace) -> tuple[Path, list[study.StudyRun]]:
     """(folder, runs) of the study. Raises ConfigError for a run that its configuration refuses."""
     cfg = cli.parse_overrides(cli.load_config(options.config), _fields(options))
     asked = study.StudyOptions(seeds=tuple(options.seeds), arms=tuple(options.arm), corrected_only=True)
-    return study.folder_of(cfg), study.plan_runs(cfg, (), asked)
+    return study.study_folder(cfg), study.plan_runs(cfg, (), asked)
 
 
 def _fields(options: argparse.Namespace) -> list[str]:

@@ -1,12 +1,10 @@
 """The command line: ``python -m megatron_fp8rl COMMAND [CONFIG] [--field value ...]``.
 
-In: the arguments and the functions of ``model_configs/``. Out: an :class:`Invocation` with a complete, checked
-``RunConfig``, or a message that names every mistake, with exit status 2. Runs on: the process that the user starts.
-Imports no torch and no other heavy package, so help and ``--dry-run`` respond immediately.
+In: the arguments and the functions of ``model_configs/``. Out: an :class:`Invocation` with a checked ``RunConfig``, or
+a message with every mistake and exit status 2. Imports no heavy package, so help and ``--dry-run`` respond at once.
 
 CONFIG is ``module:function`` or the name of a function in ``model_configs/`` that takes no arguments and is annotated
-to return a ``RunConfig``. Every configuration field is an option (``--parallel.tensor 2``), and
-``--set path=JSON`` sets a dictionary field or a value inside it; unknown options are errors.
+to return a ``RunConfig``. Every configuration field is an option (``--parallel.tensor 2``).
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ COMMON_FIELDS = """
 
 
 class UsageError(ValueError):
-    """Invalid arguments. The message names what was given and what is accepted."""
+    """Invalid arguments. The message names the argument and what is accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +60,8 @@ class Command:
     summary: str  # one line of help
     run: Callable[[Invocation], int]  # returns the exit status
     default_config: str | None = None  # used if CONFIG is omitted; None: CONFIG is required
-    takes_config: bool = True  # False: the command has only its own options; a positional argument sets the first one
-    options: type | None = None  # frozen dataclass of the command's own options, all with defaults
+    takes_config: bool = True  # False: only the command's options; a positional argument sets the first
+    options: type | None = None  # frozen dataclass of the command's options, all with defaults
     checks_config: bool = False  # True: the command checks the configuration itself
     # In place of CONFIG: (options, function that applies overrides) -> (configuration, lines that explain it).
     configure: Callable[[Any, Callable[[RunConfig], RunConfig]], tuple[RunConfig, list[str]]] | None = None
@@ -74,7 +72,7 @@ class Invocation:
     """The parsed command line."""
 
     command: str
-    config_name: str | None = None  # CONFIG as given, or the command's default
+    config_name: str | None = None  # CONFIG, or the command's default
     cfg: RunConfig | None = None  # None if the command takes no configuration
     options: Any = None  # an instance of Command.options
     overrides: tuple[str, ...] = ()  # arguments that override fields of CONFIG
@@ -113,12 +111,11 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
     if not command.takes_config:
         if rest and not rest[0].startswith("-"):  # positional, in place of CONFIG
             rest.insert(0, f"--{dataclasses.fields(command.options)[0].name}")
-        return Invocation(command=name, cfg=None, options=_parse_words(command, None, rest)[1])
-
+        return Invocation(command=name, cfg=None, options=_parse_args(command, None, rest)[1])
+    dry_run = not {"--dry-run", "--dry_run"}.isdisjoint(rest)
+    rest = [arg for arg in rest if arg not in ("--dry-run", "--dry_run")]
     if command.configure is not None:
-        return _configured(command, rest)
-    dry_run = "--dry-run" in rest or "--dry_run" in rest
-    rest = [word for word in rest if word not in ("--dry-run", "--dry_run")]
+        return _configured(command, rest, dry_run)
     if rest and not rest[0].startswith("-"):
         target = rest.pop(0)
     elif rest in (["-h"], ["--help"]) and command.default_config is None:
@@ -128,42 +125,39 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
         target = command.default_config
     else:
         raise UsageError(f"{name} needs a CONFIG. {_known_configs()}")
-    cfg, options, overrides = _parse_words(command, load_config(target), rest, target)
+    cfg, options, overrides = _parse_args(command, load_config(target), rest, target)
     violations = [] if command.checks_config else rules.check(cfg)
     if violations:
         raise ConfigError(violations)
     return Invocation(command=name, config_name=target, cfg=cfg, options=options, overrides=overrides, dry_run=dry_run)
 
 
-def _configured(command: Command, rest: list[str]) -> Invocation:
-    """The invocation of a command that makes its configuration from its own options."""
-    dry_run = "--dry-run" in rest or "--dry_run" in rest
-    rest = [word for word in rest if word not in ("--dry-run", "--dry_run")]
+def _configured(command: Command, rest: list[str], dry_run: bool) -> Invocation:
+    """The invocation of a command that makes its configuration from its options."""
     program = f"{_PROGRAM} {command.name}"
     if "-h" in rest or "--help" in rest:
         _tyro({"options": command.options()}, rest, program, command.summary)
-    parsed, words = _tyro({"options": command.options()}, rest, program, command.summary, return_unknown_args=True)
-    cfg, said = command.configure(parsed.options, overriding(words))
+    parsed, args = _tyro({"options": command.options()}, rest, program, command.summary, return_unknown_args=True)
+    cfg, notes = command.configure(parsed.options, overriding(args))
     if violations := rules.check(cfg):
         raise ConfigError(violations)
-    print("\n".join(f"# {line}" if dry_run else line for text in said for line in text.splitlines()))
-    return Invocation(command=command.name, cfg=cfg, options=parsed.options, overrides=tuple(words), dry_run=dry_run)
+    print("\n".join(f"# {line}" if dry_run else line for text in notes for line in text.splitlines()))
+    return Invocation(command=command.name, cfg=cfg, options=parsed.options, overrides=tuple(args), dry_run=dry_run)
 
 
 def parse_overrides(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """Apply ``--field value`` arguments to a configuration without checking it. Unknown options raise SystemExit."""
-    return _parse_words(Command(name="", summary="", run=lambda _: 0), cfg, list(overrides))[0]
+    return _parse_args(Command(name="", summary="", run=lambda _: 0), cfg, list(overrides))[0]
 
 
 def overriding(overrides: Sequence[str]) -> Callable[[RunConfig], RunConfig]:
-    """:func:`parse_overrides` for many configurations. The arguments are parsed for the first one, which takes half a
-    second; the others get the same values."""
+    """:func:`parse_overrides` for many configurations; parses, which takes 0.5 s, only for the first."""
     parsed: RunConfig | None = None
 
     def override(cfg: RunConfig) -> RunConfig:
         nonlocal parsed
-        started, words = _apply_set(cfg, overrides)
-        paths = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+        started, args = _apply_set(cfg, overrides)
+        paths = [arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")]
         if parsed is None or any(path.count(".") > 1 for path in paths):
             parsed = parse_overrides(cfg, overrides)
             return parsed
@@ -206,16 +200,14 @@ def config_functions() -> dict[str, Callable[[], RunConfig]]:
         package = importlib.import_module(_CONFIGS_PACKAGE)
     except ModuleNotFoundError:  # installed, and started as ``python -m megatron_fp8rl``
         package = importlib.import_module(f"megatron_fp8rl_programs.{_CONFIGS_PACKAGE}")
-    found: dict[str, Callable[[], RunConfig]] = {}
+    functions: dict[str, Callable[[], RunConfig]] = {}
     for info in pkgutil.iter_modules(package.__path__):
         for name, function in _functions(importlib.import_module(f"{_CONFIGS_PACKAGE}.{info.name}")).items():
-            if name in found:
-                raise UsageError(
-                    f"two configurations are named {name!r}: in {found[name].__module__} and {function.__module__}; "
-                    "rename one"
-                )
-            found[name] = function
-    return dict(sorted(found.items()))
+            if name in functions:
+                modules = f"{functions[name].__module__} and {function.__module__}"
+                raise UsageError(f"two configurations are named {name!r}, in {modules}; rename one of them")
+            functions[name] = function
+    return dict(sorted(functions.items()))
 
 
 def overview(commands: Mapping[str, Command]) -> str:
@@ -223,8 +215,7 @@ def overview(commands: Mapping[str, Command]) -> str:
     width = max(map(len, commands)) + 2
     lines = [f"usage: {_PROGRAM} COMMAND [CONFIG] [--dry-run] [--field value ...]", "", "commands:"]
     lines += [f"  {command.name:<{width}}{command.summary}" for command in commands.values()]
-    functions = config_functions()
-    if functions:
+    if functions := config_functions():
         width = max(map(len, functions)) + 2
         lines += ["", "configurations:"]
         for name, function in functions.items():
@@ -245,35 +236,34 @@ def to_json(cfg: RunConfig) -> str:
     return json.dumps(dataclasses.asdict(cfg), indent=2)
 
 
-def _parse_words(
-    command: Command, cfg: RunConfig | None, words: list[str], target: str = ""
+def _parse_args(
+    command: Command, cfg: RunConfig | None, args: list[str], target: str = ""
 ) -> tuple[RunConfig | None, Any, tuple[str, ...]]:
-    """(configuration with overrides, the command's own options, the override arguments)."""
-    own = {} if command.options is None else {"options": command.options()}
+    """(configuration with overrides, the command's options, the override arguments)."""
+    options = {} if command.options is None else {"options": command.options()}
     program = f"{_PROGRAM} {command.name} {target}".rstrip()
     if cfg is None:
-        parsed = _tyro(own, words, program, command.summary)
+        parsed = _tyro(options, args, program, command.summary)
         return None, getattr(parsed, "options", None), ()
-    if "--help-all" in words:
-        _tyro({**own, "cfg": cfg}, ["--help"], program, command.summary)  # prints both sets of options and exits
-    if "-h" in words or "--help" in words:
+    if "--help-all" in args:
+        _tyro({**options, "cfg": cfg}, ["--help"], program, command.summary)  # prints both sets of options and exits
+    if "-h" in args or "--help" in args:
         print(f"usage: {program} [--field value ...]: {command.summary}\n\n{common_help(cfg)}\n")
-        if own:
-            _tyro(own, ["--help"], program, "options of the command")  # exits
+        if options:
+            _tyro(options, ["--help"], program, "options of the command")  # exits
         raise SystemExit(0)
-    options = None
-    if own:
+    parsed_options = None
+    if options:
         # Two passes, so that the configuration's arguments can be passed on to the runs of a study.
-        parsed, words = _tyro(own, words, program, command.summary, return_unknown_args=True)
-        options = parsed.options
-    overrides = tuple(words)
-    cfg, words = _apply_set(cfg, words)
-    return _tyro({"cfg": cfg}, words, program, command.summary).cfg, options, overrides
+        parsed, args = _tyro(options, args, program, command.summary, return_unknown_args=True)
+        parsed_options = parsed.options
+    cfg, rest = _apply_set(cfg, args)
+    return _tyro({"cfg": cfg}, rest, program, command.summary).cfg, parsed_options, tuple(args)
 
 
-def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary: str, **how: Any) -> Any:
+def _tyro(defaults: dict[str, Any], args: Sequence[str], program: str, summary: str, **how: Any) -> Any:
     """Parse arguments into copies of the given dataclass instances; their fields are top-level options."""
-    import tyro  # takes 0.2 s, which configurations used from Python should not pay
+    import tyro  # takes 0.2 s
 
     # `--x True` for a field, so that an override can also disable it; a plain `--x` for an option of a command.
     flags = {"cfg": tyro.conf.FlagConversionOff, "options": tyro.conf.FlagCreatePairsOff}
@@ -285,7 +275,7 @@ def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary:
         dataclasses.make_dataclass("Arguments", fields, frozen=True, kw_only=True),
         prog=program,
         description=summary,
-        args=list(words),
+        args=list(args),
         use_underscores=True,  # options are spelled like the fields that they set
         config=(tyro.conf.AvoidSubcommands,),  # optional parts of a model that are None have no options
         **how,
@@ -297,20 +287,20 @@ def _apply_set(cfg: RunConfig, args: Sequence[str]) -> tuple[RunConfig, list[str
 
     ``--precision.kernels.ROLE KERNEL`` means ``--set precision.kernels.ROLE=KERNEL``.
 
-    Raises UsageError for a removed or renamed field, and for a path that does not lead into a dictionary.
+    Raises UsageError for a removed or renamed field, and for a path outside dictionaries.
     """
     rest, queue = [], list(args)
     while queue:
         arg = queue.pop(0)
-        name, _, given = arg.partition("=")
+        name, _, assignment = arg.partition("=")
         if name.startswith("--precision.kernels."):
-            name, given = "--set", f"{name[2:]}={given or (queue.pop(0) if queue else '')}"
+            name, assignment = "--set", f"{name[2:]}={assignment or (queue.pop(0) if queue else '')}"
         if name != "--set":
             if arg.startswith("--") and (remedy := removed_fields.remedy(name[2:].replace("-", "_"))):
                 raise UsageError(f"{name} is no longer an option. {remedy}.")
             rest.append(arg)
             continue
-        assignment = given or (queue.pop(0) if queue else "")
+        assignment = assignment or (queue.pop(0) if queue else "")
         path, equals, text = assignment.partition("=")
         if not equals:
             raise UsageError(f"--set {assignment}: needs PATH=VALUE, such as --set algo.loss_options.dual_clip=3")
@@ -353,28 +343,28 @@ def common_help(cfg: RunConfig) -> str:
 
 @functools.cache
 def _comments(cls: type) -> dict[str, str]:
-    """The comment behind each field of a configuration class, or else the one in the line above."""
-    found, above = {}, ""
+    """The comment behind each field of a configuration class, else the comment above it."""
+    comments, above = {}, ""
     for line in inspect.getsource(cls).splitlines():
         code, _, comment = line.strip().partition("# ")
         if name := re.match(r"(\w+): ", code):
-            found[name[1]] = comment or above
+            comments[name[1]] = comment or above
         above = "" if code else f"{above} {comment}".lstrip()
-    return found
+    return comments
 
 
 def _functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
     """Public functions defined in the module that return a RunConfig and need no argument."""
-    found = {}
+    functions = {}
     for name, function in inspect.getmembers(module, inspect.isfunction):
         signature = inspect.signature(function)
         optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         needs = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in optional]
-        is_own = function.__module__ == module.__name__ and not name.startswith("_")
+        is_public = function.__module__ == module.__name__ and not name.startswith("_")
         returns_config = signature.return_annotation in (RunConfig, "RunConfig", "config.RunConfig")
-        if is_own and returns_config and not needs:
-            found[name] = function
-    return found
+        if is_public and returns_config and not needs:
+            functions[name] = function
+    return functions
 
 
 def _near(name: str, known: Mapping[str, Any]) -> str:
@@ -384,7 +374,5 @@ def _near(name: str, known: Mapping[str, Any]) -> str:
 
 def _known_configs() -> str:
     functions = config_functions()
-    known = (
-        f"Configurations: {', '.join(functions)}" if functions else f"No configurations found in {_CONFIGS_PACKAGE}/"
-    )
+    known = f"Configurations: {', '.join(functions)}" if functions else f"No configurations in {_CONFIGS_PACKAGE}/"
     return f"{known}; or module:function, if Python can import the module."

@@ -17,7 +17,7 @@ def as_function(cfg: RunConfig) -> str:
     names = ", ".join(sorted(used))
     imports = f"from megatron_fp8rl.config import {names}"
     if len(imports) > 120:
-        imports = "from megatron_fp8rl.config import (\n" + "".join(f"    {one},\n" for one in sorted(used)) + ")"
+        imports = "from megatron_fp8rl.config import (\n" + "".join(f"    {cls},\n" for cls in sorted(used)) + ")"
     return f"{imports}\n\n\ndef {name}() -> RunConfig:\n    return {body}"
 
 
@@ -34,5 +34,5 @@ def _source(value: object, used: set[str], indent: int) -> str:
         return f"{type(value).__name__}(\n{''.join(lines)}{'    ' * indent})" if lines else f"{type(value).__name__}()"
     if isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
         pad = "    " * (indent + 1)
-        return "(\n" + "".join(f"{pad}{_source(one, used, indent + 1)},\n" for one in value) + "    " * indent + ")"
+        return "(\n" + "".join(f"{pad}{_source(item, used, indent + 1)},\n" for item in value) + "    " * indent + ")"
     return repr(value)

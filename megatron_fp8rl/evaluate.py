@@ -2,23 +2,21 @@
 
     python -m megatron_fp8rl eval CONFIG --checkpoint PATH --num_problems 200 --num_completions 8 --ks 1 4 8
 
-In: a configuration and a checkpoint of its model: a Hugging Face folder, one converted by checkpoint_tools, a
+In: a configuration and a checkpoint of its model: a Hugging Face folder, a folder converted by checkpoint_tools, a
 checkpoint of a run, or a run's folder. Out, under ``<run>/evaluations/<checkpoint>``:
 
     eval.json        accuracy and pass@k with intervals, by environment and over all problems
     problems.jsonl   every problem with its completions and rewards
     logs/            logs of the engines that this program started
 
-The run's report shows the results. Completions come from the same engines as in a run: every trainer rank loads its
-shard of the weights and publishes it as in training, with verification, so the policy is measured in rollout precision.
-
-:func:`plan` runs on a login node and needs no torch; the rest runs on every trainer rank and imports torch there.
+The run's report shows the results. Trainer ranks load the weights and publish them to engines as in training, with
+verification, so the policy is measured in rollout precision. :func:`plan` needs no torch; the rest runs on every
+trainer rank.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
 
 EVALUATIONS, RESULT, PROBLEMS = "evaluations", "eval.json", "problems.jsonl"
 _CHECKPOINTS, _FINAL_HF, _MODEL_DIR = "checkpoints", "hf", "model"  # within a run's folder
+_SAMPLING = ("temperature", "top_p", "top_k", "max_completion_tokens")
 _ROUNDS_IN_FLIGHT = 4  # requests in flight, as a multiple of the engines' concurrent sequences
 
 
@@ -52,7 +51,7 @@ class EvalOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A validated evaluation, ready to run. Build it with :func:`plan`."""
+    """A validated evaluation, built by :func:`plan`."""
 
     cfg: RunConfig  # model.hf_path names the weights
     checkpoint: Path
@@ -74,22 +73,18 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
 
     num_problems = cfg.observe.eval_prompts if options.num_problems is None else options.num_problems
     if num_problems < 1:
-        refuse("num_problems", num_problems, "is below 1", "Ask at least one problem; some hundreds are usual")
+        refuse("num_problems", num_problems, "is below 1", "Use at least one problem; some hundreds are usual")
     if options.num_completions < 1:
-        refuse("num_completions", options.num_completions, "is below 1", "Sample at least one completion of a problem")
+        refuse("num_completions", options.num_completions, "is below 1", "Sample at least one completion per problem")
     elif bad := [k for k in options.ks if not 1 <= k <= options.num_completions]:
-        refuse(
-            "ks",
-            options.ks,
-            f"pass@{bad[0]} cannot be estimated from {options.num_completions} completions of a problem",
-            f"Choose k from 1 to {options.num_completions}, or raise --num_completions",
-        )
+        problem = f"pass@{bad[0]} cannot be estimated from {options.num_completions} completions per problem"
+        refuse("ks", options.ks, problem, f"Choose k from 1 to {options.num_completions}, or raise --num_completions")
     if cfg.sampling.replay is not None:
         refuse("sampling.replay", cfg.sampling.replay, "an evaluation samples by itself", "Leave it out")
     model_dir = None
     if checkpoint is not None:
-        model_dir, unknown = _model_dir(cfg, checkpoint)
-        violations += unknown
+        model_dir, errors = _model_dir(cfg, checkpoint)
+        violations += errors
     if checkpoint is None or violations:
         raise ConfigError(violations)
     return Evaluation(
@@ -117,12 +112,10 @@ def label(checkpoint: Path, run_dir: Path) -> str:
 
 
 def run(evaluation: Evaluation, *, deadline_s: float) -> None:
-    """Collective: evaluate; rank 0 writes and prints the result. ``deadline_s`` bounds how long ranks wait for others.
+    """Collective: evaluate; rank 0 writes and prints the result. ``deadline_s``: longest wait between ranks.
 
-    On a stop request it ends between two batches of problems, like a training run; a restart begins from scratch.
+    Ends between two batches of problems on a stop request; a restart begins from scratch.
     """
-    import torch
-
     from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
     megatron_on_cpu.install()
@@ -132,6 +125,7 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
     from megatron_fp8rl.envs.scoring import ScorePool
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.rollout.stream import RolloutStream
+    from megatron_fp8rl.runtime.colocation import wait_and_sleep
     from megatron_fp8rl.runtime.stop import StopRequest
     from megatron_fp8rl.trainer.parallel import Parallel
 
@@ -145,24 +139,21 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
         if parallel.rank == 0:
             if model_dir is None:
                 model_dir = write_model_dir(replace(cfg, model=replace(cfg.model, hf_path=None)))
-            # Engines on other nodes are found through the run's folder; local engines get a folder of their own.
+            # Endpoint files of engines on other nodes are in the run's folder; local engines get a separate folder.
             engine_dir = cfg.run_dir if cfg.engine.placement == "remote" else evaluation.folder
             fleet = stack.enter_context(Fleet.start(cfg, model_dir, engine_dir, wait=False))
             scorers = stack.enter_context(ScorePool.build(cfg.scoring, cfg.data.environments))
-            if cfg.engine.placement == "colocated" and torch.cuda.is_available():
-                # An engine measures free memory while it starts; load the weights afterwards.
-                fleet.wait_until_ready()
-                fleet.sleep()
+            wait_and_sleep(cfg.engine, fleet)
         model_dir = parallel.broadcast_object(model_dir)
         stream = PromptStream(cfg, load_tokenizer(str(model_dir)))
         prompts = stream.eval_prompts(evaluation.num_problems)
         if not prompts:
             raise ValueError("no source has held-out problems; name rows by --data.environments.0.eval")
-        published, again = _publish(cfg, parallel, fleet, prompts, stack)
+        published, republish = _publish(cfg, parallel, fleet, prompts, stack)
         ready_s = time.monotonic()
         source = stream if parallel.rank == 0 else None
         rollouts = stack.enter_context(RolloutStream(cfg, fleet, source, scorers, parallel))
-        rollouts.republish = again
+        rollouts.republish = republish
         groups: list[RolloutGroup] = []
         for part in _rounds(cfg.engine, prompts, evaluation.num_completions):
             stop.at_boundary(parallel, 0)
@@ -179,8 +170,8 @@ def _publish(
 ) -> tuple[PublishReport, Callable[[], None] | None]:
     """Collective: load the checkpoint and publish it to the engines, which can sample afterwards.
 
-    Returns the report, and a function that publishes again to restarted replicas; None where the engines' KV caches
-    reuse the memory of the weights.
+    Returns the report, and a function that publishes again to restarted replicas; None if the engines' KV caches reuse
+    the trainer's memory.
     """
     import torch
 
@@ -270,7 +261,7 @@ def _finish(
     evaluation: Evaluation, groups: Sequence[RolloutGroup], published: PublishReport, seconds: Mapping[str, float]
 ) -> None:
     """Write the result and the problems; print the table."""
-    from megatron_fp8rl.observe.observer import write_json
+    from megatron_fp8rl.observe.records import write_json, write_text
 
     cfg, folder = evaluation.cfg, evaluation.folder
     summary = {
@@ -279,9 +270,7 @@ def _finish(
         "step": _step_of(evaluation.checkpoint),
         "precision": cfg.precision.rollout,
         "seed": cfg.seed,
-        "sampling": {
-            name: getattr(cfg.sampling, name) for name in ("temperature", "top_p", "top_k", "max_completion_tokens")
-        },
+        "sampling": {name: getattr(cfg.sampling, name) for name in _SAMPLING},
         "intervals": "95 %: accuracy by Wilson's score, pass@k by bootstrap over problems",
         **summarize(groups, evaluation.ks),
         "weights_checksum": published.checksum,
@@ -289,15 +278,11 @@ def _finish(
         "finished_unix_s": time.time(),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{PROBLEMS}.tmp"
-    partial.write_text("".join(json.dumps(_problem(group)) + "\n" for group in groups), encoding="utf-8")
-    os.replace(partial, folder / PROBLEMS)
+    write_text(folder / PROBLEMS, "".join(json.dumps(_problem(group)) + "\n" for group in groups))
     write_json(folder / RESULT, summary)
     if len(groups) < evaluation.num_problems:
-        _say(
-            cfg.observe,
-            f"the environments have only {len(groups)} different held-out problems of the {evaluation.num_problems}",
-        )
+        available = f"{len(groups)} of {evaluation.num_problems}"
+        _say(cfg.observe, f"the environments have only {available} different held-out problems")
     print(f"\n{evaluation.checkpoint}, rollouts in {cfg.precision.rollout}, temperature {cfg.sampling.temperature:g}")
     print(table(summary))
     print(folder / RESULT, flush=True)
@@ -327,21 +312,21 @@ def _problem(group: RolloutGroup) -> dict[str, Any]:
     }
 
 
-def _find(given: str) -> tuple[Path | None, list[Violation]]:
+def _find(checkpoint: str) -> tuple[Path | None, list[Violation]]:
     """(folder with weights or None, violations)."""
-    path = Path(given)
+    path = Path(checkpoint)
 
     def refuse(problem: str, remedy: str) -> tuple[None, list[Violation]]:
-        return None, [Violation("--checkpoint", given, problem, remedy)]
+        return None, [Violation("--checkpoint", checkpoint, problem, remedy)]
 
-    if not given:
-        return refuse("is empty", "Name a Hugging Face folder, a converted one, a checkpoint of a run or a run")
+    if not checkpoint:
+        return refuse("is empty", "Name a Hugging Face or converted folder, a checkpoint of a run, or a run's folder")
     if not path.is_dir():
         return refuse("is not a folder", "Check the spelling; the folder must be on a file system of this machine")
-    if not _holds_weights(path):
-        found = latest(path / _CHECKPOINTS) or latest(path)
-        path = found or path / _FINAL_HF
-        if found is None and not _holds_weights(path):
+    if not _has_weights(path):
+        newest = latest(path / _CHECKPOINTS) or latest(path)
+        path = newest or path / _FINAL_HF
+        if newest is None and not _has_weights(path):
             return refuse(
                 "contains no weights, and neither a complete checkpoint nor hf/ as a run's folder does",
                 "Name a folder with *.safetensors or .metadata, or a run that has saved a checkpoint",
@@ -351,8 +336,8 @@ def _find(given: str) -> tuple[Path | None, list[Violation]]:
     return path, []
 
 
-def _holds_weights(folder: Path) -> bool:
-    """Whether trainer ranks can load it: Hugging Face format or Megatron-Core distributed checkpoint."""
+def _has_weights(folder: Path) -> bool:
+    """Whether the folder is in Hugging Face format or a Megatron-Core distributed checkpoint."""
     is_hf = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
     return is_hf or (folder / ".metadata").is_file()
 
@@ -368,24 +353,28 @@ def _step_of(checkpoint: Path) -> int | None:
 
 
 def _model_dir(cfg: RunConfig, checkpoint: Path) -> tuple[Path | None, list[Violation]]:
-    """(folder with the checkpoint's config.json and tokenizer or None, violations if it cannot be determined).
+    """(folder with the checkpoint's config.json and tokenizer, violations if it cannot be determined).
 
-    Searches the weights' folder, the run's initial weights and the run's own folder. None for a run that started from
-    random weights: its configuration is sufficient.
+    Searches the weights' folder, the run's initial weights and the run's folder. None for a run from random weights,
+    whose configuration is sufficient.
     """
     recorded = _state(checkpoint).get("config", {})
-    began = recorded.get("model", {}).get("hf_path")
+    initial = recorded.get("model", {}).get("hf_path")
     run_dir = checkpoint.parent.parent if checkpoint.parent.name == _CHECKPOINTS else checkpoint.parent
-    candidates = [checkpoint, *(Path(folder) for folder in (began, cfg.model.hf_path) if folder), run_dir / _MODEL_DIR]
-    found = next((folder for folder in candidates if (folder / "config.json").is_file()), None)
-    if found is None and began is not None:
-        problem = f"is unknown for this checkpoint: its run started from {began}, which does not exist here"
+    candidates = [
+        checkpoint,
+        *(Path(folder) for folder in (initial, cfg.model.hf_path) if folder),
+        run_dir / _MODEL_DIR,
+    ]
+    model_dir = next((folder for folder in candidates if (folder / "config.json").is_file()), None)
+    if model_dir is None and initial is not None:
+        problem = f"is unknown for this checkpoint: its run started from {initial}, which does not exist here"
         return None, [Violation("--model.hf_path", cfg.model.hf_path, problem, "Name the folder with its tokenizer")]
     tokenizer = recorded.get("data", {}).get("tokenizer", cfg.data.tokenizer)
-    if found is None and tokenizer != cfg.data.tokenizer:
+    if model_dir is None and tokenizer != cfg.data.tokenizer:
         problem = f"is not the checkpoint's tokenizer, {tokenizer!r}"
         return None, [Violation("--data.tokenizer", cfg.data.tokenizer, problem, f"Pass --data.tokenizer {tokenizer}")]
-    return found, []
+    return model_dir, []
 
 
 def _say(observe: ObserveConfig, text: str) -> None:

@@ -1,9 +1,7 @@
 """Supervised warm start: trains a new model until reinforcement learning finds rewards.
 
-In: a RunConfig with ``warm_start.steps``. Out: a Hugging Face checkpoint, with the metrics of the warm start next to it.
-Runs identically on every trainer rank, with the policy, packing and optimizer of the reinforcement-learning loop.
-
-The warm start trains in BF16, the usual precision of pretraining.
+In: a RunConfig with ``warm_start.steps``. Out: a Hugging Face checkpoint and metrics. Runs identically on every trainer
+rank, in BF16, with the policy, packing and optimizer of the reinforcement-learning loop.
 """
 
 from __future__ import annotations
@@ -44,14 +42,14 @@ def warm_start_path(cfg: RunConfig) -> Path:
 def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopRequest | None = None) -> Path:
     """Collective: train for ``warm_start.steps`` and return the checkpoint's folder; skip training if it exists.
 
-    Saves a checkpoint every minute or less often; resuming from it is bit-exact. If ``stop`` requests an early end, the
-    warm start saves a checkpoint after a step and raises RunStopped.
+    Saves a checkpoint every minute or less often; resuming is bit-exact. If ``stop`` requests an early end, saves a
+    checkpoint after a step and raises RunStopped.
     """
     stop = stop or StopRequest()
     path = warm_start_path(cfg)
     checkpoints = path.parent / CHECKPOINTS
     if parallel.broadcast_object(path.exists()):
-        _forget(checkpoints, parallel)  # left over if the warm start was killed right after it finished
+        _delete(checkpoints, parallel)  # left if the warm start was killed right after it finished
         return path
     cfg = _supervised(cfg)
     source = SftSource(cfg, load_tokenizer(str(tokenizer_dir)))
@@ -62,8 +60,8 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
         Observer(cfg, parallel.rank == 0, path.parent, title=f"{cfg.name}: warm start") as observer,
         stop.errors_noted(),
     ):
-        found = checkpoint.resume(checkpoints, policy, observer.message)
-        step = 0 if found is None else found[0]
+        resumed = checkpoint.resume(checkpoints, policy, observer.message)
+        step = 0 if resumed is None else resumed[0]
         if step:
             with observer.prelude(step):
                 pass
@@ -82,7 +80,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
                 if step < cfg.num_steps:
                     saves.save_if_due(step)
     save_hf(policy, path, tokenizer_dir)
-    _forget(checkpoints, parallel)
+    _delete(checkpoints, parallel)
     return path
 
 
@@ -108,8 +106,8 @@ class _Checkpoints:
         return path
 
 
-def _forget(checkpoints: Path, parallel: Parallel) -> None:
-    """Delete the checkpoints of a finished warm start: they are larger than its result."""
+def _delete(checkpoints: Path, parallel: Parallel) -> None:
+    """Delete the checkpoints of a finished warm start, which are larger than its result."""
     if parallel.rank == 0:
         shutil.rmtree(checkpoints, ignore_errors=True)
 
@@ -117,8 +115,8 @@ def _forget(checkpoints: Path, parallel: Parallel) -> None:
 def expected_pass_rate(policy: Policy, samples: Sequence[Sample]) -> float:
     """Collective: probability that a sampled completion equals the reference answer, averaged over the samples.
 
-    The product of the token probabilities is the probability of sampling the answer at ``sampling.temperature``, so one
-    forward pass suffices and there is no sampling noise. Other answers that would also earn a reward are not counted.
+    One forward pass computes the probability of sampling the reference answer at ``sampling.temperature``. Other
+    correct answers are not counted.
     """
     (batch,) = pack_for(policy.cfg, samples, data_rank=policy.parallel.dp_rank)
     scored = policy.with_old_logprobs(batch)
@@ -135,8 +133,7 @@ def expected_pass_rate(policy: Policy, samples: Sequence[Sample]) -> float:
 
 
 def _supervised(cfg: RunConfig) -> RunConfig:
-    """The run's configuration with the optimizer, precision and number of steps of the warm start: in BF16, where nothing is
-    left of what a run says of FP8 parameters and linears, and without an engine to agree with."""
+    """The run's configuration with the optimizer and number of steps of the warm start, in BF16, without exact mode."""
     precision = cfg.precision
     params = "bf16" if precision.params == "fp8" else precision.params
     kernels = {role: kernel for role, kernel in precision.kernels.items() if role != "linears"}

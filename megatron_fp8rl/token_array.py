@@ -27,7 +27,7 @@ class TokenArray(Sequence):
 
     @classmethod
     def from_floats(cls, values: Sequence[float]) -> TokenArray:
-        """As float32, which holds what engines return, or as float64 where a number needs it."""
+        """As float32, or as float64 if a number needs it."""
         if isinstance(values, TokenArray):
             return values
         array = np.asarray(values)
@@ -64,10 +64,10 @@ class TokenArray(Sequence):
             return True
         if not isinstance(other, TokenArray | tuple | list):
             return NotImplemented
-        own, found = self._array, np.asarray(other)
-        # A literal such as -0.1 has no float32 of its own.
-        found = found.astype(np.float32) if own.dtype == np.float32 and found.dtype == np.float64 else found
-        return np.array_equal(own, found, equal_nan=found.dtype.kind == "f")
+        array = np.asarray(other)
+        if self._array.dtype == np.float32 and array.dtype == np.float64:
+            array = array.astype(np.float32)  # float32 cannot represent a literal such as -0.1
+        return np.array_equal(self._array, array, equal_nan=array.dtype.kind == "f")
 
     def __hash__(self) -> int:
         return hash(tuple(self))

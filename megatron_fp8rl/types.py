@@ -2,14 +2,12 @@
 
     Prompt -> Completion -> Trajectory -> Rollout -> RolloutGroup -> Sample -> Microbatch -> TrainBatch
 
-A :class:`Trajectory` is a list of segments, each given or sampled; an answer in one turn has two of them, the prompt and
-the completion. All classes are frozen. No other types cross a process boundary or a package boundary.
+A :class:`Trajectory` is a list of segments: context or completions. All classes are frozen.
 Shapes: L = tokens of one sequence (all segments of a trajectory), C = tokens of one completion,
 T = tokens of one packed microbatch, S = sequences of one packed microbatch.
 
-Log-probabilities are natural logarithms at the sampling temperature. Their names always say whose they are:
-``rollout_`` (the engine's), ``old_`` (the trainer's at the start of the step), ``trainer_`` (the trainer's, with
-gradient) or ``ref_`` (the reference model's).
+Log-probabilities are natural logarithms at the sampling temperature, by source: ``rollout_`` (engine), ``old_``
+(trainer at the start of the step), ``trainer_`` (trainer, with gradient) or ``ref_`` (reference model).
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ class Prompt:
     messages: tuple[dict[str, str], ...] = ()  # role and content, which a chat template rendered as ``text``
 
     def fields(self) -> dict[str, Any]:
-        """What JSON keeps of it, by name; nothing is copied."""
+        """The fields by name, not copied."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """A sampled segment: what the engine returned for one request. Takes any sequences, and keeps them as rows."""
+    """A sampled segment: the engine's answer to one request. Converts sequences to :class:`TokenArray`."""
 
     token_ids: TokenArray  # [C] includes the EOS token, if any
     rollout_logprobs: TokenArray  # [C] of the sampled tokens
@@ -57,17 +55,15 @@ class Completion:
     min_version: int  # policy version that sampled the first token
     max_version: int  # policy version that sampled the last token
     version_spans: tuple[tuple[int, int], ...] = ()  # (first token index, version), one entry per version, ascending
-    # uint8/uint16 [N, num_layers, top_k] of the N tokens from the end of the completion before, or from the first token,
-    # to the last but one of this; None when not recorded.
+    # uint8/uint16 [N, num_layers, top_k] of the N tokens since the end of the previous completion, without this one's
+    # last token; None: not recorded.
     routed_experts: np.ndarray | None = None
     text: str = ""
-    num_prompt_tokens: int = 0  # tokens before it that the engine read, over all requests for this completion
-    num_cached_tokens: int = 0  # those of them that the engine had in its prefix cache
+    num_prompt_tokens: int = 0  # context tokens, summed over all requests for this completion
+    num_cached_tokens: int = 0  # those in the engine's prefix cache
 
     def __post_init__(self) -> None:
-        from megatron_fp8rl.token_array import (
-            TokenArray,
-        )  # NumPy, which programs that only read a configuration do without
+        from megatron_fp8rl.token_array import TokenArray  # imports NumPy, which not every program has
 
         object.__setattr__(self, "token_ids", TokenArray.from_ids(self.token_ids))
         object.__setattr__(self, "rollout_logprobs", TokenArray.from_floats(self.rollout_logprobs))
@@ -75,7 +71,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """A segment that was not sampled here: a prompt, what a user, a tool or an environment says, parts of a template."""
+    """A segment that was not sampled: a prompt, a message of a user, tool or environment, or parts of a template."""
 
     token_ids: tuple[int, ...]
     role: str  # "prompt", or the role of the message: system, user, tool, assistant, environment
@@ -84,7 +80,7 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """One training sequence: segments in order, each sampled or given. The loss covers what was sampled in it."""
+    """One training sequence: segments in order. The loss covers its completions."""
 
     segments: tuple[Context | Completion, ...]
 
@@ -105,16 +101,16 @@ class Trajectory:
 
 def single_turn(prompt: Prompt, completion: Completion) -> tuple[Trajectory, ...]:
     """The trajectory of one completion of a prompt, as ``Rollout.branches``."""
-    given = Context(token_ids=prompt.token_ids, role="prompt", text=prompt.text)
-    return (Trajectory(segments=(given, completion)),)
+    context = Context(token_ids=prompt.token_ids, role="prompt", text=prompt.text)
+    return (Trajectory(segments=(context, completion)),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """A scored trajectory.
 
-    It has several branches where a chat template rewrote what was said before: each branch is a training sequence, and
-    each sampled token is sampled in one branch and given in the others. A session that was lost has none.
+    It has several branches if a chat template rewrote history. A token that was sampled in one branch is context in the
+    others. A lost session has no branches.
     """
 
     prompt: Prompt
@@ -125,9 +121,7 @@ class Rollout:
     detail: str = ""  # why scoring failed; empty otherwise
     reward_parts: dict[str, float] = field(default_factory=dict)  # unweighted, by the reward's name; may be empty
     seed: int = 0  # the engine's sampling seed of the first completion
-    turn_rewards: tuple[
-        float, ...
-    ] = ()  # of the completions in order, parts of ``reward``; empty if only the end counts
+    turn_rewards: tuple[float, ...] = ()  # parts of ``reward``, by completion; empty: only the end has a reward
     seconds: dict[str, float] = field(default_factory=dict)  # where a session's time went: model, tools, queue
 
     @property
@@ -137,7 +131,7 @@ class Rollout:
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """Everything that was sampled, in order."""
+        """The completions of all branches, in order."""
         return tuple([completion for branch in self.branches for completion in branch.completions])
 
     @property
@@ -147,19 +141,12 @@ class Rollout:
     @property
     def finish_reason(self) -> Literal["stop", "length", "abort"]:
         """How the last completion ended; "abort" if nothing was sampled."""
-        last = self._last
-        return "abort" if last is None else last.finish_reason
+        return self.completions[-1].finish_reason if self.completions else "abort"
 
     @property
     def answer_text(self) -> str:
         """The text of the last completion."""
-        last = self._last
-        return "" if last is None else last.text
-
-    @property
-    def _last(self) -> Completion | None:
-        segments = (one for branch in reversed(self.branches) for one in reversed(branch.segments))
-        return next((one for one in segments if isinstance(one, Completion)), None)
+        return self.completions[-1].text if self.completions else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +158,7 @@ class RolloutGroup:
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a sample: all given, or all sampled, with one advantage."""
+    """Consecutive tokens of a sample: all context or all sampled, with one advantage."""
 
     token_ids: TokenArray  # [N]
     rollout_logprobs: TokenArray | None = None  # [N] of sampled tokens
@@ -181,30 +168,30 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One training sequence. It refers to the rows of its completions, which nothing copies before it is packed."""
+    """One training sequence. Its arrays are those of the completions; packing copies them."""
 
     name: str
     environment: str
-    segments: tuple[Segment, ...]  # all segments, up to the last sampled token
+    segments: tuple[Segment, ...]  # up to the last sampled token
     staleness: int = 0  # trainer version at the start of the step minus the smallest Completion.min_version
     routed_experts: np.ndarray | None = None  # [L - 1, num_layers, top_k]
 
     @property
     def num_tokens(self) -> int:  # L
-        return sum(len(one.token_ids) for one in self.segments)
+        return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens before the first one that was sampled or is trained."""
-        return sum(len(one.token_ids) for one in itertools.takewhile(_is_context, self.segments))
+        return sum(len(segment.token_ids) for segment in itertools.takewhile(_is_context, self.segments))
 
     @property
     def num_loss_tokens(self) -> int:
-        return sum(len(one.token_ids) for one in self.segments if one.is_trained)
+        return sum(len(segment.token_ids) for segment in self.segments if segment.is_trained)
 
     @property
     def token_ids(self) -> TokenArray:  # [L]
-        return _joined(one.token_ids for one in self.segments)
+        return _joined(segment.token_ids for segment in self.segments)
 
 
 def _is_context(segment: Segment) -> bool:
@@ -224,8 +211,7 @@ def _joined(parts: Iterable[Sequence[int]]) -> TokenArray:
 class Microbatch:
     """Packed sequences, each padded at its end; identical on all ranks of a data-parallel replica.
 
-    Position t predicts ``targets_T[t]``, the next token of its sequence. All other per-token fields refer to that
-    prediction. ``loss_mask_T`` is False at padding and at the last position of a sequence.
+    Position t predicts ``targets_T[t]``, the next token of its sequence; all other per-token fields refer to it.
     """
 
     tokens_T: torch.Tensor  # int64 [T]
@@ -233,7 +219,7 @@ class Microbatch:
     positions_T: torch.Tensor  # int64 [T] restart at 0 for every sequence
     cu_seqlens_S: torch.Tensor  # int32 [S + 1] start offsets of the padded sequences, then T
     sequence_ids_T: torch.Tensor  # int64 [T] index into names; padding has the id of the sequence that it pads
-    loss_mask_T: torch.Tensor  # bool [T]
+    loss_mask_T: torch.Tensor  # bool [T] False at padding and at the last position of a sequence
     rollout_logprobs_T: torch.Tensor  # float32 [T]
     advantages_T: torch.Tensor  # float32 [T]
     names: tuple[str, ...]  # [S] Sample.name; empty string for a filler sequence
@@ -255,7 +241,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """Everything a loss function may read about one packed microbatch, whatever the model's parallel layout."""
+    """Inputs of a loss function: one whole packed microbatch, whatever the model's parallel layout."""
 
     mb: Microbatch
     batch: TrainBatch  # has the denominators of the global batch
@@ -276,8 +262,8 @@ class PublishReport:
     seconds: float  # the whole weight update
     pause_s: float  # how long the engines were paused
     checksum: str  # digest over the digests of all engine ranks' shards; the same for any trainer layout and transport
-    connect_s: float = 0.0  # part of ``seconds``: before the pause, joining the engines, if they are new
-    prepare_s: float = 0.0  # before the pause: finding all places, once, at both ends
+    connect_s: float = 0.0  # before the pause: connecting to new engines
+    prepare_s: float = 0.0  # before the pause: finding all tensors at both ends, once
     pack_s: float = 0.0  # gather and quantize, host time of rank 0 (GPU time shows up in send_s)
     send_s: float = 0.0  # waiting until the data in flight has arrived and is loaded
     load_s: float = 0.0  # receive and write time of the slowest engine worker; 0 if the update was not verified

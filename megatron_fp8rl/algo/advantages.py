@@ -2,9 +2,9 @@
 
     (rewards, **options) -> advantages
 
-``rewards`` belong to one prompt's completions that count, after the overlong rule; the result has one finite advantage
-per reward, in the same order. ``algo.advantage_options`` sets ``options`` (keyword arguments). Functions must be pure:
-every rank computes the same advantages, so no random numbers. A user-defined function is ``module:function``.
+``rewards`` are those of a prompt's completions, after the overlong rule; the result has a finite advantage for each.
+``algo.advantage_options`` sets ``options``. Functions must be pure, because every rank computes the same advantages. A
+user-defined function is ``module:function``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def grpo(rewards: Sequence[float]) -> list[float]:
     if len(set(rewards)) < 2:  # the mean of equal numbers may differ from them by rounding errors
         return [0.0] * len(rewards)
     deviations = dr_grpo(rewards)
-    scale = math.sqrt(math.fsum(one * one for one in deviations) / (len(rewards) - 1)) + _STD_EPS
+    scale = math.sqrt(math.fsum(d * d for d in deviations) / (len(rewards) - 1)) + _STD_EPS
     return [deviation / scale for deviation in deviations]
 
 

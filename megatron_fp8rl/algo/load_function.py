@@ -96,7 +96,7 @@ def _load(field: _Field, algo: AlgoConfig) -> Callable[..., Any]:
         signature.bind("inputs", **options)
     except TypeError as error:
         problem = f"{name} cannot be called with these options: {error}"
-        remedy = f"Match its signature: {inspect.signature(function) if callable(function) else 'it is no function'}"
+        remedy = f"Match its signature: {inspect.signature(function) if callable(function) else 'it is not a function'}"
         raise FunctionError(Violation(f"--algo.{field}_options", options, problem, remedy)) from error
     return partial(function, **options)
 

@@ -11,16 +11,13 @@ All have the same signature, which also applies to a user-defined ``module:funct
 
     (inputs: LossInputs, **options) -> (loss, metrics)
 
-``algo.loss_options`` sets ``options`` (keyword arguments): ``aggregate`` selects how tokens are averaged, ``dual_clip``
-bounds the loss of a token with a negative advantage (usually 3.0). The result is the loss (scalar) and detached metrics
-(scalars): for keys that end in ``/mean``, sums over loss tokens, to be divided by ``batch.num_loss_tokens`` after
-summing over microbatches and ranks; for ``/max``, maxima. A function with the attribute ``may_lack_lower_clip`` accepts
-``algo.clip_low`` = 1.
+``algo.loss_options`` sets ``options``: ``aggregate`` selects how tokens are averaged, ``dual_clip`` bounds the loss of
+a token with a negative advantage (usually 3.0). ``loss`` and the detached ``metrics`` are scalars: for keys in
+``/mean``, sums over loss tokens, which the trainer divides by ``batch.num_loss_tokens``; for ``/max``, maxima. With the
+attribute ``may_lack_lower_clip``, a function accepts ``algo.clip_low`` = 1.
 
-A loss is a sum over this microbatch's tokens divided by the denominators of the global batch, so losses and gradients
-add up to the same total however the batch is split into microbatches and ranks. Functions are pure and get the
-log-probabilities of the whole microbatch, whatever the model's parallel layout. They are built from
-algo/objective.py, which defines the names of policies and ratios.
+A loss is a sum over this microbatch's tokens divided by the denominators of the global batch, so that losses and
+gradients do not depend on the split into microbatches and ranks. algo/objective.py has the building blocks.
 
 Shapes: T = packed tokens of one microbatch, S = its sequences.
 """

@@ -2,11 +2,9 @@
 
     mismatch_ratio = exp(old_logprobs - rollout_logprobs)
 
-is the importance weight of a token: 1 if the engine (FP8 kernels, KV cache, possibly older weights) and the trainer
-assign the sampled token the same probability. :func:`weights` computes the factor that corrects the loss from it;
-:func:`mismatch_metrics` measures it, names the worst sequences and raises alarms. Neither has a gradient.
-
-In: tensors of one microbatch. Out: weights, and sums over ranks via a :class:`Reducer`. Runs on: every trainer rank.
+is the importance weight of a token: 1 if engine (FP8 kernels, possibly older weights) and trainer agree.
+:func:`weights` computes the factor that corrects the loss; :func:`mismatch_metrics` measures the mismatch, names the
+worst sequences and raises alarms. Neither has a gradient.
 
 Shapes: T = tokens of one packed microbatch, S = its sequences.
 """
@@ -150,10 +148,8 @@ def weights(
     geometric_mask      min(r, 2) if low <= G <= high else 0   length-free trust region, e.g. 0.999 to 1.002
     ==================  =====================================  ================================================
 
-    The bounds of geometric_mask are far too narrow for token weights, so their cap is a constant.
-
-    ``cfg.veto_below`` drops every sequence with an r below it: a single such token means that engine and trainer did
-    not compute the same thing.
+    The bounds of geometric_mask are too narrow for token weights, whose cap is a constant. ``cfg.veto_below`` drops
+    every sequence with an r below it: engine and trainer did not compute the same function.
     """
     if num_sequences is None:
         num_sequences = int(sequence_ids_T.max()) + 1
@@ -169,12 +165,12 @@ def weights(
     geometric_T = limited(total_S / length_S).exp()[sequence_ids_T]
 
     factor_T = sequence_T if cfg.correction.startswith("sequence") else token_T
-    judged_T = geometric_T if cfg.correction == "geometric_mask" else factor_T
-    outside_T = judged_T > cfg.correction_high
+    bounded_T = geometric_T if cfg.correction == "geometric_mask" else factor_T
+    outside_T = bounded_T > cfg.correction_high
     if cfg.correction.endswith("truncate"):
         corrected_weights_T = factor_T.clamp(max=cfg.correction_high)
     else:
-        outside_T = (judged_T < cfg.correction_low) | outside_T
+        outside_T = (bounded_T < cfg.correction_low) | outside_T
         corrected_weights_T = torch.where(outside_T, 0.0, factor_T)
     if cfg.correction == "geometric_mask":
         outside_T = outside_T | (corrected_weights_T > GEOMETRIC_CAP)
@@ -209,27 +205,28 @@ def mismatch_metrics(
         LogprobError: names tensor, sequence and token.
         MismatchAlarm: a mean is above its limit and ``cfg.alarm_action`` is "stop"; with "warn" see ``report.alarms``.
     """
-    mine = _RankStatistics()
+    statistics = _RankStatistics()
     for batch in batches:
         for mb in batch.microbatches:
-            mine.add(mb, cfg)
-    everyone = reducer.gather(mine)
-    if broken := [message for rank in everyone for message in rank.broken]:
+            statistics.add(mb, cfg)
+    ranks = reducer.gather(statistics)
+    if broken := [message for rank in ranks for message in rank.broken]:
         raise LogprobError("; ".join(broken[:num_worst]))
 
-    total = _Sums.merged(rank.total for rank in everyone)
-    sequences = [entry for rank in everyone for entry in rank.sequences]
+    sequences = [entry for rank in ranks for entry in rank.sequences]
     sequences.sort(key=lambda entry: (-entry[1].abs_diff / entry[1].num, entry[0]))
     worst = tuple(sums.slice(name) for name, sums in sequences[:num_worst])
-    positions = _merge_by_key([rank.positions for rank in everyone])
-    environments = _merge_by_key([rank.environments for rank in everyone])
-    turns = _merge_by_key([rank.turns for rank in everyone])
-    metrics = total.metrics()
+
+    def slices(name: str, label: Callable[[Any], str] = str) -> tuple[MismatchSlice, ...]:
+        merged = _merge_by_key([getattr(rank, name) for rank in ranks])
+        return tuple(sums.slice(label(key)) for key, sums in merged.items())
+
+    metrics = _Sums.merged(rank.total for rank in ranks).metrics()
     report = MismatchReport(
         metrics=metrics,
-        by_position=tuple(sums.slice(_position_label(bucket)) for bucket, sums in positions.items()),
-        by_turn=tuple(sums.slice(str(turn)) for turn, sums in turns.items()),
-        by_environment=tuple(sums.slice(name) for name, sums in environments.items()),
+        by_position=slices("positions", _position_label),
+        by_turn=slices("turns"),
+        by_environment=slices("environments"),
         worst=worst,
         alarms=_alarms(metrics, worst),
     )
@@ -347,8 +344,7 @@ class _RankStatistics:
 
         self.total = _Sums.merged([self.total, sums_of(slice(None))])
         for bucket in buckets.unique().tolist():
-            part = {bucket: sums_of(buckets == bucket)}
-            self.positions = _merge_by_key([self.positions, part])
+            self.positions = _merge_by_key([self.positions, {bucket: sums_of(buckets == bucket)}])
         turns = turn_of_tokens(mb.loss_mask_T, mb.sequence_ids_T)[mask_T].cpu()
         for turn in turns.unique().tolist():
             self.turns = _merge_by_key([self.turns, {turn: sums_of(turns == turn)}])
@@ -364,7 +360,7 @@ def _no_logprobs(mb: Microbatch) -> list[str]:
     for name, values_T in (("rollout_logprobs", mb.rollout_logprobs_T), ("old_logprobs", mb.old_logprobs_T)):
         assert values_T is not None
         bad_T = ~torch.isfinite(values_T)
-        if name == "rollout_logprobs":  # old_logprobs are the trainer's own
+        if name == "rollout_logprobs":  # old_logprobs come from the trainer
             bad_T = bad_T | (values_T > LOGPROB_TOLERANCE)
         bad = (mb.loss_mask_T & bad_T).nonzero().flatten()
         if bad.numel():

@@ -1,4 +1,4 @@
-"""The hint of an error about an unknown name. Imports the standard library alone: the launcher uses it on login nodes."""
+"""The hint of an error about an unknown name. Imports only the standard library, for login nodes."""
 
 from __future__ import annotations
 

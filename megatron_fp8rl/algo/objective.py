@@ -10,7 +10,7 @@ Three policies; a name always says whose log-probabilities it holds:
     update_ratio   = exp(trainer - old)    with gradient; clipped by PPO
 
 A surrogate is the per-token objective, to be maximized, with the metrics of its ratio; :func:`policy_loss` turns it
-into a loss. Log ratios are passed unclamped and are clamped to +-20 where they are exponentiated.
+into a loss. Log ratios are clamped to +-20 only where they are exponentiated.
 
 Shapes: T = packed tokens of one microbatch, S = its sequences.
 """
@@ -65,9 +65,9 @@ def clipped_surrogate(inputs: LossInputs, log_ratio_T: Tensor, dual_clip: float 
     high_T = (ratio_T > 1 + cfg.clip_high) & (advantages_T > 0)
     dual_T = torch.zeros_like(mask_T)
     if dual_clip is not None:
-        floor_T = dual_clip * advantages_T
-        dual_T = (advantages_T < 0) & (objective_T < floor_T)
-        objective_T = torch.where(advantages_T < 0, torch.maximum(objective_T, floor_T), objective_T)
+        bound_T = dual_clip * advantages_T
+        dual_T = (advantages_T < 0) & (objective_T < bound_T)
+        objective_T = torch.where(advantages_T < 0, torch.maximum(objective_T, bound_T), objective_T)
     return torch.where(mask_T, objective_T, 0.0), _ratio_metrics(ratio_T, low_T, high_T, dual_T, mask_T)
 
 

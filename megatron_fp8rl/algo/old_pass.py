@@ -8,8 +8,8 @@ from megatron_fp8rl.config import RunConfig
 def needs_old_pass(cfg: RunConfig) -> bool:
     """Whether old log-probabilities need a forward pass before the updates.
 
-    The only update of a step computes them in its own forward pass, and the loss takes them as both old and trainer.
-    Recorded experts are compared or replaced in a separate pass. A user's loss may read ``old_logprobs_T``.
+    Not for a step's only update, whose forward pass computes them. Recorded experts are compared or replaced in that
+    pass, and a user's loss may read ``old_logprobs_T``.
     """
     has_experts = cfg.model.is_moe and (cfg.engine.record_routed_experts or cfg.sampling.replay is not None)
     return cfg.algo.updates_per_step > 1 or has_experts or ":" in cfg.algo.loss

@@ -1,13 +1,11 @@
-"""Accuracy and pass@k of sampled completions, with 95 % intervals. Pure, no ranks.
+"""Accuracy and pass@k of sampled completions, with 95 % intervals. Pure.
 
-In: the number of sampled and of passed completions per problem. Out: estimates over the problems.
-
-pass@k is the probability that at least one of k completions passes. Given n >= k completions of which c passed, the
+pass@k is the probability that at least one of k completions passes. With n >= k completions, c of them passing, the
 unbiased estimate is the fraction of k-subsets with a passing completion, 1 - C(n - c, k) / C(n, k) (Chen et al.,
-arXiv:2107.03374, section 2.1). The obvious estimate, one minus (1 - c/n)^k, is biased low.
+arXiv:2107.03374, section 2.1). 1 - (1 - c/n)^k is biased low.
 
-The 95 % intervals cover the choice of problems and the sampling of completions, not the choice of the environment.
-Completions of the same problem are correlated, so they are never treated as independent trials:
+The 95 % intervals cover the choice of problems and the sampling of completions. Completions of the same problem are
+correlated, so they are not treated as independent trials:
 
     accuracy   Wilson score interval over n / (1 + (m - 1) rho) trials, with m completions per problem and their
                intraclass correlation rho (analysis-of-variance estimator)
@@ -42,9 +40,8 @@ class Estimate:
 
 
 def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
-    """Unbiased estimate for one problem, from ``num_completions`` of which ``num_passed`` passed.
+    """Unbiased estimate for one problem, as a product of factors between 0 and 1, which cannot overflow.
 
-    Computed as a product of factors between 0 and 1, without the overflow and cancellation of binomial quotients.
     Raises ValueError if k is not in 1..num_completions, or if the counts are invalid.
     """
     if not 0 <= num_passed <= num_completions:
@@ -86,8 +83,7 @@ def accuracy(counts: Sequence[tuple[int, int]]) -> Estimate:
 def design_effect(counts: Sequence[tuple[int, int]]) -> float:
     """Variance inflation by correlation within problems: 1 for independent completions, m for identical ones.
 
-    1 + (m - 1) rho with rho between 0 and 1. If all completions of all problems agree, correlation and an easy
-    environment cannot be distinguished, and rho is 1.
+    1 + (m - 1) rho with 0 <= rho <= 1. If all completions of all problems agree, rho is 1.
     """
     sampled, passed = _columns(counts)
     total, problems = sampled.sum(), len(sampled)

@@ -1,11 +1,8 @@
 """Converts scored groups to training samples. Pure; runs on trainer rank 0.
 
-The advantage of a rollout, or of each of its turns, is computed from the rewards of its group by the ``algo.advantage``
-function (algo/advantages.py). Rollouts whose scoring failed or that the engine aborted have no reward: they are excluded
-from their group's advantages and from the samples. A rollout in several branches gives a sample for each.
-
-A sample refers to the rows of its completions and holds no numbers of its own for their tokens: who trains it joins them
-(data/packing.py).
+The ``algo.advantage`` function (algo/advantages.py) computes advantages from the rewards of a group. Rollouts whose
+scoring failed, or that the engine aborted, are excluded. A rollout in several branches gives a sample for each. Samples
+refer to the arrays of their completions; data/packing.py copies them.
 """
 
 from __future__ import annotations
@@ -36,16 +33,15 @@ class NonFiniteRewardError(ValueError):
 def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: RunConfig, version: int) -> list[Sample]:
     """One sample per trajectory to train on, in the order of the groups.
 
-    ``version`` is the trainer's version at the start of the step; staleness is relative to it. Groups without variance
-    are dropped unless ``cfg.algo.zero_variance`` is "keep". Every sample has at least one loss token.
+    ``version`` is the trainer's version at the start of the step. Groups without variance are dropped unless
+    ``cfg.algo.zero_variance`` is "keep". Every sample has at least one loss token.
 
     Raises:
         NonFiniteRewardError: names the rollout.
-        RoutedExpertsError: names the rollout whose experts ``algo.router_replay`` = "rollout" cannot replay.
         FunctionError: ``advantage_fn`` did not return one finite number per reward.
     """
     samples = []
-    # Answers that go on over publications may hold tokens of versions that are too old to be trained.
+    # Completions that continue after publications may have tokens of versions that are too old to train.
     oldest = version - cfg.sampling.max_staleness if cfg.sampling.window_groups else None
     for group in groups:
         rollouts, rewards = shaped_rewards(group, cfg)
@@ -53,26 +49,23 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
             continue
         by_rollout = advantages_of_turns(rollouts, rewards, advantage_fn, cfg.algo)
         prompt_ids = TokenArray.from_ids(group.prompt.token_ids)
-        for rollout, of_turns in zip(rollouts, by_rollout, strict=True):
-            turns = iter(of_turns)
+        for rollout, advantages in zip(rollouts, by_rollout, strict=True):
+            turns = iter(advantages)
             for number, branch in enumerate(rollout.branches):
-                own = [next(turns) for _ in branch.completions]
-                sample = _sample(rollout, number, branch, own, version, oldest, prompt_ids)
-                if sample is not None:
-                    samples.append(sample)
-    return samples
+                samples.append(_sample(rollout, number, branch, turns, version, oldest, prompt_ids))
+    return [sample for sample in samples if sample is not None]
 
 
 def has_signal(group: RolloutGroup, cfg: RunConfig) -> bool:
-    """Whether the group's rewards differ, so that some advantage is nonzero; the criterion of drop and refill."""
+    """Whether the group's rewards differ, so that some advantage is nonzero."""
     return is_varied(*shaped_rewards(group, cfg), cfg.algo)
 
 
 def shaped_rewards(group: RolloutGroup, cfg: RunConfig) -> tuple[list[Rollout], list[float]]:
-    """The rollouts of a group that count, and their rewards after the overlong rule.
+    """The valid rollouts of a group, and their rewards after the overlong rule.
 
-    keep: a rollout truncated at a limit keeps its reward. mask: it is ignored, because the reward of an unfinished
-    answer is meaningless. penalty: :func:`overlong_penalty` of its longest completion is subtracted from its reward.
+    Truncated rollouts keep their reward (keep) or are excluded (mask). penalty: :func:`overlong_penalty` of the longest
+    completion is subtracted from the reward.
     """
     rollouts = [r for r in group.rollouts if r.status != "score_failed" and r.finish_reason != "abort"]
     for rollout in rollouts:
@@ -86,7 +79,9 @@ def shaped_rewards(group: RolloutGroup, cfg: RunConfig) -> tuple[list[Rollout], 
     rewards = [r.reward for r in rollouts]
     if cfg.algo.overlong == "penalty":
         limit = cfg.sampling.max_completion_tokens
-        rewards = [r.reward - overlong_penalty(_longest(r), limit, cfg.algo) for r in rollouts]
+        longest = [max((len(c.token_ids) for c in r.completions), default=0) for r in rollouts]
+        penalties = [overlong_penalty(length, limit, cfg.algo) for length in longest]
+        rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
     return rollouts, rewards
 
 
@@ -102,7 +97,7 @@ def overlong_penalty(num_tokens: int, max_completion_tokens: int, cfg: AlgoConfi
 
 
 def require_experts(groups: Sequence[RolloutGroup], model: ModelConfig) -> None:
-    """Raise RoutedExpertsError, with the rollout's name, unless every completion has experts that can be replayed."""
+    """Raise RoutedExpertsError, with the rollout's name, unless the experts of every completion can be replayed."""
     for group in groups:
         for rollout in group.rollouts:
             for branch in rollout.branches:
@@ -114,7 +109,7 @@ def require_experts(groups: Sequence[RolloutGroup], model: ModelConfig) -> None:
 
 
 def _ends(branch: Trajectory) -> Iterator[tuple[int, Completion]]:
-    """(tokens of the trajectory up to its end, completion) of every completion."""
+    """(end position in the trajectory, completion) of every completion."""
     end = 0
     for segment in branch.segments:
         end += len(segment.token_ids)
@@ -125,12 +120,12 @@ def _ends(branch: Trajectory) -> Iterator[tuple[int, Completion]]:
 def _require_experts(rollout: Rollout, completion: Completion, num_tokens: int, model: ModelConfig) -> None:
     """Raise RoutedExpertsError unless the completion has the ids of this model's experts, [tokens, layers, top_k]."""
     experts = completion.routed_experts
-    wanted = (num_tokens, model.num_layers, model.experts_per_token)
+    expected = (num_tokens, model.num_layers, model.experts_per_token)
     problem = None
     if experts is None:
         problem = "has no routed experts. Set --engine.record_routed_experts True where it is sampled"
-    elif experts.shape != wanted:
-        problem = f"has routed experts of shape {experts.shape}, expected {wanted}. Sample it with this model"
+    elif experts.shape != expected:
+        problem = f"has routed experts of shape {experts.shape}, expected {expected}. Sample it with this model"
     elif experts.size and int(experts.max()) >= model.num_experts:
         problem = f"was routed to expert {experts.max()} of {model.num_experts}. Sample it with this model"
     elif num_tokens >= _TOKEN_RICH and not experts.any():
@@ -142,28 +137,25 @@ def _require_experts(rollout: Rollout, completion: Completion, num_tokens: int, 
         raise RoutedExpertsError(f"rollout {rollout.name} {problem}, or set --algo.router_replay old or off")
 
 
-def _longest(rollout: Rollout) -> int:
-    return max((len(completion.token_ids) for completion in rollout.completions), default=0)
-
-
 def _sample(
     rollout: Rollout,
     number: int,
     branch: Trajectory,
-    advantages: Sequence[float],
+    advantages: Iterator[float],
     version: int,
     oldest: int | None,
     prompt_ids: TokenArray,
 ) -> Sample | None:
-    """The sample of one branch, without what was given after its last sampled token; None if nothing of it is trained.
+    """The sample of a branch up to its last sampled token; None if no token is trained.
 
-    Tokens of versions before ``oldest`` are not trained. ``prompt_ids`` is the prompt's row, which its samples share.
+    ``advantages`` starts with those of the branch's completions. Tokens of versions before ``oldest`` are not trained.
+    ``prompt_ids`` is the prompt's array, which its samples share.
     """
     segments: list[Segment] = []
     recorded: list[np.ndarray | None] = []
     versions: list[int] = []
-    of_completion = iter(advantages)
     last = max((i for i, segment in enumerate(branch.segments) if _is_sampled(segment)), default=-1)
+    turns = iter([next(advantages) for _ in branch.completions])
     for segment in branch.segments[: last + 1]:
         if not isinstance(segment, Completion):
             is_prompt = segment.token_ids is rollout.prompt.token_ids
@@ -174,12 +166,12 @@ def _sample(
             raise ValueError(
                 f"rollout {rollout.name}: {len(segment.rollout_logprobs)} log-probabilities for {num} tokens"
             )
-        advantage = next(of_completion)
+        advantage = next(turns)
         if not num:
             continue
         recorded.append(segment.routed_experts)
         token_ids, rollout_logprobs = segment.token_ids, segment.rollout_logprobs
-        first = 0  # that is new enough
+        first = 0  # the first token that is new enough
         if oldest is not None:
             first = sum(length for sampled_by, length in version_runs(segment) if sampled_by < oldest)
         if first:

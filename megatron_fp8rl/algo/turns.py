@@ -1,7 +1,4 @@
-"""The turns of a trajectory: their returns and advantages, and the turn of each loss token. Pure.
-
-In: the rollouts of a group and their rewards. Out: an advantage for every completion.
-"""
+"""The turns of a trajectory: their returns and advantages, and the turn of each loss token. Pure."""
 
 from __future__ import annotations
 
@@ -22,27 +19,27 @@ def advantages_of_turns(
 ) -> list[list[float]]:
     """The advantage of every completion of every rollout.
 
-    By trajectory, all completions of a rollout have the advantage of its reward. By turn, the k-th completions of all
-    rollouts that have one are compared, by their returns.
+    Unit "trajectory": all completions of a rollout have the advantage of its reward. Unit "turn": the k-th completions
+    of all rollouts are compared, by their returns.
     """
     if cfg.advantage_unit == "trajectory":
         advantages = _advantages(rewards, advantage_fn, cfg)
         return [[advantage] * len(r.completions) for r, advantage in zip(rollouts, advantages, strict=True)]
     returns = list(map(_returns, rollouts, rewards))
-    found: list[list[float]] = [[] for _ in rollouts]
+    advantages: list[list[float]] = [[] for _ in rollouts]
     for turn in range(max(map(len, returns), default=0)):
-        present = [i for i, of_turns in enumerate(returns) if turn < len(of_turns)]
-        of_turn = _advantages([returns[i][turn] for i in present], advantage_fn, cfg)
-        for i, advantage in zip(present, of_turn, strict=True):
-            found[i].append(advantage)
-    return found
+        present = [i for i, values in enumerate(returns) if turn < len(values)]
+        values = _advantages([returns[i][turn] for i in present], advantage_fn, cfg)
+        for i, advantage in zip(present, values, strict=True):
+            advantages[i].append(advantage)
+    return advantages
 
 
 def _returns(rollout: Rollout, reward: float) -> list[float]:
-    """The reward from each turn on: ``reward`` without the rewards of the turns before."""
+    """``reward`` minus the rewards of earlier turns, for each turn."""
     rewards = rollout.turn_rewards or (0.0,) * len(rollout.completions)
     if len(rewards) != len(rollout.completions):
-        raise ValueError(f"rollout {rollout.name}: {len(rewards)} rewards of {len(rollout.completions)} turns")
+        raise ValueError(f"rollout {rollout.name}: {len(rewards)} rewards for {len(rollout.completions)} turns")
     before = itertools.accumulate(rewards[:-1], initial=0.0)
     return [reward - past for past in before] if rewards else []
 
@@ -56,7 +53,7 @@ def is_varied(rollouts: Sequence[Rollout], rewards: Sequence[float], cfg: AlgoCo
 
 
 def turn_of_tokens(loss_mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
-    """int64 [T]: the turn of each loss token within its sequence, from 1: runs of loss tokens, apart by given ones."""
+    """int64 [T]: the turn of each loss token in its sequence, from 1. Context tokens separate turns."""
     before_T = torch.cat([loss_mask_T.new_zeros(1), loss_mask_T[:-1]])
     is_new_T = torch.cat([loss_mask_T.new_ones(1), sequence_ids_T[1:] != sequence_ids_T[:-1]])
     begun_T = (loss_mask_T & (~before_T | is_new_T)).long().cumsum(0)

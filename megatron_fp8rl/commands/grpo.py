@@ -1,8 +1,7 @@
 """The ``grpo`` command: a run from a model's folder, rows of data and a reward, without a line of Python.
 
-In: ``--model DIR --data FILE --reward NAME``. Out: a complete ``RunConfig``. The architecture, the tokenizer and the
-chat template are those of the folder; the layout is that of ``preflight/auto_layout.py``, with the reason. Runs in the
-process that the user starts; imports nothing heavy.
+In: ``--model DIR --data FILE --reward NAME``. Out: a complete ``RunConfig``. Architecture, tokenizer and chat template
+come from the folder, and the layout from ``preflight/auto_layout.py``. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -42,33 +41,31 @@ from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
 from megatron_fp8rl.preflight.doctor import headline
 from megatron_fp8rl.preflight.memory import GIB, GpuName
 
-VERIFIERS = "verifiers:"  # what a taskset of that library is named by
+VERIFIERS = "verifiers:"  # prefix of a taskset of that library
 _PROMPT_TOKENS, _COMPLETION_TOKENS = 1024, 3072
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoOptions:
-    """What a run of one's own needs; all fields of a configuration are options as well."""
+    """Model, data and reward; all fields of a configuration are options as well."""
 
     model: str = ""  # folder of a Hugging Face model: config.json, tokenizer and weights
-    data: tuple[
-        str, ...
-    ] = ()  # files, folders, hub:NAME, verifiers:NAME, env:module:Class, or generators of reasoning-gym
+    data: tuple[str, ...] = ()  # files, folders, hub:NAME, verifiers:NAME, env:module:Class, reasoning-gym generators
     reward: tuple[str, ...] = ()  # for rows: exact, number, choice, math, code, ..., model:DIR, or FILE.py:function
     agent: str = ""  # FILE.py:function or module:function that plays a session for each completion (docs/agents.md)
     eval: tuple[str, ...] = ()  # held-out rows, in the order of --data
     gpus: int | None = None  # GPUs of trainer and engines; None: those of this machine; 0: the CPU
-    gpu: GpuName | None = None  # kind of GPU to plan for; None: that of this machine, else h200
+    gpu: GpuName | None = None  # GPU model to plan for; None: the GPU of this machine, else h200
 
 
 def configure(options: GrpoOptions, override: Callable[[RunConfig], RunConfig]) -> tuple[RunConfig, list[str]]:
-    """(configuration, what was chosen and why). ``override`` applies the user's fields, before and after the choice.
+    """(configuration, lines that explain it). ``override`` applies the user's fields, before and after the choice.
 
     Raises ConfigError with every mistake in the options.
     """
-    folder, found = Path(options.model).expanduser(), _problems(options)
-    if found:
-        raise ConfigError(found)
+    folder, errors = Path(options.model).expanduser(), _problems(options)
+    if errors:
+        raise ConfigError(errors)
     try:
         model = model_in(folder)
     except (OSError, ValueError) as error:
@@ -100,25 +97,26 @@ def model_in(folder: Path) -> ModelConfig:
 
 
 def _problems(options: GrpoOptions) -> list[Violation]:
-    found = []
+    errors: list[tuple[str, object, str, str]] = []
     if not options.model:
         remedy = "Name the folder of a Hugging Face model; with --model.random True its weights are not read"
-        found.append(Violation("--model", "", "there is no model to train", remedy))
+        errors.append(("--model", "", "there is no model to train", remedy))
     if not options.data:
-        found.append(Violation("--data", "", "there is nothing to learn", "Name a file, such as train.jsonl"))
+        errors.append(("--data", "", "there is nothing to learn", "Name a file, such as train.jsonl"))
     rows = [name for name in options.data if has_rows(name)]
     if rows and not options.reward and not options.agent:
         remedy = "Name a reward: exact, number, choice, math, code, or FILE.py:function"
-        found.append(Violation("--reward", "", f"nothing scores the answers to {rows[0]}", remedy))
+        errors.append(("--reward", "", f"nothing scores the answers to {rows[0]}", remedy))
     if options.reward and options.data and not rows:
-        problem = f"{', '.join(options.data)} scores its own problems"
-        found.append(Violation("--reward", options.reward, problem, "Leave it out"))
+        errors.append(
+            ("--reward", options.reward, f"{', '.join(options.data)} scores its own problems", "Leave it out")
+        )
     if len(options.eval) > len(rows):
-        problem = f"there are {len(options.eval)} held-out sources and {len(rows)} of rows to train on"
-        found.append(Violation("--eval", options.eval, problem, "Name one for each --data, in the same order"))
+        problem = f"there are {len(options.eval)} held-out sources and {len(rows)} sources of rows to train on"
+        errors.append(("--eval", options.eval, problem, "Name a held-out source for each --data, in the same order"))
     if options.gpus is not None and options.gpus < 0:
-        found.append(Violation("--gpus", options.gpus, "is below 0", "Give a number of GPUs, or 0 for the CPU"))
-    return found
+        errors.append(("--gpus", options.gpus, "is below 0", "Give a number of GPUs, or 0 for the CPU"))
+    return [Violation(*error) for error in errors]
 
 
 def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
@@ -129,7 +127,7 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
     environments = tuple(
         EnvironmentConfig(dataset=_absolute(name), rewards=rewards, eval=next(held_out, ""), agent=agent)
         if has_rows(name)
-        else _of_verifiers(name.removeprefix(VERIFIERS))
+        else _taskset(name.removeprefix(VERIFIERS))
         if name.startswith(VERIFIERS)
         else EnvironmentConfig(dataset=name, agent=agent)
         for name in options.data
@@ -156,8 +154,8 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
     )
 
 
-def _of_verifiers(taskset: str) -> EnvironmentConfig:
-    """A taskset of the library ``verifiers``: an installed one, or a file with one."""
+def _taskset(taskset: str) -> EnvironmentConfig:
+    """The environment of a taskset of the library ``verifiers``, installed or in a file."""
     options = {"taskset": _absolute(taskset) if taskset.endswith(".py") else taskset}
     module = "megatron_fp8rl.envs.libraries.verifiers"
     return EnvironmentConfig(
@@ -174,12 +172,12 @@ def _reward(name: str) -> RewardConfig:
 
 
 def _absolute(name: str) -> str:
-    """A path that also holds on other nodes; names of the hub stay."""
+    """An absolute path, valid on other nodes; names of the hub stay."""
     return name if kind_of(name) == "hub" else os.path.abspath(os.path.expanduser(name))
 
 
 def _on_cpu(cfg: RunConfig, override: Callable[[RunConfig], RunConfig]) -> tuple[RunConfig, list[str]]:
-    said = ["no GPU: trainer and engine share the CPU, and FP8 is emulated"]
+    notes = ["no GPU: trainer and engine share the CPU, and FP8 is emulated"]
     length = cfg.sampling.max_prompt_tokens + cfg.sampling.max_completion_tokens
     cfg = replace(
         cfg,
@@ -191,8 +189,8 @@ def _on_cpu(cfg: RunConfig, override: Callable[[RunConfig], RunConfig]) -> tuple
     cfg = override(cfg)
     if cfg.precision == PrecisionConfig() and (reason := _reason_against_fp8(cfg)):
         cfg = replace(cfg, precision=PrecisionConfig(trainer="bf16", rollout="bf16"))
-        said.append(f"BF16 at both ends: {reason}")
-    return cfg, said
+        notes.append(f"BF16 at both ends: {reason}")
+    return cfg, notes
 
 
 def _reason_against_fp8(cfg: RunConfig) -> str:
@@ -219,24 +217,24 @@ def _on_gpus(
         start = override(replace(start, engine=replace(start.engine, sleep_level=2)))
     cfg, change, how = auto_layout.fastest(start, machines, override)
     if violations := rules.check(cfg, accelerator=machines.hardware.generation):
-        raise ConfigError(violations)  # with them no layout is accepted, so that memory would be blamed
+        raise ConfigError(violations)  # otherwise every layout fails, and the error would blame memory
     diagnosis = diagnose(cfg, machines)
-    said = [headline(diagnosis)]
+    notes = [headline(diagnosis)]
     if change:
         chosen = ", ".join(f"{path} {value}" for path, value in change)
-        said.append(f"{how}, with long microbatches: {chosen}")
+        notes.append(f"{how}, with long microbatches: {chosen}")
     subjects = {"one GPU of both"}
     for estimate in (diagnosis.trainer, diagnosis.engine.estimate if diagnosis.engine else None):
         if estimate is not None:
             subjects.add(estimate.title)
-            said.append(
+            notes.append(
                 f"{estimate.title}: {estimate.total_bytes / GIB:.1f} of {estimate.capacity_bytes / GIB:.1f} GiB per GPU"
             )
-    if errors := [one for one in diagnosis.findings if one.severity == "error" and one.subject in subjects]:
-        remedy = "Use more or larger GPUs, shorter completions, or fewer layers; no layout that was tried fits"
+    if errors := [f for f in diagnosis.findings if f.severity == "error" and f.subject in subjects]:
+        remedy = "No tried layout fits; use more or larger GPUs, shorter completions, or fewer layers"
         problems = "; ".join(f"{finding.subject}: {finding.problem}" for finding in errors)
         raise ConfigError([Violation("--gpus", num_gpus, f"{problems} ({kind.upper()})", remedy)])
-    return cfg, said
+    return cfg, notes
 
 
 def _local_gpus() -> tuple[int, float]:

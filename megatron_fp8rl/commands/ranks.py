@@ -20,24 +20,15 @@ def run_with_status(program: Callable[[], int | None]) -> int:
 
 
 def has_to_start_ranks(parallel: ParallelConfig) -> bool:
-    """Whether the trainer has several ranks and this process is none of them."""
+    """Whether the trainer has several ranks and this process is not a rank."""
     return parallel.world_size > 1 and "RANK" not in os.environ
 
 
 def on_every_rank(parallel: ParallelConfig, program: Callable[[], None]) -> int:
-    """Run in this process, or start torchrun on this machine if the trainer has several ranks and this is none."""
+    """Run in this process, or start torchrun on this machine if :func:`has_to_start_ranks`."""
     if has_to_start_ranks(parallel):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(parallel.world_size),
-            "-m",
-            "megatron_fp8rl",
-            *sys.argv[1:],
-        ]
+        torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {parallel.world_size} -m megatron_fp8rl"
+        command = [sys.executable, *torchrun.split(), *sys.argv[1:]]
         cores = max(1, (os.cpu_count() or 1) // parallel.world_size)
         return run_ranks(command, {"OMP_NUM_THREADS": str(cores), **os.environ})
     import torch

@@ -12,7 +12,7 @@ from megatron_fp8rl.commands.ranks import run_with_status
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
-    """Identity of this rollout replica in a launched job, or of this node's part of a multi-node replica."""
+    """Identity of this node's part of a rollout replica in a launched job."""
 
     replica: int = 0  # 0 ... engine.num_replicas - 1
     endpoint: Path = Path("rollout-0.json")  # endpoint file, written when the server is ready

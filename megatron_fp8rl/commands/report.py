@@ -36,7 +36,7 @@ def write_reports(cfg: RunConfig) -> None:
     for folder in (Path(cfg.run_dir, WARM_START), Path(cfg.run_dir)):
         try:
             page = write_report(folder)
-        except FileNotFoundError:  # no run was started there
+        except FileNotFoundError:  # no run started there
             continue
         except Exception as error:
             print(f"the report of {folder} could not be written: {error!r}", file=sys.stderr, flush=True)

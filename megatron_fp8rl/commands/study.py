@@ -8,11 +8,11 @@ from megatron_fp8rl.report import study
 
 
 def _run(invocation: cli.Invocation) -> int:
-    def run_all() -> None:
+    def run_study() -> None:
         study_dir = study.run(invocation.cfg, invocation.config_name, invocation.overrides, invocation.options)
         print((study_dir / "study.md").read_text())
 
-    return run_with_status(run_all)
+    return run_with_status(run_study)
 
 
 COMMAND = cli.Command(

@@ -1,7 +1,6 @@
 """The commands ``train``, ``demo``, ``sft`` and ``rl``: a warm start, reinforcement learning, or both.
 
-Runs in the process that the user starts, or in every rank under torchrun. Functions import torch, Megatron-Core and
-vLLM, so that help, dry runs and usage errors respond immediately.
+Only functions import torch, Megatron-Core and vLLM, so that help, dry runs and usage errors respond immediately.
 """
 
 from __future__ import annotations
@@ -33,12 +32,10 @@ def _train(invocation: cli.Invocation) -> int:
     """Warm start if configured, then reinforcement learning."""
     model = invocation.cfg.model
     if model.hf_path is None and not invocation.cfg.warm_start.steps and not model.random:
-        print(
+        return _refuse(
             f"{invocation.config_name} has no weights to start from: set --model.hf_path to a Hugging Face checkpoint, "
-            "--warm_start.steps for a warm start, or --model.random True to train random weights",
-            file=sys.stderr,
+            "--warm_start.steps for a warm start, or --model.random True to train random weights"
         )
-        return 2
     return start(invocation.cfg)
 
 
@@ -48,13 +45,16 @@ def _sft(invocation: cli.Invocation) -> int:
 
 def _rl(invocation: cli.Invocation) -> int:
     if invocation.cfg.model.hf_path is None:
-        print(
+        return _refuse(
             "rl starts from trained weights: set --model.hf_path to a Hugging Face checkpoint, "
-            "or use the train command, which warm-starts first",
-            file=sys.stderr,
+            "or use the train command, which warm-starts first"
         )
-        return 2
     return start(invocation.cfg, wants_sft=False)
+
+
+def _refuse(text: str) -> int:
+    print(text, file=sys.stderr)
+    return 2
 
 
 def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True) -> int:

@@ -1,10 +1,8 @@
-"""Find the complete checkpoints of a run, and damaged files in them, without loading weights.
+"""Find the complete checkpoints of a run, and damaged files in them, without loading weights or importing torch.
 
-In: the folder of a run's checkpoints. Out: the complete ones. Runs in any process; no torch, no Megatron-Core.
-
-    step_00000040/            complete; state.json lists sizes and CRC-32 of files
-    .partial_00000080/        being written, or left by a killed run
-    damaged_step_00000040/    complete, but its bytes changed after writing; kept for analysis
+step_00000040/            complete; state.json lists sizes and CRC-32 of files
+.partial_00000080/        being written, or left by a killed run
+damaged_step_00000040/    complete, but its bytes changed after writing; kept for analysis
 """
 
 from __future__ import annotations
@@ -50,10 +48,7 @@ def missing_part(path: Path) -> str | None:
 
 def latest(folder: str | Path) -> Path | None:
     """The newest complete checkpoint in ``folder``, ignoring damaged and partial ones; None if there is none."""
-    for path in reversed(complete(Path(folder))):
-        if missing_part(path) is None:
-            return path
-    return None
+    return next((path for path in reversed(complete(Path(folder))) if missing_part(path) is None), None)
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -74,8 +69,7 @@ def _digest(path: Path) -> str:
 def damaged_files(path: Path, share: int = 0, num_shares: int = 1) -> list[str]:
     """Files in this share of a complete checkpoint whose bytes differ from those that were written.
 
-    Files without a digest (older and converted checkpoints) are skipped. Raises OSError with the path of an unreadable
-    file.
+    Skips files without a digest (older and converted checkpoints). Raises OSError with the path of an unreadable file.
     """
     known = json.loads((path / STATE_FILE).read_text()).get("digests", {})
     names = sorted(known)[share::num_shares]

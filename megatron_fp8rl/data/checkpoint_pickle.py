@@ -1,8 +1,5 @@
 """Check that the pickles of a distributed checkpoint contain only data, before PyTorch loads them unchecked.
 
-In: the folder of a torch_dist checkpoint. Out: its metadata, or an error that names unsafe content. Runs on: every
-process that reads a checkpoint.
-
 PyTorch unpickles ``.metadata`` and objects in shards (FP8 scaling states, RNG states) with any class. This module
 allows a short list of names. It does not protect against a writer that changes files during reading.
 """

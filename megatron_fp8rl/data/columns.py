@@ -1,7 +1,6 @@
-"""Find prompt and answer of a row by its column names. Pure.
+"""Find prompt and answer of a row by its column names; all other columns are for rewards. Pure.
 
-In: a row of a file. Out: a :class:`Problem`: question (text or messages), reference answer, and all other columns for
-rewards. Known columns: GSM8K, DAPO-Math-17k, OpenR1-Math, MATH-500, AIME, verl's parquet files, and conversations.
+Known columns: GSM8K, DAPO-Math-17k, OpenR1-Math, MATH-500, AIME, verl's parquet files, and conversations.
 """
 
 from __future__ import annotations
@@ -17,16 +16,7 @@ from megatron_fp8rl.envs.environment import Problem
 
 # In order of preference; case-insensitive.
 _PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "input", "instruction")
-_ANSWERS = (
-    "answer",
-    "reward_model.ground_truth",
-    "ground_truth",
-    "final_answer",
-    "target",
-    "label",
-    "solution",
-    "output",
-)
+_ANSWERS = "answer reward_model.ground_truth ground_truth final_answer target label solution output".split()
 _ROLES = {"human": "user", "gpt": "assistant"}  # names used in "conversations"
 _FINAL_ANSWER = "####"  # GSM8K: marks the final answer
 

@@ -1,8 +1,7 @@
 """Conversations as token ids: extend a conversation without tokenizing sampled text again. Pure.
 
-In: messages and sampled ids. Out: token ids. The ids of a conversation only grow. A chat template may rewrite history:
-Qwen3 removes earlier reasoning, Mistral moves the tools to the last question. Then :meth:`ChatFormat.extend` sets
-``keeps_past`` to False, and the caller starts a new trajectory or rejects the request.
+A chat template may rewrite history: Qwen3 removes earlier reasoning, Mistral moves the tools to the last question.
+:meth:`ChatFormat.extend` then sets ``keeps_past`` to False; the caller starts a new trajectory or rejects the request.
 
     rendered = template(messages, with generation prompt)   the prompt text
     answer   = sampled text without its end token
@@ -78,12 +77,12 @@ class ChatFormat:
         answer = self.tokenizer.decode(list(sampled_ids[: len(sampled_ids) - ended]), skip_special_tokens=False)
         text = self._render([*past, *new], tools)
         closing = self._closing(tools)
-        told = self._render(past, tools, answered=True).removesuffix(closing)
+        ending = self._render(past, tools, answered=True).removesuffix(closing)
         keeps_past, start = True, 0
         if text.startswith(before + answer):
             start = len(before + answer)
-        elif told.startswith(before) and text.startswith(told):
-            start = len(told)
+        elif ending.startswith(before) and text.startswith(ending):
+            start = len(ending)
         else:
             keeps_past, start = False, self._end_of_answer(text, past, new, tools)
         rest = text[start:]
@@ -140,7 +139,7 @@ def plain(message: Message) -> dict[str, Any]:
             raise TypeError(f"content of type {type(content).__name__}")
     except (KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ConversationError(f"{message!r:.300} is no message of a conversation ({problem})") from None
+        raise ConversationError(f"{message!r:.300} is not a message ({problem})") from None
     reduced = {"role": message.get("role"), "content": content or ""}
     if calls:
         reduced["tool_calls"] = calls

@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_JUDGED_AFTER = 500  # prompts; smaller samples are not significant
+_MIN_PROMPTS = 500  # smaller samples are not significant
 
 
 class RowError(ValueError):
-    """A row or problem cannot be used and is skipped; the message gives the reason.
-
-    ``row``: the name of the row if known, such as "row 3 of math".
-    """
+    """A row or problem is skipped for the given reason. ``row``: its name if known, such as "row 3 of math"."""
 
     def __init__(self, message: str, *, row: str | None = None) -> None:
         super().__init__(message)
@@ -59,8 +56,8 @@ class DroppedLog:
                     file.write(json.dumps({"prompt": name, "reason": reason}) + "\n")
         seen = self.num_kept + self.num_dropped
         expected = self._max_share * seen
-        is_hopeless = not self.num_kept or self.num_dropped > expected + 3 * math.sqrt(expected)  # by chance: 1 in 700
-        if seen >= _JUDGED_AFTER and is_hopeless:
+        is_excessive = not self.num_kept or self.num_dropped > expected + 3 * math.sqrt(expected)  # by chance: 1 in 700
+        if seen >= _MIN_PROMPTS and is_excessive:
             where = "" if self._path is None else f"; all are listed in {self._path}"
             raise TooManyDroppedError(
                 f"{self.num_dropped} of {seen} prompts cannot be used, more than data.max_dropped = "

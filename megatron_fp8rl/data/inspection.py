@@ -1,7 +1,6 @@
 """Inspect the data sources of a run before it starts: rows, columns, rendered prompts, lengths, skipped rows.
 
-In: a configuration and its tokenizer. Out: a :class:`SourceReport` per source. Runs in ``doctor``, ``launch`` and on
-rank 0 before engines start. All rows of small sources are rendered and tokenized; of larger ones, an even sample.
+All rows of small sources are rendered and tokenized; of larger ones, an even sample.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ class SourceReport:
             low, high = min(self.lengths), max(self.lengths)
             middle = sorted(self.lengths)[len(self.lengths) // 2]
             bars = _histogram(self.lengths)
-            yield f"  prompt tokens {low} {bars} {high}, median {middle}, of {self.num_seen:,} looked at"
+            yield f"  prompt tokens {low} {bars} {high}, median {middle}, of {self.num_seen:,} read"
         for row, reason in self.dropped[:3]:
             yield f"  left out: {row}: {reason[:160]}"
         if len(self.dropped) > 3:
             yield f"  left out: {len(self.dropped) - 3:,} more of {self.num_seen:,}"
         if self.num_equal:
-            yield f"  {self.num_equal:,} of the held-out questions are training questions, too"
+            yield f"  {self.num_equal:,} of the held-out questions are also training questions"
         for prompt in self.prompts[:1]:
             answer = f" -> {prompt.answer[:60]!r}" if prompt.answer else " (no reference answer)"
             yield f"  first: {prompt.text[-160:]!r}{answer}"
@@ -105,34 +104,31 @@ class RewardCheck:
 
     def warnings(self) -> list[str]:
         """Suspicious results, as sentences."""
-        found = []
-        if self.failure:
-            found.append(f"{self.key}: {self.failure}")
+        problems = [self.failure] if self.failure else []
         if not self.reference and self.compares and not self.failure:
-            found.append(f"{self.key}: its reward compares with reference answers, and the first rows have none")
+            problems.append("its reward compares with reference answers, and the first rows have none")
         if self.reference and max(self.reference) <= 0:
-            found.append(f"{self.key}: no reference answer is rewarded; the reward or the answer column is wrong")
+            problems.append("no reference answer is rewarded; the reward or the answer column is wrong")
         elif self.reference and min(self.reference) <= 0:
             share = sum(score <= 0 for score in self.reference) / len(self.reference)
-            found.append(f"{self.key}: {share:.0%} of the reference answers are not rewarded")
+            problems.append(f"{share:.0%} of the reference answers are not rewarded")
         if self.empty and max(self.empty) > 0 and (not self.reference or max(self.empty) >= max(self.reference)):
-            found.append(f"{self.key}: an empty answer is rewarded by {max(self.empty):g}, as much as a right one")
-        return found
+            problems.append(f"an empty answer is rewarded by {max(self.empty):g}, as much as a right one")
+        return [f"{self.key}: {problem}" for problem in problems]
 
     def line(self) -> str:
         """Console line with the mean scores."""
         if not self.reference:
             return f"{self.key}: no reference answer to score"
         means = (sum(scores) / len(scores) for scores in (self.reference, self.empty))
-        return "{}: reference answers score {:.3g}, empty ones {:.3g} (means of {})".format(
-            self.key, *means, len(self.reference)
-        )
+        text = "{}: reference answers score {:.3g}, empty answers {:.3g} (means of {})"
+        return text.format(self.key, *means, len(self.reference))
 
 
 def check_rewards(cfg: RunConfig, reports: Sequence[SourceReport]) -> list[RewardCheck]:
-    """Score reference and empty answers of the reports' prompts in a score worker, with the run's deadline.
+    """Score reference and empty answers of the reports' prompts in a score worker.
 
-    Reward models served by the run are skipped because they are not started yet; so are sources with no other reward.
+    Skips reward models served by the run, which are not started yet, and sources with no other reward.
     """
     checks = []
     keyed = environments_by_key(cfg.data.environments)
@@ -167,7 +163,7 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
     lengths: list[int] = []
     dropped: list[tuple[str, str]] = []
     prompts: list[Prompt] = []
-    for name, index in _looked_at(source, key):
+    for name, index in _sampled(source, key):
         try:
             prompt = source.prompt(name, key, source.problem_at(key, index))
         except RowError as error:
@@ -190,14 +186,14 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
     )
 
 
-def _looked_at(source: ProblemSource, key: str) -> Iterator[tuple[str, int]]:
+def _sampled(source: ProblemSource, key: str) -> Iterator[tuple[str, int]]:
     if key not in source.rows:
         rng = random.Random(f"inspection/{key}")
         yield from ((f"problem {index} of {key}", index) for index in (rng.randrange(2**31) for _ in range(_GENERATED)))
         return
     num_rows = len(source.rows[key])
-    step = 1 if num_rows <= _ALL_UP_TO else num_rows / _SAMPLE
     count = num_rows if num_rows <= _ALL_UP_TO else _SAMPLE
+    step = num_rows / count
     yield from ((f"row {int(i * step)} of {key}", int(i * step)) for i in range(count))
 
 

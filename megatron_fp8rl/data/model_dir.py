@@ -1,7 +1,4 @@
-"""Write the Hugging Face folder for starting engines: config.json and tokenizer files, without weights.
-
-In: the run's configuration. Out: a folder, written under a temporary name and renamed. Runs on rank 0.
-"""
+"""Write the Hugging Face folder for starting engines: config.json and tokenizer files, without weights."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ def model_dir(cfg: RunConfig) -> Path:
 
 
 def write_model_dir(cfg: RunConfig, folder: Path | None = None) -> Path:
-    """Write :func:`model_dir`, or ``folder`` with the same content, and return its path.
-
-    Uses the tokenizer in ``data.tokenizer``. A checkpoint in ``model.hf_path`` stays unchanged.
-    """
+    """Write :func:`model_dir`, or ``folder``, and return its path. A folder in ``model.hf_path`` stays unchanged."""
     if cfg.model.hf_path is not None:
         return model_dir(cfg)
     folder = folder or model_dir(cfg)

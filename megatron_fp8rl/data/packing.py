@@ -1,11 +1,11 @@
 """Pack samples into the microbatches of data-parallel ranks. Pure.
 
-A microbatch is one row of T tokens: concatenated sequences, each padded at its end. Padding has no loss.
+A microbatch is one row of T tokens: concatenated sequences, each padded at its end.
 
     samples --split--> updates --assign--> shares: bins of at most max_tokens, balanced over ranks --build--> tensors
 
-The rank with all samples divides them (:func:`divide_for`); each rank builds tensors of its share (:func:`build_for`).
-If every rank has all samples, each does both (:func:`pack_for`). The assignment depends only on lengths.
+Rank 0 divides all samples (:func:`divide_for`); each rank builds the tensors of its share (:func:`build_for`). If every
+rank has all samples, each does both (:func:`pack_for`). The assignment depends only on lengths.
 
 Shapes: L = tokens of one sequence, T = tokens of one microbatch, S = sequences of one microbatch.
 """
@@ -128,10 +128,11 @@ def divide(
 ) -> list[tuple[Share, ...]]:
     """Divide samples into shares, one per rank and optimizer update. Deterministic.
 
-    ``samples`` is split into ``num_updates`` consecutive parts of nearly equal size (fewer if there are fewer samples).
-    In each part, every rank gets the same number of microbatches, a multiple of ``num_microbatches_multiple``; some may
-    be empty. A microbatch has at most ``max_tokens`` tokens, including padding. With ``equal_lengths``, all ranks pad
-    microbatch i to the same length.
+    Args:
+        max_tokens: tokens of a microbatch at most, including padding.
+        num_microbatches_multiple: of the number of microbatches, which is equal on all ranks; some may be empty.
+        num_updates: consecutive parts of nearly equal size; fewer if there are fewer samples.
+        equal_lengths: all ranks pad microbatch i to the same length.
 
     Raises:
         SequenceTooLongError: a sequence is longer than ``max_tokens``.
@@ -165,7 +166,7 @@ def divide(
 
 
 def _longest(lengths: Sequence[int], bins: Sequence[Sequence[Sequence[int]]], multiple: int) -> tuple[int, ...]:
-    """For each microbatch index, the most tokens over all ranks. An empty microbatch counts its filler."""
+    """The most tokens of each microbatch index over all ranks. An empty microbatch counts its filler."""
     by_index = zip(*([max(1, sum(lengths[i] for i in indices)) for indices in chosen] for chosen in bins), strict=True)
     return tuple(_round_up(max(sizes), multiple) for sizes in by_index)
 

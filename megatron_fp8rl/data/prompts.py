@@ -1,11 +1,11 @@
-"""Tokenized prompts of all sources in one stream, and a fixed held-out set. Runs on rank 0.
+"""Tokenized prompts of all sources in one stream, and a fixed held-out set.
 
 Every prompt is a pure function of (seed, position), so a run resumes by setting the position. Generators draw a random
 problem at each position. Rows appear once per epoch, shuffled by seed and epoch. Several sources share the positions
 by weight. A prompt that is too long, empty or cannot be encoded is skipped; its position counts.
 
-One eighth of a generator's questions is held out for evaluation, independent of the seed: a warm start never trains on
-the evaluation problems of a run with another seed. ``EnvironmentConfig.eval`` names held-out rows.
+One eighth of a generator's questions is held out for evaluation, independent of the seed. ``EnvironmentConfig.eval``
+names held-out rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ _HELD_OUT_ONE_IN = 8
 _NUM_INDICES = 2**31
 _MAX_DRAWS = 1000  # draws to find one problem of the requested split; random failure has probability 1e-58
 _BLOCK = 1024  # positions within which each source has exactly its share
-_LOOKED_AT = 100  # rows tried to find the columns
+_NUM_TRIED = 100  # rows tried to find the columns
 
 
 class PromptTooLongError(RowError):
@@ -74,7 +75,7 @@ class RowSource:
     def _find_columns(self, cfg: EnvironmentConfig) -> Columns:
         """The columns of the first usable row."""
         failure: ValueError | None = None
-        for index in range(min(_LOOKED_AT, len(self.rows))):
+        for index in range(min(_NUM_TRIED, len(self.rows))):
             try:
                 with row_errors():
                     row = self.rows[index]
@@ -97,19 +98,14 @@ class ProblemSource:
         if wanted and not tokenizer.chat_template:
             raise ValueError(f"data.chat_template is set, but tokenizer {cfg.data.tokenizer!r} has no chat template")
         self._uses_chat = bool(tokenizer.chat_template) if wanted is None else wanted
-        self.chat_format = ChatFormat(
-            tokenizer,
-            self._uses_chat,
-            cfg.data.chat_template_arguments,
-            frozenset({tokenizer.eos_token_id, *cfg.sampling.stop_token_ids}),
-        )
-        self.cfg = cfg
-        self.tokenizer = tokenizer
+        stop_ids = frozenset({tokenizer.eos_token_id, *cfg.sampling.stop_token_ids})
+        self.chat_format = ChatFormat(tokenizer, self._uses_chat, cfg.data.chat_template_arguments, stop_ids)
+        self.cfg, self.tokenizer = cfg, tokenizer
         self.configs = environments_by_key(cfg.data.environments)
-        rows = {key: env_cfg for key, env_cfg in self.configs.items() if has_rows(env_cfg.dataset)}
-        self.rows = {key: RowSource(env_cfg, env_cfg.dataset) for key, env_cfg in rows.items()}
-        self.held_out_rows = {key: RowSource(env_cfg, env_cfg.eval) for key, env_cfg in rows.items() if env_cfg.eval}
-        self.environments = {key: build_environment(self.configs[key]) for key in self.configs if key not in rows}
+        rows = {key: env for key, env in self.configs.items() if has_rows(env.dataset)}
+        self.rows = {key: RowSource(env, env.dataset) for key, env in rows.items()}
+        self.held_out_rows = {key: RowSource(env, env.eval) for key, env in rows.items() if env.eval}
+        self.environments = {key: build_environment(env) for key, env in self.configs.items() if key not in rows}
 
     def draw(self, stream: str, position: int) -> tuple[str, Problem]:
         """(source, training problem) at a position of a named stream. Raises RowError for an unusable row."""
@@ -147,28 +143,24 @@ class ProblemSource:
         if key in self.rows:
             return self._held_out_rows(key, count)
         rng = random.Random(f"held out/{key}")
-        found: dict[str, Problem] = {}
+        problems: dict[str, Problem] = {}
         misses = 0
-        while len(found) < count and misses < _MAX_DRAWS:
+        while len(problems) < count and misses < _MAX_DRAWS:
             try:
                 problem = self.problem_at(key, rng.randrange(_NUM_INDICES))
             except RowError:
                 misses += 1
                 continue
-            is_new = is_held_out(problem.question) and problem.question not in found
+            is_new = is_held_out(problem.question) and problem.question not in problems
             misses = 0 if is_new else misses + 1
             if is_new:
-                found[problem.question] = problem
-        if not found:
+                problems[problem.question] = problem
+        if not problems:
             raise TooFewProblemsError(f"environment {key}: no problem to hold out; {_variety(key)}")
-        return list(found.values())
+        return list(problems.values())
 
     def prompt(self, prompt_id: str, key: str, problem: Problem) -> Prompt:
-        """Render and tokenize a problem.
-
-        Raises RowError: too long (PromptTooLongError), unknown characters (UnknownCharacterError), or rejected by
-        template or tokenizer.
-        """
+        """Render and tokenize a problem. Raises RowError, for instance PromptTooLongError, if it cannot be used."""
         with row_errors():
             messages = self._messages(key, problem)
             text = self._text(messages)
@@ -224,15 +216,13 @@ class ProblemSource:
         return key, block * shares[key] + int((turns[:place] == index).sum())
 
     def _held_out_rows(self, key: str, count: int) -> list[Problem]:
-        source, found = self.held_out_rows.get(key), []
+        source, problems = self.held_out_rows.get(key), []
         for ordinal in range(0 if source is None else len(source)):
-            if len(found) == count:
+            if len(problems) == count:
                 break
-            try:
-                found.append(source.problem(source.order("held out", ordinal)))
-            except RowError:
-                continue
-        return found
+            with suppress(RowError):
+                problems.append(source.problem(source.order("held out", ordinal)))
+        return problems
 
 
 class PromptStream:
@@ -268,14 +258,11 @@ class PromptStream:
         """
         prompts: list[Prompt] = []
         while len(prompts) < count:
-            prompt = self._at(self._pending.pop(0) if self._pending else self._advance())
-            if prompt is not None:
+            position = self._pending.pop(0) if self._pending else self._next
+            self._next = max(self._next, position + 1)
+            if (prompt := self._at(position)) is not None:
                 prompts.append(prompt)
         return prompts
-
-    def _advance(self) -> int:
-        self._next += 1
-        return self._next - 1
 
     def upcoming(self, count: int) -> list[Prompt]:
         """Return the next prompts without advancing the position."""

@@ -1,11 +1,7 @@
 """Memory-mapped random access to rows of files: a file of ten million rows opens in seconds.
 
-In: the name of a source (``envs/source_kind.py``). Out: a sequence of dicts. Runs on every trainer rank; only rank 0
-reads training rows.
-
-The cache folder contains a line index of each ``.jsonl`` file, so that a malformed line affects one row only, and
-unpacked copies of compressed files. The datasets library reads Parquet files and ``datasets.save_to_disk`` folders. The
-cache is ``$MEGATRON_FP8RL_CACHE``, or ``~/.cache/megatron_fp8rl``.
+The cache (``$MEGATRON_FP8RL_CACHE`` or ``~/.cache/megatron_fp8rl``) has a line index of each ``.jsonl`` file, so that a
+malformed line affects only its row, and unpacked copies of compressed files.
 """
 
 from __future__ import annotations
@@ -48,7 +44,12 @@ def open_rows(dataset: str, options: Mapping[str, Any]) -> Rows:
     (default "train"). Raises FileNotFoundError for a missing file, ValueError for an unreadable one.
     """
     if kind_of(dataset) == "hub":
-        return _from_hub(dataset.removeprefix(HUB), options)
+        import datasets
+
+        try:
+            return datasets.load_dataset(dataset.removeprefix(HUB), **{"split": "train", **options})
+        except Exception as error:  # from the network, the hub or the options
+            raise ValueError(f"{dataset}: {type(error).__name__}: {error}") from error
     parts: list[Rows] = []
     parquet: list[str] = []
     for file in files_of(dataset):
@@ -107,15 +108,6 @@ class _Joined(Sequence):
         return self._parts[part][index - self._starts[part]]
 
 
-def _from_hub(name: str, options: Mapping[str, Any]) -> Rows:
-    import datasets
-
-    try:
-        return datasets.load_dataset(name, **{"split": "train", **options})
-    except Exception as error:  # from the network, the hub or the options
-        raise ValueError(f"hub:{name}: {type(error).__name__}: {error}") from error
-
-
 def _saved(folder: Path, options: Mapping[str, Any]) -> Rows:
     import datasets
 
@@ -124,7 +116,7 @@ def _saved(folder: Path, options: Mapping[str, Any]) -> Rows:
         return saved
     split = options.get("split", "train")
     if split not in saved:
-        raise ValueError(f"{folder} has the splits {', '.join(saved)} and no {split!r}; name one by options.split")
+        raise ValueError(f"{folder} has the splits {', '.join(saved)} and no {split!r}; set options.split")
     return saved[split]
 
 

@@ -1,13 +1,10 @@
-"""Lock the folder of a run and check its content.
-
-In: a configuration, before anything starts. Out: the folder, locked until the block ends, or a ConfigError. Runs on
-trainer rank 0; no torch.
+"""Lock the folder of a run, on trainer rank 0, and check its content.
 
 ``run.lock`` is locked with flock, which ends with the process. On file systems where flock works only within a node,
 the owner also touches the file every few seconds (heartbeat).
 
-Processes of a run end with it, unless they are stopped (debugger, SIGSTOP) when it is killed. They inherit an
-environment variable with the folder's name, so that the next run in the folder can kill them.
+Stopped processes (debugger, SIGSTOP) can outlive a killed run. All its processes inherit an environment variable with
+the folder's name, so that the next run in the folder can kill them.
 """
 
 from __future__ import annotations
@@ -41,8 +38,7 @@ def violations(cfg: RunConfig) -> list[Violation]:
     folder = Path(cfg.run_dir)
     if not folder.is_dir():
         return []
-    found = sorted(entry.name for entry in folder.iterdir())
-    others = [name for name in found if name not in _HARMLESS]
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in _HARMLESS)
     if others and not any((folder / mark).exists() for mark in _MARKS):
         some = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         problem = f"{folder} is not empty and not a run folder: it contains {some}"
@@ -59,22 +55,20 @@ def violations(cfg: RunConfig) -> list[Violation]:
 @contextlib.contextmanager
 def locked(cfg: RunConfig) -> Iterator[None]:
     """Lock the folder for the block. Raises ConfigError with :func:`violations`, or if another run uses it."""
-    if found := violations(cfg):
-        raise ConfigError(found)
+    if errors := violations(cfg):
+        raise ConfigError(errors)
     folder = Path(cfg.run_dir)
     make_folder(folder)
     with (folder / LOCK).open("a+b", buffering=0) as file:
-        if holder := _other_holder(file):
+        if owner := _other_owner(file):
             remedy = "Wait for it or stop it, or name another output_dir"
-            raise ConfigError([Violation("--output_dir", cfg.output_dir, f"another run uses it: {holder}", remedy)])
+            raise ConfigError([Violation("--output_dir", cfg.output_dir, f"another run uses it: {owner}", remedy)])
         try:
             _write(file, json.dumps(_me()))
         except OSError as error:
-            problem = f"{folder / LOCK} cannot be written: {error.strerror}"
-            raise ConfigError(
-                [Violation("--output_dir", cfg.output_dir, problem, "Check free space and quota")]
-            ) from error
-        _end_what_was_left(str(folder.resolve()))
+            problem, remedy = f"{folder / LOCK} cannot be written: {error.strerror}", "Check free space and quota"
+            raise ConfigError([Violation("--output_dir", cfg.output_dir, problem, remedy)]) from error
+        _kill_left_processes(str(folder.resolve()))
         sockets.remove_stale()
         os.environ[_OWNER] = str(folder.resolve())
         ended = threading.Event()
@@ -91,7 +85,7 @@ def locked(cfg: RunConfig) -> Iterator[None]:
                 _write(file, "")
 
 
-def _end_what_was_left(folder: str) -> None:
+def _kill_left_processes(folder: str) -> None:
     """Kill processes on this host that an earlier run in the folder started."""
     import psutil
 
@@ -101,7 +95,7 @@ def _end_what_was_left(folder: str) -> None:
                 process.kill()
 
 
-def _other_holder(file: IO[bytes]) -> str:
+def _other_owner(file: IO[bytes]) -> str:
     """Describe the owner of the lock; empty once this process owns it."""
     end = time.monotonic() + _DYING_S
     while True:

@@ -1,7 +1,4 @@
-"""Samples as columns for sending to training ranks: a few arrays instead of many objects. Pure.
-
-Token rows shared by several samples, such as a prompt, are stored once.
-"""
+"""Samples as columns for sending to training ranks: a few arrays, in which shared prompts occur once."""
 
 from __future__ import annotations
 
@@ -75,20 +72,14 @@ class SampleColumns:
     def samples(self) -> list[Sample]:
         """Convert back to samples; their arrays are views of the columns."""
         rows = [TokenArray(array) for array in self.token_ids.arrays()]
-        of_sampled = map(TokenArray, self.rollout_logprobs.arrays())
+        logprobs = map(TokenArray, self.rollout_logprobs.arrays())
         experts = itertools.repeat(None) if self.routed_experts is None else self.routed_experts.arrays()
-        flags = zip(
-            self.rows.tolist(),
-            self.are_sampled.tolist(),
-            self.advantages.tolist(),
-            self.are_trained.tolist(),
-            strict=True,
-        )
+        columns = (self.rows, self.are_sampled, self.advantages, self.are_trained)
         segments = (
-            Segment(rows[row], next(of_sampled) if is_sampled else None, advantage, is_trained)
-            for row, is_sampled, advantage, is_trained in flags
+            Segment(rows[row], next(logprobs) if is_sampled else None, advantage, is_trained)
+            for row, is_sampled, advantage, is_trained in zip(*(column.tolist() for column in columns), strict=True)
         )
-        of_samples = zip(self.names, self.environments, self.staleness, self.num_segments, experts, strict=False)
+        fields = zip(self.names, self.environments, self.staleness, self.num_segments, experts, strict=False)
         return [
             Sample(
                 name=name,
@@ -97,5 +88,5 @@ class SampleColumns:
                 staleness=staleness,
                 routed_experts=routed,
             )
-            for name, environment, staleness, num, routed in of_samples
+            for name, environment, staleness, num, routed in fields
         ]

@@ -1,4 +1,4 @@
-"""Supervised samples for the warm start: prompt, reference answer, end token. Pure; every rank calls it."""
+"""Supervised samples for the warm start: prompt, reference answer, end token. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from megatron_fp8rl.types import Sample, Segment
 
 
 class SftSource:
-    """Batches of ``warm_start.batch_size`` supervised samples, a pure function of (seed, step).
-
-    Problems come from the training side of the same environments, from a separate stream.
-    """
+    """Batches of ``warm_start.batch_size`` supervised samples, a pure function of (seed, step)."""
 
     def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase):
         self._cfg = cfg
@@ -32,8 +29,8 @@ class SftSource:
     def samples(self, step: int) -> list[Sample]:
         """The batch of a step; the loss covers answer and end token.
 
-        Problems without a reference answer, or with one longer than sampling.max_completion_tokens, are skipped. Raises
-        TooManyDroppedError, or RowError if none is left.
+        Skips problems without a reference answer, or with one longer than sampling.max_completion_tokens. Raises
+        TooManyDroppedError, or RowError if no problem is left.
         """
         size, batch, failure = self._cfg.warm_start.batch_size, [], None
         for position in range(step * size, (step + 1) * size):
@@ -50,12 +47,12 @@ class SftSource:
     def held_out(self, count: int) -> list[Sample]:
         """At most ``count`` supervised samples of held-out problems with correct answers, the same for every seed."""
         shares = apportion(count, {key: cfg.weight for key, cfg in self._source.configs.items()})
-        found = []
+        samples = []
         for key, share in shares.items():
             for i, problem in enumerate(self._source.held_out(key, share) if share else ()):
                 with suppress(RowError):
-                    found.append(self._sample(f"{key}/eval-{i}", key, problem))
-        return found
+                    samples.append(self._sample(f"{key}/eval-{i}", key, problem))
+        return samples
 
     def _demonstration(self, position: int) -> Sample:
         """A training sample. A fraction ``warm_start.wrong_answers`` gets the answer of another problem."""

@@ -1,18 +1,17 @@
 """Tokenizers: a built-in character tokenizer, or a Hugging Face tokenizer from a directory. Never downloads.
 
-The character tokenizer (one token per character) makes runs possible without a network. It uses the Hugging Face
-format, so transformers and vLLM can load it.
+The character tokenizer makes runs possible without a network. Transformers and vLLM can load it.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.data.dropped import RowError
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"  # ids 0 to 3 of the character tokenizer
@@ -29,8 +28,8 @@ def character_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """One token per character of ``alphabet``, after ``<pad>``, ``<bos>``, ``<eos>`` and ``<unk>``.
 
-    Unused ``<reserved_i>`` entries pad the vocabulary to a multiple of ``vocab_multiple``. Encoding puts ``<bos>``
-    first unless ``add_special_tokens=False``.
+    ``<reserved_i>`` entries pad the vocabulary to a multiple of ``vocab_multiple``. Encoding puts ``<bos>`` first
+    unless ``add_special_tokens=False``.
     """
     if len(set(alphabet)) != len(alphabet):
         raise ValueError(f"the alphabet repeats characters: {alphabet!r}")
@@ -65,7 +64,8 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
         return character_tokenizer()
     path = Path(spec)
     if not path.is_dir():
-        hint = _near_folders(path)
+        parent = path.parent
+        hint = near_matches(path.name, [e.name for e in parent.iterdir() if e.is_dir()] if parent.is_dir() else [])
         raise FileNotFoundError(f"data.tokenizer = {spec!r} is neither 'character' nor a directory{hint}")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if tokenizer.eos_token_id is None:
@@ -89,10 +89,3 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens:
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """Text of token ids, without special tokens."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=True)
-
-
-def _near_folders(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"; {path.parent} does not exist either"
-    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_dir()])
-    return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""

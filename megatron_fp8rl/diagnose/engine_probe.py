@@ -1,7 +1,4 @@
-"""Requests a probe from an engine: the results of every operation for one prompt.
-
-The worker records them (``rollout/vllm_plugin/probe.py``) into a file on its host.
-"""
+"""Requests a probe from an engine, whose worker (``rollout/vllm_plugin/probe.py``) writes it to a file on its host."""
 
 from __future__ import annotations
 

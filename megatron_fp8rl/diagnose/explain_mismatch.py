@@ -1,8 +1,7 @@
 """The first operation whose bits differ between trainer and engine; an exact run adds it to its error.
 
-In: the policy, the fleet and the sequence that differs most, after a training pass and before its update. Out: one
-sentence that names the first layer and operation that differ, or why they could not be compared. Trainer rank 0 compares
-them while the engines are idle.
+In: the policy, the fleet and the sequence that differs most, before an update. Out: a sentence with the first layer and
+operation that differ, or why they could not be compared. Runs on trainer rank 0 while the engines are idle.
 """
 
 from __future__ import annotations
@@ -58,13 +57,11 @@ def _obstacle(engine: EngineConfig) -> str:
 
 
 def _sentence(first: Difference | None, num_tokens: int) -> str:
+    prefill = f"The engine's prefill of its {num_tokens} tokens"
     if first is None:
-        return (
-            f"The engine's prefill of its {num_tokens} tokens agrees with the trainer at every operation: the engine "
-            "decodes by another function than it prefills"
-        )
-    own = "differs, too" if first.isolated_max else "agrees"
+        return f"{prefill} agrees with the trainer at every operation: the engine decodes with other kernels"
+    isolated = "differs, too" if first.isolated_max else "agrees"
     return (
-        f"The engine's prefill of its {num_tokens} tokens differs first at {first.name}, by up to {first.total_max:.3g}; "
-        f"on the engine's inputs that operation of the trainer {own}"
+        f"{prefill} differs first at {first.name}, by up to {first.total_max:.3g}; on the engine's inputs that "
+        f"operation of the trainer {isolated}"
     )

@@ -1,9 +1,8 @@
-"""The operations of one prefill, by name and in order, and the comparison of trainer and engine.
+"""The operations of one prefill, by name and in order, and the comparison of trainer and engine. Pure.
 
-In:  the engine's results for a prompt, the trainer's results for the same tokens, and the result of each trainer
-     operation on the *engine's* inputs; tensors [T, features] by operation name.
-Out: for each operation the difference, and how much of it is its own rather than inherited from earlier operations.
-Pure. ``rollout/vllm_plugin/probe.py`` and ``diagnose/trainer_probe.py`` record under these names.
+In:  tensors [T, features] by operation name: the engine's results for a prompt, the trainer's, and the results of the
+     trainer's operations on the *engine's* inputs.
+Out: for each operation the difference of complete passes, and the isolated difference without inherited errors.
 
 An operation ends where its result is rounded to BF16 and can be read at both ends:
 
@@ -32,10 +31,9 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig
 
-# Two BF16 roundings of nearly equal numbers differ by at most one unit in the last place, 2^-7 of a number just above a
-# power of two and 2^-8 below the next; few of them differ at all. Norms get one more bit: engines normalize a sum
-# before it is rounded, and round before and after the weight. Operations that round in between (probabilities, the
-# product of gate and up, each expert's output) get two.
+# BF16 roundings of nearly equal numbers differ by at most one unit in the last place (2^-8 to 2^-7), and few differ at
+# all. Norms get one more bit: engines normalize a sum before it is rounded, and round before and after the weight.
+# Operations that round in between (probabilities, the product of gate and up, each expert's output) get two.
 _ROUNDING = 2.0**-8
 _MORE_BITS = {"attention": 2, "experts": 2, "input_norm": 1, "post_norm": 1, "final_norm": 1, "q_norm": 1, "k_norm": 1}
 
@@ -79,25 +77,19 @@ def compare(
     """One entry for each operation, in order. Raises ValueError that names an operation whose shapes differ."""
     rows = []
     for name in operation_names(model):
-        theirs = engine[name].double()
-        for end, ours in (("trainer", trainer[name]), ("replayed", replayed[name])):
-            if ours.shape != theirs.shape:
-                raise ValueError(f"{name}: {tuple(ours.shape)} {end}, {tuple(theirs.shape)} in the engine")
-        total, own = trainer[name].double() - theirs, replayed[name].double() - theirs
-        rows.append(
-            Difference(
-                name=name,
-                total_db=decibels(total, theirs),
-                total_max=total.abs().max().item(),
-                isolated_db=decibels(own, theirs),
-                isolated_max=own.abs().max().item(),
-            )
-        )
+        reference = engine[name].double()
+        numbers: dict[str, float] = {}
+        for kind, end, result in (("total", "trainer", trainer[name]), ("isolated", "replayed", replayed[name])):
+            if result.shape != reference.shape:
+                raise ValueError(f"{name}: {tuple(result.shape)} {end}, {tuple(reference.shape)} in the engine")
+            error = result.double() - reference
+            numbers |= {f"{kind}_db": decibels(error, reference), f"{kind}_max": error.abs().max().item()}
+        rows.append(Difference(name=name, **numbers))
     return rows
 
 
 def decibels(error: Tensor, reference: Tensor) -> float:
-    """20 log10(rms(error) / rms(reference)): -inf if nothing differs, inf if the reference is zero and something does."""
+    """20 log10(rms(error) / rms(reference)): -inf if the error is 0, else inf if the reference is 0."""
     noise, signal = error.double().norm().item(), reference.double().norm().item()
     if noise == 0:
         return -math.inf
@@ -110,12 +102,12 @@ def first_different(rows: Sequence[Difference]) -> Difference | None:
 
 
 def table(rows: Sequence[Difference]) -> str:
-    """A Markdown table; marks operations whose own difference is beyond rounding."""
+    """A Markdown table; marks operations whose isolated difference is beyond rounding."""
 
     def db(value: float) -> str:
         return "equal" if value == -math.inf else f"{value:.1f}"
 
-    lines = ["| operation | total dB | total max | own dB | own max | |", "|---|---:|---:|---:|---:|---|"]
+    lines = ["| operation | total dB | total max | isolated dB | isolated max | |", "|---|---:|---:|---:|---:|---|"]
     lines += [
         f"| {row.name} | {db(row.total_db)} | {row.total_max:.2g} | {db(row.isolated_db)} | {row.isolated_max:.2g} | "
         f"{'beyond rounding' if row.is_beyond_rounding else ''} |"

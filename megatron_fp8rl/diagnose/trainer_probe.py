@@ -1,13 +1,7 @@
-"""Record the trainer's results for one prompt, operation by operation, and replay its operations on the engine's
-inputs.
+"""Record the results of the trainer's operations for one prompt, and replay the operations on the engine's inputs.
 
-In:  the model chunk of a single trainer rank, token ids, and the engine's results of the same prompt.
-Out: results by the names of ``diagnose/operations.py``, [T, features] on the host: of the trainer's own forward pass
-     (:meth:`TrainerProbe.record`), and of each operation on the engine's inputs (:meth:`TrainerProbe.replay`), which
-     separates an operation's own error from the inherited one.
-
-The forward pass is that of old log-probabilities: packed, padded to the trainer's multiples, in evaluation mode, under
-the training recipe.
+Results are [T, features] on the host, by the names of ``diagnose/operations.py``. The forward pass is that of old
+log-probabilities: packed, padded to the trainer's multiples, in evaluation mode, under the training recipe.
 """
 
 from __future__ import annotations
@@ -35,11 +29,11 @@ class TrainerProbe:
     """One recorded forward pass; ``chunks`` are those of a Policy or of ``build_chunks``."""
 
     def __init__(self, chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel):
-        """Raises ValueError where this rank does not hold the whole model, and for models that cannot be probed."""
+        """Raises ValueError if this rank does not have the whole model, or if the model cannot be probed."""
         split = [name for name in ("tensor", "pipeline", "context", "expert") if getattr(cfg.parallel, name) > 1]
         if split or len(chunks) != 1:
             name = split[0] if split else "virtual_stages"
-            raise ValueError(f"a probe needs a rank that holds the whole model, and parallel.{name} is above 1")
+            raise ValueError(f"a probe needs a rank with the whole model, but parallel.{name} is above 1")
         self.cfg, self.parallel, self.names = cfg, parallel, operation_names(cfg.model)
         self._chunks, self._model = chunks, unwrap(chunks[0])
         self._num_tokens = 0
@@ -88,11 +82,11 @@ class TrainerProbe:
 
     def _replay_layer(self, layer: int, engine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         model, at = self.cfg.model, f"layer.{layer}."
-        stream = engine["embedding"] if layer == 0 else self._sum_behind(layer - 1, engine)
-        found = {at + "input": stream}
+        stream = engine["embedding"] if layer == 0 else self._sum_after(layer - 1, engine)
+        results = {at + "input": stream}
 
         def again(operation: str, *inputs: Tensor) -> None:
-            found[at + operation] = self._again(at + operation, *inputs)
+            results[at + operation] = self._again(at + operation, *inputs)
 
         again("input_norm", engine[at + "input"])
         again("qkv", engine[at + "input_norm"])
@@ -104,21 +98,21 @@ class TrainerProbe:
             q, k = engine[at + "q_norm"], engine[at + "k_norm"]
         again("attention", q, k, v)
         again("o_proj", engine[at + "attention"])
-        found[at + "middle"] = self._add(engine[at + "input"], engine[at + "o_proj"])
+        results[at + "middle"] = self._add(engine[at + "input"], engine[at + "o_proj"])
         again("post_norm", engine[at + "middle"])
         if model.is_moe_layer(layer):
             again("router", engine[at + "post_norm"])
             again("experts", engine[at + "post_norm"])
         else:
             again("gate_up", engine[at + "post_norm"])
-            gate, up = self._own(engine[at + "gate_up"]).chunk(2, dim=-1)
-            found[at + "activation"] = (self._model.config.activation_func(gate) * up).cpu()
+            gate, up = self._to_model(engine[at + "gate_up"]).chunk(2, dim=-1)
+            results[at + "activation"] = (self._model.config.activation_func(gate) * up).cpu()
             again("down", engine[at + "activation"])
-        return found
+        return results
 
     def _replay_end(self, engine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
-            "final": self._sum_behind(self.cfg.model.num_layers - 1, engine),
+            "final": self._sum_after(self.cfg.model.num_layers - 1, engine),
             "final_norm": self._again("final_norm", engine["final"]),
             "logits": self._logits(engine["final_norm"]),
         }
@@ -179,14 +173,14 @@ class TrainerProbe:
         last = final_norm[-1:].to(weight)
         return (last @ weight.detach()[: self.cfg.model.vocab_size].t()).cpu()
 
-    def _sum_behind(self, layer: int, engine: Mapping[str, Tensor]) -> Tensor:
+    def _sum_after(self, layer: int, engine: Mapping[str, Tensor]) -> Tensor:
         out = "experts" if self.cfg.model.is_moe_layer(layer) else "down"
         return self._add(engine[f"layer.{layer}.middle"], engine[f"layer.{layer}.{out}"])
 
     def _add(self, stream: Tensor, branch: Tensor) -> Tensor:
-        return (self._own(stream) + self._own(branch)).cpu()
+        return (self._to_model(stream) + self._to_model(branch)).cpu()
 
-    def _own(self, x: Tensor) -> Tensor:
+    def _to_model(self, x: Tensor) -> Tensor:
         return x.to(self._model.decoder.final_layernorm.weight)
 
 

@@ -1,4 +1,4 @@
-"""The session interface for agents: ``async def rollout(session, row) -> reward``.
+"""The session interface for agents.
 
     async def rollout(session, row):
         answer = await session.ask()                      # the policy answers the prompt
@@ -55,7 +55,7 @@ class AgentSession:
     def say(self, content: str | bytes, role: str = "user", **fields: Any) -> None:
         """Add a message that is not sampled, from a user, a tool, the system or another player.
 
-        Invalid UTF-8 becomes replacement characters. Raises SessionLimit if the message is longer than a whole session.
+        Invalid UTF-8 is replaced. Raises SessionLimit if the message is longer than a whole session.
         """
         text = content.decode(errors="replace") if isinstance(content, bytes) else str(content)
         if len(text) > self._max_characters:
@@ -86,16 +86,14 @@ class AgentSession:
 
     def aside(self, *messages: Mapping[str, Any]) -> AgentSession:
         """Open a side conversation with the policy, such as a game opponent's. It is not trained on."""
-        self._num_asides += 1
-        number = self._num_asides if self._number == 0 else None
-        if number is None:
+        if self._number:
             raise AgentError("a side conversation cannot open another; call aside() on the session")
-        characters = self._max_characters // CHARACTERS_PER_TOKEN
+        self._num_asides = number = self._num_asides + 1
         return AgentSession(
             self._request,
             name=f"{self.name} aside {number}",
             messages=messages,
-            max_tokens=characters,
+            max_tokens=self._max_characters // CHARACTERS_PER_TOKEN,
             number=number,
             base_url=self.base_url,
             api_key=f"{self.api_key}{ASIDE}{number}",

@@ -1,7 +1,6 @@
 """Agent worker process: ``python -m megatron_fp8rl.envs.agent_worker``.
 
-Started and supervised by rollout/agents/agent_process.py. Runs many sessions concurrently on one event loop. Reads one
-JSON object per line from standard input:
+Supervised by rollout/agents/agent_process.py. Runs many sessions on one event loop. Reads one JSON object per line:
 
     {"agents": {key: {"agent": spec, "options": {}}}, "memory_bytes": n, "base_url": url, "max_tokens": n}
     {"start": id, "environment": key, "row": {}, "messages": [], "name": str, "api_key": str}
@@ -33,7 +32,7 @@ from typing import Any
 
 from megatron_fp8rl.algo.load_function import load_function
 from megatron_fp8rl.envs.agent_session import AgentError, AgentSession, SessionLimit
-from megatron_fp8rl.envs.rewards.configured import as_number, reward_and_parts
+from megatron_fp8rl.envs.rewards.configured import reward_and_parts
 from megatron_fp8rl.envs.rewards.functions import function_of
 
 MARK = struct.Struct("q")
@@ -72,7 +71,7 @@ class Worker:
 
     def __init__(self, write: Callable[[dict[str, Any]], None], note: Callable[[int], None]) -> None:
         self._write, self._note = write, note
-        self._agents: dict[str, Callable[..., Any]] = {}
+        self._agents: dict[str, partial[Any]] = {}
         self._base_url, self._max_tokens = "", 1
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._calls: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
@@ -102,7 +101,8 @@ class Worker:
                 resource.setrlimit(resource.RLIMIT_AS, (greeting["memory_bytes"],) * 2)
             self._base_url, self._max_tokens = greeting["base_url"], greeting["max_tokens"]
             for key, fields in greeting["agents"].items():
-                self._agents[key] = partial(_load(fields["agent"]), **fields["options"])
+                load = function_of if ".py:" in fields["agent"] else load_function
+                self._agents[key] = partial(load(fields["agent"]), **fields["options"])
         except Exception as error:
             traceback.print_exc()
             return self._write({"error": f"{type(error).__name__}: {error}"})
@@ -121,11 +121,10 @@ class Worker:
         agent = self._agents[start["environment"]]
         outcome: dict[str, Any]
         try:
-            if _is_coroutine(agent):
-                value = await _Marked(agent(session, start["row"]), self._note, number)
-            else:
-                raise AgentError("the agent is no coroutine function; declare it as async def rollout(session, row)")
-            outcome = _verdict(value, start["environment"])
+            if not inspect.iscoroutinefunction(agent.func):
+                raise AgentError("the agent is not a coroutine function; use async def rollout(session, row)")
+            value = await _Marked(agent(session, start["row"]), self._note, number)
+            outcome = _outcome(value, start["environment"])
         except SessionLimit as error:
             outcome = {"status": "truncated", "detail": str(error)}
         except asyncio.CancelledError:
@@ -156,23 +155,11 @@ class Worker:
         return answer
 
 
-def _load(spec: str) -> Callable[..., Any]:
-    """Load the agent ``FILE.py:function`` or ``module:function``."""
-    return function_of(spec) if ".py:" in spec else load_function(spec)
-
-
-def _is_coroutine(agent: Any) -> bool:
-    return inspect.iscoroutinefunction(agent.func if isinstance(agent, partial) else agent)
-
-
-def _verdict(value: Any, environment: str) -> dict[str, Any]:
+def _outcome(value: Any, environment: str) -> dict[str, Any]:
     """Convert an agent's return value: a reward, its parts by name, or None to score with the source's rewards."""
     if value is None:
         return {"status": "unscored"}
-    if isinstance(value, Mapping):
-        reward, parts = reward_and_parts(value, environment)
-    else:
-        reward, parts = as_number(value, environment), {}
+    reward, parts = reward_and_parts(value, environment)
     if bad := [number for number in (reward, *parts.values()) if not abs(number) <= _LARGEST_REWARD]:
         raise AgentError(f"{environment} returned {bad[0]}, which is not a valid reward")
     return {"status": "scored", "reward": reward, "parts": parts}

@@ -1,17 +1,17 @@
 """Environment interface, and construction from a configuration.
 
-An environment generates problems by index and scores completions. It is a reasoning-gym generator, given by name, or
-a user's class, given as ``env:package.module:Class`` and constructed as ``Class(**options)``. Rows of files
-(``data/rows.py``) are not environments; their rewards are configured separately.
+An environment is a reasoning-gym generator, named by ``dataset``, or a user's class ``env:package.module:Class``,
+constructed as ``Class(**options)``. Rows of files (``data/rows.py``) are not environments.
 
-The trainer generates problems. Worker processes (envs/scoring.py) construct the same environment again to score
-completions, so ``Prompt.metadata`` must contain all data for scoring, as JSON.
+The trainer generates problems. Worker processes (envs/scoring.py) construct the environment again to score completions,
+so ``Prompt.metadata`` must contain all data for scoring, as JSON.
 """
 
 from __future__ import annotations
 
 import string
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,17 +85,12 @@ def render(template: str, problem: Problem) -> str:
     try:
         return template.format_map(fields)
     except (KeyError, IndexError, ValueError) as error:
-        names = [name for _, name, _, _ in _parsed(template) if name is not None]
+        names = []
+        with suppress(ValueError):  # unbalanced braces
+            names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
         unknown = [name for name in names if name.split(".")[0].split("[")[0] not in fields]
         hint = near_matches(unknown[0], fields) if unknown else f": {error}"
         raise EnvironmentSpecError(
             f"template {template!r}: {'no field ' + repr(unknown[0]) if unknown else 'cannot be filled'}{hint} "
             f"(fields: {', '.join(sorted(fields))}; write a literal brace twice)"
         ) from error
-
-
-def _parsed(template: str) -> list[tuple]:
-    try:
-        return list(string.Formatter().parse(template))
-    except ValueError:
-        return []

@@ -18,8 +18,7 @@ _PILE = 7  # start of the game
 class Products:
     """Products of two numbers with a calculator tool: the policy writes the expression, then the result.
 
-    ``answer`` is a whole session as a demonstration: the call, its end, the calculator's output and the answer. Factors
-    of 32 to 99 give four digits, so that a small model always copies over the same distance.
+    ``answer`` demonstrates a session: call, end token, calculator output and answer. All products have four digits.
     """
 
     def make_problem(self, index: int) -> Problem:
@@ -39,7 +38,7 @@ async def with_calculator(session: AgentSession, row: dict[str, Any]) -> None:
 
 
 async def calculator_by_url(session: AgentSession, row: dict[str, Any]) -> None:
-    """The same through the ``openai`` client, which needs only a URL and a key."""
+    """The same through the ``openai`` client."""
     client = openai_client(session.base_url, session.api_key)
     messages = list(session.messages)
     for _ in range(2):
@@ -62,8 +61,7 @@ async def with_python(session: AgentSession, row: dict[str, Any], *, num_program
 async def nim(session: AgentSession, row: dict[str, Any]) -> float:
     """Nim for two players: each takes 1 to 3 items in turn; the player who takes the last item wins.
 
-    The session plays first and is trained. Its opponent is the same policy in a side conversation, which is not
-    trained. An illegal move loses.
+    The session plays first. Its opponent is the same policy in an untrained side conversation. An illegal move loses.
     """
     pile, players = _PILE, (session, session.aside())
     for turn in range(2 * _PILE):
@@ -103,8 +101,7 @@ async def long_tail(
 ) -> float:
     """One answer with a random length seeded by ``session.name``, for measurements. The reward is arbitrary but varies.
 
-    Lengths are lognormal with ``median`` and ``sigma``, at most ``limit`` tokens; 1 % are exactly ``limit``. A tenth of
-    the sessions then waits ``tool_s`` seconds for a tool.
+    Lengths are lognormal, at most ``limit`` tokens; 1 % are ``limit``. 10 % of sessions then wait ``tool_s`` seconds.
     """
     rng = random.Random(session.name)
     drawn = int(rng.lognormvariate(math.log(median), sigma)) + 1

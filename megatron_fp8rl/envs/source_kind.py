@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from megatron_fp8rl.algo.near_matches import near_matches
+
 Kind = Literal["rows", "hub", "class", "generator"]
 
 HUB, CLASS = "hub:", "env:"
@@ -31,7 +33,7 @@ def has_rows(dataset: str) -> bool:
 
 
 def short_name(dataset: str) -> str:
-    """A name for metrics and prompt ids. For files and hub names: the last path component without suffix."""
+    """A name for metrics and prompt ids: of files and hub names, the last path component without suffix."""
     if not has_rows(dataset):
         return dataset.removeprefix(CLASS)
     name = Path(dataset.removeprefix(HUB)).name
@@ -74,7 +76,4 @@ def _why_nothing(path: Path) -> str:
         return f"the folder has no file with a suffix of {kinds}"
     if not path.parent.is_dir():
         return f"{path.parent} does not exist"
-    import difflib
-
-    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=3, cutoff=0.5)
-    return "no such file or folder" + (f"; did you mean {' or '.join(near)}?" if near else "")
+    return "no such file or folder" + near_matches(path.name, [entry.name for entry in path.parent.iterdir()])

@@ -34,18 +34,13 @@ def edges(model: ModelConfig) -> tuple[Row, ...]:
     embeddings = tuple(f"model.layers.{layer}.embed_tokens.weight" for layer in layers)
     heads = tuple(f"model.layers.{layer}.shared_head.head.weight" for layer in layers)
     in_head = ("vocab", "hidden")
-    found = (
-        Row(
-            EMBEDDING,
-            (("model.embed_tokens.weight", in_head),),
-            "rows",
-            padded=True,
-            copies=embeddings + heads if model.tie_embeddings else embeddings,
-        ),
+    copies = embeddings + heads if model.tie_embeddings else embeddings
+    rows = (
+        Row(EMBEDDING, (("model.embed_tokens.weight", in_head),), "rows", padded=True, copies=copies),
         Row("decoder.final_layernorm.weight", (("model.norm.weight", ("hidden",)),)),
     )
     head = Row(OUTPUT_LAYER, (("lm_head.weight", in_head),), "rows", padded=True, copies=heads)
-    return found if model.tie_embeddings else (*found, head)
+    return rows if model.tie_embeddings else (*rows, head)
 
 
 NORMS = (
@@ -67,17 +62,12 @@ def attention(model: ModelConfig) -> tuple[Row, ...]:
         rows.append(qkv("bias"))
     if model.qk_norm:
         rows += [_copied(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk"]
-    out = Row(
-        M + "self_attention.linear_proj.weight",
-        ((H + "self_attn.o_proj.weight", ("hidden", "q")),),
-        "columns",
-        unit="heads",
-    )
-    return (*rows, out)
+    out = ((H + "self_attn.o_proj.weight", ("hidden", "q")),)
+    return (*rows, Row(M + "self_attention.linear_proj.weight", out, "columns", unit="heads"))
 
 
 def latent_attention(model: ModelConfig) -> tuple[Row, ...]:
-    """Multi-head latent attention. Every rank holds the whole projections into the latent space."""
+    """Multi-head latent attention. Every rank has the whole projections into the latent space."""
 
     def up(mcore: str, hf: str, *shape: str) -> Row:
         return Row(f"{M}self_attention.{mcore}.weight", ((f"{H}self_attn.{hf}.weight", shape),), "rows", unit="heads")

@@ -1,8 +1,7 @@
 """The description of a model family, and the conversion between config.json and ModelConfig. Pure; no torch.
 
-In:  a :class:`Family` and the content of a config.json, or a ModelConfig.
-Out: the other of the two. Every field of config.json is accounted for: it maps to a field of ModelConfig, has the one
-     value whose meaning the trainer computes, or is known not to change the model. Anything else is refused by name.
+Every field of config.json must map to a field of ModelConfig, have the only supported value, or be known not to change
+the model. Other fields are errors.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ _NEEDED = {
     "num_key_value_heads": "fewer key/value heads than query heads, which latent attention does not have",
     "quantization_config": "weights that are dequantized first: 128x128 block FP8 is read by checkpoint_tools",
 }
-_UNKNOWN = (
-    "to learn whether it changes the model: then compute it, else take it out of config.json, or name it as ignored in "
-    "names/family.py"
-)
+_UNKNOWN = "a check: if it does not change the model, remove it from config.json, or ignore it in names/family.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +111,15 @@ class Family:
 def read(
     family: Family, config: Mapping[str, Any], *, keep_mtp: bool, fp8_weights: bool, checks_numbers: bool = True
 ) -> ModelConfig:
-    """The architecture in a config.json. Raises ValueError that lists every missing or unsupported field, and with
-    ``checks_numbers`` those that contradict each other."""
+    """The architecture in a config.json. Raises ValueError with every missing, unsupported or contradictory field.
+
+    ``checks_numbers``: look for contradictory numbers.
+    """
     config = {family.aliases.get(key, key): value for key, value in config.items()}
     problems = _unsupported(family, config, fp8_weights)
-    values, wrong = rope.read(
-        config,
-        default_theta=family.rope_theta,
-        default_fraction=family.rotary_fraction,
-        scalings=family.rope_scalings,
-    )
-    problems += wrong
+    defaults = {"default_theta": family.rope_theta, "default_fraction": family.rotary_fraction}
+    values, errors = rope.read(config, **defaults, scalings=family.rope_scalings)
+    problems += errors
     for key, name in family.fields.items():
         value = _value(key, config, {**_WHEN_ABSENT, **family.defaults})
         if value is _MISSING:
@@ -143,7 +137,7 @@ def read(
 
 
 def _contradictions(family: Family, values: Mapping[str, Any]) -> list[str]:
-    """Numbers that no model can have together, by their keys."""
+    """Contradictory numbers, by their keys."""
     keys = {name: key for key, name in family.fields.items()}
     problems = []
 
@@ -226,27 +220,27 @@ def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -
         fixed["num_key_value_heads"] = config.get("num_attention_heads")
     problems = []
     for key, value in fixed.items():
-        found = config.get(key)
-        if found != value and (found is not None or (key == "is_causal" and key in config)):
-            problems.append(_refusal(key, found, f"supported is {value!r}"))
+        actual = config.get(key)
+        if actual != value and (actual is not None or (key == "is_causal" and key in config)):
+            problems.append(_refusal(key, actual, f"supported: {value!r}"))
     layers = config.get("layer_types") or []
     kinds = {str(kind) for kind in layers} - {"full_attention"} if isinstance(layers, list) else {str(layers)}
     if kinds:
-        problems.append(_refusal("layer_types", sorted(kinds), "supported is 'full_attention'"))
+        problems.append(_refusal("layer_types", sorted(kinds), "supported: 'full_attention'"))
     quantization = config.get("quantization_config")
     if quantization and not (fp8_weights and is_block_fp8(quantization)):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        problems.append(_refusal("quantization_config", method, "supported are BF16, FP16 and FP32 weights"))
+        problems.append(_refusal("quantization_config", method, "supported: BF16, FP16 and FP32 weights"))
     known = {*fixed, *family.fields, *family.ignored, *rope.KEYS, *_IGNORED}
     known |= {"model_type", "layer_types", "quantization_config"}
     for key, value in config.items():
         if key not in known:
-            problems.append(f"{key} = {value!r} is not known in this family; needed is {_UNKNOWN}")
+            problems.append(f"{key} = {value!r} is not known in this family; it needs {_UNKNOWN}")
     return problems
 
 
-def _refusal(key: str, found: Any, supported: str) -> str:
-    return f"{key} = {found!r} is not supported ({supported}); needed is {_NEEDED.get(key, _UNKNOWN)}"
+def _refusal(key: str, value: Any, supported: str) -> str:
+    return f"{key} = {value!r} is not supported ({supported}); it needs {_NEEDED.get(key, _UNKNOWN)}"
 
 
 def is_block_fp8(quantization: Mapping[str, Any]) -> bool:
@@ -260,12 +254,8 @@ def is_block_fp8(quantization: Mapping[str, Any]) -> bool:
 def write(family: Family, model: ModelConfig) -> dict[str, Any]:
     """The content of config.json. Raises ValueError for a field of ModelConfig that the family cannot express."""
     config: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "use_cache": True,
+        **{"architectures": [family.architecture], "model_type": family.model_type, "dtype": "bfloat16"},
+        **{"hidden_act": "silu", "attention_dropout": 0.0, "use_cache": True},
         **family.fixed,
     }
     for key, name in family.fields.items():
@@ -278,11 +268,12 @@ def write(family: Family, model: ModelConfig) -> dict[str, Any]:
         config["num_key_value_heads"] = model.num_attention_heads
     config |= rope.write(model, has_fraction=family.rotary_fraction is not None)
     again = read(family, config, keep_mtp=True, fp8_weights=False, checks_numbers=False)
-    # A path, and a choice of where to start, are no part of the architecture.
-    ours = {name: getattr(model, name) for name in ("hf_path", "random", "embedding_range")}
-    again = dataclasses.replace(again, **ours)
+    # Not part of the architecture: where the weights come from.
+    again = dataclasses.replace(
+        again, **{name: getattr(model, name) for name in ("hf_path", "random", "embedding_range")}
+    )
     lost = [f.name for f in dataclasses.fields(model) if getattr(model, f.name) != getattr(again, f.name)]
     if lost:
-        said = ", ".join(f"{name} = {getattr(model, name)!r}" for name in lost)
-        raise ValueError(f"the family {family.model_type} has no place in config.json for {said}")
+        fields = ", ".join(f"{name} = {getattr(model, name)!r}" for name in lost)
+        raise ValueError(f"config.json of the family {family.model_type} cannot express {fields}")
     return config

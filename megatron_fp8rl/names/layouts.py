@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megatron_fp8rl.config import EngineConfig, ModelConfig, ParallelConfig
 from megatron_fp8rl.names.table import Weight, split_indices
@@ -13,9 +13,7 @@ VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before shar
 
 
 def layers_per_chunk(num_layers: int, num_chunks: int) -> list[int]:
-    """The number of layers of each pipeline chunk, in order. The first chunks take the remainder, because the last one
-    also has the output head.
-    """
+    """The number of layers of each pipeline chunk. The first take the remainder; the last has the output head."""
     least, rest = divmod(num_layers, num_chunks)
     return [least + (chunk < rest) for chunk in range(num_chunks)]
 
@@ -41,26 +39,18 @@ class TrainerLayout:
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> TrainerLayout:
-        return cls(
-            world_size=parallel.world_size,
-            tensor=parallel.tensor,
-            pipeline=parallel.pipeline,
-            virtual_stages=parallel.virtual_stages,
-            context=parallel.context,
-            expert=parallel.expert,
-            expert_tensor=parallel.expert_tensor,
-        )
+        return cls(**{field.name: getattr(parallel, field.name) for field in fields(cls)})
 
     @property
     def ranks_per_stage(self) -> int:
         return self.world_size // self.pipeline
 
     def stage(self, layer: int, num_layers: int) -> int:
-        """Pipeline rank of a layer. With virtual stages, consecutive chunks of layers go round the ranks."""
+        """Pipeline rank of a layer. With virtual stages, ranks take chunks of layers in turn."""
         return _chunk(layer, num_layers, self.pipeline * self.virtual_stages) % self.pipeline
 
     def holders(self, weight: Weight, model: ModelConfig) -> list[list[int]]:
-        """For each part of a parameter, in order, all ranks that hold it: its replicas, in ascending order."""
+        """For each part of a parameter, in order, all ranks that have it, ascending."""
         pattern, layer, expert = split_indices(weight.name)
         if layer >= 0:
             stage = self.stage(layer, model.num_layers)
@@ -76,7 +66,7 @@ class TrainerLayout:
         return [list(ranks[owner * self.expert_tensor + t :: step]) for t in range(self.expert_tensor)]
 
     def shards(self, weight: Weight, model: ModelConfig) -> list[int]:
-        """The ranks that hold the parts of a parameter, in order; among replicas, the lowest rank."""
+        """The lowest rank that has each part of a parameter, in order."""
         return [ranks[0] for ranks in self.holders(weight, model)]
 
 
@@ -84,9 +74,8 @@ class TrainerLayout:
 class EngineLayout:
     """Degrees of parallelism of one engine replica, in vLLM's terms.
 
-    Attention and dense layers are cut over ``tensor`` ranks and repeated on each of ``data`` groups. Experts are whole
-    on ``expert`` = ``data`` * ``tensor`` ranks, or with ``expert`` = 1 cut over all of them. Rank = data rank * tensor +
-    tensor rank.
+    ``tensor`` ranks share attention and dense layers, in each of ``data`` groups. Experts are whole if ``expert`` =
+    ``data`` * ``tensor``; if ``expert`` = 1, all ranks share each. Rank = data rank * tensor + tensor rank.
     """
 
     data: int = 1

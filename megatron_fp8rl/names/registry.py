@@ -1,9 +1,8 @@
 """Names and layouts of parameters: Megatron's, Hugging Face's, and the conversion between them.
 
-Pure functions over plain tensors; no ranks. A *global* Megatron name counts layers and experts over the whole model and
-names norms as separate modules (``decoder.layers.3.mlp.experts.7.linear_fc1.weight``). One short file per family states
-what is specific to it; the functions here serve all families. Functions that touch tensors import torch themselves, so
-a configuration can be checked, including names and shapes, on a machine without it.
+Pure functions over plain tensors. A *global* Megatron name counts layers and experts over the whole model and names
+norms as separate modules (``decoder.layers.3.mlp.experts.7.linear_fc1.weight``). Each family has a short file. Only
+functions that use tensors import torch.
 """
 
 from __future__ import annotations
@@ -31,13 +30,11 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, Family] = {
     f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE)
 }
-
-
-_SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ in name alone
+_SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
 
 
 def to_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """The content of the Hugging Face config.json of ``model``, without special tokens, which belong to the tokenizer.
+    """The Hugging Face config.json of ``model``, without the tokenizer's special tokens.
 
     Raises ValueError if the model has a feature that its family lacks.
     """
@@ -47,17 +44,16 @@ def to_hf_config(model: ModelConfig) -> dict[str, Any]:
 def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weights: bool = False) -> ModelConfig:
     """The architecture in a config.json.
 
-    Multi-token prediction layers are omitted unless ``keep_mtp``. ``fp8_weights`` means that the caller reads block FP8
-    weights together with their scales. Raises ValueError for an unsupported family or feature, with its name and what
-    supporting it would take.
+    ``keep_mtp``: keep multi-token prediction layers. ``fp8_weights``: the caller reads block FP8 weights with their
+    scales. Raises ValueError for an unsupported family or feature, with what it needs.
     """
     name = config.get("model_type")
     name = _SAME_AS.get(name, name) if isinstance(name, str) else None
     if name not in FAMILIES:
         raise ValueError(
-            f"config.json: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not "
-            f"supported; supported are {', '.join(sorted(FAMILIES))}. Needed is a file of its own in megatron_fp8rl/names: "
-            "see docs/extending.md"
+            f"config.json: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is "
+            f"not supported; supported are {', '.join(sorted(FAMILIES))}. Add a file to megatron_fp8rl/names: see "
+            "docs/extending.md"
         )
     return family.read(FAMILIES[name], config, keep_mtp=keep_mtp, fp8_weights=fp8_weights)
 
@@ -65,9 +61,8 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
 @functools.lru_cache(maxsize=8)
 def weights(model: ModelConfig) -> dict[str, Weight]:
     """Every weight of ``model`` by its global Megatron name; read-only."""
-    found = FAMILIES[model.family]
-    rows = found.rows(model)
-    return expand(rows, model) | expand_mtp(rows, found.mtp, model)
+    rows = FAMILIES[model.family].rows(model)
+    return expand(rows, model) | expand_mtp(rows, FAMILIES[model.family].mtp, model)
 
 
 def weight(global_name: str, model: ModelConfig) -> Weight:
@@ -77,25 +72,25 @@ def weight(global_name: str, model: ModelConfig) -> Weight:
     """
     if model.tie_embeddings and global_name == blocks.OUTPUT_LAYER:
         global_name = blocks.EMBEDDING
-    found = weights(model).get(global_name)
-    if found is None:
-        raise KeyError(f"{global_name}: not a parameter of a {model.family} model with {model.num_layers} layers")
-    return found
+    try:
+        return weights(model)[global_name]
+    except KeyError:
+        text = f"{global_name}: not a parameter of a {model.family} model with {model.num_layers} layers"
+        raise KeyError(text) from None
 
 
 def hf_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the Hugging Face checkpoint with its shape, experts one by one."""
-    found = {}
+    tensors = {}
     for w in weights(model).values():
-        found |= dict(w.parts)
-        found |= dict.fromkeys(w.copies, w.shape)
-    return found
+        tensors |= dict(w.parts) | dict.fromkeys(w.copies, w.shape)
+    return tensors
 
 
 def hf_names_of(global_name: str, model: ModelConfig) -> list[str]:
-    """Hugging Face tensors from which a Megatron parameter is built. For a tied output layer, the embedding."""
-    found = weight(global_name, model)
-    return [*(name for name, _ in found.parts), *found.copies]
+    """Hugging Face tensors from which a Megatron parameter is built; of a tied output layer, the embedding."""
+    w = weight(global_name, model)
+    return [*(name for name, _ in w.parts), *w.copies]
 
 
 def is_expert(global_name: str) -> bool:
@@ -105,15 +100,15 @@ def is_expert(global_name: str) -> bool:
 
 def layer_of(hf_name: str) -> int | None:
     """The number of the layer of a Hugging Face tensor or module; None outside layers."""
-    found = re.search(r"(?:^|\.)layers\.(\d+)(?=\.|$)", hf_name)
-    return None if found is None else int(found[1])
+    match = re.search(r"(?:^|\.)layers\.(\d+)(?=\.|$)", hf_name)
+    return None if match is None else int(match[1])
 
 
 def reason_to_skip(hf_name: str, model: ModelConfig) -> str | None:
     """Why a checkpoint tensor outside :func:`hf_tensors` may be skipped; None if it may not."""
     layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
     if layer and int(layer[1]) >= model.num_layers and FAMILIES[model.family].mtp and not model.num_mtp_layers:
-        return "part of a multi-token prediction layer, which is left out by choice"
+        return "part of a multi-token prediction layer, which num_mtp_layers = 0 leaves out"
     if hf_name.endswith("rotary_emb.inv_freq"):
         return "computed from rope_theta"
     if hf_name == "lm_head.weight" and model.tie_embeddings:
@@ -152,8 +147,7 @@ def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
 def from_hf(global_name: str, get: Callable[[str], Tensor], model: ModelConfig) -> Tensor:
     """The full Megatron tensor, built from Hugging Face tensors that ``get`` returns by name.
 
-    Raises ValueError that names the tensor if its shape is not that of ``model``, if it is FP8 without scales, or if it
-    differs from another one that Megatron holds in the same parameter.
+    Raises ValueError, with the tensor's name, for another shape, FP8 without scales, or copies that differ.
     """
     import torch
 
@@ -171,8 +165,8 @@ def from_hf(global_name: str, get: Callable[[str], Tensor], model: ModelConfig) 
     for name in w.copies:
         if not torch.equal(read(name, w.shape), full):
             raise ValueError(
-                f"{name}: differs from {w.parts[0][0]}, but Megatron's multi-token prediction layers share it; leave "
-                "these layers out (num_mtp_layers = 0)"
+                f"{name}: differs from {w.parts[0][0]}, but Megatron's multi-token prediction layers share it; set "
+                "num_mtp_layers = 0"
             )
     return full
 
@@ -182,14 +176,12 @@ def to_hf(
 ) -> list[tuple[str, Tensor]]:
     """Inverse of :func:`from_hf`: (Hugging Face name, tensor) pairs; views of ``tensor`` where the layout allows.
 
-    With ``tp_size`` > 1, ``tensor`` is the :func:`shard` of one (expert-)tensor-parallel rank, and the result is that
-    rank's contiguous part of each Hugging Face tensor, possibly empty: the parts of all ranks, in order, make up the
-    whole along :attr:`Weight.axis`. Raises ValueError if the shape is not that of ``model``.
+    With ``tp_size`` > 1, ``tensor`` is the :func:`shard` of an (expert-)tensor-parallel rank, and the result is its
+    contiguous part of each Hugging Face tensor along :attr:`Weight.axis`, possibly empty. Raises ValueError for another
+    shape.
     """
     w = weight(global_name, model)
-    wrong = slicing.problem(w, model, tp_size)
-    if wrong:
-        raise ValueError(f"{w.name}: {wrong}")
+    slicing.require_divisible(w, model, tp_size)
     expected = slicing.shard_shape(w, model, tp_size)
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{global_name}: shape {tuple(tensor.shape)}, but the model configuration says {expected}")
@@ -199,10 +191,10 @@ def to_hf(
 
 
 def shard(global_name: str, full: Tensor, model: ModelConfig, tp_size: int, tp_rank: int) -> Tensor:
-    """The shard of a full Megatron tensor on one (expert-)tensor-parallel rank; contiguous.
+    """The contiguous shard of a full Megatron tensor on an (expert-)tensor-parallel rank.
 
-    If the vocabulary does not divide evenly, it is padded at the end with rows of zeros: see :func:`padded_vocab_size`.
-    Raises ValueError if another tensor does not divide evenly.
+    A vocabulary that does not divide evenly is padded with rows of zeros (:func:`padded_vocab_size`). Raises ValueError
+    for another tensor that does not divide evenly.
     """
     w = weight(global_name, model)
     if w.cut == "none" or tp_size == 1:

@@ -1,7 +1,4 @@
-"""The rows or columns of each Hugging Face tensor on a tensor-parallel rank, and the tensors themselves.
-
-In:  a :class:`Weight` and plain tensors. Out: plain tensors. Pure; no communication.
-"""
+"""The rows or columns of each Hugging Face tensor on a tensor-parallel rank, and the tensors themselves. Pure."""
 
 from __future__ import annotations
 
@@ -49,14 +46,18 @@ def problem(weight: Weight, model: ModelConfig, tp_size: int) -> str | None:
     return None if fits else f"{count} {what} cannot be divided over {tp_size} tensor-parallel ranks"
 
 
+def require_divisible(weight: Weight, model: ModelConfig, tp_size: int) -> None:
+    """Raise ValueError, with the weight's name, if it cannot be sharded over ``tp_size`` ranks."""
+    if reason := problem(weight, model, tp_size):
+        raise ValueError(f"{weight.name}: {reason}")
+
+
 def slices(weight: Weight, model: ModelConfig, tp_size: int = 1, tp_rank: int = 0) -> list[Slice]:
     """The slices that make up one rank's tensor, in order along :attr:`Weight.axis`, without padding.
 
-    Raises ValueError that names the weight if it cannot be sharded so.
+    Raises ValueError as :func:`require_divisible`.
     """
-    wrong = problem(weight, model, tp_size)
-    if wrong:
-        raise ValueError(f"{weight.name}: {wrong}")
+    require_divisible(weight, model, tp_size)
     lengths = [shape[weight.axis] for _, shape in weight.parts]
     if weight.join == "qkv":
         groups = model.num_key_value_heads
@@ -69,28 +70,28 @@ def slices(weight: Weight, model: ModelConfig, tp_size: int = 1, tp_rank: int = 
         return _clip(whole, tp_rank * rows, (tp_rank + 1) * rows)
     if weight.cut == "none":
         tp_size, tp_rank = 1, 0
-    found = []
+    pieces = []
     for part, length in enumerate(lengths):
         step = -(-length // tp_size)
-        found.append(Slice(part, min(tp_rank * step, length), min((tp_rank + 1) * step, length)))
-    return found
+        pieces.append(Slice(part, min(tp_rank * step, length), min((tp_rank + 1) * step, length)))
+    return pieces
 
 
 def _clip(whole: list[Slice], first: int, end: int) -> list[Slice]:
     """The part of a sequence of slices between positions ``first`` and ``end``."""
-    found, position = [], 0
+    pieces, position = [], 0
     for piece in whole:
         low, high = max(first, position), min(end, position + piece.size)
         if low < high:
-            found.append(Slice(piece.part, piece.start + low - position, piece.start + high - position))
+            pieces.append(Slice(piece.part, piece.start + low - position, piece.start + high - position))
         position += piece.size
-    return found
+    return pieces
 
 
 def part_range(weight: Weight, model: ModelConfig, part: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """[start, stop) of one part along the axis, as held by a rank: its slices of the part are adjacent. May be empty."""
-    held = [piece for piece in slices(weight, model, tp_size, tp_rank) if piece.part == part]
-    return (held[0].start, held[-1].stop) if held else (0, 0)
+    """[start, stop) of a rank's slices of one part along the axis, which are adjacent. May be empty."""
+    pieces = [piece for piece in slices(weight, model, tp_size, tp_rank) if piece.part == part]
+    return (pieces[0].start, pieces[-1].stop) if pieces else (0, 0)
 
 
 def shard_shape(weight: Weight, model: ModelConfig, tp_size: int) -> tuple[int, ...]:
@@ -113,9 +114,9 @@ def join(weight: Weight, model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
 def split(
     weight: Weight, model: ModelConfig, tensor: Tensor, tp_size: int, tp_rank: int, block: int = 1
 ) -> list[Tensor]:
-    """Inverse of :func:`join` for one rank's tensor: its piece of every part, as views where the pieces are adjacent.
+    """Inverse of :func:`join` for a rank's tensor: its piece of every part, a view if its slices are adjacent.
 
-    ``tensor`` may have one number per ``block`` rows and columns. Raises ValueError if a piece begins within a block.
+    ``tensor`` may have a value per ``block`` rows and columns. Raises ValueError if a slice begins within a block.
     """
     import torch
 
@@ -128,22 +129,22 @@ def split(
         pieces[piece.part].append(tensor.narrow(axis, position // block, -(-piece.size // block)))
         position += piece.size
     nothing = tensor.narrow(axis, 0, 0)
-    return [torch.cat(found, axis) if len(found) > 1 else found[0] if found else nothing for found in pieces]
+    return [torch.cat(part, axis) if len(part) > 1 else part[0] if part else nothing for part in pieces]
 
 
 def cut(weight: Weight, model: ModelConfig, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
     """The contiguous shard of a full Megatron tensor on one rank."""
     import torch
 
-    axis, held = weight.axis, slices(weight, model, tp_size, tp_rank)
+    axis, pieces = weight.axis, slices(weight, model, tp_size, tp_rank)
     if weight.join == "gate_up":
         parts = full.split([shape[0] for _, shape in weight.parts])
-        return torch.cat([parts[s.part].narrow(0, s.start, s.size) for s in held])
+        return torch.cat([parts[s.part].narrow(0, s.start, s.size) for s in pieces])
     if weight.join == "qkv":
         rows = weight.shape[0] // tp_size
         return full.narrow(0, tp_rank * rows, rows).contiguous()
-    piece = full.narrow(axis, held[0].start, held[0].size).contiguous()
-    missing = shard_shape(weight, model, tp_size)[axis] - held[0].size
+    piece = full.narrow(axis, pieces[0].start, pieces[0].size).contiguous()
+    missing = shard_shape(weight, model, tp_size)[axis] - pieces[0].size
     if missing:
         piece = torch.cat([piece, piece.new_zeros((missing, *piece.shape[1:]))])
     return piece

@@ -26,9 +26,8 @@ class Row:
     hf: tuple[tuple[str, tuple[str, ...]], ...]  # (name, shape) of each part, in the order of ``join``
     cut: Cut = "none"  # the axis sharded by tensor parallelism; "none" is replicated
     join: Join = "copy"
-    # "copy":    the tensor itself. "qkv":     for each query group its query heads, its key head, its value head; a
-    # rank holds whole groups, or an equal share of the rows of one group. "gate_up": all gate rows, then all up rows; a
-    # rank holds its gate rows, then its up rows.
+    # "copy": the tensor itself. "qkv": for each query group its query heads, key head and value head; a rank has whole
+    # groups, or an equal share of a group's rows. "gate_up": the gate rows, then the up rows, also on each rank.
     layers: Literal["all", "dense", "moe"] = "all"  # by the kind of their MLP; for names with {layer}
     unit: str = ""  # key of :func:`sizes`: the number of indivisible units along the sharded axis
     padded: bool = False  # ranks hold equal numbers of rows; an uneven axis is zero-padded at the end
@@ -40,7 +39,7 @@ class Row:
 def sizes(model: ModelConfig) -> dict[str, int]:
     """The sizes of the shape keys and units of a :class:`Row` for ``model``; read-only."""
     heads = model.num_attention_heads
-    found = {
+    shapes = {
         "vocab": model.vocab_size,
         "hidden": model.hidden_size,
         "2_hidden": 2 * model.hidden_size,
@@ -55,14 +54,14 @@ def sizes(model: ModelConfig) -> dict[str, int]:
     }
     if model.mla is not None:
         mla = model.mla
-        found |= {
+        shapes |= {
             "q_latent": mla.q_lora_rank or 0,
             "kv_latent": mla.kv_lora_rank,
             "kv_latent_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
             "k_nope_and_v": heads * (mla.qk_nope_head_dim + mla.v_head_dim),
             "v": heads * mla.v_head_dim,
         }
-    return found
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,8 @@ def _fill_experts(row: Row, model: ModelConfig, mcore: str, layer: int) -> Itera
         yield fill(row, model, mcore=mcore, layer=layer, expert=expert)
 
 
-def expand_mtp(rows: tuple[Row, ...], own: tuple[Row, ...], model: ModelConfig) -> dict[str, Weight]:
-    """Weights of the multi-token prediction layers: a decoder layer each, and the rows of their ``own``.
+def expand_mtp(rows: tuple[Row, ...], extra: tuple[Row, ...], model: ModelConfig) -> dict[str, Weight]:
+    """Weights of the multi-token prediction layers: a decoder layer each, and the ``extra`` rows.
 
     In Megatron, ``mtp.layers.{i}`` holds the decoder layer as ``mtp_model_layer``; in the checkpoint it is layer
     ``num_layers + i``.
@@ -143,7 +142,7 @@ def expand_mtp(rows: tuple[Row, ...], own: tuple[Row, ...], model: ModelConfig) 
     weights: list[Weight] = []
     for index in range(model.num_mtp_layers):
         prefix, layer = f"mtp.layers.{index}.", model.num_layers + index
-        weights += [fill(row, model, mcore=prefix + row.mcore, layer=layer, expert=-1) for row in own]
+        weights += [fill(row, model, mcore=prefix + row.mcore, layer=layer, expert=-1) for row in extra]
         for row in body:
             mcore = row.mcore.replace("decoder.layers.{layer}.", f"{prefix}mtp_model_layer.")
             weights += _fill_experts(row, model, mcore, layer)

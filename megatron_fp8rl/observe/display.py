@@ -1,7 +1,4 @@
-"""Terminal progress of a run: a live panel, plain lines, or nothing.
-
-In: the metrics of each finished step. Out: terminal output only. Runs on: the writing trainer rank.
-"""
+"""Terminal progress of a run, on the writing trainer rank: a live panel, plain lines, or nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Mapping
 from time import monotonic
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from megatron_fp8rl.observe.metrics import PHASES
 
@@ -17,30 +14,16 @@ _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_INTERVAL_S = 1.0  # steps of a few milliseconds would flood a log file
 
 
-class Display(Protocol):
-    """Interface that the observer uses."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def show_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def warn(self, text: str) -> None: ...
-
-
 def make_display(kind: Literal["live", "plain", "none"], title: str, num_steps: int) -> Display:
     """Create a display; "live" falls back to "plain" if stdout is not a terminal."""
     if kind == "none":
-        return NoDisplay()
+        return Display()
     if kind == "live" and sys.stdout.isatty():
         return LiveDisplay(title, num_steps)
     return PlainDisplay(title, num_steps)
 
 
-class NoDisplay:
+class Display:
     """Shows only warnings, on stderr."""
 
     def start(self) -> None:
@@ -59,7 +42,7 @@ class NoDisplay:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-class PlainDisplay:
+class PlainDisplay(Display):
     """One line per step, at most one a second; for log files."""
 
     def __init__(self, title: str, num_steps: int) -> None:
@@ -69,9 +52,6 @@ class PlainDisplay:
 
     def start(self) -> None:
         self._pace.start()
-
-    def stop(self) -> None:
-        pass
 
     def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.count(step)
@@ -88,11 +68,8 @@ class PlainDisplay:
     def message(self, text: str) -> None:
         print(text, flush=True)
 
-    def warn(self, text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
 
-
-class LiveDisplay:
+class LiveDisplay(Display):
     """A panel that stays at the bottom of the terminal; other output scrolls above it."""
 
     def __init__(self, title: str, num_steps: int) -> None:
@@ -204,7 +181,7 @@ def phase_times(metrics: Mapping[str, float]) -> str:
 
 
 def sparkline(values: list[float], *, width: int = 60, low: float | None = None) -> str:
-    """A row of bars; averages neighboring values if there are more values than bars; NaN becomes a blank."""
+    """A row of at most ``width`` bars; each bar averages neighboring values. NaN becomes a blank."""
     if len(values) > width:
         edges = [len(values) * i // width for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]

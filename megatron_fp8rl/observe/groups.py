@@ -1,7 +1,4 @@
-"""Metrics of one step's scored groups: reward, length and policy version. Pure.
-
-In: the groups that the rollout stream returns. Out: ``reward/`` and ``rollout/`` metrics, and ``eval/`` metrics.
-"""
+"""Metrics of one step's scored groups: reward, length and policy version. Pure."""
 
 from __future__ import annotations
 
@@ -103,7 +100,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 def _version_metrics(by_rollout: Sequence[Sequence[Completion]]) -> dict[str, float]:
     """Which policy versions sampled; empty if nothing was sampled."""
     spans = [[(c.min_version, c.max_version) for c in completions] for completions in by_rollout]
-    ranges = [(min(low for low, _ in of_one), max(high for _, high in of_one)) for of_one in spans if of_one]
+    ranges = [(min(low for low, _ in span), max(high for _, high in span)) for span in spans if span]
     if not ranges:
         return {}
     return {
@@ -114,17 +111,17 @@ def _version_metrics(by_rollout: Sequence[Sequence[Completion]]) -> dict[str, fl
 
 
 def _session_metrics(rollouts: Sequence[Rollout], by_rollout: Sequence[Sequence[Completion]]) -> dict[str, float]:
-    """Turns, branches, and what the prefix cache saved; of prompts that were answered in one turn only the last."""
-    completions = [completion for of_one in by_rollout for completion in of_one]
-    turns = [len(of_one) for of_one in by_rollout]
+    """Metrics of the prefix cache and, if there are sessions, of turns and branches."""
+    completions = [completion for rollout in by_rollout for completion in rollout]
+    turns = list(map(len, by_rollout))
     num_read = sum(completion.num_prompt_tokens for completion in completions)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if num_read:
         num_cached = sum(completion.num_cached_tokens for completion in completions)
-        found |= {"rollout/prefill_saved/sum": num_cached, "rollout/prefill_saved/mean": num_cached / num_read}
+        metrics |= {"rollout/prefill_saved/sum": num_cached, "rollout/prefill_saved/mean": num_cached / num_read}
     if max(turns) < 2 and not any(rollout.seconds for rollout in rollouts):
-        return found
-    given = [
+        return metrics
+    context = [
         len(segment.token_ids)
         for rollout in rollouts
         for branch in rollout.branches[:1]
@@ -133,11 +130,11 @@ def _session_metrics(rollouts: Sequence[Rollout], by_rollout: Sequence[Sequence[
     ]
     for name in sorted({name for rollout in rollouts for name in rollout.seconds}):
         spent = [rollout.seconds.get(name, 0.0) for rollout in rollouts]
-        found |= {f"session/{key_part(name)}/s": statistics.fmean(spent)}
-    return found | {
+        metrics |= {f"session/{key_part(name)}/s": statistics.fmean(spent)}
+    return metrics | {
         "session/turns/mean": statistics.fmean(turns),
         "session/turns/max": max(turns),
-        "session/given_tokens/mean": sum(given) / len(rollouts),
+        "session/given_tokens/mean": sum(context) / len(rollouts),
         "session/forked/mean": statistics.fmean(len(rollout.branches) > 1 for rollout in rollouts),
         "session/num_branches/sum": sum(len(rollout.branches) for rollout in rollouts),
     }

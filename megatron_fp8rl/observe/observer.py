@@ -1,16 +1,13 @@
-"""Records and displays a run as it progresses.
-
-In: metrics, groups and reports of every step, in any order. Out, all in the run's folder:
+"""Records and displays a run as it progresses, in the run's folder:
 
     metrics.jsonl    one line per step: {"step": n, "<key>": number, ...}
     details.jsonl    one line per step: mismatch by position, by environment, worst sequences; weight update digest
     rollouts/        every rollout, a file for each step, usable as input of a replay (``recording.py``)
     config.json      the resolved configuration;  versions.json  packages and hardware
     tensorboard/     the same metrics;  report.html and report.png  the same metrics as plots
-    failure.json     only after a failure: step, error and traceback;  done.json  only after success;
-                     neither exists during the run or after a stop on request
+    failure.json     only after a failure: step, error and traceback;  done.json  only after success
 
-Every trainer rank creates an Observer and makes the same calls; only the writer acts on them. Not thread-safe.
+Every trainer rank creates an Observer and makes the same calls; only the writer records. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from megatron_fp8rl.observe.display import Display, make_display
 from megatron_fp8rl.observe.groups import evaluation_metrics, group_metrics
 from megatron_fp8rl.observe.metrics import check_keys
 from megatron_fp8rl.observe.recording import FOLDER, RolloutWriter
-from megatron_fp8rl.observe.records import last_step, truncate_from
+from megatron_fp8rl.observe.records import last_step, truncate_from, write_json
 from megatron_fp8rl.observe.spans import STARTED, add_seconds, take_seconds
 from megatron_fp8rl.observe.versions import collect_versions
 from megatron_fp8rl.types import PublishReport, RolloutGroup, Sample, TrainBatch
@@ -50,8 +47,7 @@ _STEP_FILES = ("metrics.jsonl", "details.jsonl")
 class Observer:
     """Context manager around a whole run: an error is recorded and re-raised.
 
-    ``num_steps`` is the total of the progress display. Every rank may pass metrics; only the writer's are kept, so
-    they must already be reduced over ranks.
+    ``num_steps`` is the total of the progress display. Metrics must already be reduced over ranks.
     """
 
     def __init__(
@@ -86,7 +82,7 @@ class Observer:
             write_json(self.run_dir / "versions.json", {**collect_versions(), "started_unix_s": time()})
             if self.cfg.observe.wandb_project is not None:
                 self._wandb = _start_wandb(self.cfg, self.run_dir)
-        for name, seconds in take_seconds().items():  # of the warm start, if there was one, nothing is kept
+        for name, seconds in take_seconds().items():  # discard other seconds of a warm start
             if name.startswith("start_"):
                 add_seconds(name, seconds)
         self._display.start()
@@ -98,12 +94,8 @@ class Observer:
         self._display.stop()
         if not self.is_writer:
             return
-        for file in self._files.values():
+        for file in filter(None, (*self._files.values(), self._rollouts, self._tensorboard)):
             file.close()
-        if self._rollouts is not None:
-            self._rollouts.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=0 if error is None or isinstance(error, SystemExit) else 1)
         if error is None:
@@ -113,10 +105,9 @@ class Observer:
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:
-        """One step of the loop; evaluations before the first update are step 0.
+        """One step of the loop; the step's line is written when the block ends.
 
-        The step's line is written when the block ends. The first call of a run truncates the records of an earlier run
-        in the same folder from this step on. For work before the first step of a resumed run see :meth:`prelude`.
+        The first call of a run moves the records of an earlier run in the folder aside, from this step on.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} after step {self._last_step}: steps must increase")
@@ -141,9 +132,8 @@ class Observer:
     def prelude(self, step: int, record: Mapping[str, Any] | None = None) -> Iterator[StepLog]:
         """Work before the first update: publish, evaluate. ``step`` is where training continues.
 
-        A new run (``step`` 0) writes the line of step 0. A resumed run keeps the existing line of the step and cuts
-        later records. If the line is missing because the run was killed, it is built from the checkpoint's ``record``
-        (:meth:`StepLog.record`) and this work.
+        A new run (``step`` 0) writes the line of step 0. A resumed run keeps the line of the step. If a kill prevented
+        the line, it is built from the checkpoint's ``record`` (:meth:`StepLog.record`) and this work.
         """
         if step == 0:
             with self.step(0) as log:
@@ -238,8 +228,8 @@ class Observer:
         }
         try:
             write_json(self.run_dir / "failure.json", failure)
-        except OSError as unwritten:  # such as a full disk; the original error is still raised
-            self._display.warn(f"{self.run_dir / 'failure.json'} could not be written: {unwritten}")
+        except OSError as write_error:  # such as a full disk; the original error is still raised
+            self._display.warn(f"{self.run_dir / 'failure.json'} could not be written: {write_error}")
 
 
 class StepLog:
@@ -269,20 +259,20 @@ class StepLog:
             self._observer.record_groups(self.step, groups)
 
     def evaluation(self, groups: Sequence[RolloutGroup]) -> None:
-        """Add metrics of completions of held-out problems. They are not recorded: a replay must not train on them."""
+        """Add metrics of held-out problems. Their groups are not recorded: a replay must not train on them."""
         self.update(evaluation_metrics(groups))
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Add advantages, staleness and the dropped fraction of the step's groups. Call after :meth:`groups`."""
+        """Add advantages, staleness and the fraction of dropped completions. Call after :meth:`groups`."""
         num_completions = self.metrics.get("rollout/num_completions/sum", 0.0)
         if num_completions:
             self.update({"reward/dropped/mean": 1 - len(samples) / num_completions})
         if not samples:
             return
-        trained = [segment for one in samples for segment in one.segments if segment.is_trained]
+        trained = [segment for sample in samples for segment in sample.segments if segment.is_trained]
         advantages = [segment.advantage for segment in trained]
         nums = [len(segment.token_ids) for segment in trained]
-        staleness = [one.staleness for one in samples]
+        staleness = [sample.staleness for sample in samples]
         self.update(
             {
                 "reward/advantage/mean": sum(map(operator.mul, advantages, nums)) / sum(nums),
@@ -296,12 +286,11 @@ class StepLog:
     def updates(self, metrics: Sequence[Mapping[str, float]], batches: Sequence[TrainBatch]) -> None:
         """Add the metrics of the step's optimizer updates, one mapping per update, and their batches.
 
-        Keys that end in ``/max`` take the maximum over the updates, the learning rate the mean. All others are averaged
-        weighted by each update's loss tokens.
+        Keys in ``/max``: maximum over the updates. Learning rate: mean. Others: mean weighted by loss tokens.
         """
         num_tokens = [batch.num_loss_tokens for batch in batches]
         for key in metrics[0] if metrics else ():
-            values = [one[key] for one in metrics]
+            values = [update[key] for update in metrics]
             if key.endswith("/max"):
                 self.update({key: max(values)})
             elif key == "train/lr/mean" or len(set(num_tokens)) == 1:
@@ -332,25 +321,16 @@ class StepLog:
 
     def publish(self, report: PublishReport) -> None:
         """Add the contents and cost of a weight update. Costs of several updates in one step add up."""
-        before = self.metrics.get
+        costs = {"total/s": report.seconds, "pause/s": report.pause_s, "bytes/sum": report.num_bytes}
         self.update(
             {
-                "publish/total/s": before("publish/total/s", 0.0) + report.seconds,
-                "publish/pause/s": before("publish/pause/s", 0.0) + report.pause_s,
-                "publish/bytes/sum": before("publish/bytes/sum", 0.0) + report.num_bytes,
+                **{f"publish/{key}": self.metrics.get(f"publish/{key}", 0.0) + cost for key, cost in costs.items()},
                 "publish/num_tensors/sum": report.num_tensors,
                 "publish/num_fp8_tensors/sum": report.num_fp8_tensors,
                 "publish/version/max": report.version,
             }
         )
         self.details["checksum"] = report.checksum
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON to a temporary file and rename it, so that readers never see a partial file."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _add_rates(metrics: dict[str, float]) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FOLDER = "rollouts"  # in the folder of a run
 _CUT = "_cut"  # readers of Parquet folders skip names with an underscore
 _NAME = re.compile(r"step_(\d{8,})\.parquet")
-_ROWS_TOKENS = 1 << 21  # tokens of a row group at most, unless one prompt has more: bounds what a reader holds
+_ROWS_TOKENS = 1 << 21  # tokens of a row group at most, unless one prompt has more: bounds a reader's memory
 _PROMPT = tuple(field.name for field in dataclasses.fields(Prompt))
 _LISTS = ("prompt_token_ids", "token_ids", "rollout_logprobs")
 _INTEGERS = ("step", "seed", "min_version", "max_version", "num_prompt_tokens", "num_cached_tokens")
@@ -41,14 +41,14 @@ _TYPES = {
     "reward": "float64",
     "routed_experts": "large_binary",
 }
-_OF_ROLLOUT = tuple(field.name for field in dataclasses.fields(Rollout) if field.name not in ("prompt", "branches"))
-_OF_COMPLETION = tuple(field.name for field in dataclasses.fields(Completion))
-_TRAJECTORY = (*_OF_ROLLOUT, "branch", *_OF_COMPLETION, "routed_experts_layout", "segments")
+_ROLLOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Rollout) if field.name not in ("prompt", "branches"))
+_COMPLETION_FIELDS = tuple(field.name for field in dataclasses.fields(Completion))
+_TRAJECTORY = (*_ROLLOUT_FIELDS, "branch", *_COMPLETION_FIELDS, "routed_experts_layout", "segments")
 _AS_JSON = (
     *("prompt_metadata", "prompt_messages", "version_spans", "reward_parts", "turn_rewards", "seconds"),
     *("routed_experts_layout", "segments"),
 )
-_ARRAYS = ("token_ids", "rollout_logprobs", "routed_experts")  # of a segment, which the columns of its row hold
+_ARRAYS = ("token_ids", "rollout_logprobs", "routed_experts")  # fields of a segment in columns of their own
 
 
 class RolloutWriter:
@@ -120,8 +120,8 @@ class RolloutWriter:
 
 def steps_of(folder: Path | str) -> dict[int, Path]:
     """The files of a recording by step, ascending; empty if there are none."""
-    found = {int(match[1]): path for path in Path(folder).glob("*") if (match := _NAME.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    steps = {int(match[1]): path for path in Path(folder).glob("*") if (match := _NAME.fullmatch(path.name))}
+    return dict(sorted(steps.items()))
 
 
 def _move_aside(folder: Path, first: int) -> None:
@@ -152,7 +152,7 @@ def read_step(path: Path) -> tuple[RolloutGroup, ...]:
         with pyarrow.parquet.ParquetFile(path) as file:
             for index in range(file.num_row_groups):
                 rows = _rows(file.read_row_group(index))
-                groups += [_group(list(of_one)) for _, of_one in groupby(rows, key=lambda row: row["group"])]
+                groups += [_group(list(group)) for _, group in groupby(rows, key=lambda row: row["group"])]
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} does not contain a step's rollouts ({type(error).__name__}: {error}); remove it, or record again"
@@ -196,8 +196,7 @@ def _tables(step: int, groups: Sequence[RolloutGroup]) -> Iterator[pyarrow.Table
 
 
 def _encode(group: RolloutGroup) -> Iterator[dict[str, Any]]:
-    """A row for each trajectory. A rollout without one has a row without ``branch``, and a group without rollouts a row
-    without ``index``."""
+    """A row for each trajectory; without any, a row whose ``branch`` (or ``index``, in an empty group) is null."""
     prompt = {name if name == "prompt_id" else f"prompt_{name}": getattr(group.prompt, name) for name in _PROMPT}
     rows = [row for rollout in group.rollouts for row in _encode_rollout(rollout)] or [dict.fromkeys(_TRAJECTORY)]
     for row in rows:
@@ -206,24 +205,25 @@ def _encode(group: RolloutGroup) -> Iterator[dict[str, Any]]:
 
 
 def _encode_rollout(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    own = {name: getattr(rollout, name) for name in _OF_ROLLOUT}
+    fields = {name: getattr(rollout, name) for name in _ROLLOUT_FIELDS}
     if not rollout.branches:
-        yield {**dict.fromkeys(_TRAJECTORY), **own}
+        yield {**dict.fromkeys(_TRAJECTORY), **fields}
     for number, branch in enumerate(rollout.branches):
-        yield {**own, "branch": number, **_encode_trajectory(rollout.prompt, branch)}
+        yield {**fields, "branch": number, **_encode_trajectory(rollout.prompt, branch)}
 
 
 def _encode_trajectory(prompt: Prompt, branch: Trajectory) -> dict[str, Any]:
-    """The columns of a trajectory. One that is a completion of its prompt has that completion's fields; of others the
-    rows hold all tokens, 0 as the log-probability of a given one, and ``segments`` says where each begins and what it is.
+    """The columns of a trajectory: those of its completion if it has one turn.
+
+    Otherwise the lists cover all tokens, with log-probability 0 for context, and ``segments`` describes each segment.
     """
     completions = branch.completions
     if len(completions) == 1 and (branch,) == single_turn(prompt, completions[0]):
-        values = {name: getattr(completions[0], name) for name in _OF_COMPLETION} | {"segments": None}
+        values = {name: getattr(completions[0], name) for name in _COMPLETION_FIELDS} | {"segments": None}
     else:
-        recorded = [one.routed_experts for one in completions]
-        is_recorded = bool(recorded) and all(one is not None for one in recorded)
-        values = dict.fromkeys(_OF_COMPLETION) | {
+        recorded = [completion.routed_experts for completion in completions]
+        is_recorded = bool(recorded) and all(experts is not None for experts in recorded)
+        values = dict.fromkeys(_COMPLETION_FIELDS) | {
             "token_ids": branch.token_ids,
             "rollout_logprobs": np.concatenate([_logprobs(segment) for segment in branch.segments]),
             "text": "".join(segment.text for segment in branch.segments),
@@ -243,7 +243,7 @@ def _logprobs(segment: Context | Completion) -> np.ndarray:
 
 
 def _layout_of(segment: Context | Completion) -> dict[str, Any]:
-    """What the arrays of a row do not say of a segment."""
+    """The fields of a segment that are not arrays, and its lengths in the arrays."""
     fields = (field.name for field in dataclasses.fields(segment) if field.name not in _ARRAYS)
     layout = {name: getattr(segment, name) for name in fields} | {"num_tokens": len(segment.token_ids)}
     if isinstance(segment, Completion) and segment.routed_experts is not None:
@@ -262,13 +262,10 @@ def _table(rows: Sequence[Mapping[str, Any]], float_type: type) -> pyarrow.Table
         elif name in _TYPES:
             columns[name] = pyarrow.array(values, _TYPES[name])
         else:
-            columns[name] = pyarrow.array([None if value is None else _text(value) for value in values], "string")
+            # UTF-8 has no lone surrogates.
+            texts = [None if value is None else value.encode("utf-8", "replace").decode() for value in values]
+            columns[name] = pyarrow.array(texts, "string")
     return pyarrow.table(columns)
-
-
-def _text(value: str) -> str:
-    """The text without lone surrogates, which UTF-8 does not have."""
-    return value.encode("utf-8", "replace").decode()
 
 
 def _lists(values: Sequence[Sequence[float] | None], dtype: type) -> pyarrow.Array:
@@ -281,7 +278,7 @@ def _lists(values: Sequence[Sequence[float] | None], dtype: type) -> pyarrow.Arr
 
 
 def _layout(schema: pyarrow.Schema) -> dict[str, Any]:
-    """Options of the file: log-probabilities split by bytes, token ids as they are, because text repeats itself."""
+    """Compression options: log-probabilities are split by bytes; token ids are not, because text repeats itself."""
     split = {"rollout_logprobs.list.element": "BYTE_STREAM_SPLIT"}
     others = [name for name in schema.names if name not in (*_LISTS, "routed_experts")]
     return {"compression": "zstd", "compression_level": 3, "use_dictionary": others, "column_encoding": split}
@@ -298,8 +295,8 @@ def _column(name: str, values: pyarrow.Array) -> list[Any]:
         flat, offsets = values.values.to_numpy(), values.offsets.to_pylist()
         parts = [flat[start:end] for start, end in pairwise(offsets)]
         return [tuple(part.tolist()) if name == "prompt_token_ids" else TokenArray(part.copy()) for part in parts]
-    found = values.to_pylist()
-    return [None if v is None else json.loads(v) for v in found] if name in _AS_JSON else found
+    items = values.to_pylist()
+    return [None if v is None else json.loads(v) for v in items] if name in _AS_JSON else items
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> RolloutGroup:
@@ -307,13 +304,15 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> RolloutGroup:
     fields = {name: row[name if name == "prompt_id" else f"prompt_{name}"] for name in _PROMPT}
     prompt = Prompt(**{**fields, "messages": tuple(fields["messages"])})
     recorded = groupby((row for row in rows if row["index"] is not None), key=lambda row: row["index"])
-    return RolloutGroup(prompt=prompt, rollouts=tuple(_rollout(list(of_one), prompt) for _, of_one in recorded))
+    return RolloutGroup(prompt=prompt, rollouts=tuple(_rollout(list(rollout), prompt) for _, rollout in recorded))
 
 
 def _rollout(rows: Sequence[Mapping[str, Any]], prompt: Prompt) -> Rollout:
-    own = _known(Rollout, rows[0])
+    fields = _known(Rollout, rows[0])
     branches = tuple(_trajectory(row, prompt) for row in rows if row.get("branch", 0) is not None)
-    return Rollout(**{**own, "turn_rewards": tuple(own.get("turn_rewards", ()))}, prompt=prompt, branches=branches)
+    return Rollout(
+        **{**fields, "turn_rewards": tuple(fields.get("turn_rewards", ()))}, prompt=prompt, branches=branches
+    )
 
 
 def _trajectory(row: Mapping[str, Any], prompt: Prompt) -> Trajectory:
@@ -330,8 +329,8 @@ def _trajectory(row: Mapping[str, Any], prompt: Prompt) -> Trajectory:
             segments.append(Context(**_known(Context, fields | {"token_ids": tuple(fields["token_ids"])})))
         else:
             rollout_logprobs = row["rollout_logprobs"][start:end]
-            own = None if "num_experts" not in fields else experts[start_experts:end_experts]
-            segments.append(_completion(fields | {"rollout_logprobs": rollout_logprobs, "routed_experts": own}))
+            routed = None if "num_experts" not in fields else experts[start_experts:end_experts]
+            segments.append(_completion(fields | {"rollout_logprobs": rollout_logprobs, "routed_experts": routed}))
         start, start_experts = end, end_experts
     return Trajectory(segments=tuple(segments))
 

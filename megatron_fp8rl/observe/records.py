@@ -1,4 +1,4 @@
-"""Reads and cuts the files with a line of JSON for each step, such as ``metrics.jsonl``.
+"""Reads and truncates files with a line of JSON for each step, such as ``metrics.jsonl``, and writes JSON files.
 
 A line begins with ``{"step": n``, and steps never decrease. A run that was killed while writing leaves a truncated last
 line, which readers skip with a warning.
@@ -23,8 +23,7 @@ _STEP = re.compile(rb'\{"step": (\d+)[,}]')  # lines start with the step, so fin
 def truncate_from(path: Path, step: int) -> int:
     """Truncate a JSON-lines file before its first line of ``step`` or later; return the number of bytes removed.
 
-    An incomplete last line is removed whatever its step. What is removed is appended to a file beside it first, such as
-    ``metrics.cut.jsonl``.
+    Also removes an incomplete last line. The removed lines are first appended to ``metrics.cut.jsonl`` or the like.
     """
     if not path.exists():
         return 0
@@ -69,10 +68,22 @@ def read_json_lines(path: Path | str) -> list[dict[str, Any]]:
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, line); a last line without newline, truncated by a kill, is skipped with a warning."""
+    """(line number from 1, line); skips a truncated last line with a warning."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
                 yield number, line
             else:
                 _log.warning("%s, line %d is truncated: the run was killed during the write; skipped", path, number)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a temporary file and rename it, so that readers never see a partial file."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """:func:`write_text` of indented JSON."""
+    write_text(path, json.dumps(content, indent=2, default=str) + "\n")

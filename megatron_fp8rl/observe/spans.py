@@ -1,11 +1,7 @@
-"""Wall-clock timing of named spans.
+"""Wall-clock timing of named spans: ``with span("update"):`` in any thread.
 
-In: ``with span("update"):`` around any work, in any thread of any trainer process.
-Out: seconds by name, which the observer collects once per step and writes as ``time/<name>/s``.
-
-A span costs two clock reads and one short lock. Spans nest, and each counts its whole duration, inner spans included but
-for those set apart; spans of the same name add up, so a name that runs in two threads at once can exceed the duration of the
-step.
+The observer collects the seconds once per step and writes them as ``time/<name>/s``. Spans nest; each counts its whole
+duration, except inner spans with ``apart``. Spans of the same name add up, also in parallel threads.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ _lock = threading.Lock()
 
 
 class _Open(threading.local):
-    """Names of the spans that are open in this thread, the innermost last."""
+    """Names of the open spans of this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -33,11 +29,10 @@ _open = _Open()
 
 
 class span:  # lower case because it is used like a function: `with span("generate"):`
-    """Adds the duration of its block to the seconds of ``name``, even if the block raises. Set ``apart``, it does not count to the
-    span around it.
+    """Adds the duration of its block to the seconds of ``name``, even if the block raises.
 
-    Raises ValueError unless the name consists of lower-case letters, digits and underscores: it becomes part of a
-    metric key.
+    With ``apart``, the duration is subtracted from the enclosing span. Raises ValueError unless the name, which becomes
+    part of a metric key, consists of lower-case letters, digits and underscores.
     """
 
     __slots__ = ("_apart", "_name", "_start")

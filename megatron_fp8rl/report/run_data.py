@@ -1,8 +1,4 @@
-"""Reads a run's folder: metrics by key, details, rollouts.
-
-In: the observer's files. Out: data for plots and tables. Runs anywhere, even while the run is in progress; needs
-neither torch nor the run's own process.
-"""
+"""Reads a run's folder: metrics by key, details, rollouts. Needs no torch, and works while the run is in progress."""
 
 from __future__ import annotations
 
@@ -31,14 +27,12 @@ class RunData:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl, in step order."""
-        path = self.run_dir / "metrics.jsonl"
-        return read_json_lines(path) if path.exists() else []
+        return self._lines("metrics.jsonl")
 
     @cached_property
     def details(self) -> list[dict[str, Any]]:
         """Lines of details.jsonl, in step order."""
-        path = self.run_dir / "details.jsonl"
-        return read_json_lines(path) if path.exists() else []
+        return self._lines("details.jsonl")
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -59,8 +53,8 @@ class RunData:
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """Results of the eval command, sorted by the checkpoint's step, unknown steps last."""
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.run_dir.glob(EVALUATIONS))]
-        return sorted(found, key=lambda one: (one["step"] is None, one["step"] or 0, one["name"]))
+        results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.run_dir.glob(EVALUATIONS))]
+        return sorted(results, key=lambda result: (result["step"] is None, result["step"] or 0, result["name"]))
 
     @cached_property
     def warm_start(self) -> RunData:
@@ -88,9 +82,13 @@ class RunData:
         return next(iter(reversed(self.values(key))), None)
 
     def first_and_last_groups(self) -> Iterator[tuple[int, tuple[RolloutGroup, ...]]]:
-        """(step, groups) of the first and the last recorded step, one read after the other: a step can take 300 MB."""
+        """(step, groups) of the first and the last recorded step, read one at a time: a step can take 300 MB."""
         files = steps_of(self.run_dir / FOLDER)
         yield from ((step, read_step(files[step])) for step in sorted({*list(files)[:1], *list(files)[-1:]}))
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.run_dir / name
+        return read_json_lines(path) if path.exists() else []
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.run_dir / name

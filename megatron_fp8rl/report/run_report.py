@@ -1,12 +1,7 @@
-"""Writes ``report.html``, a self-contained page with all plots and tables, and ``report.png``.
-
-In: a run's folder. Out: the two files, each replaced atomically; ``report.png`` is an overview. Runs at the end of a
-run, even a failed one, or at any later time; during a run it shows the data so far.
-"""
+"""Writes ``report.html``, a self-contained page with all plots and tables, and the overview ``report.png``."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import starmap
@@ -17,12 +12,12 @@ from matplotlib.figure import Figure
 
 from megatron_fp8rl.observe.display import duration, interval_text
 from megatron_fp8rl.observe.metrics import meaning
+from megatron_fp8rl.observe.records import write_text
 from megatron_fp8rl.report.conversations import CSS as CONVERSATION_CSS
 from megatron_fp8rl.report.conversations import conversation, is_session
-from megatron_fp8rl.report.evaluation_figures import draw_pass_at_k
-from megatron_fp8rl.report.figures import SECTIONS, make_figure, overview
+from megatron_fp8rl.report.figures import SECTIONS, draw_pass_at_k, make_figure, overview
 from megatron_fp8rl.report.run_data import RunData
-from megatron_fp8rl.report.style import styled, svg_uri
+from megatron_fp8rl.report.style import save_png, styled, svg_uri
 from megatron_fp8rl.types import Rollout, RolloutGroup
 
 _CSS = """
@@ -60,19 +55,13 @@ def write_report(run_dir: Path | str) -> Path:
     """
     run = RunData(Path(run_dir))
     if not run.records and not run.config and not run.evaluations:
-        raise FileNotFoundError(
-            f"{run_dir} holds no run: neither metrics.jsonl nor config.json nor evaluations are there"
-        )
+        raise FileNotFoundError(f"{run_dir} has neither metrics.jsonl nor config.json nor evaluations")
     with styled():
         page = render(run)
         if run.records:
-            picture = run.run_dir / ".report.png.tmp"
-            overview(run).savefig(picture, format="png", dpi=120)
-            os.replace(picture, run.run_dir / "report.png")
+            save_png(overview(run), run.run_dir / "report.png")
     path = run.run_dir / "report.html"
-    temporary = run.run_dir / ".report.html.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, page)
     return path
 
 
@@ -84,19 +73,12 @@ def render(run: RunData) -> str:
         images = "".join(_image(figure) for draw in draws if (figure := make_figure(draw, run)) is not None)
         if images:
             parts.append(f'<h2>{escape(title)}</h2><div class="plots">{images}</div>')
-    parts += [
-        _evaluations(run),
-        _worst_sequences(run),
-        _warnings(run),
-        _samples(run),
-        _last_metrics(run),
-        _configuration(run),
-        _versions(run),
-    ]
-    body = "\n".join(part for part in parts if part)
+    sections = (_evaluations, _worst_sequences, _warnings, _samples, _last_metrics, _configuration, _versions)
+    body = "\n".join(filter(None, [*parts, *(section(run) for section in sections)]))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_CSS}{CONVERSATION_CSS}</style></head>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_CSS}{CONVERSATION_CSS}</style></head>\n"
         f"<body><main>{body}<footer>Written by megatron_fp8rl.</footer></main></body></html>\n"
     )
 
@@ -111,14 +93,12 @@ def _lead(run: RunData) -> str:
         return "Evaluations of checkpoints"
     model, precision = run.config.get("model", {}), run.config.get("precision", {})
     status = "failed" if run.failure else "finished" if run.is_done else "still running when this page was written"
-    words = [status]
+    facts = [status]
     if model:
-        size = f"{model['num_layers']} layers of {model['hidden_size']}"
         experts = f", {model['num_experts']} experts" if model.get("num_experts") else ""
-        words.append(f"{model['family']}, {size}{experts}")
-        words.append(f"training in {precision['trainer']}, rollouts in {precision['rollout']}")
-    words.append(f"seed {run.config.get('seed', '?')}")
-    return escape(" · ".join(words))
+        facts.append(f"{model['family']}, {model['num_layers']} layers of {model['hidden_size']}{experts}")
+        facts.append(f"training in {precision['trainer']}, rollouts in {precision['rollout']}")
+    return escape(" · ".join([*facts, f"seed {run.config.get('seed', '?')}"]))
 
 
 def _failure(run: RunData) -> str:
@@ -127,13 +107,13 @@ def _failure(run: RunData) -> str:
         return ""
     where = f" in step {failure['step']}" if failure.get("step") is not None else " before the first step"
     partial = failure.get("metrics_of_the_unfinished_step") or {}
-    rows = _table(("metric of the unfinished step", "value"), [(k, v) for k, v in partial.items()])
+    rows = _table(("metric of the unfinished step", "value"), partial.items())
     last_lines = "\n".join(failure["traceback"].splitlines()[-30:])
     return (
         f'<section class="failed"><h2>The run failed{escape(where)}: {escape(failure["error"])}</h2>'
         f"<p><code>{escape(failure['message'])}</code></p>"
         f"<details><summary>last lines of the traceback</summary><pre>{escape(last_lines)}</pre></details>"
-        + (f"<details><summary>what the step had measured</summary>{rows}</details>" if partial else "")
+        + (f"<details><summary>metrics of the unfinished step</summary>{rows}</details>" if partial else "")
         + "</section><br>"
     )
 
@@ -157,8 +137,7 @@ def _tiles(run: RunData) -> str:
         ("train/tokens_per_s/mean", "{:,.0f}", "tokens/s trained"),
         ("publish/total/s", "{:.2f} s", "to publish the weights"),
     ):
-        value = run.mean(key)
-        if value is not None:
+        if (value := run.mean(key)) is not None:
             tiles.append((form.format(value), label))
     seconds = [s for step, s in zip(*run.series("time/step/s"), strict=True) if step > 0]
     if seconds:
@@ -173,27 +152,24 @@ def _evaluations(run: RunData) -> str:
     figure = make_figure(draw_pass_at_k, run)
     if figure is None:
         return ""
-    ks = sorted({int(k) for one in run.evaluations for k in one["overall"]["pass_at"]})
+    ks = sorted({int(k) for result in run.evaluations for k in result["overall"]["pass_at"]})
     header = ("checkpoint", "environment", "problems", "completions", "accuracy", *(f"pass@{k}" for k in ks))
     rows = []
-    for one in run.evaluations:
-        parts = dict(one["environments"]) | ({"all": one["overall"]} if len(one["environments"]) > 1 else {})
+    for result in run.evaluations:
+        parts = dict(result["environments"]) | ({"all": result["overall"]} if len(result["environments"]) > 1 else {})
         for name, part in parts.items():
             estimates = [part["accuracy"], *(part["pass_at"].get(str(k)) for k in ks)]
-            rows.append((one["name"], name, part["num_problems"], part["num_completions"], *map(_interval, estimates)))
+            texts = ["–" if estimate is None else interval_text(estimate) for estimate in estimates]
+            rows.append((result["name"], name, part["num_problems"], part["num_completions"], *texts))
     note = "<p>Brackets show 95 % intervals: Wilson score for accuracy, bootstrap over problems for pass@k.</p>"
     card = f'<div class="card">{_table(header, rows)}{note}</div>'
     return f'<h2>Evaluations of checkpoints</h2><div class="plots">{_image(figure)}</div><br>{card}'
 
 
-def _interval(estimate: dict[str, float] | None) -> str:
-    return "–" if estimate is None else interval_text(estimate)
-
-
 def _worst_sequences(run: RunData) -> str:
     """The run's sequences with the largest mismatch between trainer and engine."""
-    found = [(record["step"], part) for record in run.details for part in record.get("worst", ())]
-    found.sort(key=lambda item: -item[1]["abs_logprob_diff_mean"])
+    parts = [(record["step"], part) for record in run.details for part in record.get("worst", ())]
+    parts.sort(key=lambda item: -item[1]["abs_logprob_diff_mean"])
     rows = [
         (
             step,
@@ -203,7 +179,7 @@ def _worst_sequences(run: RunData) -> str:
             f"{part['abs_logprob_diff_max']:.2e}",
             f"{part['ratio_min']:.3f} to {part['ratio_max']:.3f}",
         )
-        for step, part in found[:8]
+        for step, part in parts[:8]
     ]
     header = ("step", "rollout", "tokens", "mean |old − rollout|", "max", "importance weights")
     return f'<h2>Largest disagreement</h2><div class="card">{_table(header, rows)}</div>' if rows else ""
@@ -271,10 +247,10 @@ def _last_metrics(run: RunData) -> str:
 def _configuration(run: RunData) -> str:
     if not run.config:
         return ""
-    plain = {key: value for key, value in run.config.items() if not isinstance(value, dict)}
-    sections = {"run": plain, **{key: value for key, value in run.config.items() if isinstance(value, dict)}}
+    nested = {key: value for key, value in run.config.items() if isinstance(value, dict)}
+    sections = {"run": {key: value for key, value in run.config.items() if key not in nested}, **nested}
     blocks = "".join(
-        f"<details><summary><b>{escape(name)}</b></summary>{_table(('field', 'value'), list(fields.items()))}</details>"
+        f"<details><summary><b>{escape(name)}</b></summary>{_table(('field', 'value'), fields.items())}</details>"
         for name, fields in sections.items()
     )
     return f'<h2>Configuration</h2><div class="card">{blocks}</div>'
@@ -305,6 +281,4 @@ def _cell(value: Any) -> str:
 
 
 def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
+    return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"

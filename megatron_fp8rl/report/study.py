@@ -2,10 +2,9 @@
 
     python -m megatron_fp8rl study tiny_qwen3_moe --seeds 1 2 3 [--arms bf16/bf16 fp8/fp8 exact] [overrides]
 
-Arms are rollout precision / trainer precision, each with and without the train/rollout mismatch correction, and the exact
-mode, which has nothing to correct. All arms start from the same weights and see the same prompts for a given seed. Each
-run is one process of the ``rl`` command; finished runs are not repeated, so an interrupted study continues where it
-stopped.
+Arms are rollout precision / trainer precision, each with and without the correction of the mismatch, and exact mode.
+All arms start from the same weights and see the same prompts for the same seed. Each run is a process of the ``rl``
+command. Finished runs are not repeated, so an interrupted study can be continued.
 
 Out: ``study.md`` (table), ``study.png`` (plot) and one run folder per arm and seed, under ``runs/<name>_study``.
 """
@@ -38,24 +37,24 @@ class StudyOptions:
     """Options of the study command, in addition to the configuration's fields."""
 
     seeds: tuple[int, ...] = (1, 2, 3)  # one run of every arm per seed
-    arms: tuple[str, ...] = ("bf16/bf16", "fp8/bf16", "fp8/fp8")  # rollout/training; exact: the same bits at both ends
+    arms: tuple[str, ...] = ("bf16/bf16", "fp8/bf16", "fp8/fp8")  # rollout/training precision, or exact
     corrected_only: bool = False  # leave out the runs without correction of the mismatch
-    at_once: int = 1  # runs side by side, on the same GPUs; small models leave them idle, but seconds then say little
+    at_once: int = 1  # runs in parallel on the same GPUs; their times say little
 
     def violations(self) -> list[Violation]:
-        """What is wrong with these options."""
-        found = [
-            Violation("--arms", arm, "is no pair of precisions", f"Choose from {', '.join(PRECISIONS)}")
+        """Mistakes in these options."""
+        errors = [
+            Violation("--arms", arm, "is not a pair of precisions", f"Choose from {', '.join(PRECISIONS)}")
             for arm in self.arms
             if arm not in PRECISIONS
         ]
         for name, values in (("seeds", self.seeds), ("arms", self.arms)):
             if not values or len(set(values)) < len(values):
                 text = " ".join(map(str, values))
-                found.append(Violation(f"--{name}", text, "are no runs to compare", "Give at least one, and each once"))
+                errors.append(Violation(f"--{name}", text, "is empty or has duplicates", "Give each value once"))
         if self.at_once < 1:
-            found.append(Violation("--at_once", str(self.at_once), "runs nothing", "Set it to 1 or more"))
-        return found
+            errors.append(Violation("--at_once", str(self.at_once), "is below 1", "Set it to 1 or more"))
+        return errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +71,8 @@ class StudyRun:
         return (self.run_dir / "done.json").exists()
 
 
-def folder_of(cfg: RunConfig) -> Path:
-    """Where the study of a configuration lies."""
+def study_folder(cfg: RunConfig) -> Path:
+    """The folder of the study of a configuration."""
     return Path(cfg.run_dir.rstrip("/") + "_study")
 
 
@@ -84,14 +83,14 @@ def _warm_start(study_dir: Path) -> Path:
 def plan_runs(cfg: RunConfig, overrides: Sequence[str], options: StudyOptions) -> list[StudyRun]:
     """The runs of a study, seeds in the outer loop, so that an aborted study still compares all arms.
 
-    Raises ConfigError for options that make no study and for an arm that its configuration refuses.
+    Raises ConfigError for wrong options, and for an arm whose configuration is invalid.
     """
-    found = options.violations()
+    errors = options.violations()
     if cfg.algo.correction == "off" and not options.corrected_only:
-        remedy = "Name the one to study, or leave out the runs without by --corrected_only"
-        found.append(Violation("--algo.correction", "off", "leaves nothing to compare with", remedy))
-    if found:
-        raise ConfigError(found)
+        remedy = "Set --algo.correction to the correction to study, or add --corrected_only"
+        errors.append(Violation("--algo.correction", "off", "both kinds of runs would be uncorrected", remedy))
+    if errors:
+        raise ConfigError(errors)
     arms: dict[str, tuple[str, ...]] = {}
     for name in options.arms:
         if name == "exact":
@@ -100,28 +99,28 @@ def plan_runs(cfg: RunConfig, overrides: Sequence[str], options: StudyOptions) -
         arms[f"{name} corrected"] = PRECISIONS[name]
         if not options.corrected_only:
             arms[f"{name} uncorrected"] = (*PRECISIONS[name], *_UNCORRECTED)
-    for arm, words in arms.items():
-        if violations := rules.check(cli.parse_overrides(cfg, words)):
-            raise ConfigError([replace(one, problem=f"{one.problem}, in arm {arm}") for one in violations])
-    study_dir = folder_of(cfg)
+    for arm, args in arms.items():
+        if violations := rules.check(cli.parse_overrides(cfg, args)):
+            raise ConfigError([replace(error, problem=f"{error.problem}, in arm {arm}") for error in violations])
+    study_dir = study_folder(cfg)
     start = () if cfg.model.hf_path else ("--model.hf-path", str(_warm_start(study_dir)))
     runs = []
     for seed in options.seeds:
-        for arm, words in arms.items():
+        for arm, args in arms.items():
             run_dir = study_dir / f"{arm.replace('/', '-').replace(' ', '_')}_seed{seed}"
-            own = ("--warm_start.steps", "0", "--seed", str(seed), "--output-dir", str(run_dir), *words)
-            runs.append(StudyRun(arm=arm, seed=seed, run_dir=run_dir, overrides=(*overrides, *start, *own)))
+            more = ("--warm_start.steps", "0", "--seed", str(seed), "--output-dir", str(run_dir), *args)
+            runs.append(StudyRun(arm=arm, seed=seed, run_dir=run_dir, overrides=(*overrides, *start, *more)))
     return runs
 
 
 def run(cfg: RunConfig, config_name: str, overrides: Sequence[str], options: StudyOptions) -> Path:
-    """Run the missing runs of the study and write its table and plot. Returns the study's folder.
+    """Run the missing runs of the study, write its table and plot, and return its folder.
 
-    Raises RuntimeError, naming run and log, if a run fails, and what :func:`plan_runs` raises.
+    Raises ConfigError as :func:`plan_runs`, and RuntimeError, with run and log, if a run fails.
     """
-    from megatron_fp8rl.report.compare import compare_runs  # draws: half a second that other commands should not pay
+    from megatron_fp8rl.report.compare import compare_runs  # imports matplotlib: 0.5 s
 
-    study_dir, runs = folder_of(cfg), plan_runs(cfg, overrides, options)
+    study_dir, runs = study_folder(cfg), plan_runs(cfg, overrides, options)
     study_dir.mkdir(parents=True, exist_ok=True)
     program = [sys.executable, "-m", "megatron_fp8rl"]
     if cfg.model.hf_path is None and not _warm_start(study_dir).exists():
@@ -129,19 +128,19 @@ def run(cfg: RunConfig, config_name: str, overrides: Sequence[str], options: Stu
         sft = [*program, "sft", config_name, *overrides, "--output-dir", str(study_dir / WARM_START_DIR)]
         _run_logged(sft, study_dir / "warm_start.log", "warm start")
 
-    def run_one(number: int, one: StudyRun) -> None:
-        name = f"{one.arm}, seed {one.seed}"
+    def run_arm(number: int, run: StudyRun) -> None:
+        name = f"{run.arm}, seed {run.seed}"
         print(f"[{number}/{len(runs)}] {name}", flush=True)
-        _run_logged([*program, "rl", config_name, *one.overrides], study_dir / f"{one.run_dir.name}.log", name)
+        _run_logged([*program, "rl", config_name, *run.overrides], study_dir / f"{run.run_dir.name}.log", name)
 
     with ThreadPoolExecutor(options.at_once) as pool:
-        running = [pool.submit(run_one, number, one) for number, one in enumerate(runs, 1) if not one.is_done]
+        pending = [pool.submit(run_arm, number, run) for number, run in enumerate(runs, 1) if not run.is_done]
         try:
-            for each in running:
-                each.result()
-        finally:  # one that failed ends those that wait, not those that run
+            for future in pending:
+                future.result()
+        finally:  # after a failure, waiting runs are cancelled and running ones end
             pool.shutdown(cancel_futures=True)
-    compare_runs([(one.arm, one.seed, one.run_dir) for one in runs], study_dir)
+    compare_runs([(run.arm, run.seed, run.run_dir) for run in runs], study_dir)
     return study_dir
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -89,6 +91,13 @@ def moving_average(values: Sequence[float], width: int) -> list[float]:
     """Mean of each value and its neighbors, ``width`` values in total; fewer at both ends."""
     reach = width // 2
     return [sum(part) / len(part) for part in (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))]
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Save a PNG; readers never see a partial file."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png", dpi=120)
+    os.replace(temporary, path)
 
 
 def svg_uri(figure: Figure) -> str:

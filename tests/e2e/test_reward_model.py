@@ -121,7 +121,7 @@ def test_a_run_with_a_reward_model_by_one_command(folder: Path):
     [
         ({}, "needs one of the options folder and url"),
         ({"folder": "a", "url": "http://b"}, "needs one of the options folder and url"),
-        ({"folder": "missing"}, "holds no config.json"),
+        ({"folder": "missing"}, "has no readable config.json"),
         ({"folder": "model"}, "is a Qwen3ForCausalLM and gives no score"),
         ({"url": "http://b", "precision": "int4"}, "neither bf16 nor fp8"),
         ({"url": "http://b", "temperature": 1}, "has no option 'temperature'"),

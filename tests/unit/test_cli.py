@@ -161,7 +161,7 @@ def test_a_report_of_no_run_says_so_without_a_traceback(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.strip() == (
-        f"report: {tmp_path / 'nothing'} holds no run: neither metrics.jsonl nor config.json nor evaluations are there. "
+        f"report: {tmp_path / 'nothing'} has neither metrics.jsonl nor config.json nor evaluations. "
         "Name the folder of a run: report RUN_DIR"
     )
 

@@ -1,8 +1,7 @@
 """Environments of NeMo Gym (0.4). Its servers run separately and call the session's OpenAI endpoint.
 
-In: a file of NeMo Gym rows, and the URL of an agent server. Out: the rows as problems, and the server's rewards. The
-model server of NeMo Gym has one URL and one key: set the URL with ``session.host`` and ``session.port``; any key works.
-Each request names its session in the field ``user``, which its metadata carries.
+NeMo Gym's model server has one URL, set by ``session.host`` and ``session.port``, and one key; any key works. Each
+request names its session in the field ``user``, which its metadata carries.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ PARAMETERS = "responses_create_params"
 
 
 class Rows:
-    """The rows of a JSONL file as problems; one eighth of them is held out, as of any class. The server scores them."""
+    """The rows of a JSONL file as problems; one eighth of them is held out. The server scores them."""
 
     def __init__(self, *, file: str) -> None:
         self._rows = _rows(file)
 
     def make_problem(self, index: int) -> Problem:
         number = index % len(self._rows)
-        given = self._rows[number][PARAMETERS]["input"]
-        given = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        messages = tuple({"role": one["role"], "content": _text(one["content"])} for one in given if "role" in one)
+        items = self._rows[number][PARAMETERS]["input"]
+        items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+        messages = tuple({"role": item["role"], "content": _text(item["content"])} for item in items if "role" in item)
         return Problem(question=messages[-1]["content"], answer="", metadata={"row": number}, messages=messages)
 
     def score(self, prompt: Prompt, completion_text: str) -> float:
@@ -50,10 +49,10 @@ async def rollout(session: AgentSession, row: Mapping[str, Any], *, file: str, u
             text = await answer.text()
             if answer.status != 200:
                 raise AgentError(f"{url}/run answered with status {answer.status}: {text[:1000]}")
-    found = json.loads(text)
-    if "reward" not in found:
+    result = json.loads(text)
+    if "reward" not in result:
         raise AgentError(f"{url}/run answered without a reward: {text[:1000]}")
-    return float(found["reward"])
+    return float(result["reward"])
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,8 +1,7 @@
 """reasoning-gym environments: about a hundred problem generators with exact scorers.
 
-A problem is a pure function of its index (except for knight_swap, which iterates over a set of objects in reasoning-gym
-0.1). Scoring regenerates the problem in the worker process, so that the generator's scorer gets its entry with the
-original Python types instead of a JSON copy.
+A problem is a pure function of its index (except in knight_swap, which iterates over a set). Scoring regenerates the
+problem in the worker process, so that the scorer gets an entry with Python types instead of a JSON copy.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class ReasoningGymEnvironment:
     def __init__(self, dataset: str, options: Mapping[str, Any]):
         if dataset not in DATASETS:
             raise EnvironmentSpecError(
-                f"reasoning-gym has no generator {dataset!r}{near_matches(dataset, DATASETS)} (an environment of your own is "
-                "named 'module:Class')"
+                f"reasoning-gym has no generator {dataset!r}{near_matches(dataset, DATASETS)}; name your own "
+                "environment 'module:Class'"
             )
         known = {field.name for field in dataclasses.fields(DATASETS[dataset][1])} - {"size"}
         for name in options:
@@ -64,21 +63,15 @@ class ReasoningGymEnvironment:
     def make_problem(self, index: int) -> Problem:
         entry = self._entry(index)
         metadata = json.loads(json.dumps(entry.get("metadata", {}), default=str))
-        return Problem(
-            question=entry["question"],
-            answer=entry["answer"] or "",
-            metadata={**metadata, "question": entry["question"], "problem_index": index},
-        )
+        metadata |= {"question": entry["question"], "problem_index": index}
+        return Problem(question=entry["question"], answer=entry["answer"] or "", metadata=metadata)
 
     def score(self, prompt: Prompt, completion_text: str) -> float:
         entry = self._entry(prompt.metadata["problem_index"])
         if entry["question"] != prompt.metadata["question"] or (entry["answer"] or "") != prompt.answer:
             # Some generators iterate over sets, whose order differs between processes.
-            entry = {
-                "question": prompt.metadata["question"],
-                "answer": prompt.answer or None,
-                "metadata": prompt.metadata,
-            }
+            question, answer = prompt.metadata["question"], prompt.answer or None
+            entry = {"question": question, "answer": answer, "metadata": prompt.metadata}
         return float(self._dataset.score_answer(answer=extract_answer(completion_text), entry=entry))
 
     def _make_entry(self, index: int) -> dict[str, Any]:

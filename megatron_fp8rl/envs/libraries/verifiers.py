@@ -1,10 +1,8 @@
 """Tasksets of the ``verifiers`` library (0.4): its data, environments, tools and rewards.
 
-In: the name of a taskset, or the path of a Python file with one. Out: its tasks as problems, and its rewards. The
-library's ``Taskset``, ``Task``, ``Toolset`` and ``Env`` classes run as in its own evaluations. The agents of an episode
-call the session's OpenAI endpoint. The completions are trained, except those of roles that the environment declares
-untrainable. The chat loop is that of verifiers_chat.py. If ``env_options`` name a harness of the library, it runs with
-``uv`` in one process per session. Needs the extra ``verifiers``.
+``taskset`` is the name of a taskset, or the path of a Python file with a taskset. The library's classes run as in its
+evaluations; agents call the session's OpenAI endpoint. Roles that the environment declares untrainable are not trained.
+The chat loop is verifiers_chat.py, unless ``env_options`` name a harness. Needs the extra ``verifiers``.
 """
 
 from __future__ import annotations
@@ -24,17 +22,17 @@ from megatron_fp8rl.envs.agent_session import ASIDE, AgentError, AgentSession
 from megatron_fp8rl.envs.environment import Problem
 from megatron_fp8rl.types import Prompt
 
-MOST_TASKS = 100_000  # of a taskset without end
+MOST_TASKS = 100_000  # of an infinite taskset
 Options = tuple[tuple[str, Any], ...]
-_CHAT = "megatron_fp8rl_chat"  # that library finds harnesses as modules without a dot
-_KEY = "MEGATRON_FP8RL_KEY"  # the variable of the one key, which names no session
+_CHAT = "megatron_fp8rl_chat"  # the library finds harnesses as modules without a dot
+_KEY = "MEGATRON_FP8RL_KEY"  # environment variable of the key, which identifies no session
 
-_open = contextlib.AsyncExitStack()  # their servers, which end with the process
+_open = contextlib.AsyncExitStack()  # servers, which end with the process
 _serving: dict[str, asyncio.Future[Any]] = {}  # environments of this process, by their configuration
 
 
 class Tasks:
-    """The tasks of a taskset as problems; one eighth of them is held out, as of any class. They score themselves."""
+    """The tasks of a taskset as problems; one eighth of them is held out. Episodes score themselves."""
 
     def __init__(self, *, taskset: str, options: Mapping[str, Any] | None = None) -> None:
         self._tasks = _tasks(taskset, _frozen(options))
@@ -61,16 +59,16 @@ async def rollout(
     env: str = "",
     env_options: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """One episode of ``taskset`` with its ``options`` in the environment ``env`` with its own: by default one agent.
+    """One episode of ``taskset`` in the environment ``env``, by default one agent.
 
-    The reward is that of its trainable traces, their named rewards are its parts.
+    The reward is the sum over its trainable traces; their named rewards are its parts.
     """
     vf = await asyncio.to_thread(importlib.import_module, "verifiers.v1")  # takes seconds
     from verifiers.v1.env import RunSlot
     from verifiers.v1.types import SamplingConfig
 
     environment = await _environment(taskset, _frozen(options), env, _frozen(env_options))
-    # One client for all sessions, which the library keeps open; each request names its session.
+    # The library keeps one client open for all sessions; each request names its session.
     client = vf.EvalClientConfig(base_url=session.base_url, api_key_var=_KEY)
     context = vf.ModelContext(model="policy", client=client, sampling=SamplingConfig(user=session.api_key))
     slot = RunSlot(_tasks(taskset, _frozen(options))[row["task"]])
@@ -78,8 +76,8 @@ async def rollout(
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         raise AgentError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
-    rewards = [(name, one) for trace in episode.traces for name, one in trace.rewards.items() if one is not None]
-    parts = {name: float(one.score) for name, one in rewards}
+    named = [item for trace in episode.traces for item in trace.rewards.items()]
+    parts = {name: float(reward.score) for name, reward in named if reward is not None}
     return {**parts, "reward": float(sum(trace.reward for trace in episode.traces))}
 
 
@@ -121,21 +119,21 @@ async def _start(taskset: str, options: Options, env: str, env_options: Options)
     _make_importable(taskset)
     name = _name(taskset)
     declared = env_config_type(name, env).model_fields
-    os.environ[_KEY] = "that of the session is in each request"
+    os.environ[_KEY] = "each request has the session's key"
     sys.modules[_CHAT] = await asyncio.to_thread(
         importlib.import_module, "megatron_fp8rl.envs.libraries.verifiers_chat"
     )
-    local, given = {"harness": {"id": _CHAT}, "runtime": {"type": "subprocess"}}, dict(env_options)
-    roles = {role: local | given.pop(role, {}) for role, one in declared.items() if one.annotation is AgentConfig}
-    fields = {"id": env, "taskset": {"id": name, **dict(options)}, **roles, **given}
+    local, rest = {"harness": {"id": _CHAT}, "runtime": {"type": "subprocess"}}, dict(env_options)
+    roles = {role: local | rest.pop(role, {}) for role, field in declared.items() if field.annotation is AgentConfig}
+    fields = {"id": env, "taskset": {"id": name, **dict(options)}, **roles, **rest}
     environment = load_environment(resolve_env_config(fields))
-    _train_who_is_trained(environment, [*roles])
+    _separate_untrained_roles(environment, [*roles])
     await _open.enter_async_context(environment.serving())
     return environment
 
 
-def _train_who_is_trained(environment: Any, roles: Sequence[str]) -> None:
-    """Let the roles that an environment declares untrainable, such as its users and judges, talk beside the session."""
+def _separate_untrained_roles(environment: Any, roles: Sequence[str]) -> None:
+    """Give untrainable roles, such as users and judges, a side conversation of the session."""
     setup = environment.setup
 
     async def with_keys(agents: Any) -> None:

@@ -1,7 +1,6 @@
-"""The chat loop of ``verifiers``' tasks, in the process that plays the session: the library starts a program for each.
+"""The chat loop of ``verifiers``' tasks, in the process that plays the session.
 
-In: a task's messages, the endpoint that its agent talks to, and its tool servers. Out: nothing; the library records what
-passes that endpoint.
+The library's own harnesses start a program for each session. The library records the requests to its endpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Message = dict[str, Any]
 
 
 class ChatHarness(Harness[HarnessConfig]):
-    """Ask, call the tools that the answer names, ask again; ends with an answer that calls none."""
+    """Ask, call the tools that the answer names, ask again, until an answer calls no tool."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -53,7 +52,7 @@ class ChatHarness(Harness[HarnessConfig]):
         data: TaskData,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        """One part of the task's conversation; an answer that the endpoint refuses ends it with status 1."""
+        """Run the task's conversation; an error of the endpoint ends it with status 1."""
         client = openai_client(endpoint, secret)
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         messages = self._opening(data)
@@ -84,7 +83,7 @@ class _Stopped(Exception):
 
 
 async def _ask(client: AsyncOpenAI, model: str, messages: list[Message], tools: list[Message]) -> list[Any]:
-    """Add the policy's next message to ``messages``; the calls of tools in it."""
+    """Append the policy's next message to ``messages`` and return its tool calls."""
     options = {"tools": tools} if tools else {}
     answer = await client.chat.completions.create(model=model, messages=messages, **options)
     message = answer.choices[0].message
@@ -98,7 +97,7 @@ async def _called(
     run: Callable[[str, Message], Awaitable[Any]],
     may_call: Callable[[str, str, Any], Awaitable[Message | None]],
 ) -> Message:
-    """The message with a tool's result, or with what is wrong with the call."""
+    """The message with a tool's result, or with the error of the call."""
     name, arguments = call.function.name, call.function.arguments or "{}"
     problem = None
     try:
@@ -106,7 +105,7 @@ async def _called(
         if not isinstance(arguments, dict):
             problem = f"error: the arguments are {type(arguments).__name__}, not a JSON object"
     except ValueError as error:
-        problem = f"error: the arguments are no JSON ({error})"
+        problem = f"error: the arguments are not JSON ({error})"
     refusal = await may_call(call.id, name, arguments)
     if refusal is not None:
         return refusal
@@ -117,11 +116,11 @@ async def _called(
 
 
 async def _allowed(client: AsyncOpenAI, url: str | None, call_id: str, name: str, arguments: Any) -> Message | None:
-    """None, or the message that the task's hooks put in place of the call. Raises _Stopped."""
+    """None, or the message with which the task's hooks replace the call. Raises _Stopped."""
     if url is None:
         return None
-    asked = {"tool_call_id": call_id, "name": name, "arguments": arguments}
-    decision: Any = await client.post(url, body=asked, cast_to=object)
+    body = {"tool_call_id": call_id, "name": name, "arguments": arguments}
+    decision: Any = await client.post(url, body=body, cast_to=object)
     if decision["action"] == "stop":
         raise _Stopped(decision["reason"])
     return decision["message"] if decision["action"] == "deny" else None

@@ -1,8 +1,7 @@
 """Rewards that compare an answer with the reference (exact, number, choice, math) or check its form. Pure.
 
-In: a completion and the reference answer of its row. Out: 1.0 or 0.0; ``length`` gives a penalty. The answer is taken
-after the last ``</think>``: the last ``<answer>`` element, else the last ``\\boxed{}``, else the text after the last
-``####``, else the whole text.
+The answer, after the last ``</think>``, is the last ``<answer>`` element, the last ``\\boxed{}``, the text after the
+last ``####``, or the whole text.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def exact(*, ignore_case: bool = False) -> Compare:
     """1 if the stripped answer equals the reference."""
 
     def score(completion: str, reference: str) -> float:
-        found, wanted = answer_in(completion), reference.strip()
-        return float(found.casefold() == wanted.casefold() if ignore_case else found == wanted)
+        answer, expected = answer_in(completion), reference.strip()
+        return float(answer.casefold() == expected.casefold() if ignore_case else answer == expected)
 
     return score
 
@@ -51,10 +50,10 @@ def number(*, tolerance: float = 0.0) -> Compare:
     tolerance = Fraction(tolerance)
 
     def score(completion: str, reference: str) -> float:
-        found, wanted = last_number(answer_in(completion)), last_number(reference)
-        if found is None or wanted is None:
+        answer, expected = last_number(answer_in(completion)), last_number(reference)
+        if answer is None or expected is None:
             return 0.0
-        return float(abs(found - wanted) <= tolerance * abs(wanted))
+        return float(abs(answer - expected) <= tolerance * abs(expected))
 
     return score
 
@@ -64,8 +63,8 @@ def choice(*, letters: str = "ABCDE") -> Compare:
     pattern = re.compile(_CHOICE.format(letters=re.escape(letters)))
 
     def score(completion: str, reference: str) -> float:
-        found, wanted = pattern.findall(answer_in(completion)), pattern.findall(reference)
-        return float(bool(found) and bool(wanted) and found[-1] == wanted[-1])
+        letters, expected = pattern.findall(answer_in(completion)), pattern.findall(reference)
+        return float(bool(letters) and bool(expected) and letters[-1] == expected[-1])
 
     return score
 
@@ -84,12 +83,12 @@ def math(*, precision: int = 6) -> Compare:
     def score(completion: str, reference: str) -> float:
         text = completion.rpartition("</think>")[2]
         tagged = _ANSWER_TAG.findall(text)
-        found = parsed(tagged[-1]) if tagged else parsed(text)
-        wanted = parsed(reference if "$" in reference or "\\boxed" in reference else f"${reference}$")
+        answer = parsed(tagged[-1]) if tagged else parsed(text)
+        expected = parsed(reference if "$" in reference or "\\boxed" in reference else f"${reference}$")
         bare = tagged[-1] if tagged else text.strip()
-        if not found and len(bare) < _LONGEST_BARE_ANSWER:
-            found = parsed(f"${bare}$")
-        return float(math_verify.verify(wanted, found, float_rounding=precision, timeout_seconds=None))
+        if not answer and len(bare) < _LONGEST_BARE_ANSWER:
+            answer = parsed(f"${bare}$")
+        return float(math_verify.verify(expected, answer, float_rounding=precision, timeout_seconds=None))
 
     return score
 
@@ -118,10 +117,10 @@ def length(*, free_characters: int, limit_characters: int) -> Compare:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in a text; None if there is none."""
-    found = _NUMBER.findall(text)
-    if not found:
+    numbers = _NUMBER.findall(text)
+    if not numbers:
         return None
-    top, _, bottom = re.sub(r"[\s,\u00a0\u202f]", "", found[-1]).partition("/")
+    top, _, bottom = re.sub(r"[\s,\u00a0\u202f]", "", numbers[-1]).partition("/")
     try:
         return Fraction(top) / (Fraction(bottom) if bottom else 1)
     except (ValueError, ZeroDivisionError):

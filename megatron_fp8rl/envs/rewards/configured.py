@@ -1,16 +1,12 @@
-"""Build the configured rewards of a source of rows.
-
-In: ``EnvironmentConfig.rewards``. Out: an object that scores completions like an environment. Runs in score workers,
-which do not open the rows.
-"""
+"""Build the configured rewards of a source of rows, in score workers, which do not open the rows."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.config import RewardConfig
 from megatron_fp8rl.envs.rewards import answers, functions, judge, programs, sandboxed, scalar
 from megatron_fp8rl.envs.rewards.functions import RewardError
@@ -46,10 +42,8 @@ class RowRewards:
         scores: list[dict[str, float]] = [{"reward": 0.0} for _ in prompts]
         for name, weight, reward in self._rewards:
             for score, value in zip(scores, reward(prompts, completion_texts), strict=True):
-                if isinstance(value, Mapping):
-                    number, parts = reward_and_parts(value, name)
-                else:
-                    number = as_number(value, name)
+                number, parts = reward_and_parts(value, name)
+                if not isinstance(value, Mapping):
                     parts = {name: number}
                 score |= parts | {"reward": score["reward"] + weight * number}
         return scores
@@ -57,8 +51,8 @@ class RowRewards:
 
 def build(cfg: RewardConfig) -> Reward:
     """One reward as a function. Raises RewardError."""
-    if found := problem(cfg):
-        raise RewardError(found)
+    if reason := problem(cfg):
+        raise RewardError(reason)
     if cfg.sandbox:
         return _each(sandboxed.SandboxedReward(cfg))
     if cfg.function not in BUILT_IN:
@@ -73,7 +67,7 @@ def build(cfg: RewardConfig) -> Reward:
 
 
 def _each(reward: Callable[[Prompt, str], Any]) -> Reward:
-    return lambda prompts, completions: [reward(*one) for one in zip(prompts, completions, strict=True)]
+    return lambda prompts, completions: list(map(reward, prompts, completions))
 
 
 def problem(cfg: RewardConfig) -> str:
@@ -81,16 +75,13 @@ def problem(cfg: RewardConfig) -> str:
     if cfg.function not in BUILT_IN:
         if ".py:" in cfg.function:
             return functions.problem(cfg.function)
-        near = difflib.get_close_matches(cfg.function, BUILT_IN, n=3, cutoff=0.5)
-        hint = (
-            f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(BUILT_IN)}, and FILE.py:function"
-        )
-        return f"no reward is called {cfg.function!r}; {hint}"
+        hint = near_matches(cfg.function, BUILT_IN) or f"; there are {', '.join(BUILT_IN)}, and FILE.py:function"
+        return f"no reward is called {cfg.function!r}{hint}"
     parameters = inspect.signature({**_COMPARISONS, **_OTHERS}[cfg.function]).parameters
     unknown = [name for name in cfg.options if name not in parameters]
     if unknown:
         return f"{cfg.function} has no option {unknown[0]!r} (options: {', '.join(parameters) or 'none'})"
-    missing = [name for name, one in parameters.items() if one.default is one.empty and name not in cfg.options]
+    missing = [name for name, p in parameters.items() if p.default is p.empty and name not in cfg.options]
     if missing:
         return f"{cfg.function} needs the option {missing[0]!r}"
     return scalar.problem(cfg.options) if cfg.function == "model" else ""
@@ -118,8 +109,10 @@ def part_name(cfg: RewardConfig) -> str:
     return cfg.function if cfg.function in BUILT_IN else cfg.function.rpartition(":")[2]
 
 
-def reward_and_parts(value: Mapping[str, Any], name: str) -> tuple[float, dict[str, float]]:
-    """(reward, parts) of a dict. The reward is the key "reward" if it exists, otherwise the sum."""
+def reward_and_parts(value: Any, name: str) -> tuple[float, dict[str, float]]:
+    """(reward, parts) of a number or a dict, whose reward is the key "reward", otherwise the sum."""
+    if not isinstance(value, Mapping):
+        return as_number(value, name), {}
     parts = {str(key): as_number(part, f"{name}[{key!r}]") for key, part in value.items()}
     reward = parts.pop("reward", None)
     return (sum(parts.values()) if reward is None else reward), parts

@@ -25,6 +25,7 @@ class RewardError(ValueError):
     """A reward that cannot be built; the message names the file, the function or the option."""
 
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COPIES = "MEGATRON_FP8RL_OWN_FILES"  # environment variable: folder with copies of files, by their absolute paths
 
 
@@ -46,11 +47,9 @@ def problem(spec: str) -> str:
         tree = ast.parse(path.read_text(), filename=str(path))
     except SyntaxError as error:
         return f"{path}, line {error.lineno}: {error.msg}"
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    imported = [
-        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    ]
-    if name in names or name in imported:
+    names = [node.name for node in tree.body if isinstance(node, _FUNCTIONS)]
+    imports = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    if name in (*names, *(alias.asname or alias.name for alias in imports)):
         return ""
     hint = near_matches(name, names) or f"; it has {', '.join(names) or 'none'}"
     return f"{path} has no function {name!r}{hint}"
@@ -63,14 +62,14 @@ def takes_batches(spec: str) -> bool:
         nodes = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, ValueError):
         return False  # reported by problem()
-    found = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name]
-    return any(argument.arg == "completions" for one in found for argument in (*one.args.args, *one.args.kwonlyargs))
+    args = [node.args for node in nodes if isinstance(node, _FUNCTIONS) and node.name == name]
+    return any(argument.arg == "completions" for arg in args for argument in (*arg.args, *arg.kwonlyargs))
 
 
 def function_of(spec: str) -> Callable[..., Any]:
     """The function of ``FILE.py:function``. Raises RewardError."""
-    if found := problem(spec):
-        raise RewardError(found)
+    if reason := problem(spec):
+        raise RewardError(reason)
     path, name = parse(spec)
     loaded = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
     module = importlib.util.module_from_spec(loaded)
@@ -82,10 +81,7 @@ def function_of(spec: str) -> Callable[..., Any]:
 
 
 def load(spec: str, options: Mapping[str, Any]) -> Callable[[Sequence[Prompt], Sequence[str]], list[Any]]:
-    """The function as ``(prompts, completions) -> a number or dict of each``. ``options`` are further arguments.
-
-    Raises RewardError.
-    """
+    """The function as ``(prompts, completions) -> numbers or dicts``, with ``options``. Raises RewardError."""
     function = function_of(spec)
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -109,7 +105,7 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[[Sequence[Prompt], S
         row |= {"answer": [prompt.answer for prompt in prompts], "prompts": [prompt.text for prompt in prompts]}
         values = list(called(row | {"completions": list(completions)}))
         if len(values) != len(completions):
-            raise RewardError(f"{spec} returned {len(values)} rewards of {len(completions)} completions")
+            raise RewardError(f"{spec} returned {len(values)} rewards for {len(completions)} completions")
         return values
 
     return at_once if "completions" in parameters else one_by_one

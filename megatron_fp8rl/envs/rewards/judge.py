@@ -1,7 +1,6 @@
 """The reward ``judge``: a model at an OpenAI-compatible URL grades the completion.
 
-In: a prompt, a completion and its reference answer. Out: the last number in the model's answer divided by the highest
-grade. The API key comes from an environment variable and is never logged.
+The reward is the last number in the model's answer divided by the highest grade. The API key is never logged.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from megatron_fp8rl.envs.rewards.answers import last_number
 from megatron_fp8rl.types import Prompt
 
 _RUBRIC = (
-    "Grade the answer to the question from 0 to {highest}: {highest} is fully right, 0 is wrong.\n\nQuestion:\n{prompt}\n\n"
-    "Reference answer:\n{answer}\n\nAnswer to grade:\n{completion}\n\nGive the grade alone."
+    "Grade the answer to the question from 0 to {highest}: {highest} is fully right, 0 is wrong.\n\n"
+    "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to grade:\n{completion}\n\nGive the grade alone."
 )
 _RETRIED = (408, 409, 429, 500, 502, 503, 504)
 _WAIT_S = 0.5  # before the first retry; doubled for each further one
@@ -36,8 +35,12 @@ def judge(
     deadline_s: float = 20.0,
     max_tokens: int = 64,
 ) -> Callable[[Prompt, str], float]:
-    """``url`` ends before /chat/completions, as in ``http://host:8000/v1``. Fields of ``rubric``: prompt, completion,
-    answer, highest. ``key_env``: the variable with the key.
+    """Build the reward.
+
+    Args:
+        url: up to /chat/completions, as in ``http://host:8000/v1``.
+        rubric: may use the fields prompt, completion, answer and highest.
+        key_env: environment variable with the API key.
 
     Raises ValueError if the variable is not set or the rubric has other fields.
     """
@@ -46,25 +49,19 @@ def judge(
     try:
         rubric.format(prompt="", completion="", answer="", highest=highest)
     except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(
-            f"rubric: unknown field {error!r}; it may use prompt, completion, answer and highest"
-        ) from error
+        raise ValueError(f"rubric: unknown field {error!r}; use prompt, completion, answer and highest") from error
     headers = {"Content-Type": "application/json"}
     if key_env:
         headers["Authorization"] = f"Bearer {os.environ[key_env]}"
 
     def score(prompt: Prompt, completion: str) -> float:
         content = rubric.format(prompt=prompt.text, completion=completion, answer=prompt.answer, highest=highest)
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": content}],
-            "temperature": 0,
-            "max_tokens": max_tokens,
-        }
-        said = _ask(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, deadline_s, num_retries)
-        grade = last_number(said)
+        messages = [{"role": "user", "content": content}]
+        body = json.dumps({"model": model, "messages": messages, "temperature": 0, "max_tokens": max_tokens}).encode()
+        text = _ask(f"{url.rstrip('/')}/chat/completions", body, headers, deadline_s, num_retries)
+        grade = last_number(text)
         if grade is None:
-            raise ValueError(f"{model} gave no grade: {said[:100]!r}")
+            raise ValueError(f"{model} gave no grade: {text[:100]!r}")
         return min(1.0, max(0.0, float(grade) / highest))
 
     return score

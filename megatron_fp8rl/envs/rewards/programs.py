@@ -1,6 +1,5 @@
 """The reward ``code``: run the last fenced block of a completion against the tests of its row, in a sandbox.
 
-In: a completion and the tests in a column of its row. Out: the fraction of passed tests, or all-or-nothing 1 or 0.
 Tests are Python statements (``assert f(2) == 4``) as a list or text, as in MBPP, or input and output pairs, as in APPS:
 ``{"inputs": [...], "outputs": [...]}`` or a list of ``{"input": ..., "output": ...}``.
 """
@@ -24,12 +23,12 @@ _COLUMNS = ("tests", "test_list", "test_cases", "input_output", "test")
 # Reads the program from standard input, not from a file, and prints a secret that the program cannot know.
 _HARNESS = """
 import contextlib, io, json, sys
-given = json.loads(sys.stdin.read())
+request = json.loads(sys.stdin.read())
 passed, names = 0, {"__name__": "__main__"}
 with contextlib.redirect_stdout(io.StringIO()):
     try:
-        exec(compile(given["program"], "answer.py", "exec"), names)
-        for test in given["tests"]:
+        exec(compile(request["program"], "answer.py", "exec"), names)
+        for test in request["tests"]:
             try:
                 exec(compile(test, "test.py", "exec"), names)
                 passed += 1
@@ -37,7 +36,7 @@ with contextlib.redirect_stdout(io.StringIO()):
                 pass
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-print(given["word"], passed)
+print(request["secret"], passed)
 """
 
 
@@ -60,7 +59,7 @@ def code(
             return 0.0
         if cases:
             cases = cases[:max_tests]
-            passed = sum(_passes(program, given, wanted, case_deadline_s, limits) for given, wanted in cases)
+            passed = sum(_passes(program, stdin, stdout, case_deadline_s, limits) for stdin, stdout in cases)
         else:
             statements = statements[:max_tests]
             passed = _num_true(program, statements, case_deadline_s, limits)
@@ -84,13 +83,11 @@ def tests_of(prompt: Prompt, column: str = "") -> tuple[list[str], list[tuple[st
         with contextlib.suppress(ValueError):
             value = json.loads(value)
     if isinstance(value, Mapping) and "inputs" in value:
-        return [], [
-            (_text(given), _text(wanted)) for given, wanted in zip(value["inputs"], value["outputs"], strict=True)
-        ]
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-        return [], [(_text(one["input"]), _text(one["output"])) for one in value]
+        return [], list(zip(map(_text, value["inputs"]), map(_text, value["outputs"]), strict=True))
+    if isinstance(value, list) and value and all(isinstance(case, Mapping) for case in value):
+        return [], [(_text(case["input"]), _text(case["output"])) for case in value]
     if isinstance(value, list) and value:
-        return [str(one) for one in value], []
+        return list(map(str, value)), []
     if isinstance(value, str) and value.strip():
         return [value], []
     raise ValueError(
@@ -99,23 +96,19 @@ def tests_of(prompt: Prompt, column: str = "") -> tuple[list[str], list[tuple[st
 
 
 def _num_true(program: str, statements: list[str], deadline_s: float, limits: sandbox.Limits) -> int:
-    word = secrets.token_hex(16)
-    given = json.dumps({"program": program, "tests": statements, "word": word})
-    found = sandbox.run([sys.executable, "-I", "-c", _HARNESS], stdin=given, deadline_s=deadline_s, limits=limits)
-    said, _, passed = (found.stdout.splitlines() or [""])[-1].partition(" ")
-    return int(passed) if said == word and found.status == 0 else 0
+    secret = secrets.token_hex(16)
+    request = json.dumps({"program": program, "tests": statements, "secret": secret})
+    result = sandbox.run([sys.executable, "-I", "-c", _HARNESS], stdin=request, deadline_s=deadline_s, limits=limits)
+    printed, _, passed = (result.stdout.splitlines() or [""])[-1].partition(" ")
+    return int(passed) if printed == secret and result.status == 0 else 0
 
 
-def _passes(program: str, given: str, wanted: str, deadline_s: float, limits: sandbox.Limits) -> bool:
-    found = sandbox.run([sys.executable, "-I", "-c", program], stdin=given, deadline_s=deadline_s, limits=limits)
-    return found.status == 0 and found.stdout.split() == wanted.split()
+def _passes(program: str, stdin: str, stdout: str, deadline_s: float, limits: sandbox.Limits) -> bool:
+    result = sandbox.run([sys.executable, "-I", "-c", program], stdin=stdin, deadline_s=deadline_s, limits=limits)
+    return result.status == 0 and result.stdout.split() == stdout.split()
 
 
 def _text(value: Any) -> str:
-    return (
-        value
-        if isinstance(value, str)
-        else "\n".join(map(str, value))
-        if isinstance(value, list)
-        else json.dumps(value)
-    )
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,8 +1,4 @@
-"""Run a user's reward function in a persistent sandbox process.
-
-In: requests of a score worker. Out: the function's value. The process has no network, and reads only the function's
-folder. ``envs/sandbox.py`` sets its limits.
-"""
+"""Run a user's reward function in a persistent sandbox process that reads only the function's folder."""
 
 from __future__ import annotations
 
@@ -21,7 +17,10 @@ from megatron_fp8rl.types import Prompt
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 # Imports the package by its path: the environment of a sandbox is empty.
-_START = f"import sys; sys.path.insert(0, {str(_PACKAGE.parent)!r}); from megatron_fp8rl.envs.score_worker import main; main()"
+_START = (
+    f"import sys; sys.path.insert(0, {str(_PACKAGE.parent)!r}); "
+    "from megatron_fp8rl.envs.score_worker import main; main()"
+)
 _LIMITS = sandbox.Limits(memory_bytes=4 << 30, num_processes=64, cpu_s=10**6)
 
 
@@ -31,19 +30,16 @@ class SandboxedReward:
     def __init__(self, cfg: RewardConfig):
         """Raises SandboxError, or RewardError if the function cannot be loaded."""
         sandbox.require()
-        self._cfg = dataclasses.replace(cfg, function=_absolute(cfg.function), sandbox=False)
+        path, name = parse(cfg.function)
+        self._cfg = dataclasses.replace(cfg, function=f"{path.resolve()}:{name}", sandbox=False)
         self._process = self._started()
 
     def __call__(self, prompt: Prompt, completion: str) -> Any:
         """Raises RuntimeError with what the function raised, or how its process ended."""
         if self._process.poll() is not None:
             self._process = self._started()
-        request = {
-            "prompts": [prompt.fields() | {"environment": "rows"}],
-            "texts": [completion],
-            "deadline_s": 10**6,
-        }
-        reply = self._asked(self._process, request)
+        prompts = [prompt.fields() | {"environment": "rows"}]
+        reply = self._ask(self._process, {"prompts": prompts, "texts": [completion], "deadline_s": 10**6})
         if "error" in reply:
             raise RuntimeError(reply["error"])
         (score,) = reply["scores"]
@@ -53,20 +49,16 @@ class SandboxedReward:
         folder = str(parse(self._cfg.function)[0].parent)
         argv = [sys.executable, "-I", "-c", _START]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        process = subprocess.Popen(
-            sandbox.command(argv, _LIMITS, readable=(str(_PACKAGE), folder)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={},
-        )
+        command = sandbox.command(argv, _LIMITS, readable=(str(_PACKAGE), folder))
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env={})
         source = {"dataset": "rows.jsonl", "rewards": [dataclasses.asdict(self._cfg)]}
-        reply = self._asked(process, {"environments": {"rows": source}})
+        reply = self._ask(process, {"environments": {"rows": source}})
         if "error" in reply:
             raise RewardError(f"in its sandbox {reply['error']}")
         return process
 
-    def _asked(self, process: subprocess.Popen, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, process: subprocess.Popen, request: dict[str, Any]) -> dict[str, Any]:
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
@@ -78,11 +70,5 @@ class SandboxedReward:
         process.kill()
         status = process.wait()
         self._errors.seek(0)
-        return {
-            "error": f"its sandbox ended with status {status}: {self._errors.read()[-300:].decode(errors='replace')}"
-        }
-
-
-def _absolute(spec: str) -> str:
-    path, name = parse(spec)
-    return f"{path.resolve()}:{name}"
+        tail = self._errors.read()[-300:].decode(errors="replace")
+        return {"error": f"its sandbox ended with status {status}: {tail}"}

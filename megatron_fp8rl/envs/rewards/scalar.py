@@ -1,8 +1,7 @@
 """The reward ``model``: the score of a conversation from a reward model.
 
-In: the messages of a prompt and a completion. Out: the model's single output before activation, times ``scale``. vLLM
-serves the model: this run starts a server for ``folder`` (``rollout/reward_server.py``), or an external server runs at
-``url``. The server applies the model's tokenizer and chat template.
+The score is the model's single output before activation, times ``scale``. vLLM serves the model: this run starts a
+server for ``folder`` (``rollout/reward_server.py``), or an external server runs at ``url``.
 """
 
 from __future__ import annotations
@@ -56,13 +55,10 @@ def model(
         raise ValueError(f"key_env = {key_env!r}: this environment variable is not set where completions are scored")
 
     def score(prompt: Prompt, completion: str) -> float:
-        said = completion if reasoning else completion.rpartition("</think>")[2].lstrip()
-        asked = prompt.messages or ({"role": "user", "content": prompt.text},)
-        body: dict[str, Any] = {
-            "messages": [*asked, {"role": "assistant", "content": said}],
-            "add_generation_prompt": False,
-            "use_activation": False,
-        }
+        answer = completion if reasoning else completion.rpartition("</think>")[2].lstrip()
+        question = prompt.messages or ({"role": "user", "content": prompt.text},)
+        messages = [*question, {"role": "assistant", "content": answer}]
+        body: dict[str, Any] = {"messages": messages, "add_generation_prompt": False, "use_activation": False}
         if name:
             body["model"] = name
 
@@ -74,7 +70,7 @@ def model(
                 raise ConnectionError(f"the server of {folder} has no endpoint file; is it starting?")
             return endpoint.url, endpoint.token
 
-        return scale * _output(_asked(target, body, deadline_s), url or folder)
+        return scale * _output(_request(target, body, deadline_s), url or folder)
 
     return score
 
@@ -91,10 +87,10 @@ def problem(options: Mapping[str, Any]) -> str:
     try:
         config = json.loads(Path(folder).expanduser().joinpath("config.json").read_text())
     except (OSError, ValueError) as error:
-        return f"folder = {folder!r} of the reward 'model' holds no config.json that can be read ({error})"
+        return f"folder = {folder!r} of the reward 'model' has no readable config.json ({error})"
     names = config.get("architectures") or []
     num_labels = len(config.get("id2label") or {0: "", 1: ""}) if "num_labels" not in config else config["num_labels"]
-    if not any("Classification" in one or "Reward" in one for one in names):
+    if not any("Classification" in name or "Reward" in name for name in names):
         return f"{folder} is a {', '.join(names) or 'model without architectures'} and gives no score"
     return "" if num_labels == 1 else f"{folder} has {num_labels} labels; a reward model has one"
 
@@ -102,8 +98,8 @@ def problem(options: Mapping[str, Any]) -> str:
 def served(environments: Mapping[str, EnvironmentConfig] | tuple[EnvironmentConfig, ...]) -> list[RewardConfig]:
     """Rewards whose models this run serves, without duplicates of model and precision."""
     configs = environments.values() if isinstance(environments, Mapping) else environments
-    found = [reward for cfg in configs for reward in cfg.rewards if is_served(reward)]
-    return list({(r.options["folder"], r.options.get("precision", "bf16")): r for r in found}.values())
+    rewards = [reward for cfg in configs for reward in cfg.rewards if is_served(reward)]
+    return list({(r.options["folder"], r.options.get("precision", "bf16")): r for r in rewards}.values())
 
 
 def is_served(reward: RewardConfig) -> bool:
@@ -123,7 +119,7 @@ def endpoint_file(folder: str, precision: str) -> Path:
     return Path(os.environ.get(SERVERS, ".")) / f"{path.name}-{precision}-{digest}.json"
 
 
-def _asked(target: Callable[[], tuple[str, str]], body: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+def _request(target: Callable[[], tuple[str, str]], body: dict[str, Any], deadline_s: float) -> dict[str, Any]:
     end = time.monotonic() + deadline_s
     while True:
         where = ""

@@ -95,7 +95,7 @@ def test_advantages_by_turn_compare_the_reward_from_that_turn_on():
     assert [advantages_of(one)[-1] for one in whole] == pytest.approx([1 / 6, 1 / 6, -1 / 3])
     assert not samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0)), "equal whole rewards teach nothing"
     assert len(samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0), advantage_unit="turn")) == 2
-    with pytest.raises(ValueError, match="sum/7#0: 1 rewards of 2 turns"):
+    with pytest.raises(ValueError, match="sum/7#0: 1 rewards for 2 turns"):
         wrong = rollout(0, 1.0, of(0, 1.0, 0.0).branches[0], turns=(1.0,))
         samples_of(wrong, of(1, 0.0, 1.0), advantage_unit="turn")
 

@@ -197,7 +197,7 @@ class TestFunctions:
 
     def test_a_function_with_too_few_rewards_is_named(self):
         many = RowRewards((RewardConfig(function=f"{FUNCTIONS}:too_few"),))
-        with pytest.raises(RewardError, match="too_few returned 1 rewards of 2 completions"):
+        with pytest.raises(RewardError, match="too_few returned 1 rewards for 2 completions"):
             many.score_many([prompt(), prompt()], ["a", "b"])
 
 

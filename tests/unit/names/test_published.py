@@ -283,18 +283,18 @@ def test_deepseek_v3_travels_in_blocks_that_its_matrices_fill_but_for_one():
 
 
 REFUSED = [
-    (LLAMA31_8B, {"hidden_act": "gelu"}, "hidden_act = 'gelu' .*needed is another activation"),
-    (LLAMA31_8B, {"attention_bias": True}, "attention_bias = True .*needed is biases"),
-    (LLAMA31_8B, {"mlp_bias": True}, "mlp_bias = True .*needed is biases"),
+    (LLAMA31_8B, {"hidden_act": "gelu"}, "hidden_act = 'gelu' .*it needs another activation"),
+    (LLAMA31_8B, {"attention_bias": True}, "attention_bias = True .*it needs biases"),
+    (LLAMA31_8B, {"mlp_bias": True}, "mlp_bias = True .*it needs biases"),
     (LLAMA31_8B, {"sliding_window": 1024}, "sliding_window = 1024 is not known in this family"),
     (LLAMA31_8B, {"attention_sinks": True}, "attention_sinks = True is not known"),
     (LLAMA31_8B, {"logit_softcapping": 30.0}, "logit_softcapping = 30.0 is not known"),
-    (LLAMA31_8B, {"rope_scaling": {"rope_type": "longrope"}}, "rope_type = 'longrope' .*needed is its formula"),
+    (LLAMA31_8B, {"rope_scaling": {"rope_type": "longrope"}}, "rope_type = 'longrope' .*it needs its formula"),
     (LLAMA31_8B, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
-    (LLAMA31_8B, {"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25 .*needed is a family"),
-    (LLAMA31_8B, {"quantization_config": {"quant_method": "awq"}}, "quantization_config = 'awq' .*needed"),
-    (LLAMA31_8B, {"quantization_config": "fp8"}, "quantization_config = 'fp8' .*needed"),
-    (LLAMA31_8B, {"rope_scaling": [8.0]}, r"rope_parameters = \[8.0\] is not supported; needed is one"),
+    (LLAMA31_8B, {"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25 .*it needs a family"),
+    (LLAMA31_8B, {"quantization_config": {"quant_method": "awq"}}, "quantization_config = 'awq' .*it needs"),
+    (LLAMA31_8B, {"quantization_config": "fp8"}, "quantization_config = 'fp8' .*it needs"),
+    (LLAMA31_8B, {"rope_scaling": [8.0]}, r"rope_parameters = \[8.0\] is not supported; it needs one"),
     (LLAMA31_8B, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention.* is not supported"),
     (LLAMA31_8B, {"layer_types": 3}, r"layer_types = \['3'\]"),
     (LLAMA31_8B, {"hidden_size": None}, "hidden_size is missing"),
@@ -303,11 +303,11 @@ REFUSED = [
     (LLAMA31_8B, {"vocab_size": 128256.0}, "vocab_size = 128256.0 is not a whole number"),
     (LLAMA31_8B, {"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5' is not a number"),
     (LLAMA31_8B, {"tie_word_embeddings": 1}, "tie_word_embeddings = 1 is not true or false"),
-    (QWEN25_7B, {"use_sliding_window": True}, "use_sliding_window = True .*needed is attention over a window"),
+    (QWEN25_7B, {"use_sliding_window": True}, "use_sliding_window = True .*it needs attention over a window"),
     (QWEN25_7B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = .*sliding_attention"),
-    (QWEN3_30B_A3B, {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] .*needed is experts in some layers"),
+    (QWEN3_30B_A3B, {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] .*it needs experts in some layers"),
     (QWEN3_30B_A3B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' .*supported: default"),
-    (DEEPSEEK_V3, {}, "quantization_config = 'fp8' .*needed is weights that are dequantized"),
+    (DEEPSEEK_V3, {}, "quantization_config = 'fp8' .*it needs weights that are dequantized"),
     (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
     (DEEPSEEK_V3, {"num_key_value_heads": 1}, "num_key_value_heads = 1"),
     (DEEPSEEK_V3, {"index_topk": 2048}, "index_topk = 2048 is not known"),
@@ -342,7 +342,7 @@ def test_what_a_family_cannot_say_is_not_written():
         ({"sliding_window": 64}, "sliding_window = 64"),
         ({"num_mtp_layers": 1}, "num_mtp_layers = 1"),
     ]:
-        with pytest.raises(ValueError, match=f"llama has no place in config.json for {text}"):
+        with pytest.raises(ValueError, match=f"config.json of the family llama cannot express {text}"):
             registry.to_hf_config(replace(model, **change))
     with pytest.raises(ValueError, match="needs mla"):
         registry.to_hf_config(replace(model, family="deepseek_v3"))

@@ -29,7 +29,7 @@ def test_a_session_is_told_turn_by_turn():
     for text in (
         "policy, turn 1",
         "policy, turn 2",
-        "9 tokens, given",
+        "9 tokens, not trained",
         "2 tokens, trained",
         "version 1 to 2",
         "version 2",

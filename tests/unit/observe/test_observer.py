@@ -280,7 +280,7 @@ def test_a_run_that_ends_with_an_error_has_its_report_drawn_by_the_program(tmp_p
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no run"):
+    with pytest.raises(FileNotFoundError, match="has neither metrics.jsonl nor config.json"):
         write_report(tmp_path)
 
 

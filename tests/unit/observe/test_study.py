@@ -43,11 +43,11 @@ def test_a_model_of_ones_own_is_where_all_arms_start(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "changes", "said"),
     [
-        ({"arms": ("fp16",)}, (), r"--arms = 'fp16': is no pair .*bf16/bf16, fp8/bf16, fp8/fp8, exact"),
-        ({"seeds": (1, 1)}, (), "--seeds = '1 1': are no runs to compare"),
-        ({"at_once": 0}, (), "--at_once = '0': runs nothing"),
-        ({"arms": ()}, (), "--arms = '': are no runs to compare"),
-        ({}, ("--algo.correction", "off"), "--algo.correction = 'off': leaves nothing to compare with"),
+        ({"arms": ("fp16",)}, (), r"--arms = 'fp16': is not a pair .*bf16/bf16, fp8/bf16, fp8/fp8, exact"),
+        ({"seeds": (1, 1)}, (), "--seeds = '1 1': is empty or has duplicates"),
+        ({"at_once": 0}, (), "--at_once = '0': is below 1"),
+        ({"arms": ()}, (), "--arms = '': is empty or has duplicates"),
+        ({}, ("--algo.correction", "off"), "--algo.correction = 'off': both kinds of runs would be uncorrected"),
         ({"arms": ("exact",)}, ("--algo.router_replay", "rollout"), "in arm exact"),
     ],
 )

@@ -165,7 +165,7 @@ def test_an_agent_that_cannot_be_loaded_ends_the_run(tmp_path):
     with pytest.raises(ScorePoolError, match="an agent cannot be loaded: RewardError: .*has no function 'nothing'"):
         play(config("nothing"), prompt())
     (rollout,) = play(config("not_a_coroutine"), prompt())
-    assert "declare it as async def rollout(session, row)" in rollout.detail
+    assert "use async def rollout(session, row)" in rollout.detail
 
 
 @pytest.mark.parametrize(("policy", "num_branches"), [("fork", 2), ("keep", 1), ("refuse", 1)])

@@ -53,7 +53,7 @@ def test_what_would_change_the_distribution_is_refused_by_name(tmp_path):
     assert rollout.detail == "the agent has asked for nothing", said
     for name in ("n = 2", "frequency_penalty = 0.5", "response_format", "max_tokens = -1", "not a list of messages"):
         assert name in said, said
-    for name in ("is no message of a conversation", "min_p = 0.1", "withdrawn", "names no session"):
+    for name in ("is not a message", "min_p = 0.1", "withdrawn", "names no session"):
         assert name in said, said
     assert engine.cancelled == 1
 
