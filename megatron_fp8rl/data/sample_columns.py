@@ -72,11 +72,11 @@ class SampleColumns:
     def samples(self) -> list[Sample]:
         """Convert back to samples; their arrays are views of the columns."""
         rows = [TokenArray(array) for array in self.token_ids.arrays()]
-        logprobs = map(TokenArray, self.rollout_logprobs.arrays())
+        rollout_logprobs = map(TokenArray, self.rollout_logprobs.arrays())
         experts = itertools.repeat(None) if self.routed_experts is None else self.routed_experts.arrays()
         columns = (self.rows, self.are_sampled, self.advantages, self.are_trained)
         segments = (
-            Segment(rows[row], next(logprobs) if is_sampled else None, advantage, is_trained)
+            Segment(rows[row], next(rollout_logprobs) if is_sampled else None, advantage, is_trained)
             for row, is_sampled, advantage, is_trained in zip(*(column.tolist() for column in columns), strict=True)
         )
         fields = zip(self.names, self.environments, self.staleness, self.num_segments, experts, strict=False)
