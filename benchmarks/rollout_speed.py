@@ -33,7 +33,7 @@ from benchmarks.runner import device_name, num_gpus
 from benchmarks.timing import copy_bandwidth, peak_bandwidth
 from benchmarks.training import MODELS
 from benchmarks.whole_runs import read_log
-from megatron_fp8rl.config import DeadlineConfig, EngineConfig, OptimConfig, PrecisionConfig, RunConfig, SamplingConfig
+from megatron_fp8rl.config import EngineConfig, OptimConfig, PrecisionConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.rollout.vllm_args import quantization_config
@@ -73,8 +73,8 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
         torch_compile=cell.compile,
         batch_invariant=cell.batch_invariant,
         gpu_memory_utilization=0.9,
+        deadline_scale=2.0,
     )
-    deadlines = DeadlineConfig(request_s=1200.0)
     optim = OptimConfig(max_tokens_per_microbatch=16384)
     kernels = {"engine_linears": cell.linear, "engine_experts": cell.moe, "engine_attention": cell.attention}
     rollout_precision = "bf16" if cell.precision == "bf16" else "blockwise"
@@ -86,7 +86,6 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
         precision=PrecisionConfig(trainer="bf16", rollout=rollout_precision, scales=scales, kernels=kernels),
         sampling=sampling,
         engine=engine,
-        deadlines=deadlines,
         optim=optim,
         output_dir=str(FOLDER / "rollout_speed" / "-".join(map(str, asdict(cell).values()))),
     )
@@ -111,7 +110,7 @@ def sample(fleet: Fleet, shape: Shape, vocab_size: int, *, max_tokens: int, seed
         return sum(len(completion.token_ids) for (completion,) in answers)
 
     started = time.perf_counter()
-    num_tokens = fleet.sync(everything(), fleet.cfg.deadlines.request_s)
+    num_tokens = fleet.sync(everything(), fleet.cfg.engine.request_s)
     seconds = time.perf_counter() - started
     if num_tokens != shape.num_sequences * max_tokens:
         raise RuntimeError(f"{num_tokens} tokens were sampled instead of {shape.num_sequences} x {max_tokens}")

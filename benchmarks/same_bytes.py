@@ -100,7 +100,7 @@ def run_case(cfg: RunConfig, parallel: Parallel) -> tuple[Tally, float]:
         for version in (1, 2):  # the first one goes through vLLM's loaders, later ones straight into its tensors
             seconds = exporter.publish(version).seconds
         if fleet is not None:
-            held = [fleet.sync(c.weight_digests(), cfg.deadlines.update_s) for c in fleet.clients]
+            held = [fleet.sync(c.weight_digests(), cfg.engine.update_s) for c in fleet.clients]
         held = parallel.broadcast_object(held)
     del policy, exporter
     te = transformer_engine(cfg.precision.scales, parallel.device)

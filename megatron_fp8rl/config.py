@@ -184,6 +184,11 @@ class OptimConfig:
     offload: tuple[Literal["params", "gradients", "optimizer"], ...] = ()  # to host memory during sampling
 
 
+# Seconds to wait for an engine, with ``engine.deadline_scale`` = 1.
+START_S, REQUEST_S, UPDATE_S = 600.0, 600.0, 300.0
+HANG_S = 30.0  # a replica that answers nothing for so long is killed
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The vLLM engines: replicas, parallelism, placement, memory and kernels."""
@@ -204,11 +209,28 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # per engine worker; None: sized by gpu_memory_utilization
     gpu_memory_utilization: float = 0.85
     max_num_sequences: int = 256  # sequences that one replica decodes concurrently
+    deadline_scale: float = 1.0  # multiplies all waits for an engine; above 1 for slow clusters and long completions
 
     @property
     def ranks(self) -> int:
         """GPUs, or processes, of one replica."""
         return self.data * self.tensor
+
+    @property
+    def start_s(self) -> float:
+        return START_S * self.deadline_scale
+
+    @property
+    def request_s(self) -> float:
+        return REQUEST_S * self.deadline_scale
+
+    @property
+    def update_s(self) -> float:
+        return UPDATE_S * self.deadline_scale
+
+    @property
+    def hang_s(self) -> float:
+        return HANG_S * self.deadline_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,16 +260,6 @@ class WeightSyncConfig:
     # Memory of an engine worker for weights that arrive while it samples: their size again, on the GPU or pinned on its host
     spare_weights: Literal["none", "device", "host"] = "none"
     verify_every: int = 1  # weight updates between verifications that the engines hold what was sent; 0: never
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeadlineConfig:
-    """Seconds to wait for an engine before an error; a slow cluster needs longer ones."""
-
-    start_s: float = 600.0
-    request_s: float = 600.0
-    update_s: float = 300.0
-    hang_s: float = 30.0  # a replica that answers nothing for so long is killed, as if it had died
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,7 +403,6 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
-    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     session: SessionConfig = field(default_factory=SessionConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -17,6 +17,13 @@ REMOVED = {
     "rollout.token_stores": "Trainer rank 0 keeps the tokens of all samples: leave it out",
     "rollout.delta_weights": "gloo sends whole weights: leave it out; weight_sync.spare_weights hides the transfer",
     "rollout.partials": "Completions in progress always continue over publications: leave it out",
+    **dict.fromkeys(
+        """
+        deadlines.start_s deadlines.request_s deadlines.update_s deadlines.hang_s
+        rollout.start_deadline_s rollout.request_deadline_s rollout.update_deadline_s rollout.hang_deadline_s
+        """.split(),
+        "--engine.deadline_scale multiplies all waits for an engine: 3 allows 1800 s for its start",
+    ),
     "data.score_servers": "Trainer rank 0 scores all completions: leave it out, and raise scoring.num_workers",
 }
 
@@ -33,8 +40,6 @@ sampling: rollout.prompts_per_step rollout.completions_per_prompt rollout.max_pr
     rollout.stop_strings rollout.max_staleness rollout.window_groups rollout.replay
 weight_sync: rollout.transport rollout.bucket_bytes rollout.spare_weights observe.verify_every
 optim: rollout.max_tokens_per_microbatch
-deadlines: rollout.start_deadline_s=start_s rollout.request_deadline_s=request_s rollout.update_deadline_s=update_s
-    rollout.hang_deadline_s=hang_s
 scoring: data.num_score_workers=num_workers data.score_deadline_s=deadline_s data.score_memory_gib=memory_gib
     data.score_variables=variables
 warm_start: data.sft_steps=steps data.sft_batch_size=batch_size data.sft_lr=lr data.sft_wrong_answers=wrong_answers

@@ -13,7 +13,6 @@ from megatron_fp8rl.config import (
     AlgoConfig,
     CheckpointConfig,
     DataConfig,
-    DeadlineConfig,
     EngineConfig,
     EnvironmentConfig,
     ModelConfig,
@@ -46,14 +45,13 @@ def grpo(
         model=model,
         parallel=parallel,
         optim=optim,
-        engine=engine,
+        engine=replace(engine, deadline_scale=3.0),
         sampling=SamplingConfig(
             prompts_per_step=prompts,
             completions_per_prompt=16,
             max_prompt_tokens=1024,
             max_completion_tokens=7168,
         ),
-        deadlines=DeadlineConfig(start_s=1800.0, request_s=1800.0),
         algo=AlgoConfig(clip_high=0.28),
         data=DataConfig(
             environments=(

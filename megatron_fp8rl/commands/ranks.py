@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from megatron_fp8rl.config import ConfigError, DeadlineConfig, ParallelConfig
+from megatron_fp8rl.config import ConfigError, EngineConfig, ParallelConfig
 from megatron_fp8rl.runtime.stop import run_ranks
 
 
@@ -39,6 +39,6 @@ def on_every_rank(parallel: ParallelConfig, program: Callable[[], None]) -> int:
     return run_with_status(program)
 
 
-def longest_wait_s(deadlines: DeadlineConfig) -> float:
+def longest_wait_s(engine: EngineConfig) -> float:
     """Timeout between trainer ranks: rank 0 may wait for engines to start, to sample and to be updated."""
-    return max(600.0, deadlines.start_s + deadlines.request_s + deadlines.update_s)
+    return max(600.0, engine.start_s + engine.request_s + engine.update_s)

@@ -85,7 +85,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             from megatron_fp8rl.preflight.host_memory import host_memory
             from megatron_fp8rl.runtime.colocation import wait_and_sleep
             from megatron_fp8rl.trainer.parallel import Parallel
-        parallel = Parallel.init(cfg.parallel, deadline_s=longest_wait_s(cfg.deadlines))
+        parallel = Parallel.init(cfg.parallel, deadline_s=longest_wait_s(cfg.engine))
         stack.callback(parallel.close)
         host = host_memory(cfg, parallel.device) if wants_rl else None
         if fleet is not None:

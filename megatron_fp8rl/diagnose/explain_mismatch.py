@@ -39,7 +39,7 @@ def _compare(policy: Policy, fleet: Fleet, token_ids: Sequence[int]) -> str:
     try:
         probe = TrainerProbe(policy.chunks, cfg, policy.parallel)
         trainer = probe.record(tokens)
-        engine = fleet.sync(record_prefill(fleet.clients[0], tokens, path), cfg.deadlines.request_s)
+        engine = fleet.sync(record_prefill(fleet.clients[0], tokens, path), cfg.engine.request_s)
         rows = compare(engine, trainer, probe.replay(engine), cfg.model)
     except Exception as error:  # the mismatch is the error to report
         return f"Its operations could not be compared: {type(error).__name__}: {error}."

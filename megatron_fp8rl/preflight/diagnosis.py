@@ -144,7 +144,7 @@ def doubts(cfg: RunConfig, accelerator: Generation) -> list[Finding]:
         )
         found.append(_warning("sampling.window_groups", problem))
     if cfg.engine.placement == "remote" and "LAUNCH_DIR" not in os.environ:
-        problem = f"somebody else has to start its engines, which are waited for {cfg.deadlines.start_s:g} s"
+        problem = f"somebody else has to start its engines, which are waited for {cfg.engine.start_s:g} s"
         found.append(_warning("engine.placement", f"--engine.placement remote: {problem}; `python -m launch` does"))
     return found
 

@@ -37,7 +37,6 @@ RANGES = {
         parallel.expert_tensor
         optim.logprob_chunk_tokens
         engine.data engine.tensor engine.expert engine.max_num_sequences weight_sync.bucket_bytes optim.max_tokens_per_microbatch
-        deadlines.start_s deadlines.request_s deadlines.update_s deadlines.hang_s
         session.max_tokens session.max_turns session.deadline_s session.max_running
         algo.updates_per_step warm_start.batch_size scoring.deadline_s checkpoint.keep observe.eval_completions
     """,
@@ -51,7 +50,7 @@ RANGES = {
     "[0.01, 100]": "sampling.temperature",
     "(0, inf)": """
         model.norm_eps model.rope_theta model.embedding_range
-        optim.lr optim.eps optim.clip_grad_norm
+        optim.lr optim.eps optim.clip_grad_norm engine.deadline_scale
         algo.clip_high scoring.memory_gib warm_start.lr
     """,
     "[0, 1)": "optim.beta1 optim.beta2",

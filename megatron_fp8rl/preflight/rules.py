@@ -121,7 +121,7 @@ def _check_optim(found: Findings) -> None:
 
 def _check_rollout(found: Findings, accelerator: Generation) -> None:
     cfg, engine, sampling, model = found.cfg, found.cfg.engine, found.cfg.sampling, found.cfg.model
-    found.in_range("engine", "sampling", "weight_sync", "deadlines", "scoring", "warm_start")
+    found.in_range("engine", "sampling", "weight_sync", "scoring", "warm_start")
     if any(not text for text in sampling.stop_strings):
         found.refuse("sampling.stop_strings", "holds an empty string, which stops at once", "Remove it")
     if wrong := [token for token in sampling.stop_token_ids if not 0 <= token < model.vocab_size]:

@@ -338,7 +338,7 @@ class EngineClient:
                 self._message(
                     f"did not answer within {deadline_s:g} s",
                     path,
-                    "raise deadlines.request_s or deadlines.update_s, or ",
+                    "raise engine.deadline_scale, or ",
                 )
             )
         finally:

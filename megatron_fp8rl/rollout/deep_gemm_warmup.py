@@ -280,7 +280,7 @@ def to_env(cfg: RunConfig, max_tokens: int, *, with_trainer: bool) -> str:
     tokens = -(-cfg.optim.max_tokens_per_microbatch // BLOCK) * BLOCK
     trained = tuple(trainer_sizes(cfg)) if with_trainer else ()
     work = Work(tuple(linear_sizes(cfg)), max_tokens, trained, tokens if trained else 0)
-    return " ".join([f"--deadline-s={_SHARE_OF_START * cfg.deadlines.start_s:g}", *work.words()])
+    return " ".join([f"--deadline-s={_SHARE_OF_START * cfg.engine.start_s:g}", *work.words()])
 
 
 def _size(text: str) -> Size:

@@ -102,9 +102,9 @@ class Fleet:
         return fleet
 
     def wait_until_ready(self) -> None:
-        """Wait until every replica answers, at most ``deadlines.start_s`` after the start."""
+        """Wait until every replica answers, at most ``engine.start_s`` after the start."""
         if not self._is_ready:
-            self.sync(self._all_ready(), self.cfg.deadlines.start_s + 2 * _PROGRESS_S)
+            self.sync(self._all_ready(), self.cfg.engine.start_s + 2 * _PROGRESS_S)
             _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
 
     def kernels(self) -> dict[str, list[str]]:
@@ -146,7 +146,7 @@ class Fleet:
             answers = await asyncio.gather(*(answer_of(client) for client in self.clients))
             return [answer for some in answers for answer in some]
 
-        return self.sync(all_clients(), 3 * self.cfg.deadlines.update_s)  # a client makes up to three calls
+        return self.sync(all_clients(), 3 * self.cfg.engine.update_s)  # a client makes up to three calls
 
     def sync(self, coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
         """Run ``coroutine`` on the fleet's event loop and return its result. Do not call from that loop.
@@ -194,13 +194,13 @@ class Fleet:
         """Wait until a replica accepts requests or, with ``or_joining``, waits to join. Runs on the loop.
 
         Raises EngineDeadError with the first failure of the run if none is left and none comes back within
-        ``deadlines.start_s``.
+        ``engine.start_s``.
         """
         since = time.monotonic()
         while not self.clients and not (or_joining and self._joining):
             waited_s = time.monotonic() - since
             is_hopeless = len(self._given_up) == self.cfg.engine.num_replicas
-            if not self._joining and (is_hopeless or waited_s > self.cfg.deadlines.start_s):
+            if not self._joining and (is_hopeless or waited_s > self.cfg.engine.start_s):
                 why = "engine.max_replica_restarts is used up" if is_hopeless else f"none came back in {waited_s:.0f} s"
                 raise EngineDeadError(
                     f"no rollout replica is left, and {why}. The first failure: {self._first_failure}"
@@ -224,7 +224,7 @@ class Fleet:
                     return self.clients
 
         try:
-            return self.sync(join(), self.cfg.deadlines.start_s + 2 * _PROGRESS_S)
+            return self.sync(join(), self.cfg.engine.start_s + 2 * _PROGRESS_S)
         except EngineDeadError as error:
             raise NoReplicaError(str(error)) from error
 
@@ -306,27 +306,26 @@ class Fleet:
                 first.set_exception(error)
 
     def _client(self, replica: Replica, tokenizer: Any) -> EngineClient:
-        deadlines = self.cfg.deadlines
         return EngineClient(
             replica,
             sampling=Sampling.of(self.cfg.sampling, tokenizer.eos_token_id),
             decode=lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True),
-            request_deadline_s=deadlines.request_s,
-            update_deadline_s=deadlines.update_s,
+            request_deadline_s=self.cfg.engine.request_s,
+            update_deadline_s=self.cfg.engine.update_s,
         )
 
     async def _end_if_it_hangs(self, client: EngineClient) -> None:
-        """Kill a replica that does not answer for ``deadlines.hang_s``; its requests then go to others."""
-        limit_s = self.cfg.deadlines.hang_s
+        """Kill a replica that does not answer for ``engine.hang_s``; its requests then go to others."""
+        limit_s = self.cfg.engine.hang_s
         while client.is_alive:
             await asyncio.sleep(_PROBE_S)
             if await client.is_silent(max(1.0, limit_s - _PROBE_S)):
-                _log.warning("%s did not answer for %g s (deadlines.hang_s): killed", client.name, limit_s)
+                _log.warning("%s did not answer for %g s: killed", client.name, limit_s)
                 return self._replicas.end(client.replica, Exit(reason=f"hung for {limit_s:g} s and was killed"))
 
     async def _all_ready(self) -> None:
         """Wait for the first incarnations of all replicas, and make them ``clients``."""
-        limit_s = self.cfg.deadlines.start_s
+        limit_s = self.cfg.engine.start_s
         left_s = max(0.0, limit_s - (time.monotonic() - self._started_s))
         waiting = list(self._ready.values())
         done, _ = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -338,14 +337,14 @@ class Fleet:
             noun = "replica" if len(missing) == 1 else "replicas"
             raise EngineDeadlineError(
                 f"rollout {noun} {', '.join(map(replica_name, missing))} did not start within {limit_s:g} s; raise "
-                "deadlines.start_s or see why:\n" + "\n".join(reasons)
+                "engine.deadline_scale or see why:\n" + "\n".join(reasons)
             )
         self.clients = tuple(future.result() for future in waiting if future.result().is_alive)
         self._is_ready = True
 
     async def _wait_healthy(self, client: EngineClient) -> None:
         """Wait until the replica answers. Raises EngineDeadError or EngineDeadlineError with the end of its log."""
-        started_s, limit_s = time.monotonic(), self.cfg.deadlines.start_s
+        started_s, limit_s = time.monotonic(), self.cfg.engine.start_s
         next_report_s = _PROGRESS_S
         while (waited_s := time.monotonic() - started_s) < limit_s:
             if await _answers(client):
@@ -357,7 +356,7 @@ class Fleet:
             await asyncio.sleep(_HEALTH_POLL_S)
         replica = client.replica
         raise EngineDeadlineError(
-            f"rollout replica {replica.name} did not start within {limit_s:g} s; raise deadlines.start_s or "
+            f"rollout replica {replica.name} did not start within {limit_s:g} s; raise engine.deadline_scale or "
             f"see {replica.log_path}, which ends with\n{replica.last_log_lines()}"
         )
 

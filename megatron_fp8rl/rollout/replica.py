@@ -152,14 +152,14 @@ def _nodes(cfg: RunConfig, part: Part) -> dict[str, Any]:
 
 def _wait_until_ready(cfg: RunConfig, process: subprocess.Popen[bytes], url: str, token: str, parent: int) -> bool:
     """Wait until the server answers; False if it or the parent ended. Raises ReplicaError after the deadline."""
-    end = time.monotonic() + cfg.deadlines.start_s
+    end = time.monotonic() + cfg.engine.start_s
     while process.poll() is None and os.getppid() == parent:
         if _is_healthy(url, token):
             return True
         if time.monotonic() > end:
             raise ReplicaError(
                 f"the server on {socket.gethostname()} did not answer at {url} within "
-                f"{cfg.deadlines.start_s:g} s; raise deadlines.start_s or see its output above"
+                f"{cfg.engine.start_s:g} s; raise engine.deadline_scale or see its output above"
             )
         time.sleep(_POLL_S)
     return False

@@ -167,7 +167,7 @@ class LocalReplicas:
             await asyncio.sleep(_STILL_POLL_S)
             if not stands_still(process.pid):
                 moved = time.monotonic()
-            elif (still_s := time.monotonic() - moved) > self.cfg.deadlines.hang_s:
+            elif (still_s := time.monotonic() - moved) > self.cfg.engine.hang_s:
                 _log.warning("%s was stopped for %.0f s during startup: killed", name, still_s)
                 return kill_group(process.pid)
 

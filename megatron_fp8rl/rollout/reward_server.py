@@ -78,7 +78,7 @@ class _Server:
         if Endpoint.read(self._path) is None:
             raise RewardServerError(
                 f"the server of the reward model {self._options['folder']} did not start within "
-                f"deadlines.start_s = {self._cfg.deadlines.start_s:g} s; {self._log} ends with\n"
+                f"{self._cfg.engine.start_s:g} s; raise engine.deadline_scale, or see {self._log}, which ends with\n"
                 f"{last_lines(self._log)}"
             )
         self._keeper.start()
@@ -112,7 +112,7 @@ class _Server:
             )
 
     def _announce_when_ready(self) -> None:
-        end = time.monotonic() + self._cfg.deadlines.start_s
+        end = time.monotonic() + self._cfg.engine.start_s
         while self._process.poll() is None and not self._closed.is_set() and time.monotonic() < end:
             if _answers(self._url, self._token):
                 name = self._path.stem

@@ -158,7 +158,7 @@ class RolloutStream:
         complete = {group.prompt.prompt_id: group for group in self._window.abandon()}
         self._complete |= complete
         self._prompts.position = self._position
-        end = time.monotonic() + self.cfg.deadlines.update_s
+        end = time.monotonic() + self.cfg.engine.update_s
         while any(client.num_running for client in self._fleet.clients) and time.monotonic() < end:
             time.sleep(_LOOK_S / 10)
         return unfinished.save(self.cfg, self.version, list(self._complete.values()))
@@ -168,7 +168,7 @@ class RolloutStream:
 
     def __exit__(self, *_: object) -> None:
         if self._agents is not None:  # on rank 0; needs a running fleet
-            self._fleet.sync(self._agents.close(), self.cfg.deadlines.update_s)
+            self._fleet.sync(self._agents.close(), self.cfg.engine.update_s)
 
     def take_metrics(self) -> dict[str, float]:
         """On rank 0: engine events since the last call, and prompts skipped since the start."""
@@ -322,10 +322,10 @@ class RolloutStream:
 
         Includes the time to replace one replica that dies and to sample its prompts again.
         """
-        deadlines, sampling, scoring = self.cfg.deadlines, self.cfg.sampling, self.cfg.scoring
+        engine, sampling, scoring = self.cfg.engine, self.cfg.sampling, self.cfg.scoring
         num_scores = num_scores or sampling.prompts_per_step * sampling.completions_per_prompt
         score_s = scoring.deadline_s * (1 + num_scores / scoring.num_workers)
-        replaced_s = deadlines.start_s + deadlines.request_s
+        replaced_s = engine.start_s + engine.request_s
         if self._agents is not None:  # rounds of concurrent sessions
             replaced_s += -(-num_scores // self.cfg.session.max_running) * self.cfg.session.deadline_s
-        return num_rounds * (deadlines.request_s + deadlines.update_s + score_s) + replaced_s
+        return num_rounds * (engine.request_s + engine.update_s + score_s) + replaced_s

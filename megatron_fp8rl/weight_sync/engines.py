@@ -137,7 +137,7 @@ class Engines:
         except TimeoutError as error:
             raise TransportError(
                 f"{what}: not all engines answered; the publication had {self._deadline_s:.0f} s "
-                "(deadlines.update_s). Check the engines' logs for a hang"
+                "(engine.deadline_scale multiplies it). Check the engines' logs for a hang"
             ) from error
 
     def proof_layers(self) -> list[int]:

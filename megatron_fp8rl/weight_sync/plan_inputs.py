@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_fp8rl.config import (
-    DeadlineConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
@@ -34,7 +33,6 @@ class PlanInputs:
     parallel: ParallelConfig
     engine: EngineConfig
     weight_sync: WeightSyncConfig
-    deadlines: DeadlineConfig
 
     @classmethod
     def of(cls, cfg: RunConfig) -> PlanInputs:

@@ -78,14 +78,14 @@ class WeightExporter:
     """
 
     def __init__(self, policy: Policy, fleet: Receivers | None, cfg: RunConfig):
-        parallel, deadlines, engine = policy.parallel, cfg.deadlines, cfg.engine
+        parallel, engine = policy.parallel, cfg.engine
         self.cfg = cfg
         self.rank = parallel.rank
         inputs = PlanInputs.of(cfg)
         self.plan: Plan = inputs.plan
         self._group = None
         if parallel.world_size > 1:
-            longest_s = deadlines.update_s + deadlines.start_s  # rank 0 may wait for a replica
+            longest_s = engine.update_s + engine.start_s  # rank 0 may wait for a replica
             timeout = timedelta(seconds=longest_s + _GROUP_MARGIN_S)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._is_connected = False
@@ -123,7 +123,7 @@ class WeightExporter:
             return None
         if fleet is None:
             raise ValueError("WeightExporter on trainer rank 0: fleet is None; pass the fleet of engines")
-        return Engines(fleet, self.cfg.deadlines.update_s)
+        return Engines(fleet, self.cfg.engine.update_s)
 
     def publish(self, version: int, kv_scales: KVScales | None = None) -> PublishReport:
         """Collective: send the current weights to all engines, as policy ``version``; return a report on every rank.
@@ -131,7 +131,7 @@ class WeightExporter:
         ``kv_scales`` are the scales of an FP8 KV cache. If a replica dies, repeats the publication without it.
 
         Raises, on every rank:
-            TransportError: an engine fails, misses ``deadlines.update_s``, or no replica is left.
+            TransportError: an engine fails, misses its deadline, or no replica is left.
             WeightMismatch, KVScaleMismatch: an engine has other weights or scales than were sent.
             ValueError: a weight is not finite.
         """

@@ -63,7 +63,7 @@ class ShardSender:
         self._receivers = receivers
         self._group = group
         self._device = device
-        self._deadline_s = inputs.deadlines.update_s
+        self._deadline_s = inputs.engine.update_s
         # Shorter than the request's deadline, so that the engine's error arrives, which names both sides of the wait.
         self._timeout_s = 0.9 * self._deadline_s
         self._slices = inputs.slices()

@@ -60,7 +60,7 @@ def publish_through_changes(cfg: RunConfig):
 @pytest.mark.long
 def test_a_publication_is_repeated_without_a_dead_replica_and_the_next_one_reaches_its_successor(transport):
     cfg = shard_config("moe", transport, dict(world_size=2, expert=2), dict(tensor=2, num_replicas=2))
-    cfg = replace(cfg, deadlines=replace(cfg.deadlines, update_s=120.0))
+    cfg = replace(cfg, engine=replace(cfg.engine, deadline_scale=0.4))
     ranks = run_ranks(2, publish_through_changes, cfg, deadline_s=400)
     assert all(reports == ranks[0][0] for reports, _, _ in ranks)
     reports, calls, held = ranks[0]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import UPDATE_S, RunConfig
 from megatron_fp8rl.types import PublishReport
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from tests.helpers.dist import run_ranks
@@ -245,7 +245,7 @@ def fail_shards(cfg: RunConfig, failure: str):
     [
         ("engine", "TransportError", ["replica 0", "exit code -9"]),
         ("late", "TransportError", ["replica 0", "trainer rank 1", "within 7.2 s"]),
-        ("hang", "TransportError", ["policy version 2 (direct)", "deadlines.update_s"]),
+        ("hang", "TransportError", ["policy version 2 (direct)", "engine.deadline_scale"]),
         ("rank", "ValueError", ["decoder.layers.2.mlp.experts.3.linear_fc2.weight: shape (3, 3)"]),
         ("nan", "ValueError", ["model.layers.1.mlp.experts.2.gate_proj.weight", "NaN"]),
         ("lie", "WeightMismatch", ["model.embed_tokens.weight in replica 0 rank 1: corrupted"]),
@@ -256,7 +256,7 @@ def test_all_ranks_raise_the_same_error_before_the_deadline(transport, failure, 
     limit_s = 8.0 if failure == "late" else 100.0
     cfg = replace(
         cfg,
-        deadlines=replace(cfg.deadlines, update_s=limit_s),
+        engine=replace(cfg.engine, deadline_scale=limit_s / UPDATE_S),
         weight_sync=replace(cfg.weight_sync, bucket_bytes=100_000),
     )
     ranks = run_ranks(2, fail_shards, cfg, failure, deadline_s=300)

@@ -21,8 +21,7 @@ def engine_cfg() -> RunConfig:
         model=replace(cfg.model, max_position_embeddings=1024),
         precision=replace(cfg.precision, bf16_last_layers=1),
         sampling=replace(cfg.sampling, max_prompt_tokens=64, max_completion_tokens=512),
-        engine=replace(cfg.engine, record_routed_experts=True),
-        deadlines=replace(cfg.deadlines, start_s=300.0, request_s=240.0, update_s=120.0),
+        engine=replace(cfg.engine, record_routed_experts=True, deadline_scale=0.5),
     )
 
 

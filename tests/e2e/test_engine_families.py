@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_weights import policy_of
 
-from megatron_fp8rl.config import DeadlineConfig, ModelConfig, PrecisionConfig, RunConfig, WeightSyncConfig
+from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig, WeightSyncConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.family_configs import DEEPSEEK, GLM, LLAMA, MIXTRAL
@@ -44,10 +44,7 @@ def update_and_score(family: str, rollout: str, folder: Path) -> dict:
     """Publish random weights to an engine, which proves that it holds them; its log-probabilities after that."""
     precision = PrecisionConfig(trainer="bf16", rollout=rollout)
     weight_sync = WeightSyncConfig(bucket_bytes=100_000)
-    deadlines = DeadlineConfig(update_s=60.0)
-    cfg = RunConfig(
-        name=family, model=MODELS[family], precision=precision, weight_sync=weight_sync, deadlines=deadlines
-    )
+    cfg = RunConfig(name=family, model=MODELS[family], precision=precision, weight_sync=weight_sync)
     weights = random_weights(cfg.model)
     inprocess.write_checkpoint(cfg, weights, folder)
     llm = inprocess.build_engine(cfg, folder, load_format="dummy")

@@ -8,7 +8,7 @@ import torch
 from engine_weights import policy_of
 from test_online_update import DENSE, MOE
 
-from megatron_fp8rl.config import DeadlineConfig, PrecisionConfig, RunConfig, SamplingConfig
+from megatron_fp8rl.config import PrecisionConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.family_configs import DEEPSEEK, MIXTRAL
@@ -30,8 +30,7 @@ def load_and_update(case: str, folder: Path) -> dict:
 
     model, precision = CASES[case]
     sampling = SamplingConfig(max_prompt_tokens=64, max_completion_tokens=64)
-    deadlines = DeadlineConfig(update_s=120.0)
-    cfg = RunConfig(name=case, model=model, precision=precision, sampling=sampling, deadlines=deadlines)
+    cfg = RunConfig(name=case, model=model, precision=precision, sampling=sampling)
     weights = inprocess.random_weights(cfg, 3)
     source = write_folder(folder / "hf", weights, registry.to_hf_config(model))
     options = hf_to_fp8.Options(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_weights import policy_of
 
-from megatron_fp8rl.config import DeadlineConfig, EngineConfig, ModelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, ModelConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.precision.hardware import cpu_has_avx512
 from megatron_fp8rl.types import KVScales, Prompt
 from megatron_fp8rl.weight_sync.publish import WeightExporter
@@ -35,13 +35,11 @@ DENSE = ModelConfig(
 
 
 def config(kv_cache_dtype: str, hf_path: str | None = None) -> RunConfig:
-    deadlines = DeadlineConfig(update_s=120.0)
     engine = EngineConfig(kv_cache_dtype=kv_cache_dtype)
     return RunConfig(
         name="kv_cache",
         model=dataclasses.replace(DENSE, hf_path=hf_path),
         precision=PrecisionConfig(trainer="bf16", rollout="bf16"),
-        deadlines=deadlines,
         engine=engine,
     )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_weights import policy_of
 
-from megatron_fp8rl.config import DeadlineConfig, ModelConfig, PrecisionConfig, RunConfig, WeightSyncConfig
+from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig, WeightSyncConfig
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.transports import choose
 from megatron_fp8rl.weight_sync.transports.cuda_ipc import IpcTransport
@@ -50,8 +50,7 @@ CASES = {
 def config(case: str, bucket_bytes: int) -> RunConfig:
     model, precision, transport = CASES[case]
     weight_sync = WeightSyncConfig(transport=transport, bucket_bytes=bucket_bytes)
-    deadlines = DeadlineConfig(update_s=120.0)
-    return RunConfig(name=case, model=model, precision=precision, weight_sync=weight_sync, deadlines=deadlines)
+    return RunConfig(name=case, model=model, precision=precision, weight_sync=weight_sync)
 
 
 def update_and_reload(case: str, folder: Path) -> dict:

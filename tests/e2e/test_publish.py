@@ -61,11 +61,10 @@ class KillingTransport(GlooTransport):
 
 
 def test_an_engine_killed_in_the_middle_is_named(engine_cfg, tmp_path, monkeypatch):
-    """Gloo, which has two ways to notice, the messages and the request; the deadline would be 200 s."""
+    """Gloo, which has two ways to notice, the messages and the request; the deadline would be 150 s."""
     weight_sync = replace(engine_cfg.weight_sync, transport="gloo", bucket_bytes=200_000)
-    deadlines = replace(engine_cfg.deadlines, update_s=200.0)
     engine = replace(engine_cfg.engine, max_replica_restarts=0)
-    cfg = replace(engine_cfg, weight_sync=weight_sync, deadlines=deadlines, engine=engine)
+    cfg = replace(engine_cfg, weight_sync=weight_sync, engine=engine)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         monkeypatch.setitem(choose.TRANSPORTS, "gloo", KillingTransport)
         KillingTransport.fleet = fleet

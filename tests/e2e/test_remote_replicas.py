@@ -27,17 +27,17 @@ from megatron_fp8rl.weight_sync.publish import WeightExporter
 from model_configs.tiny import tiny_qwen3_moe
 
 PROMPT = list(range(20, 40))
-START_S = 240.0
+DEADLINE_SCALE = 0.4
+START_S = 600.0 * DEADLINE_SCALE
 _OUTSIDE, _INSIDE = (f"10.97.{os.getpid() % 256}.{host}" for host in (1, 2))  # other tests make such networks too
 
 
 def remote_cfg() -> RunConfig:
     """What the replica's command line names; the test's overrides are words."""
     cfg = tiny_qwen3_moe()
-    engine = replace(cfg.engine, placement="remote", kv_cache_bytes=16 << 20)
+    engine = replace(cfg.engine, placement="remote", kv_cache_bytes=16 << 20, deadline_scale=DEADLINE_SCALE)
     weight_sync = replace(cfg.weight_sync, transport="auto")
-    deadlines = replace(cfg.deadlines, start_s=START_S, request_s=60.0, update_s=60.0)
-    return replace(cfg, name="remote", engine=engine, weight_sync=weight_sync, deadlines=deadlines)
+    return replace(cfg, name="remote", engine=engine, weight_sync=weight_sync)
 
 
 def words() -> list[str]:
@@ -48,8 +48,8 @@ def words() -> list[str]:
         "auto",
         "--engine.kv_cache_bytes",
         str(16 << 20),
-        "--deadlines.start_s",
-        str(START_S),
+        "--engine.deadline_scale",
+        str(DEADLINE_SCALE),
     ]
 
 
@@ -173,7 +173,7 @@ def test_a_remote_replica_is_found_published_to_lost_and_found_again(other_host,
 
 def test_missing_replicas_are_named_with_the_ends_of_their_logs(tmp_path):
     base = remote_cfg()
-    cfg = replace(base, engine=replace(base.engine, num_replicas=3), deadlines=replace(base.deadlines, start_s=1.5))
+    cfg = replace(base, engine=replace(base.engine, num_replicas=3, deadline_scale=1.5 / 600))
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rollout-1.node4.log").write_text("starting\nValueError: no such model\n")
     endpoint = Endpoint(

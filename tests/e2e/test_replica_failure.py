@@ -45,9 +45,8 @@ def pair(engine_cfg: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Ite
         engine_cfg.engine, num_replicas=2, kv_cache_bytes=16 << 20, max_replica_restarts=7, record_routed_experts=False
     )
     sampling = replace(engine_cfg.sampling, prompts_per_step=8, completions_per_prompt=2, max_completion_tokens=96)
-    deadlines = replace(engine_cfg.deadlines, hang_s=15.0)
     weight_sync = replace(engine_cfg.weight_sync, transport="gloo")
-    cfg = replace(engine_cfg, engine=engine, sampling=sampling, deadlines=deadlines, weight_sync=weight_sync)
+    cfg = replace(engine_cfg, engine=engine, sampling=sampling, weight_sync=weight_sync)
     folder = tmp_path_factory.mktemp("pair")
     with Fleet.start(cfg, write_hf_dir(cfg, folder / "hf"), folder) as fleet:
         yield fleet

@@ -21,8 +21,7 @@ PROMPT = list(range(20, 44))
 def test_two_data_parallel_ranks_with_two_expert_parallel_ranks(engine_cfg, tmp_path: Path):
     engine = replace(engine_cfg.engine, data=2, expert=2, record_routed_experts=False)
     weight_sync = replace(engine_cfg.weight_sync, spare_weights="device")
-    deadlines = replace(engine_cfg.deadlines, start_s=280.0)
-    cfg = replace(engine_cfg, engine=engine, weight_sync=weight_sync, deadlines=deadlines)
+    cfg = replace(engine_cfg, engine=engine, weight_sync=weight_sync)
     weights = [random_weights(cfg, seed) for seed in (1, 2)]
     policy = policy_of(cfg, weights[0])
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:

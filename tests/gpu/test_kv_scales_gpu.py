@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.config import (
-    DeadlineConfig,
     EngineConfig,
     PrecisionConfig,
     RunConfig,
@@ -46,10 +45,10 @@ def _cfg(attention: str) -> RunConfig:
         sleep_level=1,
         max_num_sequences=32,
         gpu_memory_utilization=0.2,
+        deadline_scale=0.2,
     )
     weight_sync = WeightSyncConfig(transport="gloo")
     sampling = SamplingConfig(max_prompt_tokens=128, max_completion_tokens=128)
-    deadlines = DeadlineConfig(start_s=120.0, update_s=60.0)
     precision = PrecisionConfig(trainer="bf16", rollout="bf16", kernels={"engine_attention": attention})
     return replace(
         cfg,
@@ -57,7 +56,6 @@ def _cfg(attention: str) -> RunConfig:
         engine=engine,
         weight_sync=weight_sync,
         sampling=sampling,
-        deadlines=deadlines,
         precision=precision,
     )
 

@@ -34,8 +34,8 @@ def _cfg(kind: str, how: str) -> RunConfig:
         torch_compile=False,
         kv_cache_bytes=256 << 20,
         gpu_memory_utilization=0.2,
+        deadline_scale=0.2,
     )
-    deadlines = replace(cfg.deadlines, start_s=120.0, request_s=30.0, update_s=60.0)
     weight_sync = replace(cfg.weight_sync, bucket_bytes=1 << 20, transport="ipc" if how == "direct" else "gloo")
     return replace(
         cfg,
@@ -43,7 +43,6 @@ def _cfg(kind: str, how: str) -> RunConfig:
         model=model,
         sampling=sampling,
         engine=engine,
-        deadlines=deadlines,
         weight_sync=weight_sync,
     )
 

@@ -46,9 +46,9 @@ def _cfg(kind: str) -> RunConfig:
         sleep_level=2,
         kv_cache_bytes=KV_BYTES,
         gpu_memory_utilization=0.3,
+        deadline_scale=0.2,
     )
-    deadlines = replace(cfg.deadlines, start_s=120.0, request_s=30.0, update_s=30.0)
-    return replace(cfg, name=f"sleep_{kind}", model=model, sampling=sampling, engine=engine, deadlines=deadlines)
+    return replace(cfg, name=f"sleep_{kind}", model=model, sampling=sampling, engine=engine)
 
 
 @pytest.fixture(scope="module")

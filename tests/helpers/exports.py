@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 
 from megatron_fp8rl.config import (
-    DeadlineConfig,
     EngineConfig,
     MlaConfig,
     ModelConfig,
@@ -73,9 +72,8 @@ def config(kind: str, layout: dict[str, int]) -> RunConfig:
         model=MODELS[kind],
         parallel=ParallelConfig(**layout),
         precision=PrecisionConfig(bf16_last_layers=1),
-        engine=EngineConfig(tensor=ENGINE_TENSOR[kind]),
+        engine=EngineConfig(tensor=ENGINE_TENSOR[kind], deadline_scale=0.2),
         weight_sync=WeightSyncConfig(bucket_bytes=200_000),
-        deadlines=DeadlineConfig(update_s=60.0),
     )
 
 

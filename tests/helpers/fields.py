@@ -5,11 +5,11 @@ from typing import Any
 
 from megatron_fp8rl.config import RunConfig
 
-SECTIONS = ("engine", "sampling", "weight_sync", "deadlines")
+SECTIONS = ("engine", "sampling", "weight_sync")
 
 
 def set_fields(cfg: RunConfig, **fields: Any) -> RunConfig:
-    """``cfg`` with each field set in the section of engines, sampling, weight updates or deadlines that has it."""
+    """``cfg`` with each field set in the section of engines, sampling or weight updates that has it."""
     for name, value in fields.items():
         (section,) = (each for each in SECTIONS if hasattr(getattr(cfg, each), name))
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})

@@ -128,7 +128,7 @@ class Transport:
                 self.watch()
                 self._raise_failure(what)
             if now > self._end:
-                raise DeliveryError(f"{what()} within {self.timeout_s:g} s (deadlines.update_s)")
+                raise DeliveryError(f"{what()} within {self.timeout_s:g} s (engine.deadline_scale multiplies it)")
             time.sleep(self.nap_s if nap_s is None else nap_s)
 
     def _raise_failure(self, what: Callable[[], str]) -> None:

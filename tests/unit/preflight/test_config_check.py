@@ -107,7 +107,7 @@ def test_five_mistakes_give_five_violations():
         ({"model__embedding_range": 1.0, "model__tie_embeddings": True}, "--model.embedding_range"),
         ({"model__embedding_range": 0.0}, "--model.embedding_range"),
         ({"output_dir": "/proc/x"}, "--output_dir"),
-        ({"deadlines__request_s": 0.001}, "--deadlines.request_s"),
+        ({"engine__deadline_scale": 0.0}, "--engine.deadline_scale"),
         ({"sampling__temperature": 1e-9}, "--sampling.temperature"),
         ({"sampling__prompts_per_step": 10**9}, "--sampling.prompts_per_step"),
         ({"engine__num_replicas": 100_000}, "--engine.num_replicas"),

@@ -69,15 +69,14 @@ def environment_on(generation: str, cfg) -> dict[str, str]:
 def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     cfg = grpo_qwen3_8b()
     fp8 = replace(cfg, precision=replace(cfg.precision, rollout="blockwise"))
-    fp8 = replace(fp8, deadlines=replace(fp8.deadlines, start_s=100.0))
     said = environment_on("hopper", fp8)[deep_gemm_warmup.LINEARS_VARIABLE]
-    assert said.split()[:3] == ["--deadline-s=40", "--sizes", "4096,4096"]
+    assert said.split()[:3] == ["--deadline-s=720", "--sizes", "4096,4096"]
     asked: list = []
     monkeypatch.setattr(deep_gemm_warmup, "ensure", lambda *words, **more: asked.append((*words, more)) or True)
     assert deep_gemm_warmup.main(said.split()) == 0
     trained = tuple(deep_gemm_warmup.trainer_sizes(fp8))
     work = Work(tuple(deep_gemm_warmup.linear_sizes(fp8)), 8192, trained, 8192)
-    assert asked == [(work, {"deadline_s": 40.0})] and trained
+    assert asked == [(work, {"deadline_s": 720.0})] and trained
     remote = replace(fp8, engine=replace(fp8.engine, placement="remote"))
     assert "--trained" not in environment_on("hopper", remote)[deep_gemm_warmup.LINEARS_VARIABLE]
     assert deep_gemm_warmup.start_from_env() is None

@@ -48,7 +48,7 @@ def test_ranks_cards_and_rails_share_the_bytes(name, trainer, engine):
 _MEASURED = """
 import json, resource, sys, time
 import torch  # every rank imports it in any case
-from megatron_fp8rl.config import DeadlineConfig, EngineConfig, ParallelConfig, PrecisionConfig, WeightSyncConfig
+from megatron_fp8rl.config import EngineConfig, ParallelConfig, PrecisionConfig, WeightSyncConfig
 from tests.helpers import traffic
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.sender import Slots
@@ -61,7 +61,6 @@ inputs = PlanInputs(
     parallel=ParallelConfig(world_size=256, tensor=4, pipeline=4, expert=64),
     engine=EngineConfig(num_replicas=4, data=32, expert=32),
     weight_sync=WeightSyncConfig(),
-    deadlines=DeadlineConfig(),
 )
 slices = inputs.slices()
 whole = inputs.whole([0, inputs.model.first_dense_layers])  # one layer of each kind

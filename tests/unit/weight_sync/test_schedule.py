@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp8rl.config import DeadlineConfig, EngineConfig, ParallelConfig, WeightSyncConfig
+from megatron_fp8rl.config import EngineConfig, ParallelConfig, WeightSyncConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout
 from megatron_fp8rl.precision.formats import QuantFormat
@@ -148,7 +148,6 @@ def test_whole_tensors_for_loaders():
         parallel=ParallelConfig(world_size=4, tensor=2, expert=2, expert_tensor=2),
         engine=EngineConfig(tensor=2, expert=2),
         weight_sync=WeightSyncConfig(bucket_bytes=1 << 20),
-        deadlines=DeadlineConfig(),
     )
     made, planned = inputs.plan, inputs.whole(range(MOE.num_layers))
     experts = {t.name: t for t in made.transfers if ".experts." in t.name}
