@@ -26,36 +26,6 @@ _VERSION = attrgetter("_version")
 
 @patches(
     "torch",
-    why="copies many tensors in few launches; PyTorch has no public API for this (torch._foreach_copy_)",
-    remove_when="PyTorch makes the foreach functions public",
-    optional=True,
-)
-def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False) -> None:
-    """Copy each source in place into the target of the same shape, converting dtypes; not recorded by autograd."""
-    if upstream.applies("copy_together"):
-        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
-    else:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=non_blocking)
-
-
-@patches(
-    "torch",
-    why="adds many tensors in few launches; PyTorch has no public API for this (torch._foreach_add_)",
-    remove_when="PyTorch makes the foreach functions public",
-    optional=True,
-)
-def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Add each source in place to the target of the same shape and dtype."""
-    if upstream.applies("add_together"):
-        torch._foreach_add_(targets, sources)
-    else:
-        for target, source in zip(targets, sources, strict=True):
-            target.add_(source)
-
-
-@patches(
-    "torch",
     why="detects writes to tensors since they were read, by autograd's version counter (Tensor._version)",
     remove_when="PyTorch exposes the version counter publicly",
 )

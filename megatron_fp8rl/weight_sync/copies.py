@@ -6,14 +6,12 @@ Runs in trainer ranks, which fill messages, and in engine workers, which read th
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.kernels.compat import copy_together
 from megatron_fp8rl.weight_sync.schedule import Message, Part
 
 
@@ -24,22 +22,14 @@ class Copies:
         """``pairs``: (target, source) of equal shape; the source is converted to the dtype of the target."""
         alike = [(t, s) for t, s in pairs if t.dtype == s.dtype and t.is_contiguous() and s.is_contiguous()]
         chosen = {id(t) for t, _ in alike}
-        self._others = [(t, s) for t, s in pairs if id(t) not in chosen]
-        self._groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for target, source in _merged(alike):
-            dtype = _widest(target, source)
-            targets, sources = self._groups[dtype]
-            targets.append(target.view(dtype))
-            sources.append(source.view(dtype))
+        self._pairs = [*_merged(alike), *((t, s) for t, s in pairs if id(t) not in chosen)]
 
     def __len__(self) -> int:
-        return len(self._others) + sum(len(targets) for targets, _ in self._groups.values())
+        return len(self._pairs)
 
     def __call__(self) -> None:
         """Copy on the current stream."""
-        for targets, sources in self._groups.values():
-            copy_together(targets, sources, non_blocking=True)
-        for target, source in self._others:
+        for target, source in self._pairs:
             target.copy_(source, non_blocking=True)
 
 
@@ -69,15 +59,6 @@ def _flat(tensor: Tensor, num_bytes: int) -> Tensor:
     """uint8 [num_bytes] starting at the first byte of ``tensor``."""
     start = tensor.storage_offset() * tensor.element_size()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), start, (num_bytes,))
-
-
-def _widest(target: Tensor, source: Tensor) -> torch.dtype:
-    """Return the widest integer dtype for both tensors, which needs the fewest loads."""
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        sizes = [n for t in (target, source) for n in (t.storage_offset(), t.data_ptr(), t.numel())]
-        if all(n % dtype.itemsize == 0 for n in sizes):
-            return dtype
-    return torch.uint8
 
 
 def parts_in(memory: Tensor, message: Message) -> Iterator[tuple[Part, Tensor]]:

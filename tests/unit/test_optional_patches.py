@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron_fp8rl import upstream
 from megatron_fp8rl.kernels import compat
@@ -79,18 +78,6 @@ def test_tokens_travel_by_megatrons_dispatcher(leave):
     assert choose(cfg, HOPPER).trainer.dispatch == "alltoall"
     (refused,) = refusals(replace(cfg, parallel=replace(cfg.parallel, dispatch="gather")), HOPPER)
     assert "GatherDispatcher" in str(refused)
-
-
-def test_lists_of_tensors_are_copied_and_added_one_by_one(leave, monkeypatch):
-    sources = [torch.randn(n) for n in (3, 5)]
-    targets = [torch.ones(n, dtype=torch.bfloat16) for n in (3, 5)]
-    leave("torch")
-    for function in ("_foreach_copy_", "_foreach_add_"):
-        monkeypatch.setattr(torch, function, None)
-    compat.copy_together(targets, sources)
-    assert all(torch.equal(target, source.bfloat16()) for target, source in zip(targets, sources, strict=True))
-    compat.add_together(targets, [source.bfloat16() for source in sources])
-    assert all(torch.equal(target, source.bfloat16() * 2) for target, source in zip(targets, sources, strict=True))
 
 
 def test_an_optimizer_quantizes_all_masters_at_once(leave):

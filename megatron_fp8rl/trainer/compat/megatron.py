@@ -18,7 +18,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor, nn
 
@@ -174,21 +173,6 @@ def _initial_values(parameter: nn.Parameter) -> Tensor | None:
 def _forget_initial_values(parameter: nn.Parameter) -> None:
     if hasattr(parameter, "_high_precision_init_val"):
         del parameter._high_precision_init_val
-
-
-@patches(
-    "megatron-core",
-    why="a dispatcher that skips sorting must still copy the token counts to the host at the same points as "
-    "Megatron-Core's (_maybe_dtoh_and_synchronize)",
-    remove_when="MoEAlltoAllTokenDispatcher skips the sort on a rank that has all experts",
-    optional=True,
-)
-def counts_on_host(dispatcher: MoEAlltoAllTokenDispatcher) -> Tensor:
-    """Move the tokens per expert to the host and out of the dispatcher."""
-    counts = dispatcher._maybe_dtoh_and_synchronize("before_permutation_2", dispatcher.tokens_per_expert)
-    counts = dispatcher._maybe_dtoh_and_synchronize("before_finish", counts)
-    dispatcher.tokens_per_expert = None
-    return counts
 
 
 @patches(

@@ -44,12 +44,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from torch import Tensor
 
-from megatron_fp8rl import upstream
 from megatron_fp8rl.kernels.combine import combine_experts
 from megatron_fp8rl.kernels.expert_slots import Choice
 from megatron_fp8rl.kernels.fused_moe import pack
 from megatron_fp8rl.kernels.types import Packed
-from megatron_fp8rl.trainer.compat.megatron import counts_on_host
 from megatron_fp8rl.upstream import patches
 
 if TYPE_CHECKING:
@@ -82,24 +80,6 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         top_k = self.config.moe_router_topk
         summed = combine_experts(outputs, self.probs, self.routing_map, top_k, self.weighted_parts)
         return summed.view(self.hidden_shape)
-
-
-@patches(
-    "megatron-core",
-    why="overrides dispatch_postprocess and combine_preprocess, which sort tokens that are already sorted",
-    remove_when="the dispatcher skips the sort on a rank that has all experts",
-    optional=True,
-)
-class OneRankDispatcher(Dispatcher):
-    """Dispatcher for a rank that has all experts, unsharded."""
-
-    def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [T, hidden] and probs [T], sorted by expert and returned unchanged; tokens per expert, on the host."""
-        return tokens, counts_on_host(self), probs
-
-    def combine_preprocess(self, outputs: Tensor) -> Tensor:
-        """outputs [T, hidden], unchanged."""
-        return outputs
 
 
 @dataclass(frozen=True)
@@ -235,9 +215,7 @@ class ExpertLayer(MoELayer):
                 reads_counts=self.experts.scales is None or self.experts.wgrad == "bf16",
             )
         elif config.moe_token_dispatcher_type == "alltoall":
-            is_alone = self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1
-            skips_sort = is_alone and upstream.applies("OneRankDispatcher", "counts_on_host")
-            self.token_dispatcher = (OneRankDispatcher if skips_sort else Dispatcher)(
+            self.token_dispatcher = Dispatcher(
                 self.num_local_experts,
                 self.local_expert_indices,
                 config=config,

@@ -36,7 +36,6 @@ import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
-from megatron_fp8rl.kernels.compat import add_together
 from megatron_fp8rl.kernels.expert_slots import Choice, sum_rows
 from megatron_fp8rl.kernels.fused_moe import (
     expert_permutation,
@@ -353,7 +352,8 @@ def _add_to_gradients(
     if not fused:
         return list(out.to(first.dtype).unbind())
     if is_apart:
-        add_together(buffers, list(out.to(buffers[0].dtype).unbind()))
+        for buffer, gradient in zip(buffers, out, strict=True):
+            buffer.add_(gradient.to(buffer.dtype))
     for weight in weights:
         weight.grad_added_to_main_grad = True
     if num_edges < len(weights):

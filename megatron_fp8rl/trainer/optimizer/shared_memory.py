@@ -21,7 +21,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
-from megatron_fp8rl.kernels.compat import copy_together
 from megatron_fp8rl.trainer.model.experts import GroupedExperts
 from megatron_fp8rl.trainer.model.linear import QuantizableLinear
 
@@ -55,8 +54,8 @@ class SharedMemory:
 
     def take_weights(self) -> None:
         """Use the new weights: drop copies of old ones."""
-        if self._read:
-            copy_together(self._read, self._written)
+        for target, source in zip(self._read, self._written, strict=True):
+            target.copy_(source)
         for reader in self._readers:
             reader.drop_copies()
         self.holds_gradients = False

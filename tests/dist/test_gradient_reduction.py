@@ -1,4 +1,4 @@
-"""Updates without the optional patches are the same, bit for bit; gradients that autograd does not see are reduced."""
+"""Gradients that autograd does not see are reduced over data-parallel ranks."""
 
 from dataclasses import replace
 
@@ -6,33 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.dist import run_ranks
-from tests.helpers.ranges import leave_range
-from tests.helpers.training import DENSE, MOE, SMOOTH_ADAM, continue_training, run_config, weight_pieces
-
-
-def updates(cfg, stock: bool):
-    """Metrics and weights of three updates, and the classes of the layers; ``stock``: without optional patches."""
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
-    if stock:
-        leave_range("megatron-core", "torch")
-    policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
-    modules = [module for model in policy.models for module in model.modules()]
-    layers = {type(getattr(module, "token_dispatcher", module)).__name__ for module in modules}
-    metrics, _ = continue_training(policy, 3)
-    return metrics, weight_pieces(policy), layers
-
-
-def test_optional_patches_change_no_bit():
-    cfg = run_config(model=MOE, params="bf16")
-    ((metrics, weights, layers),) = run_ranks(1, updates, cfg, False)
-    ((same_metrics, same_weights, stock_layers),) = run_ranks(1, updates, cfg, True)
-    assert "OneRankDispatcher" in layers and "OneRankDispatcher" not in stock_layers and "Dispatcher" in stock_layers
-    assert metrics == same_metrics
-    assert weights.keys() == same_weights.keys()
-    for key, (_, piece) in weights.items():
-        assert torch.equal(piece, same_weights[key][1]), key
+from tests.helpers.training import DENSE, SMOOTH_ADAM, run_config
 
 
 def reduced_gradients(overlap: bool):
