@@ -25,7 +25,7 @@ from launch.run_state import error_of, nothing_came, report_name
 from launch.spec import SAVED, JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
 from megatron_fp8rl.config import ConfigError
-from megatron_fp8rl.preflight import doctor
+from megatron_fp8rl.preflight import data_check
 
 _PROGRAM = "python -m launch"
 WATCH = ("status", "logs", "cancel")
@@ -248,7 +248,7 @@ def _data(options: Options, request: Request) -> tuple[list[str], list[str]]:
     """(problems, warnings) of a training job's data."""
     if options.job not in ("train", "rl") or request.cfg is None:
         return [], []
-    lines, findings = doctor.look_at_data(request.cfg)
+    lines, findings = data_check.look_at_data(request.cfg)
     print("\n".join(lines))
     by_severity = [[f.problem for f in findings if f.severity == severity] for severity in ("error", "warning")]
     return by_severity[0], by_severity[1]

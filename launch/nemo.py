@@ -34,7 +34,7 @@ from launch.cluster import Cluster
 from launch.plan import Request
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.config_source import as_function
-from megatron_fp8rl.preflight import doctor
+from megatron_fp8rl.preflight import data_check
 
 PLACEHOLDER = "/nemo_run"
 # Where nemo-run puts the job's output.
@@ -93,7 +93,7 @@ def _planned(
         if PLACEHOLDER in plan.spec.run_dir:
             problems.append(f"the run's folder = {plan.spec.run_dir!r} holds {PLACEHOLDER!r}, which nemo-run replaces")
         if job != "sft":
-            problems += [found.problem for found in doctor.look_at_data(cfg)[1] if found.severity == "error"]
+            problems += [found.problem for found in data_check.look_at_data(cfg)[1] if found.severity == "error"]
     if problems or plan.spec is None:
         raise PlanError("\n".join(problems))
     id = (

@@ -17,7 +17,8 @@ from launch.layout import Layout, Need, Place, plan_layout
 from launch.spec import JobSpec, Kind, Role, nodes_in_words
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.preflight import rules
-from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
+from megatron_fp8rl.preflight.assessment import DoctorOptions
+from megatron_fp8rl.preflight.diagnosis import diagnose
 from megatron_fp8rl.preflight.findings import arguments
 
 TRAINING_JOBS = ("train", "rl", "sft")

@@ -28,7 +28,8 @@ def row(name: str) -> str:
     """One line of the table."""
     sys.path.insert(0, str(ROOT))
     from megatron_fp8rl import cli
-    from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
+    from megatron_fp8rl.preflight.assessment import DoctorOptions
+    from megatron_fp8rl.preflight.diagnosis import diagnose
     from megatron_fp8rl.preflight.memory import GIB
 
     function = cli.config_functions()[name]

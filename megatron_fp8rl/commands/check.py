@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_fp8rl import cli
 from megatron_fp8rl.preflight import doctor, plan, show
-from megatron_fp8rl.preflight.diagnosis import DoctorOptions
+from megatron_fp8rl.preflight.assessment import DoctorOptions
 
 
 def _doctor(invocation: cli.Invocation) -> int:

@@ -37,7 +37,8 @@ from megatron_fp8rl.config import (
 from megatron_fp8rl.envs.source_kind import has_rows, kind_of, short_name
 from megatron_fp8rl.names.registry import from_hf_config
 from megatron_fp8rl.preflight import auto_layout, rules
-from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
+from megatron_fp8rl.preflight.assessment import DoctorOptions
+from megatron_fp8rl.preflight.diagnosis import diagnose
 from megatron_fp8rl.preflight.doctor import headline
 from megatron_fp8rl.preflight.memory import GIB, GpuName
 

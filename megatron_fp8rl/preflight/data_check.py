@@ -1,15 +1,21 @@
-"""Check the data of a run before engines start."""
+"""Check the data of a run and its doubtful settings before engines start. Imports no torch."""
 
 from __future__ import annotations
 
-from megatron_fp8rl.config import ConfigError, RunConfig, Violation
-from megatron_fp8rl.preflight.diagnosis import doubts
-from megatron_fp8rl.preflight.doctor import look_at_data
+import os
+from pathlib import Path
+
+from megatron_fp8rl.config import KERNELS, ConfigError, RunConfig, Violation
+from megatron_fp8rl.precision.hardware import Generation, cpu_has_avx512
+from megatron_fp8rl.preflight.findings import Finding
 from megatron_fp8rl.preflight.rules import local_accelerator
+
+_OF_GPUS = {f"precision.kernels.{role}": "auto" for role in KERNELS if role.startswith("engine_")}
+_OF_GPUS |= {"engine.sleep_level": 0}
 
 
 def check_data(cfg: RunConfig) -> None:
-    """Print what the sources contain, the rewards of known answers, and doubts. A replay reads no data.
+    """Print the contents of the sources, the rewards of known answers, and warnings. A replay reads no data.
 
     Raises:
         ConfigError: a source cannot be used.
@@ -25,3 +31,67 @@ def check_data(cfg: RunConfig) -> None:
         values = {"--data.environments": [source.dataset for source in cfg.data.environments]}
         values["--data.max_dropped"] = cfg.data.max_dropped
         raise ConfigError([Violation(e.subject, values[e.subject], e.problem, "Nothing was started") for e in errors])
+
+
+def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
+    """(lines for people, findings): rows are read, prompts rendered, a few reference and empty answers scored.
+
+    Imports the tokenizer and the generators, which takes seconds.
+    """
+    if cfg.model.hf_path is None and not cfg.warm_start.steps and cfg.data.tokenizer == "character":
+        return ["data was not read: neither a model nor a tokenizer is named"], []
+    tokenizer = cfg.model.hf_path or cfg.data.tokenizer
+    if tokenizer != "character" and not Path(tokenizer).is_dir():
+        return [f"data was not read: there is no tokenizer in {tokenizer}"], []
+    try:
+        from megatron_fp8rl.data.dropped import TooManyDroppedError
+        from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
+        from megatron_fp8rl.data.tokenizer import load_tokenizer
+    except ImportError as error:  # on a login node
+        return [f"data was not read: {error}"], []
+    try:
+        reports = inspect_sources(cfg, load_tokenizer(tokenizer))
+    except (ValueError, OSError, ImportError) as error:
+        return [], [Finding("error", "--data.environments", str(error))]
+    lines = [line for report in reports for line in report.lines()]
+    findings = []
+    try:
+        require_usable(reports, cfg.data.max_dropped)
+    except TooManyDroppedError as error:
+        findings.append(Finding("error", "--data.max_dropped", str(error)))
+    for report in reports:
+        if report.num_equal:
+            problem = f"{report.num_equal} held-out questions of {report.key} are training questions, too"
+            findings.append(Finding("warning", "--data.environments", problem))
+    for check in check_rewards(cfg, reports):
+        lines.append(check.line())
+        findings += [Finding("warning", "--data.environments.rewards", text) for text in check.warnings()]
+    return lines, findings
+
+
+def doubts(cfg: RunConfig, accelerator: Generation) -> list[Finding]:
+    """Warnings about settings that work and are probably not intended."""
+    warnings: list[tuple[str, str]] = []
+    num_updates, engine, sampling = cfg.num_steps * cfg.algo.updates_per_step, cfg.engine, cfg.sampling
+    if 0 < num_updates <= cfg.optim.warmup_steps:
+        share = num_updates / cfg.optim.warmup_steps
+        problem = f"--optim.warmup_steps {cfg.optim.warmup_steps} is longer than the run of {num_updates} updates, "
+        warnings.append(("optim.warmup_steps", f"{problem}which ends at {share:.2g} of the learning rate"))
+    for path, default in _OF_GPUS.items() if accelerator == "cpu" and engine.placement != "remote" else ():
+        if (value := cfg.value(path)) != default:
+            warnings.append((path, f"--{path} {value} has no effect without a GPU"))
+    if accelerator == "cpu" and engine.kv_cache_dtype == "fp8" and not cpu_has_avx512():
+        problem = "vLLM supports an FP8 KV cache on GPUs and on CPUs with AVX-512, which this machine lacks"
+        warnings.append(("engine.kv_cache_dtype", problem))
+    if sampling.window_groups > (most := sampling.max_staleness * sampling.prompts_per_step) > 0:
+        problem = (
+            f"groups stay {sampling.window_groups / sampling.prompts_per_step:g} steps in a window of "
+            f"{sampling.window_groups} on average, and tokens older than --sampling.max_staleness "
+            f"{sampling.max_staleness} are not trained; up to {most} groups most are (docs/agents.md)"
+        )
+        warnings.append(("sampling.window_groups", problem))
+    if engine.placement == "remote" and "LAUNCH_DIR" not in os.environ:
+        problem = "--engine.placement remote: this command starts no engines and waits for them "
+        problem += f"{engine.start_s:g} s; `python -m launch` starts them"
+        warnings.append(("engine.placement", problem))
+    return [Finding("warning", f"--{path}", problem) for path, problem in warnings]

@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.preflight import precision_table, rules, tiling
-from megatron_fp8rl.preflight.diagnosis import Diagnosis, DoctorOptions, diagnose
+from megatron_fp8rl.preflight.assessment import DoctorOptions
+from megatron_fp8rl.preflight.data_check import look_at_data
+from megatron_fp8rl.preflight.diagnosis import Diagnosis, diagnose
 from megatron_fp8rl.preflight.engine_memory import EngineEstimate
-from megatron_fp8rl.preflight.findings import Finding
 from megatron_fp8rl.preflight.memory import GIB, Estimate, host_bytes
 
 WIDTH = 118
-_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+_COLORS = {  # ANSI codes by pattern
+    r"^  error:|does not tile|differs?$|^This run cannot work.*": 31,
+    r"^  warning:|^This run can work; .*": 33,
+    r"^  note:": 36,
+    r"^This run can work\.|^ +\$ .*": 32,
+    r"^\S.*(?=\n  )": 1,
+}
 _VERDICTS = ("This run can work.", "This run can work; look at the warnings.", "This run cannot work.")
 
 
@@ -35,54 +42,14 @@ def run(cfg: RunConfig, options: DoctorOptions, config_name: str, overrides: Seq
     diagnosis = diagnose(cfg, options, config_name=config_name, overrides=overrides)
     lines: list[str] = []
     if options.data and not rules.check(cfg, accelerator=diagnosis.gpu.generation):
-        lines, found = look_at_data(cfg)
-        diagnosis = dataclasses.replace(diagnosis, findings=(*found, *diagnosis.findings))
+        lines, findings = look_at_data(cfg)
+        diagnosis = dataclasses.replace(diagnosis, findings=(*findings, *diagnosis.findings))
     if options.json:
         sys.stdout.write(to_json(diagnosis) + "\n")
     else:
         print("\n".join([*lines, ""]) if lines else "", end="\n" if lines else "")
-        print_report(diagnosis)
+        print(_colored(plain(diagnosis)) if sys.stdout.isatty() else plain(diagnosis))
     return diagnosis.status
-
-
-def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
-    """(lines for people, findings). Rows are read, prompts rendered, and a few reference and empty answers scored.
-
-    Imports the tokenizer and the generators, so it takes seconds; needs neither torch nor a GPU.
-    """
-    if cfg.model.hf_path is None and not cfg.warm_start.steps and cfg.data.tokenizer == "character":
-        return ["data was not read: neither a model nor a tokenizer is named"], []
-    tokenizer = cfg.model.hf_path or cfg.data.tokenizer
-    if tokenizer != "character" and not Path(tokenizer).is_dir():
-        return [f"data was not read: there is no tokenizer in {tokenizer}"], []
-    try:
-        from megatron_fp8rl.data.dropped import TooManyDroppedError
-        from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
-        from megatron_fp8rl.data.tokenizer import load_tokenizer
-    except ImportError as error:  # on a login node
-        return [f"data was not read: {error}"], []
-    try:
-        reports = inspect_sources(cfg, load_tokenizer(tokenizer))
-    except (ValueError, OSError, ImportError) as error:
-        return [], [_finding("error", "--data.environments", str(error))]
-    lines = [line for report in reports for line in report.lines()]
-    findings = []
-    try:
-        require_usable(reports, cfg.data.max_dropped)
-    except TooManyDroppedError as error:
-        findings.append(_finding("error", "--data.max_dropped", str(error)))
-    for report in reports:
-        if report.num_equal:
-            problem = f"{report.num_equal} held-out questions of {report.key} are training questions, too"
-            findings.append(_finding("warning", "--data.environments", problem))
-    for check in check_rewards(cfg, reports):
-        lines.append(check.line())
-        findings += [_finding("warning", "--data.environments.rewards", text) for text in check.warnings()]
-    return lines, findings
-
-
-def _finding(severity: str, subject: str, problem: str) -> Finding:
-    return Finding(severity=severity, subject=subject, problem=problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,26 +63,13 @@ class Table:
     notes: tuple[str, ...] = ()  # lines below
 
 
-def print_report(diagnosis: Diagnosis) -> None:
-    """Print tables to stdout: with rich on a terminal, as plain text elsewhere."""
-    if sys.stdout.isatty():
-        _print_rich(diagnosis)
-    else:
-        print(plain(diagnosis))
-
-
 def tables(diagnosis: Diagnosis) -> list[Table]:
     """All tables, in the order of the report."""
-    found = []
+    memory = []
     if diagnosis.trainer is not None and diagnosis.engine is not None:
-        found = [_memory(diagnosis.trainer), _memory(diagnosis.engine.estimate, _cache_line(diagnosis.engine))]
-        if diagnosis.phases:
-            found.append(_phases(diagnosis))
-    if diagnosis.matrices:
-        found.append(_tiling(diagnosis))
-    if diagnosis.agreement:
-        found.append(_agreement(diagnosis))
-    return [*found, _packages(diagnosis)]
+        memory = [_memory(diagnosis.trainer), _memory(diagnosis.engine.estimate, _cache_line(diagnosis.engine))]
+    optional = ((diagnosis.phases, _phases), (diagnosis.matrices, _tiling), (diagnosis.agreement, _agreement))
+    return [*memory, *(table(diagnosis) for rows, table in optional if rows), _packages(diagnosis)]
 
 
 def headline(diagnosis: Diagnosis) -> str:
@@ -127,15 +81,9 @@ def headline(diagnosis: Diagnosis) -> str:
         total = f"{parameters.total:,} parameters ({_short(parameters.total)})"
         lines.append(f"{cfg.name}: {cfg.model.family}, {total}{active}")
     parallel = cfg.parallel
-    degrees = {
-        "TP": parallel.tensor,
-        "PP": parallel.pipeline,
-        "VP": parallel.virtual_stages,
-        "CP": parallel.context,
-        "EP": parallel.expert,
-        "ETP": parallel.expert_tensor,
-    }
-    layout = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "data parallel"
+    names = {"TP": "tensor", "PP": "pipeline", "VP": "virtual_stages", "CP": "context", "EP": "expert"}
+    degrees = {short: getattr(parallel, name) for short, name in (names | {"ETP": "expert_tensor"}).items()}
+    layout = " ".join(f"{short}{degree}" for short, degree in degrees.items() if degree > 1) or "data parallel"
     with_ = "and, in turns," if cfg.engine.placement == "colocated" else "+"
     lines.append(
         f"trainer {parallel.world_size} ({layout}) {with_} engines {cfg.engine.num_replicas} x {cfg.engine.ranks} = "
@@ -168,8 +116,8 @@ def _phases(diagnosis: Diagnosis) -> Table:
     """Trainer and engine on one GPU, phase by phase."""
 
     def gib(estimate: Estimate, whose: str = "") -> str:
-        own = estimate.of({part.name for part in estimate.parts if part.name.startswith(whose)})
-        return f"{own.total_bytes / GIB:.2f}"
+        parts = estimate.of({part.name for part in estimate.parts if part.name.startswith(whose)})
+        return f"{parts.total_bytes / GIB:.2f}"
 
     assert diagnosis.trainer is not None and diagnosis.engine is not None
     host = host_bytes(diagnosis.cfg, diagnosis.trainer, diagnosis.engine.estimate)
@@ -233,12 +181,12 @@ def _agreement(diagnosis: Diagnosis) -> Table:
 
 def _packages(diagnosis: Diagnosis) -> Table:
     """The packages that differ from the pins."""
-    odd = [package for package in diagnosis.packages if package.state != "ok"]
+    listed = [package for package in diagnosis.packages if package.state != "ok"]
     return Table(
         title="Packages in this environment",
         columns=("package", "wanted", "installed", "", "for"),
-        rows=tuple((p.name, p.wanted, p.installed or "-", p.shown_state, p.extra or "core") for p in odd),
-        notes=(f"{len(diagnosis.packages) - len(odd)} others are installed as wanted",),
+        rows=tuple((p.name, p.wanted, p.installed or "-", p.shown_state, p.extra or "core") for p in listed),
+        notes=(f"{len(diagnosis.packages) - len(listed)} others are installed as wanted",),
     )
 
 
@@ -290,41 +238,16 @@ def _remedy_lines(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.command:
         return ["with this change the run can work:", f"    $ {diagnosis.command}"]
     if diagnosis.tried:
-        text = f"no change was found that mends this: {diagnosis.tried}."
+        text = f"No automatic fix found. Tried: {diagnosis.tried}."
         return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     return []
 
 
-def _print_rich(diagnosis: Diagnosis) -> None:
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    console = Console()
-    console.print(Text(headline(diagnosis), style="bold"))
-    for table in tables(diagnosis):
-        shown = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="dim")
-        for i, column in enumerate(table.columns):
-            shown.add_column(column, justify="right" if i in table.right else "left")
-        for row in table.rows:
-            bad = any("does not tile" in cell or cell in ("differs", "differ") for cell in row)
-            shown.add_row(*map(Text, row), style="red" if bad else "bold" if row[0] == "total" else "")
-        console.print()
-        console.print(shown)
-        for line in table.notes:
-            console.print(line, highlight=False)
-    console.print(Text("\nFindings", style="bold"))
-    for finding in diagnosis.findings:
-        line = Text(f"{finding.severity}: ", style=_STYLES[finding.severity])
-        line.append(f"{finding.subject}: {finding.problem}.", style="default")
-        if finding.remedy:
-            line.append(f" {finding.remedy}.", style="default")
-        console.print(line)
-        if finding.command:
-            console.print(Text(f"  $ {finding.command}", style="green"), soft_wrap=True)
-    for line in _remedy_lines(diagnosis):
-        console.print(Text(line, style="green"), soft_wrap=True)
-    console.print(Text(f"\n{_VERDICTS[diagnosis.status]}", style=("green", "yellow", "bold red")[diagnosis.status]))
+def _colored(text: str) -> str:
+    """The report with colors of a terminal: severities, verdict, and what does not agree."""
+    for pattern, color in _COLORS.items():
+        text = re.sub(pattern, f"\x1b[{color}m\\g<0>\x1b[0m", text, flags=re.MULTILINE)
+    return text
 
 
 def to_json(diagnosis: Diagnosis) -> str:

@@ -7,14 +7,9 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megatron_fp8rl.config import RunConfig, Violation
-
-if TYPE_CHECKING:
-    from megatron_fp8rl.preflight.engine_memory import EngineEstimate
-    from megatron_fp8rl.preflight.memory import Estimate
-
 
 # The interval of every number. Bounds that depend on other fields stand in the rules. None is always allowed.
 RANGES = {
@@ -136,7 +131,6 @@ class Findings:
 
 Severity = Literal["error", "warning", "note"]
 Change = tuple[tuple[str, Any], ...]  # (dotted field, value), in the order in which they are typed
-EXIT_STATUS = {"note": 0, "warning": 1, "error": 2}
 
 
 def apply(cfg: RunConfig, change: Change) -> RunConfig:
@@ -169,43 +163,16 @@ def arguments(overrides: Sequence[str], change: Change) -> str:
     return shlex.join([*kept, *new])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
-    """One thing the user should know before the run starts."""
+    """A fact that the user should know before the run starts."""
 
     severity: Severity  # error: the run cannot work; warning: it may fail or be slow; note: information
     subject: str  # a field of the configuration, a package, or a process
     problem: str
-    remedy: str = ""  # in words
-    change: Change = ()  # to the configuration, which applies the remedy; in an Assessment only a proposal
-    command: str = ""  # applies ``change``; or a command that does not concern the configuration
-    code: str = ""  # of the violation, if the finding is one; "memory" if a GPU has too little
-    choices: tuple[Any, ...] = ()  # values of the field ``subject`` to try, the best first
+    remedy: str = ""  # a sentence
+    change: Change = ()  # a change of the configuration that applies the remedy; in an Assessment a proposal
+    command: str = ""  # applies ``change``, or a command that does not concern the configuration
+    code: str = ""  # the code of a violation; "memory" if a GPU has too little
+    choices: tuple[Any, ...] = ()  # values to try for the field ``subject``, the best first
     is_of_layout: bool = False  # a warning that another layout may avoid
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assessment:
-    """Everything that preflight finds about one configuration on given machines. No estimates if the degrees do not divide the model."""
-
-    findings: tuple[Finding, ...]
-    trainer: Estimate | None = None
-    engine: EngineEstimate | None = None
-    phases: tuple[Estimate, ...] = ()  # of a GPU shared by trainer and engine; empty if each has its own
-
-    @property
-    def errors(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.severity == "error"]
-
-    @property
-    def works(self) -> bool:
-        return not self.errors
-
-    @property
-    def num_layout_warnings(self) -> int:
-        return sum(finding.is_of_layout for finding in self.findings)
-
-
-def exit_status(findings: Sequence[Finding]) -> int:
-    """2 if the run cannot work, 1 if there are warnings, 0 otherwise."""
-    return max((EXIT_STATUS[finding.severity] for finding in findings), default=0)

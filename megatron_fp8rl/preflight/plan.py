@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from megatron_fp8rl.config import PrecisionConfig, RunConfig
 from megatron_fp8rl.precision import parameters
@@ -49,40 +50,29 @@ class PlanOptions:
         return [f"--{name} {value}: more than 0 is needed" for name, value in given.items() if not value > 0]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One layout and the seconds of its step."""
-
-    layout: Layout
-    time: StepTime
-
-    @property
-    def cfg(self) -> RunConfig:
-        return self.layout.cfg
-
-    @property
-    def text(self) -> str:
-        parallel = self.cfg.parallel
-        virtual = f" VP{parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
-        trainer = (
-            f"{parallel.world_size} = TP{parallel.tensor} PP{parallel.pipeline}{virtual} EP{parallel.expert} "
-            f"DP{parallel.data}, {self.cfg.optim.max_tokens_per_microbatch:,} tokens a microbatch"
-        )
-        engine = f"DP{self.cfg.engine.data} TP{self.cfg.engine.tensor} EP{self.cfg.engine.expert}"
-        shared = " on the same GPUs" if self.cfg.engine.placement == "colocated" else ""
-        return f"{trainer}; {self.cfg.engine.num_replicas} x {engine}{shared}"
+def layout_text(cfg: RunConfig) -> str:
+    """A layout in one line."""
+    parallel, engine = cfg.parallel, cfg.engine
+    virtual = f" VP{parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
+    shared = " on the same GPUs" if engine.placement == "colocated" else ""
+    return (
+        f"{parallel.world_size} = TP{parallel.tensor} PP{parallel.pipeline}{virtual} EP{parallel.expert} "
+        f"DP{parallel.data}, {cfg.optim.max_tokens_per_microbatch:,} tokens a microbatch; "
+        f"{engine.num_replicas} x DP{engine.data} TP{engine.tensor} EP{engine.expert}{shared}"
+    )
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Layouts that work, the cheapest first; and numbers of refused ones, by reason."""
+class Plan:
+    """Layouts that work, the cheapest first; numbers of refused layouts, by reason; lines of the report."""
 
-    found: tuple[Choice, ...]
+    layouts: list[Layout]
     refused: Counter[str]
+    lines: list[str]
 
     @property
     def num_considered(self) -> int:
-        return len(self.found) + self.refused.total()
+        return len(self.layouts) + self.refused.total()
 
 
 def run(cfg: RunConfig, options: PlanOptions) -> int:
@@ -90,13 +80,13 @@ def run(cfg: RunConfig, options: PlanOptions) -> int:
     if problems := options.problems():
         print("\n".join(f"python -m megatron_fp8rl plan: {problem}" for problem in problems), file=sys.stderr)
         return 2
-    choices, lines = plan(cfg, options)
-    print("\n".join(lines))
-    return 0 if choices.found else 2
+    result = plan(cfg, options)
+    print("\n".join(result.lines))
+    return 0 if result.layouts else 2
 
 
-def plan(cfg: RunConfig, options: PlanOptions) -> tuple[Choices, list[str]]:
-    """(layouts, lines of the report)."""
+def plan(cfg: RunConfig, options: PlanOptions) -> Plan:
+    """Assess the layouts on ``options.gpus`` and describe the best."""
     machines = DoctorOptions(gpu=options.gpu, num_gpus=options.gpus, gpus_per_node=options.gpus_per_node)
     rates, sampling = Rates.of(options.gpu), cfg.sampling
     network = Network(
@@ -110,12 +100,10 @@ def plan(cfg: RunConfig, options: PlanOptions) -> tuple[Choices, list[str]]:
             cfg, lengths, rates, network, memory_bytes=memory, gpus=options.gpus, gpus_per_node=options.gpus_per_node
         )
 
-    def choices_of(cfg: RunConfig) -> Choices:
-        layouts, refused = all_layouts(cfg, machines, lambda cfg: timed(cfg).gpu_seconds_per_million)
-        return Choices(tuple(Choice(layout, timed(layout.cfg)) for layout in layouts), refused)
-
-    choices, counted = choices_of(cfg), parameters.count(cfg.model)
-    lines = [
+    counted = parameters.count(cfg.model)
+    result = Plan(*all_layouts(cfg, machines, timed), [])
+    layouts = result.layouts
+    result.lines[:] = [
         f"{cfg.name}: {counted.total / 1e9:.1f} G parameters, {counted.active / 1e9:.1f} G active; {options.gpus} "
         f"{options.gpu.upper()} in nodes of {options.gpus_per_node}; {sampling.prompts_per_step} x "
         f"{sampling.completions_per_prompt} sequences of {lengths.prompt:.0f} + {lengths.mean:.0f} tokens on average, "
@@ -123,48 +111,51 @@ def plan(cfg: RunConfig, options: PlanOptions) -> tuple[Choices, list[str]]:
         f"rates: {rates.source}. Network, assumed: {network.nic_bytes_per_s / 1e9:.0f} GB/s of a card, "
         f"{network.nvlink_bytes_per_s / 1e9:.0f} GB/s within a node. Nothing of this was measured across nodes.",
         "",
-        f"{choices.num_considered} layouts considered, {len(choices.found)} can work",
-        *(f"  {count:5d} refused: {reason[:150]}" for reason, count in choices.refused.most_common(6)),
+        f"{result.num_considered} layouts considered, {len(layouts)} can work",
+        *(f"  {count:5d} refused: {reason[:150]}" for reason, count in result.refused.most_common(6)),
+        "",
     ]
-    if not choices.found:
-        return choices, [*lines, "", "No layout works: ask for more GPUs, or let the doctor propose a change."]
-    best = choices.found[0]
-    lines += ["", *_table(choices.found[: options.top]), "", *_degrees(choices), "", *_phases(best, options)]
-    lines += ["", *_against_bf16(best, choices_of), "", *_failures(best, options, network)]
-    return choices, lines
+    if not layouts:
+        result.lines.append("No layout works: ask for more GPUs, or let the doctor propose a change.")
+        return result
+    best = layouts[0]
+    comparison = _against_bf16(best, lambda cfg: all_layouts(cfg, machines, timed)[0])
+    blocks = _table(layouts[: options.top]), _degrees(layouts), _phases(best, options), comparison
+    for block in (*blocks, _failures(best, options, network)):
+        result.lines.extend([*block, ""])
+    del result.lines[-1]
+    return result
 
 
-def _table(shown: tuple[Choice, ...]) -> list[str]:
+def _table(layouts: list[Layout]) -> list[str]:
     head = f"  {'step s':>8} {'sample':>8} {'train':>8} {'publish':>8} {'pause':>7} {'GPU s/Mtok':>11}  layout"
     rows = [
         f"  {c.time.step:8.1f} {c.time.rollouts:8.1f} {c.time.training:8.1f} {c.time.publish:8.2f} {c.time.pause:7.2f} "
-        f"{c.time.gpu_seconds_per_million:11.0f}  {c.text}"
-        for c in shown
+        f"{c.cost:11.0f}  {layout_text(c.cfg)}"
+        for c in layouts
     ]
     return [head, *rows]
 
 
-def _degrees(choices: Choices) -> list[str]:
+def _degrees(layouts: list[Layout]) -> list[str]:
     """For each degree of the best layout: the best layout with another value, and its cost."""
-    best = choices.found[0]
-    lines = [f"best: {best.text}"]
-    for degree, name in (
-        (lambda c: c.cfg.parallel.world_size, "GPUs for the trainer"),
-        (lambda c: c.cfg.parallel.tensor, "trainer tensor"),
-        (lambda c: c.cfg.parallel.pipeline, "trainer pipeline"),
-        (lambda c: c.cfg.parallel.expert, "trainer expert"),
-        (lambda c: c.cfg.engine.data, "engine data"),
-        (lambda c: c.cfg.engine.tensor, "engine tensor"),
+    best = layouts[0]
+    lines = [f"best: {layout_text(best.cfg)}"]
+    for path, name in (
+        ("parallel.world_size", "GPUs for the trainer"),
+        *((f"parallel.{degree}", f"trainer {degree}") for degree in ("tensor", "pipeline", "expert")),
+        *((f"engine.{degree}", f"engine {degree}") for degree in ("data", "tensor")),
     ):
-        other = next((c for c in choices.found if degree(c) != degree(best)), None)
+        degree = attrgetter(f"cfg.{path}")
+        other = next((layout for layout in layouts if degree(layout) != degree(best)), None)
         if other is not None:
-            more = other.time.gpu_seconds_per_million / best.time.gpu_seconds_per_million - 1
+            more = other.cost / best.cost - 1
             lines.append(f"  {name} {degree(best)} (next best: {degree(other)}, {more:+.1%} GPU seconds)")
     return lines
 
 
-def _phases(best: Choice, options: PlanOptions) -> list[str]:
-    time, assessment = best.time, best.layout.assessment
+def _phases(best: Layout, options: PlanOptions) -> list[str]:
+    time, assessment = best.time, best.assessment
     order = "sampling overlaps training" if time.overlaps else "phases follow each other"
     moves = ["engines sleep and wake"] if best.cfg.engine.sleep_level else []
     moves += [f"the trainer offloads {', '.join(best.cfg.optim.offload)}"] if best.cfg.optim.offload else []
@@ -189,13 +180,13 @@ def _phases(best: Choice, options: PlanOptions) -> list[str]:
     ]
 
 
-def _against_bf16(best: Choice, choices_of: Callable[[RunConfig], Choices]) -> list[str]:
+def _against_bf16(best: Layout, layouts_of: Callable[[RunConfig], list[Layout]]) -> list[str]:
     """Whether FP8 pays in whole steps. The answer is yes or no only beyond the largest error of a measured step."""
     cfg = best.cfg
     if cfg.precision.trainer == cfg.precision.rollout == "bf16":
         return ["does FP8 pay? This run has none"]
     plain = PrecisionConfig(trainer="bf16", rollout="bf16", exact=cfg.precision.exact)
-    others = choices_of(replace(cfg, precision=plain, engine=replace(cfg.engine, kv_cache_dtype="auto"))).found
+    others = layouts_of(replace(cfg, precision=plain, engine=replace(cfg.engine, kv_cache_dtype="auto")))
     if not others:
         return ["does FP8 pay? In BF16 no layout works on these GPUs"]
     time, other = best.time, others[0].time
@@ -204,7 +195,7 @@ def _against_bf16(best: Choice, choices_of: Callable[[RunConfig], Choices]) -> l
     answer = "yes" if gain > error else "no" if gain < 1 / error else "too close to say"
     return [
         f"does FP8 pay? {answer}: {gain:.2f} times the tokens of a GPU hour in BF16, whose best layout is "
-        f"{others[0].text} (computed)",
+        f"{layout_text(others[0].cfg)} (computed)",
         *(
             f"  {name:<14} {getattr(other, name):9.2f} s in BF16 {getattr(time, name):9.2f} s in FP8"
             for name in ("rollouts", "old_logprobs", "update", "publish", "step")
@@ -214,7 +205,7 @@ def _against_bf16(best: Choice, choices_of: Callable[[RunConfig], Choices]) -> l
     ]
 
 
-def _failures(best: Choice, options: PlanOptions, network: Network) -> list[str]:
+def _failures(best: Layout, options: PlanOptions, network: Network) -> list[str]:
     """The time that lost nodes cost, with the save interval that loses least (Young, CACM 17(9), 1974).
 
     A lost node costs half an interval and a restart. The number of nodes in repair is Poisson with mean rate x repair

@@ -101,9 +101,9 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
     if precision.trainer != precision.rollout:
         found.append(
             Finding(
-                severity="note" if corrected else "warning",
-                subject="--precision.trainer",
-                problem=f"the trainer computes in {precision.trainer} and the engine in {precision.rollout}: two "
+                "note" if corrected else "warning",
+                "--precision.trainer",
+                f"the trainer computes in {precision.trainer} and the engine in {precision.rollout}: two "
                 "different quantized functions, so that the mismatch is larger than with one",
                 remedy=(
                     f"algo.correction = {cfg.algo.correction} weighs it; one recipe at both ends removes most of it"
@@ -116,18 +116,18 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
     if precision.trainer == "delayed" and (precision.bf16_first_layers or precision.bf16_last_layers):
         found.append(
             Finding(
-                severity="note",
-                subject="--precision.trainer",
-                problem="delayed scaling with BF16 edge layers is chosen per linear, from the layer table; "
+                "note",
+                "--precision.trainer",
+                "delayed scaling with BF16 edge layers is chosen per linear, from the layer table; "
                 "Megatron-Core's own switch refuses the combination",
             )
         )
     if "blockwise" in (precision.trainer, precision.rollout) and precision.scales == "fp32":
         found.append(
             Finding(
-                severity="note",
-                subject="--precision.scales",
-                problem="with FP32 scales every kernel divides in its own order: scales differ in the last bit between "
+                "note",
+                "--precision.scales",
+                "with FP32 scales every kernel divides in its own order: scales differ in the last bit between "
                 f"trainer and engine, bytes in about one of a thousand ({gpu.name.upper()} takes both kinds)",
                 remedy="Powers of two make all bytes and scales equal",
                 change=(("precision.scales", "pow2"),),
@@ -138,9 +138,9 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
         problem += "rounds its keys and values alike, but attends with another kernel"
         found.append(
             Finding(
-                severity="warning",
-                subject="--engine.kv_cache_dtype",
-                problem=problem,
+                "warning",
+                "--engine.kv_cache_dtype",
+                problem,
                 remedy="Watch mismatch/abs_logprob_diff/mean, or keep the cache in BF16",
                 change=(("engine.kv_cache_dtype", "auto"),),
             )
@@ -156,9 +156,9 @@ def _of_linears(cfg: RunConfig, choice: KernelChoice) -> list[Finding]:
         return []
     return [
         Finding(
-            severity="note",
-            subject="--precision.kernels.linears",
-            problem=f"kv_a_proj_with_mqa has {rows} rows, no multiple of {BLOCK}: DeepGEMM does not multiply it, "
+            "note",
+            "--precision.kernels.linears",
+            f"kv_a_proj_with_mqa has {rows} rows, no multiple of {BLOCK}: DeepGEMM does not multiply it, "
             "and the trainer takes the kernels of precision.kernels.trainer for it",
         )
     ]

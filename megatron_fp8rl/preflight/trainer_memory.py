@@ -46,7 +46,7 @@ from megatron_fp8rl.preflight.weights import RankWeights, expert_copies, on_trai
 
 # Allowances: a CUDA context with its modules and cuBLAS workspaces (measured on one H200: 1.7 GiB for a dense model,
 # 2.1 for an MoE model), and NCCL's buffers for each process group with more than one rank.
-_CONTEXT_BYTES = int(1.9 * GIB)
+CONTEXT_BYTES = int(1.9 * GIB)
 _GROUP_BYTES = int(0.2 * GIB)
 
 
@@ -250,7 +250,7 @@ def _overhead(cfg: RunConfig, tokens: Tokens) -> Part:
         stage_buffers = 4 * tokens.sequence * cfg.model.hidden_size * 2  # sent and received, in both directions, BF16
     return Part(
         name="communication, CUDA",
-        num_bytes=int(_CONTEXT_BYTES + groups * _GROUP_BYTES + stage_buffers),
-        formula=f"allowance: context {_CONTEXT_BYTES / GIB:.1f} GiB, "
+        num_bytes=int(CONTEXT_BYTES + groups * _GROUP_BYTES + stage_buffers),
+        formula=f"allowance: context {CONTEXT_BYTES / GIB:.1f} GiB, "
         f"{groups} process groups x {_GROUP_BYTES / GIB:.1f} GiB",
     )

@@ -14,7 +14,8 @@ from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight import rules
-from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
+from megatron_fp8rl.preflight.assessment import DoctorOptions
+from megatron_fp8rl.preflight.diagnosis import diagnose
 from model_configs import deepseek, dense, glm, llama, mixtral, qwen3, small
 
 ROOT = Path(__file__).parents[2]

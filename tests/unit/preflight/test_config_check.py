@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, RewardConfig, RouterConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.observe.recording import RolloutWriter
-from megatron_fp8rl.preflight.diagnosis import doubts
+from megatron_fp8rl.preflight.data_check import doubts
 from megatron_fp8rl.preflight.rules import check
 from tests.helpers.configs import DENSE, MOE, fields_of, make
 from tests.helpers.rollouts import make_group
@@ -372,7 +372,7 @@ def test_what_starts_all_the_same_is_doubted():
     ]
     assert len(doubts(cfg, "hopper")) == 1 and doubts(make(), "cpu") == []
     (remote,) = doubts(make(engine__placement="remote"), "cpu")
-    assert "`python -m launch` does" in remote.problem
+    assert "`python -m launch` starts them" in remote.problem
     window = {"sampling__max_staleness": 4, "sampling__prompts_per_step": 16}
     (full,) = doubts(make(sampling__window_groups=80, **window), "cpu")
     assert "groups stay 5 steps in a window of 80" in full.problem and "up to 64 groups" in full.problem

@@ -18,7 +18,8 @@ from megatron_fp8rl.commands import grpo
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.preflight import doctor, findings, packages, precision_table, rules, tiling
-from megatron_fp8rl.preflight.diagnosis import DoctorOptions, assess, diagnose
+from megatron_fp8rl.preflight.assessment import DoctorOptions, assess
+from megatron_fp8rl.preflight.diagnosis import diagnose
 from megatron_fp8rl.preflight.memory import GIB, GPUS, host_bytes
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_8b_colocated, grpo_qwen3_30b_a3b
@@ -140,7 +141,7 @@ def test_gpus_that_there_are_not():
     found = diagnose(grpo_qwen3_8b(), DoctorOptions(num_gpus=6))
     assert "--engine.num_replicas" in errors(found) and found.change == (("engine.num_replicas", 2),)
     none_left = diagnose(grpo_qwen3_8b(), DoctorOptions(num_gpus=4))
-    assert "no room for an engine" in errors(none_left)["--engine.num_replicas"].remedy
+    assert "leaves no GPU for an engine" in errors(none_left)["--engine.num_replicas"].remedy
 
 
 def test_machines_that_there_cannot_be_are_refused():

@@ -29,7 +29,7 @@ def works(cfg: RunConfig, num_gpus: int, gpu: str) -> tuple[bool, bool]:
     """Whether doctor knows a layout that works, and whether plan does."""
     machines = DoctorOptions(gpu=gpu, num_gpus=num_gpus)
     diagnosis = diagnose(cfg, machines)
-    layouts, _ = all_layouts(cfg, machines, lambda cfg: 0.0)
+    layouts, _ = all_layouts(cfg, machines, lambda cfg: timed())
     assert all(assess(layout.cfg, machines).works and gpus_wanted(layout.cfg) <= num_gpus for layout in layouts)
     return diagnosis.status < 2 or bool(diagnosis.change), bool(layouts)
 
@@ -50,7 +50,7 @@ def test_doctor_and_plan_agree_about_every_configuration(name):
 def test_a_single_layout_gets_longer_microbatches_too():
     """On one GPU the configuration is the only layout."""
     cfg = cli.config_functions()["grpo_qwen3_0_6b"]()
-    (choice,) = plan.plan(cfg, PlanOptions(gpus=1, gpu="h100"))[0].found
+    (choice,) = plan.plan(cfg, PlanOptions(gpus=1, gpu="h100")).layouts
     assert choice.cfg.optim.max_tokens_per_microbatch == 4 * cfg.optim.max_tokens_per_microbatch
 
 
@@ -125,22 +125,22 @@ def test_microbatches_are_as_long_as_is_faster_and_fits(tokens, longest):
         engine=replace(cfg.engine, placement="separate"),
         optim=replace(cfg.optim, max_tokens_per_microbatch=tokens),
     )
-    choices = plan.plan(cfg, PlanOptions(gpus=16))[0].found
+    choices = plan.plan(cfg, PlanOptions(gpus=16)).layouts
     sizes = {c.cfg.optim.max_tokens_per_microbatch for c in choices if c.cfg.parallel.tensor == 1}
     assert choices and max(sizes) == longest
-    assert all(c.layout.assessment.trainer.share <= TIGHT for c in choices)
+    assert all(c.assessment.trainer.share <= TIGHT for c in choices)
 
 
 @pytest.mark.slow
 def test_layouts_are_allowed_and_the_cheapest_comes_first():
     cfg = qwen3.grpo_qwen3_30b_a3b()
-    choices, _ = plan.plan(cfg, PlanOptions(gpus=32))
-    assert len(choices.found) > 20 and choices.num_considered == len(choices.found) + choices.refused.total()
-    costs = [choice.time.gpu_seconds_per_million for choice in choices.found]
+    result = plan.plan(cfg, PlanOptions(gpus=32))
+    assert len(result.layouts) > 20 and result.refused
+    costs = [layout.cost for layout in result.layouts]
     assert costs == sorted(costs)
-    assert all(gpus_wanted(choice.cfg) <= 32 for choice in choices.found)
-    few, _ = plan.plan(cfg, PlanOptions(gpus=2))
-    assert not few.found and few.refused
+    assert all(gpus_wanted(layout.cfg) <= 32 for layout in result.layouts)
+    few = plan.plan(cfg, PlanOptions(gpus=2))
+    assert not few.layouts and few.refused
 
 
 def test_the_command(capsys):

@@ -12,7 +12,8 @@ from megatron_fp8rl import cli
 from megatron_fp8rl.config import EngineConfig, OptimConfig, ParallelConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.names.registry import from_hf_config
 from megatron_fp8rl.preflight import auto_layout, doctor, findings
-from megatron_fp8rl.preflight.diagnosis import DoctorOptions, assess, diagnose, gpus_wanted
+from megatron_fp8rl.preflight.assessment import DoctorOptions, assess, gpus_wanted
+from megatron_fp8rl.preflight.diagnosis import diagnose
 from model_configs.deepseek import grpo_deepseek_v3
 from tests.unit.test_model_configs import (
     DEEPSEEK_V3,
@@ -228,7 +229,7 @@ def test_the_search_reads_no_text(monkeypatch):
 def test_what_was_tried_is_said():
     found = diagnose(run("deepseek_v3", dict(world_size=8), dict()), DoctorOptions(num_gpus=16))
     assert found.status == 2 and not found.command and "0 layouts of the trainer" in found.tried
-    assert "no change was found that mends this" in doctor.plain(found)
+    assert "No automatic fix found. Tried: " in doctor.plain(found)
     found = diagnose(replace(grpo_deepseek_v3(), data=replace(grpo_deepseek_v3().data, tokenizer="no/such/folder")))
     assert found.tried == "no value could be proposed for --data.tokenizer"
 
