@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_fp8rl import config as config_module
-from megatron_fp8rl.config import ParallelConfig, RunConfig
+from megatron_fp8rl.config import KERNELS, ParallelConfig, RunConfig
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
@@ -222,10 +222,14 @@ def _values(cfg: RunConfig, path: str, choices: Sequence[Any]) -> Iterator[Any]:
     None for a field of the model, whose architecture never changes.
     """
     section, _, field = path.rpartition(".")
-    if path.count(".") > 1 or section == "model":
+    is_kernel = section == "precision.kernels"
+    if section == "model" or (path.count(".") > 1 and not is_kernel):
         return
     yield from choices
     value = cfg.value(path)
+    if is_kernel:
+        yield from (choice for choice in KERNELS[field] if choice != value and choice not in choices)
+        return
     owner = type(getattr(cfg, section)) if section else RunConfig
     kind = typing.get_type_hints(owner, vars(config_module))[field]
     if typing.get_origin(kind) is typing.Literal:

@@ -113,6 +113,13 @@ def test_errors_of_several_kinds_get_one_command():
     assert dict(found.change)["weight_sync.transport"] == "auto"
 
 
+def test_a_kernel_that_does_not_support_the_recipe_is_replaced():
+    cfg = change(grpo_qwen3_8b(), precision__kernels={"linears": "deep_gemm"}, precision__trainer="tensorwise")
+    found = diagnose(cfg)
+    assert "--precision.kernels.linears" in errors(found)
+    assert found.change == (("precision.kernels.linears", "te"),)
+
+
 def test_a_trainer_that_does_not_fit_is_given_ranks_or_recompute():
     cfg = change(
         grpo_qwen3_8b(), parallel__world_size=2, optim__recompute="none", optim__max_tokens_per_microbatch=65536
