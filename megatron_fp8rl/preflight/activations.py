@@ -22,7 +22,6 @@ from megatron_fp8rl.precision.kernel_choice import TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
 
 _FP32_BYTES, _INT64_BYTES = 4, 8
-_FP8_BYTES = {"blockwise": 1 + _FP32_BYTES / BLOCK, "tensorwise": 1.0, "delayed": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +75,11 @@ class _Widths:
 def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKernels) -> LayerBytes:
     """Activations of one layer under the configured recomputation."""
     model, optim = cfg.model, cfg.optim
-    is_fp8 = (
-        LayerTable.build(model, cfg.precision)
-        .trainer_format(f"model.layers.{layer}.self_attn.o_proj.weight")
-        .is_quantized
-    )
+    table = LayerTable.build(model, cfg.precision)
+    recipe = table.trainer_format(f"model.layers.{layer}.self_attn.o_proj.weight")
     width = _Widths(
         element=4.0 if cfg.precision.params == "fp32" else 2.0,
-        fp8=_FP8_BYTES[cfg.precision.trainer] if is_fp8 else None,
+        fp8=recipe.activation_bytes_per_value if recipe.is_quantized else None,
     )
     norms = 2 * tokens.sequence * model.hidden_size * width.element  # inputs of the two norms: the residual stream
     attention, core, core_inputs = _attention(cfg, tokens, width)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.precision.formats import rollout_format, trainer_format
 from megatron_fp8rl.preflight import precision_table, rules, tiling
 from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.data_check import look_at_data
@@ -155,7 +156,8 @@ def _tiling(diagnosis: Diagnosis) -> Table:
         )
         for matrix in diagnosis.matrices
     ]
-    tiles = tiling.TILES[diagnosis.cfg.precision.trainer], tiling.TILES[diagnosis.cfg.precision.rollout]
+    precision = diagnosis.cfg.precision
+    tiles = trainer_format(precision).tile, rollout_format(precision).tile
     return Table(
         title=f"FP8 matrices (tiles: trainer {tiles[0]}, engine {tiles[1]}), and the degrees that tile up to 64",
         columns=("matrix", "number", "shape", "trainer rank", "its degrees", "engine worker", "engine.tensor"),

@@ -19,12 +19,11 @@ from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.layouts import EngineLayout
 from megatron_fp8rl.names.registry import FAMILIES
 from megatron_fp8rl.names.table import Weight, fill, sizes
-from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, rollout_format, trainer_format
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight.findings import Findings
 from megatron_fp8rl.weight_sync.plan import engine_slices, fills_blocks
 
-TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": BLOCK}
 _MAX_DEGREE = 64
 
 
@@ -161,8 +160,8 @@ def _ends(cfg: RunConfig) -> tuple[_End, _End]:
     trainer = ("parallel.tensor", parallel.tensor), ("parallel.expert_tensor", parallel.expert_tensor)
     whole = cfg.engine.expert > 1  # whole experts, or parts of each
     return (
-        _End("trainer", TILES[cfg.precision.trainer], on_trainer, *trainer),
-        _End("engine", TILES[cfg.precision.rollout], on_engine, engine, ("", 1) if whole else experts),
+        _End("trainer", trainer_format(cfg.precision).tile, on_trainer, *trainer),
+        _End("engine", rollout_format(cfg.precision).tile, on_engine, engine, ("", 1) if whole else experts),
     )
 
 

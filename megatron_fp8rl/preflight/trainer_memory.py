@@ -34,9 +34,9 @@ import math
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.names.registry import padded_vocab_size
+from megatron_fp8rl.precision.formats import trainer_format
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -95,14 +95,10 @@ def layers_in_flight(cfg: RunConfig, stage: int, layers: int) -> float:
 
 def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
     """Bytes of all FP8 copies that a linear keeps, per weight element."""
-    per_copy = {
-        "bf16": 0.0,
-        "delayed": 1.0,
-        "tensorwise": 1.0,
-        "blockwise": 1 + 4 / BLOCK**2,
-    }[cfg.precision.trainer]
-    is_per_tensor = cfg.precision.trainer in ("delayed", "tensorwise")
-    return per_copy * (gpu.fp8_weight_copies if is_per_tensor else 2)
+    recipe = trainer_format(cfg.precision)
+    if not recipe.is_quantized:
+        return 0.0
+    return recipe.bytes_per_value * (2 if recipe.weight_block else gpu.fp8_weight_copies)
 
 
 def shares_memory(cfg: RunConfig, kernels: TrainerKernels) -> tuple[bool, bool]:
