@@ -24,16 +24,7 @@ from tests.campaign import faults
 from tests.campaign.faults import ENDING, MARK, RESTING, RUNNING, Target
 
 ROOT = Path(__file__).resolve().parents[2]
-_COMPARED = (
-    "reward/",
-    "loss/",
-    "train/",
-    "mismatch/",
-    "eval/",
-    "rollout/length",
-    "rollout/surprisal",
-    "publish/version",
-)
+_COMPARED = tuple("reward/ loss/ train/ mismatch/ eval/ rollout/length rollout/surprisal publish/version".split())
 _TIMES = ("/s", "_per_s/mean", "time_share")
 _DISK_BYTES = 400 << 20
 _END_S = 30.0  # for processes of a run that has ended
@@ -92,14 +83,9 @@ class Campaign:
     def prepare(self) -> None:
         """Weights to start from, and the undisturbed run. Raises RuntimeError if that does not end well."""
         sft = [
-            "sft",
-            "tiny_qwen3",
-            "--output_dir",
+            *"sft tiny_qwen3 --output_dir".split(),
             str(self.work / "sft"),
-            "--warm_start.steps",
-            "40",
-            "--observe.display",
-            "plain",
+            *"--warm_start.steps 40 --observe.display plain".split(),
         ]
         self._done("sft", sft)
         self.model = self.work / "sft" / "warm_start" / "hf"

@@ -31,12 +31,8 @@ def _trained(cfg, num_updates):
     with pytest.MonkeyPatch.context() as patch:
         fake_deep_ep.install(patch)
         importlib.reload(fused_a2a)  # looks for the package
-        for name in (
-            "fused_dispatch",
-            "fused_combine",
-            "set_deepep_num_sms",
-            "hybrid_ep_dispatch",
-            "hybrid_ep_combine",
+        for name in tuple(
+            "fused_dispatch fused_combine set_deepep_num_sms hybrid_ep_dispatch hybrid_ep_combine".split()
         ):
             patch.setattr(token_dispatcher, name, getattr(fused_a2a, name))
         patch.setattr(torch, "zeros", on_cpu)  # of HybridEP's counter

@@ -45,15 +45,11 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MEGATRON_FP8RL_FORMAT": "blockwise_pow2",
 }
-PRELOAD = [
-    "transformers",
-    "vllm.entrypoints.llm",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.qwen3_moe",
-    "megatron_fp8rl.rollout.vllm_plugin.cpu.cpu_layers",
-    "megatron_fp8rl.rollout.vllm_plugin.worker",
-    "megatron_fp8rl.weight_sync.publish",
-]
+PRELOAD = (
+    "transformers vllm.entrypoints.llm vllm.v1.worker.cpu_worker vllm.model_executor.models.qwen3_moe "
+    "megatron_fp8rl.rollout.vllm_plugin.cpu.cpu_layers megatron_fp8rl.rollout.vllm_plugin.worker "
+    "megatron_fp8rl.weight_sync.publish"
+).split()
 PROMPTS = [list(range(3, 3 + n)) for n in (5, 17, 40)]
 
 
@@ -163,13 +159,8 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
 
     plugin.register()
     arguments = engine_arguments(cfg, folder, choose(cfg, Hardware("cpu")))
-    shared = (
-        "hf-overrides",
-        "worker-extension-cls",
-        "weight-transfer-config",
-        "dtype",
-        "max-model-len",
-        "kv-cache-dtype",
+    shared = tuple(
+        "hf-overrides worker-extension-cls weight-transfer-config dtype max-model-len kv-cache-dtype".split()
     )
     options = {key.replace("-", "_"): arguments[key] for key in shared}
     return LLM(

@@ -81,10 +81,7 @@ def test_sessions_go_on_over_publications_and_a_restart(tmp_path):
     }
     command = [
         sys.executable,
-        "-m",
-        "megatron_fp8rl",
-        "train",
-        "tiny_calculator",
+        *"-m megatron_fp8rl train tiny_calculator".split(),
         *(w for item in options.items() for w in item),
     ]
     with (tmp_path / "log").open("wb") as log:

@@ -18,17 +18,11 @@ def digits(completion, answer):
     share = sum(c.isdigit() for c in completion) / max(1, len(completion))
     return {"digits": share, "right": float(completion.strip() == answer)}
 """
-SHORT = (
-    "--sampling.max_prompt_tokens",
-    "128",
-    "--sampling.max_completion_tokens",
-    "12",
-    "--observe.display",
-    "plain",
-    "--observe.eval_prompts",
-    "4",
-    "--checkpoint.every_steps",
-    "1",
+SHORT = tuple(
+    (
+        "--sampling.max_prompt_tokens 128 --sampling.max_completion_tokens 12 --observe.display plain "
+        "--observe.eval_prompts 4 --checkpoint.every_steps 1"
+    ).split()
 )
 
 
@@ -62,18 +56,7 @@ def _rows(run_dir: Path) -> dict[int, list[int]]:
 
 
 def test_three_steps_stop_and_go_on_without_a_row_twice(folder: Path):
-    own = (
-        "grpo",
-        "--model",
-        "model",
-        "--data",
-        "train.jsonl",
-        "--eval",
-        "test.jsonl",
-        "--reward",
-        "reward.py:digits",
-        *SHORT,
-    )
+    own = (*"grpo --model model --data train.jsonl --eval test.jsonl --reward reward.py:digits".split(), *SHORT)
     few = ("--data.max_dropped", "0.1")
     first = _run(folder, *own, *few, "--num_steps", "2")
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
@@ -143,19 +126,7 @@ def test_data_that_cannot_be_used_stops_before_engines_start(folder: Path):
 
 
 def test_gpus_are_planned_for_without_any(folder: Path):
-    own = (
-        "--model",
-        "model",
-        "--data",
-        "train.jsonl",
-        "--reward",
-        "number",
-        "--gpus",
-        "8",
-        "--gpu",
-        "h100",
-        "--dry-run",
-    )
+    own = tuple("--model model --data train.jsonl --reward number --gpus 8 --gpu h100 --dry-run".split())
     printed = _run(folder, "grpo", *own)
     assert printed.returncode == 0, printed.stderr
     assert "world_size=8" in printed.stdout and "H100" in printed.stdout and "GiB per GPU" in printed.stdout

@@ -177,20 +177,14 @@ def problems(folder: Path, acknowledged: int) -> list[str]:
 def test_a_power_loss_at_any_moment_leaves_what_was_saved(tmp_path):
     trace, root, disk_dir = tmp_path / "trace", tmp_path / "out", tmp_path / "disk"
     command = [
-        "strace",
-        "-f",
-        "--seccomp-bpf",
-        "-o",
+        *"strace -f --seccomp-bpf -o".split(),
         str(trace),
-        "-y",
-        "-s",
+        *"-y -s".split(),
         str(100_000_000),
-        "-xx",
-        "-e",
+        *"-xx -e".split(),
         f"trace={_CALLS}",
         sys.executable,
-        "-m",
-        "tests.e2e.power_loss_script",
+        *"-m tests.e2e.power_loss_script".split(),
         str(root),
     ]
     root.mkdir()

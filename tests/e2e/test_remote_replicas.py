@@ -42,11 +42,7 @@ def remote_cfg() -> RunConfig:
 
 def words() -> list[str]:
     return [
-        "--engine.placement",
-        "remote",
-        "--weight_sync.transport",
-        "auto",
-        "--engine.kv_cache_bytes",
+        *"--engine.placement remote --weight_sync.transport auto --engine.kv_cache_bytes".split(),
         str(16 << 20),
         "--engine.deadline_scale",
         str(DEADLINE_SCALE),
@@ -89,14 +85,9 @@ def start_replica(before: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
     command = [
         *before,
         sys.executable,
-        "-m",
-        "megatron_fp8rl",
-        "replica",
-        "tiny_qwen3_moe",
+        *"-m megatron_fp8rl replica tiny_qwen3_moe".split(),
         *words(),
-        "--replica",
-        "0",
-        "--endpoint",
+        *"--replica 0 --endpoint".split(),
         str(endpoint_path(run_dir, 0)),
     ]
     (run_dir / "logs").mkdir(exist_ok=True)

@@ -79,30 +79,13 @@ def test_scores_are_those_of_transformers_and_a_lost_server_comes_back(folder: P
 
 
 def test_a_run_with_a_reward_model_by_one_command(folder: Path):
-    words = (
-        "grpo",
-        "--model",
-        "model",
-        "--data",
-        "train.jsonl",
-        "--reward",
-        "model:judge",
-        "--num_steps",
-        "1",
-        "--sampling.prompts_per_step",
-        "2",
-        "--sampling.completions_per_prompt",
-        "2",
-        "--sampling.max_prompt_tokens",
-        "64",
-        "--sampling.max_completion_tokens",
-        "8",
-        "--observe.display",
-        "plain",
-        "--name",
-        "judged",
-        "--checkpoint.export_hf",
-        "False",
+    words = tuple(
+        (
+            "grpo --model model --data train.jsonl --reward model:judge --num_steps 1 "
+            "--sampling.prompts_per_step 2 --sampling.completions_per_prompt 2 --sampling.max_prompt_tokens "
+            "64 --sampling.max_completion_tokens 8 --observe.display plain --name judged "
+            "--checkpoint.export_hf False"
+        ).split()
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGATRON_FP8RL_CACHE": str(folder / "c")}
     command = [sys.executable, "-m", "megatron_fp8rl", *words]

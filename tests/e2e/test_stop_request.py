@@ -17,15 +17,8 @@ from tests.helpers.processes import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600
-BRIEF = (
-    "--observe.display",
-    "plain",
-    "--observe.eval_prompts",
-    "4",
-    "--warm_start.steps",
-    "30",
-    "--sampling.prompts_per_step",
-    "4",
+BRIEF = tuple(
+    "--observe.display plain --observe.eval_prompts 4 --warm_start.steps 30 --sampling.prompts_per_step 4".split()
 )
 
 

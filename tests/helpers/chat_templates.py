@@ -98,40 +98,14 @@ ENDS = {
     "glm45": ("<|user|>", "<|observation|>"),
     "mistral": ("</s>",),
 }
-_SPECIAL = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|begin_of_sentence|>",
-    "<|end_of_sentence|>",
-    "<|User|>",
-    "<|Assistant|>",
-    "<|tool_output_begin|>",
-    "<|tool_output_end|>",
-    "[gMASK]",
-    "<sop>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-    "<|observation|>",
-    "<s>",
-    "</s>",
-    "[INST]",
-    "[/INST]",
-    "[AVAILABLE_TOOLS]",
-    "[/AVAILABLE_TOOLS]",
-    "[TOOL_CALLS]",
-    "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
+_SPECIAL = tuple(
+    (
+        "<|im_start|> <|im_end|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> "
+        "<|begin_of_sentence|> <|end_of_sentence|> <|User|> <|Assistant|> <|tool_output_begin|> "
+        "<|tool_output_end|> [gMASK] <sop> <|user|> <|assistant|> <|system|> <|observation|> <s> </s> [INST] "
+        "[/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS] <think> "
+        "</think> <tool_call> </tool_call> <tool_response> </tool_response>"
+    ).split()
 )
 
 

@@ -14,12 +14,4 @@ def request(config: str, *words: str, cluster: Cluster = GPU, **changes) -> Requ
     return Request(**values | changes)
 
 
-SMALL = (
-    "--parallel.world_size",
-    "2",
-    "--parallel.expert",
-    "2",
-    "--engine.placement",
-    "separate",
-    "--weight_sync.transport",
-)
+SMALL = tuple("--parallel.world_size 2 --parallel.expert 2 --engine.placement separate --weight_sync.transport".split())

@@ -12,21 +12,12 @@ from tests.helpers.own_model import make_model
 from tests.helpers.slurm_jobs import cluster_file, run_dir
 
 REWARD = "def digits(completion, answer):\n    return {'letters': len(set(completion)) / 10, 'at_launch': 1.0}\n"
-SHORT = (
-    "--num_steps",
-    "2",
-    "--sampling.prompts_per_step",
-    "4",
-    "--sampling.completions_per_prompt",
-    "2",
-    "--sampling.max_prompt_tokens",
-    "64",
-    "--sampling.max_completion_tokens",
-    "8",
-    "--checkpoint.export_hf",
-    "False",
-    "--observe.eval_prompts",
-    "0",
+SHORT = tuple(
+    (
+        "--num_steps 2 --sampling.prompts_per_step 4 --sampling.completions_per_prompt 2 "
+        "--sampling.max_prompt_tokens 64 --sampling.max_completion_tokens 8 --checkpoint.export_hf False "
+        "--observe.eval_prompts 0"
+    ).split()
 )
 
 

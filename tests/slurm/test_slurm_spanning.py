@@ -13,24 +13,12 @@ from slurm_cluster import SlurmCluster, last_job, lines_of, logs_of
 from tests.helpers.slurm_jobs import cluster_file, last_step, nodes_of, run_dir
 
 START_S = 420.0  # until a first step: imports, a warm start, an engine
-CONFIG = (
-    "tiny_qwen3_moe",
-    "--engine.placement",
-    "separate",
-    "--engine.tensor",
-    "2",
-    "--weight_sync.transport",
-    "gloo",
-    "--observe.eval_prompts",
-    "8",
-    "--sampling.prompts_per_step",
-    "16",
-    "--warm_start.steps",
-    "4",
-    "--checkpoint.every_steps",
-    "2",
-    "--optim.decay",
-    "constant",
+CONFIG = tuple(
+    (
+        "tiny_qwen3_moe --engine.placement separate --engine.tensor 2 --weight_sync.transport gloo "
+        "--observe.eval_prompts 8 --sampling.prompts_per_step 16 --warm_start.steps 4 "
+        "--checkpoint.every_steps 2 --optim.decay constant"
+    ).split()
 )
 
 

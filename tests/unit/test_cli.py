@@ -42,16 +42,7 @@ COMMANDS = {
 
 def test_overrides_are_typed_and_hyphens_read_like_underscores():
     invocation = cli.parse(
-        [
-            "rl",
-            "tiny_qwen3",
-            "--sampling.max-staleness",
-            "2",
-            "--algo.veto_below",
-            "None",
-            "--checkpoint.export_hf",
-            "False",
-        ],
+        "rl tiny_qwen3 --sampling.max-staleness 2 --algo.veto_below None --checkpoint.export_hf False".split(),
         COMMANDS,
     )
     assert invocation.config_name == "tiny_qwen3"
@@ -62,17 +53,7 @@ def test_overrides_are_typed_and_hyphens_read_like_underscores():
 
 
 def test_own_options_stand_apart_from_overrides():
-    words = [
-        "study",
-        "tiny_qwen3",
-        "--seeds",
-        "4",
-        "5",
-        "--num_steps",
-        "7",
-        "--set",
-        "data.environments.0.options.max_terms=4",
-    ]
+    words = "study tiny_qwen3 --seeds 4 5 --num_steps 7 --set data.environments.0.options.max_terms=4".split()
     invocation = cli.parse(words, COMMANDS)
     assert invocation.options == StudyOptions(seeds=(4, 5))
     assert invocation.overrides == ("--num_steps", "7", "--set", "data.environments.0.options.max_terms=4")
@@ -110,14 +91,7 @@ def test_kernels_are_chosen_together_or_by_role():
 
 
 def test_options_of_a_loss_are_set_one_by_one():
-    words = [
-        "--algo.loss",
-        "gspo",
-        "--set",
-        "algo.loss_options.dual_clip=3",
-        "--set",
-        "algo.loss_options.aggregate=token",
-    ]
+    words = "--algo.loss gspo --set algo.loss_options.dual_clip=3 --set algo.loss_options.aggregate=token".split()
     algo = cli.parse(["rl", "tiny_qwen3", *words], COMMANDS).cfg.algo
     assert (algo.loss, algo.loss_options) == ("gspo", {"dual_clip": 3, "aggregate": "token"})
     with pytest.raises(ConfigError, match=r"--algo.loss_options.dual_clip = 'much': has to lie above 1"):
@@ -246,16 +220,9 @@ def test_configuration_needs_no_torch():
 
 
 def test_words_that_were_parsed_once_say_the_same_of_other_configurations():
-    words = [
-        "--optim.lr",
-        "3e-4",
-        "--sampling.stop_token_ids",
-        "7",
-        "8",
-        "--num_steps=9",
-        "--set",
-        "data.environments.0.options.x=2",
-    ]
+    words = (
+        "--optim.lr 3e-4 --sampling.stop_token_ids 7 8 --num_steps=9 --set data.environments.0.options.x=2"
+    ).split()
     override = cli.overriding(words)
     first, second = cli.load_config("tiny_qwen3"), cli.load_config("tiny_qwen3_moe")
     for cfg in (first, second, first):

@@ -23,14 +23,7 @@ from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.preflight import findings, rules
 
 FIELDS = {
-    "precision": (
-        "trainer",
-        "rollout",
-        "scales",
-        "gradients",
-        "params",
-        "exact",
-    ),
+    "precision": ("trainer", "rollout", "scales", "gradients", "params", "exact"),
     "parallel": ("dispatch",),
     "engine": ("batch_invariant", "kv_cache_dtype"),
 }
