@@ -21,22 +21,17 @@ CHAT = ChatFormat(TOKENIZER, False, {}, frozenset({TOKENIZER.eos_token_id}))
 
 
 class Engine:
-    """Answers each prompt by a function of its text."""
+    """Answers each prompt by a function of its text, in the tokens of a chat format."""
 
-    def __init__(self, answer, *, version: int = 3, name: str = "a") -> None:
-        self.answer, self.version, self.name = answer, version, name
+    def __init__(self, answer, *, chat: ChatFormat = CHAT, name: str = "a") -> None:
+        self.answer, self.chat, self.name = answer, chat, name
         self.num_running = 0
         self.prompts: list[tuple[int, ...]] = []
         self.seeds: list[int] = []
         self.dies_at = -1
-        self.sampling = Sampling(
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            max_tokens=16,
-            stop_token_ids=(TOKENIZER.eos_token_id,),
-            stop_strings=(),
-        )
+        (self.end,) = chat.stop_ids
+        fixed = dict(temperature=1.0, top_p=1.0, top_k=0, stop_strings=())
+        self.sampling = Sampling(max_tokens=16, stop_token_ids=(self.end,), **fixed)
 
     async def generate(self, prompt, n, seed, *, sampling):
         self.prompts.append(tuple(prompt))
@@ -44,15 +39,18 @@ class Engine:
         await asyncio.sleep(0.001)
         if len(self.prompts) == self.dies_at:
             raise EngineDeadError(f"replica {self.name} is dead")
-        text = self.answer(TOKENIZER.decode(prompt, skip_special_tokens=True))[: sampling.max_tokens - 1]
-        ids = (*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id)
+        tokenizer = self.chat.tokenizer
+        text = self.answer(tokenizer.decode(prompt, skip_special_tokens=not self.chat.uses_chat))
+        if not self.chat.uses_chat:
+            text = text[: sampling.max_tokens - 1]
+        ids = (*tokenizer.encode(text, add_special_tokens=False), self.end)
         return [
             Completion(
                 token_ids=ids,
                 rollout_logprobs=tuple(-i / 64 for i in ids),
                 finish_reason="stop",
-                min_version=self.version,
-                max_version=self.version,
+                min_version=3,
+                max_version=3,
                 text=text,
             )
         ]

@@ -5,9 +5,14 @@ import math
 import pytest
 import torch
 
+from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.kernels import blockwise
-from megatron_fp8rl.kernels.blockwise import E4M3, E5M2
+from megatron_fp8rl.kernels.blockwise import E4M3, E5M2, dequantize_weight, quantize_weight
+from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, has_nan, is_fp8, plain
+from megatron_fp8rl.kernels.kv_rounding import as_cached, to_cache
 from megatron_fp8rl.kernels.types import BLOCK
+from megatron_fp8rl.names import registry, slicing
+from tests.helpers.fake_fp8_tensor import Fp8Tensor
 from tests.tolerances import BF16_ROUNDING, FLOAT32_ACCUMULATION
 
 
@@ -175,3 +180,116 @@ def test_every_e4m3_number_is_read_as_torch_reads_it():
         assert torch.equal(found.nan_to_num(7e7), expected.nan_to_num(7e7))
         numbers = ~expected.isnan()
         assert torch.equal(found[numbers].signbit(), expected[numbers].signbit())  # of zeros, too
+
+
+def _spread(dtype: torch.dtype) -> torch.Tensor:
+    """Values over the whole range of a block, its subnormals included, blocks of zeros and one with an infinity."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 300, generator=generator) * torch.exp2(torch.randint(-24, 4, (64, 300), generator=generator))
+    x[3] = 0
+    x[5, :128] = -0.0
+    x[7, 200] = torch.inf
+    x[9] *= 2.0**-100
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equals_quantize_then_dequantize(scales, dtype):
+    x = _spread(dtype)
+    expected = blockwise.dequantize_activation(*blockwise.quantize_activation(x, scales))
+    assert torch.equal(
+        blockwise.round_activation(x, scales, torch.float32).nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0)
+    )
+
+
+def test_every_e4m3_value_and_midpoint_rounds_as_the_cast():
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # 0 .. 448
+    midpoints = (values[1:] + values[:-1]) / 2
+    x = torch.cat([values, midpoints, -values, -midpoints, torch.tensor([448.0])])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 127)).view(-1, 127)
+    x = torch.cat([x, torch.full((len(x), 1), 448.0)], dim=1)  # each block has scale 1
+    assert torch.equal(blockwise.round_activation(x, "pow2", torch.float32), x.to(torch.float8_e4m3fn).float())
+
+
+ALL = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+FINITE = ALL[torch.isfinite(ALL.float())]
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**5])
+def test_what_a_cache_holds_stays(scale):
+    held = (FINITE.float() * scale).bfloat16()
+    scales = torch.tensor(scale)
+    assert torch.equal(to_cache(held, scales).view(torch.uint8), FINITE.view(torch.uint8))
+    assert torch.equal(as_cached(held, scales), held)
+
+
+def test_others_go_to_the_nearest():
+    torch.manual_seed(0)
+    x = torch.cat([torch.randn(4_000) * 30, torch.tensor([-1e6, 1e6, 0.0])]).bfloat16()
+    scale = 2.0**-3
+    held = FINITE.double() * scale
+    error = (x.double() - to_cache(x, scale).double() * scale).abs()
+    assert torch.equal(error, (x.double()[:, None] - held).abs().amin(dim=1))
+
+
+def test_gradients_pass_straight_through():
+    x = torch.tensor([0.3, 1000.0, -2000.0], requires_grad=True)
+    out = as_cached(x, torch.tensor(1.0))
+    assert out.tolist() == [0.3125, 448.0, -448.0]
+    (out * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert x.grad.tolist() == [1.0, 2.0, 3.0]
+
+
+MODEL = ModelConfig(
+    family="qwen3",
+    num_layers=1,
+    hidden_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    vocab_size=64,
+    ffn_hidden_size=256,
+)
+QKV = registry.weight("decoder.layers.0.self_attention.linear_qkv.weight", MODEL)
+
+
+def _matrix(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def test_bytes_and_scales_are_views_without_padding():
+    matrix = _matrix(192, 640)  # one and a half blocks of rows; five of columns, which are padded to eight
+    parameter = torch.nn.Parameter(Fp8Tensor.of(matrix, "pow2"))
+    data, scale = quantize_weight(matrix, "pow2")
+    held = fp8_weight(parameter)
+    assert is_fp8(parameter) and not is_fp8(matrix) and not is_fp8(None)
+    assert torch.equal(held.data.view(torch.uint8), data.view(torch.uint8)) and torch.equal(held.scale, scale)
+    assert held.data.data_ptr() == parameter._rowwise_data.data_ptr()
+    assert torch.equal(plain(parameter), dequantize_weight(data, scale).bfloat16())
+    assert plain(matrix).data_ptr() == matrix.data_ptr()
+
+
+def test_nan_is_found_and_nothing_else():
+    every_byte = torch.arange(256, dtype=torch.uint8)
+    is_nan = every_byte.view(torch.float8_e4m3fn).float().isnan()
+    assert [bool(has_nan(byte.view(torch.float8_e4m3fn))) for byte in every_byte.split(1)] == is_nan.tolist()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_scales_are_cut_where_the_rows_are(rank):
+    full = _matrix(*QKV.shape)
+    own = slicing.cut(QKV, MODEL, full, 2, rank)
+    held = fp8_weight(Fp8Tensor.of(own, "pow2"))
+    data = slicing.split(QKV, MODEL, held.data.view(torch.uint8), 2, rank)
+    scales = slicing.split(QKV, MODEL, held.scale, 2, rank, block=128)
+    for part, scale, matrix in zip(data, scales, slicing.split(QKV, MODEL, own, 2, rank), strict=True):
+        expected = quantize_weight(matrix, "pow2")
+        assert torch.equal(part, expected[0].view(torch.uint8)) and torch.equal(scale, expected[1])
+
+
+def test_heads_that_share_a_block_are_named():
+    narrow = ModelConfig(**{**vars(MODEL), "head_dim": 64})
+    weight = registry.weight(QKV.name, narrow)
+    with pytest.raises(ValueError, match=r"linear_qkv\.weight: .*v_proj\.weight begins within a block of 128"):
+        slicing.split(weight, narrow, torch.zeros(4, 2), 1, 0, block=128)

@@ -5,16 +5,29 @@ The workers are real processes.
 
 import asyncio
 import contextlib
+import json
 import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import psutil
 import pytest
+from openai import OpenAI
 
+from megatron_fp8rl.config import EnvironmentConfig, RunConfig, SamplingConfig, SessionConfig
+from megatron_fp8rl.envs.environment import EnvironmentSpecError
+from megatron_fp8rl.envs.libraries.nemo_gym import PARAMETERS, Rows
 from megatron_fp8rl.envs.scorer_process import ScorePoolError
+from megatron_fp8rl.observe.metrics import meaning
 from megatron_fp8rl.rollout.agents import agent_process
 from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
 from megatron_fp8rl.rollout.agents.requests import Requests
-from megatron_fp8rl.types import Completion, Context
+from megatron_fp8rl.types import Completion, Context, Prompt
 from tests.helpers.processes import until
 from tests.helpers.sessions import CHAT, TOKENIZER, Engine, Fleet, Scorer, config, play, prompt
 
@@ -173,25 +186,9 @@ def test_a_rewritten_past_forks_or_is_kept_or_is_refused(policy, num_branches):
     from tests.helpers.chat_templates import format_of
 
     chat = format_of("qwen3")
-    tokenizer, end = chat.tokenizer, chat.tokenizer.convert_tokens_to_ids("<|im_end|>")
-
-    class Thinker(Engine):
-        async def generate(self, prompt, n, seed, *, sampling):
-            text = "<think>a</think>b"
-            ids = (*tokenizer.encode(text, add_special_tokens=False), end)
-            return [
-                Completion(
-                    token_ids=ids,
-                    rollout_logprobs=(-1.0,) * len(ids),
-                    finish_reason="stop",
-                    min_version=0,
-                    max_version=0,
-                    text=text,
-                )
-            ]
-
+    engine = Engine(lambda told: "<think>a</think>b", chat=chat)
     cfg = config("by_turn", rewritten_history=policy)
-    (rollout,) = play(cfg, prompt(values=[1.0, 2.0]), engines=[Thinker(None)], chat=chat)
+    (rollout,) = play(cfg, prompt(values=[1.0, 2.0]), engines=[engine], chat=chat)
     assert len(rollout.branches) == num_branches
     if policy == "refuse":
         assert rollout.status == "score_failed" and "the chat template rewrites what was said before" in rollout.detail
@@ -199,7 +196,7 @@ def test_a_rewritten_past_forks_or_is_kept_or_is_refused(policy, num_branches):
     assert rollout.turn_rewards == (1.0, 2.0)
     sampled = [segment for branch in rollout.branches for segment in branch.segments if isinstance(segment, Completion)]
     assert len(sampled) == 2, "each sampled token is sampled in one branch"
-    told = [tokenizer.decode(branch.token_ids) for branch in rollout.branches]
+    told = [chat.tokenizer.decode(branch.token_ids) for branch in rollout.branches]
     if policy == "fork":
         assert told[1] == (
             "<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
@@ -208,3 +205,144 @@ def test_a_rewritten_past_forks_or_is_kept_or_is_refused(policy, num_branches):
     else:
         assert told[0].count("<think>a</think>b<|im_end|>") == 2 and told[0].count("<|im_end|>") == 4
     assert all(isinstance(branch.segments[0], Context) for branch in rollout.branches)
+
+
+class AgentServer(BaseHTTPRequestHandler):
+    """One turn with the model server's fixed URL and key; rewards the right sum."""
+
+    def do_POST(self) -> None:
+        row = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert self.path == "/run"
+        parameters = row[PARAMETERS]
+        client = OpenAI(base_url=self.server.policy_url, api_key="one for all", max_retries=0)
+        extra_body = json.loads(parameters["metadata"]["extra_body"])
+        answer = client.chat.completions.create(model="policy", messages=parameters["input"], extra_body=extra_body)
+        text = answer.choices[0].message.content
+        found = {"reward": float(text == row["sum"])} if row["sum"] else {"error": "no reward"}
+        content = json.dumps(row | found).encode()
+        self.send_response(500 if row["sum"] == "breaks" else 200)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), AgentServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def rows_file(folder: Path, *sums: str) -> Path:
+    path = folder / "rows.jsonl"
+    message = {"role": "user", "content": "2+3="}
+    rows = [{PARAMETERS: {"input": [message], "metadata": {"extra_body": '{"seed": 1}'}}, "sum": one} for one in sums]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+def of_rows(server, file: Path) -> RunConfig:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    server.policy_url = f"http://127.0.0.1:{port}/v1"
+    cfg = config("megatron_fp8rl.envs.libraries.nemo_gym:rollout", port=port)
+    (source,) = cfg.data.environments
+    source = replace(source, agent_options={"file": str(file), "url": f"http://127.0.0.1:{server.server_port}/"})
+    return replace(cfg, data=replace(cfg.data, environments=(source,)))
+
+
+def test_rows_are_problems(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    parts = [{"type": "input_text", "text": "2+"}, {"type": "input_text", "text": "3="}]
+    inputs = ["1+1=", [{"role": "system", "content": "Add."}, {"role": "user", "content": parts}]]
+    file.write_text("\n".join(json.dumps({PARAMETERS: {"input": one}}) for one in inputs))
+    first, second = (Rows(file=str(file)).make_problem(index) for index in (2, 1))
+    assert first.messages == ({"role": "user", "content": "1+1="},) and first.metadata == {"row": 0}
+    assert second.messages == ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+3="})
+    assert second.question == "2+3="
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "1+1="}')
+    with pytest.raises(EnvironmentSpecError, match=r"other.jsonl:1 has no responses_create_params"):
+        Rows(file=str(other))
+
+
+def test_runs_are_rewarded_and_their_turns_are_trained(server, tmp_path):
+    cfg = of_rows(server, rows_file(tmp_path, "5", "6", "", "breaks"))
+    prompts: list[Prompt] = [prompt(number, row=number) for number in range(4)]
+    right, wrong, *lost = play(cfg, *prompts, engines=[Engine(lambda text: "5")])
+    assert (right.reward, wrong.reward) == (1.0, 0.0), right.detail + wrong.detail
+    for one in (right, wrong):
+        (branch,) = one.branches
+        assert [type(segment) is Completion for segment in branch.segments] == [False, True]
+        assert branch.segments[1].text == "5" and branch.token_ids[: len(one.prompt.token_ids)] == one.prompt.token_ids
+    assert [one.status for one in lost] == ["score_failed"] * 2
+    assert "answered without a reward" in lost[0].detail and "status 500" in lost[1].detail
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
+
+
+def files() -> dict[str, str]:
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
+    return dict(blocks)
+
+
+@pytest.mark.parametrize("name", ["sums.py", "by_url.py"])
+def test_the_agents_of_the_page(name, tmp_path):
+    path = tmp_path / name
+    path.write_text(files()[name])
+    engine = Engine(lambda text: "2+3" if text.endswith("=") else "5")
+    cfg = config(f"{path}:rollout")
+    if name == "sums.py":
+        (source,) = cfg.data.environments
+        source = replace(source, agent_options={"bonus": 0.25})
+        cfg = replace(cfg, data=replace(cfg.data, environments=(source,)))
+    (rollout,) = play(cfg, prompt(), engines=[engine])
+    assert rollout.status == "scored", rollout.detail
+    assert rollout.reward == (1.25 if name == "sums.py" else 1.0)
+    assert rollout.reward_parts == ({"answer": 1.0, "short": 0.25} if name == "sums.py" else {})
+    assert TOKENIZER.decode(rollout.branches[0].token_ids) == "<bos>2+3=2+3<eos>55<eos>"
+
+
+def test_the_fields_and_metrics_that_the_page_names_exist():
+    known = {f"session.{one.name}" for one in fields(SessionConfig)} | {
+        f"sampling.{one.name}" for one in fields(SamplingConfig)
+    }
+    for name in re.findall(r"`(?:--)?((?:session|sampling)\.\w+)", PAGE):
+        assert name in known | {"session.messages", "session.base_url", "session.api_key", "session.finish_reason"} or (
+            re.search(rf"`(?:await )?{re.escape(name)}\(", PAGE)
+        ), name
+    for key in re.findall(r"`((?:session|rollout)/[\w/]+)`", PAGE):
+        assert meaning(key), key
+    block = re.search(r"```python\n(EnvironmentConfig\(.*?)```", PAGE, re.DOTALL)[1]
+    assert eval(block).agent_options == {"bonus": 0.1} and EnvironmentConfig
+
+
+@pytest.mark.parametrize(
+    ("moves", "trained", "reward"),
+    [("331", "31", 1.0), ("3211", "31", 0.0), ("9", "9", 0.0), ("39", "3", 1.0), ("33x", "3x", 0.0)],
+)
+def test_a_game_of_two_of_whom_one_is_trained(moves, trained, reward):
+    """The session moves first, third, ...; who takes the last of 7 wins, and who breaks the rules loses."""
+    turns = iter(moves)
+    cfg = config("megatron_fp8rl.envs.example_agents:nim")
+    (rollout,) = play(cfg, prompt(), engines=[Engine(lambda text: next(turns))])
+    assert "".join(completion.text for completion in rollout.completions) == trained and rollout.reward == reward
+
+
+def test_a_program_in_the_sandbox_may_be_asked_for():
+    from megatron_fp8rl.envs import sandbox
+
+    if sandbox.problem():
+        pytest.skip(sandbox.problem())
+    engine = Engine(lambda text: "```python\nprint(5)" if text.endswith("=") else "5")
+    engine.sampling = replace(engine.sampling, max_tokens=32)
+    cfg = config("megatron_fp8rl.envs.example_agents:with_python")
+    cfg = replace(cfg, sampling=replace(cfg.sampling, max_completion_tokens=32))
+    (rollout,) = play(cfg, prompt(), engines=[engine])
+    assert rollout.reward == 0.75 and [s.text for s in rollout.branches[0].segments][2:] == ["5\n", "5"]

@@ -1,6 +1,7 @@
 """The OpenAI-compatible endpoint, asked by the official client in an agent's process."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
@@ -83,26 +84,8 @@ def test_a_session_that_has_ended_answers_410(tmp_path):
 def test_calls_of_tools_go_to_the_agent_and_back(tmp_path):
     """Qwen3's template and vLLM's parser: the agent sends the parsed call back, and the ids stay those sampled."""
     chat = format_of("qwen3")
-    tokenizer = chat.tokenizer
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     call = '<tool_call>\n{"name":"add",  "arguments":{"a": 2}}\n</tool_call>'
-
-    class Caller(Engine):
-        async def generate(self, prompt, n, seed, *, sampling):
-            self.prompts.append(tuple(prompt))
-            text = call if len(self.prompts) == 1 else "5"
-            ids = (*tokenizer.encode(text, add_special_tokens=False), end)
-            return [
-                Completion(
-                    token_ids=ids,
-                    rollout_logprobs=(-1.0,) * len(ids),
-                    finish_reason="stop",
-                    min_version=0,
-                    max_version=0,
-                    text=text,
-                )
-            ]
-
+    engine = Engine(lambda told: "5" if "<tool_response>" in told else call, chat=chat)
     agent = tmp_path / "agent.py"
     agent.write_text(
         "from openai import AsyncOpenAI\n"
@@ -119,8 +102,8 @@ def test_calls_of_tools_go_to_the_agent_and_back(tmp_path):
         "        last = await client.chat.completions.create(model='m', messages=messages, tools=TOOLS)\n"
         "        return float(last.choices[0].message.content == '5')\n"
     )
-    branch = solved_with_tools(agent, 1000, Caller(None), chat)
-    told = tokenizer.decode(branch.token_ids)
+    branch = solved_with_tools(agent, 1000, engine, chat)
+    told = chat.tokenizer.decode(branch.token_ids)
     assert call + "<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>" in told
 
 
@@ -155,28 +138,11 @@ def test_a_key_with_a_number_is_a_conversation_beside_the_session(tmp_path):
 def test_calls_that_come_back_written_otherwise_do_not_fork(tmp_path):
     """Agents send back the same calls with other spaces and in another order of their keys, at every turn."""
     chat = format_of("qwen3")
-    tokenizer = chat.tokenizer
 
-    class Caller(Engine):
-        async def generate(self, prompt, n, seed, *, sampling):
-            self.prompts.append(tuple(prompt))
-            number = len(self.prompts)
-            text = (
-                f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}}}}}\n</tool_call>'
-                if number < 4
-                else "done"
-            )
-            ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|im_end|>"))
-            return [
-                Completion(
-                    token_ids=ids,
-                    rollout_logprobs=(-1.0,) * len(ids),
-                    finish_reason="stop",
-                    min_version=0,
-                    max_version=0,
-                    text=text,
-                )
-            ]
+    def answer(told: str) -> str:
+        number = 1 + told.count("<tool_response>")
+        call = {"name": "add", "arguments": {"a": number}}
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>" if number < 4 else "done"
 
     agent = tmp_path / "agent.py"
     agent.write_text(
@@ -198,5 +164,5 @@ def test_calls_that_come_back_written_otherwise_do_not_fork(tmp_path):
         "                {'type': 'function', 'id': call.id, 'function': function}]},\n"
         "                {'role': 'tool', 'content': 'added', 'tool_call_id': call.id}]\n"
     )
-    branch = solved_with_tools(agent, 2000, Caller(None), chat)
+    branch = solved_with_tools(agent, 2000, Engine(answer, chat=chat), chat)
     assert sum(isinstance(one, Completion) for one in branch.segments) == 4

@@ -29,26 +29,6 @@ def of_taskset(file: str, **more) -> RunConfig:
     return replace(cfg, data=data, model=replace(cfg.model, max_position_embeddings=4000))
 
 
-class Scripted(Engine):
-    """Says what a function of the conversation says, in Qwen3's tokens."""
-
-    async def generate(self, prompt, n, seed, *, sampling):
-        self.prompts.append(tuple(prompt))
-        tokenizer = QWEN.tokenizer
-        text = self.answer(tokenizer.decode(prompt))
-        ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|im_end|>"))
-        return [
-            Completion(
-                token_ids=ids,
-                rollout_logprobs=(-1.0,) * len(ids),
-                finish_reason="stop",
-                min_version=0,
-                max_version=0,
-                text=text,
-            )
-        ]
-
-
 def test_tasks_are_problems():
     problem = Tasks(taskset=FILE).make_problem(81 + 10)
     assert (problem.question, problem.answer, problem.metadata) == ("1+1=", "2", {"task": 10})
@@ -75,7 +55,7 @@ def test_a_tool_that_keeps_a_state_is_called_over_several_turns():
         number = 3 if "the counter shows 2" in told else 2
         return f'<tool_call>\n{{"name": "counter_add", "arguments": {{"number": {number}}}}}\n</tool_call>'
 
-    (rollout,) = play(of_taskset(COUNTER), prompt(0, task=3), engines=[Scripted(answer)], chat=QWEN)
+    (rollout,) = play(of_taskset(COUNTER), prompt(0, task=3), engines=[Engine(answer, chat=QWEN)], chat=QWEN)
     assert rollout.reward == 1.0 and rollout.reward_parts == {"reached": 1.0}, rollout.detail
     (branch,) = rollout.branches
     assert [one.text for one in branch.segments if isinstance(one, Completion)] == [
@@ -94,7 +74,7 @@ def test_of_a_simulated_user_nothing_is_trained():
 
     told = {"persona": "You are role-playing a USER who wants to know: {scenario} Say {done} at the end."}
     cfg = of_taskset(FILE, env="user-sim", env_options=told)
-    (rollout,) = play(cfg, prompt(0, task=10), engines=[Scripted(answer)], chat=QWEN)
+    (rollout,) = play(cfg, prompt(0, task=10), engines=[Engine(answer, chat=QWEN)], chat=QWEN)
     assert rollout.status == "scored", rollout.detail
     (branch,) = rollout.branches
     assert [one.text for one in branch.segments if isinstance(one, Completion)] == ["That is 2."]

@@ -1,0 +1,129 @@
+"""Parts of the vLLM plug-in: copies between fixed places, kinds of layers, changes to kernels of vLLM."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fp8rl.rollout.vllm_plugin import patches
+from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import first_of_kinds, holder_of
+from megatron_fp8rl.weight_sync.copies import Copies
+
+
+def test_stacked_experts_are_one_copy():
+    """Gate and up of four experts lie in the message as the kernel stacks them; a gap in the message ends a run."""
+    stacked = torch.zeros(4, 256, 128).to(torch.float8_e4m3fn)
+    message = torch.randint(0, 120, (4 * 256 * 128 + 64,), dtype=torch.uint8)
+    pairs, size = [], 128 * 128
+    for index in range(8):
+        start = index * size + (64 if index >= 6 else 0)
+        source = message[start : start + size].view(torch.float8_e4m3fn).view(128, 128)
+        pairs.append((stacked[index // 2].split(128)[index % 2], source))
+    copies = Copies(pairs[::-1])
+    assert len(copies) == 2
+    copies()
+    expected = torch.cat([message[: 6 * size], message[6 * size + 64 :]])
+    assert torch.equal(stacked.view(torch.uint8).reshape(-1), expected)
+    message.zero_()
+    copies()
+    assert not stacked.view(torch.uint8).any()
+
+
+def test_columns_conversions_and_odd_sizes():
+    columns, router, odd = torch.zeros(8, 16), torch.zeros(4, 8), torch.zeros(7, dtype=torch.bfloat16)
+    sources = torch.randn(8, 4), torch.randn(4, 8).bfloat16(), torch.randn(7).bfloat16()
+    Copies([(columns[:, 4:8], sources[0]), (router, sources[1]), (odd, sources[2])])()
+    assert torch.equal(columns[:, 4:8], sources[0]) and columns[:, :4].eq(0).all()
+    assert torch.equal(router, sources[1].float())
+    assert torch.equal(odd, sources[2])
+
+
+class Other(nn.Linear):
+    """The same tensors in another class."""
+
+
+def model_of(*layers: nn.Module) -> nn.Module:
+    model = nn.Module()
+    model.embed, model.layers = nn.Embedding(4, 4), nn.ModuleList(nn.Sequential(layer) for layer in layers)
+    return model
+
+
+def test_equal_layers_are_one_kind():
+    assert first_of_kinds(model_of(*(nn.Linear(4, 8) for _ in range(5)))) == {0}
+    assert first_of_kinds(nn.Linear(4, 4)) == frozenset()
+
+
+def test_what_a_loader_could_treat_in_another_way_is_a_kind_of_its_own():
+    strided, double, buffered = nn.Linear(4, 8), nn.Linear(4, 8).double(), nn.Linear(4, 8)
+    strided.weight = nn.Parameter(torch.zeros(4, 8).t())
+    buffered.register_buffer("scale", torch.ones(1))
+    plain = [nn.Linear(4, 8) for _ in range(2)]
+    layers = [plain[0], nn.Linear(4, 9), strided, double, buffered, Other(4, 8), nn.Linear(4, 8, bias=False), plain[1]]
+    assert first_of_kinds(model_of(*layers)) == set(range(7))  # the last is as the first
+
+
+def test_ranks_experts_are_part_of_a_kind():
+    layers = [nn.Linear(4, 8) for _ in range(4)]
+    for layer, own in zip(layers, ([0, -1], [0, -1], [-1, 0], None), strict=True):
+        layer.expert_map = None if own is None else torch.tensor(own)
+    assert first_of_kinds(model_of(*layers)) == {0, 2, 3}
+
+
+def test_a_module_that_all_layers_share_makes_no_kind():
+    rotary = nn.Module()
+    rotary.register_buffer("cos_sin_cache", torch.ones(2))
+    model = model_of(*(nn.Linear(4, 8) for _ in range(3)))
+    for layer in model.layers:
+        layer.rotary = rotary  # found in the first layer alone
+    assert first_of_kinds(model) == {0}
+
+
+@pytest.mark.parametrize(
+    "name, holder",
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.qkv_proj"),
+        ("model.layers.0.self_attn.k_proj.weight_scale_inv", "model.layers.0.self_attn.qkv_proj"),
+        ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "model.layers.0.self_attn.fused_qkv_a_proj"),
+        ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.q_norm"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj"),
+        ("model.layers.0.mlp.down_proj.weight_scale_inv", "model.layers.0.mlp.down_proj"),
+        ("model.layers.0.mlp.experts.7.up_proj.weight", "model.layers.0.mlp.experts"),
+        ("model.layers.0.block_sparse_moe.experts.7.w2.weight_scale_inv", "model.layers.0.block_sparse_moe.experts"),
+        ("model.layers.0.mlp.shared_experts.up_proj.weight", "model.layers.0.mlp.shared_experts.gate_up_proj"),
+        ("lm_head.weight", "lm_head"),
+    ],
+)
+def test_tensors_of_one_module_are_loaded_together(name, holder):
+    assert holder_of(name) == holder
+
+
+def test_a_residual_sum_is_rounded_and_then_normalized(monkeypatch):
+    from vllm.model_executor.layers import layernorm
+
+    calls = []
+
+    def kernel(x, weight, eps):
+        calls.append(eps)
+        return torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+    monkeypatch.setattr(layernorm, "rms_norm_batch_invariant", kernel)
+    patches.make_residual_norms_batch_invariant()
+    generator = torch.Generator().manual_seed(0)
+    x, stream, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((7, 96), (7, 96), (96,)))
+    before = x.clone(), stream.clone()
+    found, summed = layernorm.rms_norm_batch_invariant(x, weight, 1e-5, residual=stream)
+    assert torch.equal(summed, (x.float() + stream.float()).bfloat16())
+    assert torch.equal(found, kernel(summed, weight, 1e-5)) and calls == [1e-5, 1e-5]
+    assert torch.equal(x, before[0]) and torch.equal(stream, before[1])
+    assert torch.equal(layernorm.rms_norm_batch_invariant(x, weight, 1e-5), kernel(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_experts_on_deep_gemm_are_accepted_where_scales_are_powers_of_two(rounds, monkeypatch):
+    from vllm.model_executor.layers.fused_moe.experts import triton_deep_gemm_moe as module
+    from vllm.utils import deep_gemm
+
+    experts = module.TritonOrDeepGemmExperts
+    monkeypatch.setattr(experts, "_supports_batch_invariance", staticmethod(lambda: False))
+    monkeypatch.setattr(deep_gemm, "is_deep_gemm_e8m0_used", lambda: rounds)
+    patches.accept_deep_gemm_experts()
+    assert experts._supports_batch_invariance() is rounds
