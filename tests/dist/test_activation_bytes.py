@@ -10,6 +10,10 @@ from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig, Run
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
+from megatron_fp8rl.trainer.model.attention import PackedAttention
+from megatron_fp8rl.trainer.model.build import build_chunks
+from megatron_fp8rl.trainer.model.linear import RMSNorm
+from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
 
 _TOKENS = 256
@@ -45,10 +49,6 @@ def _saved_bytes(cfg: RunConfig) -> int:
     """Runs on a rank: bytes of all storages that one layer's graph refers to, parameters left out."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron_fp8rl.trainer.model.attention import PackedAttention
-    from megatron_fp8rl.trainer.model.build import build_chunks
-    from megatron_fp8rl.trainer.model.linear import RMSNorm
-    from megatron_fp8rl.trainer.parallel import Parallel
     from tests.helpers import fake_te
 
     parallel = Parallel.init(cfg.parallel, deadline_s=60)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_fp8rl.names import registry
 from tests.helpers.dist import run_ranks
 from tests.helpers.logits import assert_logits_equal, reference_logits, trainer_logits
 from tests.tolerances import LOGITS_FLOAT32
@@ -22,8 +23,6 @@ def code_for(path: str) -> str:
 
 def registered() -> tuple[str, dict]:
     """Register the family of the page in this process; (model type, options of the page's test case)."""
-    from megatron_fp8rl.names import registry
-
     namespace: dict = {"CASES": {}}
     exec(code_for("megatron_fp8rl/names/seed_oss.py"), namespace)
     exec(code_for("tests/unit/names/test_family_tables.py"), namespace)
@@ -35,8 +34,6 @@ def convert_and_compare(folder: str) -> dict:
     """Names and logits of a random model of the family, in a process of its own."""
     from safetensors.torch import load_file
     from transformers import AutoConfig
-
-    from megatron_fp8rl.names import registry
 
     family, options = registered()
     sizes = dict(

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.ranges import leave_range
 from tests.helpers.training import DENSE, MOE, continue_training, run_config, weight_pieces
@@ -21,9 +24,6 @@ GATE_S = 60.0
 
 
 def _build(cfg):
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     return Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
 
 
@@ -51,7 +51,6 @@ def _state(policy):
 
 def _trains_while_writing(cfg, folder, stock):
     """On a rank: (state when the checkpoint was begun, metrics of the two updates after it)."""
-    from megatron_fp8rl.trainer import checkpoint
     from megatron_fp8rl.trainer.compat import megatron_saving
 
     if stock:
@@ -73,8 +72,6 @@ def _trains_while_writing(cfg, folder, stock):
 
 
 def _restores(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(cfg)
     assert checkpoint.restore(checkpoint.latest(folder), policy) == (2, {"note": "begun"})
     restored = _state(policy)
@@ -137,8 +134,6 @@ def test_optimizer_state_gathered_on_the_device_is_megatrons(layout):
 
 def _dies_while_writing(cfg, folder, victim):
     """Step 1 is saved; of step 2 one rank dies in its thread, while all train on."""
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(cfg)
     checkpoint.save(folder, 1, policy, {})
     continue_training(policy, 1)
@@ -162,8 +157,6 @@ def _dies_while_writing(cfg, folder, victim):
 
 
 def _found(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-
     said, policy = [], _build(cfg)
     step, _ = checkpoint.resume(folder, policy, said.append)
     checkpoint.save(folder, 2, policy, {})
@@ -182,8 +175,6 @@ def test_a_rank_killed_in_the_background_write_leaves_the_older_checkpoint(victi
 
 def _cannot_write(cfg, folder):
     """On a rank: what is raised, and when, if the last rank's disk is full while it writes step 2."""
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(cfg)
     checkpoint.save(folder, 1, policy, {})
     if policy.parallel.rank == 1:
@@ -210,8 +201,6 @@ def test_an_error_of_the_thread_is_raised_on_all_ranks_with_its_file(tmp_path):
 
 
 def _one_after_the_other(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-
     policy, gate = _build(cfg), _Gate()
     saver = checkpoint.Saver(folder, policy)
     saver.begin(1, {"step": 1})
@@ -238,8 +227,6 @@ def test_the_copies_are_freed_when_they_are_written(tmp_path):
 
 
 def _bytes_held(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-
     policy, gate = _build(cfg), _Gate()
     saver = checkpoint.Saver(folder, policy)
     saver.begin(1, {})

@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from benchmarks.training import random_batch
+from megatron_fp8rl.trainer.forward import Forward
+from megatron_fp8rl.trainer.model.router import Router
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import (
     MOE,
@@ -46,11 +50,6 @@ def test_balancing_loss_does_not_depend_on_the_layout(layout):
 
 def _balancing_gradient(cfg, samples):
     """On a rank: (what the balancing loss adds to the router's gradient, its weight, [tokens, hidden] that it sees)."""
-    from megatron_fp8rl.trainer.forward import Forward
-    from megatron_fp8rl.trainer.model.router import Router
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel, gradients, seen = Parallel.init(cfg.parallel, deadline_s=60), [], []
     for coefficient in (0.0, AUX.moe_aux_loss_coef):
         run = replace(cfg, optim=replace(cfg.optim, moe_aux_loss_coef=coefficient))
@@ -92,10 +91,6 @@ def test_balancing_loss_is_that_of_the_tokens_without_padding():
 
 def _loads(cfg, embedding_range):
     """On a rank: tokens of each expert of the second layer over the mean, with random weights."""
-    from megatron_fp8rl.trainer.model.router import Router
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel, chosen = Parallel.init(cfg.parallel, deadline_s=60), []
     policy = Policy.build(replace(cfg, model=replace(cfg.model, embedding_range=embedding_range)), parallel)
     router = [module for module in policy.models[0].modules() if isinstance(module, Router)][1]

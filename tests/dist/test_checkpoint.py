@@ -12,6 +12,11 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import AlgoConfig
+from megatron_fp8rl.data.checkpoint_dir import digests_of
+from megatron_fp8rl.data.checkpoint_pickle import read_metadata
+from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.training import DENSE, SMOOTH_ADAM, continue_training, full_weights, run_config, weight_pieces
 from tests.tolerances import LAYOUT_WEIGHTS
@@ -21,9 +26,6 @@ LINEAR_DECAY = replace(SMOOTH_ADAM, decay="linear", warmup_steps=3)  # so that t
 
 
 def _build(cfg):
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     return Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
 
 
@@ -40,8 +42,6 @@ def _state(policy):
 
 def _save_and_go_on(cfg, folder):
     """On a rank: (state when saved, metrics and state two updates later)."""
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(cfg)
     torch.manual_seed(1)
     continue_training(policy, 2)
@@ -52,8 +52,6 @@ def _save_and_go_on(cfg, folder):
 
 
 def _resume_and_go_on(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(cfg)
     torch.manual_seed(2)
     step, extra = checkpoint.restore(checkpoint.latest(folder), policy)
@@ -129,8 +127,6 @@ def test_resume_in_another_layout(layout, from_one_rank):
 
 
 def _histories_elsewhere(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(cfg)
     checkpoint.restore(checkpoint.latest(folder), policy)
     return _state(policy)[1]
@@ -151,8 +147,6 @@ def test_delayed_scaling_state_reaches_another_layout(tmp_path):
 
 def _killed_while_saving(cfg, folder, moment):
     """Save step 1, then step 2; the last rank, or the one that commits, dies by SIGKILL at a moment of the second."""
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(replace(cfg, checkpoint=replace(cfg.checkpoint, keep=1)))
     checkpoint.save(folder, 1, policy, EXTRA)
     continue_training(policy, 1)
@@ -178,8 +172,6 @@ def _killed_while_saving(cfg, folder, moment):
 
 def _restored_step(cfg, folder):
     """On a rank: what is found after the kill, and that saving still works."""
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(cfg)
     step, extra = checkpoint.restore(checkpoint.latest(folder), policy)
     assert extra == EXTRA
@@ -202,15 +194,11 @@ def test_kill_leaves_a_checkpoint_that_loads(moment, survivor, world_size, tmp_p
 
 
 def _saves(cfg, folder, steps):
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(cfg)
     return [checkpoint.save(folder, step, policy, {"step": step}).name for step in steps]
 
 
 def test_keeps_the_newest_and_knows_damage(tmp_path):
-    from megatron_fp8rl.trainer import checkpoint
-
     assert checkpoint.latest(tmp_path / "nothing") is None
     cfg = run_config(model=DENSE)  # keeps 2
     saved = run_ranks(1, _saves, cfg, str(tmp_path), (1, 2, 3, 3))[0]
@@ -238,8 +226,6 @@ def _flip(file) -> None:
 
 
 def _resumed(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-
     said = []
     found = checkpoint.resume(folder, _build(cfg), said.append)
     return found and found[0], said
@@ -297,9 +283,6 @@ class _Attack:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_checkpoint_that_would_run_code_is_refused_before_it_does(tmp_path, place, world_size):
     """The attacker writes the folder, sizes and digests included."""
-    from megatron_fp8rl.data.checkpoint_dir import digests_of
-    from megatron_fp8rl.data.checkpoint_pickle import read_metadata
-
     cfg, mark = run_config(model=DENSE, world_size=world_size), tmp_path / "attacked"
     run_ranks(world_size, _saves, cfg, str(tmp_path / "saved"), (1,))
     folder = tmp_path / "saved" / "step_00000001"
@@ -324,8 +307,6 @@ def test_a_checkpoint_that_would_run_code_is_refused_before_it_does(tmp_path, pl
 
 
 def _restore_path(cfg, path):
-    from megatron_fp8rl.trainer import checkpoint
-
     return checkpoint.restore(path, _build(cfg))
 
 
@@ -336,14 +317,10 @@ def test_extra_must_be_json(tmp_path):
 
 
 def _save_extra(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-
     checkpoint.save(folder, 1, _build(cfg), {"tensor": torch.zeros(1)})
 
 
 def _reference(cfg, folder, resume):
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(cfg)
     if resume:
         checkpoint.restore(checkpoint.latest(folder), policy)

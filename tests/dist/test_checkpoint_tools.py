@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint_tools import megatron_to_hf, verify
+from checkpoint_tools.hf_folder import HfFolder
+from checkpoint_tools.hf_to_megatron import convert
+from checkpoint_tools.work import WorkOptions
 from megatron_fp8rl.config import ModelConfig, ParallelConfig
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer.model.build import build_chunks, unwrap
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
+from tests.helpers.checkpoints import read_tensors
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.families import MODELS
 from tests.helpers.logits import assert_logits_equal, reference_logits, trainer_logits
@@ -38,10 +48,6 @@ def _fits(model: ModelConfig, layout: dict) -> bool:
 
 def _references(folder: str) -> dict[str, list]:
     """transformers' checkpoints and logits, and what the tools make of the checkpoints."""
-    from checkpoint_tools.hf_folder import HfFolder
-    from checkpoint_tools.hf_to_megatron import convert
-    from checkpoint_tools.work import WorkOptions
-
     found = {}
     for kind, model in FAMILIES.items():
         found[kind] = reference_logits(model, f"{folder}/{kind}")
@@ -56,8 +62,6 @@ def references(tmp_path_factory) -> tuple[str, dict[str, list]]:
 
 
 def _all_logits(layout: dict, folder: str) -> dict[str, list | None]:
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     parallel = Parallel.init(ParallelConfig(**layout), deadline_s=60)
     fitting = {kind: model for kind, model in FAMILIES.items() if _fits(model, layout)}
     return {kind: trainer_logits(m, layout, f"{folder}/{kind}.megatron", parallel) for kind, m in fitting.items()}
@@ -80,9 +84,6 @@ def _plain_load(folder: str) -> dict[str, tuple[set[str], set[str]]]:
     """Keys that a model asks for and a converted folder lacks, and the reverse, by Megatron-Core's own strict load."""
     from megatron.core import dist_checkpointing, parallel_state
 
-    from megatron_fp8rl.trainer.model.build import build_chunks, unwrap
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     found = {}
     parallel = Parallel.init(ParallelConfig(), deadline_s=60)
     for kind, model in FAMILIES.items():
@@ -102,10 +103,6 @@ def test_megatron_core_finds_exactly_its_keys(references):
 
 
 def _train_and_save(cfg, folder: str):
-    from megatron_fp8rl.trainer import checkpoint
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
     continue_training(policy, 1)
     checkpoint.save(folder, 1, policy, {})
@@ -125,10 +122,6 @@ RUNS = {
 
 @pytest.mark.parametrize("run", RUNS)
 def test_the_newest_checkpoint_of_a_run_becomes_a_hugging_face_checkpoint(run, tmp_path):
-    from checkpoint_tools import megatron_to_hf
-    from megatron_fp8rl.names import registry
-    from tests.helpers.checkpoints import read_tensors
-
     cfg = RUNS[run]
     run_dir, target = tmp_path / "run", tmp_path / "hf"
     ranks = run_ranks(cfg.parallel.world_size, _train_and_save, cfg, str(run_dir / "checkpoints"))
@@ -156,8 +149,6 @@ def test_the_trainer_refuses_another_model_and_damage(references):
 
 
 def test_verify_compares_logits(references, capsys):
-    from checkpoint_tools import verify
-
     folder = Path(references[0])
     options = dict(source=folder / "deepseek_v3", workers=1, num_tokens=40)
     # In a process of its own: Megatron-Core's groups belong to a process.
@@ -169,8 +160,6 @@ def test_verify_compares_logits(references, capsys):
 def _verify(options: dict) -> tuple[int, str]:
     import contextlib
     import io
-
-    from checkpoint_tools import verify
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

@@ -5,6 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_fp8rl.runtime.colocation import ColocatedMemory, ResidencyError
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, continue_training, run_config
 
@@ -30,10 +33,6 @@ class FakeFleet:
 
 
 def _build(cfg, fails_at=None):
-    from megatron_fp8rl.runtime.colocation import ColocatedMemory
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
     events = []
     fleet = FakeFleet(policy, events, fails_at) if policy.parallel.rank == 0 else None
@@ -76,8 +75,6 @@ def test_nothing_moves_unless_asked_for():
 
 
 def _failing(cfg, fails_at):
-    from megatron_fp8rl.runtime.colocation import ResidencyError
-
     _policy, events, colocated = _build(cfg, fails_at)
     with pytest.raises(ResidencyError, match="on trainer rank 0: TimeoutError: rollout-0 did not answer"):
         with colocated.publication():
@@ -98,8 +95,6 @@ def test_a_failing_engine_stops_every_rank(fails_at):
 
 def test_engines_without_memory_are_told_what_holds_it(monkeypatch):
     import torch
-
-    from megatron_fp8rl.runtime.colocation import ColocatedMemory, ResidencyError
 
     for name, gib in {"mem_get_info": (9, 140), "memory_reserved": 17.5, "memory_allocated": 0.5}.items():
         found = tuple(x << 30 for x in gib) if isinstance(gib, tuple) else gib * 2**30

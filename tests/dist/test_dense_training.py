@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import MlaConfig, OptimConfig, PrecisionConfig
+from megatron_fp8rl.trainer.forward import Forward
+from megatron_fp8rl.trainer.model import linear_deep_gemm
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, make_batch, make_loss, run_config, weight_pieces
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
@@ -59,10 +63,6 @@ def _config(model: str, layout: dict, precision: dict | None = None, **optim):
 
 def _train_twice(cfg) -> list:
     """Runs on a rank: (metrics, old log-probabilities, weights) with the linears' kernels, and with DeepGEMM's."""
-    from megatron_fp8rl.trainer.model import linear_deep_gemm
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel, runs, calls = Parallel.init(cfg.parallel, deadline_s=60), [], {"linear": 0, "mlp": 0, "multiply_dense": 0}
     with pytest.MonkeyPatch.context() as patch:
 
@@ -122,10 +122,6 @@ def test_training_is_that_of_the_linears(model, layout, precision, optim):
 
 
 def _gradients(cfg) -> dict[str, torch.Tensor]:
-    from megatron_fp8rl.trainer.forward import Forward
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank))

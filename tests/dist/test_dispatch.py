@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.precision import kernel_choice
 from tests.helpers import fake_deep_ep
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import MOE, full_weights, run_config, train
@@ -22,8 +23,6 @@ LAYOUTS = {
 def _trained(cfg, num_updates):
     """Runs on a rank: ``train`` as on a GPU where deep_ep is installed, and the number of dispatches by it."""
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
-
-    from megatron_fp8rl.precision import kernel_choice
 
     def on_cpu(*shape, zeros=torch.zeros, device=None, **kwargs):
         return zeros(*shape, device="cpu" if device == "cuda" else device, **kwargs)

@@ -7,6 +7,8 @@ import torch
 
 from megatron_fp8rl.preflight import trainer_memory
 from megatron_fp8rl.preflight.memory import GPUS
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, run_config
 
@@ -25,9 +27,6 @@ ALL = {"linears": "deep_gemm", "bf16_last_layers": 1}
 def _measure(cfg):
     """On a rank: (pipeline rank, bytes of weights, of main gradients, of master weights and moments). Weights count where they
     are in the memory of gradients, too, and gradients without them."""
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
     continue_training(policy, 1)
     parameters = [parameter for model in policy.models for parameter in model.parameters()]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.names import registry as names
 from tests.helpers.dist import run_ranks
 from tests.helpers.exports import (
@@ -36,8 +37,6 @@ def save(kind: str, layout: dict[str, int], folder: Path, tokenizer: Path):
 )
 def test_saved_checkpoint_is_the_policy(kind, layout, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from megatron_fp8rl.data.tokenizer import character_tokenizer
 
     character_tokenizer().save_pretrained(tmp_path / "tokenizer")
     ranks = run_ranks(2, save, kind, layout, tmp_path, tmp_path / "tokenizer")

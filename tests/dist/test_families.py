@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.config import ModelConfig, ParallelConfig
+from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
 from tests.helpers.families import MODELS
 from tests.helpers.logits import assert_logits_equal, reference_logits, trainer_logits
@@ -33,9 +34,6 @@ def _all_references(folder: str) -> dict[str, list]:
 
 
 def _all_logits(layout: dict, folder: str) -> dict[str, list | None]:
-    from megatron_fp8rl.config import ParallelConfig
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     parallel = Parallel.init(ParallelConfig(**layout), deadline_s=60)
     fitting = {kind: model for kind, model in MODELS.items() if _fits(model, layout)}
     return {kind: trainer_logits(model, layout, f"{folder}/{kind}", parallel) for kind, model in fitting.items()}

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp8rl.config import ModelConfig, PrecisionConfig
+from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_fp8rl.kernels import blockwise
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
 from tests.helpers.families import MODELS
 from tests.helpers.logits import reference_logits, sequences, trainer_logits, unpacked
@@ -52,9 +53,6 @@ def _in_float32_and_fp8(model: ModelConfig, folder: str) -> tuple[list, list]:
 def _compare_all(folder: str) -> dict[str, tuple[float, float]]:
     """On a rank, for every case: mean differences of logits between the trainer and transformers' model with FP8
     linears, and between that one and itself without them."""
-    from megatron_fp8rl.config import ParallelConfig
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     parallel = Parallel.init(ParallelConfig())
     found = {}
     for kind, model in CASES.items():

@@ -10,6 +10,8 @@ import torch
 from megatron_fp8rl.config import ModelConfig, ParallelConfig
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.families import MODELS
 from tests.helpers.training import run_config
@@ -45,8 +47,6 @@ def _checkpoint(model: ModelConfig, folder: Path) -> dict[str, torch.Tensor]:
 
 def _load_and_save(layout: dict, folder: str) -> None:
     """On a rank: read every family that fits the layout, in the layout, and write it again. Several shards each."""
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
     from megatron_fp8rl.weight_sync.save_hf import save_hf
 
     parallel = Parallel.init(ParallelConfig(**layout), deadline_s=60)

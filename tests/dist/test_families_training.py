@@ -10,6 +10,10 @@ import torch
 
 from megatron_fp8rl.config import ModelConfig, ParallelConfig
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer.forward import Forward
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.families import MODELS
 from tests.helpers.logits import reference_logits
@@ -46,9 +50,6 @@ def _config(kind: str, layout: dict, folder: str, **options):
 
 def _policies(layout: dict, folder: str, **options):
     """On a rank: (kind, policy that starts from the reference's weights) of every family that fits the layout."""
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel = Parallel.init(ParallelConfig(**layout), deadline_s=60)
     for kind in _fitting(layout):
         yield kind, Policy.build(_config(kind, layout, folder, **options), parallel)
@@ -57,8 +58,6 @@ def _policies(layout: dict, folder: str, **options):
 def _gradients(policy) -> dict[str, tuple[int, torch.Tensor]]:
     """This rank's pieces of gradients after one forward and backward, of parameters that no other rank shares: of
     others the optimizer keeps a part of the sum."""
-    from megatron_fp8rl.trainer.forward import Forward
-
     batch = policy.with_old_logprobs(make_batch(policy.cfg, policy.parallel.dp_rank))
     policy.optimizer.zero_gradients()
     Forward(policy.cfg, policy.parallel).gradients(policy.chunks, batch, make_loss(policy.cfg))
@@ -74,8 +73,6 @@ def _gradients(policy) -> dict[str, tuple[int, torch.Tensor]]:
 
 def _train_all(layout: dict, folder: str, checkpoints: str | None) -> dict[str, tuple]:
     """(gradients, weights after two updates, router biases after them) of every family; saves on the way."""
-    from megatron_fp8rl.trainer import checkpoint
-
     found = {}
     for kind, policy in _policies(layout, folder):
         gradients = _gradients(policy)
@@ -93,8 +90,6 @@ def _biases(policy) -> dict[str, torch.Tensor]:
 
 def _resume_all(layout: dict, folder: str, checkpoints: str) -> dict[str, tuple]:
     """(weights, router biases) one update after the checkpoint. The policy starts from other weights."""
-    from megatron_fp8rl.trainer import checkpoint
-
     found = {}
     for kind, policy in _policies(layout, folder):
         with torch.no_grad():

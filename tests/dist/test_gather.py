@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ParallelConfig, PrecisionConfig
+from megatron_fp8rl.trainer.model import router
+from megatron_fp8rl.trainer.model.dispatcher import Exchange, GatherDispatcher, own_experts
+from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import MOE, full_weights, run_config, train
 from tests.tolerances import GATHERED_GRADIENT, GATHERED_LOGPROBS, GATHERED_WEIGHTS
@@ -31,8 +34,6 @@ def config(layout: str, precision: str, dispatch: str, **more):
 
 def _trained(cfg, num_updates):
     """Runs on a rank: ``train``, and how often tokens were gathered."""
-    from megatron_fp8rl.trainer.model.dispatcher import GatherDispatcher
-
     calls, inner = [], GatherDispatcher.token_combine
     GatherDispatcher.token_combine = lambda self, sums: calls.append(1) or inner(self, sums)
     return train(cfg, num_updates), len(calls)
@@ -68,9 +69,6 @@ def _exchanges(world: int, num_tokens: int, num_experts: int):
     """Runs on a rank: what the exchanges make of numbers that tell rank, token and expert apart."""
     import torch.distributed as dist
 
-    from megatron_fp8rl.trainer.model.dispatcher import Exchange, own_experts
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     Parallel.init(ParallelConfig(world_size=world), deadline_s=60)
     exchange, rank = Exchange(dist.group.WORLD, in_fp8=False), dist.get_rank()
     tokens = 100.0 * rank + torch.arange(num_tokens)[:, None] + torch.zeros(1, 3)
@@ -101,8 +99,6 @@ def test_tokens_scores_and_gradients_reach_their_ranks(world):
 
 def _travelling(cfg, num_updates, in_fp8):
     """Runs on a rank: ``train``, with tokens that travel in FP8 or in BF16, and in what they came."""
-    from megatron_fp8rl.trainer.model.dispatcher import Exchange
-
     came, inner = set(), Exchange.gathered
 
     def gathered(self, x):
@@ -130,8 +126,6 @@ def test_tokens_that_travel_in_fp8_are_the_same_operands():
 
 def _to_the_first_experts(cfg, num_updates):
     """Runs on a rank: ``train``, where all tokens go to the same experts, so that the second rank has none."""
-    from megatron_fp8rl.trainer.model import router
-
     inner = router.choose_experts
 
     def choose(logits, top_k, *args):

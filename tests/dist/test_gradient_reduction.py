@@ -5,6 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_fp8rl.trainer.model.build import build_chunks
+from megatron_fp8rl.trainer.optimizer.optimizer import wrap_chunks
+from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, SMOOTH_ADAM, run_config
 
@@ -12,10 +15,6 @@ from tests.helpers.training import DENSE, SMOOTH_ADAM, run_config
 def reduced_gradients(overlap: bool):
     """(values in this rank's part of the sums, whether all buckets were on their way before the end); autograd knows of
     one parameter alone."""
-    from megatron_fp8rl.trainer.model.build import build_chunks
-    from megatron_fp8rl.trainer.optimizer.optimizer import wrap_chunks
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     cfg = run_config(model=DENSE, params="bf16", world_size=2, optim=replace(SMOOTH_ADAM, overlap_grad_reduce=overlap))
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     (buffers,) = wrap_chunks(build_chunks(cfg, parallel), cfg)

@@ -6,6 +6,11 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig
+from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer.forward import Forward
+from megatron_fp8rl.trainer.model import experts
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import (
     MOE,
@@ -33,10 +38,6 @@ def _config(name: str, layout: dict, **optim):
 
 def _train_twice(cfg) -> list:
     """Runs on a rank: (metrics, old log-probabilities, weights) with the linears' kernels, and with grouped ones."""
-    from megatron_fp8rl.trainer.model import experts
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel, runs, views, edges = Parallel.init(cfg.parallel, deadline_s=60), [], [], []
     with pytest.MonkeyPatch.context() as patch:
         real, real_edges = experts.stacked, experts._edges
@@ -76,10 +77,6 @@ def test_training_is_that_of_the_linears(name, layout, optim):
 
 
 def _gradients(cfg) -> dict[str, torch.Tensor]:
-    from megatron_fp8rl.trainer.forward import Forward
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank))
@@ -101,10 +98,6 @@ def test_recompute_changes_no_bit_of_a_gradient(name, layout):
 
 
 def _save(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
     continue_training(policy, 1)
     checkpoint.save(folder, 1, policy, {})
@@ -112,10 +105,6 @@ def _save(cfg, folder):
 
 
 def _restore(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
     checkpoint.restore(checkpoint.latest(folder), policy)
     return weight_pieces(policy), _moments(policy)

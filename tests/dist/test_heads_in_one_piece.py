@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_fp8rl.kernels import float64
+from megatron_fp8rl.trainer.model import attention
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, run_config, weight_pieces
 
 
 def in_pieces(mixed_TW, groups, norms, eps, cos, sin):
     """What the kernel computes, by the functions that it replaces on a CPU."""
-    from megatron_fp8rl.kernels import float64
-
     width = 2 * cos.shape[-1]
     heads = mixed_TW.unflatten(1, (groups, -1, width))
     query, key, value = (part.flatten(1, 2) for part in heads.split([heads.shape[2] - 2, 1, 1], dim=2))
@@ -23,9 +25,6 @@ def in_pieces(mixed_TW, groups, norms, eps, cos, sin):
 
 def _train(cfg, is_one_piece: bool):
     from megatron_fp8rl.kernels.triton import rotate
-    from megatron_fp8rl.trainer.model import attention
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
 
     calls = []
     with pytest.MonkeyPatch.context() as patch:

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fp8rl.names import registry
 from megatron_fp8rl.token_array import TokenArray
+from megatron_fp8rl.trainer import kv_scales
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import Prompt, Sample, Segment
 from tests.helpers.dist import run_ranks
 from tests.helpers.measured_attention import measure_attention
@@ -40,8 +44,6 @@ def _save_reference(folder: str) -> torch.Tensor:
     """Save a checkpoint whose padding would have values far larger than all tokens; [layers, 3] by transformers."""
     import transformers
 
-    from megatron_fp8rl.names import registry
-
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**registry.to_hf_config(DENSE))
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -61,10 +63,6 @@ def _save_reference(folder: str) -> torch.Tensor:
 
 def _measure(overrides: dict, folder: str) -> dict:
     """Runs on a rank: scales from log-probabilities, from prompts, and what an update must not change."""
-    from megatron_fp8rl.trainer import kv_scales
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     cfg = run_config(model=replace(DENSE, hf_path=folder), **overrides)
     cfg = replace(cfg, engine=replace(cfg.engine, kv_cache_dtype="fp8"))
     parallel = Parallel.init(cfg.parallel, deadline_s=60)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_fp8rl.trainer.model.build import _open_checkpoint, build_chunks, load_hf, named_global_parameters
+from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
 from tests.helpers.logits import assert_logits_equal, reference_logits, trainer_logits
 from tests.tolerances import LOGITS_FLOAT32
@@ -89,9 +91,6 @@ def test_random_weights_do_not_depend_on_the_layout():
 
 
 def _weight_sums(model: ModelConfig, layout: dict) -> dict[str, float]:
-    from megatron_fp8rl.trainer.model.build import build_chunks, named_global_parameters
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     cfg = RunConfig(name="init", model=model, parallel=ParallelConfig(**layout), seed=5)
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     chunks = build_chunks(cfg, parallel)
@@ -99,9 +98,6 @@ def _weight_sums(model: ModelConfig, layout: dict) -> dict[str, float]:
 
 
 def _load_broken(model: ModelConfig, folder: str, how: str) -> str:
-    from megatron_fp8rl.trainer.model.build import _open_checkpoint, build_chunks, load_hf
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     cfg = RunConfig(name="broken", model=model)
     parallel = Parallel.init(cfg.parallel)
     chunks = build_chunks(cfg, parallel)

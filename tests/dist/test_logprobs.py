@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ParallelConfig
+from megatron_fp8rl.trainer.logprobs import HeadShard, gather_context, token_logprobs, zigzag_indices
+from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
 from tests.tolerances import LOGPROBS_FLOAT32
 
@@ -33,8 +35,6 @@ def _expected(temperature: float, with_entropy: bool):
 def _sharded(num_rows: int, temperature: float, chunk_tokens: int, with_entropy: bool, tensor: int):
     """On a rank: (log-probabilities, entropy, whole gradient of hidden, this rank's rows of the gradient of weight)."""
     import torch.distributed as dist
-
-    from megatron_fp8rl.trainer.logprobs import HeadShard, token_logprobs
 
     group = dist.group.WORLD if tensor > 1 else None
     rank = dist.get_rank() if tensor > 1 else 0
@@ -86,8 +86,6 @@ def test_values_and_gradients(tensor, num_rows):
 
 def test_bf16_head_rounds_logits_once():
     """The logits are BF16 numbers, as the engine's; everything after them is FP32."""
-    from megatron_fp8rl.trainer.logprobs import HeadShard, token_logprobs
-
     hidden, weight, targets, *_ = _problem()
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     shard = HeadShard.of(num_rows=VOCAB, vocab_size=VOCAB, temperature=0.7, chunk_tokens=4, group=None)
@@ -98,16 +96,11 @@ def test_bf16_head_rounds_logits_once():
 
 
 def test_refuses_temperature_zero():
-    from megatron_fp8rl.trainer.logprobs import HeadShard
-
     with pytest.raises(ValueError, match="temperature above 0"):
         HeadShard.of(num_rows=8, vocab_size=8, temperature=0.0, chunk_tokens=4, group=None)
 
 
 def _gathered():
-    from megatron_fp8rl.trainer.logprobs import gather_context, zigzag_indices
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     parallel = Parallel.init(ParallelConfig(world_size=2, context=2), deadline_s=60)
     cu_seqlens = torch.tensor([0, 8, 12, 24], dtype=torch.int32)
     parts = [zigzag_indices(cu_seqlens, 2, rank) for rank in range(2)]
@@ -128,7 +121,5 @@ def test_context_gather_follows_the_zigzag():
 
 
 def test_context_refuses_lengths_that_do_not_divide():
-    from megatron_fp8rl.trainer.logprobs import zigzag_indices
-
     with pytest.raises(ValueError, match="multiples"):
         zigzag_indices(torch.tensor([0, 6, 12]), 2, 0)

@@ -6,6 +6,11 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import AlgoConfig
+from megatron_fp8rl.preflight.host_memory import host_memory
+from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer.optimizer.offload import HostMemory
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, run_config, weight_pieces
 
@@ -18,9 +23,6 @@ CASES = {
 
 
 def _build(cfg):
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     return Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
 
 
@@ -31,8 +33,6 @@ def _grad_bytes(policy):
 
 def _train(cfg, folder, offload):
     """Metrics and weights of four updates; with ``offload``, everything leaves after each and a checkpoint is saved."""
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(replace(cfg, optim=replace(cfg.optim, offload=PARTS if offload else ())))
     sizes = _grad_bytes(policy)
     metrics = []
@@ -60,8 +60,6 @@ def _train(cfg, folder, offload):
 
 
 def _resume(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _build(replace(cfg, optim=replace(cfg.optim, offload=PARTS)))
     policy.offload.release(*PARTS)
     checkpoint.restore(checkpoint.latest(folder), policy)
@@ -104,10 +102,6 @@ def test_only_what_is_named_moves():
 
 def _with_prepared_memory(cfg):
     """Sizes of the host memory that an update's state takes, and of what was prepared for it."""
-    from megatron_fp8rl.preflight.host_memory import host_memory
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     host = host_memory(cfg, parallel.device)
     host._thread.join()
@@ -136,8 +130,6 @@ def test_memory_that_was_allocated_while_engines_started_is_what_is_used(cfg):
 
 
 def test_memory_that_cannot_be_had_is_left_to_the_release():
-    from megatron_fp8rl.trainer.optimizer.offload import HostMemory
-
     host = HostMemory({"params": 1 << 60, "optimizer": 4097}, torch.device("cpu"))
     assert host.take("optimizer").numel() == 4097
     assert host.take("optimizer").numel() == host.take("params").numel() == 0

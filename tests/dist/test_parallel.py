@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_fp8rl.config import ParallelConfig
+from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import RankError, run_ranks
 
 pytestmark = pytest.mark.core  # ranks of this machine, in seconds
@@ -11,8 +12,6 @@ _ARRAYS = [np.arange(100_000), np.empty((0, 3), np.float32), np.full((2, 3), 0.5
 
 
 def _collectives() -> dict:
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     parallel = Parallel.init(ParallelConfig(world_size=4, tensor=2, expert=2, expert_tensor=1), deadline_s=120)
     parallel.barrier("start")
     value = float(parallel.rank)
@@ -48,8 +47,6 @@ def test_reductions_run_over_the_data_axis_and_broadcasts_over_all_ranks():
 
 
 def _stages() -> tuple:
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     parallel = Parallel.init(ParallelConfig(world_size=4, pipeline=2, context=2), deadline_s=120)
     share = parallel.scatter_over_data(["only"] if parallel.rank == 0 else None)
     return parallel.pp_rank, parallel.cp_rank, parallel.is_last_stage, parallel.dp_size, share
@@ -61,8 +58,6 @@ def test_pipeline_is_the_outermost_axis():
 
 
 def _one_stays_away() -> None:
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     parallel = Parallel.init(ParallelConfig(world_size=2), deadline_s=10)
     if parallel.rank == 1:
         import time
@@ -77,8 +72,6 @@ def test_a_barrier_names_itself_and_the_rank_that_did_not_come():
 
 
 def _wrong_world() -> None:
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     Parallel.init(ParallelConfig(world_size=4), deadline_s=60)
 
 

@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import AlgoConfig, OptimConfig
+from megatron_fp8rl.data.packing import pack
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.trainer.forward import Forward
+from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError, learning_rate
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import LossInputs, TrainBatch
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.training import (
@@ -92,10 +97,6 @@ def _assert_same_weights(model, ranks, expected):
 
 def _gradients(cfg):
     """On a rank: (old log-probabilities, gradients by name, FP8 state by name) after one forward and backward."""
-    from megatron_fp8rl.trainer.forward import Forward
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank))
@@ -140,9 +141,6 @@ def test_recompute_changes_no_bit(trainer, model, layout):
 
 
 def _states_around_passes(cfg):
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     states, ratios = [], []
@@ -172,9 +170,6 @@ def test_old_logprobs_are_those_of_the_update(trainer):
 
 def _against_transformers(cfg, folder):
     """On a rank: log-probabilities, loss, gradient norm and weights of one update from a Hugging Face checkpoint."""
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     cfg = replace(cfg, model=replace(cfg.model, hf_path=folder))
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
@@ -251,9 +246,6 @@ def test_same_as_transformers(model, tmp_path):
 
 
 def _with_reference(cfg):
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     passes = []
@@ -275,10 +267,6 @@ def test_reference_model_stays_where_the_policy_started():
 
 
 def _fails_with(cfg, breakage):
-    from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     before = weight_pieces(policy)
@@ -312,9 +300,6 @@ def test_non_finite_values_stop_all_ranks_by_name(breakage, named):
 
 
 def _decay_only(cfg):
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
     before = weight_pieces(policy)
     policy.update(make_batch(cfg, 0), lambda inputs: (0.0 * inputs.trainer_logprobs_T.sum(), {}))
@@ -330,8 +315,6 @@ def test_weight_decay_spares_norms():
 
 
 def test_learning_rate():
-    from megatron_fp8rl.trainer.optimizer.optimizer import learning_rate
-
     def rates(**options):
         optim = OptimConfig(lr=8.0, **options)
         return [learning_rate(optim, update, 8) for update in range(1, 10)]
@@ -348,10 +331,6 @@ def test_unaligned_microbatch_is_refused():
 
 
 def _unaligned(cfg):
-    from megatron_fp8rl.data.packing import pack
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
     odd = [sample for sample in make_samples() if len(sample.token_ids) % 2][:1]
     policy.with_old_logprobs(pack(odd, data_size=1, data_rank=0, max_tokens=96, alignment=1)[0])

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.kernels.blockwise import dequantize_weight, quantize_weight
+from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.trainer.model.build import build_chunks, finish_fp8_step, named_global_parameters, named_linears
+from megatron_fp8rl.trainer.model.linear import quantized
+from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
 from tests.helpers.families import MODELS as FAMILIES
 from tests.tolerances import AMAX_ACROSS_LAYOUTS
@@ -33,18 +38,12 @@ def _run(model: ModelConfig, precision: PrecisionConfig, **layout) -> RunConfig:
 
 
 def _build(cfg: RunConfig):
-    from megatron_fp8rl.trainer.model.build import build_chunks
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     return build_chunks(cfg, parallel), parallel
 
 
 def _fp8_weights(cfg: RunConfig) -> set[str]:
     """Hugging Face names of the weights whose linear multiplies in FP8, from the recipes that the modules hold."""
-    from megatron_fp8rl.names import registry
-    from megatron_fp8rl.trainer.model.build import named_global_parameters
-
     chunks, parallel = _build(cfg)
     owners = {
         id(parameter): module
@@ -76,8 +75,6 @@ def _fp8_weights(cfg: RunConfig) -> set[str]:
     ids=lambda value: value.family if isinstance(value, ModelConfig) else None,
 )
 def test_the_layer_table_decides_which_linears_are_fp8(model, trainer, first, last):
-    from megatron_fp8rl.names import registry
-
     precision = PrecisionConfig(trainer=trainer, bf16_first_layers=first, bf16_last_layers=last)
     table = LayerTable.build(model, precision)
     found = run_ranks(1, _fp8_weights, _run(model, precision))[0]
@@ -121,9 +118,6 @@ def _histories(cfg: RunConfig, recompute: bool = False) -> dict[str, torch.Tenso
     """Newest entries of the amax histories after a step, by global name of the weight; experts one by one."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from megatron_fp8rl.trainer.model.build import build_chunks, finish_fp8_step, named_linears
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     chunks = build_chunks(cfg, parallel)
     for _, module in named_linears(chunks, parallel):
@@ -164,10 +158,6 @@ def test_amax_histories_do_not_depend_on_the_layout_or_recomputation():
 
 def _held_and_used(cfg: RunConfig) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """(Hugging Face name, weight, what the FP8 linear really multiplies by) of this rank's q, k and v projections."""
-    from megatron_fp8rl.names import registry
-    from megatron_fp8rl.trainer.model.build import named_linears
-    from megatron_fp8rl.trainer.model.linear import quantized
-
     chunks, parallel = _build(cfg)
     identity = torch.eye(cfg.model.hidden_size, dtype=torch.bfloat16)  # exact in FP8, so the product is the weight
     layout = (parallel.tp_size, parallel.tp_rank)
@@ -192,8 +182,6 @@ def _held_and_used(cfg: RunConfig) -> list[tuple[str, torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("head_dim, kv_heads, tensor", [(128, 2, 1), (64, 2, 1), (32, 4, 1), (64, 4, 2), (96, 4, 1)])
 def test_the_trainer_multiplies_by_what_the_exporter_sends(head_dim, kv_heads, tensor):
     """Also where heads do not fill FP8 blocks, so that q, k and v would share blocks in Megatron-Core's order."""
-    from megatron_fp8rl.kernels.blockwise import dequantize_weight, quantize_weight
-
     model = replace(DENSE, num_attention_heads=8, head_dim=head_dim, num_key_value_heads=kv_heads)
     for pairs in run_ranks(tensor, _held_and_used, _run(model, PrecisionConfig(), world_size=tensor, tensor=tensor)):
         assert len(pairs) == 3 * model.num_layers

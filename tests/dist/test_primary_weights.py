@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import MlaConfig, ModelConfig, OptimConfig, PrecisionConfig, RouterConfig
+from megatron_fp8rl.kernels.blockwise import dequantize_weight, quantize_weight
+from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, is_fp8
 from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer.model import build as model
+from megatron_fp8rl.trainer.model.build import named_linears
+from megatron_fp8rl.trainer.optimizer import fp8_params
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.training import continue_training, run_config
 
@@ -66,9 +74,6 @@ class _StandIns:
     """Transformer Engine's kernels and tensors on this rank, and the policies that were built with them."""
 
     def __init__(self, cfg):
-        from megatron_fp8rl.trainer.model import build as model
-        from megatron_fp8rl.trainer.optimizer import fp8_params
-        from megatron_fp8rl.trainer.parallel import Parallel
         from tests.helpers import fake_fp8_tensor, fake_te
 
         self.patch = pytest.MonkeyPatch()
@@ -79,17 +84,11 @@ class _StandIns:
         self.parallel = Parallel.init(cfg.parallel, deadline_s=60)
 
     def policy(self, cfg):
-        from megatron_fp8rl.trainer.policy import Policy
-
         return Policy.build(cfg, self.parallel)
 
 
 def _values(policy) -> dict[str, torch.Tensor]:
     """What a pass multiplies by: values of FP8 weights, parameters otherwise, on this rank."""
-    from megatron_fp8rl.kernels.blockwise import dequantize_weight, quantize_weight
-    from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, is_fp8
-    from megatron_fp8rl.trainer.model.build import named_linears
-
     found = {name: None if is_fp8(p) else p.detach().clone() for name, p in policy.named_parameters()}
     for names, linear in named_linears(policy.models, policy.parallel):
         if linear.recipe is None:
@@ -158,8 +157,6 @@ def _assert_same_metrics(found, expected):
 
 
 def test_masters_are_rounded_some_at_a_time(monkeypatch):
-    from megatron_fp8rl.trainer.optimizer import fp8_params
-
     monkeypatch.setattr(fp8_params, "_MASTERS_AT_A_TIME", 8)
     groups = [list(range(10))[some] for some in fp8_params._groups([3, 5, 1, 20, 8, 2, 2, 4, 1, 1])]
     assert groups == [[0, 1], [2], [3], [4], [5, 6, 7], [8, 9]]
@@ -168,8 +165,6 @@ def test_masters_are_rounded_some_at_a_time(monkeypatch):
 
 def _checkpoints(cfg, folder):
     """On a rank: values and masters when saved, after loading into each kind of parameters, and two updates later."""
-    from megatron_fp8rl.trainer import checkpoint
-
     stand_ins, found = _StandIns(cfg), {}
     for saved in ("fp8", "bf16"):
         first = stand_ins.policy(replace(cfg, precision=replace(cfg.precision, params=saved)))
@@ -205,8 +200,6 @@ def test_checkpoints_go_both_ways_and_resume_exactly(cfg, tmp_path):
 
 
 def _go_away_and_come_back(cfg):
-    from megatron_fp8rl.kernels.fp8_parameter import is_fp8
-
     stand_ins = _StandIns(cfg)
     policy, other = stand_ins.policy(cfg), stand_ins.policy(replace(cfg, optim=replace(cfg.optim, offload=())))
     for each in (policy, other):

@@ -16,7 +16,9 @@ from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.weight_sync.pack import gather_all
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
+from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.exports import MODELS, Fleet, build, config, layout_name
 from tests.helpers.fake_fp8_tensor import Fp8Tensor
@@ -68,8 +70,6 @@ def _policy(cfg: RunConfig, *, is_fp8: bool) -> _Policy:
 
 def _publish(cfg: RunConfig, is_fp8: bool, nan: str = "") -> dict[str, torch.Tensor]:
     """Runs on a rank: what the only engine worker holds, on rank 0."""
-    from megatron_fp8rl.weight_sync.publish import WeightExporter
-
     policy = _policy(cfg, is_fp8=is_fp8)
     if nan and policy.parallel.rank == policy.parallel.world_size - 1:
         policy.tensors[nan]._rowwise_data[3, 5] = 0xFF
@@ -128,7 +128,6 @@ def test_parts_that_cut_blocks_are_refused_by_name():
 
 def _saved_pieces(cfg: RunConfig, is_fp8: bool) -> dict[str, torch.Tensor]:
     """What save_hf writes, without the tokenizer."""
-    from megatron_fp8rl.weight_sync.pack import gather_all
     from megatron_fp8rl.weight_sync.save_hf import plan_whole, prepare_gathers
 
     policy = _policy(cfg, is_fp8=is_fp8)

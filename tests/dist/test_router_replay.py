@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import AlgoConfig
+from megatron_fp8rl.data.packing import build_for, divide_for, pack_for
+from megatron_fp8rl.trainer.forward import Forward
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import (
     MOE,
@@ -84,10 +88,6 @@ def test_other_experts_change_logprobs(one_rank):
 
 def _passes(cfg, samples):
     """On a rank: log-probabilities and experts by sequence, gradients by parameter, agreement with the record."""
-    from megatron_fp8rl.trainer.forward import Forward
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank, samples))
@@ -156,9 +156,6 @@ def test_agreement_is_the_share_of_equal_sets(layout):
 
 def _trained(overrides: dict) -> bool:
     """Runs on a rank: rank 0 alone has samples; every rank builds the batches of its own, with the engine's experts."""
-    from megatron_fp8rl.data.packing import build_for, divide_for, pack_for
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     cfg = _config("rollout", **overrides)
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     samples = _random_experts()

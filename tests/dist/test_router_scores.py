@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig, RouterConfig
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.interpreter import assert_passes_interpreted, in_interpreter, starts_interpreter
 from tests.helpers.training import MOE, alone, run_config
 
 
 def _routers(**router):
     """The routers of a trainer of one rank that gathers tokens, in this process."""
-    from megatron_fp8rl.trainer.policy import Policy
-
     model = replace(MOE, num_layers=2, hidden_size=128, moe_ffn_hidden_size=256, router=RouterConfig(**router))
     cfg = run_config(model=model)
     cfg = replace(

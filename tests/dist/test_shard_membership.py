@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.dist import run_ranks
 from tests.helpers.exports import Fleet, build
 from tests.helpers.shards import Replica, shard_config
@@ -34,8 +35,6 @@ class Changing(Fleet):
 
 def publish_through_changes(cfg: RunConfig):
     """Runs on a rank: on rank 0 the reports, the calls to three replicas, and what they hold at last."""
-    from megatron_fp8rl.weight_sync.publish import WeightExporter
-
     policy = build(cfg)
     members = [Member(cfg) for _ in range(3)]
     fleet = Changing(members[:2])

@@ -14,7 +14,9 @@ import torch
 
 from megatron_fp8rl.config import UPDATE_S, RunConfig
 from megatron_fp8rl.types import PublishReport
+from megatron_fp8rl.weight_sync import pack, sender
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
+from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.dist import run_ranks
 from tests.helpers.exports import (
     LAYOUTS,
@@ -53,8 +55,6 @@ CASES += [
 
 def exporter_of(cfg: RunConfig):
     """Runs on a rank: (exporter, replicas on rank 0)."""
-    from megatron_fp8rl.weight_sync.publish import WeightExporter
-
     policy = build(cfg)
     replicas = [Replica(cfg) for _ in range(cfg.engine.num_replicas)]
     fleet = Fleet(*replicas) if policy.parallel.rank == 0 else None
@@ -121,8 +121,6 @@ def test_every_worker_holds_its_slices_of_the_quantized_whole(kind, transport, l
 
 def publish_with_a_clock(cfg: RunConfig, is_stuck: bool):
     """Runs on a rank: (what was made while the engines were paused, the error of publishing, calls)."""
-    from megatron_fp8rl.weight_sync import pack, sender
-
     exporter, _, replicas = exporter_of(cfg)
     made, calls = [], replicas[0].calls
 

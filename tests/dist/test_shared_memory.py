@@ -9,6 +9,14 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
+from megatron_fp8rl.trainer.optimizer import shared_memory
+from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, make_batch, make_loss, run_config, weight_pieces
 
@@ -37,9 +45,6 @@ def _config(layout: str, **optim):
 
 
 def _policy(cfg):
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     return Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
 
 
@@ -58,9 +63,6 @@ def _shared(policy) -> set[str]:
 
 def _require_all_that_are_copied(policy) -> None:
     """The weights that share memory are those of FP8 linears on DeepGEMM, and no others."""
-    from megatron_fp8rl.names import registry
-    from megatron_fp8rl.precision.layer_table import LayerTable
-
     cfg, shared = policy.cfg, _shared(policy)
     table = LayerTable.build(cfg.model, cfg.precision)
     for name, parameter in policy.named_parameters():
@@ -72,9 +74,6 @@ def _require_all_that_are_copied(policy) -> None:
 
 def _train(cfg, folder, shares: bool):
     """Metrics and weights of four updates; after the second a checkpoint is saved."""
-    from megatron_fp8rl.trainer import checkpoint
-    from megatron_fp8rl.trainer.optimizer import shared_memory
-
     with pytest.MonkeyPatch.context() as patch:
         if not shares:
             patch.setattr(shared_memory.SharedMemory, "_share", lambda *unused: None)
@@ -95,8 +94,6 @@ def _train(cfg, folder, shares: bool):
 
 
 def _resume(cfg, folder):
-    from megatron_fp8rl.trainer import checkpoint
-
     policy = _policy(cfg)
     checkpoint.restore(checkpoint.latest(folder), policy)
     return continue_training(policy, 2)[0], weight_pieces(policy)
@@ -129,10 +126,6 @@ def _num_gathers(policy, update) -> set[int]:
 
 
 def _without_a_step(cfg):
-    from megatron_fp8rl.trainer import checkpoint
-    from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
-    from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError
-
     policy, loss = _policy(cfg), make_loss(cfg)
     assert _shared(policy)
     batch = policy.with_old_logprobs(make_batch(cfg, policy.parallel.dp_rank))

@@ -6,6 +6,9 @@ import pytest
 
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig
 from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.trainer.model import build as model
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, run_config, weight_pieces
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
@@ -18,9 +21,6 @@ PRECISIONS = {
 
 def _train_twice(cfg) -> list:
     """Runs on a rank: (metrics, weights) on emulated kernels, then on Transformer Engine's, and the latter's calls."""
-    from megatron_fp8rl.trainer.model import build as model
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
     from tests.helpers import fake_te
 
     parallel, runs = Parallel.init(cfg.parallel, deadline_s=60), []

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig, RunConfig
+from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
+from megatron_fp8rl.trainer.forward import Forward
+from megatron_fp8rl.trainer.model.build import build_chunks
+from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
-from tests.helpers.training import DENSE, run_config
+from tests.helpers.training import DENSE, make_batch, run_config
 
 MODEL = replace(DENSE, num_layers=2, hidden_size=128, num_attention_heads=4, head_dim=32, ffn_hidden_size=256)
 PROMPT = [(7 * i) % 50 + 3 for i in range(45)]
@@ -15,12 +19,6 @@ PROMPT = [(7 * i) % 50 + 3 for i in range(45)]
 
 def _probe(cfg: RunConfig) -> tuple:
     """Runs on a rank: (recorded, replayed on the recorded inputs, log-probabilities unwatched, and watched)."""
-    from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
-    from megatron_fp8rl.trainer.forward import Forward
-    from megatron_fp8rl.trainer.model.build import build_chunks
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from tests.helpers.training import make_batch
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     chunks = build_chunks(cfg, parallel)
     batch, forward = make_batch(cfg, 0), Forward(cfg, parallel)

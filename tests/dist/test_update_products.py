@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig
+from megatron_fp8rl.kernels.blockwise import E5M2
 from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.recipes import INPUT
+from megatron_fp8rl.trainer.model import build
+from megatron_fp8rl.trainer.optimizer import optimizer
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, run_config
 from tests.tolerances import TE_DECIBELS, TE_DECIBELS_FP32_SCALES
@@ -30,9 +36,6 @@ def _te_linear():
 
 
 def _inputs_in_e5m2(patch) -> None:
-    from megatron_fp8rl.kernels.blockwise import E5M2
-    from megatron_fp8rl.precision.recipes import INPUT
-
     te_linear = _te_linear()
     quantize = te_linear._quantize_tokens
 
@@ -76,8 +79,6 @@ def _scale_too_large_by_two(patch) -> None:
 
 
 def _weights_of_the_last_update(patch) -> None:
-    from megatron_fp8rl.trainer.optimizer import optimizer
-
     patch.setattr(optimizer, "forget_quantized_weights", lambda: None)
 
 
@@ -98,8 +99,6 @@ def _limit(name: str) -> float:
 def _updates(parallel, kind: str, name: str, change=None, expected=None) -> list[dict[str, float]]:
     """On a rank: by product, the least decibels of any linear in two updates on the stand-in, which ``change`` may have
     made wrong."""
-    from megatron_fp8rl.trainer.model import build
-    from megatron_fp8rl.trainer.policy import Policy
     from tests.helpers import fake_te, products
 
     cfg = run_config(model=MODELS[kind], optim=OptimConfig(lr=2e-2, eps=1e-2), max_tokens=48)
@@ -117,8 +116,6 @@ def _updates(parallel, kind: str, name: str, change=None, expected=None) -> list
 
 def _everything() -> tuple[dict, dict, dict]:
     """On a rank: sound recipes, recipes where another one was expected, and mistakes."""
-    from megatron_fp8rl.trainer.parallel import Parallel
-
     parallel = Parallel.init(run_config().parallel, deadline_s=60)
     sound = {
         (kind, name): _updates(parallel, kind, name)

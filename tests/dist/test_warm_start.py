@@ -9,9 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_fp8rl import sft_loop
 from megatron_fp8rl.config import CheckpointConfig, ObserveConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import refusals
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from model_configs import grpo_qwen3_30b_a3b, tiny_qwen3_moe
 from tests.helpers.dist import RankError, run_ranks
 
@@ -32,11 +36,6 @@ def _config(folder: Path, **parallel: int) -> RunConfig:
 
 def _warm_start(cfg: RunConfig, dies: bool) -> str:
     """On a rank: the folder of the result, unless the last rank dies, in a run that saves after every step."""
-    from megatron_fp8rl import sft_loop
-    from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel, update, last = Parallel.init(cfg.parallel, deadline_s=60), Policy.update, cfg.parallel.world_size - 1
     if parallel.rank == 0:
         write_model_dir(cfg)
@@ -64,8 +63,6 @@ def _warm_start(cfg: RunConfig, dies: bool) -> str:
 )
 def test_a_run_that_can_work_has_a_warm_start_that_can(precision):
     """Kernels that a run names for FP8 are none for its warm start, which is in BF16."""
-    from megatron_fp8rl import sft_loop
-
     hopper = Hardware("hopper")
     cfg = replace(grpo_qwen3_30b_a3b(), precision=precision)
     assert not refusals(cfg, hopper, "trainer")
@@ -94,8 +91,6 @@ def test_a_warm_start_that_was_killed_ends_as_one_in_one_go(tmp_path):
 
 
 def test_saves_are_a_minute_apart_and_further_where_they_are_slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    from megatron_fp8rl import sft_loop
-
     clock, took, saved = [0.0], [1.0], []
     monkeypatch.setattr(sft_loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 

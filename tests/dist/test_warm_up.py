@@ -7,6 +7,8 @@ import torch
 
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.trainer import warm_up
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import Prompt
 from tests.helpers.dist import run_ranks
 from tests.helpers.fields import set_fields
@@ -23,9 +25,6 @@ LAYOUTS = {
 
 def _warm(cfg):
     """Runs on a rank: what ``train`` has after a pass before it, and what the pass left behind."""
-    from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
-
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     calls, inner = [], policy.accumulate_gradients

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_fp8rl.kernels import combine
+from megatron_fp8rl.trainer.model import build
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import MOE, full_weights, run_config, train
 from tests.tolerances import LAYOUT_WEIGHTS
@@ -12,9 +14,6 @@ from tests.tolerances import LAYOUT_WEIGHTS
 
 def _weighing_in_sums(cfg, num_updates):
     """Runs on a rank: ``train`` with the choice that follows from ``precision.kernels.engine_experts = deep_gemm`` on a GPU."""
-    from megatron_fp8rl.kernels import combine
-    from megatron_fp8rl.trainer.model import build
-
     calls, choose, add = [], build.choose, combine._sum
 
     def in_sums(*args):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl import cli
-from megatron_fp8rl.config import AlgoConfig
+from megatron_fp8rl.algo.load_function import load_advantage
+from megatron_fp8rl.config import AlgoConfig, ConfigError
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.training import DENSE, make_samples, run_config
 
@@ -96,15 +97,11 @@ def test_the_command_of_the_page_is_accepted_and_mistakes_in_it_are_not():
 
 
 def load_names(cli, words, commands) -> list[str]:
-    from megatron_fp8rl.config import ConfigError
-
     with pytest.raises(ConfigError) as info:
         cli.parse(words, commands)
     return [violation.field for violation in info.value.violations]
 
 
 def test_advantages_of_the_page_by_hand():
-    from megatron_fp8rl.algo.load_function import load_advantage
-
     found = load_advantage(OWN)([1.0, 0.0, 0.0])
     assert found == pytest.approx([2.0, -1.0, -1.0]) and math.isclose(sum(found), 0, abs_tol=1e-12)
