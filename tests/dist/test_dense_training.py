@@ -82,7 +82,10 @@ def _train_twice(cfg) -> list:
         ):
             count(module, name)
         for kind in ("te", "deep_gemm"):
-            policy = Policy.build(replace(cfg, precision=replace(cfg.precision, kernels={"linears": kind})), parallel)
+            policy = Policy.build(
+                replace(cfg, precision=replace(cfg.precision, kernels=cfg.precision.kernels | {"linears": kind})),
+                parallel,
+            )
             metrics, old = continue_training(policy, 3)
             runs.append((metrics, old, weight_pieces(policy)))
             if kind == "te":
@@ -101,7 +104,7 @@ TP2 = {"world_size": 2, "tensor": 2}
         ("dense", TP2, {"bf16_last_layers": 1}, {"overlap_grad_reduce": True}),
         ("bias", {}, {}, {"recompute": "full"}),
         ("bias", TP2, {}, {"recompute": "selective"}),
-        ("moe", {"world_size": 2, "expert": 2}, {"experts": "deep_gemm"}, {"overlap_grad_reduce": True}),
+        ("moe", {"world_size": 2, "expert": 2}, {"kernels": {"experts": "deep_gemm"}}, {"overlap_grad_reduce": True}),
         ("latent", TP2, {}, {}),
     ],
     ids=["fp32-scales", "tp2-edges-overlap", "bias-recompute", "bias-tp2-recompute", "moe-ep2", "latent-tp2"],
@@ -134,7 +137,7 @@ def _gradients(cfg) -> dict[str, torch.Tensor]:
 def test_recompute_changes_no_bit_of_a_gradient(layout):
     ranks = []
     for recompute in ("none", "selective"):
-        cfg = _config("dense", layout, {"linears": "deep_gemm"}, recompute=recompute)
+        cfg = _config("dense", layout, {"kernels": {"linears": "deep_gemm"}}, recompute=recompute)
         ranks.append(run_ranks(cfg.parallel.world_size, _gradients, cfg))
     for expected, found in zip(*ranks, strict=True):
         for key, gradient in expected.items():

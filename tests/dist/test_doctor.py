@@ -20,8 +20,8 @@ NO_EXPERTS = {
     "moe_ffn_hidden_size": 0,
     "ffn_hidden_size": 256,
 }
-FP8 = {"trainer": "blockwise", "experts": "deep_gemm"}
-ALL = {"linears": "deep_gemm", "bf16_last_layers": 1}
+FP8 = {"trainer": "blockwise", "kernels": {"experts": "deep_gemm"}}
+ALL = {"kernels": {"experts": "deep_gemm", "linears": "deep_gemm"}, "bf16_last_layers": 1}
 
 
 def _measure(cfg):

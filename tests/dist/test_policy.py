@@ -229,7 +229,7 @@ def test_same_as_transformers(model, tmp_path):
                 trainer_logprobs_T=log_p,
                 entropy_T=entropy,
                 cfg=cfg.algo,
-                max_completion_tokens=cfg.rollout.max_completion_tokens,
+                max_completion_tokens=cfg.sampling.max_completion_tokens,
             )
         )[0]
         for mb, (log_p, entropy) in zip(filled.microbatches, values, strict=True)
