@@ -74,7 +74,8 @@ def test_a_loss_that_is_nan_names_the_field(folder):
     code = "def broken(inputs):\n    return (inputs.trainer_logprobs_T * float('nan')).sum(), {}\n"
     (folder / "my_loss.py").write_text(code)
     with pytest.raises(
-        RankError, match=r"the loss is nan; the update was not applied.*\n.*sample(.*\n)+--algo.loss = 'my_loss:broken'"
+        RankError,
+        match=r"the loss is nan; the update was not applied.*\n.*sample(.*\n)+Check the function of --algo.loss = 'my_loss:broken'",
     ):
         run_ranks(
             1,
