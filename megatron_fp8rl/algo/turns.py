@@ -23,12 +23,12 @@ def advantages_of_turns(
     of all rollouts are compared, by their returns.
     """
     if cfg.advantage_unit == "trajectory":
-        advantages = _advantages(rewards, advantage_fn, cfg)
-        return [[advantage] * len(r.completions) for r, advantage in zip(rollouts, advantages, strict=True)]
+        by_rollout = _advantages(rewards, advantage_fn, cfg)
+        return [[advantage] * len(r.completions) for r, advantage in zip(rollouts, by_rollout, strict=True)]
     returns = list(map(_returns, rollouts, rewards))
     advantages: list[list[float]] = [[] for _ in rollouts]
     for turn in range(max(map(len, returns), default=0)):
-        present = [i for i, values in enumerate(returns) if turn < len(values)]
+        present = [i for i, by_turn in enumerate(returns) if turn < len(by_turn)]
         values = _advantages([returns[i][turn] for i in present], advantage_fn, cfg)
         for i, advantage in zip(present, values, strict=True):
             advantages[i].append(advantage)
