@@ -202,6 +202,7 @@ def test_a_request_to_stop_ends_the_wait_and_finished_groups_are_used_by_the_run
     then = Fleet()
     again = build(then, **how)
     again.cfg = replace(again.cfg, output_dir=str(tmp_path))
+    again.cfg = replace(again.cfg, engine=replace(again.cfg.engine, deadline_scale=3.0))  # changes no completion
     assert again.resume_unfinished() == 1 and not (tmp_path / "unfinished").exists()
     groups = again.next_groups()
     assert [group.prompt.text for group in groups] == ["0", "1"] and then.clients[0].prompts == [1 - first]
