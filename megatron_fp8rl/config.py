@@ -420,10 +420,10 @@ class RunConfig:
 
     def value(self, path: str) -> Any:
         """The field at a dotted path, such as ``precision.kernels.experts``; "auto" for a kernel that is not set."""
-        found: Any = self
+        node: Any = self
         for name in path.split("."):
-            found = found.get(name, "auto") if isinstance(found, dict) else getattr(found, name)
-        return found
+            node = node.get(name, "auto") if isinstance(node, dict) else getattr(node, name)
+        return node
 
     @property
     def max_sequence_tokens(self) -> int:  # of the longest sequence that is sampled and trained

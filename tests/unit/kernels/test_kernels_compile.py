@@ -128,7 +128,7 @@ def test_memory_moves_in_vectors_and_registers_suffice(name, constants, launch, 
     [("_swiglu", 4, 2), ("_swiglu_backward", 6, 4), ("_weigh", 2, 2), ("_weigh_backward", 4, 2)],
 )
 def test_experts_on_the_linears_kernels_move_vectors(name, loads, stores, tmp_path):
-    """A tile is 8 rows of 256 numbers, of which a thread has 16: each is read once, and written once."""
+    """A tile has 8 rows of 256 numbers. Each thread reads its 16 numbers once and writes them once."""
     constants = {"ROWS": 8, "COLUMNS": 256, "HARDWARE": True}
     found, said = compiled(name, constants, {"num_warps": 4}, tmp_path)
     assert found["ld.global.v4.b32"] == loads and found["st.global.v4.b32"] == stores
