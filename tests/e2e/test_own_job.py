@@ -64,7 +64,7 @@ def test_three_steps_stop_and_go_on_without_a_row_twice(folder: Path):
         "37 rows, 4 held out",
         "prompt in 'question', answer in 'answer'",
         "left out: row 30 of train: is not JSON",
-        "reference answers score 2, empty ones 0",
+        "reference answers score 2, empty answers 0",
     ):
         assert said in first.stdout, (said, first.stdout)
     run_dir = folder / "runs" / "model-train"
