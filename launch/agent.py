@@ -22,7 +22,7 @@ from pathlib import Path
 from launch import outcome
 from launch.outcome import Outcome, Result
 from launch.peers import CANCEL, FAILED, STOP, STOPPED, Board, PeersMissingError, Place, free_port
-from launch.roles import Failure, RoleProcess, kill_leftovers, status_in_words
+from launch.roles import Failure, RoleProcess, format_exit_status, kill_leftovers
 from launch.spec import SAVED, JobSpec, add_job, endpoint_file, read_jobs
 
 JOIN_DEADLINE_S = float(os.environ.get("LAUNCH_JOIN_DEADLINE_S", "600"))  # images may still be fetched on other nodes
@@ -52,7 +52,7 @@ class Agent:
         self._signals: list[int] = []
         self._deadline: float | None = None  # monotonic: for the trainer to save
         self._rank_failed_at: float | None = None  # monotonic
-        self._next_sign_of_life = 0.0
+        self._next_heartbeat = 0.0
         self._trouble_since: float | None = None  # monotonic: when the board could not be read or written
 
     def run(self) -> int:
@@ -133,7 +133,7 @@ class Agent:
         A disk may be full, or a file system away, for a moment: whatever was not done is done in the next turn.
         """
         try:
-            if (end := self._tend()) is not None:
+            if (end := self._check()) is not None:
                 return end
             self._listen()
             self._trouble_since = None
@@ -159,9 +159,9 @@ class Agent:
             if self._deadline is not None and number != signal.SIGUSR1:
                 self._deadline = min(self._deadline, time.monotonic() + _LATE_TERM_S)
             del self._signals[0]
-        if time.monotonic() > self._next_sign_of_life:
-            self._next_sign_of_life = time.monotonic() + _LIFE_S
-            self.board.sign_of_life()
+        if time.monotonic() > self._next_heartbeat:
+            self._next_heartbeat = time.monotonic() + _LIFE_S
+            self.board.heartbeat()
 
     def _ask_to_save(self, reason: str, *, is_cancelled: bool) -> None:
         if is_cancelled:
@@ -170,11 +170,11 @@ class Agent:
         if self.board.put(STOP, request, once=True):
             self.say(f"{reason}: asking the trainer to save")
 
-    def _tend(self) -> tuple[Result, str] | None:
+    def _check(self) -> tuple[Result, str] | None:
         """Look after the processes and at what other nodes say; what ends the attempt, when something does."""
         names = self.board.names()
         for process in self.processes:
-            self._tend_role(process, names)
+            self._check_role(process, names)
         names = self.board.names()  # with what the roles have just said: ended to save is not ended for good
         if FAILED in names and (failed := self.board.get(FAILED)):
             return "failed", f"role {failed['role']} on node {failed['node']}: {failed['reason']}"
@@ -191,10 +191,10 @@ class Agent:
         elif complete and self._is_cancelled():
             return "cancelled", f"{complete} was cancelled"
         elif STOP in names:
-            return self._tend_stop()
+            return self._check_save()
         return None
 
-    def _tend_stop(self) -> tuple[Result, str] | None:
+    def _check_save(self) -> tuple[Result, str] | None:
         """Somebody asked to save, and the trainer has not yet."""
         if self._deadline is None:
             if (request := self.board.get(STOP)) is None:
@@ -203,7 +203,7 @@ class Agent:
             self._saving_deadline()
             for process in self.processes:
                 if process.role.kind == "command" and request["reason"] != signal.SIGUSR1.name:
-                    process.ask()
+                    process.request_exit()
         if time.monotonic() < self._deadline:
             return None
         if self._is_cancelled():
@@ -221,7 +221,7 @@ class Agent:
     def _is_cancelled(self) -> bool:
         return CANCEL in self.board.names()
 
-    def _tend_role(self, process: RoleProcess, names: set[str]) -> None:
+    def _check_role(self, process: RoleProcess, names: set[str]) -> None:
         role = process.role
         if role.restart and f"given-up-{role.name}.json" in names:
             self._give_up(process)
@@ -229,7 +229,7 @@ class Agent:
         if role.restart and f"restart-{role.name}.{process.incarnation + 1}.json" in names:
             self._restart(process, names)
             return
-        if process.state != "running" or (status := process.ended()) is None:
+        if process.state != "running" or (status := process.exit_status()) is None:
             return
         if role.restart:
             self._schedule_restart(process, status)
@@ -243,8 +243,8 @@ class Agent:
             else:
                 self._note(role.name, failure, str(process.log))
                 self.say(f"the job goes on without {role.name}; see {process.log}")
-        process.tell("ended", status)
-        self.say(f"{role.name} ended with {status_in_words(status)}")
+        process.report("ended", status)
+        self.say(f"{role.name} ended with {format_exit_status(status)}")
 
     def _schedule_restart(self, process: RoleProcess, status: int) -> None:
         """A role that may be restarted has ended: all of its nodes start again, a little later each time in a row."""
@@ -256,12 +256,12 @@ class Agent:
         if process.num_deaths > MAX_RESTARTS:
             self.board.put(f"given-up-{role.name}.json", {"node": self.place.node}, once=True)
             self._fail_without_servers(process, failure, status)
-            process.tell("given up", status)
+            process.report("given up", status)
             self.say(f"{role.name} died {process.num_deaths} times in a row and is given up; see {process.log}")
             return
         self.board.put(f"restart-{role.name}.{process.incarnation + 1}.json", {"node": self.place.node}, once=True)
-        process.tell("dead", status)
-        self.say(f"{role.name} died with {status_in_words(status)}; restart {process.num_deaths} of {MAX_RESTARTS}")
+        process.report("dead", status)
+        self.say(f"{role.name} died with {format_exit_status(status)}; restart {process.num_deaths} of {MAX_RESTARTS}")
 
     def _count_death(self, process: RoleProcess) -> None:
         """Once for each incarnation, on all of its nodes alike, whichever part of it died."""
@@ -281,11 +281,11 @@ class Agent:
         if role.name not in self._ends_at:
             self._count_death(process)
             self._ends_at[role.name] = time.monotonic() + min(30.0, RESTART_PAUSE_S * 2**process.num_deaths)
-            process.ask()
+            process.request_exit()
         if time.monotonic() < self._ends_at[role.name]:
             return
         if process.state == "running":
-            process.tell("dead", self._end(process))
+            process.report("dead", self._end(process))
         incarnation, port = process.incarnation + 1, free_port()
         if role.rank_of(self.place.node) > 0:
             first = self.board.get(f"role-{role.name}.node{role.nodes[0]}.json")
@@ -301,15 +301,15 @@ class Agent:
             return
         if process.role.name not in self._ends_at:
             self._ends_at[process.role.name] = time.monotonic() + GRACE_S
-            process.ask()
+            process.request_exit()
         if not process.is_running or time.monotonic() > self._ends_at[process.role.name]:
-            process.tell("given up", self._end(process))
+            process.report("given up", self._end(process))
 
     def _end(self, process: RoleProcess) -> int | None:
         """End what is left of a part; its exit status."""
         process.kill()
         self._withdraw(process)
-        return process.ended()
+        return process.exit_status()
 
     def _withdraw(self, process: RoleProcess) -> None:
         """Nobody is to ask a server that is gone."""
@@ -351,7 +351,7 @@ class Agent:
 
     def _fail(self, role: str, failure: Failure, log: str, status: int | None = None) -> None:
         self._note(role, failure, log)
-        reason = "could not start" if status is None else status_in_words(status)
+        reason = "could not start" if status is None else format_exit_status(status)
         self.board.put(FAILED, {"role": role, "node": self.place.node, "reason": reason}, once=True)
 
     def _note(self, name: str, failure: Failure, log: str, role: str | None = None) -> None:
@@ -370,7 +370,7 @@ class Agent:
         """Ask every process to end, and make it after the grace."""
         running = [process for process in self.processes if process.is_running]
         for process in running:
-            process.ask()
+            process.request_exit()
         deadline = time.monotonic() + GRACE_S
         while any(process.is_running for process in running) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -378,7 +378,7 @@ class Agent:
             if process.is_running:
                 self.say(f"{process.role.name} did not end within {GRACE_S:g} s of being asked and is killed")
             process.kill()
-            process.tell("stopped", process.ended())
+            process.report("stopped", process.exit_status())
             self._withdraw(process)
         self.board.put(f"gone-{self.place.node}.json", {})
 

@@ -78,12 +78,12 @@ def srun_options(submission: Submission) -> list[str]:
     cluster = submission.cluster
     if cluster.container_image is None:
         return ['--chdir="$folder/code"']
-    mounts = ",".join([*cluster.container_mounts, *own_mounts(submission)])
+    mounts = ",".join([*cluster.container_mounts, *run_mounts(submission)])
     image = _quoted(f"--container-image={cluster.container_image}")
     return [image, _quoted(f"--container-mounts={mounts}"), '--container-workdir="$folder/code"']
 
 
-def own_mounts(submission: Submission) -> list[str]:
+def run_mounts(submission: Submission) -> list[str]:
     """What the job itself reads and writes."""
     folders = [root for root in [submission.cluster.run_root] if root]
     if not any(Path(submission.spec.run_dir).is_relative_to(folder) for folder in folders):

@@ -21,7 +21,7 @@ from launch import cluster as clusters
 from launch import jobs, local, slurm, sweep, user_files
 from launch.outcome import CANCELLED
 from launch.plan import Plan, Request, absolute_run_dir, lines
-from launch.run_state import error_of, nothing_came, report_name
+from launch.run_state import error_file, no_output_message, report_name
 from launch.spec import SAVED, JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
 from megatron_fp8rl.config import ConfigError
@@ -62,7 +62,7 @@ class Options:
     wait: bool = False
     id: str | None = None
     over: sweep.Axes = ()
-    words: tuple[str, ...] = ()  # overrides and options for the job's program
+    args: tuple[str, ...] = ()  # overrides and options for the job's program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def parse(words: Sequence[str]) -> Options:
+def parse(args: Sequence[str]) -> Options:
     """Parse the arguments. Raises UsageError that names the invalid argument."""
-    queue, options, rest = list(words), {}, []
+    queue, options, rest = list(args), {}, []
     options["config_name"] = queue.pop(0) if not queue[0].startswith("-") else ""
     while queue:
         word = queue.pop(0)
@@ -130,13 +130,13 @@ def _checked(options: dict, rest: list[str]) -> Options:
     if not options["config_name"]:
         what = "TOOL" if job == "convert" else "CONFIG"
         raise UsageError(f"{what} is missing: {_PROGRAM} {what} --cluster {options['cluster']} ...")
-    return Options(**options, words=tuple(rest))
+    return Options(**options, args=tuple(rest))
 
 
 def read_request(options: Options) -> Request:
     """Load configuration and cluster. Raises their loaders' errors, and SystemExit for an unknown field."""
     cluster = clusters.load(options.cluster)
-    target = jobs.read(options.job, options.config_name, options.words)
+    target = jobs.read(options.job, options.config_name, options.args)
     return Request(
         job=options.job,
         cluster=cluster,
@@ -144,7 +144,7 @@ def read_request(options: Options) -> Request:
         cfg=target.cfg,
         overrides=target.overrides,
         nodes=options.nodes,
-        words=target.words,
+        args=target.args,
     )
 
 
@@ -211,15 +211,15 @@ def _sweep(options: Options) -> int:
     folder = f"{absolute_run_dir(first.cfg, first.cluster).rstrip('/')}_sweep"
     ready, problems, warnings = [], [], []
     for index, label in enumerate(sweep.labels(options.over)):
-        words = (*options.words, *sweep.words_of(label, folder, index))
+        args = (*options.args, *sweep.overrides(label, folder, index))
         config_name = dict(label).get("config", options.config_name)
-        single = dataclasses.replace(options, over=(), words=words, config_name=config_name)
+        single = dataclasses.replace(options, over=(), args=args, config_name=config_name)
         # Local runs share the GPUs, so they run one after another.
         single = dataclasses.replace(single, wait=single.wait or first.cluster.kind == "local")
         request = read_request(single)
         plan, new_problems, new_warnings = check(single, request)
-        problems += [f"{sweep.in_words(label)}: {text}" for text in new_problems]
-        warnings += [f"{sweep.in_words(label)}: {text}" for text in new_warnings]
+        problems += [f"{sweep.format_label(label)}: {text}" for text in new_problems]
+        warnings += [f"{sweep.format_label(label)}: {text}" for text in new_warnings]
         ready.append((single, plan.spec, request))
     if not _show(problems, warnings):
         return 2
@@ -257,14 +257,14 @@ def _data(options: Options, request: Request) -> tuple[list[str], list[str]]:
 def _show_dry_run(options: Options, spec: JobSpec, request: Request) -> None:
     """Print the script with a description of the job after the first line (the shebang)."""
     # Escape line breaks so that a value cannot add a command to the script.
-    words = ["# " + line.replace("\r", "\\r").replace("\n", "\\n") for line in lines(spec)]
+    comments = ["# " + line.replace("\r", "\\r").replace("\n", "\\n") for line in lines(spec)]
     if request.cluster.kind == "local":
         agents = "1 agent" if spec.nodes == 1 else f"{spec.nodes} agents"
-        print("\n".join([*words, f"# {agents} on this machine: python -m launch.agent JOB.json"]))
+        print("\n".join([*comments, f"# {agents} on this machine: python -m launch.agent JOB.json"]))
         return
     script = slurm.dry_run(spec, request.cluster, id=_id(options, spec))
     first, _, rest = script.partition("\n")
-    print("\n".join([first, "#", *words, rest]), end="")
+    print("\n".join([first, "#", *comments, rest]), end="")
 
 
 def _id(options: Options, spec: JobSpec) -> str | None:
@@ -319,8 +319,8 @@ def _show_first_error(spec: JobSpec, job_id: str) -> None:
     attempts = sorted(launch_dir(spec.run_dir).glob(f"{job_id}.*"))
     said = f"it left no error; `{_PROGRAM} logs {shlex.quote(spec.run_dir)}` shows its logs"
     if not attempts and not job_id.startswith("local-"):
-        said = nothing_came(spec.run_dir, job_id)
-    if (error := next((found for path in attempts if (found := error_of(path)) is not None), None)) is not None:
+        said = no_output_message(spec.run_dir, job_id)
+    if (error := next((found for path in attempts if (found := error_file(path)) is not None), None)) is not None:
         said = f"first error of job {job_id} ({error}):\n{error.read_text(errors='replace').strip()}"
     print(said, file=sys.stderr)
 
@@ -359,10 +359,10 @@ def _is_value(word: str) -> bool:
     return not word.startswith("--")
 
 
-def _axis(words: list[str]) -> tuple[str, tuple[str, ...]]:
-    if len(words) < 2:
-        raise UsageError(f"--over {' '.join(words)}: name a field and its values: --over optim.lr 1e-6 3e-6")
-    return words[0], tuple(dict.fromkeys(words[1:]))
+def _axis(args: list[str]) -> tuple[str, tuple[str, ...]]:
+    if len(args) < 2:
+        raise UsageError(f"--over {' '.join(args)}: name a field and its values: --over optim.lr 1e-6 3e-6")
+    return args[0], tuple(dict.fromkeys(args[1:]))
 
 
 def _number(name: str, text: str) -> int:

@@ -165,7 +165,7 @@ class Cluster:
 
     def violations(self) -> list[Violation]:
         """All invalid fields."""
-        found = [*_of_nodes(self)]
+        found = [*_node_errors(self)]
         if self.kind == "local":
             return found
         limit = self.time_limit_s
@@ -182,7 +182,7 @@ class Cluster:
             found.append(_bad("save_signal_s", self.save_signal_s, "is longer than the job", remedy))
         if self.max_restarts < 0:
             found.append(_bad("max_restarts", self.max_restarts, "is negative", "Set 0 or more"))
-        return found + _of_environment(self) + _of_slurm(self)
+        return found + _environment_errors(self) + _slurm_errors(self)
 
     def missing_files(self) -> list[Violation]:
         """Configured files that do not exist on this machine."""
@@ -199,7 +199,7 @@ class Cluster:
         return [violation for violation in found if not Path(violation.value.partition(":")[0]).exists()]
 
 
-def _of_nodes(cluster: Cluster) -> list[Violation]:
+def _node_errors(cluster: Cluster) -> list[Violation]:
     found = []
     if cluster.gpu is not None and cluster.gpu not in GPUS:
         found.append(_bad("gpu", cluster.gpu, "is not a known kind", f"Choose one of {', '.join(GPUS)}, or None"))
@@ -224,7 +224,7 @@ def _of_nodes(cluster: Cluster) -> list[Violation]:
     return found
 
 
-def _of_slurm(cluster: Cluster) -> list[Violation]:
+def _slurm_errors(cluster: Cluster) -> list[Violation]:
     """Values that would break the batch script or conflict with it."""
     found = []
     texts = {name: getattr(cluster, name) for name in ("account", "partition", "python", "container_image", "run_root")}
@@ -244,7 +244,7 @@ def _of_slurm(cluster: Cluster) -> list[Violation]:
     return found
 
 
-def _of_environment(cluster: Cluster) -> list[Violation]:
+def _environment_errors(cluster: Cluster) -> list[Violation]:
     found = []
     if cluster.run_root is not None and not Path(cluster.run_root).is_absolute():
         found.append(_bad("run_root", cluster.run_root, "is not absolute", "Name a folder that all nodes see"))
@@ -307,18 +307,18 @@ def load(name_or_path: str) -> Cluster:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        line = getattr(error, "lineno", None) or _line_of(error, path)
+        line = getattr(error, "lineno", None) or _error_line(error, path)
         place = f"{path}:{line}" if line else str(path)
         raise ClusterError(f"cluster file {place}: {type(error).__name__}: {error}") from error
     cluster = getattr(module, "CLUSTER", None)
     if not isinstance(cluster, Cluster):
         raise ClusterError(f"cluster file {path} sets CLUSTER to {cluster!r}; it has to be a launch.cluster.Cluster")
-    if found := _of_kinds(cluster):
+    if found := _type_errors(cluster):
         raise ClusterError(f"cluster file {path}: " + "\n  ".join(map(str, found)))
     return cluster
 
 
-def _of_kinds(cluster: Cluster) -> list[Violation]:
+def _type_errors(cluster: Cluster) -> list[Violation]:
     """Fields whose value has the wrong type."""
     import typeguard  # dependency of tyro; imported only when needed
 
@@ -337,7 +337,7 @@ def _of_kinds(cluster: Cluster) -> list[Violation]:
     return found
 
 
-def _line_of(error: BaseException, path: Path) -> int | None:
+def _error_line(error: BaseException, path: Path) -> int | None:
     """The last line of the file in the error's traceback."""
     line, trace = None, error.__traceback__
     while trace is not None:

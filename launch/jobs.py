@@ -5,7 +5,7 @@
     study            one node that runs the precisions in turn: CONFIG --seeds 1 2 3
     convert          one node that runs a checkpoint tool: TOOL SOURCE TARGET ... in the place of CONFIG
 
-In: words of the command line, a cluster. Out: a :class:`~launch.plan.Plan`. Light: no torch, nothing is started.
+In: args of the command line, a cluster. Out: a :class:`~launch.plan.Plan`. Light: no torch, nothing is started.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Target:
     """What a user typed behind the launcher's own options, understood."""
 
     cfg: RunConfig | None  # with the overrides; None for a job that has no configuration
-    overrides: tuple[str, ...]  # words that changed fields
-    words: tuple[str, ...]  # for the job's own program; paths in them are absolute
+    overrides: tuple[str, ...]  # args that changed fields
+    args: tuple[str, ...]  # for the job's own program; paths in them are absolute
 
 
-def read(job: str, target: str, words: Sequence[str]) -> Target:
+def read(job: str, target: str, args: Sequence[str]) -> Target:
     """Understand what is left of the command line: CONFIG, or the tool of a conversion, and the words behind.
 
     The configuration is not judged: that is the plan's task, for the GPUs of the cluster. Raises cli.UsageError for an
@@ -51,10 +51,10 @@ def read(job: str, target: str, words: Sequence[str]) -> Target:
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise cli.UsageError(f"--job {job!r} is unknown{hint}. Kinds: {', '.join(KINDS)}")
     if job == "convert":
-        return Target(cfg=None, overrides=(), words=_tool_words(target, words))
+        return Target(cfg=None, overrides=(), args=_tool_args(target, args))
     commands = {command.name: dataclasses.replace(command, checks_config=True) for command in COMMANDS}
-    found = cli.parse([job, target, *words], commands)
-    return Target(cfg=found.cfg, overrides=found.overrides, words=_own_words(found.options))
+    found = cli.parse([job, target, *args], commands)
+    return Target(cfg=found.cfg, overrides=found.overrides, args=_option_args(found.options))
 
 
 def plan(request: Request) -> Plan:
@@ -70,7 +70,7 @@ def plan_eval(request: Request) -> Plan:
     assert request.cfg is not None
     run_dir = absolute_run_dir(request.cfg, request.cluster)
     cfg = dataclasses.replace(request.cfg, output_dir=run_dir.replace("{", "{{").replace("}", "}}"))
-    options = cli.parse(["eval", request.config_name, *request.words], _EVAL).options
+    options = cli.parse(["eval", request.config_name, *request.args], _EVAL).options
     problems: list[str] = []
     try:
         model_dir = evaluate.plan(cfg, options).model_dir
@@ -83,7 +83,7 @@ def plan_eval(request: Request) -> Plan:
     if problems or planned.spec is None:
         return dataclasses.replace(planned, spec=None, problems=(*problems, *planned.problems))
     roles = tuple(
-        dataclasses.replace(role, command=(*role.command, *request.words)) if role.name == "trainer" else role
+        dataclasses.replace(role, command=(*role.command, *request.args)) if role.name == "trainer" else role
         for role in planned.spec.roles
     )
     spec = dataclasses.replace(planned.spec, name=f"{planned.spec.name}_eval", roles=roles)
@@ -105,15 +105,15 @@ def plan_study(request: Request) -> Plan:
         )
     if cfg.algo.correction == "off":
         problems.append("--algo.correction = 'off': the study compares with and without. Name the one to study.")
-    words = (*request.overrides, "--output_dir", literal, "--observe.display", "plain")
-    command = ("-m", "megatron_fp8rl", "study", request.config_name, *words, *request.words)
+    args = (*request.overrides, "--output_dir", literal, "--observe.display", "plain")
+    command = ("-m", "megatron_fp8rl", "study", request.config_name, *args, *request.args)
     planned = task_plan(request, f"{run_dir.rstrip('/')}_study", command, name=f"{cfg.name}_study")
     return _refused(planned, problems)
 
 
 def plan_convert(request: Request) -> Plan:
     """A checkpoint tool. The launcher's own files go below ``runs/``, for a tool knows no folder of a run."""
-    tool, *rest = request.words
+    tool, *rest = request.args
     paths = [word for word in rest[:2] if word.startswith("/")]
     name = f"{tool}_{Path(paths[-1]).name}" if paths else tool
     problems = []
@@ -136,9 +136,9 @@ def _refused(planned: Plan, problems: Sequence[str]) -> Plan:
     return dataclasses.replace(planned, spec=None, problems=(*problems, *planned.problems))
 
 
-def _own_words(options: object) -> tuple[str, ...]:
+def _option_args(options: object) -> tuple[str, ...]:
     """Options of a command as words again, those that were left out too; folders absolute, since nodes begin elsewhere."""
-    words: list[str] = []
+    args: list[str] = []
     if isinstance(options, evaluate.EvalOptions) and options.checkpoint:
         options = dataclasses.replace(options, checkpoint=str(Path(options.checkpoint).absolute()))
     for field in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
@@ -146,13 +146,13 @@ def _own_words(options: object) -> tuple[str, ...]:
         if value is None or value is False or value in ("", ()):
             continue
         if value is True:  # a flag
-            words.append(f"--{field.name}")
+            args.append(f"--{field.name}")
             continue
-        words += [f"--{field.name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return tuple(words)
+        args += [f"--{field.name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return tuple(args)
 
 
-def _tool_words(tool: str, words: Sequence[str]) -> tuple[str, ...]:
+def _tool_args(tool: str, args: Sequence[str]) -> tuple[str, ...]:
     """The tool and its words, with SOURCE and TARGET, which come first, and ``--hf_config`` made absolute."""
     from checkpoint_tools.__main__ import COMMANDS as TOOLS
 
@@ -160,7 +160,7 @@ def _tool_words(tool: str, words: Sequence[str]) -> tuple[str, ...]:
         near = difflib.get_close_matches(tool, TOOLS, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise cli.UsageError(f"--job convert runs a checkpoint tool, and {tool!r} is none{hint}: {', '.join(TOOLS)}")
-    found = list(words)
+    found = list(args)
     num_paths = next((i for i, word in enumerate(found) if word.startswith("-")), len(found))
     if not num_paths:
         raise cli.UsageError(f"--job convert: {tool} needs its folders, SOURCE and TARGET, before its options")

@@ -51,16 +51,16 @@ def plan_layout(need: Need, nodes: int | None = None) -> tuple[Layout | None, li
     fewest = next((n for n in _counts(need) if _try(need, n) is not None), None)
     if fewest is None:
         edge = "no replica may cross the edge of a node"
-        return None, [f"{_in_words(need)} do not go onto nodes of {need.slots}: {edge}"]
+        return None, [f"{_describe(need)} do not go onto nodes of {need.slots}: {edge}"]
     if nodes is None:
         return _try(need, fewest), []
     if nodes < fewest:
-        return None, [f"--nodes {nodes} is too few: {_in_words(need)} take {fewest} nodes of {need.slots}"]
+        return None, [f"--nodes {nodes} is too few: {_describe(need)} take {fewest} nodes of {need.slots}"]
     layout = _try(need, nodes)
     if layout is None:
         fitting = [n for n in _counts(need) if n >= fewest and _try(need, n) is not None]
         shown = ", ".join(map(str, fitting[:8]))
-        return None, [f"--nodes {nodes} leaves nodes without work: {_in_words(need)} can take {shown}"]
+        return None, [f"--nodes {nodes} leaves nodes without work: {_describe(need)} can take {shown}"]
     return layout, []
 
 
@@ -167,7 +167,7 @@ def _all_work(nodes: int, trainers: int, replicas: list[Place]) -> bool:
     return {*range(trainers), *(node for place in replicas for node in place.nodes)} == set(range(nodes))
 
 
-def _in_words(need: Need) -> str:
+def _describe(need: Need) -> str:
     parts = [f"{need.ranks} trainer ranks"] if need.ranks else []
     if need.replicas:
         parts.append(f"{need.replicas} replicas x {need.tensor}")

@@ -29,7 +29,7 @@ from typing import Any
 import nemo_run as run
 
 from launch import jobs, slurm, user_files
-from launch.batch_script import ORDER, SRUN, Submission, ending, own_mounts
+from launch.batch_script import ORDER, SRUN, Submission, ending, run_mounts
 from launch.cluster import Cluster
 from launch.plan import Request
 from megatron_fp8rl.config import RunConfig
@@ -117,5 +117,5 @@ def _executor(executor: run.SlurmExecutor, submission: Submission) -> run.SlurmE
     ours.packager = run.GitArchivePackager(symlink_from_remote_dir=shlex.quote(str(submission.code_dir)))
     if ours.container_image is not None:
         ours.container_image = shlex.quote(ours.container_image)
-        ours.container_mounts = [shlex.quote(mount) for mount in (*ours.container_mounts, *own_mounts(submission))]
+        ours.container_mounts = [shlex.quote(mount) for mount in (*ours.container_mounts, *run_mounts(submission))]
     return ours

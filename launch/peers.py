@@ -180,7 +180,7 @@ class Board:
                 )
             time.sleep(self.poll_s)
 
-    def sign_of_life(self) -> None:
+    def heartbeat(self) -> None:
         """Touch this node's file, for those who watch."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / f"node-{self.place.node}.json")

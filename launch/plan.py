@@ -14,7 +14,7 @@ from pathlib import Path
 from launch import user_files
 from launch.cluster import Cluster
 from launch.layout import Layout, Need, Place, plan_layout
-from launch.spec import JobSpec, Kind, Role, nodes_in_words
+from launch.spec import JobSpec, Kind, Role, format_nodes
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
@@ -35,7 +35,7 @@ class Request:
     cfg: RunConfig | None = None  # with overrides applied
     overrides: tuple[str, ...] = ()  # arguments that changed fields
     nodes: int | None = None  # for trainer and replicas; None: as few as possible
-    words: tuple[str, ...] = ()  # additional arguments for the job's program
+    args: tuple[str, ...] = ()  # additional arguments for the job's program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def plan_training(request: Request) -> Plan:
         nodes=layout.trainer_nodes,
         processes_per_node=layout.ranks_per_node,
         gpus=tuple(range(layout.ranks_per_node)) if cluster.gpus_per_node else (),
-        command=("-m", "megatron_fp8rl", request.job, request.config_name, *trainer_words(request, run_dir, replicas)),
+        command=("-m", "megatron_fp8rl", request.job, request.config_name, *trainer_args(request, run_dir, replicas)),
     )
     roles = (trainer, *replicas)
     return Plan(spec=job_spec(request, run_dir, roles, layout.nodes), warnings=tuple(warnings))
@@ -139,7 +139,7 @@ def replica_roles(request: Request, places: tuple[Place, ...], run_dir: str) -> 
             "megatron_fp8rl",
             "replica",
             request.config_name,
-            *run_words(request, run_dir),
+            *run_args(request, run_dir),
             *REMOTE,
             "--replica",
             str(index),
@@ -172,21 +172,21 @@ def replica_roles(request: Request, places: tuple[Place, ...], run_dir: str) -> 
     return tuple(roles)
 
 
-def run_words(request: Request, run_dir: str) -> tuple[str, ...]:
+def run_args(request: Request, run_dir: str) -> tuple[str, ...]:
     """Overrides for every program of the run: the user's and the run's folder."""
     # Escape braces: output_dir is a format string.
     literal = run_dir.replace("{", "{{").replace("}", "}}")
     return (*request.overrides, "--output_dir", literal)
 
 
-def trainer_words(request: Request, run_dir: str, replicas: tuple[Role, ...]) -> tuple[str, ...]:
+def trainer_args(request: Request, run_dir: str, replicas: tuple[Role, ...]) -> tuple[str, ...]:
     """Overrides for the trainer, which connects to the engines that the agents started."""
-    words = run_words(request, run_dir)
+    args = run_args(request, run_dir)
     if replicas:
-        words += REMOTE
+        args += REMOTE
     if request.cfg is not None and request.cfg.observe.display == "live":
-        words += ("--observe.display", "plain")  # output goes to a log file
-    return words
+        args += ("--observe.display", "plain")  # output goes to a log file
+    return args
 
 
 def job_spec(
@@ -230,7 +230,7 @@ def lines(spec: JobSpec) -> list[str]:
     """Describe the job for the user before it is queued."""
     text = [f"job {spec.name!r}: {spec.nodes} {'node' if spec.nodes == 1 else 'nodes'}, run folder {spec.run_dir}"]
     for role in spec.roles:
-        where = nodes_in_words(role.nodes)
+        where = format_nodes(role.nodes)
         ranks = f", {role.processes_per_node} ranks on each" if role.kind == "torchrun" else ""
         gpus = f", GPUs {','.join(map(str, role.gpus))}" if role.gpus else ""
         again = ", restarted when it dies" if role.restart else ""

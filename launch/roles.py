@@ -81,7 +81,7 @@ class RoleProcess:
         self.incarnation = incarnation
         self._port = self._port if port is None else port
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        words = self._words()
+        args = self._args()
         place, host = self._board.place, self._peers[self._board.place.node].host
         with self.log.open("ab") as log:
             when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -94,7 +94,7 @@ class RoleProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             self._process = subprocess.Popen(
-                words,
+                args,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -106,9 +106,9 @@ class RoleProcess:
         self.started_s = time.monotonic()
         self._reader = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
         self._reader.start()
-        self.tell("running")
+        self.report("running")
 
-    def tell(self, state: str, status: int | None = None) -> None:
+    def report(self, state: str, status: int | None = None) -> None:
         """Write on the board how this part of the role stands."""
         part = f"{self.role.name}.node{self._board.place.node}.json"
         pid = None if self._process is None else self._process.pid
@@ -118,7 +118,7 @@ class RoleProcess:
             self._board.put(f"ended-{part}", {"status": status})
         self.state = state  # last: what could not be written is tried again
 
-    def ended(self) -> int | None:
+    def exit_status(self) -> int | None:
         """The exit status once the process has ended and all its output is in the log; None while it runs."""
         if self._process is None or (status := self._process.poll()) is None:
             return None
@@ -128,7 +128,7 @@ class RoleProcess:
             self._reader.join(5.0)
         return status
 
-    def ask(self, sign: int | None = None) -> None:
+    def request_exit(self, sign: int | None = None) -> None:
         """Ask the process to end."""
         if self.is_running:
             polite = signal.SIGINT if self.role.kind == "torchrun" else signal.SIGTERM
@@ -163,14 +163,16 @@ class RoleProcess:
             lines = log.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
         status = self._process.poll()
         said = "\n".join(lines) or "(it wrote nothing)"
-        return Failure(ended_s, f"ended with {status_in_words(status)} and no traceback; its last lines:\n{said}", None)
+        return Failure(
+            ended_s, f"ended with {format_exit_status(status)} and no traceback; its last lines:\n{said}", None
+        )
 
-    def _words(self) -> list[str]:
+    def _args(self) -> list[str]:
         role, node = self.role, self._board.place.node
         head = self._peers[role.nodes[0]]
-        words = role.words(node, head_address=head.address, head_port=self._port)
+        args = role.args(node, head_address=head.address, head_port=self._port)
         if role.kind != "torchrun":
-            return [sys.executable, *words]
+            return [sys.executable, *args]
         return [
             sys.executable,
             "-m",
@@ -185,7 +187,7 @@ class RoleProcess:
             # Through files, so that lines of two ranks are never mixed within a line.
             "--tee=3",
             f"--log-dir={self.log.with_suffix('.ranks')}",
-            *words,
+            *args,
         ]
 
     def _environment(self) -> dict[str, str]:
@@ -253,7 +255,7 @@ def _kill_owned(is_meant: Callable[[str], bool]) -> None:
                 os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
-def status_in_words(status: int | None) -> str:
+def format_exit_status(status: int | None) -> str:
     """``exit status 1``, or ``signal SIGKILL`` for a negative one."""
     if status is not None and status < 0:
         with contextlib.suppress(ValueError):

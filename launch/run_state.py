@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.outcome import newest_checkpoint, read_outcome
-from launch.slurm import ask_here, is_over, job_state
+from launch.slurm import is_over, job_state, slurm_output
 from launch.spec import SAVED, JobSpec, attempt_dir, launch_dir, read_jobs
 
 UNKNOWN = "UNKNOWN"
@@ -65,7 +65,7 @@ def supervisor(job: dict[str, Any]) -> int | None:
     return int(pid) if pid.isdigit() and any(word.startswith(b"launch") for word in words) else None
 
 
-def nothing_came(run_dir: str | Path, job_id: str) -> str:
+def no_output_message(run_dir: str | Path, job_id: str) -> str:
     """What to say of a job that ended without a file in its run's folder."""
     return (
         f"it wrote nothing into {run_dir}: do its nodes see that folder, and may they write there? "
@@ -104,7 +104,7 @@ def report_name(spec: JobSpec) -> str | None:
     return "study.md" if words[:1] == ["study"] else "report.html"
 
 
-def error_of(attempt: Path) -> Path | None:
+def error_file(attempt: Path) -> Path | None:
     """The file with the first error of an attempt, by its folder; None where it left none, or an empty one on a full
     disk."""
     path = attempt / "first_error.txt"
@@ -115,7 +115,7 @@ def first_error_file(run_dir: Path, jobs: list[JobState]) -> Path | None:
     """Of the newest job that left an error: that of its last attempt, which holds the first error of a crash loop."""
     for one in reversed(jobs):
         for attempt in reversed(one.attempts):
-            if (path := error_of(attempt_dir(run_dir, one.job_id, attempt))) is not None:
+            if (path := error_file(attempt_dir(run_dir, one.job_id, attempt))) is not None:
                 return path
     return None
 
@@ -157,12 +157,12 @@ def _job_lines(run_dir: Path, one: JobState) -> list[str]:
     if one.note:
         lines.append(_line("", one.note))
     if one.state == "PENDING":
-        waits = ask_here("squeue", "-h", "-j", one.job_id, "-o", "%r, may start %S", deadline_s=_SLURM_S)
+        waits = slurm_output("squeue", "-h", "-j", one.job_id, "-o", "%r, may start %S", deadline_s=_SLURM_S)
         lines += [_line("", f"waits: {waits.strip()}")] if waits and waits.strip() else []
     has_output = (Path(job.get("folder") or "/") / f"sbatch-{one.job_id}.out").exists()
     is_silent = job["kind"] == "slurm" and not (one.attempts or has_output)
     if is_silent and one.is_over and one.state not in ("COMPLETED", "CANCELLED"):
-        lines.append(_line("", nothing_came(run_dir, one.job_id)))
+        lines.append(_line("", no_output_message(run_dir, one.job_id)))
     for attempt in one.attempts:
         outcome = read_outcome(run_dir, one.job_id, attempt)
         if outcome is not None:

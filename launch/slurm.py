@@ -114,10 +114,10 @@ def submit(spec: JobSpec, cluster: Cluster, *, cluster_name: str, id: str | None
         submission.script.write_text(render(submission), encoding="utf-8")
         job_id = _sbatch(submission.script, cluster, cluster_name)
         add_job(spec.run_dir, _record(submission, job_id, cluster_name))
-        _refuse_hopeless(job_id, cluster_name)
+        _reject_impossible(job_id, cluster_name)
     except BaseException as error:  # an interrupt too: no job stays of which its user was not told
         if job_id is not None:
-            ask_here("scancel", job_id)
+            slurm_output("scancel", job_id)
         shutil.rmtree(submission.folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise SubmitError(f"the run's folder {spec.run_dir!r} cannot be written: {error}") from error
@@ -156,7 +156,7 @@ def _sbatch(script: Path, cluster: Cluster, cluster_name: str) -> str:
     except subprocess.TimeoutExpired as error:
         raise SubmitError(f"cluster {cluster_name!r}: sbatch gave no answer within {error.timeout:g} s") from error
     if done.returncode:
-        raise SubmitError(f"cluster {cluster_name!r}: {_what_slurm_said(done.stderr, cluster)}")
+        raise SubmitError(f"cluster {cluster_name!r}: {_submit_error_text(done.stderr, cluster)}")
     return done.stdout.strip().splitlines()[-1].partition(";")[0]  # in a federation "123;name"
 
 
@@ -223,10 +223,10 @@ def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> dict[str, str]:
 
 def job_state(job_id: str) -> str | None:
     """Slurm's word for the state of a job; None when nobody answers."""
-    shown = ask_here("scontrol", "-o", "show", "job", job_id)
+    shown = slurm_output("scontrol", "-o", "show", "job", job_id)
     found = re.findall(r"\bJobState=(\w+)", shown or "")
     if not found:
-        accounted = ask_here("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
+        accounted = slurm_output("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
         found = [line.split()[0] for line in (accounted or "").splitlines() if line.split()]
     return found[0] if found else None
 
@@ -238,10 +238,10 @@ def is_over(state: str) -> bool:
     return state not in waiting | working
 
 
-def _refuse_hopeless(job_id: str, cluster_name: str) -> None:
+def _reject_impossible(job_id: str, cluster_name: str) -> None:
     """Raise SubmitError for a job that Slurm has queued and calls impossible; warn where nodes may only be drained."""
     time.sleep(_HELD_S)
-    reason = (ask_here("squeue", "-h", "-o", "%r", "-j", job_id) or "").strip()
+    reason = (slurm_output("squeue", "-h", "-o", "%r", "-j", job_id) or "").strip()
     if reason in _NEVER:
         raise SubmitError(
             f"cluster {cluster_name!r}: Slurm would never start job {job_id} ({reason}): {_NEVER[reason]}. It is cancelled"
@@ -250,16 +250,16 @@ def _refuse_hopeless(job_id: str, cluster_name: str) -> None:
         print(f"warning: job {job_id} waits ({reason}): {_PERHAPS_NEVER[reason]}", file=sys.stderr)
 
 
-def ask_here(*words: str, deadline_s: float = _COMMAND_DEADLINE_S) -> str | None:
+def slurm_output(*args: str, deadline_s: float = _COMMAND_DEADLINE_S) -> str | None:
     """Output of one of Slurm's commands on this machine; None when it fails, is missing, or does not answer."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=deadline_s, stdin=subprocess.DEVNULL)
+        done = subprocess.run(args, capture_output=True, text=True, timeout=deadline_s, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
 
 
-def _what_slurm_said(stderr: str, cluster: Cluster) -> str:
+def _submit_error_text(stderr: str, cluster: Cluster) -> str:
     """The errors of sbatch, and the field that they are about."""
     said = [line.strip() for line in stderr.splitlines() if "error" in line.lower()] or stderr.strip().splitlines()[-3:]
     shown = "; ".join(said) or "sbatch failed and said nothing"

@@ -35,7 +35,7 @@ class Role:
     """One program of the job, on one or several nodes.
 
     ``command``: the arguments of ``python``, such as ``("-m", "megatron_fp8rl", "rl", ...)``. They may contain the
-    placeholders of :meth:`words`, because addresses are known only at run time.
+    placeholders of :meth:`args`, because addresses are known only at run time.
     """
 
     name: str  # "trainer", "rollout-0", "task": unique in the job, valid as a file name
@@ -52,7 +52,7 @@ class Role:
         """Rank of a node among this role's nodes. Raises ValueError if the role is not on the node."""
         return self.nodes.index(node)
 
-    def words(self, node: int, *, head_address: str, head_port: int) -> tuple[str, ...]:
+    def args(self, node: int, *, head_address: str, head_port: int) -> tuple[str, ...]:
         """The command on one node, with ``{node_rank}``, ``{head_address}`` and ``{head_port}`` filled in.
 
         ``head_address``: address of the role's first node. ``head_port``: a free port there.
@@ -191,7 +191,7 @@ def add_job(run_dir: str | Path, job: dict[str, Any]) -> None:
         file.write(json.dumps(job) + "\n")
 
 
-def nodes_in_words(nodes: Sequence[int]) -> str:
+def format_nodes(nodes: Sequence[int]) -> str:
     """Format node indices as ``node 2`` or ``nodes 0-3``."""
     if len(nodes) == 1:
         return f"node {nodes[0]}"

@@ -4,7 +4,7 @@
     python -m launch.sweep FOLDER      the table of the runs so far; also in FOLDER/sweep.md
 
 ``--over config A B`` sweeps over configurations, ``--over checkpoint A B`` with ``--job eval`` over checkpoints. A value
-with blanks is several words (``"mlp moe"``). Runs are in ``<run>_sweep/element-<i>``, and each is a job of its own.
+with blanks is several args (``"mlp moe"``). Runs are in ``<run>_sweep/element-<i>``, and each is a job of its own.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def labels(axes: Axes) -> list[Label]:
     return [tuple(zip(fields, values, strict=True)) for values in itertools.product(*(values for _, values in axes))]
 
 
-def words_of(label: Label, folder: str, index: int) -> list[str]:
+def overrides(label: Label, folder: str, index: int) -> list[str]:
     """The overrides of one run: its values, and its own folder."""
-    words = [word for field, value in label if field != "config" for word in (f"--{field}", *shlex.split(value))]
+    args = [word for field, value in label if field != "config" for word in (f"--{field}", *shlex.split(value))]
     run_dir = f"{folder}/{ELEMENT}{index}"
-    return [*words, "--output_dir", run_dir.replace("{", "{{").replace("}", "}}")]
+    return [*args, "--output_dir", run_dir.replace("{", "{{").replace("}", "}}")]
 
 
-def in_words(label: Label) -> str:
+def format_label(label: Label) -> str:
     """``optim.lr=1e-6 seed=2``."""
     return " ".join(f"{field}={value}" for field, value in label)
 

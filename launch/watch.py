@@ -31,7 +31,7 @@ _CANCEL_POLL_S = 2.0
 _CANCEL_WORD_S = 10.0  # between lines that say how long it takes
 _CANCEL_END_S = 30.0  # for the agents to end what is left, once the time to save is over
 _WORKING = ("RUNNING", run_state.UNKNOWN)
-LEFT_ALONE = "not waiting any longer; what was asked to save still does, and ends then"
+NOT_WAITING = "not waiting any longer; what was asked to save still does, and ends then"
 _LOG_NAME = re.compile(r"(?P<role>.+?)(?:\.node(?P<node>\d+))?\.log")
 
 
@@ -111,7 +111,7 @@ def cancel(run_dir: Path, options: argparse.Namespace) -> int:
     try:
         return int(_await_ends(run_dir, saving) or failed)
     except KeyboardInterrupt:
-        print(LEFT_ALONE, flush=True)
+        print(NOT_WAITING, flush=True)
         return 0
 
 
@@ -133,12 +133,12 @@ def _end(one: JobState) -> bool:
     return False
 
 
-def _scancel(*words: str) -> bool:
+def _scancel(*args: str) -> bool:
     """Whether Slurm failed to do it. Raises WatchError where there is no Slurm, or no answer."""
     try:
-        return subprocess.run(["scancel", *words], timeout=60, stdin=subprocess.DEVNULL).returncode != 0
+        return subprocess.run(["scancel", *args], timeout=60, stdin=subprocess.DEVNULL).returncode != 0
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise WatchError(f"job {words[-1]} cannot be ended from here: {error}. Use a login node") from error
+        raise WatchError(f"job {args[-1]} cannot be ended from here: {error}. Use a login node") from error
 
 
 def _await_ends(run_dir: Path, saving: list[JobState]) -> bool:

@@ -219,21 +219,21 @@ def test_output_is_read_on_when_the_disk_of_the_log_is_full(tmp_path: Path):
 def test_an_error_that_a_full_disk_has_swallowed_is_a_failure_all_the_same(tmp_path: Path):
     process = process_of(tmp_path)
     process.start()
-    until(lambda: process.ended() is not None, "the end of the process")
+    until(lambda: process.exit_status() is not None, "the end of the process")
     process._tracebacks = [(time.time(), 10_000)]  # beyond the end of the log
     assert "lost" in process.failure().text
 
 
 def test_what_could_not_be_told_is_told_again(tmp_path: Path):
     process = process_of(tmp_path)
-    process.tell("running")
+    process.report("running")
     folder = process._board.folder
     folder.rename(tmp_path / "away")
     with pytest.raises(OSError):
-        process.tell("ended", 0)
+        process.report("ended", 0)
     assert process.state == "running"
     (tmp_path / "away").rename(folder)
-    process.tell("ended", 0)
+    process.report("ended", 0)
     assert json.loads((folder / "ended-rollout-0.node0.json").read_text()) == {"status": 0}
 
 

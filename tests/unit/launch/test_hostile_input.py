@@ -146,7 +146,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     monkeypatch.setattr(slurm, "_sbatch", lambda script, cluster, name: "7")
     monkeypatch.setattr(slurm.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(slurm, "_HELD_S", 0.0)
-    monkeypatch.setattr(slurm, "ask_here", found.ask)
+    monkeypatch.setattr(slurm, "slurm_output", found.ask)
     return found
 
 
@@ -170,7 +170,7 @@ def test_an_interrupt_leaves_no_job_of_which_nobody_was_told(
             raise KeyboardInterrupt
         return queue.ask(*words)
 
-    monkeypatch.setattr(slurm, "ask_here", interrupt)
+    monkeypatch.setattr(slurm, "slurm_output", interrupt)
     with pytest.raises(KeyboardInterrupt):
         submit(tmp_path)
     assert queue.cancelled == ["7"]

@@ -33,7 +33,7 @@ def plan(cluster: Cluster, job: str, target: str, *words: str, nodes: int | None
             config_name=target,
             cfg=found.cfg,
             overrides=found.overrides,
-            words=found.words,
+            args=found.args,
             nodes=nodes,
         )
     )

@@ -182,7 +182,7 @@ def test_what_is_shown_cannot_leave_its_comment(capsys, tmp_path):
     ],
 )
 def test_what_slurm_says_leads_to_the_field(stderr, said):
-    text = slurm._what_slurm_said(f"some warning\n{stderr}\n", Cluster(account="acc", partition="p"))
+    text = slurm._submit_error_text(f"some warning\n{stderr}\n", Cluster(account="acc", partition="p"))
     assert stderr in text and said in text and "some warning" not in text
 
 
@@ -196,7 +196,7 @@ def test_what_slurm_says_leads_to_the_field(stderr, said):
     ],
 )
 def test_the_state_of_a_job_with_and_without_accounting(monkeypatch, shown, accounted, state):
-    monkeypatch.setattr(slurm, "ask_here", lambda *words: shown if words[0] == "scontrol" else accounted)
+    monkeypatch.setattr(slurm, "slurm_output", lambda *words: shown if words[0] == "scontrol" else accounted)
     assert slurm.job_state("1") == state
 
 
@@ -209,13 +209,13 @@ def test_waiting_for_a_silent_slurm_ends(monkeypatch):
 
 @pytest.mark.parametrize(("reason", "is_refused"), [("PartitionTimeLimit", True), ("BadConstraints", False)])
 def test_a_job_that_can_never_start_is_refused_and_a_drained_node_is_a_warning(monkeypatch, capsys, reason, is_refused):
-    monkeypatch.setattr(slurm, "ask_here", lambda *words: f"{reason}\n")
+    monkeypatch.setattr(slurm, "slurm_output", lambda *words: f"{reason}\n")
     monkeypatch.setattr(slurm, "_HELD_S", 0)
     if is_refused:
         with pytest.raises(SubmitError, match=r"PartitionTimeLimit.*CLUSTER.time_limit"):
-            slurm._refuse_hopeless("7", "c")
+            slurm._reject_impossible("7", "c")
     else:
-        slurm._refuse_hopeless("7", "c")
+        slurm._reject_impossible("7", "c")
         assert "warning: job 7 waits (BadConstraints)" in capsys.readouterr().err
 
 

@@ -146,7 +146,7 @@ def test_warm_start_has_no_engines():
 
 def test_a_replica_over_nodes_gets_vllms_flags():
     [role] = plan.replica_roles(request("grpo_qwen3_8b"), (Place(nodes=(1, 2), slots=tuple(range(8))),), "/shared/run")
-    words = role.words(2, head_address="10.0.0.2", head_port=4000)
+    words = role.args(2, head_address="10.0.0.2", head_port=4000)
     for option, value in {"nnodes": "2", "node_rank": "1", "master_addr": "10.0.0.2", "master_port": "4000"}.items():
         assert words[words.index(f"--{option}") + 1] == value
 

@@ -51,13 +51,13 @@ def test_another_file_is_refused(tmp_path, text):
 def test_words_name_the_head_of_the_role_and_the_rank_in_it():
     command = ("--node_rank", "{node_rank}", "tcp://{head_address}:{head_port}")
     spanning = role(kind="replica", nodes=(2, 5), command=command)
-    assert spanning.words(5, head_address="10.0.0.3", head_port=123) == ("--node_rank", "1", "tcp://10.0.0.3:123")
+    assert spanning.args(5, head_address="10.0.0.3", head_port=123) == ("--node_rank", "1", "tcp://10.0.0.3:123")
     with pytest.raises(ValueError):
-        spanning.words(3, head_address="", head_port=0)
+        spanning.args(3, head_address="", head_port=0)
 
 
 def test_a_command_with_other_braces_stays():
-    assert role(command=('{"a": {node_rank}}',)).words(1, head_address="", head_port=0) == ('{"a": 1}',)
+    assert role(command=('{"a": {node_rank}}',)).args(1, head_address="", head_port=0) == ('{"a": 1}',)
 
 
 def test_every_problem_is_named_at_once():
@@ -88,4 +88,4 @@ def test_jobs_are_remembered_in_order(tmp_path):
 
 
 def test_nodes_in_words():
-    assert [spec.nodes_in_words(nodes) for nodes in ((3,), (0, 1, 2), (0, 2))] == ["node 3", "nodes 0-2", "nodes 0, 2"]
+    assert [spec.format_nodes(nodes) for nodes in ((3,), (0, 1, 2), (0, 2))] == ["node 3", "nodes 0-2", "nodes 0, 2"]

@@ -239,7 +239,7 @@ def test_an_interrupt_leaves_the_request_standing(
 
     monkeypatch.setattr(watch.time, "sleep", interrupt)
     assert cli.main(["cancel", str(run_dir)]) == 0
-    assert watch.LEFT_ALONE in capsys.readouterr().out and (board.folder / "cancel").exists()
+    assert watch.NOT_WAITING in capsys.readouterr().out and (board.folder / "cancel").exists()
     # Where there is no scancel, that is said, and the request stands too.
     os.utime(board.folder / "node-0.json", (0, 0))
     assert cli.main(["cancel", str(run_dir), "--now"]) == 2
