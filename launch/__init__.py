@@ -1,6 +1,5 @@
-"""Runs on Slurm, or on this machine, by one command: ``python -m launch CONFIG --cluster NAME``.
+"""Starts runs on Slurm or on this machine: ``python -m launch CONFIG --cluster NAME``.
 
-nemo-run writes and submits one batch script for a job; it starts one agent on every node, and the agents start the
-roles: trainer, rollout replicas and single tasks. Nothing here imports torch, and nemo-run only where a
-job is made.
+A job is one batch script, which starts one agent per node. The agents start the roles: trainer, rollout replicas and
+single tasks. Only ``launch.nemo`` imports nemo-run and torch.
 """

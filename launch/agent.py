@@ -1,14 +1,13 @@
-"""``python -m launch.agent SPEC``: one per node; starts this node's roles, and ends together with the other nodes.
+"""``python -m launch.agent JOB.json``: runs the roles of one node, and ends together with the agents of other nodes.
 
-In: the job as one word (``spec.py``) and a place in it from the environment. Out: exit status 0 when the job is done, 85
-when it should be started again, 130 when it was cancelled, anything else for a failure; all nodes end with the same.
-The standard library alone.
+In: the job's file (``spec.py``) and this node's place from the environment. Out: an exit status, the same on all
+nodes: 0 done, 85 saved and to be restarted, 130 cancelled, otherwise failed. Uses only the standard library.
 
-    come      write this node's address, wait for all nodes
-    start     torchrun for the trainer, with ranks in the order of nodes; replicas; other commands
-    tend      restart what may be restarted; pass a request to save on to the trainer; see what other nodes say
-    end       when a role that the job is for has ended everywhere, when any of them failed, or when all is saved
-    conclude  stop what is left, wait for the other nodes to do so, show the first error of all
+    join      write this node's address, and wait for all nodes
+    start     torchrun for the trainer, with ranks in node order; replicas; other commands
+    check     restart replicas; forward save requests to the trainer; read what other nodes wrote
+    end       when an essential role has ended on all of its nodes, a role has failed, or the checkpoint is saved
+    conclude  stop the remaining roles, wait for the other nodes, print the first error of all nodes
 """
 
 from __future__ import annotations
@@ -23,74 +22,73 @@ from launch import outcome
 from launch.outcome import Outcome, Result
 from launch.peers import CANCEL, FAILED, STOP, STOPPED, Board, PeersMissingError, Place, free_port
 from launch.roles import Failure, RoleProcess, format_exit_status, kill_leftovers
-from launch.spec import SAVED, JobSpec, add_job, endpoint_file, read_jobs
+from launch.spec import SAVED, JobSpec, endpoint_file, read_jobs, record_job
 
-JOIN_DEADLINE_S = float(os.environ.get("LAUNCH_JOIN_DEADLINE_S", "600"))  # images may still be fetched on other nodes
-GRACE_S = float(os.environ.get("LAUNCH_GRACE_S", "15"))  # for a role that was asked to end
-RESTART_PAUSE_S = float(
-    os.environ.get("LAUNCH_RESTART_PAUSE_S", "0.5")
-)  # doubled with every death in a row, up to 30 s
-FILES_DEADLINE_S = float(os.environ.get("LAUNCH_FILES_DEADLINE_S", "60"))  # for a file system that fails
-MAX_RESTARTS = 5  # of a role in a row, each having lived for less than:
+JOIN_DEADLINE_S = float(os.environ.get("LAUNCH_JOIN_DEADLINE_S", "600"))  # other nodes may still download images
+GRACE_S = float(os.environ.get("LAUNCH_GRACE_S", "15"))  # from a request to exit until SIGKILL
+RESTART_PAUSE_S = float(os.environ.get("LAUNCH_RESTART_PAUSE_S", "0.5"))  # doubles with every death in a row, to 30 s
+FILES_DEADLINE_S = float(os.environ.get("LAUNCH_FILES_DEADLINE_S", "60"))  # retries while the file system fails
+MAX_RESTARTS = 5  # in a row, of a role that runs for less than _SETTLED_S each time
 _SETTLED_S = 600.0
-_LIFE_S = 5.0
-_LATE_TERM_S = 20.0  # Slurm kills 30 s after its SIGTERM, by default
+_HEARTBEAT_S = 5.0
+_LATE_TERM_S = 20.0  # by default, Slurm kills 30 s after its SIGTERM
 
 
 class Agent:
-    """All that happens on one node in one attempt."""
+    """Runs the roles of one node in one attempt."""
 
     def __init__(self, spec: JobSpec, place: Place, file: str = "") -> None:
         if place.num_nodes != spec.nodes:
             raise ValueError(f"the job has {place.num_nodes} nodes, and its plan is for {spec.nodes}; submit it again")
         self.spec = spec
-        self.file = file  # of the job
+        self.file = file  # path of the job's file
         self.place = place
         self.board = Board(spec.run_dir, place)
         self.processes: list[RoleProcess] = []
-        self._ends_at: dict[str, float] = {}  # role -> monotonic time until which what was asked to end may run
+        # Monotonic times.
+        self._ends_at: dict[str, float] = {}  # by role: when a part that was asked to exit is killed
         self._signals: list[int] = []
-        self._deadline: float | None = None  # monotonic: for the trainer to save
-        self._rank_failed_at: float | None = None  # monotonic
+        self._deadline: float | None = None  # for the trainer to save
+        self._rank_failed_at: float | None = None
         self._next_heartbeat = 0.0
-        self._trouble_since: float | None = None  # monotonic: when the board could not be read or written
+        self._trouble_since: float | None = None  # since when the board's files cannot be read or written
 
     def run(self) -> int:
-        """Everything; the exit status."""
-        # Blocked for good and asked for in `_listen`: what is started inherits the block, and so survives the signal.
+        """Run the attempt and return the exit status."""
+        # Blocked here and received in `_listen`. Children inherit the block, so the signal does not kill them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         for sign in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sign, lambda number, _: self._signals.append(number))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # see launch/local.py
         if (refused := outcome.refusal(self.spec, self.place)) is not None:
             self.say(refused.reason)
-            self._show(refused)
+            self._show_error(refused)
             return refused.status if refused.status not in (0, SAVED) else outcome.FAILED
         try:
             result, reason = self._work()
             self._end_all()
             return self._conclude(result, reason)
         finally:
-            for process in self.processes:  # also when the board cannot be written: nothing outlives its agent
+            for process in self.processes:  # no process outlives its agent, even if the board cannot be written
                 if process.is_running:
                     process.kill()
 
     def say(self, text: str) -> None:
-        # In one write: nodes share the file, and an unbuffered print writes the end of the line by itself.
+        # One write per line, because nodes share the file and an unbuffered print writes the line break separately.
         print(f"[node {self.place.node}, attempt {self.place.attempt}] {text}\n", end="", flush=True)
 
     def _work(self) -> tuple[Result, str]:
-        """(what came of it, why), with processes that may still run."""
-        plan = self.spec.on_node(self.place.node)
+        """(result, reason) of the attempt; processes may still run."""
+        roles = self.spec.on_node(self.place.node)
         kill_leftovers(self.spec.run_dir, self.place.job, but=self.place.attempt)
         try:
-            for role in plan.roles:  # before anybody is told that this node is here
+            for role in roles:  # before other nodes see this one
                 if role.kind == "replica":
                     endpoint_file(self.spec.run_dir, role.name).unlink(missing_ok=True)
-            self._enter()
-            peers = self.board.meet(JOIN_DEADLINE_S, lambda: bool(self._signals))
-            self.say(f"all {self.place.num_nodes} nodes are here; roles: {', '.join(role.name for role in plan.roles)}")
-            for role in plan.roles:
+            self._record_job()
+            peers = self.board.join(JOIN_DEADLINE_S, lambda: bool(self._signals))
+            self.say(f"all {self.place.num_nodes} nodes are here; roles: {', '.join(role.name for role in roles)}")
+            for role in roles:
                 process = RoleProcess(role, self.spec, self.board, peers)
                 self.processes.append(process)
                 process.start()
@@ -105,32 +103,20 @@ class Agent:
             self._fail("agent", Failure(time.time(), f"{type(error).__name__}: {error}", None), log="the job's log")
             return "failed", str(error)
 
-    def _enter(self) -> None:
-        """Note a job that was not queued by the launcher itself, as one of nemo-run, in the run's file of jobs."""
+    def _record_job(self) -> None:
+        """Add a job that another program submitted, such as nemo-run, to the run's ``jobs.jsonl``."""
         job = self.place.job
         is_known = any(known["job_id"] == job for known in read_jobs(self.spec.run_dir))
         if self.place.node == 0 and self.place.is_slurm and not is_known:
-            add_job(
-                self.spec.run_dir,
-                {
-                    "job_id": job,
-                    "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
-                    "kind": "slurm",
-                    "name": self.spec.name,
-                    "nodes": self.spec.nodes,
-                    "submitted_at": time.time(),
-                    "folder": str(Path(self.file).parent),
-                    "script": "",
-                    "spec": self.file,
-                },
-            )
+            cluster, folder = os.environ.get("SLURM_CLUSTER_NAME", ""), str(Path(self.file).parent)
+            record_job(self.spec, job_id=job, cluster=cluster, kind="slurm", folder=folder, file=self.file)
 
     # ---- while the job runs
 
     def _turn(self) -> tuple[Result, str] | None:
-        """What ends the attempt, if something does. Raises OSError when files have failed for ``FILES_DEADLINE_S``.
+        """(result, reason) if the attempt ends, otherwise None. Raises OSError after ``FILES_DEADLINE_S`` of errors.
 
-        A disk may be full, or a file system away, for a moment: whatever was not done is done in the next turn.
+        A full disk or a missing file system may be temporary. The next turn repeats what failed.
         """
         try:
             if (end := self._check()) is not None:
@@ -148,9 +134,9 @@ class Agent:
         return None
 
     def _listen(self) -> None:
-        """Sleep for a moment, or until a signal; ask for a checkpoint when there is one."""
+        """Wait for a signal until the next turn; request a checkpoint if one arrives."""
         info = signal.sigtimedwait({signal.SIGUSR1}, self.board.poll_s)
-        # Another signal that comes at the end of the time, as after a job was suspended, makes CPython return garbage.
+        # If another signal arrives at the timeout, as after `scontrol suspend`, CPython returns an invalid result.
         if info is not None and info.si_signo == signal.SIGUSR1:
             self._signals.append(info.si_signo)
         while self._signals:
@@ -160,22 +146,22 @@ class Agent:
                 self._deadline = min(self._deadline, time.monotonic() + _LATE_TERM_S)
             del self._signals[0]
         if time.monotonic() > self._next_heartbeat:
-            self._next_heartbeat = time.monotonic() + _LIFE_S
+            self._next_heartbeat = time.monotonic() + _HEARTBEAT_S
             self.board.heartbeat()
 
     def _ask_to_save(self, reason: str, *, is_cancelled: bool) -> None:
         if is_cancelled:
-            self.board.put(CANCEL, "", once=True)  # also when somebody has asked to save before
+            self.board.put(CANCEL, "", once=True)  # also after a request to save
         request = {"reason": reason, "node": self.place.node}
         if self.board.put(STOP, request, once=True):
             self.say(f"{reason}: asking the trainer to save")
 
     def _check(self) -> tuple[Result, str] | None:
-        """Look after the processes and at what other nodes say; what ends the attempt, when something does."""
+        """Check this node's roles and the files of other nodes; (result, reason) if the attempt ends."""
         names = self.board.names()
         for process in self.processes:
             self._check_role(process, names)
-        names = self.board.names()  # with what the roles have just said: ended to save is not ended for good
+        names = self.board.names()  # read again: a role that exited after saving has just written STOPPED
         if FAILED in names and (failed := self.board.get(FAILED)):
             return "failed", f"role {failed['role']} on node {failed['node']}: {failed['reason']}"
         if CANCEL in names and STOP not in names:
@@ -195,7 +181,7 @@ class Agent:
         return None
 
     def _check_save(self) -> tuple[Result, str] | None:
-        """Somebody asked to save, and the trainer has not yet."""
+        """Wait for the trainer after a request to save; (result, reason) after the deadline."""
         if self._deadline is None:
             if (request := self.board.get(STOP)) is None:
                 return None
@@ -242,12 +228,12 @@ class Agent:
                 self._fail(role.name, failure, str(process.log), status)
             else:
                 self._note(role.name, failure, str(process.log))
-                self.say(f"the job goes on without {role.name}; see {process.log}")
+                self.say(f"the job continues without {role.name}; see {process.log}")
         process.report("ended", status)
         self.say(f"{role.name} ended with {format_exit_status(status)}")
 
     def _schedule_restart(self, process: RoleProcess, status: int) -> None:
-        """A role that may be restarted has ended: all of its nodes start again, a little later each time in a row."""
+        """Request a restart of a role on all of its nodes, or give it up after MAX_RESTARTS deaths in a row."""
         role = process.role
         self._count_death(process)
         self._withdraw(process)
@@ -264,16 +250,16 @@ class Agent:
         self.say(f"{role.name} died with {format_exit_status(status)}; restart {process.num_deaths} of {MAX_RESTARTS}")
 
     def _count_death(self, process: RoleProcess) -> None:
-        """Once for each incarnation, on all of its nodes alike, whichever part of it died."""
+        """Count one death per incarnation, the same on all nodes of the role."""
         if process.last_counted < process.incarnation:
             process.last_counted = process.incarnation
             has_settled = time.monotonic() - process.started_s > _SETTLED_S
             process.num_deaths = 1 if has_settled else process.num_deaths + 1
 
     def _restart(self, process: RoleProcess, names: set[str]) -> None:
-        """Begin the next incarnation, once this one has ended here and the pause is over.
+        """Start the next incarnation after the pause, once this part of the current one has ended.
 
-        The role's first node goes first, with a port of its own choice: the others are never led to what is ending.
+        The role's first node starts first with a new port, so that the others never connect to a process that is ending.
         """
         if names & {FAILED, STOP}:
             return
@@ -296,7 +282,7 @@ class Agent:
         del self._ends_at[role.name]
 
     def _give_up(self, process: RoleProcess) -> None:
-        """Another part of the role is given up: this one is of no use without it."""
+        """End this part of a role that another node has given up."""
         if process.state == "given up":
             return
         if process.role.name not in self._ends_at:
@@ -306,28 +292,25 @@ class Agent:
             process.report("given up", self._end(process))
 
     def _end(self, process: RoleProcess) -> int | None:
-        """End what is left of a part; its exit status."""
+        """Kill this part of a role and return its exit status."""
         process.kill()
         self._withdraw(process)
         return process.exit_status()
 
     def _withdraw(self, process: RoleProcess) -> None:
-        """Nobody is to ask a server that is gone."""
-        role = process.role
-        if role.kind == "replica":
-            endpoint_file(self.spec.run_dir, role.name).unlink(missing_ok=True)
+        """Remove the endpoint of a server that has ended."""
+        if process.role.kind == "replica":
+            endpoint_file(self.spec.run_dir, process.role.name).unlink(missing_ok=True)
 
     def _fail_without_servers(self, process: RoleProcess, failure: Failure, status: int) -> None:
-        """A role is given up: a failure when it was essential, or the last of the replicas."""
+        """Fail the attempt if a role that was given up is essential, or is the last replica."""
         kind, names = process.role.kind, self.board.names()
-        alike = {role.name for role in self.spec.roles if role.kind == kind}
-        gone = {name for name in alike if f"given-up-{name}.json" in names}
-        is_end = gone == alike if kind == "replica" else process.role.essential
-        if is_end:
+        replicas = {f"given-up-{role.name}.json" for role in self.spec.roles if role.kind == "replica"}
+        if (replicas <= names) if kind == "replica" else process.role.essential:
             self._fail(process.role.name, failure, str(process.log), status)
 
     def _complete_role(self, names: set[str]) -> tuple[str, bool]:
-        """(an essential role that has ended on all of its nodes, whether without a failure); ("", False) without one."""
+        """(an essential role that has ended on all of its nodes, whether all parts succeeded), or ("", False)."""
         for role in self.spec.roles:
             parts = [f"ended-{role.name}.node{node}.json" for node in role.nodes]
             if role.essential and not role.restart and names.issuperset(parts):
@@ -337,7 +320,7 @@ class Agent:
         return "", False
 
     def _watch_ranks(self, names: set[str]) -> None:
-        """A rank says at once that it failed; torchrun gives the others of its node half a minute."""
+        """Fail the attempt if other ranks still run GRACE_S after a rank failed; torchrun itself waits for 30 s."""
         ranks = sorted(name for name in names if name.startswith("error-rank"))
         if not ranks:
             return
@@ -367,7 +350,7 @@ class Agent:
         self.board.put(f"error-{name}.node{self.place.node}.json", error)
 
     def _end_all(self) -> None:
-        """Ask every process to end, and make it after the grace."""
+        """Ask every process to exit, and kill those that still run after GRACE_S."""
         running = [process for process in self.processes if process.is_running]
         for process in running:
             process.request_exit()
@@ -383,30 +366,30 @@ class Agent:
         self.board.put(f"gone-{self.place.node}.json", {})
 
     def _conclude(self, result: Result, reason: str) -> int:
-        """Wait until all nodes have ended their roles, judge, and show the verdict."""
-        came = [node for node in range(self.place.num_nodes) if f"node-{node}.json" in self.board.names()]
-        expected = {f"gone-{node}.json" for node in came}
+        """Wait until all nodes have ended their roles, decide the outcome, and return its exit status."""
+        names = self.board.names()
+        expected = {f"gone-{node}.json" for node in range(self.place.num_nodes) if f"node-{node}.json" in names}
         deadline = time.monotonic() + GRACE_S + 15.0
         while not expected <= self.board.names() and time.monotonic() < deadline:
             time.sleep(self.board.poll_s)
-        judged = outcome.conclude(self.spec, self.board, result, reason)
-        self.say(f"{judged.result}: {judged.reason}")
-        self._show(judged)
-        return judged.status
+        end = outcome.conclude(self.spec, self.board, result, reason)
+        self.say(f"{end.result}: {end.reason}")
+        self._show_error(end)
+        return end.status
 
-    def _show(self, judged: Outcome) -> None:
-        if judged.error:
-            self.say(f"first error: {judged.error}")
+    def _show_error(self, end: Outcome) -> None:
+        if end.error:
+            self.say(f"first error: {end.error}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if len(arguments) != 1:
+def main() -> int:
+    """Run the agent of this node; return the exit status."""
+    args = sys.argv[1:]
+    if len(args) != 1:
         print("usage: python -m launch.agent JOB.json", file=sys.stderr)
         return 2
     try:
-        agent = Agent(JobSpec.load(arguments[0]), Place.from_environment(), arguments[0])
+        agent = Agent(JobSpec.load(args[0]), Place.from_environment(), args[0])
     except ValueError as error:
         print(f"launch.agent: {error}", file=sys.stderr)
         return 2

@@ -1,17 +1,15 @@
-"""The batch script of a job: what Slurm is asked for, one agent on every node, and what becomes of the end.
+"""Renders the batch script of a job: Slurm options, one agent per node, and requeueing. Pure.
 
-In: a :class:`Submission`. Out: text. Pure.
-
-The agents decide how an attempt ended, since they know whether a checkpoint was saved. Their verdict is the file
-``done``; the exit status of srun is only the largest of all nodes. 85 asks for another attempt, anything else ends the
-job with that status. Slurm itself starts a job again that was preempted or lost a node.
+The agents know whether a checkpoint was saved, so they decide how an attempt ended and write the status to the file
+``done``. (The exit status of srun is the largest of all nodes.) 85 requeues the job; any other status ends it. Slurm
+itself requeues a job that was preempted or lost a node.
 """
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from launch.outcome import CANCELLED
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from launch.cluster import Cluster
 
 ORDER = r"""
-# Nodes in the order of their switches: neighbours in the job, as stages of a pipeline, are neighbours in the network.
+# Order nodes by switch, so that neighbours in the job (pipeline stages) are neighbours in the network.
 mkdir -p "$notes"
 scontrol show hostnames "$SLURM_JOB_NODELIST" > "$notes/nodes"
 scontrol show topology 2> /dev/null | sed -nE '/Level=0 |^BlockName=/s/.* Nodes=([^ ]*).*/\1/p' |
@@ -29,13 +27,13 @@ scontrol show topology 2> /dev/null | sed -nE '/Level=0 |^BlockName=/s/.* Nodes=
 if [ -s "$notes/order" ] && [ "$(wc -l < "$notes/order")" = "$(wc -l < "$notes/nodes")" ]; then
     export SLURM_HOSTFILE="$notes/order" SLURM_DISTRIBUTION=arbitrary
 fi"""
-# An agent needs all cores of its node, ends within two minutes of the first that does, and tells the others.
+# Agents use all cores of their nodes and end within two minutes of the first. They handle the failure of a node.
 SRUN = ("--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=120")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job on a cluster, and the folder that holds its script, its file, its code and its output."""
+    """A job on a cluster. Its folder holds script, job file, code and output."""
 
     spec: JobSpec
     cluster: Cluster
@@ -51,51 +49,52 @@ class Submission:
 
     @property
     def code_dir(self) -> Path:
-        """The copy of the code that the job runs."""
+        """Folder of the copied code that the job runs."""
         return self.folder / "code"
 
 
 def render(submission: Submission) -> str:
-    """The complete script."""
+    """The complete batch script."""
     cluster, folder = submission.cluster, submission.folder
     run = ["srun", '--output="$log"', *srun_options(submission), *SRUN]
-    run += [*map(_quoted, cluster.srun), _quoted(cluster.interpreter), "-m", "launch.agent", '"$folder/job.json"']
+    run += [*map(quote, cluster.srun), quote(cluster.interpreter), "-m", "launch.agent", '"$folder/job.json"']
     parts = [
         "#!/bin/bash",
         "\n".join(f"#SBATCH --{option}" for option in _options(submission)),
-        f"\nfolder={_quoted(str(folder))}",
+        f"\nfolder={quote(str(folder))}",
         'log="$folder/agents-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.out"',
         ending(submission.spec),
         ORDER,
-        *([f"\n# Of the cluster's file.\n{chr(10).join(cluster.setup)}"] if cluster.setup else []),
+        *([f"\n# CLUSTER.setup\n{chr(10).join(cluster.setup)}"] if cluster.setup else []),
         "\n" + " ".join(run),
     ]
     return "\n".join(parts) + "\n"
 
 
 def srun_options(submission: Submission) -> list[str]:
-    """Where the agents run, as words of shell: in a container with its mounts, or in the folder of the code."""
+    """Shell arguments for where the agents run: a container with its mounts, or the code folder."""
     cluster = submission.cluster
     if cluster.container_image is None:
         return ['--chdir="$folder/code"']
     mounts = ",".join([*cluster.container_mounts, *run_mounts(submission)])
-    image = _quoted(f"--container-image={cluster.container_image}")
-    return [image, _quoted(f"--container-mounts={mounts}"), '--container-workdir="$folder/code"']
+    image = quote(f"--container-image={cluster.container_image}")
+    return [image, quote(f"--container-mounts={mounts}"), '--container-workdir="$folder/code"']
 
 
 def run_mounts(submission: Submission) -> list[str]:
-    """What the job itself reads and writes."""
-    folders = [root for root in [submission.cluster.run_root] if root]
-    if not any(Path(submission.spec.run_dir).is_relative_to(folder) for folder in folders):
-        folders.append(submission.spec.run_dir)
+    """Mounts of run_root and the run's folder."""
+    run_dir, root = submission.spec.run_dir, submission.cluster.run_root
+    folders = [root] if root else []
+    if not (root and Path(run_dir).is_relative_to(root)):
+        folders.append(run_dir)
     return [f"{folder}:{folder}" for folder in folders]
 
 
 def ending(spec: JobSpec) -> str:
-    """Lines that bound the attempts and end the job as its agents said. ``$folder`` holds the job's own output."""
+    """Shell lines that limit the attempts, and requeue or end the job. ``$folder`` holds the output of the script."""
     text = _ENDING
     for name, value in (
-        ("@LAUNCH@", _quoted(str(launch_dir(spec.run_dir)))),
+        ("@LAUNCH@", quote(str(launch_dir(spec.run_dir)))),
         ("@RESTARTS@", str(spec.max_restarts)),
         ("@SAVED@", str(SAVED)),
         ("@CANCELLED@", str(CANCELLED)),
@@ -121,17 +120,12 @@ def _options(submission: Submission) -> list[str]:
         "requeue": True,
         **{str(name).replace("_", "-"): value for name, value in cluster.sbatch.items()},
     }
-    given = sorted((name, value) for name, value in values.items() if value is not None)
-    return [name if value is True else f"{name}={_quoted(str(value))}" for name, value in given]
-
-
-def _quoted(text: str) -> str:
-    """One word for a POSIX shell."""
-    return shlex.quote(text)
+    options = sorted((name, value) for name, value in values.items() if value is not None)
+    return [name if value is True else f"{name}={quote(str(value))}" for name, value in options]
 
 
 _ENDING = """
-# The agents write what became of an attempt into this folder.
+# The agents write the result of an attempt to this folder.
 attempt=${SLURM_RESTART_COUNT:-0}
 notes=@LAUNCH@/$SLURM_JOB_ID.$attempt
 end() {
@@ -149,11 +143,11 @@ end() {
                 scontrol requeue "$SLURM_JOB_ID"
             fi ;;
         @CANCELLED@)
-            scancel "$SLURM_JOB_ID" ;;  # so that Slurm calls it cancelled, and not failed
+            scancel "$SLURM_JOB_ID" ;;  # Slurm's state is then CANCELLED, not FAILED
         *)
             case $status in '' | *[!0-9]*) status=1 ;; esac
             if [ ! -e "$notes/first_error.txt" ]; then
-                # No agent got as far as that: what srun and the container said is all there is.
+                # No agent wrote an error: use the output of srun and the container.
                 tail -qn 40 "$folder"/*"$SLURM_JOB_ID"*.out > "$notes/first_error.txt" 2> /dev/null
                 [ -s "$notes/first_error.txt" ] ||
                     echo "no log is left in $folder: was the run's folder moved or removed?" > "$notes/first_error.txt"

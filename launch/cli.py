@@ -7,12 +7,10 @@ Imports neither torch nor nemo-run.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import itertools
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from launch import cluster as clusters
 from launch import jobs, local, slurm, sweep, user_files
 from launch.outcome import CANCELLED
 from launch.plan import Plan, Request, absolute_run_dir, lines
-from launch.run_state import error_file, no_output_message, report_name
+from launch.run_state import error_file, no_output_message, report_name, supervisor
 from launch.spec import SAVED, JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
 from megatron_fp8rl.config import ConfigError
@@ -62,7 +60,7 @@ class Options:
     wait: bool = False
     id: str | None = None
     over: sweep.Axes = ()
-    args: tuple[str, ...] = ()  # overrides and options for the job's program
+    args: tuple[str, ...] = ()  # overrides, and options of the job's program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,10 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.over:
             return _sweep(options)
         return launch(options, read_request(options))
-    except (UsageError, run_cli.UsageError, clusters.ClusterError, ConfigError) as error:
-        print(f"{_PROGRAM}: {error}", file=sys.stderr)
-        return 2
-    except slurm.SubmitError as error:
+    except (UsageError, run_cli.UsageError, clusters.ClusterError, ConfigError, slurm.SubmitError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -98,8 +93,11 @@ def parse(args: Sequence[str]) -> Options:
         name, _, value = word.partition("=")
         field = name.removeprefix("--").replace("-", "_")
         if name == "--over":
-            axis = _axis([queue.pop(0) for _ in itertools.takewhile(_is_value, [*queue])])
-            options.setdefault("over", []).append(axis)
+            values = [queue.pop(0) for _ in itertools.takewhile(lambda arg: not arg.startswith("--"), [*queue])]
+            if len(values) < 2:
+                example = "name a field and its values: --over optim.lr 1e-6 3e-6"
+                raise UsageError(f"--over {' '.join(values)}: {example}")
+            options.setdefault("over", []).append((values[0], tuple(dict.fromkeys(values[1:]))))
         elif name in ("--dry-run", "--dry_run", "--wait"):
             options[field] = True
         elif field in ("cluster", "job", "nodes", "id") and name.startswith("--"):
@@ -107,13 +105,18 @@ def parse(args: Sequence[str]) -> Options:
                 if not queue:
                     raise UsageError(f"{name} needs a value")
                 value = queue.pop(0)
-            options[field] = _number(name, value) if field == "nodes" else value
+            options[field] = value
         else:
             rest.append(word)
     return _checked(options, rest)
 
 
 def _checked(options: dict, rest: list[str]) -> Options:
+    if "nodes" in options:
+        try:
+            options["nodes"] = int(options["nodes"])
+        except ValueError:
+            raise UsageError(f"--nodes {options['nodes']!r} is not a number") from None
     if "cluster" not in options:
         raise UsageError(f"--cluster is missing. Clusters: {', '.join(clusters.known())}; or give the path of a file")
     job = options.get("job", "train")
@@ -153,7 +156,7 @@ def launch(options: Options, request: Request) -> int:
     plan, problems, warnings = check(options, request)
     if not _show(problems, warnings) or plan.spec is None:
         return 2
-    return _go(options, plan.spec, request)
+    return _start(options, plan.spec, request)
 
 
 def check(options: Options, request: Request) -> tuple[Plan, list[str], list[str]]:
@@ -161,20 +164,19 @@ def check(options: Options, request: Request) -> tuple[Plan, list[str], list[str
     plan = jobs.plan(request)
     cluster, spec = request.cluster, plan.spec
     problems, warnings = list(plan.problems), list(plan.warnings)
-    missing = [str(violation) for violation in cluster.missing_files()]
-    if options.dry_run:
-        warnings += missing
-    else:
-        problems += missing
+    (warnings if options.dry_run else problems).extend(map(str, cluster.missing_files()))
     if spec is None:
         return plan, problems, warnings
     problems += slurm.problems(spec, cluster) if cluster.kind == "slurm" else spec.problems()
     if cluster.kind == "slurm" and request.cfg is not None:
         problems += user_files.unreachable(request.cfg, cluster, spec.run_dir)
     if not options.dry_run and not problems:
-        problems += _running(spec, cluster)
-        found, said = _data(options, request)
-        problems, warnings = problems + found, warnings + said
+        problems += _active_jobs(spec, cluster)
+        if options.job in ("train", "rl") and request.cfg is not None:
+            report, findings = data_check.look_at_data(request.cfg)
+            print("\n".join(report))
+            problems += [finding.problem for finding in findings if finding.severity == "error"]
+            warnings += [finding.problem for finding in findings if finding.severity == "warning"]
     return plan, problems, warnings
 
 
@@ -190,7 +192,7 @@ def _show(problems: Sequence[str], warnings: Sequence[str]) -> bool:
     return not problems
 
 
-def _go(options: Options, spec: JobSpec, request: Request) -> int:
+def _start(options: Options, spec: JobSpec, request: Request) -> int:
     if options.dry_run:
         _show_dry_run(options, spec, request)
         return 0
@@ -226,7 +228,7 @@ def _sweep(options: Options) -> int:
     if not options.dry_run:
         sweep.note(folder, options.over)
     status = max(
-        _go(dataclasses.replace(single, wait=False) if first.cluster.kind == "slurm" else single, spec, request)
+        _start(dataclasses.replace(single, wait=False) if first.cluster.kind == "slurm" else single, spec, request)
         for single, spec, request in ready
         if spec is not None
     )
@@ -242,16 +244,6 @@ def _show_states(states: dict[str, str]) -> int:
     """Print the final state of each Slurm job; return 0 if all completed, otherwise 1."""
     print("\n".join(f"job {job_id}: {state}" for job_id, state in states.items()))
     return int(any(state != "COMPLETED" for state in states.values()))
-
-
-def _data(options: Options, request: Request) -> tuple[list[str], list[str]]:
-    """(problems, warnings) of a training job's data."""
-    if options.job not in ("train", "rl") or request.cfg is None:
-        return [], []
-    lines, findings = data_check.look_at_data(request.cfg)
-    print("\n".join(lines))
-    by_severity = [[f.problem for f in findings if f.severity == severity] for severity in ("error", "warning")]
-    return by_severity[0], by_severity[1]
 
 
 def _show_dry_run(options: Options, spec: JobSpec, request: Request) -> None:
@@ -279,7 +271,7 @@ def _slurm(options: Options, spec: JobSpec, request: Request) -> int:
     try:
         states = slurm.wait([job_id])
     except KeyboardInterrupt:
-        print("not waiting any longer; the job goes on", file=sys.stderr)
+        print("no longer waiting; the job continues", file=sys.stderr)
         return 1
     status = _show_states(states)
     if any(state not in ("COMPLETED", "CANCELLED") for state in states.values()):
@@ -295,7 +287,7 @@ def _local(options: Options, spec: JobSpec) -> int:
     try:
         status = process.wait()
     except KeyboardInterrupt:
-        print("not waiting any longer; the job goes on", file=sys.stderr)
+        print("no longer waiting; the job continues", file=sys.stderr)
         return 1
     states = {0: "COMPLETED", CANCELLED: "CANCELLED", SAVED: "saved, stopped on request"}
     print(f"job {job_id}: {states.get(status, f'FAILED with status {status}')}")
@@ -317,26 +309,26 @@ def _show_launched(headline: str, spec: JobSpec) -> None:
 def _show_first_error(spec: JobSpec, job_id: str) -> None:
     """Print the first error of the job, or where to find its logs."""
     attempts = sorted(launch_dir(spec.run_dir).glob(f"{job_id}.*"))
-    said = f"it left no error; `{_PROGRAM} logs {shlex.quote(spec.run_dir)}` shows its logs"
-    if not attempts and not job_id.startswith("local-"):
-        said = no_output_message(spec.run_dir, job_id)
-    if (error := next((found for path in attempts if (found := error_file(path)) is not None), None)) is not None:
-        said = f"first error of job {job_id} ({error}):\n{error.read_text(errors='replace').strip()}"
-    print(said, file=sys.stderr)
+    errors = [path for attempt in attempts if (path := error_file(attempt)) is not None]
+    if errors:
+        text = f"first error of job {job_id} ({errors[0]}):\n{errors[0].read_text(errors='replace').strip()}"
+    elif not attempts and not job_id.startswith("local-"):
+        text = no_output_message(spec.run_dir, job_id)
+    else:
+        text = f"it left no error; `{_PROGRAM} logs {shlex.quote(spec.run_dir)}` shows its logs"
+    print(text, file=sys.stderr)
 
 
-def _running(spec: JobSpec, cluster: clusters.Cluster) -> list[str]:
+def _active_jobs(spec: JobSpec, cluster: clusters.Cluster) -> list[str]:
     """Errors for jobs that already use the run's folder; both would overwrite checkpoints, logs and endpoints."""
-    errors = []
     if str(cluster.sbatch.get("dependency", "")).partition(":")[0] in ("singleton", "afterany"):
         return []  # Slurm runs these jobs one after another
-    for job in read_jobs(spec.run_dir):
-        if (state := _state(job)) is not None:
-            errors.append(
-                f"job {job['job_id']} of cluster {job['cluster']!r} is {state} in {spec.run_dir}. Cancel it by "
-                f"`{_PROGRAM} cancel`, or choose another --output_dir."
-            )
-    return errors
+    return [
+        f"job {job['job_id']} of cluster {job['cluster']!r} is {state} in {spec.run_dir}. Cancel it by "
+        f"`{_PROGRAM} cancel`, or choose another --output_dir."
+        for job in read_jobs(spec.run_dir)
+        if (state := _state(job)) is not None
+    ]
 
 
 def _state(job: dict) -> str | None:
@@ -344,29 +336,4 @@ def _state(job: dict) -> str | None:
     if job["kind"] == "slurm":
         state = slurm.job_state(job["job_id"])
         return state if state is not None and not slurm.is_over(state) else None
-    with contextlib.suppress(OSError):
-        shown = subprocess.run(
-            ["ps", "-o", "args=", "-p", job["job_id"].removeprefix("local-")],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout
-        return "RUNNING" if "launch.local" in shown else None
-    return None
-
-
-def _is_value(word: str) -> bool:
-    return not word.startswith("--")
-
-
-def _axis(args: list[str]) -> tuple[str, tuple[str, ...]]:
-    if len(args) < 2:
-        raise UsageError(f"--over {' '.join(args)}: name a field and its values: --over optim.lr 1e-6 3e-6")
-    return args[0], tuple(dict.fromkeys(args[1:]))
-
-
-def _number(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{name} {text!r} is not a number") from None
+    return "RUNNING" if supervisor(job) is not None else None

@@ -5,7 +5,6 @@ In: the name of a file in ``launch/clusters/``, or a path. Out: a :class:`Cluste
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 import re
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.config import Violation
 from megatron_fp8rl.preflight.memory import GPUS, GpuName
 
@@ -32,34 +32,9 @@ _RESERVED = {
     "job-name": "--name",
     "array": "--over",
     "wait": "--wait",
-} | dict.fromkeys(
-    (
-        "output",
-        "error",
-        "open-mode",
-        "ntasks",
-        "ntasks-per-node",
-        "requeue",
-        "no-requeue",
-        "parsable",
-        "wrap",
-        "test-only",
-    )
-)
+} | dict.fromkeys("output error open-mode ntasks ntasks-per-node requeue no-requeue parsable wrap test-only".split())
 # Fields of nemo-run's executor passed to sbatch unchanged.
-_FURTHER = (
-    "qos",
-    "mem",
-    "mem_per_gpu",
-    "mem_per_cpu",
-    "comment",
-    "constraint",
-    "exclude",
-    "gres",
-    "exclusive",
-    "segment",
-    "network",
-)
+_PASSED = "qos mem mem_per_gpu mem_per_cpu comment constraint exclude gres exclusive segment network".split()
 # Remedies by a part of the type annotation.
 _REMEDIES = {
     "slurm": 'Choose "slurm" or "local"',
@@ -119,13 +94,10 @@ class Cluster:
                 f"executor.tunnel = {type(executor.tunnel).__name__}: planning reads the run's folder and data "
                 "locally. Use a LocalTunnel on a login node"
             )
-        refused = [
-            name for name in ("heterogeneous", "array", "het_group_indices", "retries") if getattr(executor, name)
-        ]
-        if refused:
-            value = getattr(executor, refused[0])
-            raise ClusterError(f"executor.{refused[0]} = {value!r}: not supported, agents place the roles. Remove it")
-        sbatch = {name: getattr(executor, name) for name in _FURTHER if getattr(executor, name) is not None}
+        for name in ("heterogeneous", "array", "het_group_indices", "retries"):
+            if value := getattr(executor, name):
+                raise ClusterError(f"executor.{name} = {value!r}: not supported, agents place the roles. Remove it")
+        sbatch = {name: getattr(executor, name) for name in _PASSED if getattr(executor, name) is not None}
         sbatch |= executor.additional_parameters or {}
         signal_s = re.fullmatch(r"(?:B:)?(?:USR1|SIGUSR1)@(\d+)", executor.signal or "")
         gpus = executor.gpus_per_node or executor.gpus_per_task or 0
@@ -154,113 +126,107 @@ class Cluster:
         return self.ranks_per_node if self.ranks_per_node is not None else self.gpus_per_node
 
     @property
-    def time_limit_s(self) -> int | None:
-        """The time limit in seconds; None if it is invalid."""
-        return parse_time_limit(self.time_limit)
-
-    @property
     def interpreter(self) -> str:
         """The Python that starts the agents."""
         return self.python or ("python" if self.container_image else sys.executable)
 
     def violations(self) -> list[Violation]:
         """All invalid fields."""
-        found = [*_node_errors(self)]
+        errors = _node_errors(self)
         if self.kind == "local":
-            return found
-        limit = self.time_limit_s
+            return errors
+        limit = parse_time_limit(self.time_limit)
         if limit is None:
             remedy = "Write hours as 04:00:00, or days as 2-00:00:00"
-            found.append(_bad("time_limit", self.time_limit, "is not a time", remedy))
+            errors.append(_bad("time_limit", self.time_limit, "is not a time", remedy))
         if not 1 <= self.save_signal_s <= _LONGEST_SIGNAL_S:
+            problem = "is not a valid number of seconds before the limit"
             remedy = f"Slurm takes 1 to {_LONGEST_SIGNAL_S} s; allow for one step and a checkpoint"
-            found.append(
-                _bad("save_signal_s", self.save_signal_s, "is not a valid number of seconds before the limit", remedy)
-            )
+            errors.append(_bad("save_signal_s", self.save_signal_s, problem, remedy))
         elif limit is not None and self.save_signal_s >= limit:
             remedy = f"Set less than the time limit of {limit} s, and allow for one step"
-            found.append(_bad("save_signal_s", self.save_signal_s, "is longer than the job", remedy))
+            errors.append(_bad("save_signal_s", self.save_signal_s, "is longer than the job", remedy))
         if self.max_restarts < 0:
-            found.append(_bad("max_restarts", self.max_restarts, "is negative", "Set 0 or more"))
-        return found + _environment_errors(self) + _slurm_errors(self)
+            errors.append(_bad("max_restarts", self.max_restarts, "is negative", "Set 0 or more"))
+        return errors + _environment_errors(self) + _slurm_errors(self)
 
     def missing_files(self) -> list[Violation]:
         """Configured files that do not exist on this machine."""
-        found = []
+        files = []
         image = self.container_image
         if image is not None and image.startswith(("/", ".")):
-            found.append(_bad("container_image", image, "does not exist", "Name an image file, or registry#name:tag"))
+            files.append(_bad("container_image", image, "does not exist", "Name an image file, or registry#name:tag"))
         for mount in self.container_mounts:
-            found.append(
-                _bad("container_mounts", mount, "starts at a path that does not exist", "Use a path that all nodes see")
-            )
+            problem = "starts at a path that does not exist"
+            files.append(_bad("container_mounts", mount, problem, "Use a path that all nodes see"))
         if self.python is not None and image is None:
-            found.append(_bad("python", self.python, "does not exist", "Name the interpreter of all nodes"))
-        return [violation for violation in found if not Path(violation.value.partition(":")[0]).exists()]
+            files.append(_bad("python", self.python, "does not exist", "Name the interpreter of all nodes"))
+        return [violation for violation in files if not Path(violation.value.partition(":")[0]).exists()]
 
 
 def _node_errors(cluster: Cluster) -> list[Violation]:
-    found = []
+    errors = []
     if cluster.gpu is not None and cluster.gpu not in GPUS:
-        found.append(_bad("gpu", cluster.gpu, "is not a known kind", f"Choose one of {', '.join(GPUS)}, or None"))
+        errors.append(_bad("gpu", cluster.gpu, "is not a known kind", f"Choose one of {', '.join(GPUS)}, or None"))
     if cluster.gpu is None and cluster.gpus_per_node:
-        found.append(_bad("gpus_per_node", cluster.gpus_per_node, "with gpu=None", "Set 0, or name the kind of GPU"))
+        errors.append(_bad("gpus_per_node", cluster.gpus_per_node, "with gpu=None", "Set 0, or name the kind of GPU"))
     if cluster.gpu is not None and cluster.gpus_per_node < 1:
-        found.append(_bad("gpus_per_node", cluster.gpus_per_node, "is below 1", "Set the GPUs of a node, or gpu=None"))
+        errors.append(_bad("gpus_per_node", cluster.gpus_per_node, "is below 1", "Set the GPUs of a node, or gpu=None"))
     if cluster.gpu is None and not cluster.ranks_per_node:
         remedy = "Set how many trainer ranks and engine workers one node takes"
-        found.append(_bad("ranks_per_node", cluster.ranks_per_node, "is needed where there are no GPUs", remedy))
+        errors.append(_bad("ranks_per_node", cluster.ranks_per_node, "is needed where there are no GPUs", remedy))
     elif cluster.gpu is not None and cluster.ranks_per_node not in (None, cluster.gpus_per_node):
-        found.append(_bad("ranks_per_node", cluster.ranks_per_node, "with GPUs", "Leave it out: one rank for each GPU"))
+        errors.append(
+            _bad("ranks_per_node", cluster.ranks_per_node, "with GPUs", "Leave it out: one rank for each GPU")
+        )
     for name in ("cpus_per_node", "max_nodes"):
         value = getattr(cluster, name)
         if value is not None and value < 1:
-            found.append(_bad(name, value, "is below 1", "Set 1 or more, or None"))
+            errors.append(_bad(name, value, "is below 1", "Set 1 or more, or None"))
     for name, value in cluster.env.items():
         if not isinstance(value, str) or not name or "=" in name or "\0" in name + str(value):
-            found.append(
-                _bad(f"env[{name!r}]", value, "is not an environment variable", "Use text for names and values")
-            )
-    return found
+            remedy = "Use text for names and values"
+            errors.append(_bad(f"env[{name!r}]", value, "is not an environment variable", remedy))
+    return errors
 
 
 def _slurm_errors(cluster: Cluster) -> list[Violation]:
     """Values that would break the batch script or conflict with it."""
-    found = []
+    errors = []
     texts = {name: getattr(cluster, name) for name in ("account", "partition", "python", "container_image", "run_root")}
     texts |= {f"sbatch[{name!r}]": value for name, value in cluster.sbatch.items()}
     for name in ("srun", "container_mounts"):
-        texts |= {f"{name}[{i}]": word for i, word in enumerate(getattr(cluster, name))}
+        texts |= {f"{name}[{i}]": text for i, text in enumerate(getattr(cluster, name))}
     for name, value in texts.items():
         if isinstance(value, str) and re.search(r"[\r\n]", value):
-            found.append(_bad(name, value, "contains a line break", "Write it in one line"))
+            errors.append(_bad(name, value, "contains a line break", "Write it in one line"))
     for name, value in cluster.sbatch.items():
         if (option := str(name).replace("_", "-")) in _RESERVED:
             remedy = f"Remove it, and use {_RESERVED[option]}" if _RESERVED[option] else "Remove it"
-            found.append(_bad(f"sbatch[{name!r}]", value, "is set by the launcher", remedy))
+            errors.append(_bad(f"sbatch[{name!r}]", value, "is set by the launcher", remedy))
         elif (value is not True and not isinstance(value, (str, int, float))) or value is False:
             remedy = "Write text, a number, or True for an option without a value; or remove it"
-            found.append(_bad(f"sbatch[{name!r}]", value, "is not a value of an option", remedy))
-    return found
+            errors.append(_bad(f"sbatch[{name!r}]", value, "is not a value of an option", remedy))
+    return errors
 
 
 def _environment_errors(cluster: Cluster) -> list[Violation]:
-    found = []
+    errors = []
     if cluster.run_root is not None and not Path(cluster.run_root).is_absolute():
-        found.append(_bad("run_root", cluster.run_root, "is not absolute", "Name a folder that all nodes see"))
+        errors.append(_bad("run_root", cluster.run_root, "is not absolute", "Name a folder that all nodes see"))
     if cluster.python is not None and "python" not in cluster.python:
-        found.append(_bad("python", cluster.python, "does not name a Python", "Name the interpreter, .../bin/python"))
+        errors.append(_bad("python", cluster.python, "does not name a Python", "Name the interpreter, .../bin/python"))
     image = cluster.container_image
     if image is None and cluster.container_mounts:
-        found.append(_bad("container_mounts", cluster.container_mounts, "without container_image", "Remove them"))
+        errors.append(_bad("container_mounts", cluster.container_mounts, "without container_image", "Remove them"))
     for mount in cluster.container_mounts:
         parts = mount.split(":")
         if len(parts) not in (2, 3) or not all(parts) or "," in mount:
-            found.append(_bad("container_mounts", mount, "is not from:to", "pyxis takes no ':' or ',' in a path"))
+            errors.append(_bad("container_mounts", mount, "is not from:to", "pyxis takes no ':' or ',' in a path"))
     for line in cluster.setup:
         if "\n" in line:
-            found.append(_bad("setup", line, "contains a line break", "Write one entry for each line"))
-    return found
+            errors.append(_bad("setup", line, "contains a line break", "Write one entry for each line"))
+    return errors
 
 
 def parse_time_limit(text: str) -> int | None:
@@ -269,14 +235,10 @@ def parse_time_limit(text: str) -> int | None:
     if match is None:
         return None
     parts = [int(part) for part in match["parts"].split(":")]
-    if match["days"] is not None:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-        return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
-    if len(parts) == 1:
-        return parts[0] * 60
-    if len(parts) == 2:
-        return parts[0] * 60 + parts[1]
-    return parts[0] * 3600 + parts[1] * 60 + parts[2]
+    if match["days"] is None and len(parts) < 3:  # minutes, or M:S
+        parts = [0, *parts]
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 def known() -> list[str]:
@@ -296,10 +258,9 @@ def load(name_or_path: str) -> Cluster:
     else:
         path = FOLDER / f"{name_or_path}.py"
         if not path.is_file():
-            near = difflib.get_close_matches(name_or_path, known(), n=2, cutoff=0.5)
-            hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+            hint = near_matches(name_or_path, known()) or "."
             raise ClusterError(
-                f"unknown cluster {name_or_path!r}{hint}. Clusters: {', '.join(known())}; or give the path of a file"
+                f"unknown cluster {name_or_path!r}{hint} Clusters: {', '.join(known())}; or give the path of a file"
             )
     spec = importlib.util.spec_from_file_location("_launch_cluster", path)
     assert spec is not None and spec.loader is not None
@@ -312,9 +273,9 @@ def load(name_or_path: str) -> Cluster:
         raise ClusterError(f"cluster file {place}: {type(error).__name__}: {error}") from error
     cluster = getattr(module, "CLUSTER", None)
     if not isinstance(cluster, Cluster):
-        raise ClusterError(f"cluster file {path} sets CLUSTER to {cluster!r}; it has to be a launch.cluster.Cluster")
-    if found := _type_errors(cluster):
-        raise ClusterError(f"cluster file {path}: " + "\n  ".join(map(str, found)))
+        raise ClusterError(f"cluster file {path} sets CLUSTER to {cluster!r}; it must be a launch.cluster.Cluster")
+    if errors := _type_errors(cluster):
+        raise ClusterError(f"cluster file {path}: " + "\n  ".join(map(str, errors)))
     return cluster
 
 
@@ -322,19 +283,19 @@ def _type_errors(cluster: Cluster) -> list[Violation]:
     """Fields whose value has the wrong type."""
     import typeguard  # dependency of tyro; imported only when needed
 
-    found = []
+    errors = []
     for name, kind in get_type_hints(Cluster).items():
-        given = getattr(cluster, name)
+        value = getattr(cluster, name)
         try:
-            value = tuple(given) if isinstance(given, list) else given
-            typeguard.check_type(value, kind, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
-            is_right = not isinstance(given, bool)
+            checked = tuple(value) if isinstance(value, list) else value
+            typeguard.check_type(checked, kind, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
+            is_valid = not isinstance(value, bool)
         except typeguard.TypeCheckError:
-            is_right = False
-        if not is_right:
-            remedy = next(how for part, how in _REMEDIES.items() if part in str(kind))
-            found.append(_bad(name, given, f"is of type {type(given).__name__}", remedy))
-    return found
+            is_valid = False
+        if not is_valid:
+            remedy = next(remedy for part, remedy in _REMEDIES.items() if part in str(kind))
+            errors.append(_bad(name, value, f"is of type {type(value).__name__}", remedy))
+    return errors
 
 
 def _error_line(error: BaseException, path: Path) -> int | None:

@@ -1,24 +1,25 @@
-"""The kinds of job: what follows CONFIG on the command line, and the plan of each.
+"""Parses and plans each kind of job.
 
-    train, rl, sft   a trainer on some nodes, replicas on these or others
-    eval             the same, for a checkpoint that is sampled and not trained: CONFIG --checkpoint PATH ...
-    study            one node that runs the precisions in turn: CONFIG --seeds 1 2 3
-    convert          one node that runs a checkpoint tool: TOOL SOURCE TARGET ... in the place of CONFIG
+    train, rl, sft   a trainer, and replicas on the same or other nodes
+    eval             the same for a checkpoint, without training: CONFIG --checkpoint PATH ...
+    study            one node runs the precisions in turn: CONFIG --seeds 1 2 3
+    convert          one node runs a checkpoint tool: TOOL SOURCE TARGET ... instead of CONFIG
 
-In: args of the command line, a cluster. Out: a :class:`~launch.plan.Plan`. Light: no torch, nothing is started.
+In: command-line arguments, a cluster. Out: a :class:`~launch.plan.Plan`. Starts nothing; needs no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.plan import TRAINING_JOBS, Plan, Request, absolute_run_dir, plan_training, task_plan
+from launch.spec import escape_braces
 from megatron_fp8rl import cli, evaluate
 from megatron_fp8rl.__main__ import COMMANDS
+from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.config import ConfigError, RunConfig
 
 KINDS = {
@@ -29,48 +30,42 @@ KINDS = {
     "study": "compare precisions over several seeds, on one node",
     "convert": "a checkpoint tool, on one node",
 }
+_COMMANDS = {command.name: dataclasses.replace(command, checks_config=True) for command in COMMANDS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a user typed behind the launcher's own options, understood."""
+    """The parsed arguments that are not options of the launcher."""
 
-    cfg: RunConfig | None  # with the overrides; None for a job that has no configuration
-    overrides: tuple[str, ...]  # args that changed fields
-    args: tuple[str, ...]  # for the job's own program; paths in them are absolute
+    cfg: RunConfig | None  # with overrides applied; None for "convert"
+    overrides: tuple[str, ...]  # arguments that changed fields
+    args: tuple[str, ...]  # for the job's program; with absolute paths
 
 
 def read(job: str, target: str, args: Sequence[str]) -> Target:
-    """Understand what is left of the command line: CONFIG, or the tool of a conversion, and the words behind.
+    """Parse CONFIG, or the tool of a conversion, and the remaining arguments.
 
-    The configuration is not judged: that is the plan's task, for the GPUs of the cluster. Raises cli.UsageError for an
-    unknown kind, configuration or tool, and SystemExit for an unknown option, as the programs themselves do.
+    Does not check the configuration, because the plan checks it for the cluster's GPUs. Raises cli.UsageError for an
+    unknown configuration or tool, and SystemExit for an unknown option.
     """
-    if job not in KINDS:
-        near = difflib.get_close_matches(job, KINDS, n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise cli.UsageError(f"--job {job!r} is unknown{hint}. Kinds: {', '.join(KINDS)}")
     if job == "convert":
         return Target(cfg=None, overrides=(), args=_tool_args(target, args))
-    commands = {command.name: dataclasses.replace(command, checks_config=True) for command in COMMANDS}
-    found = cli.parse([job, target, *args], commands)
-    return Target(cfg=found.cfg, overrides=found.overrides, args=_option_args(found.options))
+    parsed = cli.parse([job, target, *args], _COMMANDS)
+    return Target(cfg=parsed.cfg, overrides=parsed.overrides, args=_option_args(parsed.options))
 
 
 def plan(request: Request) -> Plan:
-    """The job that was asked for, or every reason why it cannot be."""
-    if request.job in TRAINING_JOBS:
-        return plan_training(request)
-    planners: dict[str, Callable[[Request], Plan]] = {"eval": plan_eval, "study": plan_study, "convert": plan_convert}
-    return planners[request.job](request)
+    """Plan the requested job, or list every problem."""
+    planners = {"eval": plan_eval, "study": plan_study, "convert": plan_convert}
+    return plan_training(request) if request.job in TRAINING_JOBS else planners[request.job](request)
 
 
 def plan_eval(request: Request) -> Plan:
-    """A trainer that loads and publishes, replicas as for training. The checkpoint has to be where this can see it."""
+    """A trainer that loads and publishes a checkpoint, and replicas. This machine must see the checkpoint."""
     assert request.cfg is not None
     run_dir = absolute_run_dir(request.cfg, request.cluster)
-    cfg = dataclasses.replace(request.cfg, output_dir=run_dir.replace("{", "{{").replace("}", "}}"))
-    options = cli.parse(["eval", request.config_name, *request.args], _EVAL).options
+    cfg = dataclasses.replace(request.cfg, output_dir=escape_braces(run_dir))
+    options = cli.parse(["eval", request.config_name, *request.args], _COMMANDS).options
     problems: list[str] = []
     try:
         model_dir = evaluate.plan(cfg, options).model_dir
@@ -79,9 +74,9 @@ def plan_eval(request: Request) -> Plan:
     else:
         request, refused = _with_tokenizer(request, model_dir, Path(run_dir))
         problems += refused
-    planned = plan_training(request)
-    if problems or planned.spec is None:
-        return dataclasses.replace(planned, spec=None, problems=(*problems, *planned.problems))
+    planned = _with_problems(plan_training(request), problems)
+    if planned.spec is None:
+        return planned
     roles = tuple(
         dataclasses.replace(role, command=(*role.command, *request.args)) if role.name == "trainer" else role
         for role in planned.spec.roles
@@ -91,28 +86,27 @@ def plan_eval(request: Request) -> Plan:
 
 
 def plan_study(request: Request) -> Plan:
-    """All runs of the study in turn, in one process group on one node. What has finished is not run again."""
+    """All runs of the study in turn on one node. Finished runs are skipped."""
     cfg, cluster = request.cfg, request.cluster
     assert cfg is not None
     run_dir = absolute_run_dir(cfg, cluster)
-    literal = run_dir.replace("{", "{{").replace("}", "}}")
     problems = []
     engines = cfg.engine.num_replicas * cfg.engine.ranks if cfg.engine.placement == "separate" else 0
-    if not cluster.violations() and (took := cfg.parallel.world_size + engines) > cluster.slots_per_node:
+    if not cluster.violations() and (slots := cfg.parallel.world_size + engines) > cluster.slots_per_node:
         problems.append(
-            f"--parallel.world_size = {cfg.parallel.world_size}: a run of the study takes {took} of the "
-            f"{cluster.slots_per_node} slots of one node, on which a study runs. Lower it, or submit its runs as a sweep."
+            f"--parallel.world_size = {cfg.parallel.world_size}: a run of the study takes {slots} slots, and a study "
+            f"runs on one node of {cluster.slots_per_node}. Lower it, or submit the runs as a sweep."
         )
     if cfg.algo.correction == "off":
-        problems.append("--algo.correction = 'off': the study compares with and without. Name the one to study.")
-    args = (*request.overrides, "--output_dir", literal, "--observe.display", "plain")
+        problems.append("--algo.correction = 'off': the study compares with and without. Name the correction to study.")
+    args = (*request.overrides, "--output_dir", escape_braces(run_dir), "--observe.display", "plain")
     command = ("-m", "megatron_fp8rl", "study", request.config_name, *args, *request.args)
     planned = task_plan(request, f"{run_dir.rstrip('/')}_study", command, name=f"{cfg.name}_study")
-    return _refused(planned, problems)
+    return _with_problems(planned, problems)
 
 
 def plan_convert(request: Request) -> Plan:
-    """A checkpoint tool. The launcher's own files go below ``runs/``, for a tool knows no folder of a run."""
+    """A checkpoint tool. The launcher's files go below ``runs/``, because a tool has no run folder."""
     tool, *rest = request.args
     paths = [word for word in rest[:2] if word.startswith("/")]
     name = f"{tool}_{Path(paths[-1]).name}" if paths else tool
@@ -121,23 +115,18 @@ def plan_convert(request: Request) -> Plan:
         problems.append(f"SOURCE = {paths[0]!r}: does not exist. Name a folder on a file system that the nodes share.")
     root = Path(request.cluster.run_root) if request.cluster.run_root is not None else Path.cwd()
     command = ("-m", "checkpoint_tools", tool, *rest)
-    return _refused(task_plan(request, str(root / "runs" / name), command, name=name), problems)
+    return _with_problems(task_plan(request, str(root / "runs" / name), command, name=name), problems)
 
 
-_EVAL = {
-    command.name: dataclasses.replace(command, checks_config=True) for command in COMMANDS if command.name == "eval"
-}
-
-
-def _refused(planned: Plan, problems: Sequence[str]) -> Plan:
-    """The plan, or with problems of its own none."""
+def _with_problems(planned: Plan, problems: Sequence[str]) -> Plan:
+    """The plan with more problems; without a job if there are any."""
     if not problems:
         return planned
     return dataclasses.replace(planned, spec=None, problems=(*problems, *planned.problems))
 
 
 def _option_args(options: object) -> tuple[str, ...]:
-    """Options of a command as words again, those that were left out too; folders absolute, since nodes begin elsewhere."""
+    """Options of a command as arguments, defaults included, with an absolute checkpoint path."""
     args: list[str] = []
     if isinstance(options, evaluate.EvalOptions) and options.checkpoint:
         options = dataclasses.replace(options, checkpoint=str(Path(options.checkpoint).absolute()))
@@ -145,40 +134,35 @@ def _option_args(options: object) -> tuple[str, ...]:
         value = getattr(options, field.name)
         if value is None or value is False or value in ("", ()):
             continue
-        if value is True:  # a flag
-            args.append(f"--{field.name}")
-            continue
-        args += [f"--{field.name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+        args.append(f"--{field.name}")
+        if value is not True:  # not a flag
+            args += map(str, value if isinstance(value, tuple) else [value])
     return tuple(args)
 
 
 def _tool_args(tool: str, args: Sequence[str]) -> tuple[str, ...]:
-    """The tool and its words, with SOURCE and TARGET, which come first, and ``--hf_config`` made absolute."""
+    """The tool and its arguments, with absolute paths for SOURCE, TARGET and ``--hf_config``."""
     from checkpoint_tools.__main__ import COMMANDS as TOOLS
 
     if tool not in TOOLS:
-        near = difflib.get_close_matches(tool, TOOLS, n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise cli.UsageError(f"--job convert runs a checkpoint tool, and {tool!r} is none{hint}: {', '.join(TOOLS)}")
-    found = list(args)
-    num_paths = next((i for i, word in enumerate(found) if word.startswith("-")), len(found))
+        hint = near_matches(tool, TOOLS) or "."
+        raise cli.UsageError(f"--job convert: {tool!r} is not a checkpoint tool{hint} Tools: {', '.join(TOOLS)}")
+    num_paths = next((i for i, arg in enumerate(args) if arg.startswith("-")), len(args))
     if not num_paths:
         raise cli.UsageError(f"--job convert: {tool} needs its folders, SOURCE and TARGET, before its options")
-    places = set(range(num_paths)) | {
-        i + 1 for i, word in enumerate(found[:-1]) if word in ("--hf_config", "--hf-config")
-    }
-    return (tool, *(str(Path(word).absolute()) if i in places else word for i, word in enumerate(found)))
+    paths = {*range(num_paths), *(i + 1 for i, arg in enumerate(args) if arg in ("--hf_config", "--hf-config"))}
+    return (tool, *(str(Path(arg).absolute()) if i in paths else arg for i, arg in enumerate(args)))
 
 
 def _with_tokenizer(request: Request, model_dir: Path | None, run_dir: Path) -> tuple[Request, list[str]]:
-    """Tell trainer and replicas alike where config.json and the tokenizer of the checkpoint are."""
+    """Set ``model.hf_path`` for trainer and replicas to the folder of config.json and tokenizer."""
     if model_dir is None or model_dir.absolute() == run_dir / "model":
-        return request, []  # the run's own folder, which all of them write or wait for
+        return request, []  # the run's folder, which the trainer writes and replicas wait for
     has_weights = any(model_dir.glob("*.safetensors")) or (model_dir / ".metadata").is_file()
     if not has_weights:
         return request, [
-            f"--output_dir = {str(run_dir)!r}: the tokenizer of the checkpoint is in {model_dir}, of another run. "
-            f"Use --output_dir {model_dir.absolute().parent}."
+            f"--output_dir = {str(run_dir)!r}: the tokenizer of the checkpoint is in {model_dir}, a folder of another "
+            f"run. Use --output_dir {model_dir.absolute().parent}."
         ]
     overrides = (*request.overrides, "--model.hf_path", str(model_dir.absolute()))
     return dataclasses.replace(request, overrides=overrides), []

@@ -1,10 +1,7 @@
-"""Which node carries which ranks and which engine workers. Pure.
+"""Assigns trainer ranks and engine workers to nodes. Pure.
 
-In: how many of each there are, and what a node takes. Out: a :class:`Layout`, or sentences that say why there is none.
-
-The trainer has the first nodes, the same number of ranks on each. Engines follow: behind the trainer's ranks where
-slots are left and nothing else was asked for, on nodes of their own when the job is given more nodes than it needs.
-A slot is a GPU, or on nodes without GPUs the room of one rank.
+The trainer uses the first nodes, with the same number of ranks on each. Engines use separate nodes if the job has
+enough, otherwise the free slots after the trainer's ranks. A slot is a GPU, or one rank on nodes without GPUs.
 """
 
 from __future__ import annotations
@@ -16,18 +13,18 @@ Slots = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What has to be placed."""
+    """What must be placed."""
 
-    ranks: int  # of the trainer; 0 for a job with engines alone
-    replicas: int  # that agents start
-    tensor: int  # engine workers of one replica
-    slots: int  # of one node
-    shares_slots: bool = False  # engines use the slots of trainer ranks, in turns
+    ranks: int  # trainer ranks; 0 for engines only
+    replicas: int  # started by agents
+    tensor: int  # engine workers per replica
+    slots: int  # per node
+    shares_slots: bool = False  # engines and trainer ranks use the same slots in turns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one replica is: these slots of each of these nodes."""
+    """Location of a replica: the same slots on each of its nodes."""
 
     nodes: tuple[int, ...]
     slots: Slots
@@ -35,7 +32,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where everything is."""
+    """Locations of trainer and replicas."""
 
     nodes: int
     trainer_nodes: tuple[int, ...]
@@ -44,14 +41,14 @@ class Layout:
 
 
 def plan_layout(need: Need, nodes: int | None = None) -> tuple[Layout | None, list[str]]:
-    """(layout, problems), one of them empty. ``nodes=None`` takes as few as possible."""
+    """(layout, []) or (None, problems). ``nodes=None`` takes as few nodes as possible."""
     problems = _problems(need)
     if problems:
         return None, problems
     fewest = next((n for n in _counts(need) if _try(need, n) is not None), None)
     if fewest is None:
         edge = "no replica may cross the edge of a node"
-        return None, [f"{_describe(need)} do not go onto nodes of {need.slots}: {edge}"]
+        return None, [f"{_describe(need)} do not fit onto nodes of {need.slots}: {edge}"]
     if nodes is None:
         return _try(need, fewest), []
     if nodes < fewest:
@@ -65,48 +62,43 @@ def plan_layout(need: Need, nodes: int | None = None) -> tuple[Layout | None, li
 
 
 def _problems(need: Need) -> list[str]:
-    found = []
+    problems = []
     if need.tensor > need.slots and need.replicas and need.tensor % need.slots:
-        whole = "a replica that spans nodes has to"
-        found.append(f"--engine.tensor {need.tensor} does not fill whole nodes of {need.slots}; {whole}")
+        rule = "a replica that spans nodes must"
+        problems.append(f"--engine.tensor {need.tensor} does not fill whole nodes of {need.slots}; {rule}")
     if need.shares_slots and need.replicas * need.tensor > need.ranks:
-        found.append(
-            f"{need.replicas} replicas x {need.tensor} share the slots of {need.ranks} trainer ranks, which are fewer"
-        )
+        engines = f"{need.replicas} replicas x {need.tensor}"
+        problems.append(f"{engines} share the slots of {need.ranks} trainer ranks, which are fewer")
     if need.shares_slots and need.tensor > need.slots:
-        found.append(f"--engine.tensor {need.tensor} spans nodes of {need.slots}, which colocated replicas cannot")
+        problems.append(f"--engine.tensor {need.tensor} spans nodes of {need.slots}, which colocated replicas cannot")
     if not need.ranks and not need.replicas:
-        found.append("there is neither a trainer nor a replica to place")
-    return found
+        problems.append("there is neither a trainer nor a replica to place")
+    return problems
 
 
 def _counts(need: Need) -> range:
-    """Numbers of nodes worth a try: with the most, every rank and every replica has its own."""
+    """Node counts to try, up to one node per rank and per replica."""
     spans = max(1, -(-need.tensor // need.slots))
     return range(1, need.ranks + need.replicas * spans + 1)
 
 
 def _try(need: Need, nodes: int) -> Layout | None:
-    """Exactly ``nodes`` nodes, none without work: engines on their own nodes if possible, else behind the trainer."""
-    own = 0 if need.shares_slots or not need.replicas else _fewest_for_engines(need)
+    """A layout for exactly ``nodes`` nodes, all in use; engines on separate nodes if possible, otherwise after the trainer."""
+    engine_nodes = 0 if need.shares_slots or not need.replicas else _fewest_for_engines(need)
     divisors = [t for t in range(1, nodes + 1) if need.ranks and need.ranks % t == 0 and need.ranks // t <= need.slots]
     trainers = divisors if need.ranks else [0]
-    apart = [t for t in trainers if nodes - t >= own]
-    # Engines that can be apart are; the trainer takes what they leave.
-    for t in sorted(apart, reverse=True):
-        replicas = _share(need, t) if need.shares_slots else _spread(need, range(t, nodes))
-        if replicas is not None and _all_work(nodes, t, replicas):
-            return _layout(need, nodes, t, replicas)
-    for t in sorted(trainers, reverse=True):
-        replicas = None if need.shares_slots else _fill(need, t, nodes)
-        if replicas is not None and _all_work(nodes, t, replicas):
-            return _layout(need, nodes, t, replicas)
+    separate = [t for t in trainers if nodes - t >= engine_nodes]
+    # Separate engine nodes first. The trainer takes as many of the other nodes as possible.
+    place = _share if need.shares_slots else _spread
+    attempts = [(place, t) for t in sorted(separate, reverse=True)]
+    attempts += [] if need.shares_slots else [(_fill, t) for t in sorted(trainers, reverse=True)]
+    for place, t in attempts:
+        replicas = place(need, t, nodes)
+        used = {*range(t), *(node for replica in replicas or () for node in replica.nodes)}
+        if replicas is not None and used == set(range(nodes)):
+            ranks = need.ranks // t if t else 0
+            return Layout(nodes=nodes, trainer_nodes=tuple(range(t)), ranks_per_node=ranks, replicas=tuple(replicas))
     return None
-
-
-def _layout(need: Need, nodes: int, trainers: int, replicas: list[Place]) -> Layout:
-    ranks = need.ranks // trainers if trainers else 0
-    return Layout(nodes=nodes, trainer_nodes=tuple(range(trainers)), ranks_per_node=ranks, replicas=tuple(replicas))
 
 
 def _fewest_for_engines(need: Need) -> int:
@@ -115,8 +107,9 @@ def _fewest_for_engines(need: Need) -> int:
     return -(-need.replicas // (need.slots // need.tensor))
 
 
-def _spread(need: Need, nodes: range) -> list[Place] | None:
-    """Replicas on nodes of their own, as evenly as they go."""
+def _spread(need: Need, trainers: int, num_nodes: int) -> list[Place] | None:
+    """Replicas on nodes without a trainer, as evenly as possible."""
+    nodes = range(trainers, num_nodes)
     if not need.replicas:
         return []
     if need.tensor > need.slots:
@@ -138,9 +131,9 @@ def _spread(need: Need, nodes: range) -> list[Place] | None:
 
 
 def _fill(need: Need, trainers: int, nodes: int) -> list[Place] | None:
-    """Replicas wherever slots are left, first behind the trainer's ranks."""
+    """Replicas on all free slots, first after the trainer's ranks."""
     if need.tensor > need.slots:
-        return _spread(need, range(trainers, nodes))
+        return _spread(need, trainers, nodes)
     used = need.ranks // trainers if trainers else 0
     places = []
     for node in range(nodes):
@@ -151,8 +144,8 @@ def _fill(need: Need, trainers: int, nodes: int) -> list[Place] | None:
     return places if len(places) == need.replicas else None
 
 
-def _share(need: Need, trainers: int) -> list[Place] | None:
-    """Replicas on the slots of trainer ranks, none over the edge of a node."""
+def _share(need: Need, trainers: int, _: int) -> list[Place] | None:
+    """Replicas on the slots of trainer ranks, each within one node."""
     per_node = need.ranks // trainers // need.tensor
     if not per_node or need.replicas > per_node * trainers:
         return None
@@ -161,10 +154,6 @@ def _share(need: Need, trainers: int) -> list[Place] | None:
         node, k = divmod(replica, per_node)
         places.append(Place(nodes=(node,), slots=tuple(range(k * need.tensor, (k + 1) * need.tensor))))
     return places
-
-
-def _all_work(nodes: int, trainers: int, replicas: list[Place]) -> bool:
-    return {*range(trainers), *(node for place in replicas for node in place.nodes)} == set(range(nodes))
 
 
 def _describe(need: Need) -> str:

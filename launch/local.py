@@ -1,8 +1,8 @@
-"""A job without Slurm: its agents as processes of this machine, and one process that does what Slurm would do.
+"""Runs a job without Slurm: a supervisor process, and one agent per node of the job on this machine.
 
-``python -m launch.local JOB.json`` is that process: it starts one agent for each node of the job, hands signals on, and
-starts all again when they ask for it, within ``max_restarts``. It is started apart from the terminal, so that closing
-this ends nothing. Its exit status is the agents'.
+``python -m launch.local JOB.json`` is the supervisor. It starts the agents, forwards signals, and restarts the agents
+at most ``max_restarts`` times. Its session is separate from the terminal, so it survives the terminal. It exits with
+the status of the agents.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import time
 from pathlib import Path
 
 from launch.roles import kill_leftovers
-from launch.spec import SAVED, JobSpec, add_job, attempt_dir, launch_dir, spec_file
+from launch.spec import SAVED, JobSpec, attempt_dir, launch_dir, record_job, spec_file
 
 _ROOT = Path(__file__).parents[1]
 _POLL_S = 0.2
-_GRACE_S = 120.0  # for the other agents, once one has ended
+_GRACE_S = 120.0  # for the other agents after the first has ended
 
 
 def start(spec: JobSpec, *, cluster_name: str) -> tuple[str, subprocess.Popen[bytes]]:
-    """(number of the job, its process), which outlives this one. Raises OSError when the folder is not writable."""
+    """(job id, supervisor process), which outlives this process. Raises OSError if the folder is not writable."""
     folder = launch_dir(spec.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     name = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -39,47 +39,35 @@ def start(spec: JobSpec, *, cluster_name: str) -> tuple[str, subprocess.Popen[by
             env={**os.environ, "PYTHONPATH": _python_path()},
         )
     job_id = f"local-{process.pid}"
-    add_job(
-        spec.run_dir,
-        {
-            "job_id": job_id,
-            "cluster": cluster_name,
-            "kind": "local",
-            "name": spec.name,
-            "nodes": spec.nodes,
-            "submitted_at": time.time(),
-            "folder": str(folder),
-            "script": str(log_path),
-            "spec": job,
-        },
-    )
+    files = {"folder": str(folder), "script": str(log_path), "file": job}
+    record_job(spec, job_id=job_id, cluster=cluster_name, kind="local", **files)
     return job_id, process
 
 
 def supervise(spec: JobSpec, job: str) -> int:
-    """Run the job here, from its file, over all of its attempts; the exit status."""
+    """Run all attempts of the job in the file ``job``; return the exit status."""
     job_id = f"local-{os.getpid()}"
-    wanted: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda received, _: wanted.append(received))
+        signal.signal(number, lambda received, _: signals.append(received))
     for attempt in range(spec.max_restarts + 1):
-        status = _attempt(spec, job, job_id, attempt, wanted)
+        status = _attempt(spec, job, job_id, attempt, signals)
         print(f"launch: attempt {attempt} of job {job_id} ended with status {status}", flush=True)
-        heard = len(wanted)  # what comes after this line is for the next attempt
-        if status != SAVED or any(number != signal.SIGUSR1 for number in wanted[:heard]):
+        received = len(signals)  # later signals are for the next attempt
+        if status != SAVED or any(number != signal.SIGUSR1 for number in signals[:received]):
             return status
-        del wanted[:heard]
+        del signals[:received]
     print(f"launch: saved, but max_restarts = {spec.max_restarts} attempts are used up; start it again", flush=True)
     return status
 
 
-def _attempt(spec: JobSpec, job: str, job_id: str, attempt: int, wanted: list[int]) -> int:
-    """Start one agent for each node, and wait for all: what they agreed on, or the first failure."""
+def _attempt(spec: JobSpec, job: str, job_id: str, attempt: int, signals: list[int]) -> int:
+    """Run one agent per node; return the status that they agreed on, or the first failure."""
     agents = []
     for node in range(spec.nodes):
         place = {"LAUNCH_JOB": job_id, "LAUNCH_ATTEMPT": str(attempt), "LAUNCH_NODE": str(node)}
         env = {**os.environ, **place, "LAUNCH_NODES": str(spec.nodes), "PYTHONPATH": _python_path()}
-        # Blocked until the agent can tell what they mean: a signal that comes while Python starts would only kill it.
+        # Blocked until the agent installs its handlers: a signal would kill Python while it starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
         try:
             agents.append(subprocess.Popen([sys.executable, "-m", "launch.agent", job], env=env))
@@ -88,11 +76,11 @@ def _attempt(spec: JobSpec, job: str, job_id: str, attempt: int, wanted: list[in
     sent = 0
     deadline = None
     while any(agent.poll() is None for agent in agents):
-        for number in wanted[sent:]:
+        for number in signals[sent:]:
             for agent in agents:
                 if agent.poll() is None:
                     agent.send_signal(number)
-        sent = len(wanted)
+        sent = len(signals)
         if deadline is None and any(agent.poll() is not None for agent in agents):
             deadline = time.monotonic() + _GRACE_S
         if deadline is not None and time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Run a job through nemo-run: the executor of the user, the job of this package, one experiment.
+"""Runs a job through nemo-run: the user's executor and this package's job, as one experiment.
 
     import nemo_run as run
     from launch import nemo
@@ -6,18 +6,18 @@
     with nemo.experiment(cfg, executor, gpu="h100", run_root="/lustre/me") as experiment:
         experiment.run(detach=True)
 
-In: a configuration and a ``run.SlurmExecutor``. Out: a ``run.Experiment`` of one task, which ``nemo experiment status``,
-``logs`` and ``cancel`` know. nemo-run writes and submits the batch script; the executor's account, partition, container,
-mounts, variables and setup are kept. Each node runs one agent, which starts and restarts the roles: the launcher of the
-executor is not used. Imports nemo-run, and with it torch: seconds.
+In: a configuration and a ``run.SlurmExecutor``. Out: a ``run.Experiment`` of one task, for ``nemo experiment status``,
+``logs`` and ``cancel``. nemo-run writes and submits the batch script with the executor's account, partition, container,
+mounts, variables and setup. One agent per node starts and restarts the roles; the executor's launcher is not used.
+Importing nemo-run also imports torch, which takes seconds.
 
-What nemo-run 0.11.1 would do to a job otherwise, each seen:
+Problems of nemo-run 0.11.1 (all observed), and what this module does:
 
-    /nemo_run in a path      replaced all over a script without a container      -> such folders are refused
-    environment variables    exported unquoted, in capitals, kept in its records -> travel in the job's file, mode 0600
+    /nemo_run in a path      replaced everywhere in a script without container   -> such folders are refused
+    environment variables    exported unquoted, in capitals, kept in its records -> sent in the job's file, mode 0600
     paths with blanks        unquoted for srun, mkdir and tar                    -> quoted before nemo-run gets them
-    packagers                leave out what is not committed                     -> the code is copied before
-    retries                  whatever ended the job                              -> the agents decide
+    packagers                omit uncommitted files                              -> the code is copied before
+    retries                  after any end of the job                            -> the agents decide
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ import nemo_run as run
 from launch import jobs, slurm, user_files
 from launch.batch_script import ORDER, SRUN, Submission, ending, run_mounts
 from launch.cluster import Cluster
-from launch.plan import Request
+from launch.plan import TRAINING_JOBS, Request
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.config_source import as_function
 from megatron_fp8rl.preflight import data_check
 
 PLACEHOLDER = "/nemo_run"
-# Where nemo-run puts the job's output.
+# Folder of the job's output.
 _FOLDER = """folder=$(dirname "$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* StdOut=\\([^ ]*\\).*/\\1/p')")"""
-_CONFIG = "launched_config"  # the module, beside the copied code, that returns the configuration
+_CONFIG = "launched_config"  # module beside the copied code; its function returns the configuration
 
 
 class PlanError(ValueError):
-    """The job cannot be: every reason, one a line."""
+    """The job cannot run. The message lists every problem, one per line."""
 
 
 def experiment(
@@ -55,11 +55,16 @@ def experiment(
     title: str | None = None,
     **cluster_fields: Any,
 ) -> run.Experiment:
-    """An experiment with the whole job as its one task; enter it and call ``run``.
+    """An experiment with the job as its only task; enter it and call ``run``. Writes files below the run's folder.
 
-    ``job`` is ``train``, ``rl`` or ``sft``. ``cluster_fields`` are fields of :class:`~launch.cluster.Cluster` that an
-    executor does not have: ``gpu``, ``ranks_per_node``, ``run_root``, ``max_restarts``, ``python``. Writes the job's files
-    below the run's folder. Raises ClusterError for an executor that cannot be used, PlanError with every problem else.
+    Args:
+        job: ``train``, ``rl`` or ``sft``.
+        cluster_fields: fields of :class:`~launch.cluster.Cluster` that an executor lacks: ``gpu``, ``ranks_per_node``,
+            ``run_root``, ``max_restarts``, ``python``.
+
+    Raises:
+        ClusterError: the executor cannot be used.
+        PlanError: any other problem; the message lists all.
     """
     cluster = Cluster.from_executor(executor, **cluster_fields)
     submission, source = _planned(cfg, cluster, job, nodes, title)
@@ -81,9 +86,9 @@ def experiment(
 def _planned(
     cfg: RunConfig, cluster: Cluster, job: str, nodes: int | None, title: str | None
 ) -> tuple[Submission, str]:
-    """(the submission, the source of its configuration). Raises PlanError."""
-    if job not in ("train", "rl", "sft"):
-        raise PlanError(f"job = {job!r}: choose train, rl or sft; `python -m launch` has the others")
+    """(submission, source of the configuration module). Raises PlanError."""
+    if job not in TRAINING_JOBS:
+        raise PlanError(f"job = {job!r}: choose train, rl or sft; `python -m launch` runs the others")
     source = as_function(cfg) + "\n"
     function = source.partition("\ndef ")[2].partition("(")[0]
     plan = jobs.plan(Request(job=job, cluster=cluster, config_name=f"{_CONFIG}:{function}", cfg=cfg, nodes=nodes))
@@ -91,21 +96,20 @@ def _planned(
     if plan.spec is not None:
         problems += slurm.problems(plan.spec, cluster) + user_files.unreachable(cfg, cluster, plan.spec.run_dir)
         if PLACEHOLDER in plan.spec.run_dir:
-            problems.append(f"the run's folder = {plan.spec.run_dir!r} holds {PLACEHOLDER!r}, which nemo-run replaces")
+            folder = plan.spec.run_dir
+            problems.append(f"the run's folder = {folder!r} contains {PLACEHOLDER!r}, which nemo-run replaces")
         if job != "sft":
-            problems += [found.problem for found in data_check.look_at_data(cfg)[1] if found.severity == "error"]
+            problems += [finding.problem for finding in data_check.look_at_data(cfg)[1] if finding.severity == "error"]
     if problems or plan.spec is None:
         raise PlanError("\n".join(problems))
-    id = (
-        slurm.new_id(plan.spec)
-        if title is None
-        else f"{slurm.slug(title)}_{slurm.new_id(plan.spec).rpartition('_')[2]}"
-    )
+    id = slurm.new_id(plan.spec)
+    if title is not None:
+        id = f"{slurm.slug(title)}_{id.rpartition('_')[2]}"
     return slurm.with_code(Submission(spec=plan.spec, cluster=cluster, id=id)), source
 
 
 def _executor(executor: run.SlurmExecutor, submission: Submission) -> run.SlurmExecutor:
-    """The user's, with one task on each node, and with the launcher's beginning and end."""
+    """A copy of the user's executor with one task per node, and the launcher's lines before and after the agents."""
     spec = submission.spec
     ours = copy.deepcopy(executor)
     ours.nodes, ours.ntasks_per_node, ours.launcher, ours.env_vars = spec.nodes, 1, None, {}

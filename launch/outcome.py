@@ -1,12 +1,12 @@
-"""What came of an attempt, and whether another one is worth its nodes.
+"""Decides how an attempt ended, and whether the job is tried again.
 
-In: what the nodes wrote about failures, and the outcomes of earlier attempts of the same job. Out: an exit status with a
-reason, ``outcome.json``, ``done`` and, after a failure, ``first_error.txt``. Runs in the agents, which all come to the
-same verdict: the first to write it decides. The standard library alone, and the names of checkpoints.
+In: the errors of all nodes, and the outcomes of earlier attempts. Out: an exit status with a reason, ``outcome.json``,
+``done`` and, after a failure, ``first_error.txt``. Runs in every agent; the first that writes its outcome decides for
+all. Uses only the standard library and the names of checkpoints.
 
-A failed attempt is repeated when there is something to win: the run has finished a step before, and the failure is not
-one that the last attempt met at the same checkpoint. Three failures without a new checkpoint end the job whatever they
-are. What is shown then is the first of them; those that follow are often its consequences.
+A failed attempt is repeated if the run has finished a step, and the same error did not end the previous attempt at the
+same checkpoint. Three failures without a new checkpoint end the job. Its error is then the first of them, because later
+errors are often consequences.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_fp8rl.data import checkpoint_dir
 CANCELLED = 130
 FAILED = 1
 MAX_FAILURES = 3  # in a row, without a new checkpoint
-MAX_SAME_FAILURES = 2  # of them, with the same message
-_OBSERVED = ("", "warm_start")  # folders of a run with checkpoints/ and metrics.jsonl
+MAX_SAME_FAILURES = 2  # in a row, with the same message
+_PARTS = ("", "warm_start")  # folders of a run with checkpoints/ and metrics.jsonl
 
 Result = Literal["done", "saved", "cancelled", "failed", "unsaved"]
 
@@ -38,20 +38,20 @@ class Outcome:
 
     attempt: int
     result: Result
-    status: int  # of the agents: 0, SAVED to be started again, or a failure
+    status: int  # exit status of the agents: 0, SAVED to be restarted, or a failure
     reason: str  # one sentence
-    checkpoint: str  # names of the newest checkpoints then: progress
+    checkpoint: str  # names of the newest checkpoints at the end of the attempt
     signature: str = ""  # equal for equal failures
-    error: str = ""  # what first_error.txt holds
+    error: str = ""  # content of first_error.txt
 
 
 def conclude(spec: JobSpec, board: Board, result: Result, reason: str) -> Outcome:
-    """Judge the attempt, or take what another node has judged already. Call when nothing runs any more."""
+    """Decide the outcome, or read the outcome that another node has written. Call after all roles have ended."""
     place = board.place
-    outcome = _judge(spec, board, result, reason)
+    outcome = _decide(spec, board, result, reason)
     if not board.put("outcome.json", asdict(outcome), once=True):
         outcome = read_outcome(spec.run_dir, place.job, place.attempt) or outcome
-    if "done" not in board.names():  # who decided may have been killed before it came to this
+    if "done" not in board.names():  # the deciding agent may have been killed before it wrote this
         if outcome.error:
             board.put("first_error.txt", outcome.error + "\n")
         board.put("done", f"{outcome.status}\n")
@@ -59,7 +59,7 @@ def conclude(spec: JobSpec, board: Board, result: Result, reason: str) -> Outcom
 
 
 def read_outcome(run_dir: str | Path, job: str, attempt: int) -> Outcome | None:
-    """What came of an attempt; None while it runs, or when its nodes were lost before they could say."""
+    """The outcome of an attempt; None while it runs, or if its nodes were lost before they wrote it."""
     try:
         return Outcome(**json.loads((attempt_dir(run_dir, job, attempt) / "outcome.json").read_text()))
     except FileNotFoundError:
@@ -67,32 +67,32 @@ def read_outcome(run_dir: str | Path, job: str, attempt: int) -> Outcome | None:
 
 
 def refusal(spec: JobSpec, place: Place) -> Outcome | None:
-    """Why this attempt must not start: the job is over, or has used up its attempts. None when it may."""
+    """The outcome that forbids this attempt: the job is over, or max_restarts is reached. None if it may start."""
     earlier = _earlier(spec, place)
-    final = next((one for one in reversed(earlier) if one.status not in (0, SAVED)), None)
-    if final is not None:
+    final = next((outcome for outcome in reversed(earlier) if outcome.status not in (0, SAVED)), None)
+    if final is not None or place.attempt <= spec.max_restarts:
         return final
-    if place.attempt > spec.max_restarts:
-        error = next((one.error for one in earlier if one.error), "")
-        reason = f"attempt {place.attempt} is not started: max_restarts = {spec.max_restarts}. Submit the run again"
-        checkpoint = newest_checkpoint(spec.run_dir)
-        return Outcome(
-            attempt=place.attempt, result="failed", status=FAILED, reason=reason, checkpoint=checkpoint, error=error
-        )
-    return None
+    return Outcome(
+        attempt=place.attempt,
+        result="failed",
+        status=FAILED,
+        reason=f"attempt {place.attempt} is not started: max_restarts = {spec.max_restarts}. Submit the run again",
+        checkpoint=newest_checkpoint(spec.run_dir),
+        error=next((outcome.error for outcome in earlier if outcome.error), ""),
+    )
 
 
 def newest_checkpoint(run_dir: str | Path) -> str:
-    """Names of the newest checkpoints of the run and its warm start; empty when there is none."""
-    folders = [Path(run_dir, part, "checkpoints") for part in _OBSERVED]
-    return " ".join(found[-1].name for folder in folders if (found := checkpoint_dir.complete(folder)))
+    """Names of the newest checkpoints of the run and its warm start, or an empty string."""
+    folders = [Path(run_dir, part, "checkpoints") for part in _PARTS]
+    return " ".join(paths[-1].name for folder in folders if (paths := checkpoint_dir.complete(folder)))
 
 
 def first_error(errors: Sequence[dict[str, Any]], hosts: dict[int, str]) -> str:
-    """The earliest failure of all nodes, with role, node, rank and file. ``errors`` are contents of error files."""
+    """The earliest error with role, node, rank and log file. ``errors``: contents of error files of all nodes."""
     if not errors:
-        return "no role left an error: look into the job's own log"
-    error = min(errors, key=lambda one: one["time"])
+        return "no role left an error: see the output of the agents and the batch script"
+    error = min(errors, key=lambda error: error["time"])
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(error["time"]))
     rank = "" if error.get("rank") is None else f", rank {error['rank']}"
     host = hosts.get(error["node"])
@@ -100,33 +100,33 @@ def first_error(errors: Sequence[dict[str, Any]], hosts: dict[int, str]) -> str:
     return f"{where}, at {when}, in {error['log']}:\n{error['text']}"
 
 
-def _judge(spec: JobSpec, board: Board, result: Result, reason: str) -> Outcome:
+def _decide(spec: JobSpec, board: Board, result: Result, reason: str) -> Outcome:
     checkpoint = newest_checkpoint(spec.run_dir)
     place = board.place
     if result in ("done", "saved", "cancelled"):
         status = {"done": 0, "saved": SAVED, "cancelled": CANCELLED}[result]
         return Outcome(attempt=place.attempt, result=result, status=status, reason=reason, checkpoint=checkpoint)
-    # A replica that died and came back is no cause of what happened later.
-    states = board.all("role-")
+    # The death of a replica that was restarted did not cause later failures.
     lost = {
         name.removeprefix("role-").rpartition(".node")[0]
-        for name, one in states.items()
-        if one["state"] in ("dead", "given up")
+        for name, role in board.all("role-").items()
+        if role["state"] in ("dead", "given up")
     }
-    errors = [one for one in board.all("error-").values() if not one.get("is_restarted") or one["role"] in lost]
+    errors = [e for e in board.all("error-").values() if not e.get("is_restarted") or e["role"] in lost]
     hosts = {int(name[5:-5]): peer["host"] for name, peer in board.all("node-").items()}
     error = first_error(errors, hosts) if errors or result == "failed" else reason
     signature = _signature(error)
-    loop: list[Outcome] = []  # failures before this one, oldest first, since there was a new checkpoint
-    for one in reversed(_earlier(spec, place)):
-        if one.result not in ("failed", "unsaved") or one.checkpoint != checkpoint:
+    loop: list[Outcome] = []  # earlier failures at the same checkpoint, oldest first
+    for earlier in reversed(_earlier(spec, place)):
+        if earlier.result not in ("failed", "unsaved") or earlier.checkpoint != checkpoint:
             break
-        loop.insert(0, one)
+        loop.insert(0, earlier)
     status = SAVED
-    if not _has_begun(spec.run_dir, checkpoint):
+    metrics = [Path(spec.run_dir, part, "metrics.jsonl") for part in _PARTS]
+    if not (checkpoint or any(path.exists() and path.stat().st_size for path in metrics)):
         status, reason = FAILED, f"{reason}; no step was ever finished, so it is not tried again"
-    elif [one.signature for one in loop].count(signature) + 1 >= MAX_SAME_FAILURES or len(loop) + 1 >= MAX_FAILURES:
-        attempts = ", ".join(str(one.attempt) for one in loop)
+    elif [o.signature for o in loop].count(signature) + 1 >= MAX_SAME_FAILURES or len(loop) + 1 >= MAX_FAILURES:
+        attempts = ", ".join(str(outcome.attempt) for outcome in loop)
         reason = f"{reason}; a crash loop: attempt(s) {attempts} failed at the same checkpoint. The first error counts"
         status, error = FAILED, loop[0].error
     elif place.attempt >= spec.max_restarts:
@@ -145,20 +145,12 @@ def _judge(spec: JobSpec, board: Board, result: Result, reason: str) -> Outcome:
 
 
 def _earlier(spec: JobSpec, place: Place) -> list[Outcome]:
-    """Outcomes of the attempts before this one, oldest first. Attempts whose nodes were lost have none."""
-    found = []
-    for attempt in range(place.attempt):
-        outcome = read_outcome(spec.run_dir, place.job, attempt)
-        found += [] if outcome is None else [outcome]
-    return found
-
-
-def _has_begun(run_dir: str | Path, checkpoint: str) -> bool:
-    metrics = [Path(run_dir, part, "metrics.jsonl") for part in _OBSERVED]
-    return bool(checkpoint) or any(path.exists() and path.stat().st_size for path in metrics)
+    """Outcomes of earlier attempts, oldest first. Attempts whose nodes were lost have none."""
+    outcomes = (read_outcome(spec.run_dir, place.job, attempt) for attempt in range(place.attempt))
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _signature(error: str) -> str:
-    """The message of an error without place and numbers, which differ between equal failures."""
+    """The message of an error without location and numbers, which differ between equal failures."""
     lines = [line for line in error.splitlines()[1:] if line and not line.startswith((" ", "Traceback"))]
     return re.sub(r"0x[0-9a-f]+|\d+", "#", lines[0] if lines else error.partition("\n")[0])[:300]

@@ -1,24 +1,24 @@
-"""Where a node stands in its job, and the files by which the nodes of one attempt speak to each other.
+"""The place of a node in its job, and the shared files through which the agents of one attempt communicate.
 
-In: Slurm's environment, or the launcher's on this machine. Out: a :class:`Place` and a :class:`Board`, a folder below
-the run on the shared file system. Runs in the agent of every node; the standard library alone.
+In: the environment of Slurm, or of the launcher on this machine. Out: a :class:`Place` and a :class:`Board`, a folder
+of the run on the shared file system. Runs in the agent of every node. Uses only the standard library.
 
-The folder is named after job and attempt, so what an earlier attempt left is never read:
+The name of the folder contains job and attempt, so that no files of earlier attempts are read:
 
-    node-<i>.json            {"host", "address", "port", "pid"}; its time of change is the agent's last sign of life
+    node-<i>.json            {"host", "address", "port", "pid"}; the modification time is the agent's last heartbeat
     role-<role>.node<i>.json {"state": "running" | "dead" | "given up" | "ended" | "stopped", "pid", "incarnation",
-                             "status", "port"}; the dead are started again, the stopped were asked to end
-    ended-<role>.node<i>.json  {"status"}: that part of an essential role has ended
-    restart-<role>.<n>.json  the role begins incarnation n on all of its nodes
+                             "status", "port"}; dead roles are restarted, stopped roles were asked to exit
+    ended-<role>.node<i>.json  {"status"}: this part of an essential role has ended
+    restart-<role>.<n>.json  the role starts incarnation n on all of its nodes
     given-up-<role>.json     the role has died too often, and ends on all of its nodes
-    cancel                   somebody wants the job to end for good
-    stop.json                the trainer is to save and end: {"reason", "node"}
-    stopped.json             the trainer did: {"step", "checkpoint"}
+    cancel                   the job must end without another attempt
+    stop.json                the trainer must save and exit: {"reason", "node"}
+    stopped.json             the trainer has saved and exited: {"step", "checkpoint"}
     error-<where>.json       a failure: {"time", "role", "node", "rank", "text", "log", "is_restarted"}
-    failed.json              the attempt has failed, all stop: {"role", "node", "reason"}
-    gone-<i>.json            everything on node i has ended
-    .bell                    grows with every file: agents look at it once a second, and list the folder when it grew
-    outcome.json, done, first_error.txt   what came of it; see ``outcome.py``
+    failed.json              the attempt has failed, all roles stop: {"role", "node", "reason"}
+    gone-<i>.json            all processes on node i have ended
+    .bell                    grows with every file; agents check it once a second, and list the folder if it has grown
+    outcome.json, done, first_error.txt   the end of the attempt; see ``outcome.py``
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from typing import Any
 from launch.spec import attempt_dir
 from megatron_fp8rl.runtime.stop import ChangeFlag
 
-POLL_S = 1.0  # between looks at a shared disk
+POLL_S = 1.0  # between checks of a shared file system
 _SIOCGIFCONF = 0x8912  # linux/sockios.h
 STOP, STOPPED, FAILED, CANCEL = "stop.json", "stopped.json", "failed.json", "cancel"
 
 
 class PeersMissingError(RuntimeError):
-    """Nodes of the job did not come. The message names them, and those that did."""
+    """Nodes of the job are missing. The message lists the missing and the present nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which node of which attempt of which job this is."""
+    """Job, attempt and node of an agent."""
 
     job: str
-    attempt: int  # 0 for the first
+    attempt: int  # counts from 0
     node: int
     num_nodes: int
     is_slurm: bool
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Place:
-        """From the launcher of this machine (LAUNCH_*), or else from Slurm. Raises ValueError without either."""
+        """Read LAUNCH_* (set by the launcher of this machine), otherwise SLURM_*. Raises ValueError without either."""
         if "LAUNCH_NODE" in environment:
             return cls(
                 job=environment.get("LAUNCH_JOB", f"local-{os.getppid()}"),
@@ -75,12 +75,12 @@ class Place:
                 "an agent runs under srun, with SLURM_JOB_ID and SLURM_NODEID, or on one machine with LAUNCH_NODE and "
                 "LAUNCH_NODES; neither is set. Start the job with `python -m launch`"
             )
-        # A step of one node says SLURM_NNODES=1 in a job of many; agents are a step of the whole job.
+        # SLURM_NNODES is the size of a job step, which may be one node of many. Agents are a step of the whole job.
         num_nodes = environment.get("SLURM_JOB_NUM_NODES") or environment["SLURM_NNODES"]
         return cls(
             job=environment["SLURM_JOB_ID"],
             attempt=int(environment.get("SLURM_RESTART_COUNT") or "0"),
-            # One agent a node: ranks follow the order of switches, where the batch script found one.
+            # One agent per node. Ranks follow the order of switches if the batch script set one.
             node=int(environment.get("SLURM_PROCID") or environment["SLURM_NODEID"]),
             num_nodes=int(num_nodes),
             is_slurm=True,
@@ -93,12 +93,12 @@ class Peer:
 
     host: str
     address: str
-    port: int  # was free when the node came
-    pid: int  # of its agent
+    port: int  # free when the node joined
+    pid: int  # of the agent
 
 
 class Board:
-    """The folder of one attempt. Every file is written under another name and renamed: nobody reads half of one."""
+    """The shared folder of one attempt. Files are written under another name and renamed, so none is read half-written."""
 
     def __init__(self, run_dir: str | Path, place: Place) -> None:
         self.place = place
@@ -109,14 +109,13 @@ class Board:
         self._names: set[str] = set()
 
     def names(self) -> set[str]:
-        """Names of all files. The folder is listed when its bell has rung: a listing, unlike asking for a file, shows
-        what other nodes wrote on NFS, and is dear."""
+        """Names of all files. On NFS only a listing shows files of other nodes; it is slow, so .bell triggers it."""
         if self._changes.has_changed():
             self._names = {name for name in os.listdir(self.folder) if not name.startswith(".")}
         return self._names
 
     def put(self, name: str, content: Mapping[str, Any] | str, *, once: bool = False) -> bool:
-        """Write a file. With ``once`` the first of all nodes wins; returns whether this content is the one."""
+        """Write a file. With ``once``, the first node wins. Returns whether the file has this content."""
         temporary = self.folder / f".{name}.{self.place.node}.{os.getpid()}"
         temporary.write_text(content if isinstance(content, str) else json.dumps(content))
         if not once:
@@ -126,7 +125,7 @@ class Board:
         try:
             os.link(temporary, self.folder / name)
         except FileExistsError:
-            # NFS says so, too, when it has linked the file and its first answer was lost.
+            # NFS also raises this if it linked the file and its first reply was lost.
             return os.stat(temporary).st_nlink > 1
         finally:
             temporary.unlink()
@@ -134,7 +133,7 @@ class Board:
         return True
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Content of a JSON file; None when there is none, which NFS may also say for a moment after it was listed."""
+        """Content of a JSON file; None if it is missing, which NFS may report shortly after listing the file."""
         try:
             return json.loads((self.folder / name).read_text())
         except OSError as error:
@@ -143,18 +142,19 @@ class Board:
             return None
 
     def all(self, prefix: str) -> dict[str, dict[str, Any]]:
-        """Contents of all JSON files whose names begin with ``prefix``, by name."""
+        """Contents of all JSON files with a name prefix, by name."""
         names = sorted(name for name in self.names() if name.startswith(prefix) and name.endswith(".json"))
         return {name: content for name in names if (content := self.get(name)) is not None}
 
-    def meet(self, deadline_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> dict[int, Peer]:
-        """Say that this node is here and wait for the others; peers by node.
+    def join(self, deadline_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> dict[int, Peer]:
+        """Register this node and wait for all others; returns peers by node.
 
-        Raises PeersMissingError, with the nodes that did not come, after ``deadline_s``, when another node has given
-        up, or when ``is_interrupted`` says so; FileExistsError when the folder belongs to another job.
+        Raises:
+            PeersMissingError: after ``deadline_s``, if another node failed or cancelled, or if ``is_interrupted``.
+            FileExistsError: another job has used this folder.
         """
-        own = Peer(host=socket.gethostname(), address=local_address(self.place), port=free_port(), pid=os.getpid())
-        if not self.put(f"node-{self.place.node}.json", vars(own), once=True):
+        local = Peer(host=socket.gethostname(), address=local_address(self.place), port=free_port(), pid=os.getpid())
+        if not self.put(f"node-{self.place.node}.json", vars(local), once=True):
             raise FileExistsError(
                 f"{self.folder} was already used by an agent of node {self.place.node}: another job had this number. "
                 "Remove that folder, or give the run another output_dir"
@@ -164,34 +164,35 @@ class Board:
         expected = {f"node-{node}.json": node for node in range(self.place.num_nodes)}
         while True:
             names = self.names()
-            found = {}
-            if expected.keys() <= names:
-                found = {node: Peer(**peer) for name, node in expected.items() if (peer := self.get(name))}
-            if len(found) == len(expected):
-                return found
-            if time.monotonic() > deadline or names & {FAILED, CANCEL} or is_interrupted():
-                missing = [node for name, node in expected.items() if name not in names]
-                came = {node: self.get(name) for name, node in expected.items() if name in names}
-                here = [f"{node} ({peer['host']})" for node, peer in came.items() if peer]
+            is_late = time.monotonic() > deadline or bool(names & {FAILED, CANCEL}) or is_interrupted()
+            peers = {}
+            if is_late or expected.keys() <= names:
+                files = {node: self.get(name) for name, node in expected.items() if name in names}
+                peers = {node: Peer(**content) for node, content in files.items() if content}
+            if len(peers) == len(expected):
+                return peers
+            if is_late:
+                missing = ", ".join(str(node) for name, node in expected.items() if name not in names)
+                here = ", ".join(f"{node} ({peer.host})" for node, peer in peers.items())
                 raise PeersMissingError(
-                    f"node(s) {', '.join(map(str, missing))} of {self.place.num_nodes} did not come within "
-                    f"{time.monotonic() - start:.0f} s; here are {', '.join(here)}. Look for the output of the missing nodes in the "
-                    "job's own log, and at whether they see the same run folder"
+                    f"node(s) {missing} of {self.place.num_nodes} did not come within {time.monotonic() - start:.0f} s; "
+                    f"here are {here}. Read the missing nodes' output in the job's log, and check that they see the "
+                    "same run folder"
                 )
             time.sleep(self.poll_s)
 
     def heartbeat(self) -> None:
-        """Touch this node's file, for those who watch."""
+        """Update the modification time of this node's file."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / f"node-{self.place.node}.json")
 
 
 def local_address(place: Place) -> str:
-    """The address at which other nodes of the job reach this one."""
+    """The address at which other nodes of the job reach this node."""
     if not place.is_slurm or place.num_nodes == 1:
         return "127.0.0.1"
-    # The way back to where the job was started from leads over the right interface. Many hosts resolve their own name to
-    # loopback, and the one from which srun came may say of itself that it is there.
+    # Many hosts resolve their names to loopback. The route to the host of srun uses the right interface, unless srun
+    # runs on this host.
     if origin := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((origin, 9))
@@ -203,27 +204,25 @@ def local_address(place: Place) -> str:
                 return address
     address = next((address for address in interfaces() if not address.startswith("127.")), None)
     if address is None:
-        raise OSError(
-            f"{socket.gethostname()} has no address but loopback, where other nodes of the job cannot reach it"
-        )
+        raise OSError(f"{socket.gethostname()} has no address but loopback, so other nodes of the job cannot reach it")
     return address
 
 
 def interfaces() -> dict[str, str]:
-    """{IPv4 address of this host: name of its interface}, in the kernel's order. Linux."""
-    size = struct.calcsize("16s16sQ")  # struct ifreq: name, address, and what fills its union
-    room = array.array("B", bytes(256 * size))
+    """{IPv4 address: interface name} of this host, in the kernel's order. Linux only."""
+    size = struct.calcsize("16s16sQ")  # struct ifreq: name, address, rest of the union
+    buffer = array.array("B", bytes(256 * size))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iL", len(room), room.buffer_info()[0]))
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iL", len(buffer), buffer.buffer_info()[0]))
     used = struct.unpack("iL", answer)[0]
-    entries = [room[start : start + size].tobytes() for start in range(0, used, size)]
-    # A second address of an interface comes as "eth0:1".
+    entries = [buffer[start : start + size].tobytes() for start in range(0, used, size)]
+    # A second address of an interface is listed as "eth0:1".
     names = (entry[:16].partition(b"\0")[0].decode().partition(":")[0] for entry in entries)
     return dict(zip((socket.inet_ntoa(entry[20:24]) for entry in entries), names, strict=True))
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

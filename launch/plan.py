@@ -14,7 +14,7 @@ from pathlib import Path
 from launch import user_files
 from launch.cluster import Cluster
 from launch.layout import Layout, Need, Place, plan_layout
-from launch.spec import JobSpec, Kind, Role, format_nodes
+from launch.spec import JobSpec, Role, endpoint_file, escape_braces, format_nodes
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
@@ -52,12 +52,12 @@ def plan_training(request: Request) -> Plan:
     cfg, cluster = request.cfg, request.cluster
     assert cfg is not None
     needs_engines = request.job != "sft" and cfg.sampling.replay is None
-    layout, layout_problems, between_nodes = None, [], []
+    layout, layout_problems, transport_problems = None, [], []
     if not cluster.violations():
         layout, layout_problems = _lay_out(request, needs_engines)
-        between_nodes = [] if layout is None else across_nodes(cfg, layout, needs_engines)
+        transport_problems = [] if layout is None else _transport_problems(cfg, layout, needs_engines)
     # The doctor checks GPU counts; only this planner knows the nodes.
-    problems, warnings = preflight(request, without="--weight_sync.transport" if between_nodes else None)
+    problems, warnings = preflight(request, without="--weight_sync.transport" if transport_problems else None)
     if request.job == "rl" and cfg.model.hf_path is None:
         remedy = "Name a checkpoint, or use --job train"
         problems.append(f"--model.hf_path = None: rl starts from trained weights. {remedy}.")
@@ -70,10 +70,10 @@ def plan_training(request: Request) -> Plan:
             f"--parallel.tensor = {cfg.parallel.tensor}: a tensor-parallel group would cross the edge of a node with "
             f"{layout.ranks_per_node} trainer ranks. Choose a divisor of {layout.ranks_per_node}, or other --nodes."
         )
-    problems += between_nodes
+    problems += transport_problems
     if problems or layout is None:
         return Plan(spec=None, problems=tuple(problems), warnings=tuple(warnings))
-    if _shares_gpus(request) and layout.replicas:
+    if cfg.engine.placement == "colocated" and cluster.gpu is not None and layout.replicas:
         request = dataclasses.replace(request, overrides=(*request.overrides, "--weight_sync.transport", "gloo"))
         warnings.append(
             f"--engine.placement = 'colocated' on {len(layout.trainer_nodes)} nodes: weights are sent through host "
@@ -131,52 +131,24 @@ def preflight(request: Request, *, without: str | None = None) -> tuple[list[str
 
 def replica_roles(request: Request, places: tuple[Place, ...], run_dir: str) -> tuple[Role, ...]:
     """Roles of the rollout replicas: servers that agents start and restart."""
-    cluster = request.cluster
     roles = []
     for index, place in enumerate(places):
-        command = (
-            "-m",
-            "megatron_fp8rl",
-            "replica",
-            request.config_name,
-            *run_args(request, run_dir),
-            *REMOTE,
-            "--replica",
-            str(index),
-            "--endpoint",
-            str(Path(run_dir) / "replicas" / f"rollout-{index}.json"),
-        )
+        name = f"rollout-{index}"
+        command = ("-m", "megatron_fp8rl", "replica", request.config_name, *run_args(request, run_dir), *REMOTE)
+        command += ("--replica", str(index), "--endpoint", str(endpoint_file(run_dir, name)))
         if len(place.nodes) > 1:
-            # vLLM flags that a multi-node engine needs on each node.
-            command += (
-                "--nnodes",
-                str(len(place.nodes)),
-                "--node_rank",
-                "{node_rank}",
-                "--master_addr",
-                "{head_address}",
-                "--master_port",
-                "{head_port}",
-            )
-        roles.append(
-            Role(
-                name=f"rollout-{index}",
-                kind="replica",
-                nodes=place.nodes,
-                gpus=place.slots if cluster.gpus_per_node else (),
-                command=command,
-                restart=True,
-                essential=False,
-            )
-        )
+            # vLLM flags of a multi-node engine.
+            command += ("--nnodes", str(len(place.nodes)), "--node_rank", "{node_rank}")
+            command += ("--master_addr", "{head_address}", "--master_port", "{head_port}")
+        gpus = place.slots if request.cluster.gpus_per_node else ()
+        placed = {"nodes": place.nodes, "gpus": gpus, "command": command}
+        roles.append(Role(name=name, kind="replica", restart=True, essential=False, **placed))
     return tuple(roles)
 
 
 def run_args(request: Request, run_dir: str) -> tuple[str, ...]:
     """Overrides for every program of the run: the user's and the run's folder."""
-    # Escape braces: output_dir is a format string.
-    literal = run_dir.replace("{", "{{").replace("}", "}}")
-    return (*request.overrides, "--output_dir", literal)
+    return (*request.overrides, "--output_dir", escape_braces(run_dir))
 
 
 def trainer_args(request: Request, run_dir: str, replicas: tuple[Role, ...]) -> tuple[str, ...]:
@@ -193,30 +165,28 @@ def job_spec(
     request: Request, run_dir: str, roles: tuple[Role, ...], nodes: int, *, name: str | None = None
 ) -> JobSpec:
     """A job of these roles with the cluster's common settings."""
-    cluster = request.cluster
-    env = {"PYTHONUNBUFFERED": "1", **cluster.env}
-    default = request.cfg.name if request.cfg is not None else request.job
+    cluster, cfg = request.cluster, request.cfg
     return JobSpec(
-        name=name or default,
+        name=name or (cfg.name if cfg is not None else request.job),
         run_dir=run_dir,
         roles=roles,
         nodes=nodes,
         max_restarts=cluster.max_restarts,
         save_signal_s=cluster.save_signal_s,
-        env=env,
-        own_files=() if request.cfg is None else user_files.reward_files(request.cfg),
-        own_modules=() if request.cfg is None else user_files.modules(request.cfg, request.config_name),
+        env={"PYTHONUNBUFFERED": "1", **cluster.env},
+        own_files=() if cfg is None else user_files.reward_files(cfg),
+        own_modules=() if cfg is None else user_files.modules(cfg, request.config_name),
     )
 
 
-def task_plan(request: Request, run_dir: str, command: tuple[str, ...], *, name: str, kind: Kind = "command") -> Plan:
+def task_plan(request: Request, run_dir: str, command: tuple[str, ...], *, name: str) -> Plan:
     """Plan a job of one program on one node with all its GPUs."""
     problems, warnings = preflight(request)
     if request.nodes not in (None, 1):
         problems.append(f"--nodes {request.nodes}: {request.job} runs on one node. Remove the option.")
     if problems:
         return Plan(spec=None, problems=tuple(problems), warnings=tuple(warnings))
-    role = Role(name="task", kind=kind, nodes=(0,), command=command)
+    role = Role(name="task", kind="command", nodes=(0,), command=command)
     return Plan(spec=job_spec(request, run_dir, (role,), 1, name=name), warnings=tuple(warnings))
 
 
@@ -236,24 +206,19 @@ def lines(spec: JobSpec) -> list[str]:
         again = ", restarted when it dies" if role.restart else ""
         text.append(f"  {role.name} ({role.kind}): {where}{ranks}{gpus}{again}")
         text.append(f"    python {' '.join(map(shlex.quote, role.command))}")
-    names = [*sorted(spec.env)]  # values may be secrets
-    return text + ([f"  variables: {', '.join(names)}"] if names else [])
+    # Names only: values may be secrets.
+    return text + ([f"  variables: {', '.join(sorted(spec.env))}"] if spec.env else [])
 
 
-def across_nodes(cfg: RunConfig, layout: Layout, needs_engines: bool) -> list[str]:
+def _transport_problems(cfg: RunConfig, layout: Layout, needs_engines: bool) -> list[str]:
     """Problems of transports that do not work between nodes."""
-    places = {node for place in layout.replicas for node in place.nodes} | set(layout.trainer_nodes[:1])
-    if needs_engines and len(places | set(layout.trainer_nodes)) > 1 and cfg.weight_sync.transport == "ipc":
+    nodes = {node for place in layout.replicas for node in place.nodes} | set(layout.trainer_nodes)
+    if needs_engines and len(nodes) > 1 and cfg.weight_sync.transport == "ipc":
         return [
             f"--weight_sync.transport = {cfg.weight_sync.transport!r}: works within one node only, but trainer and "
             f"replicas are on {layout.nodes} nodes. Use --weight_sync.transport auto."
         ]
     return []
-
-
-def _shares_gpus(request: Request) -> bool:
-    assert request.cfg is not None
-    return request.cfg.engine.placement == "colocated" and request.cluster.gpu is not None
 
 
 def _lay_out(request: Request, needs_engines: bool) -> tuple[Layout | None, list[str]]:

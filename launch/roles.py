@@ -1,13 +1,12 @@
-"""One role on one node as a process: started, listened to, asked to end, and made to.
+"""Runs one role on one node as a process: starts it, logs its output, and ends it.
 
-In: a role of the job, and where its nodes are. Out: its process, its log below the run's folder, and the moment of each
-traceback in it. Runs in the agent; the standard library alone.
+In: a role of the job, and the addresses of its nodes. Out: its process, its log below the run's folder, and the time of
+each traceback. Runs in the agent. Uses only the standard library.
 
-Signals. Slurm sends the warning of the time limit, SIGUSR1, to every process of the job, and SIGTERM at its end; an
-ordinary process dies of either. The agent blocks SIGUSR1, and what it starts inherits that: a blocked signal waits
-harmlessly, in torchrun, ranks, engines and their children alike. torchrun has SIGTERM blocked too, since it would give
-its ranks 30 s and then kill them, in the middle of a checkpoint; it is ended by SIGINT. Trainer ranks unblock what
-they handle (``megatron_fp8rl/runtime/stop.py``).
+Signals: Slurm sends SIGUSR1 before the time limit and SIGTERM at the end, to every process of the job; by default,
+either ends a process. The agent blocks SIGUSR1, and its children inherit that: torchrun, ranks, engines. torchrun also
+has SIGTERM blocked, because it would kill its ranks after 30 s, even while they write a checkpoint; SIGINT ends it.
+Trainer ranks unblock the signals that they handle (``megatron_fp8rl/runtime/stop.py``).
 """
 
 from __future__ import annotations
@@ -31,32 +30,32 @@ from launch.spec import JobSpec, Role, attempt_dir, log_file
 _TRACEBACK = b"Traceback (most recent call last)"
 _ERROR_BYTES = 8000
 _LAST_LINES = 20
-_MEMORY_S = 120.0  # a traceback that a process survived for longer than this was not what ended it
+_RECENT_S = 120.0  # an older traceback did not end the process
 _RANK = re.compile(r"\[rank (\d+)\] ")
-_TORCH_RANK = re.compile(r"\[rank\d+\]: ?")  # before each line of what torch itself prints of an exception
-_MESSAGE = re.compile(r"[\w.<>]+(:|$)")  # below a traceback: the exception's name, and what it says if anything
+_TORCH_RANK = re.compile(r"\[rank\d+\]: ?")  # torch's prefix for each line of an exception
+_MESSAGE = re.compile(r"[\w.<>]+(:|$)")  # last line of a traceback: the exception's name, and its message if any
 _FRAME = '  File "'
-_OWNER = "LAUNCH_OWNER"  # in the environment of all descendants, also of those in sessions of their own
+_OWNER = "LAUNCH_OWNER"  # in the environment of all descendants, including those in other sessions
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a process said when it failed."""
+    """The error of a process."""
 
-    time: float  # seconds since 1970: of its first traceback, or of its end without one
+    time: float  # seconds since 1970: first traceback, or end of the process
     text: str
-    rank: int | None  # of the trainer, when the output says so
+    rank: int | None  # trainer rank, if the output names it
 
 
 class RoleProcess:
-    """A role on this node. ``start`` may be called again when it has ended."""
+    """A role on this node. ``start`` may be called again after it has ended."""
 
     def __init__(self, role: Role, spec: JobSpec, board: Board, peers: Mapping[int, Peer]) -> None:
         self.role = role
         self.incarnation = 0
-        self.state = "new"  # as the board says
+        self.state = "new"  # the last state that is on the board
         self.num_deaths = 0  # in a row
-        self.last_counted = -1  # the last incarnation whose death is among them
+        self.last_counted = -1  # the last incarnation in num_deaths
         self.started_s = 0.0  # monotonic
         self.log = log_file(spec.run_dir, role.name, board.place.node)
         self._spec = spec
@@ -74,9 +73,9 @@ class RoleProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self, incarnation: int = 0, port: int | None = None) -> None:
-        """Start the process, below a new header in its log. ``port`` is free on the role's first node; None: as before.
+        """Start the process, after a new header in its log. Raises OSError if the program does not exist.
 
-        Raises OSError when there is no such program.
+        ``port``: a free port on the role's first node; None keeps the current port.
         """
         self.incarnation = incarnation
         self._port = self._port if port is None else port
@@ -109,34 +108,32 @@ class RoleProcess:
         self.report("running")
 
     def report(self, state: str, status: int | None = None) -> None:
-        """Write on the board how this part of the role stands."""
+        """Write the state of this part of the role to the board."""
         part = f"{self.role.name}.node{self._board.place.node}.json"
         pid = None if self._process is None else self._process.pid
         content = {"state": state, "pid": pid, "incarnation": self.incarnation, "status": status, "port": self._port}
         self._board.put(f"role-{part}", content)
         if state == "ended":
             self._board.put(f"ended-{part}", {"status": status})
-        self.state = state  # last: what could not be written is tried again
+        self.state = state  # last, so that a failed write is repeated
 
     def exit_status(self) -> int | None:
-        """The exit status once the process has ended and all its output is in the log; None while it runs."""
+        """The exit status after the process has ended and its output is in the log; None while it runs."""
         if self._process is None or (status := self._process.poll()) is None:
             return None
-        # What it started may hold the pipe open, or a GPU: it has no more use.
-        self.kill()
+        self.kill()  # descendants may keep the pipe open, or use a GPU
         if self._reader is not None:
             self._reader.join(5.0)
         return status
 
-    def request_exit(self, sign: int | None = None) -> None:
-        """Ask the process to end."""
+    def request_exit(self) -> None:
+        """Ask the process to exit."""
         if self.is_running:
-            polite = signal.SIGINT if self.role.kind == "torchrun" else signal.SIGTERM
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, polite if sign is None else sign)
+                os.killpg(self._process.pid, signal.SIGINT if self.role.kind == "torchrun" else signal.SIGTERM)
 
     def kill(self) -> None:
-        """End by force the process and everything that it started, in whatever session."""
+        """Kill the process and all its descendants, in any session."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -146,14 +143,14 @@ class RoleProcess:
             self._process.wait(5.0)
 
     def failure(self) -> Failure:
-        """Its first traceback of the last two minutes, or else the end of its output. Call when it has ended."""
+        """The first traceback of the last two minutes, otherwise the last lines. Call after the process has ended."""
         ended_s = time.time()
-        recent = [(when, offset) for when, offset in self._tracebacks if ended_s - when < _MEMORY_S]
+        recent = [(when, offset) for when, offset in self._tracebacks if ended_s - when < _RECENT_S]
         with self.log.open("rb") as log:
             if recent:
                 when, offset = recent[0]
                 log.seek(offset)
-                lines = log.read(_ERROR_BYTES).decode(errors="replace").splitlines() or ["(the log has lost it)"]
+                lines = log.read(_ERROR_BYTES).decode(errors="replace").splitlines() or ["(lost from the log)"]
                 match = _RANK.match(lines[0])
                 if match is not None:
                     lines = [line.removeprefix(match[0]) for line in lines if line.startswith(match[0])]
@@ -162,9 +159,9 @@ class RoleProcess:
             log.seek(max(self._begin, self.log.stat().st_size - _ERROR_BYTES))
             lines = log.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
         status = self._process.poll()
-        said = "\n".join(lines) or "(it wrote nothing)"
+        last = "\n".join(lines) or "(it wrote nothing)"
         return Failure(
-            ended_s, f"ended with {format_exit_status(status)} and no traceback; its last lines:\n{said}", None
+            ended_s, f"ended with {format_exit_status(status)} and no traceback; its last lines:\n{last}", None
         )
 
     def _args(self) -> list[str]:
@@ -180,11 +177,11 @@ class RoleProcess:
             f"--nnodes={len(role.nodes)}",
             f"--node-rank={role.rank_of(node)}",
             f"--nproc-per-node={role.processes_per_node}",
-            # Static: ranks follow the order of nodes, where torchrun's own meeting would sort them by host name.
+            # Static, because other rendezvous backends order ranks by host name instead of node index.
             "--rdzv-backend=static",
             f"--master-addr={head.address}",
             f"--master-port={self._port}",
-            # Through files, so that lines of two ranks are never mixed within a line.
+            # Copies output through files, so that two ranks never write to the same line.
             "--tee=3",
             f"--log-dir={self.log.with_suffix('.ranks')}",
             *args,
@@ -208,7 +205,7 @@ class RoleProcess:
             "LAUNCH_ROLE_RANK": str(role.rank_of(place.node)),
             "LAUNCH_LOG": str(self.log),
             "LAUNCH_ADDRESS": self._peers[place.node].address,
-            # Rises with every start of the role in a run, over attempts: a newer server is never taken for an older.
+            # Grows with every start of the role, also over attempts, so that clients know the newest server.
             "LAUNCH_INCARNATION": str(1000 * place.attempt + self.incarnation),
             _OWNER: self._owner,
         }
@@ -219,7 +216,7 @@ class RoleProcess:
         return environment | self._spec.env | role.env
 
     def _network(self) -> dict[str, str]:
-        """What gloo needs to meet on the nodes' addresses: by itself it takes the one that the host's name leads to."""
+        """The network interface for gloo, which would otherwise use the address of the host's name."""
         place = self._board.place
         if place.num_nodes == 1:
             return {}
@@ -227,9 +224,9 @@ class RoleProcess:
         return {"GLOO_SOCKET_IFNAME": name} if name else {}
 
     def _listen(self, output: BinaryIO) -> None:
-        """Copy lines into the log and note when a traceback begins: clocks of nodes compare, offsets in logs do not.
+        """Copy output lines into the log and record when tracebacks begin, to order errors of all nodes by time.
 
-        What a full disk does not take is lost: a process whose output nobody read would wait for ever.
+        If the disk is full, lines are dropped, because a process blocks when its output is not read.
         """
         with self.log.open("ab", buffering=0) as log, output:
             for line in output:
@@ -240,17 +237,17 @@ class RoleProcess:
 
 
 def kill_leftovers(run_dir: str | Path, job: str, *, but: int | None = None) -> None:
-    """End by force what attempts of a job have left on this host, except attempt ``but``: a killed agent could not."""
-    of_job = str(attempt_dir(run_dir, job, 0)).removesuffix("0")
-    own = None if but is None else f"{attempt_dir(run_dir, job, but)}/"
-    _kill_owned(lambda owner: owner.startswith(of_job) and not (own and owner.startswith(own)))
+    """Kill the processes of killed agents of a job on this host, except those of attempt ``but``."""
+    prefix = str(attempt_dir(run_dir, job, 0)).removesuffix("0")
+    current = None if but is None else f"{attempt_dir(run_dir, job, but)}/"
+    _kill_owned(lambda owner: owner.startswith(prefix) and not (current and owner.startswith(current)))
 
 
 def _kill_owned(is_meant: Callable[[str], bool]) -> None:
     prefix = f"{_OWNER}=".encode()
     for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it may end meanwhile, or belong to somebody else
-            owners = [word for word in environment.read_bytes().split(b"\0") if word.startswith(prefix)]
+        with contextlib.suppress(OSError):  # the process may have ended, or belong to another user
+            owners = [entry for entry in environment.read_bytes().split(b"\0") if entry.startswith(prefix)]
             if any(is_meant(owner[len(prefix) :].decode(errors="replace")) for owner in owners):
                 os.kill(int(environment.parent.name), signal.SIGKILL)
 
@@ -264,10 +261,10 @@ def format_exit_status(status: int | None) -> str:
 
 
 def _one_error(lines: Sequence[str]) -> list[str]:
-    """From the head of a traceback to the message below it; after a message that ends in a colon, 15 lines more.
+    """The lines of a traceback up to its message, plus 15 lines if the message ends in a colon.
 
-    torchrun copies a rank's output and errors from two files: lines of its output may lie within the traceback, and
-    look like a message. No message stands above a frame.
+    torchrun copies stdout and stderr of a rank from two files, so output lines may be inside the traceback and look like
+    a message. A message is never followed by a frame.
     """
     plain = [i for i, line in enumerate(lines) if i and line and not line.startswith((" ", "\t"))]
     first = next((i for i, line in enumerate(lines) if i and line.startswith(_FRAME)), 0)

@@ -1,11 +1,11 @@
-"""How a launched run stands, read from its folder and, where there is one, from Slurm.
+"""Reads the state of a launched run from its folder and from Slurm.
 
-In: a run's folder. Out: :class:`JobState` for each of its jobs, and lines for people. Runs wherever the folder can be
-read; the standard library alone.
+In: a run's folder. Out: a :class:`JobState` per job, and the text of ``status``. Uses only the standard library.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -19,8 +19,8 @@ from launch.slurm import is_over, job_state, slurm_output
 from launch.spec import SAVED, JobSpec, attempt_dir, launch_dir, read_jobs
 
 UNKNOWN = "UNKNOWN"
-_SLURM_S = 20.0  # for a question that the rest of the answer can do without
-_SILENT_S = 30.0  # agents touch their file every 5 s
+_SLURM_S = 20.0  # deadline of an optional query
+_SILENT_S = 30.0  # agents send a heartbeat every 5 s
 _TAIL_BYTES = 1 << 20
 _MEAN_STEPS = 10
 _FIGURES = (("reward", "reward/score/mean"), ("pass rate", "eval/pass_rate/mean"), ("loss", "train/loss/mean"))
@@ -28,12 +28,12 @@ _FIGURES = (("reward", "reward/score/mean"), ("pass rate", "eval/pass_rate/mean"
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """One submission of a run."""
+    """State of one submission of a run."""
 
-    job: dict[str, Any]  # its line of jobs.jsonl
-    state: str  # Slurm's word, or RUNNING, COMPLETED, FAILED, CANCELLED by the job's files; UNKNOWN when neither tells
-    attempts: tuple[int, ...]  # those that have a folder, oldest first
-    note: str = ""  # how the state is known, when Slurm did not say
+    job: dict[str, Any]  # entry of jobs.jsonl
+    state: str  # Slurm's state, or RUNNING, COMPLETED, FAILED, CANCELLED from the job's files, or UNKNOWN
+    attempts: tuple[int, ...]  # attempts that have a folder, oldest first
+    note: str = ""  # source of the state, if not Slurm
 
     @property
     def job_id(self) -> str:
@@ -46,47 +46,48 @@ class JobState:
 
 def job_states(run_dir: Path) -> list[JobState]:
     """All jobs of a run, oldest first."""
-    found = []
+    states = []
     for job in read_jobs(run_dir):
         folders = launch_dir(run_dir).glob(f"{job['job_id']}.*")
         attempts = sorted(int(suffix) for folder in folders if (suffix := folder.name.rpartition(".")[2]).isdigit())
         state, note = _state(run_dir, job, attempts)
-        found.append(JobState(job=job, state=state, note=note, attempts=tuple(attempts)))
-    return found
+        states.append(JobState(job=job, state=state, note=note, attempts=tuple(attempts)))
+    return states
 
 
 def supervisor(job: dict[str, Any]) -> int | None:
-    """The process of this machine that looks after a local job; None when it has ended or is elsewhere."""
+    """PID of the supervisor of a local job; None if it has ended or is on another machine."""
     pid = job["job_id"].removeprefix("local-")
     try:
-        words = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
+        args = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
     except OSError:
         return None
-    return int(pid) if pid.isdigit() and any(word.startswith(b"launch") for word in words) else None
+    return int(pid) if pid.isdigit() and any(arg.startswith(b"launch") for arg in args) else None
 
 
 def no_output_message(run_dir: str | Path, job_id: str) -> str:
-    """What to say of a job that ended without a file in its run's folder."""
+    """The message for a job that ended without a file in its run's folder."""
     return (
-        f"it wrote nothing into {run_dir}: do its nodes see that folder, and may they write there? "
-        f"`sacct -j {job_id} -o State,ExitCode,NodeList` says where it was"
+        f"it wrote nothing into {run_dir}: check that its nodes see this folder and can write to it. "
+        f"`sacct -j {job_id} -o State,ExitCode,NodeList` shows where it ran"
     )
 
 
 def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
-    """What ``status`` shows."""
+    """The lines of ``status``."""
     lines = [_line("run", str(run_dir))]
-    for one in jobs[-5:]:
-        lines += _job_lines(run_dir, one)
-    current = next((one for one in reversed(jobs) if one.attempts), None)
+    for state in jobs[-5:]:
+        lines += _job_lines(run_dir, state)
+    current = next((state for state in reversed(jobs) if state.attempts), None)
     if current is not None:
         lines += _role_lines(run_dir, current)
     lines += _progress_lines(run_dir)
-    if current is not None:
-        lines += _error_lines(run_dir, current)
+    if current is not None and (path := first_error_file(run_dir, [current])) is not None:
+        text = path.read_text(errors="replace").splitlines()
+        lines += [_line("error", f"{path}"), *(_line("", line) for line in [*text[:1], *text[1:][-6:]])]
     try:
         name = report_name(JobSpec.load(jobs[-1].job["spec"]))
-    except ValueError:  # the run of somebody else, whose job holds values of variables
+    except ValueError:  # only the owner can read the job's file
         name = "report.html"
     if name is None:
         return lines
@@ -97,31 +98,30 @@ def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
 
 
 def report_name(spec: JobSpec) -> str | None:
-    """The file of a run's folder that shows what came of it; None for a checkpoint tool."""
-    _, program, *words = (*spec.roles[0].command, "", "")
+    """Name of the report in the run's folder; None for a checkpoint tool."""
+    _, program, command, *_ = (*spec.roles[0].command, "", "", "")
     if program == "checkpoint_tools":
         return None
-    return "study.md" if words[:1] == ["study"] else "report.html"
+    return "study.md" if command == "study" else "report.html"
 
 
 def error_file(attempt: Path) -> Path | None:
-    """The file with the first error of an attempt, by its folder; None where it left none, or an empty one on a full
-    disk."""
+    """The file with the first error of an attempt's folder; None if it is missing, or empty because of a full disk."""
     path = attempt / "first_error.txt"
     return path if path.exists() and path.stat().st_size else None
 
 
 def first_error_file(run_dir: Path, jobs: list[JobState]) -> Path | None:
-    """Of the newest job that left an error: that of its last attempt, which holds the first error of a crash loop."""
-    for one in reversed(jobs):
-        for attempt in reversed(one.attempts):
-            if (path := error_file(attempt_dir(run_dir, one.job_id, attempt))) is not None:
+    """The newest error file. The last attempt of a crash loop contains the first error of the loop."""
+    for state in reversed(jobs):
+        for attempt in reversed(state.attempts):
+            if (path := error_file(attempt_dir(run_dir, state.job_id, attempt))) is not None:
                 return path
     return None
 
 
 def _state(run_dir: Path, job: dict[str, Any], attempts: list[int]) -> tuple[str, str]:
-    """(state, how it is known unless Slurm or the process of a local job says so)."""
+    """(state, its source unless that is Slurm or a local supervisor)."""
     is_slurm = job["kind"] == "slurm"
     if is_slurm and (state := job_state(job["job_id"])) is not None:
         return state, ""
@@ -129,54 +129,54 @@ def _state(run_dir: Path, job: dict[str, Any], attempts: list[int]) -> tuple[str
         return "RUNNING", ""
     state, note = _state_by_files(run_dir, job["job_id"], attempts)
     if is_slurm:
-        return state, f"Slurm does not answer here, or has forgotten it; {note}"
-    return ("FAILED", "") if state == UNKNOWN else (state, "")  # it ended without a word
+        return state, f"Slurm does not answer here, or no longer knows the job; {note}"
+    return ("FAILED", "") if state == UNKNOWN else (state, "")  # it ended without an outcome
 
 
 def _state_by_files(run_dir: Path, job_id: str, attempts: list[int]) -> tuple[str, str]:
-    """(state, what tells it), from what the agents of the last attempt wrote."""
+    """(state, reason) from the files of the last attempt's agents."""
     if not attempts:
         return UNKNOWN, "no agent has started yet"
     last = read_outcome(run_dir, job_id, attempts[-1])
     if last is not None and last.status != SAVED:
         return {"done": "COMPLETED", "cancelled": "CANCELLED"}.get(last.result, "FAILED"), "its agents wrote this"
     folder = attempt_dir(run_dir, job_id, attempts[-1])
-    heard = max((path.stat().st_mtime for path in folder.glob("node-*.json")), default=0.0)
-    silent_s = time.time() - heard
+    heartbeat = max((path.stat().st_mtime for path in folder.glob("node-*.json")), default=0.0)
+    silent_s = time.time() - heartbeat
     if last is not None:
-        return UNKNOWN, f"attempt {last.attempt} has saved, and asked to be started again"
+        return UNKNOWN, f"attempt {last.attempt} has saved, and asked for a restart"
     if silent_s <= _SILENT_S:
-        return "RUNNING", f"an agent gave a sign of life {max(0.0, silent_s):.0f} s ago"
-    return UNKNOWN, f"no agent has given a sign of life for {silent_s:.0f} s" if heard else "no agent has come"
+        return "RUNNING", f"last heartbeat of an agent {max(0.0, silent_s):.0f} s ago"
+    return UNKNOWN, f"no heartbeat of an agent for {silent_s:.0f} s" if heartbeat else "no agent has joined"
 
 
-def _job_lines(run_dir: Path, one: JobState) -> list[str]:
-    job = one.job
+def _job_lines(run_dir: Path, state: JobState) -> list[str]:
+    job, job_id = state.job, state.job_id
     submitted = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["submitted_at"]))
-    lines = [_line("job", f"{one.job_id} on {job['cluster']}: {one.state}, {job['nodes']} node(s), queued {submitted}")]
-    if one.note:
-        lines.append(_line("", one.note))
-    if one.state == "PENDING":
-        waits = slurm_output("squeue", "-h", "-j", one.job_id, "-o", "%r, may start %S", deadline_s=_SLURM_S)
+    lines = [_line("job", f"{job_id} on {job['cluster']}: {state.state}, {job['nodes']} node(s), queued {submitted}")]
+    if state.note:
+        lines.append(_line("", state.note))
+    if state.state == "PENDING":
+        waits = slurm_output("squeue", "-h", "-j", job_id, "-o", "%r, may start %S", deadline_s=_SLURM_S)
         lines += [_line("", f"waits: {waits.strip()}")] if waits and waits.strip() else []
-    has_output = (Path(job.get("folder") or "/") / f"sbatch-{one.job_id}.out").exists()
-    is_silent = job["kind"] == "slurm" and not (one.attempts or has_output)
-    if is_silent and one.is_over and one.state not in ("COMPLETED", "CANCELLED"):
-        lines.append(_line("", no_output_message(run_dir, one.job_id)))
-    for attempt in one.attempts:
-        outcome = read_outcome(run_dir, one.job_id, attempt)
+    has_output = (Path(job.get("folder") or "/") / f"sbatch-{job_id}.out").exists()
+    is_silent = job["kind"] == "slurm" and not (state.attempts or has_output)
+    if is_silent and state.is_over and state.state not in ("COMPLETED", "CANCELLED"):
+        lines.append(_line("", no_output_message(run_dir, job_id)))
+    for attempt in state.attempts:
+        outcome = read_outcome(run_dir, job_id, attempt)
         if outcome is not None:
-            lines.append(_line("", f"attempt {attempt}: {outcome.result} ({outcome.reason})"))
-        elif attempt == one.attempts[-1] and not one.is_over:
-            lines.append(_line("", f"attempt {attempt}: under way"))
+            text = f"{outcome.result} ({outcome.reason})"
+        elif attempt == state.attempts[-1] and not state.is_over:
+            text = "running"
         else:
-            why = "a node was lost, all was killed, or the disk was full"
-            lines.append(_line("", f"attempt {attempt}: ended without a word ({why})"))
+            text = "ended without an outcome (a node was lost, all processes were killed, or the disk was full)"
+        lines.append(_line("", f"attempt {attempt}: {text}"))
     return lines
 
 
-def _role_lines(run_dir: Path, one: JobState) -> list[str]:
-    folder = attempt_dir(run_dir, one.job_id, one.attempts[-1])
+def _role_lines(run_dir: Path, job: JobState) -> list[str]:
+    folder = attempt_dir(run_dir, job.job_id, job.attempts[-1])
     lines = []
     for path in sorted(folder.glob("role-*.json")):
         role, _, node = path.stem.removeprefix("role-").rpartition(".node")
@@ -187,7 +187,7 @@ def _role_lines(run_dir: Path, one: JobState) -> list[str]:
         except (OSError, ValueError):
             host, silent_s = "?", 0.0
         state = part["state"]
-        if state == "running" and one.is_over:
+        if state == "running" and job.is_over:
             state = "ended with the job"
         elif state == "running" and silent_s > _SILENT_S:
             state = f"NOT HEARD OF for {silent_s:.0f} s"
@@ -206,46 +206,35 @@ def _progress_lines(run_dir: Path) -> list[str]:
             continue
         last = steps[-1]
         try:
-            config = json.loads((folder / "config.json").read_text())
-            of = f" of {config['num_steps']}"
+            total = f" of {json.loads((folder / 'config.json').read_text())['num_steps']}"
         except (OSError, ValueError, KeyError):
-            of = ""
-        words = [f"{last['step']}{of}"]
-        seconds = [one["time/step/s"] for one in steps[-_MEAN_STEPS:] if one.get("time/step/s") is not None]
+            total = ""
+        parts = [f"{last['step']}{total}"]
+        seconds = [step["time/step/s"] for step in steps[-_MEAN_STEPS:] if step.get("time/step/s") is not None]
         for name, key in _FIGURES:
-            value = next((one[key] for one in reversed(steps) if one.get(key) is not None), None)
-            words += [] if value is None else [f"{name} {value:.4g}"]
+            value = next((step[key] for step in reversed(steps) if step.get(key) is not None), None)
+            parts += [] if value is None else [f"{name} {value:.4g}"]
         if seconds:
-            words.append(f"{sum(seconds) / len(seconds):.3g} s per step (mean of the last {len(seconds)})")
-        lines.append(_line(title, ", ".join(words)))
+            parts.append(f"{sum(seconds) / len(seconds):.3g} s per step (mean of the last {len(seconds)})")
+        lines.append(_line(title, ", ".join(parts)))
     if checkpoint := newest_checkpoint(run_dir):
         lines.append(_line("checkpoint", checkpoint))
     return lines
 
 
-def _error_lines(run_dir: Path, current: JobState) -> list[str]:
-    path = first_error_file(run_dir, [current])
-    if path is None:
-        return []
-    text = path.read_text(errors="replace").splitlines()
-    return [_line("error", f"{path}"), *(_line("", line) for line in [*text[:1], *text[1:][-6:]])]
-
-
 def _last_steps(path: Path) -> list[dict[str, Any]]:
-    """The last records of a file of metrics; a line that is being written is left out."""
+    """The last complete records of a metrics file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
     except OSError:
         return []
-    found = []
+    records = []
     for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # the first of the part that was read may be half a line
-            continue
-    return found
+        with contextlib.suppress(ValueError):  # the first line may be cut
+            records.append(json.loads(line))
+    return records
 
 
 def _line(title: str, text: str) -> str:

@@ -1,7 +1,7 @@
-"""A job on Slurm: its batch script as text, its submission, and the wait for its end.
+"""Submits jobs to Slurm and reads their states.
 
-In: a :class:`~launch.spec.JobSpec` and a cluster. Out: text, or the number of a job that runs whether this process lives
-or not. Slurm's own commands are asked, with accounting or without.
+In: a :class:`~launch.spec.JobSpec` and a cluster. Out: the batch script, or the number of the queued job. Uses Slurm's
+commands; accounting is optional.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import megatron_fp8rl
 from launch.batch_script import Submission, render
-from launch.spec import JobSpec, add_job
+from launch.spec import JobSpec, record_job
 from megatron_fp8rl.envs.rewards.functions import COPIES
 
 if TYPE_CHECKING:
     from launch.cluster import Cluster
 
 _ROOT = Path(__file__).parents[1]
-_OWN = "own"  # folder of copies of the user's files
+_COPIES = "own"  # folder of the copied user files
 _PACKAGES = ("launch", "megatron_fp8rl", "model_configs", "checkpoint_tools")
 _COMMAND_DEADLINE_S = 60.0
-_SILENCE_S = 600.0  # without an answer of Slurm, after which a wait ends
+_SILENCE_S = 600.0  # a wait ends after this time without an answer from Slurm
 _POLL_S = 5.0
-_HELD_S = 2.0  # after which Slurm says why a job may never start
-# What overrules a batch script in the environment of sbatch, and the field of CLUSTER that it would overrule.
-_OVERRULING = {"SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_TIMELIMIT": "time_limit"}
-# Reasons of a pending job that no waiting changes.
+_REASON_S = 2.0  # Slurm then knows why a job is pending
+# Environment variables of sbatch that override the script, and their fields of CLUSTER.
+_OVERRIDES = {"SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_TIMELIMIT": "time_limit"}
+# Pending reasons that never change.
 _NEVER = {
     "PartitionTimeLimit": "CLUSTER.time_limit is above the partition's",
     "PartitionNodeLimit": "the partition has too few nodes for one job: use fewer --nodes",
     "AccountNotAllowed": "CLUSTER.account may not use this partition",
-    "InvalidAccount": "CLUSTER.account is not known",
-    "InvalidQOS": "CLUSTER.sbatch['qos'] is not known",
-    "QOSNotAllowed": "CLUSTER.sbatch['qos'] may not be used here",
+    "InvalidAccount": "CLUSTER.account is unknown",
+    "InvalidQOS": "CLUSTER.sbatch['qos'] is unknown",
+    "QOSNotAllowed": "CLUSTER.sbatch['qos'] is not allowed here",
     "QOSMaxWallDurationPerJobLimit": "CLUSTER.time_limit is above the QOS's",
     "AssocMaxWallDurationPerJobLimit": "CLUSTER.time_limit is above the account's",
 }
-# Reasons that a drained node causes, too.
+# Pending reasons that a drained node also causes.
 _PERHAPS_NEVER = {
     "PartitionConfig": "the partition cannot run it now: compare CLUSTER with `scontrol show partition`",
-    "BadConstraints": "no node has what is asked for now: compare CLUSTER with `sinfo -o '%n %c %m %G %f'`",
+    "BadConstraints": "no node satisfies the request now: compare CLUSTER with `sinfo -o '%n %c %m %G %f'`",
 }
 _REMEDIES = (
     (r"account", "CLUSTER.account", "`sacctmgr show associations user=$USER format=account,partition` lists yours"),
@@ -61,43 +61,44 @@ _REMEDIES = (
 
 
 class SubmitError(RuntimeError):
-    """Slurm did not take the job. The message holds what it said, and which field it is about."""
+    """Slurm rejected the job. The message contains Slurm's error and the field that caused it."""
 
 
 def new_id(spec: JobSpec, *, now: Callable[[], float] = time.time) -> str:
-    """A name for one submission: letters, digits, '-' and one '_'."""
+    """A unique submission name: letters, digits, '-' and one '_'."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now()))
     return f"{slug(spec.name)}_{stamp}-{int(now() * 1000) % 1000:03d}"
 
 
 def slug(name: str) -> str:
-    """A name without anything that a shell, a path or nemo-run reads."""
+    """The name without characters that a shell, a path or nemo-run interprets."""
     return re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-")[:60] or "job"
 
 
 def problems(spec: JobSpec, cluster: Cluster) -> list[str]:
-    """What Slurm would get wrong, each in one sentence with what to do."""
-    found = list(spec.problems())
-    marks = {"%": "Slurm replaces what follows it", "\\": "Slurm reads it as an escape", "\n": "it ends a line"}
+    """Problems of the job with Slurm, one sentence each with a remedy."""
+    errors = list(spec.problems())
+    marks = {"%": "Slurm expands it", "\\": "Slurm reads it as an escape", "\n": "it ends a line"}
+    folder = f"the run's folder = {spec.run_dir!r} contains"
     for mark, why in marks.items():
         if mark in spec.run_dir:
-            found.append(f"the run's folder = {spec.run_dir!r} holds {mark!r}: {why}. Choose another --output_dir.")
-    for variable, name in _OVERRULING.items():
-        said, value = os.environ.get(variable), getattr(cluster, name)
-        if said is not None and value is not None and said != value:
-            found.append(f"{variable} = {said!r} of this shell would overrule CLUSTER.{name} = {value!r}. Unset it.")
+            errors.append(f"{folder} {mark!r}: {why}. Choose another --output_dir.")
+    for variable, name in _OVERRIDES.items():
+        override, value = os.environ.get(variable), getattr(cluster, name)
+        if override is not None and value is not None and override != value:
+            errors.append(f"{variable} = {override!r} in this shell overrides CLUSTER.{name} = {value!r}. Unset it.")
     if cluster.container_image is not None and re.search(r"[:,]", spec.run_dir + (cluster.run_root or "")):
-        found.append(f"the run's folder = {spec.run_dir!r} holds ':' or ',', which pyxis cannot mount. Choose another.")
-    return found
+        errors.append(f"{folder} ':' or ',', which pyxis cannot mount. Choose another.")
+    return errors
 
 
 def dry_run(spec: JobSpec, cluster: Cluster, *, id: str | None = None) -> str:
-    """The complete batch script. Needs no Slurm; the same text for the same id."""
+    """The complete batch script. Needs no Slurm; the text depends only on the arguments."""
     return render(_submission(spec, cluster, id or f"{slug(spec.name)}_dry-run"))
 
 
 def submit(spec: JobSpec, cluster: Cluster, *, cluster_name: str, id: str | None = None) -> str:
-    """Queue the job and return its number at once. Raises SubmitError, and leaves nothing queued then."""
+    """Queue the job and return its number. Raises SubmitError, and then leaves nothing queued."""
     if shutil.which("sbatch") is None:
         raise SubmitError(
             f"cluster {cluster_name!r}: this machine has no sbatch. Run this on a login node, or use --cluster local "
@@ -105,17 +106,17 @@ def submit(spec: JobSpec, cluster: Cluster, *, cluster_name: str, id: str | None
         )
     submission = _submission(spec, cluster, id or new_id(spec))
     if submission.folder.exists():
-        raise SubmitError(
-            f"there is a submission {submission.id!r} already in {submission.folder}: choose another --id"
-        )
+        raise SubmitError(f"submission {submission.id!r} already exists in {submission.folder}: choose another --id")
     job_id = None
     try:
         write(submission)
         submission.script.write_text(render(submission), encoding="utf-8")
         job_id = _sbatch(submission.script, cluster, cluster_name)
-        add_job(spec.run_dir, _record(submission, job_id, cluster_name))
+        folder, script = str(submission.folder), str(submission.script)
+        files = {"folder": folder, "script": script, "file": f"{folder}/job.json"}
+        record_job(spec, job_id=job_id, cluster=cluster_name, kind="slurm", **files)
         _reject_impossible(job_id, cluster_name)
-    except BaseException as error:  # an interrupt too: no job stays of which its user was not told
+    except BaseException as error:  # also an interrupt: do not leave a job that the user does not know about
         if job_id is not None:
             slurm_output("scancel", job_id)
         shutil.rmtree(submission.folder, ignore_errors=True)
@@ -126,16 +127,16 @@ def submit(spec: JobSpec, cluster: Cluster, *, cluster_name: str, id: str | None
 
 
 def write(submission: Submission) -> None:
-    """Write all that the agents read: the code and the job."""
+    """Write the code and the job's file."""
     copy_code(submission.code_dir, submission.spec.own_files, submission.spec.own_modules)
     submission.spec.save(submission.folder / "job.json")
 
 
 def with_code(submission: Submission) -> Submission:
-    """With the copied code first on every role's PYTHONPATH."""
+    """The submission with the copied code first in every role's PYTHONPATH."""
     spec, code = submission.spec, str(submission.code_dir)
     inherited = spec.env.get("PYTHONPATH")
-    env = {**spec.env, "PYTHONPATH": f"{code}:{inherited}" if inherited else code, COPIES: f"{code}/{_OWN}"}
+    env = {**spec.env, "PYTHONPATH": f"{code}:{inherited}" if inherited else code, COPIES: f"{code}/{_COPIES}"}
     return dataclasses.replace(submission, spec=dataclasses.replace(spec, env=env))
 
 
@@ -144,7 +145,7 @@ def _submission(spec: JobSpec, cluster: Cluster, id: str) -> Submission:
 
 
 def _sbatch(script: Path, cluster: Cluster, cluster_name: str) -> str:
-    """Queue a script; the number of the job. Raises SubmitError with what Slurm said."""
+    """Queue a script and return the job number. Raises SubmitError with Slurm's error."""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(script)],
@@ -154,54 +155,34 @@ def _sbatch(script: Path, cluster: Cluster, cluster_name: str) -> str:
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired as error:
-        raise SubmitError(f"cluster {cluster_name!r}: sbatch gave no answer within {error.timeout:g} s") from error
+        raise SubmitError(f"cluster {cluster_name!r}: sbatch did not answer within {error.timeout:g} s") from error
     if done.returncode:
         raise SubmitError(f"cluster {cluster_name!r}: {_submit_error_text(done.stderr, cluster)}")
     return done.stdout.strip().splitlines()[-1].partition(";")[0]  # in a federation "123;name"
 
 
-def _record(submission: Submission, job_id: str, cluster_name: str) -> dict[str, Any]:
-    """The line of a job in the run's file of jobs."""
-    return {
-        "job_id": job_id,
-        "cluster": cluster_name,
-        "kind": "slurm",
-        "name": submission.spec.name,
-        "nodes": submission.spec.nodes,
-        "submitted_at": time.time(),
-        "folder": str(submission.folder),
-        "script": str(submission.script),
-        "spec": str(submission.folder / "job.json"),
-    }
-
-
 def copy_code(folder: Path, own_files: Sequence[str] = (), own_modules: Sequence[str] = ()) -> None:
-    """Keep this code and the user's as they are: a job that waits for days, or starts again, must not run what is edited
-    meanwhile."""
+    """Copy this code and the user's files, so that later edits do not change a queued or requeued job."""
     folder.mkdir(parents=True)
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
     roots = {"megatron_fp8rl": Path(megatron_fp8rl.__file__).parents[1]}  # elsewhere, when installed
     for package in _PACKAGES:
         shutil.copytree(roots.get(package, _ROOT) / package, folder / package, ignore=ignore)
-    for name in ("requirements.toml",):
-        if (_ROOT / name).is_file():
-            shutil.copy(_ROOT / name, folder / name)
+    if (_ROOT / "requirements.toml").is_file():
+        shutil.copy(_ROOT / "requirements.toml", folder)
     for module in map(Path, own_modules):
         if module.is_dir():
             shutil.copytree(module, folder / module.name, ignore=ignore, dirs_exist_ok=True)
         else:
             shutil.copy(module, folder / module.name)
     for file in own_files:
-        target = folder / _OWN / file.lstrip("/")
+        target = folder / _COPIES / file.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
 
 
 def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> dict[str, str]:
-    """The last state of each job, once all have ended. Asks Slurm, with accounting or without.
-
-    However long they queue and run; but Slurm may be silent for 10 minutes at most, which raises SubmitError.
-    """
+    """Wait until all jobs have ended; returns their states. Raises SubmitError after 10 minutes without an answer."""
     states: dict[str, str] = {}
     last_answer = time.monotonic()
     while len(states) < len(job_ids):
@@ -215,43 +196,42 @@ def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> dict[str, str]:
                     states[job_id] = state
         if time.monotonic() - last_answer > _SILENCE_S:
             unknown = ", ".join(job_id for job_id in job_ids if job_id not in states)
-            raise SubmitError(f"Slurm has said nothing about job {unknown} for {_SILENCE_S:.0f} s; it may still run")
+            raise SubmitError(f"no answer from Slurm about job {unknown} for {_SILENCE_S:.0f} s; it may still run")
         if len(states) < len(job_ids):
             time.sleep(poll_s)
     return {job_id: states[job_id] for job_id in job_ids}
 
 
 def job_state(job_id: str) -> str | None:
-    """Slurm's word for the state of a job; None when nobody answers."""
+    """Slurm's state of a job; None without an answer."""
     shown = slurm_output("scontrol", "-o", "show", "job", job_id)
-    found = re.findall(r"\bJobState=(\w+)", shown or "")
-    if not found:
+    states = re.findall(r"\bJobState=(\w+)", shown or "")
+    if not states:
         accounted = slurm_output("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
-        found = [line.split()[0] for line in (accounted or "").splitlines() if line.split()]
-    return found[0] if found else None
+        states = [line.split()[0] for line in (accounted or "").splitlines() if line.split()]
+    return states[0] if states else None
 
 
 def is_over(state: str) -> bool:
-    """Whether a job in this state will never run again."""
+    """Whether a job in this state never runs again."""
     waiting = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "CONFIGURING", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
     working = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
     return state not in waiting | working
 
 
 def _reject_impossible(job_id: str, cluster_name: str) -> None:
-    """Raise SubmitError for a job that Slurm has queued and calls impossible; warn where nodes may only be drained."""
-    time.sleep(_HELD_S)
+    """Raise SubmitError if Slurm can never start a queued job; warn if nodes may only be drained."""
+    time.sleep(_REASON_S)
     reason = (slurm_output("squeue", "-h", "-o", "%r", "-j", job_id) or "").strip()
     if reason in _NEVER:
-        raise SubmitError(
-            f"cluster {cluster_name!r}: Slurm would never start job {job_id} ({reason}): {_NEVER[reason]}. It is cancelled"
-        )
+        problem = f"Slurm would never start job {job_id} ({reason}): {_NEVER[reason]}"
+        raise SubmitError(f"cluster {cluster_name!r}: {problem}. The job is cancelled")
     if reason in _PERHAPS_NEVER:
         print(f"warning: job {job_id} waits ({reason}): {_PERHAPS_NEVER[reason]}", file=sys.stderr)
 
 
 def slurm_output(*args: str, deadline_s: float = _COMMAND_DEADLINE_S) -> str | None:
-    """Output of one of Slurm's commands on this machine; None when it fails, is missing, or does not answer."""
+    """Output of a Slurm command on this machine; None if it fails, is missing, or does not answer."""
     try:
         done = subprocess.run(args, capture_output=True, text=True, timeout=deadline_s, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
@@ -260,9 +240,9 @@ def slurm_output(*args: str, deadline_s: float = _COMMAND_DEADLINE_S) -> str | N
 
 
 def _submit_error_text(stderr: str, cluster: Cluster) -> str:
-    """The errors of sbatch, and the field that they are about."""
-    said = [line.strip() for line in stderr.splitlines() if "error" in line.lower()] or stderr.strip().splitlines()[-3:]
-    shown = "; ".join(said) or "sbatch failed and said nothing"
+    """The errors of sbatch, and the fields that they concern."""
+    errors = [line.strip() for line in stderr.splitlines() if "error" in line.lower()]
+    shown = "; ".join(errors or stderr.strip().splitlines()[-3:]) or "sbatch failed without a message"
     values = {
         "CLUSTER.account": cluster.account,
         "CLUSTER.partition": cluster.partition,
@@ -274,4 +254,4 @@ def _submit_error_text(stderr: str, cluster: Cluster) -> str:
         for pattern, field, remedy in _REMEDIES
         if re.search(pattern, shown, re.IGNORECASE)
     ]
-    return "\n  ".join([f"Slurm refused the job: {shown}", *hints])
+    return "\n  ".join([f"Slurm rejected the job: {shown}", *hints])

@@ -19,6 +19,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,15 +60,8 @@ class Role:
         ``head_address``: address of the role's first node. ``head_port``: a free port there.
         """
         values = {"{node_rank}": str(self.rank_of(node)), "{head_address}": head_address, "{head_port}": str(head_port)}
-        return tuple(_fill(word, values) for word in self.command)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodePlan:
-    """The roles on one node."""
-
-    node: int
-    roles: tuple[Role, ...]
+        pattern = "|".join(map(re.escape, values))
+        return tuple(re.sub(pattern, lambda match: values[match[0]], arg) for arg in self.command)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +78,11 @@ class JobSpec:
     own_files: tuple[str, ...] = ()  # absolute paths of user reward files; a queued job uses copies
     own_modules: tuple[str, ...] = ()  # absolute paths of user Python modules; a queued job uses copies
 
-    def on_node(self, node: int) -> NodePlan:
+    def on_node(self, node: int) -> tuple[Role, ...]:
         """The roles on a node, in the job's order."""
         if not 0 <= node < self.nodes:
             raise ValueError(f"job {self.name!r} has no node {node}, only 0 to {self.nodes - 1}")
-        return NodePlan(node=node, roles=tuple(role for role in self.roles if node in role.nodes))
+        return tuple(role for role in self.roles if node in role.nodes)
 
     def role(self, name: str) -> Role:
         """The role with a name. Raises KeyError, which lists the names."""
@@ -98,21 +93,18 @@ class JobSpec:
 
     def problems(self) -> list[str]:
         """Inconsistencies, one sentence each; empty for a valid job."""
-        found = []
         names = [role.name for role in self.roles]
-        found += [f"two roles are named {name!r}" for name in dict.fromkeys(names) if names.count(name) > 1]
+        errors = [f"two roles are named {name!r}" for name in dict.fromkeys(names) if names.count(name) > 1]
         for role in self.roles:
-            beyond = [node for node in role.nodes if not 0 <= node < self.nodes]
-            if beyond or not role.nodes:
-                found.append(f"role {role.name!r} is on nodes {list(role.nodes)} of a job with {self.nodes}")
-        idle = [node for node in range(self.nodes) if not any(node in role.nodes for role in self.roles)]
-        if idle:
-            found.append(f"nodes {idle} have no role")
+            if not role.nodes or any(not 0 <= node < self.nodes for node in role.nodes):
+                errors.append(f"role {role.name!r} is on nodes {list(role.nodes)} of a job with {self.nodes}")
+        if idle := [node for node in range(self.nodes) if not any(node in role.nodes for role in self.roles)]:
+            errors.append(f"nodes {idle} have no role")
         if not any(role.essential for role in self.roles):
-            found.append("no role is essential, so the job would never end")
+            errors.append("no role is essential, so the job would never end")
         if not Path(self.run_dir).is_absolute():
-            found.append(f"run_dir {self.run_dir!r} is not absolute")
-        return found
+            errors.append(f"run_dir {self.run_dir!r} is not absolute")
+        return errors
 
     def save(self, path: str | Path) -> str:
         """Write the job to a file with mode 0600 and return its path. Raises FileExistsError."""
@@ -183,12 +175,26 @@ def read_jobs(run_dir: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.strip()]
 
 
+def record_job(
+    spec: JobSpec, *, job_id: str, cluster: str, kind: str, folder: str, file: str, script: str = ""
+) -> None:
+    """Append a job to :func:`jobs_file`. ``file``: path of the saved ``spec``."""
+    job = {"job_id": job_id, "cluster": cluster, "kind": kind, "name": spec.name, "nodes": spec.nodes}
+    files = {"folder": folder, "script": script, "spec": file}
+    add_job(spec.run_dir, {**job, "submitted_at": time.time(), **files})
+
+
 def add_job(run_dir: str | Path, job: dict[str, Any]) -> None:
     """Append one line to :func:`jobs_file`."""
     path = jobs_file(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(job) + "\n")
+
+
+def escape_braces(path: str) -> str:
+    """A path as a value of ``--output_dir``, which is a format string."""
+    return path.replace("{", "{{").replace("}", "}}")
 
 
 def format_nodes(nodes: Sequence[int]) -> str:
@@ -202,9 +208,3 @@ def format_nodes(nodes: Sequence[int]) -> str:
 def _role(values: dict[str, Any]) -> Role:
     sequences = ("nodes", "command", "gpus")
     return Role(**{name: tuple(value) if name in sequences else value for name, value in values.items()})
-
-
-def _fill(word: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
-        word = word.replace(name, value)
-    return word

@@ -1,10 +1,10 @@
-"""A sweep: the same job once for each value of a field, or each combination of values; and the table of its runs.
+"""Sweeps: one job per combination of field values, and the table of their runs.
 
     python -m launch CONFIG --cluster NAME --over optim.lr 1e-6 3e-6 --over seed 1 2 [--job rl] [overrides]
-    python -m launch.sweep FOLDER      the table of the runs so far; also in FOLDER/sweep.md
+    python -m launch.sweep FOLDER      print the table of the runs, and write it to FOLDER/sweep.md
 
-``--over config A B`` sweeps over configurations, ``--over checkpoint A B`` with ``--job eval`` over checkpoints. A value
-with blanks is several args (``"mlp moe"``). Runs are in ``<run>_sweep/element-<i>``, and each is a job of its own.
+``--over config A B`` sweeps over configurations; ``--over checkpoint A B`` with ``--job eval`` over checkpoints. A value
+with blanks is several arguments (``"mlp moe"``). Each run is a separate job in ``<run>_sweep/element-<i>``.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.spec import ELEMENT, SWEEP
+from launch.spec import ELEMENT, SWEEP, escape_braces
 
 JOBS = ("train", "rl", "sft", "eval")
 TABLE = "sweep.md"
-_LAST = 10  # steps that count as the end of a run
+_LAST = 10  # steps for the reward at the end of a run
 
 Axes = tuple[tuple[str, tuple[str, ...]], ...]  # fields and their values
-Label = tuple[tuple[str, str], ...]  # fields and values that make a run, in the order of --over
+Label = tuple[tuple[str, str], ...]  # fields and values of one run, in the order of --over
 
 
 def labels(axes: Axes) -> list[Label]:
-    """Fields and values of every run; the last axis changes fastest."""
+    """Labels of all runs; the last axis changes fastest."""
     fields = [field for field, _ in axes]
     return [tuple(zip(fields, values, strict=True)) for values in itertools.product(*(values for _, values in axes))]
 
 
 def overrides(label: Label, folder: str, index: int) -> list[str]:
-    """The overrides of one run: its values, and its own folder."""
-    args = [word for field, value in label if field != "config" for word in (f"--{field}", *shlex.split(value))]
-    run_dir = f"{folder}/{ELEMENT}{index}"
-    return [*args, "--output_dir", run_dir.replace("{", "{{").replace("}", "}}")]
+    """The overrides of one run: its values and its folder."""
+    args = [arg for field, value in label if field != "config" for arg in (f"--{field}", *shlex.split(value))]
+    return [*args, "--output_dir", escape_braces(f"{folder}/{ELEMENT}{index}")]
 
 
 def format_label(label: Label) -> str:
@@ -47,22 +46,19 @@ def format_label(label: Label) -> str:
 
 
 def note(folder: str | Path, axes: Axes) -> None:
-    """Write what the sweep is into its folder."""
+    """Write the labels of a sweep to its folder."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     _write(Path(folder) / SWEEP, json.dumps({"labels": labels(axes)}, indent=2) + "\n")
 
 
 def write_table(folder: str | Path) -> str:
-    """The table of a sweep's runs as they are now, in Markdown; also left in its folder.
-
-    Raises FileNotFoundError when the folder holds no sweep.
-    """
+    """Write the Markdown table of a sweep to its folder and return it. Raises FileNotFoundError without a sweep."""
     folder = Path(folder)
     record = folder / SWEEP
     if not record.exists():
-        raise FileNotFoundError(f"{folder} holds no {SWEEP}: it is not the folder of a sweep")
-    found = json.loads(record.read_text())["labels"]
-    rows = [{"run": f"{ELEMENT}{i}", **dict(label), **_row(folder / f"{ELEMENT}{i}")} for i, label in enumerate(found)]
+        raise FileNotFoundError(f"{folder} contains no {SWEEP}, so it is not the folder of a sweep")
+    runs = enumerate(json.loads(record.read_text())["labels"])
+    rows = [{"run": f"{ELEMENT}{i}", **dict(label), **_row(folder / f"{ELEMENT}{i}")} for i, label in runs]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = [columns, ["---"] * len(columns), *([str(row.get(key, "")) for key in columns] for row in rows)]
     text = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
@@ -71,15 +67,17 @@ def write_table(folder: str | Path) -> str:
 
 
 def _row(run_dir: Path) -> dict[str, str]:
-    """What one run has come to: its state, and its numbers as far as there are any."""
+    """The cells of one run: its state, and its numbers if any."""
     from megatron_fp8rl.observe.display import interval_text
     from megatron_fp8rl.report.run_data import RunData
 
     run = RunData(run_dir)
-    found = {"state": _state(run)}
-    for one in run.evaluations:
-        for name, estimate in [("accuracy", one["overall"]["accuracy"]), *_largest(one["overall"]["pass_at"])]:
-            found[name] = interval_text(estimate)
+    cells = {"state": _state(run)}
+    for evaluation in run.evaluations:
+        accuracy, pass_at = evaluation["overall"]["accuracy"], evaluation["overall"]["pass_at"]
+        cells["accuracy"] = interval_text(accuracy)
+        if (k := max(map(int, pass_at))) > 1:
+            cells[f"pass@{k}"] = interval_text(pass_at[str(k)])
     numbers = {
         "held-out start": run.first("eval/pass_rate/mean"),
         "held-out end": run.last("eval/pass_rate/mean"),
@@ -89,16 +87,11 @@ def _row(run_dir: Path) -> dict[str, str]:
     }
     if not run.records:
         numbers = {"expected pass rate": run.warm_start.last("sft/expected_pass_rate/mean")}
-    return found | {name: f"{value:.3g}" for name, value in numbers.items() if value is not None}
-
-
-def _largest(pass_at: dict[str, Any]) -> list[tuple[str, Any]]:
-    k = max(map(int, pass_at))
-    return [] if k == 1 else [(f"pass@{k}", pass_at[str(k)])]
+    return cells | {name: f"{value:.3g}" for name, value in numbers.items() if value is not None}
 
 
 def _state(run: Any) -> str:
-    """finished, failed with the first words of why, the step that a run is at, or not begun."""
+    """finished, failed with the error, the current step, begun, or not begun."""
     errors = sorted(run.run_dir.glob("launch/*/first_error.txt"), key=lambda path: path.stat().st_mtime)
     if run.failure:
         return f"failed: {run.failure['error']}"
@@ -118,13 +111,13 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point: show the table of a sweep's folder."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if len(arguments) != 1 or arguments[0].startswith("-"):
+    """Print the table of a sweep's folder; return the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if len(args) != 1 or args[0].startswith("-"):
         print("usage: python -m launch.sweep FOLDER", file=sys.stderr)
         return 2
     try:
-        print(write_table(arguments[0]), end="")
+        print(write_table(args[0]), end="")
     except (ValueError, OSError) as error:
         print(f"launch.sweep: {error}", file=sys.stderr)
         return 2

@@ -1,1 +1,1 @@
-"""Clusters by name: one file each, which sets ``CLUSTER``. Copy one of the examples, or give ``--cluster`` a path."""
+"""Cluster files by name. Each sets ``CLUSTER``. Copy an example, or pass a path to ``--cluster``."""

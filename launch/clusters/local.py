@@ -1,7 +1,4 @@
-"""This machine, without Slurm: the same roles as processes, for a first run and for tests.
-
-``--nodes 2`` starts two agents, as if there were two nodes.
-"""
+"""This machine without Slurm: roles are local processes, for first runs and tests. ``--nodes 2`` starts two agents."""
 
 import os
 import shutil
@@ -11,12 +8,12 @@ from launch.cluster import Cluster
 
 
 def _gpu_names() -> list[str]:
-    """What nvidia-smi calls this machine's GPUs; empty without any."""
+    """nvidia-smi's names of this machine's GPUs."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    return found.stdout.split("\n")[:-1] if found.returncode == 0 else []
+    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
 
 
 _NAMES = _gpu_names()
@@ -27,6 +24,6 @@ CLUSTER = Cluster(
     gpu=_KIND if _NAMES else None,
     gpus_per_node=len(_NAMES),
     ranks_per_node=None if _NAMES else 2 * (os.cpu_count() or 1),
-    max_nodes=1 if _NAMES else None,  # the GPUs of a machine are those of one node
+    max_nodes=1 if _NAMES else None,  # all GPUs belong to one node
     max_restarts=3,
 )

@@ -1,19 +1,17 @@
-"""Example: a Slurm cluster without containers, whose nodes share this folder and its virtual environment."""
+"""Example: a Slurm cluster without containers. Its nodes share this folder and its virtual environment."""
 
 from launch.cluster import Cluster
 
 CLUSTER = Cluster(
-    # None: a run's folder is where the same command without a cluster would put it. The current folder must then be on
-    # a file system that all nodes share, as must the Python that runs the launcher, which the nodes use too.
+    # None: relative run folders are below the current folder. All nodes must see it, and the launcher's Python.
     run_root=None,
-    account=None,  # many clusters ask for one
+    account=None,  # many clusters require an account
     partition=None,  # None: the default partition
     time_limit="04:00:00",
     gpu="h100",
     gpus_per_node=8,
-    # Some clusters give a job one core unless it asks for more.
-    cpus_per_node=64,
-    # Lines of shell that run on the first node; what they export reaches all nodes.
+    cpus_per_node=64,  # some clusters allocate one core by default
+    # Shell lines that run on the first node. All nodes receive the exported variables.
     setup=("module load cuda || true",),
     env={"NCCL_DEBUG": "WARN"},
 )

@@ -157,7 +157,7 @@ def submit(run_dir: Path) -> str:
 def test_a_submission_is_noted_and_its_name_is_not_taken_twice(tmp_path: Path, queue: Queue):
     assert submit(tmp_path) == "7"
     assert [one["job_id"] for one in read_jobs(tmp_path)] == ["7"] and not queue.cancelled
-    with pytest.raises(SubmitError, match="'run_one' already in .*choose another --id"):
+    with pytest.raises(SubmitError, match="'run_one' already exists in .*choose another --id"):
         submit(tmp_path)
     assert (submission_dir(tmp_path, "run_one") / "code" / "launch").is_dir() and not queue.cancelled
 
@@ -209,7 +209,7 @@ def test_a_job_that_wrote_nothing_is_explained(tmp_path: Path, monkeypatch, caps
     how = record(tmp_path)
     add_job(tmp_path, {"job_id": "5", **how})
     assert cli.main(["status", str(tmp_path)]) == 1
-    assert f"it wrote nothing into {tmp_path}: do its nodes see that folder" in capsys.readouterr().out
+    assert f"it wrote nothing into {tmp_path}: check that its nodes see this folder" in capsys.readouterr().out
     assert cli.main(["logs", str(tmp_path)]) == 2
     assert "job 5 is FAILED, and has written nothing" in capsys.readouterr().err
     add_job(tmp_path, {"job_id": "6", "folder": str(tmp_path), **how})

@@ -203,7 +203,7 @@ def test_the_state_of_a_job_with_and_without_accounting(monkeypatch, shown, acco
 def test_waiting_for_a_silent_slurm_ends(monkeypatch):
     monkeypatch.setattr(slurm, "job_state", lambda _: None)
     monkeypatch.setattr(slurm, "_SILENCE_S", 0.05)
-    with pytest.raises(SubmitError, match="has said nothing about job 7"):
+    with pytest.raises(SubmitError, match="no answer from Slurm about job 7"):
         slurm.wait(["7"], poll_s=0.01)
 
 

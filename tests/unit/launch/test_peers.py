@@ -41,7 +41,7 @@ def test_nodes_meet_whatever_their_order_and_ignore_older_attempts(tmp_path: Pat
     stale.put("node-1.json", {"host": "gone", "address": "10.0.0.9", "port": 1, "pid": 1})
     boards = [Board(tmp_path, place(node, attempt=1)) for node in (1, 0)]
     met: dict[int, dict] = {}
-    threads = [threading.Thread(target=lambda b=b: met.update({b.place.node: b.meet(100)})) for b in boards]
+    threads = [threading.Thread(target=lambda b=b: met.update({b.place.node: b.join(100)})) for b in boards]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -52,13 +52,13 @@ def test_nodes_meet_whatever_their_order_and_ignore_older_attempts(tmp_path: Pat
 
 def test_who_does_not_come_is_named_within_the_deadline(tmp_path: Path):
     with pytest.raises(PeersMissingError, match=r"node\(s\) 0, 2 of 3 did not come within \d+ s; here are 1 \("):
-        Board(tmp_path, place(1, num_nodes=3)).meet(0.2)
+        Board(tmp_path, place(1, num_nodes=3)).join(0.2)
 
 
 def test_a_number_that_was_used_before_is_refused(tmp_path: Path):
-    Board(tmp_path, place(0, num_nodes=1)).meet(1)
+    Board(tmp_path, place(0, num_nodes=1)).join(1)
     with pytest.raises(FileExistsError, match=r"7\.0 was already used"):
-        Board(tmp_path, place(0, num_nodes=1)).meet(1)
+        Board(tmp_path, place(0, num_nodes=1)).join(1)
 
 
 def test_the_first_of_all_nodes_decides(tmp_path: Path):

@@ -70,8 +70,8 @@ def test_every_problem_is_named_at_once():
 
 def test_roles_of_a_node_and_by_name():
     both = job(role(nodes=(0,)), role(name="rollout-0", nodes=(0, 1)))
-    assert [r.name for r in both.on_node(0).roles] == ["trainer", "rollout-0"]
-    assert [r.name for r in both.on_node(1).roles] == ["rollout-0"]
+    assert [r.name for r in both.on_node(0)] == ["trainer", "rollout-0"]
+    assert [r.name for r in both.on_node(1)] == ["rollout-0"]
     assert both.role("rollout-0").nodes == (0, 1)
     with pytest.raises(KeyError, match="trainer, rollout-0"):
         both.role("score")

@@ -50,7 +50,7 @@ def test_modules_of_this_code_and_installed_ones_stay():
 @pytest.mark.parametrize(
     ("folder", "cluster", "run_dir", "said"),
     [
-        ("/tmp", {}, "/lustre/me/run", "on a file system of this machine alone (tmpfs)"),
+        ("/tmp", {}, "/lustre/me/run", "on a local file system of this machine (tmpfs)"),
         ("/tmp", {}, "/data/run", ""),  # one machine, or a mount that nobody knows
         (
             "/tmp",

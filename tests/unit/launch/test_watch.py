@@ -39,7 +39,7 @@ def test_a_run_under_way_is_shown_and_can_be_cancelled(tmp_path: Path, capsys: p
     until(lambda: "listens" in log_file(run_dir, "rollout-0", 1).read_text(), "the replica")
     assert cli.main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert f"{job_id} on here: RUNNING, 2 node(s)" in shown and "attempt 0: under way" in shown
+    assert f"{job_id} on here: RUNNING, 2 node(s)" in shown and "attempt 0: running" in shown
     assert "trainer     node 0 (" in shown and "rollout-0   node 1 (" in shown and shown.count(": running") == 2
     assert "0.1 s per step" in shown and ", reward " in shown and "report.html (not written yet" in shown
 
@@ -55,7 +55,7 @@ def test_a_run_under_way_is_shown_and_can_be_cancelled(tmp_path: Path, capsys: p
     shown = capsys.readouterr().out
     assert f"{job_id} on here: CANCELLED" in shown and "checkpoint  step_" in shown and "attempt 1" not in shown
     assert cli.main(["cancel", str(run_dir)]) == 0
-    assert "nothing runs" in capsys.readouterr().out
+    assert "no job runs or waits" in capsys.readouterr().out
 
 
 def test_a_failed_run_shows_its_first_error_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -112,7 +112,7 @@ def test_lines_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["logs", str(run_dir), "--rank", "0", "--node", "0"]) == 0
     assert capsys.readouterr().out.splitlines() == ["=== attempt 0 ===", "a", "c"]
     assert cli.main(["logs", str(run_dir), "--role", "reward"]) == 2
-    assert "There are: trainer.node0, trainer.node1" in capsys.readouterr().err
+    assert "Logs: trainer.node0, trainer.node1" in capsys.readouterr().err
 
 
 def test_slurm_is_asked_for_the_state_and_to_cancel(
@@ -201,12 +201,12 @@ def test_where_slurm_is_missing_the_files_of_a_job_tell(
     board = slurm_job(run_dir)
     assert cli.main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert "41 on big: RUNNING" in shown and "; an agent gave a sign of life" in shown
+    assert "41 on big: RUNNING" in shown and "; last heartbeat of an agent" in shown
     node = board.folder / "node-0.json"
     os.utime(node, (time.time() - 100, time.time() - 100))
     assert cli.main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert "41 on big: UNKNOWN" in shown and re.search(r"no agent has given a sign of life for 1\d\d s", shown)
+    assert "41 on big: UNKNOWN" in shown and re.search(r"no heartbeat of an agent for 1\d\d s", shown)
     end(board, run_dir, result, status)
     assert cli.main(["status", str(run_dir)]) == exit_status
     assert f"41 on big: {state}" in capsys.readouterr().out
@@ -260,7 +260,7 @@ def test_a_cluster_says_where_a_name_begins(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["status", "mine", "--cluster", str(file)]) == 0
     assert "COMPLETED" in capsys.readouterr().out
     assert cli.main(["status", "yours", "--cluster", str(file)]) == 2
-    assert "there are mine" in capsys.readouterr().err
+    assert "runs/: mine" in capsys.readouterr().err
     assert cli.main(["status", "mine", "--cluster", "no_such_cluster"]) == 2
     assert "unknown cluster" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@
 folder=/lustre/runs/qwen3/launch/jobs/qwen3_dry-run
 log="$folder/agents-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.out"
 
-# The agents write what became of an attempt into this folder.
+# The agents write the result of an attempt to this folder.
 attempt=${SLURM_RESTART_COUNT:-0}
 notes=/lustre/runs/qwen3/launch/$SLURM_JOB_ID.$attempt
 end() {
@@ -32,11 +32,11 @@ end() {
                 scontrol requeue "$SLURM_JOB_ID"
             fi ;;
         130)
-            scancel "$SLURM_JOB_ID" ;;  # so that Slurm calls it cancelled, and not failed
+            scancel "$SLURM_JOB_ID" ;;  # Slurm's state is then CANCELLED, not FAILED
         *)
             case $status in '' | *[!0-9]*) status=1 ;; esac
             if [ ! -e "$notes/first_error.txt" ]; then
-                # No agent got as far as that: what srun and the container said is all there is.
+                # No agent wrote an error: use the output of srun and the container.
                 tail -qn 40 "$folder"/*"$SLURM_JOB_ID"*.out > "$notes/first_error.txt" 2> /dev/null
                 [ -s "$notes/first_error.txt" ] ||
                     echo "no log is left in $folder: was the run's folder moved or removed?" > "$notes/first_error.txt"
@@ -50,7 +50,7 @@ if [ "$attempt" -gt 3 ]; then
     exit 1
 fi
 
-# Nodes in the order of their switches: neighbours in the job, as stages of a pipeline, are neighbours in the network.
+# Order nodes by switch, so that neighbours in the job (pipeline stages) are neighbours in the network.
 mkdir -p "$notes"
 scontrol show hostnames "$SLURM_JOB_NODELIST" > "$notes/nodes"
 scontrol show topology 2> /dev/null | sed -nE '/Level=0 |^BlockName=/s/.* Nodes=([^ ]*).*/\1/p' |
