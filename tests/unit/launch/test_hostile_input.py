@@ -145,7 +145,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     found = Queue()
     monkeypatch.setattr(slurm, "_sbatch", lambda script, cluster, name: "7")
     monkeypatch.setattr(slurm.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(slurm, "_HELD_S", 0.0)
+    monkeypatch.setattr(slurm, "_REASON_S", 0.0)
     monkeypatch.setattr(slurm, "slurm_output", found.ask)
     return found
 

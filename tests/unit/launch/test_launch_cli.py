@@ -210,7 +210,7 @@ def test_waiting_for_a_silent_slurm_ends(monkeypatch):
 @pytest.mark.parametrize(("reason", "is_refused"), [("PartitionTimeLimit", True), ("BadConstraints", False)])
 def test_a_job_that_can_never_start_is_refused_and_a_drained_node_is_a_warning(monkeypatch, capsys, reason, is_refused):
     monkeypatch.setattr(slurm, "slurm_output", lambda *words: f"{reason}\n")
-    monkeypatch.setattr(slurm, "_HELD_S", 0)
+    monkeypatch.setattr(slurm, "_REASON_S", 0)
     if is_refused:
         with pytest.raises(SubmitError, match=r"PartitionTimeLimit.*CLUSTER.time_limit"):
             slurm._reject_impossible("7", "c")
