@@ -217,7 +217,7 @@ def test_a_job_that_does_not_save_in_its_time_is_ended(
 ):
     run_dir = tmp_path / "run"
     slurm_job(run_dir, save_signal_s=1)
-    for name, value in (("_CANCEL_END_S", 2.0), ("_CANCEL_POLL_S", 0.1), ("_CANCEL_WORD_S", 0.2)):
+    for name, value in (("_CANCEL_END_S", 2.0), ("_CANCEL_POLL_S", 0.1), ("_CANCEL_REPORT_S", 0.2)):
         monkeypatch.setattr(watch, name, value)
     tool = tmp_path / "bin" / "scancel"
     tool.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/cancelled\n')
