@@ -259,7 +259,7 @@ class Agent:
     def _restart(self, process: RoleProcess, names: set[str]) -> None:
         """Start the next incarnation after the pause, once this part of the current one has ended.
 
-        The role's first node starts first with a new port, so that the others never connect to a process that is ending.
+        The role's first node starts first with a new port, so that no other node connects to an ending process.
         """
         if names & {FAILED, STOP}:
             return

@@ -83,7 +83,7 @@ def _counts(need: Need) -> range:
 
 
 def _try(need: Need, nodes: int) -> Layout | None:
-    """A layout for exactly ``nodes`` nodes, all in use; engines on separate nodes if possible, otherwise after the trainer."""
+    """A layout that uses exactly ``nodes`` nodes, with separate engine nodes if possible."""
     engine_nodes = 0 if need.shares_slots or not need.replicas else _fewest_for_engines(need)
     divisors = [t for t in range(1, nodes + 1) if need.ranks and need.ranks % t == 0 and need.ranks // t <= need.slots]
     trainers = divisors if need.ranks else [0]

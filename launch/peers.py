@@ -98,7 +98,7 @@ class Peer:
 
 
 class Board:
-    """The shared folder of one attempt. Files are written under another name and renamed, so none is read half-written."""
+    """The shared folder of one attempt. Files are renamed after writing, so that none is read half-written."""
 
     def __init__(self, run_dir: str | Path, place: Place) -> None:
         self.place = place
@@ -175,7 +175,8 @@ class Board:
                 missing = ", ".join(str(node) for name, node in expected.items() if name not in names)
                 here = ", ".join(f"{node} ({peer.host})" for node, peer in peers.items())
                 raise PeersMissingError(
-                    f"node(s) {missing} of {self.place.num_nodes} did not come within {time.monotonic() - start:.0f} s; "
+                    f"node(s) {missing} of {self.place.num_nodes} did not come within "
+                    f"{time.monotonic() - start:.0f} s; "
                     f"here are {here}. Read the missing nodes' output in the job's log, and check that they see the "
                     "same run folder"
                 )

@@ -263,7 +263,7 @@ def format_exit_status(status: int | None) -> str:
 def _one_error(lines: Sequence[str]) -> list[str]:
     """The lines of a traceback up to its message, plus 15 lines if the message ends in a colon.
 
-    torchrun copies stdout and stderr of a rank from two files, so output lines may be inside the traceback and look like
+    torchrun copies stdout and stderr of a rank from two files, so a traceback may contain output lines that look like
     a message. A message is never followed by a frame.
     """
     plain = [i for i, line in enumerate(lines) if i and line and not line.startswith((" ", "\t"))]

@@ -168,7 +168,7 @@ def _job_lines(run_dir: Path, state: JobState) -> list[str]:
         if outcome is not None:
             text = f"{outcome.result} ({outcome.reason})"
         elif attempt == state.attempts[-1] and not state.is_over:
-            text = "running"
+            text = "in progress"
         else:
             text = "ended without an outcome (a node was lost, all processes were killed, or the disk was full)"
         lines.append(_line("", f"attempt {attempt}: {text}"))

@@ -3,7 +3,7 @@
     python -m launch CONFIG --cluster NAME --over optim.lr 1e-6 3e-6 --over seed 1 2 [--job rl] [overrides]
     python -m launch.sweep FOLDER      print the table of the runs, and write it to FOLDER/sweep.md
 
-``--over config A B`` sweeps over configurations; ``--over checkpoint A B`` with ``--job eval`` over checkpoints. A value
+``--over config A B`` sweeps over configurations, and with ``--job eval``, ``--over checkpoint A B`` over checkpoints. A value
 with blanks is several arguments (``"mlp moe"``). Each run is a separate job in ``<run>_sweep/element-<i>``.
 """
 

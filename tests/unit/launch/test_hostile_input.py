@@ -188,11 +188,11 @@ def test_an_interrupt_is_a_line_and_not_a_traceback(
     assert capsys.readouterr().err.splitlines()[-1] == "python -m launch: interrupted, nothing is queued"
 
 
-@pytest.mark.parametrize("name", ["copy_code", "add_job"])
+@pytest.mark.parametrize("name", ["copy_code", "record_job"])
 def test_a_full_disk_queues_nothing_and_is_said_with_the_folder(
     tmp_path: Path, queue: Queue, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    def full(*args: object) -> None:
+    def full(*args: object, **_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(slurm, name, full)
@@ -231,7 +231,7 @@ def test_logs_name_what_is_not_there(tmp_path: Path, monkeypatch, capsys: pytest
     assert cli.main(["logs", str(tmp_path), "--role", "job"]) == 0
     assert capsys.readouterr().out == "said by the batch script\n"
     for words, said in (
-        (("--role", "cook"), "there is no log of role cook. There are: trainer.node0, job\n"),
+        (("--role", "cook"), "there is no log of role cook. Logs: trainer.node0, job\n"),
         (("--rank", "7"), f"--rank 7 has written nothing. Logs: {logs / 'trainer.node0.log'}\n"),
     ):
         assert cli.main(["logs", str(tmp_path), *words]) == 2
@@ -270,7 +270,7 @@ def test_a_sweep_leads_to_its_elements(tmp_path: Path, monkeypatch, capsys: pyte
     shown = capsys.readouterr().out
     assert shown.index("5 on c: COMPLETED") < shown.index("6 on c: FAILED")
     assert cli.main(["logs", str(tmp_path)]) == 2
-    assert f"is a sweep: name one of its runs, as {tmp_path / 'element-0'}" in capsys.readouterr().err
+    assert f"is a sweep: name one of its runs, such as {tmp_path / 'element-0'}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

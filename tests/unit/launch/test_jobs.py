@@ -168,7 +168,10 @@ def test_a_study_that_one_node_cannot_hold_is_refused(tmp_path: Path):
         "off",
     )
     assert found.spec is None and len(found.problems) == 2
-    assert "takes 4 of the 2 slots" in found.problems[0] and "algo.correction" in found.problems[1]
+    assert (
+        "takes 4 slots, and a study runs on one node of 2" in found.problems[0]
+        and "algo.correction" in found.problems[1]
+    )
     assert "--nodes 2" in plan(cluster_of(tmp_path), "study", "tiny_qwen3_moe", nodes=2).problems[0]
 
 

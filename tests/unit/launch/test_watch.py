@@ -39,7 +39,7 @@ def test_a_run_under_way_is_shown_and_can_be_cancelled(tmp_path: Path, capsys: p
     until(lambda: "listens" in log_file(run_dir, "rollout-0", 1).read_text(), "the replica")
     assert cli.main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert f"{job_id} on here: RUNNING, 2 node(s)" in shown and "attempt 0: running" in shown
+    assert f"{job_id} on here: RUNNING, 2 node(s)" in shown and "attempt 0: in progress" in shown
     assert "trainer     node 0 (" in shown and "rollout-0   node 1 (" in shown and shown.count(": running") == 2
     assert "0.1 s per step" in shown and ", reward " in shown and "report.html (not written yet" in shown
 
