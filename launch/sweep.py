@@ -3,8 +3,8 @@
     python -m launch CONFIG --cluster NAME --over optim.lr 1e-6 3e-6 --over seed 1 2 [--job rl] [overrides]
     python -m launch.sweep FOLDER      print the table of the runs, and write it to FOLDER/sweep.md
 
-``--over config A B`` sweeps over configurations, and with ``--job eval``, ``--over checkpoint A B`` over checkpoints. A value
-with blanks is several arguments (``"mlp moe"``). Each run is a separate job in ``<run>_sweep/element-<i>``.
+``--over config A B`` sweeps over configurations. With ``--job eval``, ``--over checkpoint A B`` sweeps over checkpoints.
+A value with blanks is several arguments (``"mlp moe"``). Each run is a separate job in ``<run>_sweep/element-<i>``.
 """
 
 from __future__ import annotations
