@@ -3,7 +3,7 @@
     python -m launch CONFIG --cluster NAME --over optim.lr 1e-6 3e-6 --over seed 1 2 [--job rl] [overrides]
     python -m launch.sweep FOLDER      print the table of the runs, and write it to FOLDER/sweep.md
 
-``--over config A B`` sweeps over configurations. With ``--job eval``, ``--over checkpoint A B`` sweeps over checkpoints.
+``--over config A B`` sweeps over configurations; ``--job eval --over checkpoint A B`` sweeps over checkpoints.
 A value with blanks is several arguments (``"mlp moe"``). Each run is a separate job in ``<run>_sweep/element-<i>``.
 """
 
