@@ -115,6 +115,7 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_fp8rl.config import PrecisionConfig
+    from megatron_fp8rl.precision.formats import BF16
     from megatron_fp8rl.precision.recipes import make_recipe
     from megatron_fp8rl.trainer.model.experts import GroupedExperts
     from megatron_fp8rl.trainer.model.linear import GroupedLinear, LinearSpec
@@ -148,7 +149,7 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
         submodules=submodules,
         pg_collection=groups,
         wgrad=wgrad,
-        scales=None if recipe is None else recipe.scales,
+        fmt=BF16 if recipe is None else recipe.fmt,
     )
     for linear in (module.linear_fc1, module.linear_fc2):
         for weight in linear.weights:

@@ -86,7 +86,7 @@ def _ours(arm: str, shape: Shape) -> Call:
             from megatron_fp8rl.trainer.model.linear_te import te_linear
 
             return lambda x: te_linear(x, [weight], recipe)
-        return lambda x: linear_deep_gemm.linear(x, linear_deep_gemm.Matrix(weight, recipe.scales, WeightCache()))
+        return lambda x: linear_deep_gemm.linear(x, linear_deep_gemm.Matrix(weight, recipe.fmt, WeightCache()))
 
     def run(x: Any) -> Any:
         for weight in weights:
@@ -96,7 +96,7 @@ def _ours(arm: str, shape: Shape) -> Call:
         if arm != "ours deep_gemm":
             return _between(*map(linear, weights), x)
         return linear_deep_gemm.mlp(
-            x, *(linear_deep_gemm.Matrix(weight, recipe.scales, WeightCache()) for weight in weights)
+            x, *(linear_deep_gemm.Matrix(weight, recipe.fmt, WeightCache()) for weight in weights)
         )
 
     return run

@@ -203,12 +203,8 @@ def linear(x: Tensor, weight_data: Tensor, weight_scale_inv: Tensor, scales: Sca
 
     x [..., K]; weight_data float8_e4m3fn [N, K] and weight_scale_inv float32 [Nb, Kb] as in :func:`quantize_weight`.
     """
-    return linear_dequantized(x, dequantize_weight(weight_data, weight_scale_inv), scales)
-
-
-def linear_dequantized(x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
-    """:func:`linear` for callers that cache the dequantized weight, float32 or float64."""
     rows = round_activation(x, scales, torch.float64).flatten(0, -2)
+    weight = dequantize_weight(weight_data, weight_scale_inv)
     return float64.matmul(rows, weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
 
 

@@ -27,12 +27,24 @@ features of the permuted rows (a multiple of 128), F = features of each half of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels.backend import runs_triton
-from megatron_fp8rl.kernels.types import BLOCK, ExpertPermutation, Packed, Quantized, Scales, SwigluGradients
+from megatron_fp8rl.kernels.types import (
+    BLOCK,
+    ExpertPermutation,
+    Packed,
+    Quantized,
+    Scales,
+    SwigluGradients,
+    block_scales,
+)
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.precision.formats import QuantFormat
 
 
 def expert_permutation(
@@ -73,7 +85,7 @@ def pack(x_TH: Tensor) -> Packed:
 def permute_quantize(
     x_TK: Tensor | Packed,
     layout: ExpertPermutation,
-    scales: Scales,
+    fmt: QuantFormat,
     *,
     rows: bool = True,
     columns: bool = False,
@@ -97,21 +109,23 @@ def permute_quantize(
     if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):
         raise ValueError(f"probs must be float32 [{layout.num_tokens}], not {_described(probs)}")
     implementation = _implementation(x_TK.data if isinstance(x_TK, Packed) else x_TK)
-    return implementation.permute_quantize(x_TK, layout, scales, rows=rows, columns=columns, bf16=bf16, probs=probs)
+    return implementation.permute_quantize(
+        x_TK, layout, _scales(fmt), rows=rows, columns=columns, bf16=bf16, probs=probs
+    )
 
 
 def quantize_rows_columns(
-    x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool = True, columns: bool = True
+    x_PK: Tensor, layout: ExpertPermutation, fmt: QuantFormat, *, rows: bool = True, columns: bool = True
 ) -> Quantized:
     """Quantize an already padded BF16 matrix in one read; padded rows are treated as zeros, whatever they contain."""
     _require_matrix("x_PK", x_PK, layout.num_rows)
-    return _implementation(x_PK).quantize_rows_columns(x_PK, layout, scales, rows=rows, columns=columns)
+    return _implementation(x_PK).quantize_rows_columns(x_PK, layout, _scales(fmt), rows=rows, columns=columns)
 
 
 def swiglu_quantize(
     h_P2F: Tensor,
     layout: ExpertPermutation,
-    scales: Scales,
+    fmt: QuantFormat,
     *,
     rows: bool = True,
     columns: bool = False,
@@ -122,14 +136,14 @@ def swiglu_quantize(
     Byte-identical to the kernel between the two GEMMs of vLLM's DeepGEMM experts.
     """
     _require_matrix("h_P2F", h_P2F, layout.num_rows, halves=2)
-    return _implementation(h_P2F).swiglu_quantize(h_P2F, layout, scales, rows=rows, columns=columns, bf16=bf16)
+    return _implementation(h_P2F).swiglu_quantize(h_P2F, layout, _scales(fmt), rows=rows, columns=columns, bf16=bf16)
 
 
 def swiglu_backward_quantize(
     dy_PF: Tensor,
     h_P2F: Tensor,
     layout: ExpertPermutation,
-    scales: Scales,
+    fmt: QuantFormat,
     *,
     rows: bool = True,
     columns: bool = True,
@@ -156,7 +170,7 @@ def swiglu_backward_quantize(
         dy_PF,
         h_P2F,
         layout,
-        scales,
+        _scales(fmt),
         rows=rows,
         columns=columns,
         bf16=bf16,
@@ -172,6 +186,11 @@ def unpermute(y_PN: Tensor, layout: ExpertPermutation, probs: Tensor | None = No
     if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):
         raise ValueError(f"probs must be float32 [{layout.num_tokens}], not {_described(probs)}")
     return _implementation(y_PN).unpermute(y_PN, layout, probs)
+
+
+def _scales(fmt: QuantFormat) -> Scales:
+    """The kernels' scales for a format; results in BF16 have none."""
+    return block_scales(fmt) if fmt.is_quantized else "pow2"
 
 
 def _implementation(tensor: Tensor):

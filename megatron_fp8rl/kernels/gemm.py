@@ -26,7 +26,7 @@ N = output features and K = input features, multiples of 128.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,10 @@ from megatron_fp8rl.kernels.cuda import launch
 from megatron_fp8rl.kernels.deep_gemm import deep_gemm
 from megatron_fp8rl.kernels.fused_moe import unpermute
 from megatron_fp8rl.kernels.fused_moe_torch import swizzled
-from megatron_fp8rl.kernels.types import BLOCK, ExpertPermutation, Scales
+from megatron_fp8rl.kernels.types import BLOCK, ExpertPermutation, block_scales
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.precision.formats import QuantFormat
 
 _BOTH_BY_ROWS = (1, 1, 128)  # scale blocks: 1 row of the left operand, 1 of the right, 128 terms of the sum
 
@@ -64,9 +67,9 @@ class Fp8(NamedTuple):
         return Fp8(data_EKN, self.scale.transpose(1, 2))
 
 
-def quantized(weights_ENK: Tensor, scales: Scales) -> Fp8:
+def quantized(weights_ENK: Tensor, fmt: QuantFormat) -> Fp8:
     """Quantize weights [E, N, K], N a multiple of 128, in one launch; no block spans two matrices."""
-    num_experts, num_rows, num_columns = weights_ENK.shape
+    scales, (num_experts, num_rows, num_columns) = block_scales(fmt), weights_ENK.shape
     if weights_ENK.is_cuda:
         from megatron_fp8rl.kernels.triton import quantize  # imports Triton
 

@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_fp8rl.precision.formats import QuantFormat
+
 BLOCK = 128  # values that share a scale: 1 x 128 of an activation, 128 x 128 of a weight
 E4M3_MAX = 448.0  # the largest E4M3 number
 UNIT = 2.0**44  # of integer sums of exponentials: sums of up to 2^19 terms, each at most 1, are below 2^63
 
 Scales = Literal["pow2", "fp32"]
 """How a block's scale is chosen: rounded up to a power of two, or the FP32 quotient."""
+
+
+def block_scales(fmt: QuantFormat) -> Scales:
+    """The kind of scales of a format. Raises ValueError for a format that the blockwise kernels do not support."""
+    if fmt.scale_kind is None or fmt.weight_block != (BLOCK, BLOCK) or fmt.element != "float8_e4m3fn":
+        raise ValueError(f"format {fmt.name}: no kernel supports it; choose a blockwise format, or add a kernel")
+    return fmt.scale_kind
 
 
 @dataclass(frozen=True, slots=True)

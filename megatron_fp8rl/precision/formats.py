@@ -149,6 +149,11 @@ FORMATS = {f.name: f for f in (BLOCKWISE_POW2, BLOCKWISE_FP32, BF16, FP32, DELAY
 UNQUANTIZED = {f.element: f for f in (BF16, FP32)}
 
 
+def blockwise_format(scales: Scales) -> QuantFormat:
+    """The blockwise format with these scales."""
+    return FORMATS[f"blockwise_{scales}"]
+
+
 def trainer_format(precision: PrecisionConfig) -> QuantFormat:
     """The format of the trainer's quantized weights; BF16 if it has none."""
     return _format(precision.trainer, precision)
@@ -165,4 +170,4 @@ def engine_format(precision: PrecisionConfig) -> QuantFormat:
 
 
 def _format(recipe: str, precision: PrecisionConfig) -> QuantFormat:
-    return FORMATS[f"blockwise_{precision.scales}" if recipe == "blockwise" else recipe]
+    return blockwise_format(precision.scales) if recipe == "blockwise" else FORMATS[recipe]

@@ -39,7 +39,8 @@ from megatron_fp8rl.kernels.blockwise import (
     round_blocks_,
     round_to_grid_,
 )
-from megatron_fp8rl.kernels.types import BLOCK, Scales
+from megatron_fp8rl.kernels.types import BLOCK
+from megatron_fp8rl.precision.formats import QuantFormat, trainer_format
 
 INPUT, WEIGHT, GRAD = 0, 1, 2  # the tensors of a linear, in the order of AmaxHistory
 AMAX_HISTORY_LEN = 16  # optimizer steps; long enough that one step with small values does not shrink a scale
@@ -139,30 +140,33 @@ class AmaxHistory(nn.Module):
 
 
 class Blockwise:
-    """Scales from the block itself: one per 128 values, one per 128x128 block of a weight."""
+    """Scales from the block itself."""
 
-    def __init__(self, scales: Scales, grad_format: Format):
-        self.scales: Scales = scales
-        self.grad_format = grad_format
+    def __init__(self, fmt: QuantFormat, grad_format: Format):
+        if fmt.scale_kind is None or fmt.weight_block is None or fmt.activation_block is None:
+            raise ValueError(f"format {fmt.name}: it has no blocks; choose a blockwise format")
+        self.fmt, self.grad_format = fmt, grad_format
+        self._scales, self._weight_block, self._size = fmt.scale_kind, fmt.weight_block, fmt.activation_block[1]
 
     def _round_rows(self, x_PK: Tensor, fmt: Format) -> Operand:
-        blocks = float32_copy(x_PK, columns_to=BLOCK).unflatten(1, (-1, BLOCK))
-        rounded = round_blocks_(blocks, 2, self.scales, fmt)
-        return Operand(rounded.flatten(1)[:, : x_PK.shape[1]].to(operand_dtype(x_PK.dtype, self.scales)))
+        blocks = float32_copy(x_PK, columns_to=self._size).unflatten(1, (-1, self._size))
+        rounded = round_blocks_(blocks, 2, self._scales, fmt)
+        return Operand(rounded.flatten(1)[:, : x_PK.shape[1]].to(operand_dtype(x_PK.dtype, self._scales)))
 
     def _round_columns(self, x_PK: Tensor, fmt: Format) -> Operand:
-        rounded = round_blocks_(float32_copy(x_PK).unflatten(0, (-1, BLOCK)), 1, self.scales, fmt)
-        return Operand(rounded.flatten(0, 1).to(operand_dtype(x_PK.dtype, self.scales)))
+        rounded = round_blocks_(float32_copy(x_PK).unflatten(0, (-1, self._size)), 1, self._scales, fmt)
+        return Operand(rounded.flatten(0, 1).to(operand_dtype(x_PK.dtype, self._scales)))
 
     def input(self, x_PK: Tensor, rows: Rows, history: AmaxHistory | None, record: bool) -> Operand:
         return self._round_rows(x_PK, E4M3)
 
     def weight(self, weight_ENK: Tensor, history: AmaxHistory | None, record: bool) -> Operand:
         num_rows, num_columns = weight_ENK.shape[1:]
-        padded = float32_copy(weight_ENK, rows_to=BLOCK, columns_to=BLOCK)
-        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-        rounded = round_blocks_(blocks, (2, 4), self.scales).flatten(3, 4).flatten(1, 2)
-        values = rounded[:, :num_rows, :num_columns].to(operand_dtype(weight_ENK.dtype, self.scales))
+        rows, columns = self._weight_block
+        padded = float32_copy(weight_ENK, rows_to=rows, columns_to=columns)
+        blocks = padded.unflatten(2, (-1, columns)).unflatten(1, (-1, rows))
+        rounded = round_blocks_(blocks, (2, 4), self._scales).flatten(3, 4).flatten(1, 2)
+        values = rounded[:, :num_rows, :num_columns].to(operand_dtype(weight_ENK.dtype, self._scales))
         return Operand(values)
 
     def grad_output(self, grad_PN: Tensor, rows: Rows, history: AmaxHistory | None, record: bool) -> Operand:
@@ -275,7 +279,7 @@ def make_recipe(precision: PrecisionConfig) -> Recipe | None:
         case "bf16":
             return None
         case "blockwise":
-            return Blockwise(precision.scales, grad_format)
+            return Blockwise(trainer_format(precision), grad_format)
         case "tensorwise":
             return Tensorwise(grad_format)
         case "delayed":

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fp8rl.kernels import blockwise
+from megatron_fp8rl.precision.formats import blockwise_format
 
 cpu_kernels = pytest.importorskip("megatron_fp8rl.rollout.vllm_plugin.cpu.cpu_layers")
 
@@ -24,7 +25,7 @@ def parameter(tensor: Tensor) -> nn.Parameter:
 
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_linear(scales):
-    method = cpu_kernels.EmulatedFp8LinearMethod(scales)
+    method = cpu_kernels.EmulatedFp8LinearMethod(blockwise_format(scales))
     data, scale_inv = blockwise.quantize_weight(rand(384, 256), scales)
     layer = nn.Module()
     layer.weight, layer.weight_scale_inv = parameter(data), parameter(scale_inv)
@@ -87,7 +88,7 @@ def test_experts(kind, captured):
         layer = moe_layer(w13_weight=whole["w13"], w2_weight=whole["w2"])
     else:
         method = object.__new__(cpu_kernels.EmulatedFp8MoEMethod)
-        method.scales = kind
+        method.fmt = blockwise_format(kind)
         stacked = {f"{n}_weight": torch.stack([q for q, _ in pairs]) for n, pairs in quantized.items()}
         scales = {f"{n}_weight_scale_inv": torch.stack([s for _, s in pairs]) for n, pairs in quantized.items()}
         layer = moe_layer(**stacked, **scales)

@@ -14,6 +14,7 @@ from megatron_fp8rl.kernels import gemm
 from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
 from megatron_fp8rl.kernels.fused_moe import expert_permutation, permute_quantize
 from megatron_fp8rl.kernels.gemm import Fp8
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, blockwise_format
 from megatron_fp8rl.precision.hardware import installed_packages
 from megatron_fp8rl.precision.recipes import make_recipe
 from megatron_fp8rl.trainer.model import linear_deep_gemm
@@ -43,11 +44,11 @@ def matrices(scales: str = "pow2") -> tuple[Matrix, Matrix]:
     """fc1 [2F, H] and fc2 [H, F]."""
     shapes = ((2 * FEATURES, H), (H, FEATURES))
     weights = [torch.nn.Parameter(draw(*shape, seed=seed, size=0.03)) for seed, shape in enumerate(shapes, 4)]
-    return tuple(Matrix(weight, scales, WeightCache()) for weight in weights)
+    return tuple(Matrix(weight, blockwise_format(scales), WeightCache()) for weight in weights)
 
 
 def on_cpu(matrix: Matrix) -> Matrix:
-    return Matrix(torch.nn.Parameter(matrix.weight.detach().cpu()), matrix.scales, WeightCache())
+    return Matrix(torch.nn.Parameter(matrix.weight.detach().cpu()), matrix.fmt, WeightCache())
 
 
 def products(y, inputs, grad) -> dict:
@@ -66,7 +67,7 @@ def run(kind: str, x, fc1: Matrix, fc2: Matrix, grads: dict) -> dict:
 def run_on_te(kind: str, x, fc1: Matrix, fc2: Matrix, grads: dict) -> dict:
     from megatron_fp8rl.trainer.model.linear_te import te_linear
 
-    recipe, x = make_recipe(PrecisionConfig(scales=fc1.scales)), x.detach().requires_grad_()
+    recipe, x = make_recipe(PrecisionConfig(scales=fc1.fmt.scale_kind)), x.detach().requires_grad_()
     h = te_linear(x, [fc1.weight], recipe)
     if kind == "linear":
         return products(h, [x, fc1.weight], grads[2 * FEATURES])
@@ -143,7 +144,7 @@ def test_weight_gradients_are_those_of_the_grouped_kernel_and_are_added(tokens):
         gemm.add_dense_weight_gradient(*map(linear_deep_gemm._columns, made), ours)
     layout = expert_permutation(torch.tensor([tokens], device="cuda"), tokens, [tokens])
     grouped = torch.ones(1, 2 * FEATURES, H, device="cuda")
-    blocks = [permute_quantize(m, layout, "pow2", rows=False, columns=True) for m in (grad, x)]
+    blocks = [permute_quantize(m, layout, BLOCKWISE_POW2, rows=False, columns=True) for m in (grad, x)]
     operands = [Fp8(m.columns, m.column_scales) for m in blocks]
     for _ in range(2):
         gemm.add_weight_gradients_fp8(*operands, layout, grouped)

@@ -8,6 +8,7 @@ import torch
 
 from megatron_fp8rl.kernels.blockwise import dequantize_activation, quantize_activation
 from megatron_fp8rl.kernels.types import BLOCK
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
 from tests.helpers.dist import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -57,7 +58,7 @@ def _play() -> dict[str, float]:
     found: dict[str, float] = {}
     for whose in ("theirs", "ours"):
         if whose == "ours":
-            patches.quantize_activations_as_the_trainer("pow2")
+            patches.quantize_activations_as_the_trainer(BLOCKWISE_POW2)
         data, scale = _outputs(ROWS, WIDTH)
         stream = residual.clone()
         torch.ops._C.rms_norm_per_block_quant(data, x, weight, scale, EPS, None, stream, BLOCK, True)

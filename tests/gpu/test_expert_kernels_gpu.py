@@ -11,6 +11,7 @@ from megatron_fp8rl.kernels import blockwise, fused_moe, fused_moe_torch, gemm
 from megatron_fp8rl.kernels.fused_moe import expert_permutation
 from megatron_fp8rl.kernels.triton import swiglu
 from megatron_fp8rl.kernels.types import ExpertPermutation, Quantized
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, blockwise_format
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -82,16 +83,16 @@ def test_permutation(kind, scales):
     x, probs = random_rows(layout.num_tokens, 1024), torch.rand(layout.num_tokens, device="cuda")
     wanted = dict(rows=True, columns=True, bf16=True)
     for weights in (None, probs):
-        found = fused_moe.permute_quantize(x, layout, scales, probs=weights, **wanted)
+        found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), probs=weights, **wanted)
         assert_equal(found, fused_moe_torch.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
-    rows_alone = fused_moe.permute_quantize(x, layout, scales)
+    rows_alone = fused_moe.permute_quantize(x, layout, blockwise_format(scales))
     assert_equal(
         rows_alone,
         fused_moe_torch.permute_quantize(x, layout, scales, rows=True, columns=False, bf16=False, probs=None),
         layout,
     )
     y = random_rows(layout.num_rows, 1024, seed=1)
-    again = fused_moe.quantize_rows_columns(y, layout, scales)
+    again = fused_moe.quantize_rows_columns(y, layout, blockwise_format(scales))
     assert_equal(again, fused_moe_torch.quantize_rows_columns(y, layout, scales, rows=True, columns=True), layout)
     for weights in (None, probs):
         out = fused_moe.unpermute(y, layout, weights)
@@ -105,7 +106,7 @@ def test_swiglu(kind, scales):
     layout = layout_of(counts_of(kind, 20_000), exact=kind != "skewed")
     h = random_rows(layout.num_rows, 1536, octaves=6)
     h[layout.experts < 0] = torch.nan
-    found = fused_moe.swiglu_quantize(h, layout, scales, columns=True, bf16=True)
+    found = fused_moe.swiglu_quantize(h, layout, blockwise_format(scales), columns=True, bf16=True)
     valid = (layout.experts >= 0)[:, None]
     assert_nearly_equal(found.bf16, fused_moe_torch.swiglu(torch.where(valid, h, 0.0)), layout)
     made_of = dict(rows=True, columns=True, bf16=True)
@@ -115,7 +116,9 @@ def test_swiglu(kind, scales):
     dy[layout.experts < 0] = torch.nan
     wanted = made_of | dict(activation_columns=True, activation_bf16=True)
     for weights in (None, probs):
-        found = fused_moe.swiglu_backward_quantize(dy, h.clone(), layout, scales, probs=weights, **wanted)
+        found = fused_moe.swiglu_backward_quantize(
+            dy, h.clone(), layout, blockwise_format(scales), probs=weights, **wanted
+        )
         expected = fused_moe_torch.swiglu_backward_quantize(dy, h, layout, scales, probs=weights, **wanted)
         assert_nearly_equal(found.dh.bf16, expected.dh.bf16, layout)
         assert_nearly_equal(found.activation.bf16, expected.activation.bf16, layout)
@@ -131,7 +134,7 @@ def test_swiglu(kind, scales):
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_weights_are_those_that_are_published(scales):
     weights = random_rows(3 * 512, 384).view(3, 512, 384)
-    found = gemm.quantized(weights, scales)
+    found = gemm.quantized(weights, blockwise_format(scales))
     data, scale = blockwise.quantize_weight(weights.view(-1, 384), scales)
     assert torch.equal(found.data.view(torch.uint8).view(-1, 384), data.view(torch.uint8))
     assert torch.equal(found.scale.flatten(0, 1), scale)
@@ -146,7 +149,7 @@ def test_forward_bytes_are_those_of_the_engines_kernel():
     h = random_rows(8192, 1536, octaves=6)
     data = torch.empty(8192, 768, dtype=torch.float8_e4m3fn, device="cuda")
     data, scale = fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor(input=h, output=data, use_ue8m0=True)
-    found = fused_moe.swiglu_quantize(h, layout, "pow2")
+    found = fused_moe.swiglu_quantize(h, layout, BLOCKWISE_POW2)
     assert torch.equal(found.rows.view(torch.uint8), data.view(torch.uint8))
     is_zero = (found.rows.float().view(8192, 6, 128) == 0).all(-1)  # whose scale means nothing
     assert torch.equal(found.row_scales[~is_zero], scale[~is_zero])

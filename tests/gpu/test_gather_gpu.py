@@ -10,6 +10,7 @@ from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
 from megatron_fp8rl.kernels.expert_slots import Choice, sum_rows
 from megatron_fp8rl.kernels.fused_moe import pack, permute_quantize
 from megatron_fp8rl.kernels.routing import routed_scores
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
 from megatron_fp8rl.trainer.model.router import rounded_linear
 from tests.helpers.hopper import ON_HOPPER
 from tests.helpers.training import MOE, alone, continue_training, run_config
@@ -84,7 +85,7 @@ def test_packed_rows_and_their_operands_are_those_of_a_cpu(columns):
     for device in ("cuda", "cpu"):
         packed = pack(x.to(device))
         layout = Choice.of(scores.to(device)).slots(16).layout
-        made = permute_quantize(packed, layout, "pow2", columns=columns)
+        made = permute_quantize(packed, layout, BLOCKWISE_POW2, columns=columns)
         parts = [packed.data[:, :2064], made.rows.view(torch.uint8), made.row_scales]
         parts += [made.columns.view(torch.uint8), made.column_scales] if columns else []
         real = (layout.rows >= 0).cpu()

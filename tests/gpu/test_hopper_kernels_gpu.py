@@ -17,6 +17,7 @@ from megatron_fp8rl.kernels.fused_moe import (
 )
 from megatron_fp8rl.kernels.fused_moe_torch import swizzled
 from megatron_fp8rl.kernels.gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens, quantized
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, blockwise_format
 from tests.helpers.hopper import ON_HOPPER
 
 pytestmark = ON_HOPPER
@@ -37,7 +38,7 @@ def operands(counts, *widths: int, scales: str = "pow2"):
     made = []
     for width in widths:
         x = torch.randn(sum(counts), width, device="cuda", generator=generator).bfloat16()
-        made.append(permute_quantize(x, layout, scales, rows=False, columns=True))
+        made.append(permute_quantize(x, layout, blockwise_format(scales), rows=False, columns=True))
     return layout, [tensor for m in made for tensor in (m.columns, m.column_scales)]
 
 
@@ -132,8 +133,8 @@ def products(counts, shape, scales="pow2"):
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(layout.num_rows, shape[1], device="cuda", generator=generator).bfloat16()
     weights = torch.randn(len(counts), *shape, device="cuda", generator=generator).bfloat16() / 16
-    made = quantize_rows_columns(x, layout, scales, columns=False)
-    return layout, Fp8(made.rows, made.row_scales), quantized(weights, scales)
+    made = quantize_rows_columns(x, layout, blockwise_format(scales), columns=False)
+    return layout, Fp8(made.rows, made.row_scales), quantized(weights, blockwise_format(scales))
 
 
 @pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")
@@ -181,7 +182,7 @@ def test_the_gradient_of_swiglu_is_tritons(counts, weighted, monkeypatch):
     probs = torch.rand(layout.num_tokens, device="cuda", generator=generator) if weighted else None
 
     def run():
-        return swiglu_backward_quantize(dy, h, layout, "pow2", activation_columns=True, probs=probs)
+        return swiglu_backward_quantize(dy, h, layout, BLOCKWISE_POW2, activation_columns=True, probs=probs)
 
     ours, ms = run(), busy_ms(run)
     monkeypatch.setattr(launch, "is_hopper", lambda device: False)

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.precision.formats import BF16
 from megatron_fp8rl.precision.recipes import make_recipe
 from megatron_fp8rl.trainer.model.experts import GroupedExperts
 from megatron_fp8rl.trainer.model.layers import Experts
@@ -55,8 +56,8 @@ def build_experts(
     )
     kind = partial(Experts, applies_router_weights=applies_router_weights)
     if grouped:
-        scales = None if recipe is None else recipe.scales
-        kind = partial(GroupedExperts, wgrad=wgrad, scales=scales, applies_router_weights=applies_router_weights)
+        fmt = BF16 if recipe is None else recipe.fmt
+        kind = partial(GroupedExperts, wgrad=wgrad, fmt=fmt, applies_router_weights=applies_router_weights)
     groups = SimpleNamespace(ep=_ALONE, expt_tp=_ALONE, expt_dp=_ALONE)
     module = kind(num_experts, config, submodules=submodules, pg_collection=groups)
     generator = torch.Generator().manual_seed(1)

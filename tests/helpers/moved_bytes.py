@@ -8,6 +8,7 @@ import torch
 
 from megatron_fp8rl.kernels import fused_moe as kernels
 from megatron_fp8rl.kernels.types import BLOCK, ExpertPermutation, Scales
+from megatron_fp8rl.precision.formats import blockwise_format
 
 
 def output_bytes(
@@ -60,20 +61,20 @@ def movement_calls(
 
     x, y = random(num_tokens, hidden), random(num_rows, hidden)
     h, da, probs = random(num_rows, 2 * width), random(num_rows, width), torch.rand(num_tokens, device="cuda")
-    both = dict(rows=True, columns=True)
+    fmt, both = blockwise_format(scales), dict(rows=True, columns=True)
     num_bytes = permute_quantize_bytes(num_tokens, num_rows, hidden, **both)
-    yield "permute and quantize", lambda: kernels.permute_quantize(x, layout, scales, **both), num_bytes
+    yield "permute and quantize", lambda: kernels.permute_quantize(x, layout, fmt, **both), num_bytes
     num_bytes = swiglu_quantize_bytes(num_tokens, num_rows, width, rows=True)
-    yield "SwiGLU and quantize", lambda: kernels.swiglu_quantize(h, layout, scales), num_bytes
+    yield "SwiGLU and quantize", lambda: kernels.swiglu_quantize(h, layout, fmt), num_bytes
     num_bytes = unpermute_bytes(num_tokens, hidden, probs=True)
     yield "unpermute, weighted", lambda: kernels.unpermute(y, layout, probs), num_bytes
     num_bytes = swiglu_backward_bytes(num_tokens, num_rows, width, activation_columns=True, **both)
-    call = partial(kernels.swiglu_backward_quantize, da, h, layout, scales, activation_columns=True, probs=probs)
+    call = partial(kernels.swiglu_backward_quantize, da, h, layout, fmt, activation_columns=True, probs=probs)
     yield "SwiGLU backward and quantize", call, num_bytes
     yield "unpermute", lambda: kernels.unpermute(y, layout), unpermute_bytes(num_tokens, hidden)
     shapes = ((len(layout.padded_counts), *shape) for shape in ((2 * width, hidden), (hidden, width)))
     weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     num_weights = sum(weight.numel() for weight in weights)
-    yield "weights", lambda: [quantized(weight, scales) for weight in weights], 3 * num_weights + num_weights // 4096
-    made = [quantized(weight, scales) for weight in weights]
+    yield "weights", lambda: [quantized(weight, fmt) for weight in weights], 3 * num_weights + num_weights // 4096
+    made = [quantized(weight, fmt) for weight in weights]
     yield "weights, transposed", lambda: [weight.transposed() for weight in made], 2 * num_weights

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.kernels import exact_logprobs as exact
-from megatron_fp8rl.kernels.types import BLOCK, Scales
+from megatron_fp8rl.kernels.types import BLOCK, block_scales
+from megatron_fp8rl.precision.formats import QuantFormat
 from megatron_fp8rl.upstream import patches
 
 
@@ -79,11 +80,12 @@ _libraries: list[torch.library.Library] = []  # kept, because garbage collection
     "(vllm-project/vllm#51477), so a compiled engine would quantize differently from the trainer",
     remove_when="the fused kernels use the requested scales, and round to BF16 before",
 )
-def quantize_activations_as_the_trainer(scales: Scales) -> None:
+def quantize_activations_as_the_trainer(fmt: QuantFormat) -> None:
     """Replace the kernels of vLLM's two fused operators by ``kernels/triton/quantize_activations.py``, in this process.
 
     Raises AttributeError if this vLLM has no such operators.
     """
+    scales = block_scales(fmt)
     from vllm import _custom_ops as _operators  # noqa: F401  loads vLLM's kernels, which must not replace ours
 
     from megatron_fp8rl.kernels.triton.quantize_activations import norm_quantize, swiglu_quantize

@@ -56,7 +56,7 @@ def register() -> None:
     )
     from megatron_fp8rl.rollout.vllm_plugin import patches
 
-    patches.quantize_activations_as_the_trainer(fmt.scale_kind)
+    patches.quantize_activations_as_the_trainer(fmt)
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         patches.make_residual_norms_batch_invariant()
         patches.make_logprobs_order_independent()

@@ -211,8 +211,8 @@ class ExpertLayer(MoELayer):
             self.token_dispatcher = GatherDispatcher(
                 config,
                 pg_collection,
-                in_fp8=self.experts.scales == "pow2",
-                reads_counts=self.experts.scales is None or self.experts.wgrad == "bf16",
+                in_fp8=self.experts.fmt.scale_kind == "pow2",
+                reads_counts=not self.experts.fmt.is_quantized or self.experts.wgrad == "bf16",
             )
         elif config.moe_token_dispatcher_type == "alltoall":
             self.token_dispatcher = Dispatcher(

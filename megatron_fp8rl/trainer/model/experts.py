@@ -53,7 +53,8 @@ from megatron_fp8rl.kernels.gemm import (
     multiply_fp8_to_tokens,
     quantized,
 )
-from megatron_fp8rl.kernels.types import ExpertPermutation, Packed, Quantized, Scales
+from megatron_fp8rl.kernels.types import ExpertPermutation, Packed, Quantized
+from megatron_fp8rl.precision.formats import QuantFormat
 from megatron_fp8rl.trainer.optimizer.grad_buffers import is_fused
 from megatron_fp8rl.upstream import patches
 
@@ -72,7 +73,7 @@ _dummies: dict[tuple, Tensor] = {}
 class GroupedExperts(TEGroupedMLP):
     """The experts of this rank.
 
-    ``scales``: quantization of both linears; None for BF16. ``wgrad``: operand dtype of wgrad if the linears are FP8.
+    ``fmt``: format of both linears' operands. ``wgrad``: operand dtype of wgrad if the linears are FP8.
     ``applies_router_weights``: apply router weights here, not in combine; the gradients are equal
     (``kernels/combine.py``).
     """
@@ -80,13 +81,13 @@ class GroupedExperts(TEGroupedMLP):
     def __init__(
         self,
         *args: Any,
-        scales: Scales | None,
+        fmt: QuantFormat,
         wgrad: Literal["fp8", "bf16"] = "fp8",  # bf16: to compare with, in tests and benchmarks
         applies_router_weights: bool = True,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.scales, self.wgrad, self.applies_router_weights = scales, wgrad, applies_router_weights
+        self.fmt, self.wgrad, self.applies_router_weights = fmt, wgrad, applies_router_weights
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor | Choice, probs: Tensor) -> tuple[Tensor, None]:
         """Weighted expert outputs BF16 [T, H] for hidden BF16 [T, H], sorted by expert, and probs [T].
@@ -110,7 +111,7 @@ class GroupedExperts(TEGroupedMLP):
             layout=layout,
             rows_TK=rows_TK,
             exchange=exchange,
-            scales=self.scales,
+            fmt=self.fmt,
             wgrad_fp8=self.wgrad == "fp8",
             record=torch.is_grad_enabled(),
             applies_router_weights=self.applies_router_weights,
@@ -119,7 +120,7 @@ class GroupedExperts(TEGroupedMLP):
 
     def _matrices(self, linear: Any, weights: Sequence[Tensor]) -> _Weights:
         """What GEMMs read of a linear, made once for its present weights."""
-        return linear.cache.get(weights, partial(_Weights, weights, self.scales))
+        return linear.cache.get(weights, partial(_Weights, weights, self.fmt))
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -129,7 +130,7 @@ class GroupedExperts(TEGroupedMLP):
     @property
     def reads_copies(self) -> bool:
         """Whether GEMMs never read the weights themselves."""
-        return self.scales is not None
+        return self.fmt.is_quantized
 
     def keep_copies(self) -> None:
         """Copy the weights, which leave their memory, until :meth:`drop_copies`."""
@@ -148,7 +149,7 @@ class _Call:
     """The non-differentiable arguments of one call."""
 
     layout: ExpertPermutation
-    scales: Scales | None  # None: BF16
+    fmt: QuantFormat
     wgrad_fp8: bool
     record: bool  # whether gradients are needed
     applies_router_weights: bool = True  # whether outputs are multiplied by p; backward is the same
@@ -162,16 +163,12 @@ class _Call:
     def forms(self, *, wgrad: bool) -> dict[str, bool]:
         """The formats of a matrix needed for fprop or dgrad, and with ``wgrad`` also for wgrad."""
         forms = self.operands(wgrad=wgrad)
-        return forms | {"rows": True} if self.scales is not None else {"rows": False, "columns": False, "bf16": True}
+        return forms | {"rows": True} if self.fmt.is_quantized else {"rows": False, "columns": False, "bf16": True}
 
     @property
     def in_columns(self) -> bool:
         """Whether wgrad operands are FP8 (columnwise)."""
-        return self.wgrad_fp8 and self.scales is not None
-
-    @property
-    def kernel_scales(self) -> Scales:
-        return self.scales or "pow2"
+        return self.wgrad_fp8 and self.fmt.is_quantized
 
     def gathered(self, x_TH: Tensor) -> Tensor | Packed:
         """The rows of all ranks that share experts."""
@@ -188,7 +185,7 @@ class _Call:
 
     def multiply(self, x: Quantized, weights: _Weights, *, transposed: bool = False) -> Tensor:
         """BF16 [P, N]: x times each expert's matrix or its transpose."""
-        if self.scales is None:
+        if not self.fmt.is_quantized:
             return multiply(x.bf16, weights.bf16(transposed), self.layout)
         return multiply_fp8(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, torch.bfloat16)
 
@@ -199,7 +196,7 @@ class _Call:
 
         Applies ``probs``, if not None, to rows or in sums, unless combine does."""
         of_rows, of_sums = (probs, None) if self.applies_router_weights else (None, probs)
-        if self.scales is None:
+        if not self.fmt.is_quantized:
             out = unpermute(self.multiply(x, weights, transposed=transposed), self.layout, of_rows)
         else:
             out = multiply_fp8_to_tokens(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, of_rows)
@@ -220,26 +217,26 @@ class _GroupedExperts(torch.autograd.Function):
     ) -> Tensor:
         """``linears`` and ``halves``: the matrices and the weights of fc1 and of fc2. ``everyone``: x of all ranks that
         share experts, of several. ``edges``: the weights autograd tracks, equally many of each."""
-        layout, scales = call.layout, call.kernel_scales
+        layout, fmt = call.layout, call.fmt
         needs_dw = call.record and any(ctx.needs_input_grad[6:])
         ctx.call, ctx.halves = call, halves
         if not layout.num_rows:
             return call.nothing(x_TH)
         fc1, fc2 = linears
-        x = permute_quantize(x_TH if everyone is None else everyone, layout, scales, **call.forms(wgrad=needs_dw))
+        x = permute_quantize(x_TH if everyone is None else everyone, layout, fmt, **call.forms(wgrad=needs_dw))
         h_P2F = call.multiply(x, fc1)
         x = _kept(x, call) if needs_dw else None
         if call.record:
             # save_for_backward keeps tensors until backward returns; these attributes are freed once read.
             ctx.linears, ctx.x, ctx.h = linears, x, h_P2F
             ctx.save_for_backward(probs_T)
-        a = swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False))
+        a = swiglu_quantize(h_P2F, layout, fmt, **call.forms(wgrad=False))
         del x, h_P2F
         return call.added(call.multiply_to_tokens(a, fc2, probs_T))
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple:
-        call, layout, scales = ctx.call, ctx.call.layout, ctx.call.kernel_scales
+        call, layout, fmt = ctx.call, ctx.call.layout, ctx.call.fmt
         needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6:])
         num_edges = len(ctx.needs_input_grad[6:]) // 2
         dw1 = dw2 = [None] * num_edges
@@ -252,13 +249,13 @@ class _GroupedExperts(torch.autograd.Function):
         (probs_T,) = ctx.saved_tensors
         (fc1, fc2), x, h_P2F = ctx.linears, ctx.x, ctx.h
         ctx.linears = ctx.x = ctx.h = None
-        dy = permute_quantize(everyone, layout, scales, **call.forms(wgrad=needs_dw))
+        dy = permute_quantize(everyone, layout, fmt, **call.forms(wgrad=needs_dw))
         del everyone
         da_PF = call.multiply(dy, fc2, transposed=True)
         dy = _kept(dy, call) if needs_dw else None
         activation = call.operands(wgrad=needs_dw, columns="activation_columns", bf16="activation_bf16")
         back = swiglu_backward_quantize(
-            da_PF, h_P2F, layout, scales, probs=probs_T, **call.forms(wgrad=needs_dw), **activation
+            da_PF, h_P2F, layout, fmt, probs=probs_T, **call.forms(wgrad=needs_dw), **activation
         )
         del da_PF, h_P2F
         dh, a, dprobs = back.dh, back.activation, back.dprobs
@@ -289,12 +286,12 @@ def _add_products(grad: Quantized, x: Quantized, call: _Call, out_ENK: Tensor) -
 class _Weights:
     """The matrices of one linear's experts as one tensor, in the GEMM's dtype."""
 
-    def __init__(self, weights: Sequence[Tensor], scales: Scales | None):
+    def __init__(self, weights: Sequence[Tensor], fmt: QuantFormat):
         matrices_ENK = stacked(weights)
         if matrices_ENK is None:
             matrices_ENK = torch.stack([weight.detach() for weight in weights])
-        self._bf16_ENK = matrices_ENK if scales is None else None
-        self._fp8 = None if scales is None else quantized(matrices_ENK, scales)
+        self._bf16_ENK = None if fmt.is_quantized else matrices_ENK
+        self._fp8 = quantized(matrices_ENK, fmt) if fmt.is_quantized else None
         self._transposed: Fp8 | None = None
 
     def bf16(self, transposed: bool) -> Tensor:

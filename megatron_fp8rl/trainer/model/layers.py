@@ -31,8 +31,8 @@ from torch import Tensor
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.combine import weighted_in_combine
-from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.formats import BF16, QuantFormat
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.recipes import AMAX_HISTORY_LEN, Blockwise, Recipe, make_recipe
@@ -150,7 +150,9 @@ class LayerFactory:
             gemm = None if torch.cuda.is_available() else in_torch
             return LinearSpec(gemm=gemm, history_len=self._history_len)
         shape = registry.slicing.shard_shape(weight, self._model, self._parallel.tp_size)
-        block_rows = _block_rows(weight, self._model, self._parallel) if isinstance(recipe, Blockwise) else None
+        block_rows = (
+            _block_rows(weight, self._model, self._parallel, recipe.fmt) if isinstance(recipe, Blockwise) else None
+        )
         gemm = _GEMMS[self._kernels.of_matrix(*shape)]
         return LinearSpec(recipe, gemm, block_rows, self._history_len)
 
@@ -246,13 +248,8 @@ class LayerFactory:
         applies_router_weights = self._kernels.combine == "experts"
         if self._kernels.experts != "deep_gemm":
             return partial(Experts, submodules=grouped, applies_router_weights=applies_router_weights)
-        scales = None if fc1.recipe is None else fc1.recipe.scales
-        return partial(
-            GroupedExperts,
-            submodules=grouped,
-            applies_router_weights=applies_router_weights,
-            scales=scales,
-        )
+        fmt = BF16 if fc1.recipe is None else fc1.recipe.fmt
+        return partial(GroupedExperts, submodules=grouped, applies_router_weights=applies_router_weights, fmt=fmt)
 
     def layer(self, layer: int) -> ModuleSpec:
         """The spec of one layer, by its index in the whole model."""
@@ -291,19 +288,20 @@ def _norm(kernel: str) -> Norm:
     return norm.batch_invariant_rms_norm if kernel == "batch_invariant" else norm.te_rms_norm
 
 
-def _block_rows(weight: registry.Weight, model: ModelConfig, parallel: Parallel) -> Tensor | None:
+def _block_rows(weight: registry.Weight, model: ModelConfig, parallel: Parallel, fmt: QuantFormat) -> Tensor | None:
     """Row order of the Hugging Face tensors, if Megatron-Core's row order would mix tensors in one FP8 block.
 
-    Megatron-Core interleaves q, k and v group by group. In the engine a block of 128 rows never spans two of them, so
-    the trainer must form blocks in the engine's order. None if heads fill whole blocks, so that both orders agree.
+    Megatron-Core interleaves q, k and v group by group. In the engine a block never spans two of them, so the trainer
+    must form blocks in the engine's order. None if heads fill whole blocks, so that both orders agree.
     """
     if weight.axis != 0 or weight.join != "qkv":
         return None
     num_rows, *_ = registry.slicing.shard_shape(weight, model, parallel.tp_size)
-    own = torch.arange(num_rows).unsqueeze(1)
-    rows = torch.cat(registry.slicing.split(weight, model, own, parallel.tp_size, parallel.tp_rank)).flatten()
-    if num_rows % BLOCK == 0:
-        blocks = rows.view(-1, BLOCK)
-        if (blocks[:, :1] % BLOCK == 0).all() and (blocks.diff(dim=1) == 1).all():
+    rows = torch.arange(num_rows).unsqueeze(1)
+    rows = torch.cat(registry.slicing.split(weight, model, rows, parallel.tp_size, parallel.tp_rank)).flatten()
+    size = fmt.block_size(0)
+    if num_rows % size == 0:
+        blocks = rows.view(-1, size)
+        if (blocks[:, :1] % size == 0).all() and (blocks.diff(dim=1) == 1).all():
             return None
     return rows.to(parallel.device)

@@ -177,7 +177,7 @@ def on_deep_gemm(
 
 def matrix_of(linear: QuantizableLinear, weight: Tensor) -> linear_deep_gemm.Matrix:
     """The weight [N, K] of ``linear`` as DeepGEMM's operand."""
-    return linear_deep_gemm.Matrix(weight, linear.recipe.scales, linear.cache, linear.block_rows)
+    return linear_deep_gemm.Matrix(weight, linear.recipe.fmt, linear.cache, linear.block_rows)
 
 
 def on_transformer_engine(

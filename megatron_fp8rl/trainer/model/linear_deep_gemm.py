@@ -36,7 +36,8 @@ from megatron_fp8rl.kernels.fused_moe import (
     swiglu_quantize,
 )
 from megatron_fp8rl.kernels.gemm import Fp8, add_dense_weight_gradient, multiply_dense, quantized
-from megatron_fp8rl.kernels.types import ExpertPermutation, Quantized, Scales
+from megatron_fp8rl.kernels.types import ExpertPermutation, Quantized
+from megatron_fp8rl.precision.formats import QuantFormat
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient, no_gradients
 
@@ -46,7 +47,7 @@ class Matrix:
     """A parameter [N, K] and its quantization settings."""
 
     weight: Tensor
-    scales: Scales
+    fmt: QuantFormat
     cache: WeightCache
     block_rows: Tensor | None = None  # int64 [N] row order in which blocks are formed; None for the order of the weight
 
@@ -60,7 +61,7 @@ class _Quantized:
     def __init__(self, matrix: Matrix):
         weight_NK = matrix.weight.detach()
         weight_NK = weight_NK if matrix.block_rows is None else weight_NK[matrix.block_rows]
-        self.rows = Fp8(*(part[0] for part in quantized(weight_NK.unsqueeze(0), matrix.scales)))
+        self.rows = Fp8(*(part[0] for part in quantized(weight_NK.unsqueeze(0), matrix.fmt)))
         self._transposed: Fp8 | None = None
 
     def transposed(self) -> Fp8:
@@ -96,7 +97,7 @@ class _Linear(torch.autograd.Function):
         if not num_tokens:
             return x_TK.new_empty(0, weight.shape[0])
         needs_dw = record and ctx.needs_input_grad[1]
-        x = _quantize(x_TK, matrix.scales, rows=True, columns=needs_dw)
+        x = _quantize(x_TK, matrix.fmt, rows=True, columns=needs_dw)
         w = matrix.quantized()
         y_TN = _multiply(x, w.rows, num_tokens)
         if record:
@@ -113,7 +114,7 @@ class _Linear(torch.autograd.Function):
         ctx.w = ctx.x = None  # frees the memory when this function returns, not when the graph is freed
         if matrix.block_rows is not None:
             grad_TN = grad_TN[:, matrix.block_rows]
-        grad = _quantize(grad_TN, matrix.scales, rows=needs_dx, columns=needs_dw)
+        grad = _quantize(grad_TN, matrix.fmt, rows=needs_dx, columns=needs_dw)
         dw = add_gradient(matrix.weight, _adder(_columns(grad), x), matrix.block_rows) if needs_dw else None
         del x
         dx = _multiply(grad, w.transposed(), ctx.num_tokens) if needs_dx else None
@@ -130,13 +131,13 @@ class _Mlp(torch.autograd.Function):
         needs_dw = record and any(ctx.needs_input_grad[1:3])
         layout = _layout(num_tokens, x_TH.device)
         made = tuple(matrix.quantized() for matrix in (fc1, fc2))
-        x = _quantize(x_TH, fc1.scales, rows=True, columns=needs_dw)
+        x = _quantize(x_TH, fc1.fmt, rows=True, columns=needs_dw)
         h_P2F = multiply_dense(_rows(x), made[0].rows)
         x = _columns(x) if needs_dw else None
         if record:
             # Not save_for_backward, which keeps tensors until backward returns; these attributes are freed once read.
             ctx.made, ctx.x, ctx.h = made, x, h_P2F
-        a = swiglu_quantize(h_P2F, layout, fc2.scales)
+        a = swiglu_quantize(h_P2F, layout, fc2.fmt)
         del x, h_P2F
         return _multiply(a, made[1].rows, num_tokens)
 
@@ -151,14 +152,14 @@ class _Mlp(torch.autograd.Function):
             return torch.zeros_like(dy_TH) if needs_dx else None, dw1, dw2, None, None, None
         (made1, made2), x, h_P2F = ctx.made, ctx.x, ctx.h
         ctx.made = ctx.x = ctx.h = None
-        dy = _quantize(dy_TH, fc2.scales, rows=True, columns=needs_dw)
+        dy = _quantize(dy_TH, fc2.fmt, rows=True, columns=needs_dw)
         da_PF = multiply_dense(_rows(dy), made2.transposed())
         dy = _columns(dy) if needs_dw else None
         back = swiglu_backward_quantize(
             da_PF,
             h_P2F,
             _layout(num_tokens, dy_TH.device),
-            fc1.scales,
+            fc1.fmt,
             rows=needs_dx,
             columns=needs_dw,
             activation_columns=needs_dw,
@@ -182,9 +183,9 @@ def _layout(num_tokens: int, device: torch.device) -> ExpertPermutation:
     return expert_permutation(count, num_tokens, (num_tokens,), in_matrix=True)
 
 
-def _quantize(x_TK: Tensor, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
+def _quantize(x_TK: Tensor, fmt: QuantFormat, *, rows: bool, columns: bool) -> Quantized:
     layout = _layout(x_TK.shape[0], x_TK.device)
-    return permute_quantize(x_TK.contiguous(), layout, scales, rows=rows, columns=columns)
+    return permute_quantize(x_TK.contiguous(), layout, fmt, rows=rows, columns=columns)
 
 
 def _rows(x: Quantized) -> Fp8:

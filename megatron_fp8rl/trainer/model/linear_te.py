@@ -233,7 +233,7 @@ def _quantizers(
             quantizer = Float8BlockQuantizer(
                 te_type,
                 amax_epsilon=0.0,
-                force_pow_2_scales=recipe.scales == "pow2",
+                force_pow_2_scales=recipe.fmt.scale_kind == "pow2",
                 block_scaling_dim=2 if is_weight else 1,
                 **options,
             )

@@ -5,6 +5,7 @@ import torch
 
 from megatron_fp8rl.kernels import gemm
 from megatron_fp8rl.kernels.blockwise import dequantize_activation, dequantize_weight
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
@@ -52,7 +53,8 @@ def test_linear_and_feed_forward_part_call_the_kernels_as_they_want_it(tokens, m
         return (torch.randn(shape, generator=generator) * size).bfloat16()
 
     fc1, fc2 = (
-        Matrix(torch.nn.Parameter(draw(*shape, size=0.05)), "pow2", WeightCache()) for shape in ((768, 256), (256, 384))
+        Matrix(torch.nn.Parameter(draw(*shape, size=0.05)), BLOCKWISE_POW2, WeightCache())
+        for shape in ((768, 256), (256, 384))
     )
     x, grads = draw(tokens, 256).requires_grad_(), {n: draw(tokens, n, size=1e-3) for n in (256, 768)}
 

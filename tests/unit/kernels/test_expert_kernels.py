@@ -13,6 +13,7 @@ import torch
 from megatron_fp8rl.kernels import blockwise, fused_moe, fused_moe_torch
 from megatron_fp8rl.kernels.fused_moe import expert_permutation
 from megatron_fp8rl.kernels.types import ExpertPermutation, Quantized
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, blockwise_format
 from tests.helpers import moved_bytes
 from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter
 
@@ -126,7 +127,7 @@ def test_no_counts_need_more_rows_than_the_bound():
 def test_columns_are_the_rows_of_each_experts_transpose(scales):
     counts = COUNTS["ragged"]
     layout, x = layout_of(counts, exact=True), random_rows(sum(counts), 256)
-    found = fused_moe.permute_quantize(x, layout, scales, columns=True, bf16=True)
+    found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), columns=True, bf16=True)
     padded = expected_padded(x, counts, layout.num_rows)
     assert torch.equal(found.bf16, padded)
     data, scale = blockwise.quantize_activation(padded, scales)
@@ -146,7 +147,7 @@ def test_columns_are_the_rows_of_each_experts_transpose(scales):
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_columns_of_one_expert_may_be_a_matrix(scales):
     layout, x = expert_permutation(torch.tensor([300]), 300, [300], in_matrix=True), random_rows(300, 256)
-    found = fused_moe.permute_quantize(x, layout, scales, columns=True)
+    found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), columns=True)
     data, scale = blockwise.quantize_activation(expected_padded(x, [300], 384).t(), scales)
     assert torch.equal(found.columns.view(torch.uint8), data.view(torch.uint8)) and found.columns.is_contiguous()
     assert torch.equal(found.column_scales, scale) and found.column_scales.stride() == (1, 256)
@@ -161,11 +162,11 @@ def test_interpreted_matrices(scales, monkeypatch):
     layout = expert_permutation(torch.tensor([200]), 200, [200], in_matrix=True)
     x, h = random_rows(200, 256), random_gates(256, 128)
     wanted = dict(rows=True, columns=True, bf16=False)
-    found = fused_moe.permute_quantize(x, layout, scales, **wanted)
+    found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), **wanted)
     assert_equal_matrices(found, fused_moe_torch.permute_quantize(x, layout, scales, probs=None, **wanted))
     wanted |= dict(activation_columns=True, activation_bf16=False, probs=None)
     dy = random_rows(256, 128, seed=1)
-    found = fused_moe.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
+    found = fused_moe.swiglu_backward_quantize(dy, h, layout, blockwise_format(scales), **wanted)
     expected = fused_moe_torch.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
     assert_equal_matrices(found.dh, expected.dh)
     assert_equal_matrices(found.activation, expected.activation)
@@ -184,14 +185,14 @@ def test_interpreted_permutation(counts, scales):
     layout = layout_of(counts, exact=scales == "fp32", dropped=1)
     x = random_rows(max(2, layout.num_tokens), width_of(scales))[: layout.num_tokens]
     wanted = dict(rows=True, columns=True, bf16=True)
-    found = fused_moe.permute_quantize(x, layout, scales, **wanted)
+    found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), **wanted)
     expected = fused_moe_torch.permute_quantize(x, layout, scales, probs=None, **wanted)
     assert_equal(found, expected, layout)
     weights = torch.rand(layout.num_tokens)
-    found = fused_moe.permute_quantize(x, layout, scales, probs=weights, **wanted)
+    found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), probs=weights, **wanted)
     assert_equal(found, fused_moe_torch.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
     garbage = torch.where(layout.experts[:, None] < 0, torch.nan, expected.bf16)
-    found = fused_moe.quantize_rows_columns(garbage, layout, scales)
+    found = fused_moe.quantize_rows_columns(garbage, layout, blockwise_format(scales))
     again = fused_moe_torch.quantize_rows_columns(garbage, layout, scales, rows=True, columns=True)
     assert_equal(found, again, layout)
 
@@ -204,7 +205,7 @@ def test_interpreted_swiglu(counts, scales, monkeypatch):
     h = random_gates(layout.num_rows, width_of(scales))
     h[layout.experts < 0] = torch.nan
     wanted = dict(rows=True, columns=True, bf16=True)
-    found = fused_moe.swiglu_quantize(h, layout, scales, **wanted)
+    found = fused_moe.swiglu_quantize(h, layout, blockwise_format(scales), **wanted)
     assert_equal(found, fused_moe_torch.swiglu_quantize(h, layout, scales, **wanted), layout)
 
 
@@ -220,7 +221,7 @@ def test_interpreted_swiglu_backward(counts, scales, monkeypatch):
         x[layout.experts < 0] = torch.nan
     wanted = dict(rows=True, columns=True, bf16=True, activation_columns=True, activation_bf16=True)
     wanted["probs"] = torch.rand(layout.num_tokens) if weighted else None
-    found = fused_moe.swiglu_backward_quantize(dy, h.clone(), layout, scales, **wanted)
+    found = fused_moe.swiglu_backward_quantize(dy, h.clone(), layout, blockwise_format(scales), **wanted)
     expected = fused_moe_torch.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
     assert_equal(found.dh, expected.dh, layout)
     assert_equal(found.activation, expected.activation, layout)
@@ -248,7 +249,7 @@ def test_what_is_not_finite_makes_its_blocks_nan(bad):
     counts = [130, 5]
     layout, x = layout_of(counts, exact=True), torch.ones(135, 256, dtype=torch.bfloat16)
     x[129, 200] = bad
-    found = fused_moe.permute_quantize(x, layout, "pow2", columns=True)
+    found = fused_moe.permute_quantize(x, layout, BLOCKWISE_POW2, columns=True)
     assert found.row_scales.isnan().nonzero().tolist() == [[129, 1]]
     assert found.column_scales.isnan().nonzero().tolist() == [[1, 200]]
     expected = fused_moe_torch.permute_quantize(x, layout, "pow2", rows=True, columns=True, bf16=False, probs=None)
@@ -291,14 +292,14 @@ def test_swiglu_and_its_gradient_are_those_of_autograd():
     dy = torch.zeros(256, 256)
     dy[layout.positions.long()] = dout
     found = fused_moe.swiglu_backward_quantize(
-        dy.bfloat16(), h.clone(), layout, "pow2", bf16=True, activation_bf16=True, probs=weights
+        dy.bfloat16(), h.clone(), layout, BLOCKWISE_POW2, bf16=True, activation_bf16=True, probs=weights
     )
     torch.testing.assert_close(found.dh.bf16.double(), exact.grad, rtol=0.02, atol=0.02)
     torch.testing.assert_close(found.dprobs.double(), p.grad, rtol=0.02, atol=0.3)
     expected = activation.detach()[layout.positions.long()] * weights[:, None]
     found_activation = found.activation.bf16[layout.positions.long()].double()
     torch.testing.assert_close(found_activation, expected, rtol=0.02, atol=1e-3)
-    forward = fused_moe.swiglu_quantize(h, layout, "pow2", bf16=True).bf16
+    forward = fused_moe.swiglu_quantize(h, layout, BLOCKWISE_POW2, bf16=True).bf16
     padding = layout.experts < 0
     assert not forward[padding].any() and not found.dh.bf16[padding].any()
 
@@ -307,12 +308,12 @@ def test_swiglu_and_its_gradient_are_those_of_autograd():
 def test_what_does_not_fit_is_named():
     layout = layout_of([5, 3], exact=True)
     with pytest.raises(ValueError, match=r"x_TK must be contiguous bfloat16 \[8, a multiple of 128\], not float32"):
-        fused_moe.permute_quantize(torch.zeros(8, 128), layout, "pow2")
+        fused_moe.permute_quantize(torch.zeros(8, 128), layout, BLOCKWISE_POW2)
     with pytest.raises(ValueError, match=r"h_P2F .* \[256, a multiple of 256\]"):
-        fused_moe.swiglu_quantize(torch.zeros(256, 128).bfloat16(), layout, "pow2")
+        fused_moe.swiglu_quantize(torch.zeros(256, 128).bfloat16(), layout, BLOCKWISE_POW2)
     with pytest.raises(ValueError, match="128 features, but h_P2F has 512"):
         fused_moe.swiglu_backward_quantize(
-            torch.zeros(256, 128).bfloat16(), torch.zeros(256, 512).bfloat16(), layout, "pow2"
+            torch.zeros(256, 128).bfloat16(), torch.zeros(256, 512).bfloat16(), layout, BLOCKWISE_POW2
         )
     with pytest.raises(ValueError, match=r"probs must be float32 \[8\]"):
         fused_moe.unpermute(torch.zeros(256, 128).bfloat16(), layout, torch.ones(7))
@@ -334,11 +335,11 @@ def test_bytes_are_those_of_the_tensors():
         return size(q.rows, q.row_scales, q.columns, q.column_scales, q.bf16)
 
     wanted = dict(rows=True, columns=True, bf16=True)
-    found = fused_moe.permute_quantize(x, layout, "pow2", **wanted)
+    found = fused_moe.permute_quantize(x, layout, BLOCKWISE_POW2, **wanted)
     moved = moved_bytes.permute_quantize_bytes(384, 384, 512, **wanted)
     assert moved == size(x, layout.rows) + size_of(found)
     dy = x[:, :256].contiguous()
-    gradients = fused_moe.swiglu_backward_quantize(dy, x, layout, "pow2", activation_columns=True, **wanted)
+    gradients = fused_moe.swiglu_backward_quantize(dy, x, layout, BLOCKWISE_POW2, activation_columns=True, **wanted)
     moved = moved_bytes.swiglu_backward_bytes(384, 384, 256, activation_columns=True, **wanted)
     assert moved == size(dy, x, layout.rows) + size_of(gradients.dh) + size_of(gradients.activation)
     out = fused_moe.unpermute(x, layout, torch.ones(384))

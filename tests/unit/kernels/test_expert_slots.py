@@ -11,6 +11,7 @@ from megatron_fp8rl.kernels.expert_slots import Choice, sum_rows
 from megatron_fp8rl.kernels.fused_moe import pack, permute_quantize
 from megatron_fp8rl.kernels.routing import choose_experts, routed_scores
 from megatron_fp8rl.kernels.types import BLOCK, Packed
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
 from tests.helpers.interpreter import assert_passes_interpreted, starts_interpreter
 
 CASES = [(40, 5, 3, 0.5), (7, 64, 8, 0.1), (1, 1, 1, 1.0), (300, 3, 2, 0.9), (20, 6, 2, 0.0)]
@@ -123,13 +124,13 @@ def test_what_is_not_finite_stays_so():
 def test_operands_have_the_values_of_rows_that_did_not_travel(columns):
     x = rows(150, 256)
     layout, packed = layout_of(150), pack(x)
-    ours = permute_quantize(packed, layout, "pow2", columns=columns)
-    theirs = permute_quantize(x, layout, "pow2", columns=columns)
+    ours = permute_quantize(packed, layout, BLOCKWISE_POW2, columns=columns)
+    theirs = permute_quantize(x, layout, BLOCKWISE_POW2, columns=columns)
     real = layout.rows >= 0
     values = [dequantize_activation(one.rows, one.row_scales)[real] for one in (ours, theirs)]
     assert torch.equal(*values)
     if columns:
-        again = permute_quantize(fused_moe_torch.unpacked(packed), layout, "pow2", columns=True)
+        again = permute_quantize(fused_moe_torch.unpacked(packed), layout, BLOCKWISE_POW2, columns=True)
         assert torch.equal(ours.columns.view(torch.uint8), again.columns.view(torch.uint8))
         assert torch.equal(ours.column_scales, again.column_scales)
     if INTERPRETED:
@@ -142,7 +143,7 @@ def test_operands_have_the_values_of_rows_that_did_not_travel(columns):
 @pytest.mark.parametrize(("num_tokens", "dtype"), [(5, torch.uint8), (150, torch.float32)])
 def test_other_rows_are_refused(num_tokens, dtype):
     with pytest.raises(ValueError, match=r"packed rows must be uint8 \[150, 272\] without probs, not .* \[\d+, 272\]"):
-        permute_quantize(Packed(torch.zeros(num_tokens, 272, dtype=dtype), 256), layout_of(150), "pow2")
+        permute_quantize(Packed(torch.zeros(num_tokens, 272, dtype=dtype), 256), layout_of(150), BLOCKWISE_POW2)
 
 
 @pytest.mark.parametrize(("normalize", "factor"), [(True, 1.0), (True, 2.5), (False, 1.0), (False, 0.5)])

@@ -15,6 +15,7 @@ from megatron_fp8rl.kernels.cuda import launch
 from megatron_fp8rl.kernels.fused_moe import expert_permutation, permute_quantize, unpermute
 from megatron_fp8rl.kernels.fused_moe_torch import swizzled
 from megatron_fp8rl.kernels.gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -78,7 +79,7 @@ def test_weight_gradients_of_every_expert_are_added(add_weight_gradients, counts
     layout = expert_permutation(torch.tensor(counts), sum(counts), counts)
     generator = torch.Generator().manual_seed(0)
     tokens = (torch.randn(sum(counts), n, generator=generator).bfloat16() for n in (num_rows, num_columns))
-    made = [permute_quantize(x, layout, "pow2", rows=False, columns=True) for x in tokens]
+    made = [permute_quantize(x, layout, BLOCKWISE_POW2, rows=False, columns=True) for x in tokens]
     out = torch.randn(len(counts), num_rows, num_columns, generator=generator)
     g, x = (swizzled(m.columns).double() * m.column_scales[..., None] for m in made)
     products = g @ x.transpose(1, 2)
@@ -115,7 +116,7 @@ def test_rows_are_multiplied_by_their_experts_weights_and_written_to_their_token
     layout = expert_permutation(torch.tensor(counts), sum(counts), counts if exact else None)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(sum(counts), depth, generator=generator).bfloat16()
-    made = permute_quantize(tokens, layout, "pow2")
+    made = permute_quantize(tokens, layout, BLOCKWISE_POW2)
     weights = torch.randn(len(counts) * depth, num_columns, generator=generator) / 16
     data, scale = (x.view(len(counts), -1, x.shape[1]) for x in quantize_weight(weights.bfloat16(), "pow2"))
     w = Fp8(data, scale).transposed()
@@ -141,7 +142,7 @@ def test_tokens_without_a_row_are_zeros(monkeypatch, counts, has_all):
     """Memory is cleared where the host does not know that every token has a row, which the kernel writes."""
     layout = expert_permutation(torch.tensor(counts or [100, 28]), 128, counts)
     assert layout.has_all_tokens == has_all
-    made = permute_quantize(torch.ones(128, 256).bfloat16(), layout, "pow2")
+    made = permute_quantize(torch.ones(128, 256).bfloat16(), layout, BLOCKWISE_POW2)
     w = Fp8(torch.zeros(2, 128, 256).to(torch.float8_e4m3fn), torch.ones(2, 1, 2))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(7))

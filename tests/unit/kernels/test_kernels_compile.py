@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_fp8rl.precision.formats import BF16, blockwise_format
 from tests.helpers.compiled import compile_kernel, instructions, register_report
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile")
@@ -246,16 +247,16 @@ def test_the_forms_that_experts_ask_for_compile_as_they_are_called(scales, launc
     from megatron_fp8rl.kernels.triton import permute
     from megatron_fp8rl.trainer.model.experts import _Call
 
-    layout = _layout(300, 384)
+    layout, kind = _layout(300, 384), scales or "pow2"
+    fmt = BF16 if scales is None else blockwise_format(scales)
     sizes, probs = ((300, 256), (384, 128), (384, 256)), torch.zeros(300)
     x, dy, h = (torch.zeros(size).bfloat16() for size in sizes)
     for wgrad_fp8, wgrad in itertools.product((True, False), repeat=2):
-        call = _Call(layout, scales, wgrad_fp8, record=True)
+        call = _Call(layout, fmt, wgrad_fp8, record=True)
         forms = {"columns": False, "bf16": False} | call.forms(wgrad=wgrad)
         activation = {"activation_columns": False, "activation_bf16": False} | call.operands(
             wgrad=wgrad, columns="activation_columns", bf16="activation_bf16"
         )
-        kind = call.kernel_scales
         permute.permute_quantize(x, layout, kind, **forms, probs=None)
         permute.swiglu_quantize(h, layout, kind, **({"columns": False, "bf16": False} | call.forms(wgrad=False)))
         permute.swiglu_backward_quantize(dy, h, layout, kind, **forms, **activation, probs=probs)

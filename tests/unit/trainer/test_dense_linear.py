@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.precision.formats import blockwise_format
 from megatron_fp8rl.precision.recipes import make_recipe, quantized_linear
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix
@@ -33,7 +34,7 @@ def draw(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:
 
 def matrix(rows: int, columns: int, scales: str, seed: int = 1, block_rows=None) -> Matrix:
     weight = torch.nn.Parameter(draw(rows, columns, seed=seed, size=0.03))
-    return Matrix(weight, scales, WeightCache(), block_rows)
+    return Matrix(weight, blockwise_format(scales), WeightCache(), block_rows)
 
 
 def give_buffer(weight: torch.nn.Parameter, fill: float, dtype=torch.float32) -> None:

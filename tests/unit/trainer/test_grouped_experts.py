@@ -7,6 +7,7 @@ import torch
 
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.kernels import blockwise, gemm
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
 from megatron_fp8rl.trainer.model import experts as experts_module
 from megatron_fp8rl.trainer.model.experts import stacked
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
@@ -161,7 +162,7 @@ def test_weights_are_quantized_once_until_they_change(monkeypatch):
 def test_bytes_of_stacked_weights_are_those_that_are_published():
     grouped, _ = build("fp8", [1, 1, 1])
     linear = grouped.linear_fc1
-    made = gemm.quantized(stacked(linear.weights), "pow2")
+    made = gemm.quantized(stacked(linear.weights), BLOCKWISE_POW2)
     back = made.transposed()
     for index, weight in enumerate(linear.weights):
         data, scale = blockwise.quantize_weight(weight.detach(), "pow2")

@@ -6,9 +6,9 @@ Runs in vLLM's workers, on a machine without a GPU.
 On a CPU, vLLM multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16 weights into
 a form that cannot be read back, so the engine's weights could not be verified. The methods here
 
-- keep every weight in checkpoint format: FP8 bytes with ``weight_scale_inv``, or BF16;
-- compute with :mod:`megatron_fp8rl.kernels.blockwise`, the functions that the trainer calls: W8A8, activations in 1x128
-  blocks. The dequantized weight is computed once per weight update and kept beside the bytes;
+- keep every weight in checkpoint format: FP8 bytes with scales, or BF16;
+- quantize activations with :mod:`megatron_fp8rl.precision.quantizers`, as the trainer does. The dequantized weight is
+  computed once per weight update and kept beside the bytes;
 - report the experts chosen by the router, for which vLLM's CPU path returns zeros.
 
 Products, norms, rotary embedding and the sum of a token's experts come from :mod:`megatron_fp8rl.kernels.float64`,
@@ -47,14 +47,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from megatron_fp8rl.config import RouterConfig
-from megatron_fp8rl.kernels import blockwise, float64
+from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.routing import choose_experts
-from megatron_fp8rl.kernels.types import BLOCK, Scales
+from megatron_fp8rl.kernels.types import block_scales
+from megatron_fp8rl.precision import quantizers
 from megatron_fp8rl.precision.formats import QuantFormat
 from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_attention
 from megatron_fp8rl.upstream import patches
-
-_BLOCK_SHAPE = [BLOCK, BLOCK]
 
 
 @patches(
@@ -65,12 +64,10 @@ _BLOCK_SHAPE = [BLOCK, BLOCK]
 )
 def register(fmt: QuantFormat) -> None:
     """Make ``quant_method: fp8`` use the methods of this module in the calling process, for this blockwise format."""
-    scales = fmt.scale_kind
-    if scales is None or fmt.weight_block != (BLOCK, BLOCK):
-        raise ValueError(f"format {fmt.name}: the emulated layers are written for blocks of {BLOCK}; choose blockwise")
+    block_scales(fmt)
 
     class CpuFp8Config(Fp8Config):
-        """vLLM's ``fp8`` config; only the methods it returns differ. ``scales`` applies to activations."""
+        """vLLM's ``fp8`` config; only the methods it returns differ."""
 
         def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
             if not isinstance(layer, LinearBase | RoutedExperts):
@@ -78,13 +75,15 @@ def register(fmt: QuantFormat) -> None:
             skipped = is_layer_skipped(
                 prefix=prefix, ignored_layers=self.ignored_layers, fused_mapping=self.packed_modules_mapping
             )
-            if not skipped and self.weight_block_size != _BLOCK_SHAPE:
-                raise ValueError(f"{prefix}: weight_block_size is {self.weight_block_size}; only 128x128 is supported")
+            if not skipped and self.weight_block_size != list(fmt.weight_block):
+                raise ValueError(
+                    f"{prefix}: weight_block_size is {self.weight_block_size}; {fmt.name} has {list(fmt.weight_block)}"
+                )
             if isinstance(layer, LinearBase):
-                return ReadableLinearMethod() if skipped else EmulatedFp8LinearMethod(scales)
+                return ReadableLinearMethod() if skipped else EmulatedFp8LinearMethod(fmt)
             if skipped:
                 return ReadableMoEMethod(layer)
-            return EmulatedFp8MoEMethod(self, layer, scales)
+            return EmulatedFp8MoEMethod(self, layer, fmt)
 
     register_quantization_config("fp8")(CpuFp8Config)
     # Some matrices are multiplied without consulting a quantization config: Mixtral's router, output heads. vLLM packs
@@ -121,10 +120,10 @@ class ReadableLinearMethod(UnquantizedLinearMethod):
 )
 @register_weight_loader_v2_supported_method
 class EmulatedFp8LinearMethod(LinearMethodBase):
-    """W8A8 blockwise FP8 linear: parameters of vLLM's ``Fp8LinearMethod``, arithmetic of ``blockwise.linear``."""
+    """W8A8 FP8 linear: parameters of vLLM's ``Fp8LinearMethod``, arithmetic of ``precision/quantizers.py``."""
 
-    def __init__(self, scales: Scales) -> None:
-        self.scales: Scales = scales
+    def __init__(self, fmt: QuantFormat) -> None:
+        self.fmt = fmt
 
     def create_weights(
         self,
@@ -137,26 +136,27 @@ class EmulatedFp8LinearMethod(LinearMethodBase):
         **extra_weight_attrs,
     ) -> None:
         weight_loader = extra_weight_attrs["weight_loader"]
-        rows = sum(output_partition_sizes)
+        rows, block = sum(output_partition_sizes), list(self.fmt.weight_block)
         layer.logical_widths = output_partition_sizes
         layer.orig_dtype = params_dtype
-        layer.weight_block_size = _BLOCK_SHAPE  # vLLM's loaders slice scales by it
+        layer.weight_block_size = block  # vLLM's loaders slice scales by it
         validate_fp8_block_shape(
-            layer, input_size, output_size, input_size_per_partition, output_partition_sizes, _BLOCK_SHAPE
+            layer, input_size, output_size, input_size_per_partition, output_partition_sizes, block
         )
         layer.register_parameter("weight", create_fp8_weight_parameter(rows, input_size_per_partition, weight_loader))
         scale = create_fp8_scale_parameter(
-            BlockQuantScaleParameter, output_partition_sizes, input_size_per_partition, _BLOCK_SHAPE, weight_loader
+            BlockQuantScaleParameter, output_partition_sizes, input_size_per_partition, block, weight_loader
         )
-        layer.register_parameter("weight_scale_inv", scale)
+        layer.register_parameter(self.fmt.scale_name("weight"), scale)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         # A plain attribute: vLLM's reload and the weight digests only see parameters and buffers.
-        weight = blockwise.dequantize_weight(layer.weight.data, layer.weight_scale_inv.data)
-        layer.dequantized_weight = weight.double()
+        scale = getattr(layer, self.fmt.scale_name("weight")).data
+        layer.dequantized_weight = quantizers.dequantize(layer.weight.data, scale, self.fmt).double()
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = blockwise.linear_dequantized(x, layer.dequantized_weight, self.scales)
+        rows = quantizers.round_activation(x, self.fmt, torch.float64).flatten(0, -2)
+        y = float64.matmul(rows, layer.dequantized_weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
 
@@ -189,14 +189,14 @@ class ReadableMoEMethod(UnquantizedFusedMoEMethod):
     remove_when="vLLM has W8A8 experts on any CPU",
 )
 class EmulatedFp8MoEMethod(Fp8MoEMethod):
-    """W8A8 blockwise FP8 experts: parameters of vLLM's ``Fp8MoEMethod``, arithmetic of ``blockwise.linear``."""
+    """W8A8 blockwise FP8 experts: parameters of vLLM's ``Fp8MoEMethod``, arithmetic of ``precision/quantizers.py``."""
 
     is_monolithic = True
 
-    def __init__(self, quant_config: Fp8Config, layer: RoutedExperts, scales: Scales) -> None:
+    def __init__(self, quant_config: Fp8Config, layer: RoutedExperts, fmt: QuantFormat) -> None:
         super().__init__(quant_config, layer)
         _check_supported(layer)
-        self.scales: Scales = scales
+        self.fmt = fmt
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: there is no fused kernel that needs the scales."""
@@ -204,15 +204,15 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         for name in ("w13", "w2"):
             data = getattr(layer, f"{name}_weight").data
-            scale = getattr(layer, f"{name}_weight_scale_inv").data
-            experts = [blockwise.dequantize_weight(d, s).double() for d, s in zip(data, scale, strict=True)]
+            scale = getattr(layer, self.fmt.scale_name(f"{name}_weight")).data
+            experts = [quantizers.dequantize(*parts, self.fmt).double() for parts in zip(data, scale, strict=True)]
             setattr(layer, f"{name}_dequantized", torch.stack(experts))
 
     def apply_monolithic(
         self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> Tensor:
         def round_operand(rows: Tensor) -> Tensor:
-            return blockwise.round_activation(rows, self.scales, torch.float64)
+            return quantizers.round_activation(rows, self.fmt, torch.float64)
 
         return _mix_experts(layer, x, router_logits, layer.w13_dequantized, layer.w2_dequantized, round_operand)
 
