@@ -59,7 +59,7 @@ def light_policy(cfg: RunConfig, parallel: Parallel) -> LightPolicy:
     layout = TrainerLayout.from_config(cfg.parallel)
     tensors = {}
     for name, weight in registry.weights(cfg.model).items():
-        if not _is_held(weight, cfg.model, layout, parallel):
+        if not _is_pinned(weight, cfg.model, layout, parallel):
             continue
         expert = registry.is_expert(name)
         size, rank = (parallel.etp_size, parallel.etp_rank) if expert else (parallel.tp_size, parallel.tp_rank)
@@ -69,7 +69,7 @@ def light_policy(cfg: RunConfig, parallel: Parallel) -> LightPolicy:
     return LightPolicy(cfg=cfg, parallel=parallel, tensors=tensors)
 
 
-def _is_held(weight: Weight, model: ModelConfig, layout: TrainerLayout, parallel: Parallel) -> bool:
+def _is_pinned(weight: Weight, model: ModelConfig, layout: TrainerLayout, parallel: Parallel) -> bool:
     """Whether this rank's model has a piece of ``weight``."""
     pattern, layer, expert = split_indices(weight.name)
     if layer >= 0:

@@ -191,10 +191,10 @@ class _Watch:
         return sft(inputs)
 
     def _observed_step(self, lr: float) -> float:
-        from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
+        from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
 
         self.peak, self.before_step = self._meter.peak(), self._meter.allocated()
-        forget_quantized_weights()  # as the step itself does, at its end
+        clear_weight_caches()  # as the step itself does, at its end
         self.fp8_copies = self.before_step - self._meter.allocated()
         self._meter.reset()
         norm = self._step(lr)

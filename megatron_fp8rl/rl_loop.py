@@ -28,7 +28,7 @@ from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.scoring import ScorePool
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.spans import span
-from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
@@ -108,7 +108,7 @@ class Trainer:
         self.prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)), log=is_driver)
         with span("start_model"):
             self.policy = Policy.build(cfg, parallel, host)
-            self.kernels = choose(cfg, here(), "trainer")
+            self.kernels = choose(cfg, local_hardware(), "trainer")
             self.observer.note({**self.kernels.record(), "trainer kernel, optimizer": adam_name()})
             # Number of finished steps, the metrics of the last step so far, and whether nothing is left to do.
             self.step, self.record, self.is_complete = self._resume(checkpoints)
@@ -280,7 +280,7 @@ class Trainer:
 
         Rank 0 records the kernels that the engines report, and warns about each that is not the chosen one.
         """
-        if warm_up.pays(self.cfg, self.parallel.device.type):
+        if warm_up.is_worthwhile(self.cfg, self.parallel.device.type):
             with span("start_warm_up"):
                 warm_up.warm_up(self.policy, self.prompts.upcoming(self.cfg.sampling.prompts_per_step))
         if self.fleet is None:

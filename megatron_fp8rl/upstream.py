@@ -54,7 +54,7 @@ TESTED_LESS = {  # by range: patches with another range than their package, for 
         "rollout/vllm_plugin/patches_attention.py:FP8CacheBackend",
         "rollout/vllm_plugin/patches_attention.py:Metadata",
         "rollout/vllm_plugin/patches_scheduler.py:DecodeScheduler",
-        "rollout/vllm_plugin/patches_scheduler.py:HoldingScheduler",
+        "rollout/vllm_plugin/patches_scheduler.py:BufferingScheduler",
     ),
 }
 _T = TypeVar("_T", bound=Callable)

@@ -100,10 +100,10 @@ def test_optional_patches_alone_are_no_reason_to_refuse(monkeypatch, capsys):
 
 
 def test_an_optional_patch_can_be_skipped_by_name(monkeypatch, capsys):
-    assert upstream.applies("DecodeScheduler", "HoldingScheduler")
-    monkeypatch.setenv(upstream.SKIP, "HoldingScheduler,GatherDispatcher")
-    assert not upstream.applies("DecodeScheduler", "HoldingScheduler") and upstream.applies("DecodeScheduler")
-    assert "patches_scheduler.py:HoldingScheduler is skipped" in capsys.readouterr().err
+    assert upstream.applies("DecodeScheduler", "BufferingScheduler")
+    monkeypatch.setenv(upstream.SKIP, "BufferingScheduler,GatherDispatcher")
+    assert not upstream.applies("DecodeScheduler", "BufferingScheduler") and upstream.applies("DecodeScheduler")
+    assert "patches_scheduler.py:BufferingScheduler is skipped" in capsys.readouterr().err
     for name, skipped in (("GradientBuffers", ""), ("DecodeScheduler", "no_such_patch")):
         monkeypatch.setenv(upstream.SKIP, skipped)
         with pytest.raises(ValueError, match=f"{skipped or name}: no optional patch"):

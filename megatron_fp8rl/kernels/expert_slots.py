@@ -45,7 +45,7 @@ class Choice:
     arrived: Any = None  # torch.cuda.Event, or None for tensors on the host
     num_rows: int = 0  # R, if the counts are not copied to the host
     exchange: Any = None  # between the ranks of these tokens (trainer/model/dispatcher.py); None: one rank
-    everyone: Tensor | Packed | None = None  # their tokens [T, H]
+    all_tokens: Tensor | Packed | None = None  # their tokens [T, H]
 
     @classmethod
     def of(cls, scores_TE: Tensor, num_rows: int | None = None) -> Choice:

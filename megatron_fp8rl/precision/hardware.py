@@ -1,4 +1,4 @@
-"""Hardware properties that the choice of kernels depends on. Pure except :func:`here` and :func:`cpu_has_avx512`."""
+"""Hardware properties that the choice of kernels depends on. Pure except ``local_hardware`` and ``cpu_has_avx512``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cpu_has_avx512() -> bool:
     return cpus.exists() and " avx512f " in cpus.read_text()
 
 
-def here() -> Hardware:
+def local_hardware() -> Hardware:
     """This process's GPU as torch reports it, and the installed kernel packages."""
     import torch
 

@@ -90,7 +90,7 @@ def _faster(name: Field) -> Auto:
             return base, f"not DeepGEMM: {wrong.problem}"
         tokens, sides = deciding_work(name, cfg)
         threshold = DEEP_GEMM_IS_FASTER[name, cfg.precision.trainer]
-        if sides and threshold.holds(tokens, *sides):
+        if sides and threshold.contains(tokens, *sides):
             return "deep_gemm", f"the faster one at {tokens:,.0f} tokens"
         return base, f"DeepGEMM is not the faster one at {tokens:,.0f} tokens" if sides else "no FP8 matrix is left"
 
@@ -294,7 +294,7 @@ class TrainerKernels:
     combine: str
     dispatch: str
 
-    def of_matrix(self, rows: int, columns: int) -> str:
+    def linear_kernel(self, rows: int, columns: int) -> str:
         """The kernel of an FP8 linear with shape [rows, columns] on a rank: DeepGEMM multiplies whole blocks only."""
         is_whole = rows % BLOCK == 0 and columns % BLOCK == 0
         return self.linears if is_whole or self.linears != "deep_gemm" else self.kernels

@@ -69,7 +69,7 @@ class Range:
     last: float = math.inf
     smallest_side: int = BLOCK  # of the matrix, rows or columns
 
-    def holds(self, tokens: float, *sides: int) -> bool:
+    def contains(self, tokens: float, *sides: int) -> bool:
         return self.first <= tokens <= self.last and min(sides) >= self.smallest_side
 
 

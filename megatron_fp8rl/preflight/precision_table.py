@@ -152,7 +152,7 @@ def _of_linears(cfg: RunConfig, choice: KernelChoice) -> list[Finding]:
     """The one matrix that DeepGEMM cannot multiply; ``rules.py`` refuses all others."""
     mla = cfg.model.mla
     rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim
-    if choice.trainer.of_matrix(rows, BLOCK) == choice.trainer.linears:
+    if choice.trainer.linear_kernel(rows, BLOCK) == choice.trainer.linears:
         return []
     return [
         Finding(

@@ -151,7 +151,7 @@ def _trainer_kernel(cfg: RunConfig, choice: KernelChoice, kind: str, in_fp8: lis
     if not in_fp8:
         return "PyTorch"
     shapes = {slicing.shard_shape(weight, cfg.model, cfg.parallel.tensor) for weight in in_fp8}
-    kernels = {choice.trainer.of_matrix(rows, columns) for rows, columns in shapes}
+    kernels = {choice.trainer.linear_kernel(rows, columns) for rows, columns in shapes}
     return ", ".join(sorted(choice.text("trainer.linears", kernel) for kernel in kernels))
 
 

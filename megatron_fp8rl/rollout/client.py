@@ -83,7 +83,7 @@ class EngineClient:
         """False after the end of the process was detected."""
         return not self.replica.exited.done()
 
-    def hold(self) -> None:
+    def suspend(self) -> None:
         """Make requests wait until :meth:`resume`. A new engine needs this, because its weights are dummies."""
         self._open.clear()
 

@@ -37,7 +37,7 @@ class Exit:
     reason: str = ""
 
     @classmethod
-    def of_process(cls, returncode: int) -> Exit:
+    def from_returncode(cls, returncode: int) -> Exit:
         """Create from the ``returncode`` of a ``Popen``."""
         return cls(code=returncode) if returncode >= 0 else cls(signal=-returncode)
 

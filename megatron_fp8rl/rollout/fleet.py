@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.endpoint import replica_name
-from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout import placement
 from megatron_fp8rl.rollout.client import EngineClient, Tag
@@ -85,7 +85,7 @@ class Fleet:
         if cfg.engine.placement == "remote":
             fleet = cls(cfg, hf_dir, RemoteReplicas(cfg, run_dir))
         else:
-            kernels = choose(cfg, here(), "engine")
+            kernels = choose(cfg, local_hardware(), "engine")
             gpus: list[str] = []
             if kernels.hardware.is_gpu:
                 local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
@@ -237,7 +237,7 @@ class Fleet:
             )
             dead = [client for client in clients if not client.is_alive]
             for client in dead:
-                self.remove(client, client.replica.obituary())
+                self.remove(client, client.replica.exit_message())
             return bool(dead)
 
         return self.sync(look(), 2 * _NEWS_S)
@@ -285,15 +285,15 @@ class Fleet:
                     continue
                 self._replicas.note_ready(replica)
                 if first.done():
-                    client.hold()
+                    client.suspend()
                     self._joining.append(client)
                     _log.info("%s is back and joins at the next publication", replica.name)
                 else:
                     first.set_result(client)
-                watch = self._loop.create_task(self._end_if_it_hangs(client))
+                watch = self._loop.create_task(self._kill_if_hung(client))
                 await replica.exited
                 watch.cancel()
-                self.remove(client, replica.obituary())
+                self.remove(client, replica.exit_message())
                 await client.close()
             self._given_up.add(index)
             if failure is not None and not first.done():
@@ -314,7 +314,7 @@ class Fleet:
             update_deadline_s=self.cfg.engine.update_s,
         )
 
-    async def _end_if_it_hangs(self, client: EngineClient) -> None:
+    async def _kill_if_hung(self, client: EngineClient) -> None:
         """Kill a replica that does not answer for ``engine.hang_s``; its requests then go to others."""
         limit_s = self.cfg.engine.hang_s
         while client.is_alive:
@@ -391,7 +391,7 @@ class Fleet:
 async def _answers(client: EngineClient) -> bool:
     """Whether the server listens and is healthy. Raises EngineDeadError if its process has ended."""
     if not client.is_alive:
-        raise EngineDeadError(client.replica.obituary(" while it started"))
+        raise EngineDeadError(client.replica.exit_message(" while it started"))
     if listens := await ping(client.replica.url) is None:  # a server that still starts is bound but does not listen
         await client.health()
     return listens

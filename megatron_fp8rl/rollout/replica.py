@@ -33,7 +33,7 @@ from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.address import local_address
 from megatron_fp8rl.net.endpoint import Endpoint, replica_name
-from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout.server_process import kill_group, start_server, stop
 
@@ -72,7 +72,7 @@ def main(cfg: RunConfig, part: Part) -> int:
         signal.signal(sign, _leave)
     endpoint = None
     has_server = part.node_rank == 0
-    kernels = choose(cfg, here(), "engine")
+    kernels = choose(cfg, local_hardware(), "engine")
     token, host = auth.new_token(), local_address()
     if part.nnodes > 1:
         # The address over which the parts coordinate. vLLM would otherwise ask for the route to a public name server.

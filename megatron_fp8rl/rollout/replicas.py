@@ -28,7 +28,7 @@ from megatron_fp8rl.net.auth import new_token
 from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path, replica_name
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.rollout.errors import Exit
-from megatron_fp8rl.rollout.server_process import kill_group, shared_memory_of, stands_still, start_server, stop
+from megatron_fp8rl.rollout.server_process import is_stopped, kill_group, shared_memory_of, start_server, stop
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Replica:
         """Whether SIGKILL ended its process."""
         return self.exited.done() and self.exited.result().was_killed
 
-    def obituary(self, when: str = "") -> str:
+    def exit_message(self, when: str = "") -> str:
         """Describe how the replica ended, with the end of its log."""
         how = self.exited.result()
         return f"rollout replica {self.name} {how}{when}; {self.log_path} ends with\n{self.last_log_lines()}"
@@ -147,25 +147,25 @@ class LocalReplicas:
         exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
 
         async def watch() -> None:
-            ended = asyncio.get_running_loop().create_task(self._end_if_it_stands_still(name, process))
+            ended = asyncio.get_running_loop().create_task(self._kill_if_stopped(name, process))
             while (code := process.poll()) is None:
                 await asyncio.sleep(_EXIT_POLL_S)
             ended.cancel()
             kill_group(process.pid)  # orphans would keep the GPU memory
             self._remove_shared_memory(process.pid)
-            exited.set_result(self._ended.pop(process.pid, Exit.of_process(code)))
+            exited.set_result(self._ended.pop(process.pid, Exit.from_returncode(code)))
 
         task = asyncio.get_running_loop().create_task(watch())
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
         return Replica(name=name, url=url, log_path=log_path, process_group=process.pid, exited=exited, token=token)
 
-    async def _end_if_it_stands_still(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    async def _kill_if_stopped(self, name: str, process: subprocess.Popen[bytes]) -> None:
         """Kill a server that is stopped (SIGSTOP) during startup. Health checks cover ready servers."""
         moved = time.monotonic()
         while process.pid not in self._shared_memory:
             await asyncio.sleep(_STILL_POLL_S)
-            if not stands_still(process.pid):
+            if not is_stopped(process.pid):
                 moved = time.monotonic()
             elif (still_s := time.monotonic() - moved) > self.cfg.engine.hang_s:
                 _log.warning("%s was stopped for %.0f s during startup: killed", name, still_s)

@@ -24,7 +24,7 @@ from megatron_fp8rl.envs.rewards import scalar
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.address import LOOPBACK
 from megatron_fp8rl.net.endpoint import Endpoint
-from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.rollout import placement, vllm_args
 from megatron_fp8rl.rollout.replicas import last_lines
 from megatron_fp8rl.rollout.server_process import inherited, stop
@@ -47,7 +47,7 @@ def serving(cfg: RunConfig) -> Iterator[None]:
     if not rewards:
         yield
         return
-    gpus = _gpus(cfg, rewards) if here().is_gpu else [None] * len(rewards)
+    gpus = _gpus(cfg, rewards) if local_hardware().is_gpu else [None] * len(rewards)
     servers = [_Server(cfg, reward, gpu) for reward, gpu in zip(rewards, gpus, strict=True)]
     try:
         for server in servers:

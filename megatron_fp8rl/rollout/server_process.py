@@ -100,7 +100,7 @@ def kill_group(group: int, sign: int = signal.SIGKILL) -> None:
         os.killpg(group, sign)
 
 
-def stands_still(server: int) -> bool:
+def is_stopped(server: int) -> bool:
     """Whether a server, or one of its children, is stopped, as by SIGSTOP."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(server)

@@ -283,9 +283,12 @@ class RolloutStream:
         self, prompt: Prompt, num_completions: int, temperature: float | None, *, timed: bool = False
     ) -> RolloutGroup:
         seed = seed_of(self.cfg.seed, prompt)
-        if self._agents is not None and self._agents.plays(prompt):
+        if self._agents is not None and self._agents.has_agent(prompt):
             rollouts = await asyncio.gather(
-                *(self._agents.play(prompt, i, seed + i, temperature=temperature) for i in range(num_completions))
+                *(
+                    self._agents.run_session(prompt, i, seed + i, temperature=temperature)
+                    for i in range(num_completions)
+                )
             )
             return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
         with self._requests.timed() if timed else contextlib.nullcontext():

@@ -130,9 +130,9 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         arguments["enable-expert-parallel"] = True
     if engine.record_routed_experts:
         arguments["enable-return-routed-experts"] = True
-    elif upstream.applies("HoldingScheduler"):
-        decode = "DecodeScheduler" if not cpu and upstream.applies("DecodeScheduler") else "HoldingAsyncScheduler"
-        arguments["scheduler-cls"] = f"{_SCHEDULERS}.{'HoldingScheduler' if cpu else decode}"
+    elif upstream.applies("BufferingScheduler"):
+        decode = "DecodeScheduler" if not cpu and upstream.applies("DecodeScheduler") else "BufferingAsyncScheduler"
+        arguments["scheduler-cls"] = f"{_SCHEDULERS}.{'BufferingScheduler' if cpu else decode}"
     return arguments
 
 

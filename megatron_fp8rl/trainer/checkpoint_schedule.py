@@ -21,7 +21,7 @@ class CheckpointSchedule:
 
     def is_due(self, step: int) -> bool:
         """Collective: whether to save at the end of a step."""
-        return self._is_regular(step) or self._minutes_are_over()
+        return self._is_regular(step) or self._is_due_by_time()
 
     def is_missing(self, step: int) -> bool:
         """Whether a run that ends early after a step still has to save it: the end of the step did not."""
@@ -31,7 +31,7 @@ class CheckpointSchedule:
         every = self._cfg.every_steps
         return step == self._num_steps or (every > 0 and step % every == 0)
 
-    def _minutes_are_over(self) -> bool:
+    def _is_due_by_time(self) -> bool:
         every_s = 60.0 * self._cfg.every_minutes
         is_over = time.monotonic() > self._begin_s + every_s
         return every_s > 0 and self._parallel.broadcast_object(is_over)

@@ -58,9 +58,9 @@ class FrozenPolicy:
         if self.cfg.engine.kv_cache_dtype != "fp8":
             return None
         forward = Forward(self.cfg, self.parallel)
-        with kv_scales.measured(self.models, self.cfg.model.num_layers, self.parallel.device) as amax:
+        with kv_scales.measure_amax(self.models, self.cfg.model.num_layers, self.parallel.device) as amax:
             for batch in kv_scales.calibration_batches(self.cfg, prompts, data_rank=self.parallel.dp_rank):
                 forward.logprobs(self.models, batch.microbatches)
-        scales = kv_scales.scales(kv_scales.over_all_ranks(amax, self.parallel.world_size))
-        kv_scales.hold(self.models, scales, self.parallel.device)
+        scales = kv_scales.scales(kv_scales.max_over_ranks(amax, self.parallel.world_size))
+        kv_scales.set_scales(self.models, scales, self.parallel.device)
         return scales

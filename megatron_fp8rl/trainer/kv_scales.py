@@ -13,7 +13,7 @@ where values are 2^-13 of the maximum. In return, later tokens above the measure
 power of two is exact, so trainer and engine round equally (``kernels/kv_rounding.py``). Scales measured on other tokens
 are valid, because a scale only affects how the cache is written and read.
 
-The trainer's attention rounds keys and values by the engines' current scales (:func:`hold`), and queries if the
+The trainer's attention rounds keys and values by the engines' current scales (:func:`set_scales`), and queries if the
 engine's kernel does. Both ends then compute the same quantized function.
 
 Shapes: NUM_LAYERS x 3 = layers of the whole model x (query, key, value).
@@ -41,7 +41,7 @@ _TENSORS = ("query", "key", "value")
 
 
 @contextmanager
-def measured(chunks: Sequence[nn.Module], num_layers: int, device: torch.device) -> Iterator[Tensor]:
+def measure_amax(chunks: Sequence[nn.Module], num_layers: int, device: torch.device) -> Iterator[Tensor]:
     """Record the amax of all forward passes in the block: FP32 [num_layers, 3] on ``device``, updated in place.
 
     Covers this rank's layers, heads and tokens; 0 for layers of other pipeline stages. Never synchronizes the device.
@@ -57,7 +57,7 @@ def measured(chunks: Sequence[nn.Module], num_layers: int, device: torch.device)
             layer.amax = None
 
 
-def over_all_ranks(amax: Tensor, world_size: int) -> list[list[float]]:
+def max_over_ranks(amax: Tensor, world_size: int) -> list[list[float]]:
     """Collective over all trainer ranks: amax over the whole model and batch.
 
     One max-reduction suffices in every layout: ranks hold different heads, tokens or layers, with zeros for the layers
@@ -82,7 +82,7 @@ def scales(amax: list[list[float]]) -> KVScales:
     return {layer: tuple(row) for layer, row in enumerate(rows.tolist())}
 
 
-def hold(chunks: Sequence[nn.Module], by_layer: KVScales, device: torch.device) -> None:
+def set_scales(chunks: Sequence[nn.Module], by_layer: KVScales, device: torch.device) -> None:
     """Round keys and values of later forward passes by these cache scales, and queries if the engine's kernel does."""
     for layer in _layers(chunks):
         layer.cache_scales = torch.tensor(by_layer[layer.layer], device=device)

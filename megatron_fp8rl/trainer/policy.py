@@ -166,9 +166,9 @@ class Policy:
         Raises ValueError on all ranks if a query, key or value was not finite.
         """
         if self._kv_amax is not None:
-            amax = kv_scales.over_all_ranks(self._kv_amax, self.parallel.world_size)
+            amax = kv_scales.max_over_ranks(self._kv_amax, self.parallel.world_size)
             self._kv_amax, self._kv_scales = None, kv_scales.scales(amax)
-            kv_scales.hold([*self.chunks, *(self.reference or ())], self._kv_scales, self.parallel.device)
+            kv_scales.set_scales([*self.chunks, *(self.reference or ())], self._kv_scales, self.parallel.device)
         return self._kv_scales
 
     def router_metrics(self) -> dict[str, float]:
@@ -211,7 +211,7 @@ class Policy:
         if self.cfg.engine.kv_cache_dtype != "fp8" or self.cfg.sampling.replay is not None:
             yield
             return
-        with kv_scales.measured(self.chunks, self.cfg.model.num_layers, self.parallel.device) as amax:
+        with kv_scales.measure_amax(self.chunks, self.cfg.model.num_layers, self.parallel.device) as amax:
             yield
         self._kv_amax = amax if self._kv_amax is None else torch.maximum(self._kv_amax, amax)
 

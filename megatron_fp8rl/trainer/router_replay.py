@@ -53,10 +53,10 @@ def _routes(mb: Microbatch, parallel: Parallel, **fields) -> Routes:
     if parallel.cp_size > 1:
         rows_R = zigzag_indices(mb.cu_seqlens_S, parallel.cp_size, parallel.cp_rank)
     rows_R = rows_R.chunk(parallel.tp_size)[parallel.tp_rank]  # sequence parallelism cuts in rank order
-    given_RLK = None
+    recorded_RLK = None
     if mb.routed_experts_T is not None:
-        given_RLK = upload(mb.routed_experts_T.index_select(0, rows_R), parallel.device)
-    return Routes(rows_R=upload(rows_R, parallel.device), given_RLK=given_RLK, **fields)
+        recorded_RLK = upload(mb.routed_experts_T.index_select(0, rows_R), parallel.device)
+    return Routes(rows_R=upload(rows_R, parallel.device), recorded_RLK=recorded_RLK, **fields)
 
 
 def recorded(routes: Routes, num_tokens: int, model: ModelConfig, parallel: Parallel) -> Tensor:
@@ -66,8 +66,8 @@ def recorded(routes: Routes, num_tokens: int, model: ModelConfig, parallel: Para
     """
     shape = (num_tokens, model.num_layers, model.experts_per_token)
     whole_TLK = torch.full(shape, _NO_EXPERT, dtype=torch.int32, device=parallel.device)  # NCCL has no int16
-    for layer, own_RK in routes.own.items():
-        whole_TLK[routes.rows_R, layer] = own_RK.int()
+    for layer, router_RK in routes.own.items():
+        whole_TLK[routes.rows_R, layer] = router_RK.int()
     groups = (
         (parallel.tp_size, parallel.tp_group),
         (parallel.cp_size, parallel.cp_group),

@@ -19,7 +19,7 @@ from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import Prompt, Sample, Segment, TrainBatch
 
 
-def pays(cfg: RunConfig, device_type: str) -> bool:
+def is_worthwhile(cfg: RunConfig, device_type: str) -> bool:
     """Whether engines start meanwhile on other GPUs. Delayed scaling would remember the tokens."""
     waits = cfg.engine.placement == "separate" and cfg.sampling.replay is None
     return device_type == "cuda" and waits and cfg.precision.trainer != "delayed"

@@ -41,7 +41,7 @@ from megatron_fp8rl.weight_sync.plan import Plan
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.sender import ShardSender
 from megatron_fp8rl.weight_sync.transports.choose import resolve
-from megatron_fp8rl.weight_sync.verify import Expected, holds_all, verify, verify_kv_scales
+from megatron_fp8rl.weight_sync.verify import Expected, all_match, verify, verify_kv_scales
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.policy import Policy
@@ -249,7 +249,7 @@ class WeightExporter:
         if every and (self._has_new or self._num_publications % every == 0):
             started = time.perf_counter()
             reports = self._engines.call("weight_digests", lambda _, client: client.weight_digests(names=False))
-            if not holds_all(reports, sent.expected):
+            if not all_match(reports, sent.expected):
                 reports = self._engines.call("weight_digests", lambda _, client: client.weight_digests())
                 verify(reports, sent.expected, self._previous)
             sent.verify_s = time.perf_counter() - started

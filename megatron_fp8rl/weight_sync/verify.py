@@ -95,7 +95,7 @@ def _compare(
     return mismatches
 
 
-def holds_all(replicas: Sequence[Sequence[Mapping[str, Any]]], expected: Expected) -> bool:
+def all_match(replicas: Sequence[Sequence[Mapping[str, Any]]], expected: Expected) -> bool:
     """Whether every worker of every replica reports the expected version and combined digest.
 
     If not, :func:`verify` compares reports with all names, which take far longer.

@@ -29,7 +29,7 @@ class FakeFleet:
     def _note(self, what):
         if what == self.fails_at:
             raise TimeoutError("rollout-0 did not answer within 1 s")
-        self.events.append((what, self.policy.offload.away))
+        self.events.append((what, self.policy.offload.offloaded))
 
 
 def _build(cfg, fails_at=None):
@@ -44,12 +44,12 @@ def _two_steps(cfg):
     away = []
     for _ in range(2):
         with colocated.publication():
-            events.append(("publish", policy.offload.away))
-        away.append(policy.offload.away)
+            events.append(("publish", policy.offload.offloaded))
+        away.append(policy.offload.offloaded)
         colocated.train()
-        away.append(policy.offload.away)
+        away.append(policy.offload.offloaded)
         continue_training(policy, 1)
-        assert policy.offload.away == away[-1]
+        assert policy.offload.offloaded == away[-1]
     assert colocated.take_metrics() == {}  # no GPU
     return events, away
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_fp8rl.config import ParallelConfig, PrecisionConfig
 from megatron_fp8rl.trainer.model import router
-from megatron_fp8rl.trainer.model.dispatcher import Exchange, GatherDispatcher, own_experts
+from megatron_fp8rl.trainer.model.dispatcher import Exchange, GatherDispatcher, local_expert_scores
 from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import MOE, full_weights, run_config, train
@@ -75,22 +75,22 @@ def _exchanges(world: int, num_tokens: int, num_experts: int):
     scores = (
         100.0 * rank + 10.0 * torch.arange(num_tokens)[:, None] + torch.arange(num_experts * world)
     ).requires_grad_()
-    everyone, own = exchange.gathered(tokens), own_experts(scores, exchange.group)
-    sums = exchange.added(everyone * (rank + 1))
+    all_tokens, own = exchange.gathered(tokens), local_expert_scores(scores, exchange.group)
+    sums = exchange.added(all_tokens * (rank + 1))
     (own * (rank + 1)).sum().backward()
-    return everyone, own.detach(), sums, scores.grad
+    return all_tokens, own.detach(), sums, scores.grad
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_tokens_scores_and_gradients_reach_their_ranks(world):
     num_tokens, num_experts = 4, 2
-    everyone = torch.cat([100.0 * r + torch.arange(num_tokens)[:, None] + torch.zeros(1, 3) for r in range(world)])
+    all_tokens = torch.cat([100.0 * r + torch.arange(num_tokens)[:, None] + torch.zeros(1, 3) for r in range(world)])
     total = sum(range(1, world + 1))
     for rank, (tokens, own, sums, scores_grad) in enumerate(
         run_ranks(world, _exchanges, world, num_tokens, num_experts)
     ):
-        mine = everyone[num_tokens * rank : num_tokens * (rank + 1)]
-        assert torch.equal(tokens, everyone) and torch.equal(sums, total * mine)
+        mine = all_tokens[num_tokens * rank : num_tokens * (rank + 1)]
+        assert torch.equal(tokens, all_tokens) and torch.equal(sums, total * mine)
         experts = torch.arange(num_experts) + num_experts * rank
         expected = [100.0 * r + 10.0 * torch.arange(num_tokens)[:, None] + experts for r in range(world)]
         assert torch.equal(own, torch.cat(expected))

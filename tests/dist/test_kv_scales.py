@@ -67,14 +67,14 @@ def _measure(overrides: dict, folder: str) -> dict:
     cfg = replace(cfg, engine=replace(cfg.engine, kv_cache_dtype="fp8"))
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
-    amax, over_all_ranks = [], kv_scales.over_all_ranks
+    amax, max_over_ranks = [], kv_scales.max_over_ranks
 
     def record(*arguments) -> list[list[float]]:
-        amax.append(over_all_ranks(*arguments))
+        amax.append(max_over_ranks(*arguments))
         return amax[-1]
 
-    kv_scales.over_all_ranks = record
-    kv_scales.hold = lambda *_: None  # later passes measure unrounded keys and values, as the reference does
+    kv_scales.max_over_ranks = record
+    kv_scales.set_scales = lambda *_: None  # later passes measure unrounded keys and values, as the reference does
     before = policy.kv_scales()
     policy.calibrate_kv(_prompts())
     policy.kv_scales()

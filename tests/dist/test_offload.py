@@ -37,24 +37,24 @@ def _train(cfg, folder, offload):
     sizes = _grad_bytes(policy)
     metrics = []
     for step in range(4):
-        before = policy.offload.away
+        before = policy.offload.offloaded
         metrics += continue_training(policy, 1)[0]
-        assert policy.offload.away == before
+        assert policy.offload.offloaded == before
         if offload:
             policy.offload.release("gradients", "optimizer")
             assert all(grads == 0 < params for params, grads in _grad_bytes(policy))
             policy.offload.release("params")
-            assert policy.offload.away == PARTS and not any(map(sum, _grad_bytes(policy)))
+            assert policy.offload.offloaded == PARTS and not any(map(sum, _grad_bytes(policy)))
         if step == 1:
             checkpoint.save(folder, step, policy, {})
         if offload:
-            assert policy.offload.away == PARTS
+            assert policy.offload.offloaded == PARTS
             with pytest.raises(RuntimeError, match="params.* offloaded"):
                 policy.offload.require("params")
             for p in policy.models[0].parameters():
                 assert p.untyped_storage().nbytes() == 0
             policy.offload.restore("params", "gradients", *PARTS[2:][step % 2 :])  # or an update fetches the rest
-            assert policy.offload.away == PARTS[2:][: step % 2] and _grad_bytes(policy) == sizes
+            assert policy.offload.offloaded == PARTS[2:][: step % 2] and _grad_bytes(policy) == sizes
             assert not any(b.grad_data.any() for chunk in policy.chunks for b in chunk.buffers)
     return metrics, weight_pieces(policy)
 
@@ -63,7 +63,7 @@ def _resume(cfg, folder):
     policy = _build(replace(cfg, optim=replace(cfg.optim, offload=PARTS)))
     policy.offload.release(*PARTS)
     checkpoint.restore(checkpoint.latest(folder), policy)
-    assert policy.offload.away == ()
+    assert policy.offload.offloaded == ()
     return continue_training(policy, 2)[0], weight_pieces(policy)
 
 
@@ -87,11 +87,11 @@ def test_offloading_changes_no_bit(cfg, tmp_path):
 def _restores_only_what_left(cfg):
     policy = _build(replace(cfg, optim=replace(cfg.optim, offload=("gradients",))))
     policy.offload.release(*PARTS)
-    assert policy.offload.away == ("gradients",)
+    assert policy.offload.offloaded == ("gradients",)
     assert all(params > 0 for params, _ in _grad_bytes(policy))
     policy.offload.release("gradients")  # again: nothing happens
     policy.offload.restore("optimizer")
-    assert policy.offload.away == ("gradients",)
+    assert policy.offload.offloaded == ("gradients",)
     with pytest.raises(RuntimeError, match="gradients of the policy are offloaded"):
         continue_training(policy, 1)
 

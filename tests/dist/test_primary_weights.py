@@ -80,7 +80,7 @@ class _StandIns:
         self.patch.setattr(fp8_params, "_MASTERS_AT_A_TIME", 2**17)  # two groups or more, as of a large model
         fake_te.install(self.patch)
         fake_fp8_tensor.install(self.patch)
-        self.patch.setattr(model, "here", lambda: Hardware("hopper"))
+        self.patch.setattr(model, "local_hardware", lambda: Hardware("hopper"))
         self.parallel = Parallel.init(cfg.parallel, deadline_s=60)
 
     def policy(self, cfg):

@@ -12,7 +12,7 @@ from megatron_fp8rl.config import OptimConfig, PrecisionConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.trainer import checkpoint
-from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
+from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
 from megatron_fp8rl.trainer.optimizer import shared_memory
 from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -139,7 +139,7 @@ def _without_a_step(cfg):
     for reads in (policy.named_tensors, lambda: checkpoint.save("unused", 1, policy, {})):
         with pytest.raises(RuntimeError, match="gradients have replaced the weights"):
             reads()
-    forget_quantized_weights()
+    clear_weight_caches()
     with pytest.raises(RuntimeError, match=r"weights were changed .*rebuild_parameters"):
         policy.with_old_logprobs(batch)
     policy.optimizer.rebuild_parameters()
@@ -153,7 +153,7 @@ def _without_a_step(cfg):
     policy.offload.release("optimizer")
     with pytest.raises(NonFiniteError):
         policy.update(batch, broken)
-    assert policy.offload.away == ("optimizer",)
+    assert policy.offload.offloaded == ("optimizer",)
     assert all(torch.equal(piece, before[name][1]) for name, (_, piece) in weight_pieces(policy).items())
     policy.parallel.barrier("done")
 
@@ -187,7 +187,7 @@ def _in_any_order(cfg):
             assert sizes() == [0, 0]
             policy.offload.restore(restored[0])
             policy.offload.restore(restored[1])
-            assert sizes() == whole and policy.offload.away == ()
+            assert sizes() == whole and policy.offload.offloaded == ()
             require_weights()
     return continue_training(policy, 1)[0], weight_pieces(policy)
 

@@ -28,7 +28,7 @@ def _train_twice(cfg) -> list:
         for kernels in ("emulated", "te"):
             if kernels == "te":
                 fake_te.install(patch)
-                patch.setattr(model, "here", lambda: Hardware("hopper"))
+                patch.setattr(model, "local_hardware", lambda: Hardware("hopper"))
             policy = Policy.build(cfg, parallel)
             metrics, _ = continue_training(policy, 3)
             runs.append((metrics, {name: piece for name, (_, piece) in weight_pieces(policy).items()}))

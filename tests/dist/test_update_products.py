@@ -79,7 +79,7 @@ def _scale_too_large_by_two(patch) -> None:
 
 
 def _weights_of_the_last_update(patch) -> None:
-    patch.setattr(optimizer, "forget_quantized_weights", lambda: None)
+    patch.setattr(optimizer, "clear_weight_caches", lambda: None)
 
 
 # change, its recipe, the products that it spoils, the first update in which it shows
@@ -104,7 +104,7 @@ def _updates(parallel, kind: str, name: str, change=None, expected=None) -> list
     cfg = run_config(model=MODELS[kind], optim=OptimConfig(lr=2e-2, eps=1e-2), max_tokens=48)
     with pytest.MonkeyPatch.context() as patch:
         fake_te.install(patch)
-        patch.setattr(build, "here", lambda: Hardware("hopper"))
+        patch.setattr(build, "local_hardware", lambda: Hardware("hopper"))
         policy = Policy.build(
             replace(cfg, precision=replace(RECIPES[name], kernels={"linears": "te", "experts": "te"})), parallel
         )

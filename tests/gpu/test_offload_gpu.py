@@ -94,7 +94,7 @@ def _play(cfg, folder) -> list[str]:
             policy.with_old_logprobs(batch)
         if round_ == 0:
             checkpoint.save(folder, 1, policy, {})
-            assert set(policy.offload.away) == set(PARTS)
+            assert set(policy.offload.offloaded) == set(PARTS)
         started = time.monotonic()
         policy.offload.restore()
         seconds = time.monotonic() - started
@@ -104,7 +104,7 @@ def _play(cfg, folder) -> list[str]:
         assert torch.equal(expected, logprobs())
     policy.offload.release("optimizer")
     metrics, _ = continue_training(policy, 2)  # each update fetches it
-    assert policy.offload.away == ("optimizer",)
+    assert policy.offload.offloaded == ("optimizer",)
     assert all(math.isfinite(value) for step in metrics for value in step.values())
     checkpoint.restore(checkpoint.latest(folder), policy)
     assert all(torch.equal(a, b) for a, b in zip(state, _state(policy), strict=True)), "the checkpoint"

@@ -9,7 +9,7 @@ from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.kernels import blockwise
 from megatron_fp8rl.precision.hardware import installed_packages
 from megatron_fp8rl.precision.recipes import AmaxHistory, finish_step, make_recipe, quantized_linear
-from megatron_fp8rl.trainer.model.weight_cache import WeightCache, forget_quantized_weights
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache, clear_weight_caches
 from tests.tolerances import TE_DECIBELS, TE_DECIBELS_FP32_SCALES
 
 pytestmark = [
@@ -207,7 +207,7 @@ def test_delayed_scaling_over_steps():
             assert min(_decibels(found, emulated)) > TE_DECIBELS
         for history in histories:
             finish_step([history], lambda flat: None)
-        forget_quantized_weights()
+        clear_weight_caches()
         assert torch.equal(histories[0].history, histories[1].history), f"step {step}"
     assert histories[1].is_filled == (True, True, True)
 
@@ -257,7 +257,7 @@ def test_speed_of_a_layer():
 
         run()
         finish_step([history], lambda flat: None)
-        forget_quantized_weights()
+        clear_weight_caches()
         for _ in range(3):
             run()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -94,7 +94,7 @@ def play(cfg: RunConfig, *prompts: Prompt, engines=None, chat: ChatFormat = CHAT
     async def run() -> list[Rollout]:
         pool = AgentPool(cfg, Requests(Fleet(*engines)), Scorer(), chat)
         try:
-            return await asyncio.gather(*(pool.play(one, i, 1000 * i) for i, one in enumerate(prompts)))
+            return await asyncio.gather(*(pool.run_session(one, i, 1000 * i) for i, one in enumerate(prompts)))
         finally:
             await pool.close()
             assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

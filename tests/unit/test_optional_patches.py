@@ -50,9 +50,9 @@ def test_engines_have_vllms_scheduler(leave, monkeypatch):
     def scheduler(hardware):
         return engine_arguments(cfg, "model", choose(cfg, hardware)).get("scheduler-cls")
 
-    assert [scheduler(CPU), scheduler(HOPPER)] == [f"{SCHEDULERS}.HoldingScheduler", f"{SCHEDULERS}.DecodeScheduler"]
+    assert [scheduler(CPU), scheduler(HOPPER)] == [f"{SCHEDULERS}.BufferingScheduler", f"{SCHEDULERS}.DecodeScheduler"]
     monkeypatch.setenv(upstream.SKIP, "DecodeScheduler")
-    assert scheduler(HOPPER) == f"{SCHEDULERS}.HoldingAsyncScheduler"
+    assert scheduler(HOPPER) == f"{SCHEDULERS}.BufferingAsyncScheduler"
     monkeypatch.delenv(upstream.SKIP)
     leave("vllm")
     assert [scheduler(CPU), scheduler(HOPPER)] == [None, None]
@@ -83,11 +83,11 @@ def test_tokens_travel_by_megatrons_dispatcher(leave):
 def test_an_optimizer_quantizes_all_masters_at_once(leave):
     from megatron.core.optimizer import distrib_optimizer
 
-    from megatron_fp8rl.trainer.optimizer.fp8_params import few_masters_at_a_time
+    from megatron_fp8rl.trainer.optimizer.fp8_params import limit_master_copies
 
     theirs = distrib_optimizer.quantize_param_shard
-    with few_masters_at_a_time():
+    with limit_master_copies():
         assert distrib_optimizer.quantize_param_shard is not theirs
     leave("megatron-core")
-    with few_masters_at_a_time():
+    with limit_master_copies():
         assert distrib_optimizer.quantize_param_shard is theirs

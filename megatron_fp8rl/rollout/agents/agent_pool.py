@@ -49,11 +49,11 @@ class AgentPool:
         self._slots = asyncio.Semaphore(cfg.session.max_running)
         self._closed = False
 
-    def plays(self, prompt: Prompt) -> bool:
+    def has_agent(self, prompt: Prompt) -> bool:
         """Whether the source of a prompt has an agent."""
         return prompt.environment in self._agents
 
-    async def play(self, prompt: Prompt, index: int, seed: int, *, temperature: float | None = None) -> Rollout:
+    async def run_session(self, prompt: Prompt, index: int, seed: int, *, temperature: float | None = None) -> Rollout:
         """Run one session. Raises EngineError or a subclass, or ScorePoolError if no agent can start."""
         queued_s = time.monotonic()
         async with self._slots:
@@ -107,7 +107,7 @@ class AgentPool:
 
         key = self._gateway.open_session(session)
         try:
-            return await worker.play(session, prompt, answer, self._cfg.session.deadline_s, key)
+            return await worker.run_agent(session, prompt, answer, self._cfg.session.deadline_s, key)
         finally:
             self._gateway.close_session(key)
             if alone or (worker.is_retired and not worker.num_sessions):
@@ -191,7 +191,7 @@ async def _answer(session: Session, request: Mapping[str, Any], tools: ToolCalls
             request["messages"], tools=request["tools"], max_tokens=request["max_tokens"], stop=request["stop"]
         )
         message = {"role": "assistant", **tools.message(completion.text, request["tools"])}
-        session.said(turn, message)
+        session.record_answer(turn, message)
         return {"text": completion.text, "message": message, "finish_reason": completion.finish_reason}
     except SessionLimitError as error:
         return {"error": str(error), "kind": "limit"}

@@ -63,7 +63,7 @@ class AgentProcess:
         """Wait until the agents are loaded. Raises ScorePoolError."""
         await asyncio.shield(self._ready)
 
-    async def play(
+    async def run_agent(
         self, session: Session, prompt: Prompt, answer: Callable[..., Any], deadline_s: float, api_key: str
     ) -> dict[str, Any]:
         """Run one agent, which ``num_sessions`` already includes. Raises AgentLostError."""

@@ -140,7 +140,7 @@ class Gateway:
         async def sample() -> tuple[Completion, dict[str, Any]]:
             completion, turn = await session.chat(messages, tools=tools, **_sampling(body))
             message = self._tools.message(_told(completion, body), tools)
-            session.said(turn, message)
+            session.record_answer(turn, message)
             return completion, message
 
         outcome = await _until_disconnect(request, sample())

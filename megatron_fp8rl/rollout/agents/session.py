@@ -29,7 +29,7 @@ _MAX_OPEN = 64  # requests of one session that wait for an answer
 Sample = Callable[..., Awaitable[Completion]]  # (token_ids, seed, affinity, **sampling) -> completion
 
 
-MOST_ASIDES = 64
+MAX_ASIDES = 64
 
 
 class SessionError(RuntimeError):
@@ -88,8 +88,8 @@ class Session:
         """Return side conversation ``number``, which is not trained on and ends with this session; 0: this session."""
         if number == 0:
             return self
-        if number > MOST_ASIDES:
-            raise SessionLimitError(f"a session has at most {MOST_ASIDES} conversations beside itself")
+        if number > MAX_ASIDES:
+            raise SessionLimitError(f"a session has at most {MAX_ASIDES} conversations beside itself")
         if number not in self._asides:
             name, seed = f"{self.name} aside {number}", self.seed + (number << 33)
             self._asides[number] = Session(name, self._cfg, self._chat, self._sample, seed, is_trained=False)
@@ -274,7 +274,7 @@ class Session:
         self._order.append(self._branches.index(branch))
         return completion, len(self._order) - 1
 
-    def said(self, turn: int, message: Message) -> None:
+    def record_answer(self, turn: int, message: Message) -> None:
         """Record a turn's answer, with tool calls, in the form that the agent will send back."""
         branch = self._branches[self._order[turn]]
         if branch.messages:

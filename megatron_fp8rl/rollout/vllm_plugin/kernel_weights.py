@@ -117,7 +117,7 @@ def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{kind}", tensor
 
 
-def holder_of(name: str) -> str:
+def engine_module_of(name: str) -> str:
     """Return the engine's module that contains a tensor of this Hugging Face name."""
     path = name.rpartition(".")[0]
     if ".experts." in path:
@@ -136,7 +136,7 @@ def _place(tensor: Any) -> tuple[Any, ...] | None:
 _Placed = tuple[nn.Module, str, tuple[Any, ...]]  # (module, attribute, place)
 
 
-def holds_weights(module: nn.Module) -> bool:
+def has_kernel_weights(module: nn.Module) -> bool:
     """Whether :func:`kernel_weights` reads a tensor of this module."""
     return any(isinstance(getattr(module, name, None), Tensor) for name in _ATTRIBUTES)
 
@@ -147,7 +147,7 @@ def _places(model: nn.Module) -> list[_Placed]:
     return [(module, name, place) for module, name, place in placed if place is not None]
 
 
-class HeldDigests:
+class KernelDigests:
     """Digests :func:`kernel_weights` repeatedly, and computes names and views only once.
 
     With thousands of experts, names and views take longer on the host than digests on the GPU, while the engine is
@@ -191,7 +191,7 @@ class HeldDigests:
         self._digests = prepare_values([ordered[i][1] for i in self._fixed])
 
 
-def first_of_kinds(model: nn.Module) -> frozenset[int]:
+def first_layers_by_kind(model: nn.Module) -> frozenset[int]:
     """Return the first layer of each kind. vLLM's loaders treat layers of one kind alike.
 
     Layers of a kind have modules of the same classes, with tensors of the same names, shapes, strides and dtypes, and
@@ -201,7 +201,7 @@ def first_of_kinds(model: nn.Module) -> frozenset[int]:
     kinds: dict[int, list[Any]] = {}
     for path, module in model.named_modules():
         number = layer_of(path)
-        if number is not None and holds_weights(module):
+        if number is not None and has_kernel_weights(module):
             tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             experts = getattr(module, "expert_map", None)
             held = [(name, t.shape, t.stride(), t.dtype) for name, t in tensors]

@@ -189,7 +189,7 @@ def allow_new_update(worker: Any) -> None:
     why="cancelling a layerwise reload must restore the kernel tensors of partly loaded modules (get_layerwise_info)",
     remove_when="vLLM has a call that cancels a layerwise reload",
 )
-def forget_loaded_weights(modules: Iterable[nn.Module]) -> None:
+def discard_loaded_weights(modules: Iterable[nn.Module]) -> None:
     """Make ``finalize_layerwise_reload`` treat each module as if it received nothing."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 

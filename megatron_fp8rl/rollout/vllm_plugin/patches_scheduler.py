@@ -9,8 +9,8 @@ of 128 sequences, 3.1 ms with this scheduler (20 layers of Qwen3-8B's shape in B
 8 ms). There are two changes:
 
 - The scheduler buffers tokens and log-probabilities of requests with ``RequestOutputKind.FINAL_ONLY``, such as all of
-  ours. It sends them at every :data:`HELD_TOKENS`-th token, at the last token, and on abort. A single message at the
-  end would delay all of the server's work per token until then.
+  ours. It sends them at every :data:`BUFFERED_TOKENS`-th token, at the last token, and on abort. A single
+  message at the end would delay all of the server's work per token until then.
 - Steps in which every running request decodes one token, and none ends, take a short path. vLLM's code runs all others.
 """
 
@@ -37,11 +37,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from megatron_fp8rl.upstream import patches
 
-HELD_TOKENS = 32  # a request's buffer is sent when its length is a multiple of this
+BUFFERED_TOKENS = 32  # a request's buffer is sent when its length is a multiple of this
 
 
 @dataclass(slots=True)
-class Held:
+class TokenBuffer:
     """A request's buffer of sampled tokens that are not yet sent."""
 
     request: Request
@@ -55,7 +55,7 @@ class Held:
     prefill_stats: object = None
 
     @classmethod
-    def of(cls, request: Request, max_model_len: int) -> Held:
+    def of(cls, request: Request, max_model_len: int) -> TokenBuffer:
         sampling = request.sampling_params
         return cls(
             request,
@@ -66,7 +66,7 @@ class Held:
         )
 
     def is_due(self) -> bool:
-        return len(self.request._all_token_ids) % HELD_TOKENS == 0
+        return len(self.request._all_token_ids) % BUFFERED_TOKENS == 0
 
     def into(self, output: EngineCoreOutput) -> EngineCoreOutput:
         """Move the buffered tokens into ``output``."""
@@ -83,7 +83,7 @@ class Held:
         return output
 
 
-def is_held(request: Request) -> bool:
+def can_buffer(request: Request) -> bool:
     """Whether a request needs only its final output, and vLLM's server needs no token to detect its end."""
     sampling = request.sampling_params
     return (
@@ -106,18 +106,18 @@ def is_held(request: Request) -> bool:
     remove_when="vLLM's scheduler buffers the tokens of requests that need only their final output",
     optional=True,
 )
-class HoldingScheduler(Scheduler):
+class BufferingScheduler(Scheduler):
     """vLLM's scheduler with buffered tokens, for engines without asynchronous scheduling."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        _send_held_tokens_on_abort()
-        self.held: dict[str, Held] = {}  # by id, of running requests
-        self.ended: dict[str, Held] = {}  # of aborted requests; the engine core may send these
+        _send_buffered_tokens_on_abort()
+        self.buffers: dict[str, TokenBuffer] = {}  # by id, of running requests
+        self.ended: dict[str, TokenBuffer] = {}  # of aborted requests; the engine core may send these
 
-    def take_held(self, request_id: str) -> Held | None:
+    def take_buffer(self, request_id: str) -> TokenBuffer | None:
         """Remove and return a request's buffer."""
-        return self.held.pop(request_id, None) or self.ended.pop(request_id, None)
+        return self.buffers.pop(request_id, None) or self.ended.pop(request_id, None)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self.ended.clear()
@@ -125,14 +125,14 @@ class HoldingScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        if is_held(request):
-            self.held[request.request_id] = Held.of(request, self.max_model_len)
+        if can_buffer(request):
+            self.buffers[request.request_id] = TokenBuffer.of(request, self.max_model_len)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
-            if held := self.held.pop(request.request_id, None):
-                self.ended[request.request_id] = held
+            if buffer := self.buffers.pop(request.request_id, None):
+                self.ended[request.request_id] = buffer
         return finished
 
     def update_from_output(
@@ -146,36 +146,36 @@ class HoldingScheduler(Scheduler):
     def _due(self, outputs: list[EngineCoreOutput]) -> Iterator[EngineCoreOutput]:
         for output in outputs:
             name = output.request_id
-            held = self.held.get(name) or self.ended.get(name)
-            if held is not None:
+            buffer = self.buffers.get(name) or self.ended.get(name)
+            if buffer is not None:
                 if (logprobs := output.new_logprobs) is not None:
-                    held.logprobs += logprobs.logprobs[:, 0].tolist()
-                    held.ranks += logprobs.sampled_token_ranks.tolist()
-                held.prefill_stats = held.prefill_stats or output.prefill_stats
+                    buffer.logprobs += logprobs.logprobs[:, 0].tolist()
+                    buffer.ranks += logprobs.sampled_token_ranks.tolist()
+                buffer.prefill_stats = buffer.prefill_stats or output.prefill_stats
                 if output.finish_reason is not None:
-                    self.take_held(name)
-                elif not held.is_due():
+                    self.take_buffer(name)
+                elif not buffer.is_due():
                     continue
-                held.into(output)
+                buffer.into(output)
             yield output
 
 
-def _send_held_tokens_on_abort() -> None:
+def _send_buffered_tokens_on_abort() -> None:
     """Make the engine core send the buffered tokens of requests that a pause ends."""
 
     def send(core: EngineCoreProc, request_ids: list[str], client_index: int, finish_reason: Any) -> None:
         outputs = [EngineCoreOutput(request_id, [], finish_reason=finish_reason) for request_id in request_ids]
         for output in outputs:
-            if (held := core.scheduler.take_held(output.request_id)) is not None:
-                held.into(output)
+            if (buffer := core.scheduler.take_buffer(output.request_id)) is not None:
+                buffer.into(output)
         message = EngineCoreOutputs(finished_requests=request_ids, outputs=outputs)
         core.output_queue.put_nowait((client_index, message))
 
     EngineCoreProc._send_finish_outputs_to_client = send
 
 
-class HoldingAsyncScheduler(HoldingScheduler, AsyncScheduler):
-    """:class:`HoldingScheduler` for engines with asynchronous scheduling."""
+class BufferingAsyncScheduler(BufferingScheduler, AsyncScheduler):
+    """:class:`BufferingScheduler` for engines with asynchronous scheduling."""
 
 
 class DecodeStep(SchedulerOutput):
@@ -189,7 +189,7 @@ class DecodeStep(SchedulerOutput):
     remove_when="vLLM has a short path for such steps",
     optional=True,
 )
-class DecodeScheduler(HoldingAsyncScheduler):
+class DecodeScheduler(BufferingAsyncScheduler):
     """Asynchronous scheduling with a short path for steps in which all requests decode. For vLLM's V2 model runner."""
 
     def __init__(self, *args, **kwargs) -> None:
@@ -306,22 +306,22 @@ class DecodeScheduler(HoldingAsyncScheduler):
         tokens, logprobs = result.sampled_token_ids, result.logprobs
         if not tokens or result.num_nans_in_logits or result.kv_connector_output or self.finished_req_ids_dict:
             return None
-        held_by_name, steps = self.held, []
+        buffers, steps = self.buffers, []
         for name, new in zip(result.req_ids, tokens, strict=True):
-            held = held_by_name.get(name)
-            if held is None or len(new) != 1 or new[0] in held.stops or len(held.token_ids) >= held.last:
+            buffer = buffers.get(name)
+            if buffer is None or len(new) != 1 or new[0] in buffer.stops or len(buffer.token_ids) >= buffer.last:
                 return None
-            request = held.request
+            request = buffer.request
             if request.status is not RequestStatus.RUNNING or request.async_tokens_to_discard:
                 return None
-            steps.append((held, request, new[0]))
+            steps.append((buffer, request, new[0]))
         due: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         num_tokens = len(steps)
         rows = repeat(0.0, num_tokens) if logprobs is None else logprobs.logprobs[:, 0].tolist()
         ranks = repeat(0, num_tokens) if logprobs is None else logprobs.sampled_token_ranks.tolist()
         block_size, hash_block_size = self.block_size, self.hash_block_size
-        for (held, request, token), logprob, rank in zip(steps, rows, ranks, strict=True):
-            held.token_ids.append(token)
+        for (buffer, request, token), logprob, rank in zip(steps, rows, ranks, strict=True):
+            buffer.token_ids.append(token)
             all_token_ids = request._all_token_ids
             all_token_ids.append(token)
             if len(all_token_ids) % hash_block_size == 0:
@@ -331,9 +331,9 @@ class DecodeScheduler(HoldingAsyncScheduler):
             known = request.num_computed_tokens - placeholders
             if known % block_size == 0:
                 self.kv_cache_manager.cache_blocks(request, known)
-            if held.has_logprobs:
-                held.logprobs.append(logprob)
-                held.ranks.append(rank)
-            if held.is_due():
-                due[request.client_index].append(held.into(EngineCoreOutput(request.request_id, [])))
+            if buffer.has_logprobs:
+                buffer.logprobs.append(logprob)
+                buffer.ranks.append(rank)
+            if buffer.is_due():
+                due[request.client_index].append(buffer.into(EngineCoreOutput(request.request_id, [])))
         return {client: EngineCoreOutputs(outputs=outputs) for client, outputs in due.items()}

@@ -39,13 +39,13 @@ from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.precision.quantizers import same_values
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
     DerivedTensors,
-    HeldDigests,
+    KernelDigests,
     KernelTable,
     UnwritableKernel,
-    holder_of,
-    holds_weights,
+    engine_module_of,
+    has_kernel_weights,
 )
-from megatron_fp8rl.rollout.vllm_plugin.patches import forget_loaded_weights
+from megatron_fp8rl.rollout.vllm_plugin.patches import discard_loaded_weights
 from megatron_fp8rl.rollout.vllm_plugin.spare_weights import SpareWeights
 from megatron_fp8rl.runtime.gc_pause import gc_paused
 from megatron_fp8rl.upstream import patches
@@ -112,7 +112,7 @@ class TransferEngine(WeightTransferEngine):
         self._mode = "reload"
         self._proving: frozenset[int] = frozenset()  # layers that vLLM's loaders load
         self._num_reloads = 0  # each may have bound other tensors to the model
-        self._held_digests = HeldDigests()
+        self._kernel_digests = KernelDigests()
         self._reloading: Reloaded | None = None  # modules that vLLM's reload has not finished
         self._transport: Transport | None = None
         self._table: KernelTable | None = None
@@ -157,7 +157,7 @@ class TransferEngine(WeightTransferEngine):
 
     @gc_paused()
     def _find_places(self, transport: Transport) -> None:
-        self._table = self._held_digests.table(self.model, self._num_reloads)
+        self._table = self._kernel_digests.table(self.model, self._num_reloads)
         placed, proving = list(self._placed(transport)), {None, *self._proving}
         self._copies = [Copies([(target, source) for _, target, source in parts]) for parts in placed]
         self._proofs = [[item for item in parts if layer_of(item[0].name) in proving] for parts in placed]
@@ -165,7 +165,7 @@ class TransferEngine(WeightTransferEngine):
     @torch.inference_mode()
     def digests(self) -> NamedDigests:
         """Digests of all weights that the kernels read, by Hugging Face name."""
-        return self._held_digests(self.model, self._num_reloads)
+        return self._kernel_digests(self.model, self._num_reloads)
 
     def start_weight_update(self) -> None:
         self.version = self._loaded = None
@@ -233,7 +233,7 @@ class TransferEngine(WeightTransferEngine):
         self.shutdown()
         self.version = self._loaded = None
         if self._reloading is not None:
-            forget_loaded_weights(self._reloading.modules())
+            discard_loaded_weights(self._reloading.modules())
             self._end_reload()
 
     def _end_reload(self) -> None:
@@ -267,7 +267,7 @@ class TransferEngine(WeightTransferEngine):
             raise
 
     def _write_rounds(self, transport: Transport) -> None:
-        if self._mode == "compare" and self._held_digests.table(self.model, self._num_reloads) is not self._table:
+        if self._mode == "compare" and self._kernel_digests.table(self.model, self._num_reloads) is not self._table:
             self._find_places(transport)  # vLLM's loaders may have bound other tensors
         for number, (copies, proofs) in enumerate(zip(self._copies, self._proofs, strict=True)):
             transport.receive(number)
@@ -317,7 +317,7 @@ class TransferEngine(WeightTransferEngine):
                         complete.append((part.name, whole))
             transport.release(number)
             if complete:  # by module, because vLLM stores unfinished modules twice
-                self.model.load_weights(iter(sorted(complete, key=lambda named: holder_of(named[0]))))
+                self.model.load_weights(iter(sorted(complete, key=lambda named: engine_module_of(named[0]))))
         assert not incomplete, f"parts of {sorted(incomplete)[:5]} did not arrive"
 
 
@@ -327,7 +327,7 @@ class Reloaded:
     def __init__(self, model: nn.Module, layers: Collection[int]):
         wanted = {None, *layers}
         named = ((path, module) for path, module in model.named_modules() if layer_of(path) in wanted)
-        self._chosen = [module for _, module in named if holds_weights(module)]
+        self._chosen = [module for _, module in named if has_kernel_weights(module)]
 
     def modules(self) -> Iterator[nn.Module]:
         return iter(self._chosen)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import first_of_kinds
+from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import first_layers_by_kind
 from megatron_fp8rl.rollout.vllm_plugin.kernels_in_use import kernels_in_use
 from megatron_fp8rl.rollout.vllm_plugin.kv_cache import set_kv_scales
 from megatron_fp8rl.rollout.vllm_plugin.patches import allow_new_update
@@ -36,7 +36,7 @@ class WorkerExtension(Probe):
 
     def proof_layers(self) -> dict[str, list[int]]:
         """Return {"layers": one of each kind in this worker}, which a first publication sends to vLLM's loaders."""
-        return {"layers": sorted(first_of_kinds(self.model_runner.model))}
+        return {"layers": sorted(first_layers_by_kind(self.model_runner.model))}
 
     def weight_digests(self, names: bool = True) -> dict[str, Any]:
         """Return {"rank": rank in the replica, "version", "combined": one digest of all weights, "load_s", "digests"}.

@@ -125,7 +125,7 @@ def parameters_from_masters(optimizer: Any) -> None:
     "the first would overwrite gradients that share memory with weights before the second reads them",
     remove_when="an optimizer of a chain gathers only its parameters",
 )
-def leave_gathering(optimizer: Any) -> None:
+def defer_param_gather(optimizer: Any) -> None:
     """Let the caller gather parameters after the steps of ``optimizer``, one of a chain."""
     optimizer._defer_param_sync = True
 
@@ -159,7 +159,7 @@ def quantized_in_groups(groups: Callable[[list[int]], Iterator[slice]]) -> Itera
     "values of an FP8 parameter through two methods that only parameters created by Transformer Engine have",
     remove_when="the optimizer takes the initial values of master weights as an argument",
 )
-def begin_with(parameter: nn.Parameter, values: Tensor) -> None:
+def set_initial_values(parameter: nn.Parameter, values: Tensor) -> None:
     """Initialize the master weights of an FP8 parameter from ``values``, of its shape; kept until they are cleared."""
     parameter._high_precision_init_val = values
     parameter.get_high_precision_init_val = MethodType(_initial_values, parameter)
@@ -220,6 +220,6 @@ class LatentAttentionBase(MultiLatentAttention):
     why="a fused MLP must not bypass forward hooks on its two linears (_forward_hooks)",
     remove_when="nn.Module has a public way to ask whether it has hooks",
 )
-def is_watched(module: nn.Module) -> bool:
+def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a module has forward hooks."""
     return bool(module._forward_hooks)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels.backend import runs_triton
 from megatron_fp8rl.kernels.kv_rounding import as_cached
-from megatron_fp8rl.trainer.compat.megatron import is_watched
+from megatron_fp8rl.trainer.compat.megatron import has_forward_hooks
 from megatron_fp8rl.trainer.model import attention_te
 from megatron_fp8rl.trainer.model.packed_sequences import (
     Batch,
@@ -210,7 +210,7 @@ class PackedSelfAttention(SelfAttention):
         is_whole = self.config.num_query_groups >= self.world_size  # a rank has whole groups of heads
         is_bf16 = runs_triton(hidden_states) and hidden_states.dtype == torch.bfloat16
         return (
-            self.splits_heads and is_whole and is_bf16 and not any(map(is_watched, norms))
+            self.splits_heads and is_whole and is_bf16 and not any(map(has_forward_hooks, norms))
         )  # the kernel would not call hooks of the norms
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any):

@@ -35,14 +35,14 @@ from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.blocks import EMBEDDING
 from megatron_fp8rl.names.layouts import layers_per_chunk
-from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.precision.recipes import finish_step
 from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
 from megatron_fp8rl.trainer.model.dispatcher import has_fused_permutation
 from megatron_fp8rl.trainer.model.layers import LayerFactory
 from megatron_fp8rl.trainer.model.linear import GroupedLinear, QuantizableLinear
-from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
+from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
 from megatron_fp8rl.trainer.parallel import Parallel
 
 Get = Callable[[str], Tensor]  # returns a Hugging Face tensor by name
@@ -173,7 +173,7 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
     in Megatron-Core's Float16Module, which returns FP32 logits on the last stage.
     """
     model_parallel_cuda_manual_seed(cfg.seed, force_reset_rng=True)
-    factory = LayerFactory(cfg, parallel, choose(cfg, here(), "trainer"))
+    factory = LayerFactory(cfg, parallel, choose(cfg, local_hardware(), "trainer"))
     config = transformer_config(cfg, parallel)
     virtual_stages = parallel.config.virtual_stages
     chunks: list[nn.Module] = []
@@ -244,7 +244,7 @@ def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, cfg: RunConfi
     Megatron-Core; reading that is collective. Raises FileNotFoundError or KeyError for missing files or tensors and
     ValueError for a wrong shape, each with the name.
     """
-    forget_quantized_weights()
+    clear_weight_caches()
     if not callable(source) and is_distributed(source):
         load_distributed([unwrap(chunk) for chunk in chunks], source, cfg.model)
         return

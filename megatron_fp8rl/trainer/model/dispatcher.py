@@ -114,7 +114,7 @@ def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-class _OwnExperts(torch.autograd.Function):
+class _LocalExpertScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -126,9 +126,9 @@ class _OwnExperts(torch.autograd.Function):
         return parts.transpose(0, 1).flatten(1), None
 
 
-def own_experts(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
+def local_expert_scores(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Scores [T, E * G] of this rank's tokens -> [N, E] of this rank's experts. Differentiable."""
-    return _OwnExperts.apply(scores, group)
+    return _LocalExpertScores.apply(scores, group)
 
 
 @patches(
@@ -150,7 +150,7 @@ class GatherDispatcher(MoETokenDispatcher):
         self._exchange = Exchange(self.ep_group, in_fp8) if self.ep_size > 1 else None
         self._reads_counts = reads_counts or self._exchange is not None
         self._choice: Choice | None = None  # of the microbatch between two steps
-        self._everyone: Tensor | Packed | None = None  # its tokens of all ranks
+        self._all_tokens: Tensor | Packed | None = None  # its tokens of all ranks
         self._shape: torch.Size | None = None
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor | None, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,17 +162,17 @@ class GatherDispatcher(MoETokenDispatcher):
 
     def token_dispatch(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """-> the same tokens [T, H]; scores of all ranks' tokens for local experts [N, E]."""
-        scores = scores if self._exchange is None else own_experts(scores, self.ep_group)
+        scores = scores if self._exchange is None else local_expert_scores(scores, self.ep_group)
         num_rows = None if self._reads_counts else len(tokens) * self.config.moe_router_topk
         self._choice = Choice.of(scores, num_rows)  # counts are copied to the host while ranks exchange tokens
-        self._everyone = None if self._exchange is None else self._exchange.gathered(tokens.detach())
+        self._all_tokens = None if self._exchange is None else self._exchange.gathered(tokens.detach())
         return tokens, scores
 
     def dispatch_postprocess(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Choice, Tensor]:
         """-> tokens, the choice for the tokens of all ranks, and scores."""
         assert self._choice is not None
-        choice = replace(self._choice, everyone=self._everyone, exchange=self._exchange)
-        self._choice = self._everyone = None
+        choice = replace(self._choice, all_tokens=self._all_tokens, exchange=self._exchange)
+        self._choice = self._all_tokens = None
         return tokens, choice, scores
 
     def combine_preprocess(self, sums: Tensor) -> Tensor:

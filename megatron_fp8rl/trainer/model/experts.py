@@ -99,11 +99,11 @@ class GroupedExperts(TEGroupedMLP):
         halves = tuple(linear.weights for linear in linears)
         edges = _edges(*halves)
         matrices = tuple(map(self._matrices, linears, halves))
-        exchange = everyone = rows_TK = None
+        exchange = all_tokens = rows_TK = None
         if isinstance(tokens_per_expert, Choice):
             slots = tokens_per_expert.slots(self.config.moe_router_topk)
             layout, rows_TK, probs = slots.layout, slots.rows_TK, slots.probs_R
-            exchange, everyone = tokens_per_expert.exchange, tokens_per_expert.everyone
+            exchange, all_tokens = tokens_per_expert.exchange, tokens_per_expert.all_tokens
         else:
             on_device = tokens_per_expert.to(hidden.device, non_blocking=True)
             layout = expert_permutation(on_device, hidden.shape[0], tokens_per_expert.tolist())
@@ -116,7 +116,9 @@ class GroupedExperts(TEGroupedMLP):
             record=torch.is_grad_enabled(),
             applies_router_weights=self.applies_router_weights,
         )
-        return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, matrices, halves, everyone, *edges), None
+        return _GroupedExperts.apply(
+            hidden.contiguous(), probs.float(), call, matrices, halves, all_tokens, *edges
+        ), None
 
     def _matrices(self, linear: Any, weights: Sequence[Tensor]) -> _Weights:
         """What GEMMs read of a linear, made once for its present weights."""
@@ -136,7 +138,7 @@ class GroupedExperts(TEGroupedMLP):
         """Copy the weights, which leave their memory, until :meth:`drop_copies`."""
         for linear in (self.linear_fc1, self.linear_fc2):
             self._matrices(linear, linear.weights)
-            linear.cache.hold()
+            linear.cache.pin()
 
     def drop_copies(self) -> None:
         """There are new weights."""
@@ -178,7 +180,7 @@ class _Call:
         """Own tokens' sums over the experts of all ranks."""
         return sums if self.exchange is None else self.exchange.added(sums)
 
-    def nothing(self, like_TH: Tensor) -> Tensor:
+    def empty_sum(self, like_TH: Tensor) -> Tensor:
         """:meth:`added` of a rank that has no row."""
         num_tokens = len(like_TH) if self.exchange is None else self.layout.num_sources
         return self.added(like_TH.new_zeros(num_tokens, like_TH.shape[1]))
@@ -212,18 +214,18 @@ class _GroupedExperts(torch.autograd.Function):
         call: _Call,
         linears: tuple[_Weights, ...],
         halves: tuple[Sequence[Tensor], ...],
-        everyone: Tensor | Packed | None,
+        all_tokens: Tensor | Packed | None,
         *edges: Tensor,
     ) -> Tensor:
-        """``linears`` and ``halves``: the matrices and the weights of fc1 and of fc2. ``everyone``: x of all ranks that
-        share experts, of several. ``edges``: the weights autograd tracks, equally many of each."""
+        """``linears`` and ``halves``: the matrices and the weights of fc1 and of fc2. ``all_tokens``: x of all ranks
+        that share experts, of several. ``edges``: the weights autograd tracks, equally many of each."""
         layout, fmt = call.layout, call.fmt
         needs_dw = call.record and any(ctx.needs_input_grad[6:])
         ctx.call, ctx.halves = call, halves
         if not layout.num_rows:
-            return call.nothing(x_TH)
+            return call.empty_sum(x_TH)
         fc1, fc2 = linears
-        x = permute_quantize(x_TH if everyone is None else everyone, layout, fmt, **call.forms(wgrad=needs_dw))
+        x = permute_quantize(x_TH if all_tokens is None else all_tokens, layout, fmt, **call.forms(wgrad=needs_dw))
         h_P2F = call.multiply(x, fc1)
         x = _kept(x, call) if needs_dw else None
         if call.record:
@@ -240,17 +242,17 @@ class _GroupedExperts(torch.autograd.Function):
         needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6:])
         num_edges = len(ctx.needs_input_grad[6:]) // 2
         dw1 = dw2 = [None] * num_edges
-        everyone = call.gathered(dy_TH)
+        all_tokens = call.gathered(dy_TH)
         if not layout.num_rows:
             if needs_dw:
                 dw1, dw2 = (_add_to_gradients(half, num_edges) for half in ctx.halves)
             dprobs = dy_TH.new_zeros(layout.num_tokens, dtype=torch.float32)
-            return call.nothing(dy_TH) if needs_dx else None, dprobs, None, None, None, None, *dw1, *dw2
+            return call.empty_sum(dy_TH) if needs_dx else None, dprobs, None, None, None, None, *dw1, *dw2
         (probs_T,) = ctx.saved_tensors
         (fc1, fc2), x, h_P2F = ctx.linears, ctx.x, ctx.h
         ctx.linears = ctx.x = ctx.h = None
-        dy = permute_quantize(everyone, layout, fmt, **call.forms(wgrad=needs_dw))
-        del everyone
+        dy = permute_quantize(all_tokens, layout, fmt, **call.forms(wgrad=needs_dw))
+        del all_tokens
         da_PF = call.multiply(dy, fc2, transposed=True)
         dy = _kept(dy, call) if needs_dw else None
         activation = call.operands(wgrad=needs_dw, columns="activation_columns", bf16="activation_bf16")

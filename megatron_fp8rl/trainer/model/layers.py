@@ -36,7 +36,7 @@ from megatron_fp8rl.precision.formats import BF16, QuantFormat
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.recipes import AMAX_HISTORY_LEN, Blockwise, Recipe, make_recipe
-from megatron_fp8rl.trainer.compat.megatron import is_watched
+from megatron_fp8rl.trainer.compat.megatron import has_forward_hooks
 from megatron_fp8rl.trainer.model import attention_te, linear_deep_gemm
 from megatron_fp8rl.trainer.model.attention import PackedAttention, PackedSelfAttention
 from megatron_fp8rl.trainer.model.dispatcher import ExpertLayer
@@ -117,7 +117,7 @@ class DeepGemmMlp(MLP):
         """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); under sequence parallelism s counts
         this rank's tokens."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        if is_watched(fc1) or is_watched(fc2):  # the fused MLP would not call their hooks
+        if has_forward_hooks(fc1) or has_forward_hooks(fc2):  # the fused MLP would not call their hooks
             return super().forward(hidden_states, per_token_scale, **kwargs)
         assert per_token_scale is None and self.config.gated_linear_unit and not self.config.add_bias_linear
         x = fc1.gathered(hidden_states)
@@ -153,7 +153,7 @@ class LayerFactory:
         block_rows = (
             _block_rows(weight, self._model, self._parallel, recipe.fmt) if isinstance(recipe, Blockwise) else None
         )
-        gemm = _GEMMS[self._kernels.of_matrix(*shape)]
+        gemm = _GEMMS[self._kernels.linear_kernel(*shape)]
         return LinearSpec(recipe, gemm, block_rows, self._history_len)
 
     def _experts_linear(self, layer: int, name: str) -> LinearSpec:

@@ -107,7 +107,7 @@ class QuantizableLinear:
     def keep_copies(self) -> None:
         """Copy the weight, which leaves its memory, until :meth:`drop_copies`."""
         matrix_of(self, self.weight).quantized()
-        self.cache.hold()
+        self.cache.pin()
 
     def drop_copies(self) -> None:
         """There is a new weight."""

@@ -42,28 +42,28 @@ class Routes:
     """Expert ids of the tokens that this rank routes in one pass of one microbatch."""
 
     rows_R: Tensor  # int64 [R] positions in the packed microbatch
-    given_RLK: Tensor | None  # int16 [R, L, K]; negative without a record
+    recorded_RLK: Tensor | None  # int16 [R, L, K]; negative without a record
     replays: bool  # False: the routers choose, and the recorded experts are only compared
     agreement_L2: Tensor | None = None  # int64 [L, 2] tokens that agree and tokens compared; updated in place
     own: dict[int, Tensor] | None = None  # layer -> int64 [R, K]; if not None, filled with the routers' choices
 
-    def experts(self, layer: int, own_RK: Tensor) -> Tensor:
-        """The experts that a layer uses, int64 [R, K]; ``own_RK`` are the choice of its router.
+    def experts(self, layer: int, router_RK: Tensor) -> Tensor:
+        """The experts that a layer uses, int64 [R, K]; ``router_RK`` are the choice of its router.
 
         ``layer`` is the index in the whole model. A token without a record keeps its router's choice. Equal ids are no
         record: an engine returns zeros for tokens that it has not routed.
         """
         if self.own is not None:
-            self.own[layer] = own_RK
-        if self.given_RLK is None:
-            return own_RK
-        given_RK = self.given_RLK[:, layer].long()
-        sorted_RK = given_RK.sort(dim=1).values
+            self.own[layer] = router_RK
+        if self.recorded_RLK is None:
+            return router_RK
+        recorded_RK = self.recorded_RLK[:, layer].long()
+        sorted_RK = recorded_RK.sort(dim=1).values
         recorded_R = (sorted_RK[:, 0] >= 0) & (sorted_RK.diff(dim=1) > 0).all(dim=1)
         if self.agreement_L2 is not None:
-            same_R = (sorted_RK == own_RK.sort(dim=1).values).all(dim=1)
+            same_R = (sorted_RK == router_RK.sort(dim=1).values).all(dim=1)
             self.agreement_L2[layer] += torch.stack([(same_R & recorded_R).sum(), recorded_R.sum()])
-        return torch.where(recorded_R[:, None], given_RK, own_RK) if self.replays else own_RK
+        return torch.where(recorded_R[:, None], recorded_RK, router_RK) if self.replays else router_RK
 
 
 @dataclass

@@ -65,13 +65,13 @@ class Rotary:
     def _yarn(self, periods: Tensor, scaling: RopeScaling) -> Tensor:
         """Stretch low frequencies by ``factor`` and keep high ones, with a linear ramp between (arXiv:2309.00071)."""
 
-        def pair_that_turns(rotations: float) -> float:
+        def pair_index(rotations: float) -> float:
             """Index of the pair that makes this many rotations over the original context length."""
             wavelength = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
             return self.num_features * math.log(wavelength) / (2 * math.log(self.theta))
 
-        low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-        high = min(math.ceil(pair_that_turns(scaling.beta_slow)), self.num_features - 1)
+        low = max(math.floor(pair_index(scaling.beta_fast)), 0)
+        high = min(math.ceil(pair_index(scaling.beta_slow)), self.num_features - 1)
         width = high - low if high != low else 0.001
         pairs = torch.arange(self.num_features // 2, dtype=torch.float32, device=periods.device)
         kept = 1 - ((pairs - low) / width).clamp(0, 1)

@@ -88,13 +88,13 @@ class _RoundedLinear(torch.autograd.Function):
         if hidden.dtype != torch.bfloat16 or not hidden.is_cuda:
             dx = (grad_TE @ weight.float()).to(hidden.dtype)
             return dx.view(hidden.shape), (grad_TE.t() @ hidden_TH.float()).to(weight.dtype)
-        parts_T2E = in_two_parts(grad_TE)
+        parts_T2E = bf16_parts(grad_TE)
         dx = parts_T2E @ weight.repeat(2, 1)
         of_parts = torch.mm(parts_T2E.t(), hidden_TH, out_dtype=torch.float32)
         return dx.view(hidden.shape), of_parts.unflatten(0, (2, -1)).sum(0).to(weight.dtype)
 
 
-def in_two_parts(x_TE: Tensor) -> Tensor:
+def bf16_parts(x_TE: Tensor) -> Tensor:
     """BF16 [T, 2 E]: rounded FP32 ``x_TE``, then the rounding errors. The relative error of their sum is at most
     2**-17."""
     num = x_TE.shape[1]

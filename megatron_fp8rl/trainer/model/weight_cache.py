@@ -2,7 +2,7 @@
 
 A copy is valid while the parameters are the same objects at the same tensor versions. Megatron-Core's distributed
 optimizer writes new weights through the flat parameter buffer, which does not change their versions: code that updates
-weights that way must call :func:`forget_quantized_weights`. A cache whose weights have left their memory (:meth:`hold`)
+weights that way must call :func:`clear_weight_caches`. A cache whose weights have left their memory (:meth:`pin`)
 has the only copy.
 """
 
@@ -25,7 +25,7 @@ class WeightCache:
     def __init__(self) -> None:
         self._key: tuple = ()
         self._made: Any = None
-        self._is_held = False
+        self._is_pinned = False
         _caches.add(self)
 
     def get(self, weights: Sequence[Tensor], quantize: Callable[[], Any]) -> Any:
@@ -34,7 +34,7 @@ class WeightCache:
         Raises RuntimeError if neither weights nor a copy are in memory."""
         key = *map(id, weights), *num_writes(weights)
         if self._made is None or key != self._key:
-            if self._is_held:
+            if self._is_pinned:
                 raise RuntimeError(
                     "weights were changed or their FP8 copies dropped while gradients are in their memory; call "
                     "Optimizer.rebuild_parameters() first"
@@ -43,20 +43,20 @@ class WeightCache:
             self._made, self._key = quantize(), key
         return self._made
 
-    def hold(self) -> None:
+    def pin(self) -> None:
         """The weights leave their memory, until :meth:`renew`."""
-        self._is_held = True
+        self._is_pinned = True
 
     def renew(self) -> None:
         """There are new weights."""
         self.clear()
-        self._is_held = False
+        self._is_pinned = False
 
     def clear(self) -> None:
         self._made, self._key = None, ()
 
 
-def forget_quantized_weights() -> None:
+def clear_weight_caches() -> None:
     """Free the cached copies of all linears in this process; call after weights have changed or moved."""
     for cache in list(_caches):
         cache.clear()

@@ -9,7 +9,7 @@ amax values are first reduced over the ranks, so that all use the same scales; t
 scales equal ``quantize_weight`` of a BF16 parameter.
 
 Transformer Engine rounds all masters of a call to BF16 before quantizing the first: 2 bytes each, as much as FP8
-parameters save on one rank. :func:`few_masters_at_a_time` calls it in chunks.
+parameters save on one rank. :func:`limit_master_copies` calls it in chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron_fp8rl import upstream
 from megatron_fp8rl.precision.recipes import Blockwise
-from megatron_fp8rl.trainer.compat.megatron import begin_with, quantized_in_groups
+from megatron_fp8rl.trainer.compat.megatron import quantized_in_groups, set_initial_values
 from megatron_fp8rl.trainer.model.build import named_linears
 from megatron_fp8rl.trainer.parallel import Parallel
 
@@ -47,7 +47,7 @@ def quantize_parameters(models: Sequence[nn.Module], parallel: Parallel) -> None
                 setattr(linear, name, _fp8_parameter(parameter, linear.recipe))
 
 
-def few_masters_at_a_time() -> AbstractContextManager[None]:
+def limit_master_copies() -> AbstractContextManager[None]:
     """In the block, Megatron-Core's optimizer rounds master weights to BF16 and quantizes them in groups.
 
     Collective over the ranks that shard the masters, once per group of parameters; all ranks form the same groups.
@@ -75,5 +75,5 @@ def _fp8_parameter(parameter: nn.Parameter, recipe: Blockwise) -> nn.Parameter:
     made = nn.Parameter(fp8_tensor(parameter, recipe), requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
         setattr(made, name, value)
-    begin_with(made, parameter.detach().to("cpu", copy=True))
+    set_initial_values(made, parameter.detach().to("cpu", copy=True))
     return made

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8
 from megatron_fp8rl.observe.spans import span
-from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
+from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
 from megatron_fp8rl.trainer.optimizer.shared_memory import bytes_of_weights
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Offload:
         self._parts: dict[Part, _Storages] = {part: _Storages(part, memory) for part in parts}
 
     @property
-    def away(self) -> tuple[Part, ...]:
+    def offloaded(self) -> tuple[Part, ...]:
         """The parts that are currently offloaded."""
         return tuple(part for part, storages in self._parts.items() if storages)
 
@@ -161,16 +161,16 @@ class Offload:
 
     def restore(self, *parts: Part) -> None:
         """Restore ``parts``, or everything that is offloaded."""
-        for part in parts or self.away:
+        for part in parts or self.offloaded:
             if memory := self._parts.get(part):
                 if part == "optimizer":
-                    forget_quantized_weights()  # frees memory; a step is about to change the weights
+                    clear_weight_caches()  # frees memory; a step is about to change the weights
                 memory.restore()
 
     @contextlib.contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
         """Load ``parts``, or all state, to the GPU for the block; restore the previous placement afterwards."""
-        before = [part for part in self.away if part in (parts or PARTS)]
+        before = [part for part in self.offloaded if part in (parts or PARTS)]
         if not before:
             yield
             return
@@ -184,7 +184,7 @@ class Offload:
 
     def require(self, *parts: Part) -> None:
         """Raise RuntimeError if one of ``parts`` is offloaded: its tensors have no memory to read."""
-        if missing := [part for part in parts if part in self.away]:
+        if missing := [part for part in parts if part in self.offloaded]:
             raise RuntimeError(f"{', '.join(missing)} of the policy are offloaded; call policy.offload.restore() first")
 
     def _storages_of(self, part: Part) -> dict[torch.UntypedStorage, int]:
@@ -203,7 +203,7 @@ class Offload:
 
     def _forget_copies(self) -> None:
         """Free cached FP8 copies and columnwise data, as large as the rowwise data; the next pass makes them again."""
-        forget_quantized_weights()
+        clear_weight_caches()
         for parameter in (parameter for model in self._models for parameter in model.parameters()):
             if is_fp8(parameter):
                 parameter.update_usage(rowwise_usage=True, columnwise_usage=False)

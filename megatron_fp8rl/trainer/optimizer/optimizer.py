@@ -21,10 +21,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
 from megatron_fp8rl.config import OptimConfig, RunConfig
-from megatron_fp8rl.trainer.compat.megatron import GradientBuffers, leave_gathering, parameters_from_masters
+from megatron_fp8rl.trainer.compat.megatron import GradientBuffers, defer_param_gather, parameters_from_masters
 from megatron_fp8rl.trainer.model.build import named_global_parameters
-from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
-from megatron_fp8rl.trainer.optimizer.fp8_params import few_masters_at_a_time
+from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
+from megatron_fp8rl.trainer.optimizer.fp8_params import limit_master_copies
 from megatron_fp8rl.trainer.optimizer.shared_memory import SharedMemory
 from megatron_fp8rl.trainer.parallel import Parallel
 
@@ -116,7 +116,7 @@ class Optimizer:
             list(chunks),
         )
         for part in self._parts:
-            leave_gathering(part)
+            defer_param_gather(part)
 
     @property
     def _parts(self) -> list:
@@ -147,7 +147,7 @@ class Optimizer:
         for group in self.megatron.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
-        with few_masters_at_a_time():
+        with limit_master_copies():
             self.megatron.step_with_ready_grads()
         self._gather_parameters()
         return norm
@@ -155,7 +155,7 @@ class Optimizer:
     @torch.no_grad()
     def rebuild_parameters(self) -> None:
         """Collective: recompute every parameter from its FP32 master weights, as a step does after Adam."""
-        with few_masters_at_a_time():
+        with limit_master_copies():
             for part in self._parts:
                 parameters_from_masters(part)
         self._gather_parameters()
@@ -165,7 +165,7 @@ class Optimizer:
         for chunk in self._chunks:
             chunk.start_param_sync()
         self._memory.take_weights()
-        forget_quantized_weights()
+        clear_weight_caches()
 
     @property
     def has_weights(self) -> bool:

@@ -32,7 +32,7 @@ NUM_SLOTS = 2
 _FAILED = "failed"
 _LOOK_S = 0.2  # interval of checks for failures of other processes
 _NAP_S = 20e-6  # polling interval while an engine is paused
-_MEETING_NAP_S = 0.01  # polling interval of the store by all processes
+_BARRIER_POLL_S = 0.01  # polling interval of the store by all processes
 
 
 class DeliveryError(RuntimeError):
@@ -108,14 +108,14 @@ class Transport:
         except RuntimeError:
             return  # trainer rank 0 has ended; waiting processes notice that themselves
 
-    def meet(self, did: str) -> None:
+    def barrier(self, did: str) -> None:
         """Collective, once for each ``did``: wait for all processes. Raises like :meth:`wait_until`."""
         self._store.add(did, 1)
         num_ranks = self.peer.world_size
         self.wait_until(
             lambda: self._store.add(did, 0) >= num_ranks,
             lambda: f"{self._store.add(did, 0)} of {num_ranks} processes {did}",
-            nap_s=_MEETING_NAP_S,
+            nap_s=_BARRIER_POLL_S,
         )
 
     def wait_until(self, done: Callable[[], bool], what: Callable[[], str], *, nap_s: float | None = None) -> None:

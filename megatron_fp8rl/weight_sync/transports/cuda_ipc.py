@@ -53,7 +53,7 @@ class IpcTransport(Transport):
                 )
                 self._mapped[sender] = _open(json.loads(self._store.get(key)), self.device)
         try:
-            self.meet("opened the buffers")
+            self.barrier("opened the buffers")
         finally:  # all processes that will map the files have done so
             if peer.rank == 0:
                 self._remove_files()

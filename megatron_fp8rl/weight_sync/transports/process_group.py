@@ -41,7 +41,7 @@ class _GroupTransport(Transport):
         self._wire = self._wire_memory()
         self._pending: dict[int, list[Any]] = {}
         self._peers: dict[int, list[int]] = {}  # by round, for messages
-        self.meet("came to connect")  # because building a group blocks, without checks for failures
+        self.barrier("came to connect")  # because building a group blocks, without checks for failures
         self._group = self._build_group(dist.PrefixStore("group", self._store.plain))
 
     def begin(self, attempt: int, rounds: tuple[Round, ...]) -> None:

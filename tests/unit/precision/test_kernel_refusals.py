@@ -56,14 +56,14 @@ def build(cfg: RunConfig, generation: Generation, monkeypatch) -> list[Violation
     hardware, found = Hardware(generation), []
     parallel = SimpleNamespace(device=torch.device("cpu"), tp_size=cfg.parallel.tensor, tp_rank=0, config=cfg.parallel)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "here", lambda: hardware)
+        patch.setattr(trainer, "local_hardware", lambda: hardware)
         patch.setattr(trainer, "LayerFactory", Layers)
         patch.setattr(trainer, "transformer_config", lambda *_: None)
         patch.setattr(trainer, "model_parallel_cuda_manual_seed", lambda *_, **__: None)
         patch.setattr(
             "megatron_fp8rl.trainer.model.layers._norm", lambda kernel: torch.rms_norm
         )  # imports what is not here
-        patch.setattr("megatron_fp8rl.rollout.fleet.here", lambda: hardware)
+        patch.setattr("megatron_fp8rl.rollout.fleet.local_hardware", lambda: hardware)
         patch.setattr("megatron_fp8rl.rollout.fleet.LocalReplicas", start)
         patch.setattr("megatron_fp8rl.rollout.fleet.placement.visible_gpus", lambda: [])
         patch.setattr("megatron_fp8rl.rollout.fleet.placement.assign", lambda *_, **__: [])

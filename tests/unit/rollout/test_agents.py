@@ -160,7 +160,7 @@ def test_two_thousand_sessions_leave_nothing(monkeypatch):
         seen = []
         for part in range(4):
             prompts = [prompt(i, kind=kinds[i // 100 % 4] if i % 100 == 7 else "works") for i in range(500)]
-            rollouts = await asyncio.gather(*(pool.play(one, i, i) for i, one in enumerate(prompts)))
+            rollouts = await asyncio.gather(*(pool.run_session(one, i, i) for i, one in enumerate(prompts)))
             bad = [one for one in rollouts if one.status == "score_failed"]
             assert len(bad) == 3, [one.detail for one in bad]  # raises, exits, raises again; the others are answered
             seen.append((me.num_fds(), len(asyncio.all_tasks()), me.memory_info().rss >> 20))

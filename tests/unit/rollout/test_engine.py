@@ -253,7 +253,7 @@ def test_an_engine_sees_its_gpus_and_nothing_of_the_trainers_settings(monkeypatc
     }
     for name, value in trainer.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(fleet_module, "here", lambda: Hardware("hopper"))
+    monkeypatch.setattr(fleet_module, "local_hardware", lambda: Hardware("hopper"))
     environments: list[dict[str, str]] = []
 
     def start_server(cfg, hf_dir, *, gpus, kernels, token, **unused):

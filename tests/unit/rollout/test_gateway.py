@@ -72,7 +72,7 @@ def test_a_session_that_has_ended_answers_410(tmp_path):
 
     async def run() -> None:
         pool = AgentPool(config("after_the_end"), Requests(Fleet(Engine(two_turns))), Scorer(), CHAT)
-        rollout = await pool.play(prompt(file=str(file)), 0, 0)
+        rollout = await pool.run_session(prompt(file=str(file)), 0, 0)
         assert rollout.status == "scored"
         await asyncio.wait_for(wait(), 60)
         await pool.close()

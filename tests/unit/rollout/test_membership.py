@@ -17,7 +17,7 @@ from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.net.address import local_address
 from megatron_fp8rl.net.auth import TOKEN_VARIABLE, RequireToken, headers
 from megatron_fp8rl.net.endpoint import Endpoint
-from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout import fleet as fleet_module
 from megatron_fp8rl.rollout import replicas
@@ -216,14 +216,14 @@ def test_one_that_stands_still_while_it_starts_is_killed(tmp_path, monkeypatch, 
     caplog.set_level("WARNING", logger="megatron_fp8rl")
     cfg = tiny_qwen3_moe()
     cfg = replace(cfg, engine=replace(cfg.engine, deadline_scale=0.5 / 30))
-    source = replicas.LocalReplicas(cfg, tmp_path, tmp_path, [], choose(cfg, here(), "engine"))
+    source = replicas.LocalReplicas(cfg, tmp_path, tmp_path, [], choose(cfg, local_hardware(), "engine"))
     server = subprocess.Popen(["sh", "-c", "sleep 100 & wait"], start_new_session=True)
     try:
         until(lambda: psutil.Process(server.pid).children(), "a child")
         psutil.Process(server.pid).children()[0].suspend()  # an engine core, say
         if is_ready:
             source._shared_memory[server.pid] = set()  # then it is asked for its health
-        asyncio.run(source._end_if_it_stands_still("rollout-0", server))
+        asyncio.run(source._kill_if_stopped("rollout-0", server))
         assert (server.poll() is None) == is_ready or server.wait(60) == -signal.SIGKILL
         assert ("rollout-0 was stopped for" in caplog.text) != is_ready
     finally:
@@ -314,7 +314,7 @@ def test_requests_that_wait_for_weights_hear_of_the_end_of_their_replica(started
     client = fleet.clients[0]
 
     async def ask():
-        client.hold()
+        client.suspend()
         request = asyncio.ensure_future(client.generate([1, 2], 1, 3))
         await asyncio.sleep(0.01)
         source.alive[0].exited.set_result(Exit(signal=9))

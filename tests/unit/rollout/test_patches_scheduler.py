@@ -13,7 +13,7 @@ import torch
 from megatron_fp8rl.data.model_dir import write_model_dir
 from model_configs import tiny
 
-BLOCK, STOP, MAX_MODEL_LEN, HELD_TOKENS = 4, 7, 96, 32
+BLOCK, STOP, MAX_MODEL_LEN, BUFFERED_TOKENS = 4, 7, 96, 32
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,11 @@ def make(config, kind, num_blocks):
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from megatron_fp8rl.rollout.vllm_plugin.patches_scheduler import DecodeScheduler, HoldingAsyncScheduler
+    from megatron_fp8rl.rollout.vllm_plugin.patches_scheduler import BufferingAsyncScheduler, DecodeScheduler
 
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return {"vllm": AsyncScheduler, "holding": HoldingAsyncScheduler, "ours": DecodeScheduler}[kind](
+    return {"vllm": AsyncScheduler, "holding": BufferingAsyncScheduler, "ours": DecodeScheduler}[kind](
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
             num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
@@ -213,7 +213,7 @@ def test_steps_and_completions_are_vllms(config, case):
         assert set(our_messages) == ended and len(ended) >= 16
         for name in ended:
             assert joined(our_messages[name]) == joined(their_messages[name]), name
-            assert len(our_messages[name]) <= 1 + MAX_MODEL_LEN // HELD_TOKENS
+            assert len(our_messages[name]) <= 1 + MAX_MODEL_LEN // BUFFERED_TOKENS
     if case == "too little memory":
         assert any(step["preempted"] for step in theirs)
 
@@ -277,5 +277,5 @@ def test_a_pause_returns_the_tokens_so_far(config):
     assert (
         output.new_logprobs.logprobs[:, 0].tolist() == np.array([-0.001 * p for p in range(3, 12)], np.float32).tolist()
     )
-    assert not scheduler.held and not scheduler.ended
+    assert not scheduler.buffers and not scheduler.ended
     assert scheduler.update_from_output(previous, runner.run(previous)) == {}

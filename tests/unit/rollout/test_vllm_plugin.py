@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megatron_fp8rl.rollout.vllm_plugin import patches
-from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import first_of_kinds, holder_of
+from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import engine_module_of, first_layers_by_kind
 from megatron_fp8rl.weight_sync.copies import Copies
 
 
@@ -48,8 +48,8 @@ def model_of(*layers: nn.Module) -> nn.Module:
 
 
 def test_equal_layers_are_one_kind():
-    assert first_of_kinds(model_of(*(nn.Linear(4, 8) for _ in range(5)))) == {0}
-    assert first_of_kinds(nn.Linear(4, 4)) == frozenset()
+    assert first_layers_by_kind(model_of(*(nn.Linear(4, 8) for _ in range(5)))) == {0}
+    assert first_layers_by_kind(nn.Linear(4, 4)) == frozenset()
 
 
 def test_what_a_loader_could_treat_in_another_way_is_a_kind_of_its_own():
@@ -58,14 +58,14 @@ def test_what_a_loader_could_treat_in_another_way_is_a_kind_of_its_own():
     buffered.register_buffer("scale", torch.ones(1))
     plain = [nn.Linear(4, 8) for _ in range(2)]
     layers = [plain[0], nn.Linear(4, 9), strided, double, buffered, Other(4, 8), nn.Linear(4, 8, bias=False), plain[1]]
-    assert first_of_kinds(model_of(*layers)) == set(range(7))  # the last is as the first
+    assert first_layers_by_kind(model_of(*layers)) == set(range(7))  # the last is as the first
 
 
 def test_ranks_experts_are_part_of_a_kind():
     layers = [nn.Linear(4, 8) for _ in range(4)]
     for layer, own in zip(layers, ([0, -1], [0, -1], [-1, 0], None), strict=True):
         layer.expert_map = None if own is None else torch.tensor(own)
-    assert first_of_kinds(model_of(*layers)) == {0, 2, 3}
+    assert first_layers_by_kind(model_of(*layers)) == {0, 2, 3}
 
 
 def test_a_module_that_all_layers_share_makes_no_kind():
@@ -74,7 +74,7 @@ def test_a_module_that_all_layers_share_makes_no_kind():
     model = model_of(*(nn.Linear(4, 8) for _ in range(3)))
     for layer in model.layers:
         layer.rotary = rotary  # found in the first layer alone
-    assert first_of_kinds(model) == {0}
+    assert first_layers_by_kind(model) == {0}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_module_that_all_layers_share_makes_no_kind():
     ],
 )
 def test_tensors_of_one_module_are_loaded_together(name, holder):
-    assert holder_of(name) == holder
+    assert engine_module_of(name) == holder
 
 
 def test_a_residual_sum_is_rounded_and_then_normalized(monkeypatch):

@@ -128,7 +128,7 @@ def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
 
 
 def test_what_is_written_shows(model):
-    held = worker.HeldDigests()
+    held = worker.KernelDigests()
     before = held(model)
     assert before == from_scratch(model) and len(before) == 2 + 4 * 3 * 2
     experts = model.mlp.experts.routed_experts
@@ -140,7 +140,7 @@ def test_what_is_written_shows(model):
 
 
 def test_a_copy_in_another_type_counts_as_what_was_sent_until_it_holds_more(model):
-    held = worker.HeldDigests()
+    held = worker.KernelDigests()
     before = held(model)
     model.gate.weight.data[0, 0] = 0.5
     after = held(model)
@@ -151,7 +151,7 @@ def test_a_copy_in_another_type_counts_as_what_was_sent_until_it_holds_more(mode
 
 
 def test_memory_that_moves_is_found(model):
-    held = worker.HeldDigests()
+    held = worker.KernelDigests()
     before = held(model)
     experts = model.mlp.experts.routed_experts
     moved = experts.w2_weight.data.clone()
@@ -165,7 +165,7 @@ def test_memory_that_moves_is_found(model):
 
 
 def test_a_reload_that_moves_nothing_costs_nothing(model, monkeypatch):
-    held = worker.HeldDigests()
+    held = worker.KernelDigests()
     before, table = held(model, 1), held.table(model, 1)
     monkeypatch.setattr(held, "_prepare", lambda model: pytest.fail("prepared again"))
     model.norm.weight.data[3] = 5.0
@@ -177,7 +177,7 @@ def test_a_reload_that_moves_nothing_costs_nothing(model, monkeypatch):
 
 
 def test_weights_that_a_reload_adds_are_found(model):
-    held = worker.HeldDigests()
+    held = worker.KernelDigests()
     before = held(model, 1)
     model.mlp.norm = Norm(torch.randn(16).bfloat16())
     assert set(held(model, 2)) - set(before) == {"mlp.norm.weight"}

@@ -9,7 +9,7 @@ from megatron_fp8rl.precision.formats import blockwise_format
 from megatron_fp8rl.precision.recipes import make_recipe, quantized_linear
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix
-from megatron_fp8rl.trainer.model.weight_cache import WeightCache, forget_quantized_weights
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache, clear_weight_caches
 from tests.helpers.experts import decibels
 from tests.helpers.interpreter import assert_passes_interpreted, starts_interpreter
 
@@ -152,7 +152,7 @@ def test_weights_are_quantized_once_until_they_change(monkeypatch):
     assert len(made) == 1
     with torch.no_grad():
         ours.weight.mul_(1.5)
-    forget_quantized_weights()
+    clear_weight_caches()
     assert torch.equal(linear_deep_gemm.linear(x, ours), quantized_linear(x, (ours.weight,), recipe))
     assert len(made) == 2
 

@@ -10,7 +10,7 @@ from megatron_fp8rl.kernels import blockwise, gemm
 from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
 from megatron_fp8rl.trainer.model import experts as experts_module
 from megatron_fp8rl.trainer.model.experts import stacked
-from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
+from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
 from tests.helpers.experts import (
     build_experts,
     decibels,
@@ -154,7 +154,7 @@ def test_weights_are_quantized_once_until_they_change(monkeypatch):
         with torch.no_grad():
             for weight in module.parameters():
                 weight.mul_(1.5)
-    forget_quantized_weights()
+    clear_weight_caches()
     assert torch.equal(run_experts(grouped, counts, *tokens)["y"], run_experts(plain, counts, *tokens)["y"])
     assert len(made) == 4
 

@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_fp8rl.config import RouterConfig
 from megatron_fp8rl.trainer.model.packed_sequences import Routes
-from megatron_fp8rl.trainer.model.router import Router, choose_experts, in_two_parts, rounded_linear
+from megatron_fp8rl.trainer.model.router import Router, bf16_parts, choose_experts, rounded_linear
 from tests.tolerances import ROUTER_FLOAT32
 
 TOKENS, HIDDEN, EXPERTS = 200, 16, 12
@@ -106,7 +106,7 @@ def test_weights_of_given_experts(router):
     counts, seen = torch.zeros(2, 2, dtype=torch.int64), {}
     routes = Routes(
         rows_R=torch.arange(TOKENS),
-        given_RLK=torch.stack([record.flip(0), record], dim=1),
+        recorded_RLK=torch.stack([record.flip(0), record], dim=1),
         replays=True,
         agreement_L2=counts,
         own=seen,
@@ -152,9 +152,9 @@ def test_logits_are_rounded_and_their_gradients_are_not(monkeypatch):
     assert torch.equal(found, straight)
 
 
-def test_gradients_in_two_parts_keep_sixteen_bits():
+def test_gradients_in_bf16_parts_keep_sixteen_bits():
     x = torch.randn(40, 12, generator=torch.Generator().manual_seed(6)) * torch.logspace(-9, 3, 40)[:, None]
-    parts = in_two_parts(x)
+    parts = bf16_parts(x)
     assert parts.dtype == torch.bfloat16 and torch.equal(parts[:, :12], x.bfloat16())
     error = (parts.double().unflatten(1, (2, 12)).sum(1) - x.double()).abs() / x.double().abs()
     assert 2**-20 < error.max() <= 2**-17

@@ -5,7 +5,7 @@ import torch
 
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.precision.recipes import AmaxHistory, finish_step, make_recipe, quantized_linear
-from megatron_fp8rl.trainer.model.weight_cache import WeightCache, forget_quantized_weights
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache, clear_weight_caches
 from tests.helpers import fake_te
 from tests.tolerances import BF16_ROUNDING, FLOAT32_ACCUMULATION
 
@@ -116,7 +116,7 @@ def test_weights_are_quantized_once_until_they_change(te_linear):
     assert times_quantized() == 1
     weights[0].data.mul_(2)  # as through a flat buffer: not counted
     assert times_quantized() == 0
-    forget_quantized_weights()
+    clear_weight_caches()
     assert times_quantized() == 1
 
 
@@ -140,7 +140,7 @@ def test_delayed_scaling_remembers_what_the_emulation_remembers(te_linear):
         assert torch.equal(histories[0].current, histories[1].current)
         for history in histories:
             finish_step([history], lambda flat: None)
-        forget_quantized_weights()
+        clear_weight_caches()
         assert torch.equal(histories[0].history, histories[1].history)
         assert histories[1].is_filled == ((step > 0), True, (step > 0))
     histories[1].load_state_dict(histories[0].state_dict())

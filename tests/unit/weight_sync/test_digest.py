@@ -8,7 +8,7 @@ import torch
 
 from megatron_fp8rl.weight_sync import digest as module
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, combine, digest, digests, prepare_values
-from megatron_fp8rl.weight_sync.verify import Expected, WeightMismatch, holds_all, verify
+from megatron_fp8rl.weight_sync.verify import Expected, WeightMismatch, all_match, verify
 
 MASK = (1 << 64) - 1
 
@@ -137,13 +137,13 @@ def mismatches(held: dict[str, str]) -> list[tuple[str, str]]:
 def test_equal_passes():
     replicas = [[report(SENT)], [report(dict(reversed(SENT.items())))]]
     verify(replicas, Expected(7, [SENT]))
-    assert holds_all(replicas, Expected(7, [SENT]))
+    assert all_match(replicas, Expected(7, [SENT]))
 
 
 def test_one_digest_of_everything_tells_that_something_is_wrong():
     other = {name: digest + "'" for name, digest in SENT.items()}
     expected = Expected(7, [SENT, other])
-    assert holds_all([[report(other, rank=1), report(SENT)]], expected)
+    assert all_match([[report(other, rank=1), report(SENT)]], expected)
     for workers in (
         [report(SENT), report(SENT, rank=1)],
         [report(SENT), report(other | {"q.weight": "xx"}, rank=1)],
@@ -152,8 +152,8 @@ def test_one_digest_of_everything_tells_that_something_is_wrong():
         [report(SENT)],
         [report(SENT), report(SENT), report(other, rank=1)],
     ):
-        assert not holds_all([workers], expected)
-        assert not holds_all([[report(SENT), report(other, rank=1)], workers], expected)
+        assert not all_match([workers], expected)
+        assert not all_match([[report(SENT), report(other, rank=1)], workers], expected)
 
 
 @pytest.mark.parametrize(
