@@ -1,10 +1,8 @@
 """The reinforcement-learning loop, run identically by every trainer rank.
 
 In: a RunConfig whose ``model.hf_path`` names the initial weights, and engines that may still be starting (None for a
-replay). Out: a trained policy, and all files that the observer writes to the run's folder.
-
-There is one loop. The rollout stream handles asynchronous training (``sampling.max_staleness``); a replay
-is a stream that reads a file, and a larger cluster changes only numbers in the configuration.
+replay). Out: a trained policy, and all files that the observer writes to the run's folder. The rollout stream handles
+asynchronous training (``sampling.max_staleness``) and replays.
 """
 
 from __future__ import annotations
@@ -62,15 +60,11 @@ def run(
     """Collective: train from ``cfg.model.hf_path``, or from the run's newest checkpoint, to ``cfg.num_steps``.
 
     Args:
-        cfg: the run.
-        parallel: this rank's process groups.
         tokenizer_dir: folder of the tokenizer, copied beside the final weights.
         fleet: the engines, on rank 0 only; None in a replay.
-        stop: pending stop request; a run that is asked to stop saves a checkpoint and raises RunStopped.
+        stop: on a stop request, the run saves a checkpoint and raises RunStopped.
         explain: adds detail to the error if exact mode finds a mismatch.
         host: pinned host memory for offloading.
-
-    An error on any rank ends the run on all ranks.
     """
     with ExitStack() as stack:
         Trainer(cfg, parallel, tokenizer_dir, fleet, stop or StopRequest(), explain, host, stack).run()
@@ -97,7 +91,7 @@ class Trainer:
         host: HostMemory | None,
         stack: ExitStack,
     ) -> None:
-        """Build the policy, resume from a checkpoint, and wait for engines; ``stack`` closes what is opened here."""
+        """Build the policy, resume from a checkpoint, and wait for engines; ``stack`` closes all resources."""
         is_driver, checkpoints = parallel.rank == 0, Path(cfg.run_dir) / CHECKPOINTS
         self.cfg, self.parallel, self.fleet, self.stop, self.explain = cfg, parallel, fleet, stop, explain
         self.tokenizer_dir = tokenizer_dir
@@ -110,7 +104,7 @@ class Trainer:
             self.policy = Policy.build(cfg, parallel, host)
             self.kernels = choose(cfg, local_hardware(), "trainer")
             self.observer.note({**self.kernels.record(), "trainer kernel, optimizer": adam_name()})
-            # Number of finished steps, the metrics of the last step so far, and whether nothing is left to do.
+            # Number of finished steps, metrics of the last step so far, and whether the run is complete.
             self.step, self.record, self.is_complete = self._resume(checkpoints)
         stop.at_boundary(parallel, self.step)
         self.exporter = None  # stays None in a replay, which has no engines to update
@@ -132,8 +126,8 @@ class Trainer:
                 self._calibrate_kv()
                 self.publish(log)
                 self.evaluate(log)
-                if kept := self.rollouts.resume_unfinished():
-                    text = f"{kept} groups of step {self.step + 1} were sampled before the run was stopped"
+                if num_kept := self.rollouts.resume_unfinished():
+                    text = f"{num_kept} groups of step {self.step + 1} were sampled before the run was stopped"
                     self.observer.message(text)
         while self.step < self.cfg.num_steps:
             self.stop.at_boundary(self.parallel, self.step, self.save_early)
@@ -144,12 +138,12 @@ class Trainer:
                 self.colocated.train()
                 log.groups(groups)
                 if not self.learn(groups, log):
-                    text = f"every group was dropped, so there is nothing to learn from{_reason_without_scores(groups)}"
-                    self.observer.warn(f"step {self.step}: {text}")
+                    text = f"step {self.step}: every group was dropped, so there is nothing to learn from"
+                    self.observer.warn(text + _reason_without_scores(groups))
                 self.save(log)
                 self.publish(log)
                 self.evaluate(log)
-            self.saver.poll()  # the step's line is on disk
+            self.saver.poll()  # after the step's line is on disk
         self.saver.finish()
         if self.cfg.checkpoint.export_hf:
             self.colocated.train()
@@ -199,7 +193,7 @@ class Trainer:
         log.update(self.rollouts.take_metrics())
 
     def republish(self) -> None:
-        """Send the current version again, after all replicas were lost in the middle of a step and have restarted."""
+        """Send the current version again, after all replicas were lost during a step and restarted."""
         with self.colocated.publication():
             self.exporter.publish(self.rollouts.version, self.policy.kv_scales())
 
@@ -209,7 +203,7 @@ class Trainer:
         is_due = step in (0, self.cfg.num_steps) or (observe.eval_every and step % observe.eval_every == 0)
         if not is_due or not observe.eval_prompts or self.cfg.sampling.replay is not None:
             return
-        if held_out := self.prompts.eval_prompts(observe.eval_prompts):  # a source of rows may have none
+        if held_out := self.prompts.eval_prompts(observe.eval_prompts):  # rows may have no held-out problems
             log.evaluation(self.rollouts.sample(held_out, num_completions=observe.eval_completions))
 
     def save(self, log: StepLog) -> None:
@@ -218,10 +212,7 @@ class Trainer:
             self._begin_save(log.record())
 
     def save_early(self, step: int) -> Path | None:
-        """Finish the checkpoint of a run that ends early.
-
-        Engines already sample for the next step; its finished groups are kept.
-        """
+        """Finish the checkpoint of a run that ends early; finished groups of the next step are kept."""
         self.rollouts.abandon()
         self.colocated.train()
         if self.schedule.is_missing(step):
@@ -232,7 +223,7 @@ class Trainer:
         self.schedule.begin(self.step)
         with span("checkpoint"):
             position = self.parallel.broadcast_object(self.rollouts.position)
-            # A run that is killed before it writes the step's line to metrics.jsonl writes the line when it resumes.
+            # If the run is killed before it writes the step's line to metrics.jsonl, it writes the line on resume.
             record = self.parallel.broadcast_object(record)
             self.saver.begin(self.step, {"prompt_position": position, "record": record})
 
@@ -244,7 +235,7 @@ class Trainer:
         return groups
 
     def _inspect(self, samples: Sequence[Sample], log: StepLog, batch: TrainBatch) -> None:
-        """Measure the mismatch of the training pass itself; raise InexactError if an exact run has any."""
+        """Measure the mismatch of the training pass; raise InexactError if an exact run has any."""
         report = mismatch_metrics([batch], self.cfg.algo, self.parallel)
         log.mismatch(report)
         if self.cfg.precision.exact:
@@ -260,9 +251,9 @@ class Trainer:
                 self.policy.calibrate_kv(self.prompts.upcoming(sampling.prompts_per_step))
 
     def _resume(self, checkpoints: Path) -> tuple[int, dict[str, Any], bool]:
-        """Restore the newest checkpoint: (its step or 0, the step's record until then, whether the run is complete).
+        """Restore the newest checkpoint: (its step or 0, the step's record, whether the run is complete).
 
-        A run that was killed after its last checkpoint may lack that step's line; it is not complete.
+        A run that lacks the line of its last step, because it was killed, is not complete.
         """
         resumed = checkpoint.resume(checkpoints, self.policy, self.observer.message)
         if resumed is None:
@@ -276,10 +267,7 @@ class Trainer:
         return step, record, step >= self.cfg.num_steps and not lacks_line
 
     def _wait_for_engines(self) -> None:
-        """Warm up the trainer, then wait for the engines.
-
-        Rank 0 records the kernels that the engines report, and warns about each that is not the chosen one.
-        """
+        """Warm up the trainer, then wait for the engines; rank 0 compares their kernels with the plan."""
         if warm_up.is_worthwhile(self.cfg, self.parallel.device.type):
             with span("start_warm_up"):
                 warm_up.warm_up(self.policy, self.prompts.upcoming(self.cfg.sampling.prompts_per_step))
@@ -294,6 +282,6 @@ class Trainer:
 
 
 def _reason_without_scores(groups: Sequence[RolloutGroup]) -> str:
-    """How many completions have no score, and why the first has none; empty if all have one."""
+    """The number of completions without a score, and the first reason; empty if all have a score."""
     details = [rollout.detail for group in groups for rollout in group.rollouts if rollout.status == "score_failed"]
     return f"; {len(details)} completions were not scored, the first because {details[0]}" if details else ""

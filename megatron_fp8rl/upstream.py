@@ -87,7 +87,7 @@ def patches(package: str, *, why: str, remove_when: str, optional: bool = False)
     """Mark a function or class that depends on the internals of ``package``. All arguments are literals, because
     :func:`registered` reads them from the source; the function or class is returned unchanged.
 
-    The caller of an ``optional`` one has to ask :func:`applies` first.
+    The caller of an optional patch must ask :func:`applies` first.
     """
     return lambda marked: marked
 

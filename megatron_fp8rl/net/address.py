@@ -1,8 +1,4 @@
-"""The address under which other hosts reach this one. Imports nothing heavy.
-
-In: this host's routes, names and interfaces. Out: an IPv4 address. Runs in the trainer, in engine workers, and where a
-rollout replica listens.
-"""
+"""The IPv4 address under which other hosts reach this host. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,12 +12,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def local_address() -> str:
-    """The address in ``LAUNCH_ADDRESS``, else that of the outward route, else that of the first interface.
-
-    Loopback on a machine without a network. Cluster nodes often have no outward route, so interfaces are checked too.
-    """
-    given = os.environ.get(ADDRESS_VARIABLE)
-    return given or _outward() or _of_interfaces() or LOOPBACK
+    """``LAUNCH_ADDRESS``, else the address of the outward route or the first interface; loopback without a network."""
+    return os.environ.get(ADDRESS_VARIABLE) or _outward() or _first_interface() or LOOPBACK
 
 
 def _outward() -> str | None:
@@ -33,7 +25,7 @@ def _outward() -> str | None:
         return probe.getsockname()[0]
 
 
-def _of_interfaces() -> str | None:
-    entries = [entry for of_name in psutil.net_if_addrs().values() for entry in of_name]
+def _first_interface() -> str | None:
+    entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
     addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
     return next((address for address in addresses if not address.startswith("127.")), None)

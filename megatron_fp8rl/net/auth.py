@@ -1,12 +1,8 @@
 """Access control for engines: a request must carry the run's token.
 
-In: every request to a rollout replica. Out: the request, or status 401. Runs in the replica's server.
-Without a token, anyone on the network could replace an engine's weights.
-
-vLLM's own ``--api-key`` covers ``/v1``, ``/v2`` and ``/inference``, but not the endpoints of its development mode,
-which pause engines, load weights and call methods of workers. This covers every path. The token is passed in the
-environment, which other users cannot read, and to a trainer on another host in an endpoint file that only its owner can
-read.
+vLLM's ``--api-key`` does not cover the endpoints of its development mode, which pause engines, load weights and call
+methods of workers. This covers every path. Other users can read neither the environment variable of the token nor the
+endpoint file for trainers on other hosts.
 """
 
 from __future__ import annotations
@@ -55,5 +51,5 @@ class RequireToken:
             await send({"type": "websocket.close", "code": 1008})
 
     def _may_pass(self, scope: dict[str, Any]) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return may_pass(given, self._token)
+        value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return may_pass(value, self._token)

@@ -1,9 +1,7 @@
 """Endpoint files: the addresses of rollout replicas, on a file system shared by all nodes.
 
-In: a server's description of itself once it answers. Out: ``<run>/replicas/<name>.json``,
-readable only by its owner because it holds the token that controls the server. Written by ``rollout/replica.py``, read
-by trainer rank 0. A trainer recognizes the file of a killed server by its incarnation, and because nothing answers at
-its address.
+``rollout/replica.py`` writes ``<run>/replicas/<name>.json`` once the server answers; trainer rank 0 reads it. Only the
+owner can read the file, which has the server's token. A killed server's file has an old incarnation.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class Endpoint:
             host=socket.gethostname(),
             pid=pid,
             incarnation=int(os.environ.get("LAUNCH_INCARNATION", 1 if before is None else before.incarnation + 1)),
-            log=_own_log(),
+            log=_log_path(),
             token=token,
         )
         endpoint.write(path)
@@ -78,9 +76,9 @@ def endpoint_path(run_dir: Path | str, index: int) -> Path:
     return Path(run_dir) / "replicas" / f"{replica_name(index)}.json"
 
 
-def _own_log() -> str:
-    """The file that receives this process's output, directly or through the agent, as far as is known."""
-    if given := os.environ.get("LAUNCH_LOG"):
-        return given
+def _log_path() -> str:
+    """The file with this process's output, if it is known."""
+    if log := os.environ.get("LAUNCH_LOG"):
+        return log
     path = Path("/proc/self/fd/2").resolve()
     return str(path) if path.is_file() else ""

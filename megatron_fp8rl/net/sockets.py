@@ -1,7 +1,6 @@
-"""Folders for sockets between processes of an engine server. vLLM does not delete these sockets.
+"""Folders for sockets between processes of an engine server, which vLLM does not delete.
 
-A server removes its folder when it ends. Folders of killed servers are removed when another server starts on this host,
-or when a run starts or ends here.
+Folders of killed servers are removed when another server starts, or a run starts or ends on this host.
 """
 
 from __future__ import annotations
@@ -22,12 +21,9 @@ def make_folder() -> str:
 
 def stale() -> list[Path]:
     """Folders of processes that ended."""
-    found = []
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdigit() and not Path("/proc", owner).exists():
-            found.append(folder)
-    return found
+    folders = Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")
+    owners = {folder: folder.name.removeprefix(_PREFIX).partition("-")[0] for folder in folders}
+    return [folder for folder, pid in owners.items() if pid.isdigit() and not Path("/proc", pid).exists()]
 
 
 def remove_stale() -> None:

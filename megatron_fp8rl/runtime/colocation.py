@@ -1,6 +1,5 @@
 """Shares GPU memory between colocated engines and trainer: sleep/wake, offload/onload.
 
-In: a policy on every trainer rank, the fleet on rank 0. Out: memory moved between the two, and metrics of its peaks.
 Every method is a collective over the trainer ranks.
 
     sampling            engines: weights, KV cache      trainer: state not listed in ``optim.offload``
@@ -54,33 +53,27 @@ class ColocatedMemory:
         self._peaks: dict[str, float] = {}
 
     def train(self) -> None:
-        """Put the engines to sleep and load parameters and gradients to the GPU.
-
-        An update loads the optimizer's state when it steps. No sampling until the next publication.
-        """
+        """Put the engines to sleep until the next publication, and load parameters and gradients to the GPU."""
         self._enter("train")
         if self._moves:
             with span("colocated"):
-                self._fleet_does("sleep", lambda fleet: fleet.sleep())
+                self._call_engines("sleep", lambda fleet: fleet.sleep())
                 self._policy.offload.restore("params", "gradients")
 
     @contextlib.contextmanager
     def publication(self) -> Iterator[None]:
-        """Hold trainer parameters and engine weights on the GPU for the block; afterwards the engines may sample.
-
-        If the block raises, nothing more moves.
-        """
+        """Keep trainer parameters and engine weights on the GPU for the block; afterwards the engines may sample."""
         self._enter("publish")
         if self._moves:
             with span("colocated"):
                 self._policy.offload.restore("params")
                 self._policy.offload.release("gradients", "optimizer")
-                self._fleet_does("wake for new weights", lambda fleet: fleet.wake("weights"))
+                self._call_engines("wake for new weights", lambda fleet: fleet.wake("weights"))
         yield
         if self._moves:
             with span("colocated"):
                 self._policy.offload.release("params")
-                self._fleet_does("wake for sampling", lambda fleet: fleet.wake())
+                self._call_engines("wake for sampling", lambda fleet: fleet.wake())
         self._enter("rollout")
 
     def take_metrics(self) -> dict[str, float]:
@@ -98,18 +91,18 @@ class ColocatedMemory:
         device = self._policy.parallel.device
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
-            found = {
+            peaks = {
                 "allocated": torch.cuda.max_memory_allocated(device),
                 "reserved": torch.cuda.max_memory_reserved(device),
                 "device": total - free,  # of all processes, engines included
             }
-            for kind, num_bytes in found.items():
+            for kind, num_bytes in peaks.items():
                 key = f"memory/{self._phase}_{kind}/max"
                 self._peaks[key] = max(self._peaks.get(key, 0.0), float(num_bytes))
             torch.cuda.reset_peak_memory_stats(device)
         self._phase = phase
 
-    def _fleet_does(self, what: str, move: Callable[[Fleet], None]) -> None:
+    def _call_engines(self, what: str, move: Callable[[Fleet], None]) -> None:
         """Rank 0 calls the engines after all ranks have moved their own state; a failure is raised on every rank."""
         parallel = self._policy.parallel
         parallel.barrier(f"engines {what}")
@@ -128,16 +121,10 @@ class ColocatedMemory:
         device = self._policy.parallel.device
         if device.type != "cuda":
             return ""
-        free, total, held, used = (
-            num_bytes / 2**30
-            for num_bytes in (
-                *torch.cuda.mem_get_info(device),
-                torch.cuda.memory_reserved(device),
-                torch.cuda.memory_allocated(device),
-            )
-        )
+        usage = (torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
+        free, total, reserved, used = (num_bytes / 2**30 for num_bytes in (*torch.cuda.mem_get_info(device), *usage))
         return (
-            f"\n{free:.1f} of {total:.1f} GiB of GPU {device.index} are free; of the trainer's, tensors take "
-            f"{used:.1f} GiB and PyTorch's allocator holds {held:.1f} GiB. If engines ran out of memory, lower "
+            f"\n{free:.1f} of {total:.1f} GiB of GPU {device.index} are free; the trainer's tensors take "
+            f"{used:.1f} GiB and its allocator reserves {reserved:.1f} GiB. If engines ran out of memory, lower "
             "engine.gpu_memory_utilization"
         )

@@ -3,16 +3,16 @@
 In: SIGUSR1, SIGTERM or a first Ctrl-C in any trainer rank, or a file written by a launcher. Out: :class:`RunStopped` on
 every rank at the same boundary. Runs on: every trainer rank; installed before the rank starts any other process.
 
-Schedulers announce a time limit by sending SIGUSR1 to every process of a job, including child processes; by default
-the signal kills a process. Each rank therefore blocks the signal as well as handling it: child processes inherit the
-block (but not the handler), so engines and score workers stay alive until the rank has saved.
+Schedulers announce a time limit by sending SIGUSR1 to every process of a job, which kills it by default. Each rank
+therefore handles and blocks the signal: child processes inherit the block, so engines and score workers stay alive
+until the rank has saved.
 
 A launcher sets LAUNCH_DIR to a folder and watches these files in it:
 
     stop.json             written by the launcher: request to save and end
     stopped.json          written by rank 0: {"step", "checkpoint"}
     error-rank<i>.json    written by a failing rank, immediately: {"time", "role", "node", "rank", "text", "log"}
-    .bell                 grows with every written file; readers list the folder only when it grew
+    .bell                 grows with every written file; readers list the folder only if it grew
 """
 
 from __future__ import annotations
@@ -44,30 +44,26 @@ _LOOK_S = 1.0
 
 
 class ChangeFlag:
-    """Detects writes to a folder by checking one file, because listing a shared folder is slow."""
+    """Detects writes to a folder by the size of one file, because listing a shared folder is slow."""
 
-    _EVERY_S = 30.0  # interval of listings without a ring, for writers that do not ring
+    _EVERY_S = 30.0  # interval of listings without a change, for writers that do not call :meth:`mark`
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / ".bell"
-        self._heard: object = None
+        self._seen: object = None
         self._listed_s = float("-inf")
 
     def has_changed(self) -> bool:
-        """Whether the bell rang since the last call; also True at the first call, after 30 s, and without a bell file.
-
-        A listing then distinguishes an empty folder from an unreachable one.
-        """
+        """Whether :meth:`mark` was called since the last call; also True at first, after 30 s, and without the file."""
         try:
             with open(self._file, "rb") as file:  # opening asks the server, also on NFS
                 state = os.fstat(file.fileno())
         except OSError:
             return True
-        heard = (state.st_size, state.st_mtime_ns)
-        now = time.monotonic()
-        if heard == self._heard and now < self._listed_s + self._EVERY_S:
+        seen, now = (state.st_size, state.st_mtime_ns), time.monotonic()
+        if seen == self._seen and now < self._listed_s + self._EVERY_S:
             return False
-        self._heard, self._listed_s = heard, now
+        self._seen, self._listed_s = seen, now
         return True
 
     @staticmethod
@@ -86,8 +82,7 @@ class RunStopped(SystemExit):
 
 
 class StopRequest:
-    """Pending stop request. Call :meth:`install` in the main thread, before starting threads and processes that must
-    survive a SIGUSR1."""
+    """Pending stop request. Call :meth:`install` in the main thread, before starting threads and processes."""
 
     def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
         self.folder = folder
@@ -116,8 +111,8 @@ class StopRequest:
     ) -> None:
         """Collective: if any rank was asked to stop, call ``save(step)`` and raise RunStopped on all ranks.
 
-        ``step`` is the number of finished steps. Nothing is saved if this process has finished no step of its own.
-        ``save`` returns the checkpoint of that step.
+        ``step`` is the number of finished steps. ``save`` returns the checkpoint; it is not called if this process
+        finished no step.
         """
         if self._first_step is None:
             self._first_step = step
@@ -144,7 +139,7 @@ class StopRequest:
             raise
 
     def is_asked(self) -> bool:
-        """Whether this rank was asked to stop; a launcher's folder is looked at once a second, on rank 0."""
+        """Whether this rank was asked to stop; rank 0 checks a launcher's folder once a second."""
         return self._is_signalled or signal.SIGUSR1 in signal.sigpending() or self._is_told()
 
     def _agreed(self, parallel: Parallel) -> bool:
@@ -165,8 +160,8 @@ class StopRequest:
         now = time.monotonic()
         if is_at_boundary or now > self._looked_s + _LOOK_S:
             self._looked_s = now
-            # Listing shows on a network file system what other nodes wrote, which asking for the file may not.
-            with contextlib.suppress(OSError):  # away for a moment, perhaps; the launcher ends what stays without files
+            # On a network file system, a listing shows new files of other nodes earlier than a query of the file.
+            with contextlib.suppress(OSError):  # the file system may be unreachable for a moment
                 self._was_told = (self._changes.has_changed() or is_at_boundary) and _STOP in os.listdir(self.folder)
         return self._was_told
 
@@ -199,11 +194,10 @@ class StopRequest:
 def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run torchrun on this machine and forward stop requests; return its exit status, or SAVED if its ranks saved.
 
-    torchrun supports neither signal: it kills its ranks half a minute after a SIGTERM, and a SIGUSR1 kills it. It ends
-    with this process, and its ranks with it (``net/parent.py``).
+    torchrun kills its ranks 30 s after a SIGTERM, and a SIGUSR1 kills it. It ends with this process.
     """
-    with tempfile.TemporaryDirectory(prefix="stop-") as own:
-        folder = Path(environment.get(FOLDER_VARIABLE, own))
+    with tempfile.TemporaryDirectory(prefix="stop-") as temporary:
+        folder = Path(environment.get(FOLDER_VARIABLE, temporary))
 
         def ask(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGINT and (folder / _STOP).exists():
@@ -214,7 +208,7 @@ def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
         # The ranks inherit the blocked signals and unblock them once their handlers are installed.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        # In a group of its own: a terminal's Ctrl-C is for this process, which asks the ranks to save.
+        # In a separate process group, so that Ctrl-C reaches only this process, which asks the ranks to save.
         environment = {**environment, FOLDER_VARIABLE: str(folder)}
         process = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=end_with_thread)
         for number in (*_SIGNALS, signal.SIGINT):

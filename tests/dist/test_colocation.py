@@ -104,8 +104,6 @@ def test_engines_without_memory_are_told_what_holds_it(monkeypatch):
     )
     policy = SimpleNamespace(parallel=parallel, offload=SimpleNamespace(away=()))
     colocated = ColocatedMemory(run_config(model=DENSE), policy, FakeFleet(policy, [], fails_at="wake all"))
-    expected = (
-        "9.0 of 140.0 GiB of GPU 1 are free; of the trainer's, tensors take 0.5 GiB and PyTorch's allocator holds 17.5"
-    )
+    expected = "9.0 of 140.0 GiB of GPU 1 are free; the trainer's tensors take 0.5 GiB and its allocator reserves 17.5"
     with pytest.raises(ResidencyError, match=expected):
-        colocated._fleet_does("wake for sampling", lambda fleet: fleet.wake())
+        colocated._call_engines("wake for sampling", lambda fleet: fleet.wake())
