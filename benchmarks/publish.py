@@ -72,7 +72,7 @@ def run_config(arm: Row) -> RunConfig:
         kv_cache_bytes=1 << 30 if model.vocab_size > 1000 else 64 << 20,
         # A colocated engine leaves room for the trainer's parameters.
         gpu_memory_utilization=0.5 if engine["placement"] == "colocated" else 0.85,
-        enforce_eager=True,  # an engine starts sooner, and a publication does not run the model
+        graphs="none",  # an engine starts sooner, and a publication does not run the model
     )
     return RunConfig(
         name="publish",

@@ -70,7 +70,7 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
     engine = EngineConfig(
         max_num_sequences=max(s.num_sequences for s in shapes),
         kv_cache_dtype="fp8" if cell.precision == "fp8_kv" else "auto",
-        torch_compile=cell.compile,
+        graphs="compiled" if cell.compile else "plain",
         batch_invariant=cell.batch_invariant,
         gpu_memory_utilization=0.9,
         deadline_scale=2.0,

@@ -202,8 +202,9 @@ class EngineConfig:
     max_replica_restarts: int = 3  # restarts of dead replicas per run, in total; not for colocated replicas on GPUs
     sleep_level: Literal[0, 1, 2] = 0  # during training: 0 keeps engine memory, 1 offloads and 2 discards weights
     batch_invariant: bool = False  # results do not depend on the rest of the batch; slower, no torch.compile
-    torch_compile: bool = True  # False: CUDA graphs without torch.compile; starts a minute sooner
-    enforce_eager: bool = False
+    # torch.compile and CUDA graphs; "plain": CUDA graphs of decoding without torch.compile, starts a minute sooner;
+    # "none": neither. A CPU engine has neither.
+    graphs: Literal["compiled", "plain", "none"] = "compiled"
     record_routed_experts: bool = False
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_bytes: int | None = None  # per engine worker; None: sized by gpu_memory_utilization
@@ -271,9 +272,7 @@ class SessionConfig:
     deadline_s: float = 600.0  # of one session, from its start
     num_workers: int = 1  # processes that run agents, many sessions each
     max_running: int = 256
-    rewritten_history: Literal["fork", "refuse", "keep"] = "fork"  # where a chat template rewrites what was sampled
-    host: str = "127.0.0.1"  # where the endpoint of sessions listens; an address that agents elsewhere can reach
-    port: int = 0  # 0: any that is free
+    endpoint: str = "127.0.0.1:0"  # HOST:PORT where sessions are served, as agents reach it; port 0: any that is free
     tool_parser: str = ""  # of vLLM, for the calls of tools in answers: hermes, llama3_json, mistral, ...; "": none
 
 

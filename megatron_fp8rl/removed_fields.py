@@ -24,6 +24,12 @@ REMOVED = {
         """.split(),
         "--engine.deadline_scale multiplies all waits for an engine: 3 allows 1800 s for its start",
     ),
+    **dict.fromkeys(
+        "engine.torch_compile rollout.torch_compile engine.enforce_eager rollout.enforce_eager".split(),
+        "Set --engine.graphs: plain is CUDA graphs without torch.compile, none is eager execution",
+    ),
+    "session.rewritten_history": "A rewritten history always starts a branch: leave it out",
+    **dict.fromkeys(["session.host", "session.port"], "Write --session.endpoint HOST:PORT"),
     "data.score_servers": "Trainer rank 0 scores all completions: leave it out, and raise scoring.num_workers",
 }
 
@@ -32,7 +38,7 @@ precision.kernels: precision.kernels=trainer precision.linears precision.experts
     engine.linear_backend=engine_linears engine.moe_backend=engine_experts engine.attention_backend=engine_attention
     rollout.linear_backend=engine_linears rollout.moe_backend=engine_experts rollout.attention_backend=engine_attention
 engine: rollout.num_replicas rollout.tensor rollout.data rollout.expert rollout.placement rollout.max_replica_restarts
-    rollout.sleep_level rollout.batch_invariant rollout.torch_compile rollout.enforce_eager
+    rollout.sleep_level rollout.batch_invariant
     rollout.record_routed_experts rollout.kv_cache_dtype rollout.kv_cache_bytes rollout.gpu_memory_utilization
     rollout.max_num_sequences
 sampling: rollout.prompts_per_step rollout.completions_per_prompt rollout.max_prompt_tokens

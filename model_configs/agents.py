@@ -62,7 +62,7 @@ def talk_qwen3_1_7b() -> RunConfig:
         precision=PrecisionConfig(exact=True),
         sampling=replace(base.sampling, prompts_per_step=8, completions_per_prompt=4, max_completion_tokens=512),
         optim=replace(base.optim, max_tokens_per_microbatch=8192),
-        engine=replace(base.engine, kv_cache_bytes=None, gpu_memory_utilization=0.5, enforce_eager=False),
+        engine=replace(base.engine, kv_cache_bytes=None, gpu_memory_utilization=0.5, graphs="compiled"),
         data=replace(base.data, environments=(source,)),
         warm_start=replace(base.warm_start, steps=0),
         session=SessionConfig(max_tokens=4736, max_turns=8),

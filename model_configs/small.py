@@ -44,7 +44,7 @@ def small_qwen3() -> RunConfig:
         sampling=SamplingConfig(
             prompts_per_step=128, completions_per_prompt=16, max_prompt_tokens=96, max_completion_tokens=72
         ),
-        engine=EngineConfig(max_num_sequences=512, gpu_memory_utilization=0.3, torch_compile=False),
+        engine=EngineConfig(max_num_sequences=512, gpu_memory_utilization=0.3, graphs="plain"),
         weight_sync=WeightSyncConfig(transport="auto"),
         data=DataConfig(
             environments=(
@@ -80,7 +80,7 @@ def small_qwen3_8_layers() -> RunConfig:
         model=replace(full.model, num_layers=8),
         # Two waves of sequences: kernels are compiled for few sizes of batches, and starting is longer than sampling.
         sampling=replace(full.sampling, prompts_per_step=32),
-        engine=replace(full.engine, max_num_sequences=256, enforce_eager=True, kv_cache_bytes=2 << 30),
+        engine=replace(full.engine, max_num_sequences=256, graphs="none", kv_cache_bytes=2 << 30),
         observe=ObserveConfig(eval_prompts=128),  # at the start and at the end
         num_steps=15,
     )

@@ -44,7 +44,7 @@ def tiny_qwen3_moe() -> RunConfig:
         sampling=SamplingConfig(
             prompts_per_step=64, completions_per_prompt=8, max_prompt_tokens=32, max_completion_tokens=8
         ),
-        engine=EngineConfig(kv_cache_bytes=64 << 20, enforce_eager=True),
+        engine=EngineConfig(kv_cache_bytes=64 << 20, graphs="none"),
         data=DataConfig(
             environments=(
                 EnvironmentConfig(

@@ -182,7 +182,7 @@ def _on_cpu(cfg: RunConfig, override: Callable[[RunConfig], RunConfig]) -> tuple
     length = cfg.sampling.max_prompt_tokens + cfg.sampling.max_completion_tokens
     cfg = replace(
         cfg,
-        engine=replace(cfg.engine, kv_cache_bytes=256 << 20, enforce_eager=True),
+        engine=replace(cfg.engine, kv_cache_bytes=256 << 20, graphs="none"),
         sampling=replace(cfg.sampling, prompts_per_step=8, completions_per_prompt=8),
         optim=replace(cfg.optim, max_tokens_per_microbatch=max(length + 16, 4096)),
         scoring=replace(cfg.scoring, num_workers=1),

@@ -1,7 +1,7 @@
 """Conversations as token ids: extend a conversation without tokenizing sampled text again. Pure.
 
 A chat template may rewrite history: Qwen3 removes earlier reasoning, Mistral moves the tools to the last question.
-:meth:`ChatFormat.extend` then sets ``keeps_past`` to False; the caller starts a new trajectory or rejects the request.
+:meth:`ChatFormat.extend` then returns None, and the caller starts a new trajectory.
 
     rendered = template(messages, with generation prompt)   the prompt text
     answer   = sampled text without its end token
@@ -38,7 +38,6 @@ class Rendered:
     text: str
     new_text: str  # the added part
     new_ids: tuple[int, ...]  # token ids of new_text; for a new conversation, all ids
-    keeps_past: bool = True  # False: the template rewrote the history
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class ChatFormat:
         sampled_ids: Sequence[int],
         new: Sequence[Message],
         tools: Sequence[Any] = (),
-    ) -> Rendered:
-        """Render the ``new`` messages of a conversation.
+    ) -> Rendered | None:
+        """Render the ``new`` messages of a conversation; None if the template rewrites the history.
 
         Args:
             before: the text rendered before the last answer.
@@ -78,26 +77,17 @@ class ChatFormat:
         text = self._render([*past, *new], tools)
         closing = self._closing(tools)
         ending = self._render(past, tools, answered=True).removesuffix(closing)
-        keeps_past, start = True, 0
         if text.startswith(before + answer):
             start = len(before + answer)
         elif ending.startswith(before) and text.startswith(ending):
             start = len(ending)
         else:
-            keeps_past, start = False, self._end_of_answer(text, past, new, tools)
+            return None
         rest = text[start:]
         ids = self._encode(rest, add_special_tokens=False)
         if ended and ids and (ids[0] == sampled_ids[-1] or (closing and ids[0] in self.stop_ids)):
             ids = ids[1:]  # the end token was already sampled
-        return Rendered(text=text, new_text=rest, new_ids=ids, keeps_past=keeps_past)
-
-    def _end_of_answer(self, text: str, past: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]) -> int:
-        """The end position of the last answer of ``past`` in ``text``, whose history was rewritten."""
-        marked = self._render([*past[:-1], {**past[-1], "content": _MARK}, *new], tools)
-        _, mark, rest = marked.rpartition(_MARK)
-        if not mark or not text.endswith(rest):
-            raise ConversationError("the chat template does not show where the last answer ends")
-        return len(text) - len(rest)
+        return Rendered(text=text, new_text=rest, new_ids=ids)
 
     def _closing(self, tools: Sequence[Any]) -> str:
         """The template's text after an answer, such as end token and line break."""

@@ -58,7 +58,7 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
     context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if engine.ranks > 1 else 0)
     longest = cfg.max_sequence_tokens
     activations = _activation_bytes(cfg)
-    graphs = 0 if engine.enforce_eager else _GRAPH_BYTES
+    graphs = 0 if engine.graphs == "none" else _GRAPH_BYTES
     per_token = kv_token_bytes(cfg, cpu=False)
     left = int(engine.gpu_memory_utilization * capacity_bytes) - (weights.total + activations + graphs + context)
     kv_bytes = engine.kv_cache_bytes if engine.kv_cache_bytes is not None else left
@@ -81,7 +81,7 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
             num_bytes=activations,
             formula=f"{max_batched_tokens(cfg)} tokens at a time, and the sampler",
         ),
-        Part(name="CUDA graphs", num_bytes=graphs, formula="allowance" if graphs else "engine.enforce_eager"),
+        Part(name="CUDA graphs", num_bytes=graphs, formula="allowance" if graphs else "engine.graphs is none"),
         Part(name="communication, CUDA", num_bytes=context, formula="allowance"),
         Part(name="KV cache", num_bytes=max(kv_bytes, 0), formula=f"{source}; {per_token} B a token"),
         Part(

@@ -170,6 +170,9 @@ def check_session(found: Findings) -> None:
     """Check the limits of sessions, and what only sessions use."""
     cfg = found.cfg
     found.in_range("session")
+    host, _, port = cfg.session.endpoint.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        found.refuse("session.endpoint", "is not HOST:PORT", "Write an address and a port of 0 to 65535, 0 for any")
     if cfg.session.max_tokens is not None and cfg.session.max_tokens <= cfg.sampling.max_prompt_tokens:
         found.refuse(
             "session.max_tokens",

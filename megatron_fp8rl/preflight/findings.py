@@ -41,7 +41,6 @@ RANGES = {
     "[1, 65536]": "sampling.completions_per_prompt engine.num_replicas",
     "[1, 4096]": "scoring.num_workers session.num_workers",
     "[0, 1000]": "sampling.max_staleness",
-    "[0, 65535]": "session.port",
     "[0.01, 100]": "sampling.temperature",
     "(0, inf)": """
         model.norm_eps model.rope_theta model.embedding_range

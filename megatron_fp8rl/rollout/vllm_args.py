@@ -116,12 +116,12 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         arguments["distributed-executor-backend"] = "uni" if engine.tensor == 1 else "mp"
     else:
         arguments["gpu-memory-utilization"] = engine.gpu_memory_utilization
-        arguments["enforce-eager"] = engine.enforce_eager
+        arguments["enforce-eager"] = engine.graphs == "none"
         if engine.kv_cache_bytes is not None:
             arguments["kv-cache-memory-bytes"] = engine.kv_cache_bytes
         # torch.compile would replace the batch-invariant norms with other kernels.
-        is_compiled = engine.torch_compile and kernels.engine.norms != "batch_invariant"
-        if not is_compiled and not engine.enforce_eager:
+        is_compiled = engine.graphs == "compiled" and kernels.engine.norms != "batch_invariant"
+        if not is_compiled and engine.graphs != "none":
             # Graphs of whole decoding steps need no compiler; piecewise graphs, used for prompts, do.
             arguments["compilation-config"] = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
         arguments["enable-sleep-mode"] = engine.sleep_level > 0

@@ -41,7 +41,7 @@ def _cfg(attention: str) -> RunConfig:
     cfg = tiny_qwen3()
     engine = EngineConfig(
         kv_cache_dtype="fp8",
-        torch_compile=False,
+        graphs="plain",
         sleep_level=1,
         max_num_sequences=32,
         gpu_memory_utilization=0.2,

@@ -30,8 +30,7 @@ def _cfg(kind: str, how: str) -> RunConfig:
     engine = replace(
         cfg.engine,
         max_num_sequences=8,
-        enforce_eager=False,
-        torch_compile=False,
+        graphs="plain",
         kv_cache_bytes=256 << 20,
         gpu_memory_utilization=0.2,
         deadline_scale=0.2,

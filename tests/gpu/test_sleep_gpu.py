@@ -41,8 +41,7 @@ def _cfg(kind: str) -> RunConfig:
     engine = replace(
         cfg.engine,
         max_num_sequences=8,
-        enforce_eager=False,
-        torch_compile=False,
+        graphs="plain",
         sleep_level=2,
         kv_cache_bytes=KV_BYTES,
         gpu_memory_utilization=0.3,

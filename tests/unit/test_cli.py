@@ -104,6 +104,8 @@ def test_options_of_a_loss_are_set_one_by_one():
         (["--algo.loss_options.dual_clip", "3"], "Write --set algo.loss_options.dual_clip=VALUE"),
         (["--precision.kernels", "te"], "It is --precision.kernels.trainer now"),
         (["--engine.moe_backend", "triton"], "It is --precision.kernels.engine_experts now"),
+        (["--engine.enforce_eager", "True"], "Set --engine.graphs: plain is CUDA graphs without torch.compile"),
+        (["--session.port", "8900"], "Write --session.endpoint HOST:PORT"),
         (["--observe.tensorboard=False"], "--observe.tensorboard is no longer an option. TensorBoard files are always"),
         (["--set", "num_steps=3"], "'num_steps' is not an entry of a dictionary.*--num_steps VALUE"),
         (["--set", "data.environments.7.options.x=3"], "'7' is not an entry"),

@@ -1,6 +1,6 @@
 """Environments of NeMo Gym (0.4). Its servers run separately and call the session's OpenAI endpoint.
 
-NeMo Gym's model server has one URL, set by ``session.host`` and ``session.port``, and one key; any key works. Each
+NeMo Gym's model server has one URL, set by ``session.endpoint``, and one key; any key works. Each
 request names its session in the field ``user``, which its metadata carries.
 """
 

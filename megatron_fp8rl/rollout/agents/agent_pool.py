@@ -85,8 +85,8 @@ class AgentPool:
         async with self._starting:
             if self._gateway is None:
                 await asyncio.get_running_loop().run_in_executor(None, self._tools.load)
-                session = self._cfg.session
-                self._gateway = Gateway(self._cfg.name, self._tools, host=session.host, port=session.port)
+                host, _, port = self._cfg.session.endpoint.rpartition(":")
+                self._gateway = Gateway(self._cfg.name, self._tools, host=host, port=int(port))
                 await self._gateway.start()
 
     def _session(self, name: str, seed: int, temperature: float | None) -> Session:

@@ -4,8 +4,8 @@ In: lists of messages, or prompts, from agents. Out: completions, and at the end
 on trainer rank 0, on the fleet's event loop.
 
 A request continues the branch whose messages it starts with: the prompt is the branch's ids and the ids of the new
-messages. If there is no such branch, or the chat template rewrites its history, ``session.rewritten_history`` decides:
-start a branch, reject the request, or keep the branch's ids. Requests to the same branch run one after another.
+messages. If there is no such branch, or the chat template rewrites its history, the request starts a branch. Requests
+to the same branch run one after another.
 
 All requests of a session go to one replica, which has cached the prefix. If it dies, another continues from the ids.
 """
@@ -204,15 +204,9 @@ class Session:
     ) -> tuple[Completion, int]:
         new = messages[len(branch.messages) :]
         found = self._chat.extend(branch.rendered, branch.messages, branch.segments[-1].token_ids, new, branch.tools)
-        if not found.keeps_past:
+        if found is None:
             self.num_rewritten += 1
-            if self._limits.rewritten_history == "refuse":
-                raise SessionError(
-                    "the chat template rewrites what was said before, and --session.rewritten_history is refuse. "
-                    "Set fork to train the branches separately, or keep to go on from what was sampled"
-                )
-            if self._limits.rewritten_history == "fork":
-                return await self._begin(self._chat.begin(messages, branch.tools), messages, branch.tools, sampling)
+            return await self._begin(self._chat.begin(messages, branch.tools), messages, branch.tools, sampling)
         given = Context(token_ids=found.new_ids, role=str(new[-1].get("role", "user")), text=found.new_text)
         # Keep the rendered history, because an agent may return calls with their keys in another order.
         return await self._continue(branch, given, found.text, [*branch.messages, *new], sampling)
@@ -220,11 +214,6 @@ class Session:
     async def _begin(
         self, found: Rendered, messages: Sequence[Message], tools: Sequence[Any], sampling: Mapping[str, Any]
     ) -> tuple[Completion, int]:
-        if self._branches and self._limits.rewritten_history == "refuse":
-            raise SessionError(
-                "the messages do not continue the conversation of this session, and --session.rewritten_history is "
-                "refuse. Send what was said before unchanged, or set fork"
-            )
         if len(self._branches) >= self._limits.max_turns:
             raise self._limit(f"it has {len(self._branches)} branches (--session.max_turns)")
         branch = _Branch(segments=[], messages=[], rendered="", tools=tuple(tools))

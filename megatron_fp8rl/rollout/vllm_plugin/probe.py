@@ -55,7 +55,7 @@ class Probe:
         """
         runner = self.model_runner
         if runner.vllm_config.compilation_config.mode:
-            raise RuntimeError("a probe needs engine.torch_compile = False, because hooks do not run in compiled code")
+            raise RuntimeError("a probe needs engine.graphs = plain or none, because hooks do not run in compiled code")
         world_size = runner.vllm_config.parallel_config.world_size
         if world_size != 1:
             raise RuntimeError(f"a probe needs an engine on one worker (engine.tensor = 1); this one has {world_size}")

@@ -181,29 +181,21 @@ def test_an_agent_that_cannot_be_loaded_ends_the_run(tmp_path):
     assert "use async def rollout(session, row)" in rollout.detail
 
 
-@pytest.mark.parametrize(("policy", "num_branches"), [("fork", 2), ("keep", 1), ("refuse", 1)])
-def test_a_rewritten_past_forks_or_is_kept_or_is_refused(policy, num_branches):
+def test_a_rewritten_history_starts_a_branch():
     from tests.helpers.chat_templates import format_of
 
     chat = format_of("qwen3")
     engine = Engine(lambda told: "<think>a</think>b", chat=chat)
-    cfg = config("by_turn", rewritten_history=policy)
-    (rollout,) = play(cfg, prompt(values=[1.0, 2.0]), engines=[engine], chat=chat)
-    assert len(rollout.branches) == num_branches
-    if policy == "refuse":
-        assert rollout.status == "score_failed" and "the chat template rewrites what was said before" in rollout.detail
-        return
+    (rollout,) = play(config("by_turn"), prompt(values=[1.0, 2.0]), engines=[engine], chat=chat)
+    assert len(rollout.branches) == 2
     assert rollout.turn_rewards == (1.0, 2.0)
     sampled = [segment for branch in rollout.branches for segment in branch.segments if isinstance(segment, Completion)]
     assert len(sampled) == 2, "each sampled token is sampled in one branch"
     told = [chat.tokenizer.decode(branch.token_ids) for branch in rollout.branches]
-    if policy == "fork":
-        assert told[1] == (
-            "<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-            "<|im_start|>user\n.<|im_end|>\n<|im_start|>assistant\n<think>a</think>b<|im_end|>"
-        )
-    else:
-        assert told[0].count("<think>a</think>b<|im_end|>") == 2 and told[0].count("<|im_end|>") == 4
+    assert told[1] == (
+        "<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>user\n.<|im_end|>\n<|im_start|>assistant\n<think>a</think>b<|im_end|>"
+    )
     assert all(isinstance(branch.segments[0], Context) for branch in rollout.branches)
 
 
@@ -250,7 +242,7 @@ def of_rows(server, file: Path) -> RunConfig:
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     server.policy_url = f"http://127.0.0.1:{port}/v1"
-    cfg = config("megatron_fp8rl.envs.libraries.nemo_gym:rollout", port=port)
+    cfg = config("megatron_fp8rl.envs.libraries.nemo_gym:rollout", endpoint=f"127.0.0.1:{port}")
     (source,) = cfg.data.environments
     source = replace(source, agent_options={"file": str(file), "url": f"http://127.0.0.1:{server.server_port}/"})
     return replace(cfg, data=replace(cfg.data, environments=(source,)))

@@ -109,11 +109,11 @@ def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
 
 def test_graphs_without_a_compiler():
     cfg = tiny_qwen3_moe()
-    found = gpu_arguments(cfg, torch_compile=False, enforce_eager=False)["compilation-config"]
+    found = gpu_arguments(cfg, graphs="plain")["compilation-config"]
     assert found == {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
-    assert "compilation-config" not in gpu_arguments(cfg, torch_compile=False, enforce_eager=True)
-    assert "compilation-config" not in gpu_arguments(cfg, torch_compile=True, enforce_eager=False)
-    assert gpu_arguments(cfg, batch_invariant=True, enforce_eager=False)["compilation-config"] == found
+    assert "compilation-config" not in gpu_arguments(cfg, graphs="none")
+    assert "compilation-config" not in gpu_arguments(cfg, graphs="compiled")
+    assert gpu_arguments(cfg, batch_invariant=True, graphs="compiled")["compilation-config"] == found
 
 
 def test_sleeping_and_expert_parallelism():
@@ -139,8 +139,7 @@ def test_vllm_takes_every_option():
         sleep_level=1,
         tensor=2,
         expert=2,
-        torch_compile=False,
-        enforce_eager=False,
+        graphs="plain",
     )
     words = vllm_args.server_command(arguments, listen_fd=3)[5:]
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
