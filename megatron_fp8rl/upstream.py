@@ -133,12 +133,12 @@ def installed_version(package: str) -> str | None:
 
 def outside() -> dict[str, list[Patch]]:
     """Patches that were not tested with the installed versions, by package."""
-    found: dict[str, list[Patch]] = {}
+    untested: dict[str, list[Patch]] = {}
     for patch in registered():
         version = installed_version(patch.package)
         if version is not None and not patch.fits(version):
-            found.setdefault(patch.package, []).append(patch)
-    return found
+            untested.setdefault(patch.package, []).append(patch)
+    return untested
 
 
 def check() -> None:

@@ -103,14 +103,14 @@ def linears_of(cfg: RunConfig) -> list[Use]:
     """Linears outside experts that are or could be FP8; an MLP's linears count as one."""
     model, table = cfg.model, LayerTable.build(cfg.model, cfg.precision)
     in_fp8 = range(table.first_fp8_layer, table.end_fp8_layer)
-    found: dict[tuple[str, Linear], int] = {}
+    num_layers_of: dict[tuple[str, Linear], int] = {}
     for is_moe in (False, True):  # layers of one kind are identical
         layers = [layer for layer in in_fp8 if model.is_moe_layer(layer) == is_moe]
         for name, weight in _linears_of_layer(model, layers[0]) if layers else ():
             if table.is_quantizable(weight.parts[0][0]) and not name.endswith("linear_fc2"):
                 key = name, _shape(cfg, name, weight)
-                found[key] = found.get(key, 0) + len(layers)
-    return [Use(name, shape, num_layers) for (name, shape), num_layers in found.items()]
+                num_layers_of[key] = num_layers_of.get(key, 0) + len(layers)
+    return [Use(name, shape, num_layers) for (name, shape), num_layers in num_layers_of.items()]
 
 
 def deciding_work(name: str, cfg: RunConfig) -> tuple[float, tuple[int, ...]]:
@@ -128,13 +128,13 @@ def deciding_work(name: str, cfg: RunConfig) -> tuple[float, tuple[int, ...]]:
 
 def _linears_of_layer(model: ModelConfig, layer: int) -> list[tuple[str, Weight]]:
     """(name within its layer, weight) of the matrices outside routed experts."""
-    kind, found = "moe" if model.is_moe_layer(layer) else "dense", []
+    kind, linears = "moe" if model.is_moe_layer(layer) else "dense", []
     for row in FAMILIES[model.family].rows(model):
         if "{layer}" in row.mcore and "{expert}" not in row.mcore and row.layers in ("all", kind):
             weight = fill(row, model, layer=layer, expert=-1)
             if len(weight.shape) == 2:
-                found.append((row.mcore.partition("{layer}.")[2].removesuffix(".weight"), weight))
-    return found
+                linears.append((row.mcore.partition("{layer}.")[2].removesuffix(".weight"), weight))
+    return linears
 
 
 def _shape(cfg: RunConfig, name: str, weight: Weight) -> Linear:

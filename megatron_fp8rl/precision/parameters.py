@@ -40,14 +40,14 @@ def entries(model: ModelConfig) -> tuple[Entry, ...]:
     """Every weight of ``model``; the experts of a layer share one entry."""
     family = FAMILIES[model.family]
     rows = family.rows(model)
-    found = [Entry(fill(row, model, layer=-1, expert=-1), -1) for row in rows if "{layer}" not in row.mcore]
+    result = [Entry(fill(row, model, layer=-1, expert=-1), -1) for row in rows if "{layer}" not in row.mcore]
     for layer in range(model.num_layers + model.num_mtp_layers):
         is_mtp = layer >= model.num_layers
         kind = "moe" if (model.is_moe if is_mtp else model.is_moe_layer(layer)) else "dense"
-        found += _of_layer([row for row in rows if row.layers in ("all", kind)], model, layer)
+        result += _of_layer([row for row in rows if row.layers in ("all", kind)], model, layer)
         if is_mtp:
-            found += [Entry(fill(row, model, layer=layer, expert=-1), layer) for row in family.mtp]
-    return tuple(found)
+            result += [Entry(fill(row, model, layer=layer, expert=-1), layer) for row in family.mtp]
+    return tuple(result)
 
 
 def _of_layer(rows: Iterable[Row], model: ModelConfig, layer: int) -> Iterator[Entry]:

@@ -71,8 +71,8 @@ def inherited() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in (*_TORCHRUN_VARIABLES, *_TRAINER_VARIABLES) and not name.startswith(_TORCHRUN_PREFIXES)
     }
-    package_root, given = str(Path(megatron_fp8rl.__file__).parents[1]), environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = package_root if not given else f"{package_root}{os.pathsep}{given}"
+    package_root, search_path = str(Path(megatron_fp8rl.__file__).parents[1]), environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = package_root if not search_path else f"{package_root}{os.pathsep}{search_path}"
     return environment
 
 
@@ -104,7 +104,7 @@ def is_stopped(server: int) -> bool:
     """Whether a server, or one of its children, is stopped, as by SIGSTOP."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(server)
-        return any(one.status() == psutil.STATUS_STOPPED for one in (process, *process.children()))
+        return any(member.status() == psutil.STATUS_STOPPED for member in (process, *process.children()))
     return False
 
 

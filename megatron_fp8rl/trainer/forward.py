@@ -242,9 +242,9 @@ class Forward:
         is_token_t = is_token(mb)
         if cp_size > 1:
             parts = [zigzag_indices(mb.cu_seqlens_S, cp_size, rank) for rank in range(cp_size)]
-            own = parts[self.parallel.cp_rank]
+            local = parts[self.parallel.cp_rank]
             tokens_t, positions_t, targets_t, mask_t, is_token_t = (
-                x.index_select(0, own) for x in (tokens_t, positions_t, targets_t, mask_t, is_token_t)
+                x.index_select(0, local) for x in (tokens_t, positions_t, targets_t, mask_t, is_token_t)
             )
             order_T = upload(torch.cat(parts), self.parallel.device)
         rows_N = mask_t.nonzero()[:, 0]

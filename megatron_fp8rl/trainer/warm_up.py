@@ -28,12 +28,12 @@ def is_worthwhile(cfg: RunConfig, device_type: str) -> bool:
 def warm_up(policy: Policy, prompts: Sequence[Prompt]) -> None:
     """Collective: gradients of one full microbatch of the prompts' tokens on each rank, which nothing reads."""
     cfg, parallel = policy.cfg, policy.parallel
-    room = cfg.optim.max_tokens_per_microbatch
-    room -= room % Alignment.of(cfg.parallel).microbatch
-    length = min(cfg.max_sequence_tokens, room)
+    num_tokens = cfg.optim.max_tokens_per_microbatch
+    num_tokens -= num_tokens % Alignment.of(cfg.parallel).microbatch
+    length = min(cfg.max_sequence_tokens, num_tokens)
     rounds = cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1
     text = np.array([token for prompt in prompts for token in prompt.token_ids], np.int32)
-    batch = batch_of(cfg, text, cfg.parallel.data * rounds * (room // length), length, data_rank=parallel.dp_rank)
+    batch = batch_of(cfg, text, cfg.parallel.data * rounds * (num_tokens // length), length, data_rank=parallel.dp_rank)
     policy.accumulate_gradients(batch, sft)
     policy.optimizer.rebuild_parameters()
 

@@ -186,10 +186,10 @@ class Round:
 
     @cached_property
     def _by_sender(self) -> dict[int, list[Message]]:
-        found: dict[int, list[Message]] = {}
+        messages: dict[int, list[Message]] = {}
         for message in self.messages:
-            found.setdefault(message.sender, []).append(message)
-        return found
+            messages.setdefault(message.sender, []).append(message)
+        return messages
 
     @cached_property
     def _by_engine_rank(self) -> dict[int, list[Message]]:
@@ -393,15 +393,15 @@ def plan_schedule(plan: Plan, model: ModelConfig, *, bucket_bytes: int, whole: b
     num_senders = len({s.rank for t in plan.transfers for s in t.sources})
     limit = max(1, bucket_bytes * min(num_engine_ranks, num_senders) // num_senders)
     items = dict(sorted(_items_by_sender(plan, model, limit, whole).items()))
-    sizes = {sender: [item.num_bytes for item in own] for sender, own in items.items()}
-    num_rounds = max(len(_fill(own, limit)) for own in sizes.values())
-    ends = {sender: [0, *_spread(own, limit, num_rounds)] for sender, own in sizes.items()}
+    sizes = {sender: [item.num_bytes for item in sender_items] for sender, sender_items in items.items()}
+    num_rounds = max(len(_fill(sender_sizes, limit)) for sender_sizes in sizes.values())
+    ends = {sender: [0, *_spread(sender_sizes, limit, num_rounds)] for sender, sender_sizes in sizes.items()}
     rounds = []
     for number in range(num_rounds):
         messages: list[Message] = []
         gatherings: list[Gathering] = []
-        for sender, own in items.items():
-            chosen = own[slice(*ends[sender][number : number + 2])] if number + 1 < len(ends[sender]) else []
+        for sender, sender_items in items.items():
+            chosen = sender_items[slice(*ends[sender][number : number + 2])] if number + 1 < len(ends[sender]) else []
             messages += _messages(sender, chosen, whole)
             gatherings += [item.gathering for item in chosen if item.gathering is not None]
         rounds.append(Round(tuple(messages), tuple(gatherings)))

@@ -355,10 +355,10 @@ class Slots:
             for rank in ranks_of[audience]:
                 of_rank[rank][name] = position
         self.of_engine: list[tuple[Names, np.ndarray]] = []
-        for own in of_rank:
-            sorted_names = Names(own)
+        for positions in of_rank:
+            sorted_names = Names(positions)
             self.of_engine.append(
-                (sorted_names, np.array([own[name] for name in sorted_names.ordered], dtype=np.int64))
+                (sorted_names, np.array([positions[name] for name in sorted_names.ordered], dtype=np.int64))
             )
 
     def _of_sender(self, schedule: SendSchedule, sender: int, index: dict, kinds: dict) -> np.ndarray:

@@ -44,7 +44,7 @@ class AgentPool:
         self._gateway: Gateway | None = None
         self._starting = asyncio.Lock()
         sources = environments_by_key(cfg.data.environments)
-        self._agents: dict[str, EnvironmentConfig] = {key: one for key, one in sources.items() if one.agent}
+        self._agents: dict[str, EnvironmentConfig] = {key: source for key, source in sources.items() if source.agent}
         self._workers: list[AgentProcess] = []
         self._slots = asyncio.Semaphore(cfg.session.max_running)
         self._closed = False
@@ -118,15 +118,15 @@ class AgentPool:
         """Return the worker with the fewest sessions, or a new one with ``alone``. Starts missing workers."""
         if self._closed:
             raise ScorePoolError("the agents' workers are closed")
-        self._workers = [one for one in self._workers if one.is_alive]
-        usable = [one for one in self._workers if not one.is_retired]
+        self._workers = [candidate for candidate in self._workers if candidate.is_alive]
+        usable = [candidate for candidate in self._workers if not candidate.is_retired]
         if alone or len(usable) < self._cfg.session.num_workers:
             worker = AgentProcess(self._greeting(), self._cfg)
             self._workers.append(worker)
             if alone:
                 worker.is_retired = True
         else:
-            worker = min(usable, key=lambda one: one.num_sessions)
+            worker = min(usable, key=lambda candidate: candidate.num_sessions)
         worker.num_sessions += 1  # before it waits, so that others choose another one
         try:
             await worker.ready()
@@ -136,7 +136,7 @@ class AgentPool:
         return worker
 
     def _greeting(self) -> dict[str, Any]:
-        agents = {key: {"agent": one.agent, "options": one.agent_options} for key, one in self._agents.items()}
+        agents = {key: {"agent": source.agent, "options": source.agent_options} for key, source in self._agents.items()}
         return {
             "agents": agents,
             "memory_bytes": int(self._cfg.scoring.memory_gib * 2**30),
@@ -145,7 +145,7 @@ class AgentPool:
         }
 
     def _forget(self, worker: AgentProcess) -> None:
-        self._workers = [one for one in self._workers if one is not worker]
+        self._workers = [other for other in self._workers if other is not worker]
 
     async def _rollout(
         self, session: Session, prompt: Prompt, index: int, seed: int, outcome: Mapping[str, Any], queue_s: float

@@ -81,10 +81,10 @@ class AgentProcess:
             done, _ = await asyncio.wait({outcome}, timeout=deadline_s)
             if not done:
                 return await self._give_up(session, number, outcome, deadline_s)
-            found = outcome.result()
-            if found["status"] == "lost":
+            result = outcome.result()
+            if result["status"] == "lost":
                 raise AgentLostError(self._lost, by_this=self._culprit == number)
-            return found
+            return result
         finally:
             if not outcome.done():
                 self._send({"cancel": number})
@@ -192,13 +192,13 @@ class AgentProcess:
         if answer is None:
             return
         try:
-            found = await answer(message)
+            result = await answer(message)
         except Exception as error:  # of the engines, or a bug: it ends the run, not only the session
             outcome = self._outcomes.get(number)
             if outcome is not None and not outcome.done():
                 outcome.set_exception(error)
             return
-        self._send({"answer": message["request"], **found})
+        self._send({"answer": message["request"], **result})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -132,7 +132,7 @@ class Gateway:
             return asked
         session, body = asked
         messages, tools = body.get("messages"), body.get("tools") or []
-        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
             return _error(400, "messages is not a list of messages")
         if body.get("tool_choice") == "none":
             tools = []
@@ -148,13 +148,13 @@ class Gateway:
             return outcome
         completion, message = outcome
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
-        found = {"index": 0, "finish_reason": reason, "logprobs": _chat_logprobs(completion, body)}
+        choice_base = {"index": 0, "finish_reason": reason, "logprobs": _chat_logprobs(completion, body)}
         if not body.get("stream"):
-            choice = found | {"message": {"role": "assistant", **message}}
+            choice = choice_base | {"message": {"role": "assistant", **message}}
             return JSONResponse(self._answer("chat.completion", [choice], completion))
-        calls = [{"index": i, **one} for i, one in enumerate(message.get("tool_calls") or ())]
+        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or ())]
         delta = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
-        chunks = [[{"index": 0, "delta": delta, "finish_reason": None}], [found | {"delta": {}}]]
+        chunks = [[{"index": 0, "delta": delta, "finish_reason": None}], [choice_base | {"delta": {}}]]
         return self._stream("chat.completion.chunk", chunks, completion, body)
 
     async def _complete(self, request: Request) -> Response:
@@ -162,7 +162,7 @@ class Gateway:
             return asked
         session, body = asked
         prompt = body.get("prompt")
-        is_ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
+        is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
         if not is_ids and not (isinstance(prompt, str) and prompt):
             return _error(400, "prompt is neither a text nor a list of token ids; send one prompt in a request")
         outcome = await _until_disconnect(request, session.complete(prompt, **_sampling(body)))
@@ -309,8 +309,8 @@ async def _until_disconnect(request: Request, sampling: Any) -> Any:
         status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
         return _error(status, str(error))
     finally:
-        for one in (task, watch):
-            one.cancel()
+        for pending in (task, watch):
+            pending.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 

@@ -74,7 +74,7 @@ class Requests:
 
     def _load(self, client: EngineClient) -> tuple[int, int]:
         """Return (running requests, sessions assigned to this replica)."""
-        return client.num_running, sum(one is client for one in self._replica_of.values())
+        return client.num_running, sum(other is client for other in self._replica_of.values())
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:

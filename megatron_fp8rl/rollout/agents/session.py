@@ -122,14 +122,14 @@ class Session:
         with self._counted():
             for branch in reversed(self._branches):
                 async with branch.lock:
-                    given = self._rest_of(branch, prompt)
-                    if given is not None:
-                        return await self._continue(branch, given, "", [], sampling)
+                    context = self._rest_of(branch, prompt)
+                    if context is not None:
+                        return await self._continue(branch, context, "", [], sampling)
             if isinstance(prompt, str):
-                found = replace(self._chat, uses_chat=False).begin([{"content": prompt}])
+                rendered = replace(self._chat, uses_chat=False).begin([{"content": prompt}])
             else:
-                found = Rendered(text="", new_text="", new_ids=tuple(prompt))
-            return await self._begin(found, [], (), sampling)
+                rendered = Rendered(text="", new_text="", new_ids=tuple(prompt))
+            return await self._begin(rendered, [], (), sampling)
 
     def reward_turn(self, value: float) -> None:
         """Set the reward of the last turn."""
@@ -143,15 +143,15 @@ class Session:
         self._ended = self._ended or reason
         for task in self._running:
             task.cancel()
-        for one in self._asides.values():
-            one.end(reason)
+        for aside in self._asides.values():
+            aside.end(reason)
 
     # ---- the outcome
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """Return the branches with sampled tokens."""
-        found = (branch for branch in self._branches if any(isinstance(s, Completion) for s in branch.segments))
-        return tuple(Trajectory(segments=tuple(branch.segments)) for branch in found)
+        trained = (branch for branch in self._branches if any(isinstance(s, Completion) for s in branch.segments))
+        return tuple(Trajectory(segments=tuple(branch.segments)) for branch in trained)
 
     def rewards_of_turns(self) -> tuple[float, ...]:
         """The rewards of turns in the order of the completions of :meth:`trajectories`; empty if none was given."""
@@ -196,48 +196,48 @@ class Session:
         if branch.messages or not text or not prompt.startswith(text):
             return None
         rest = prompt[len(text) :]
-        given = self._chat.tokenizer.encode(rest, add_special_tokens=False)
-        return Context(token_ids=tuple(given), role="user", text=rest)
+        new_ids = self._chat.tokenizer.encode(rest, add_special_tokens=False)
+        return Context(token_ids=tuple(new_ids), role="user", text=rest)
 
     async def _extend(
         self, branch: _Branch, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> tuple[Completion, int]:
         new = messages[len(branch.messages) :]
-        found = self._chat.extend(branch.rendered, branch.messages, branch.segments[-1].token_ids, new, branch.tools)
-        if found is None:
+        rendered = self._chat.extend(branch.rendered, branch.messages, branch.segments[-1].token_ids, new, branch.tools)
+        if rendered is None:
             self.num_rewritten += 1
             return await self._begin(self._chat.begin(messages, branch.tools), messages, branch.tools, sampling)
-        given = Context(token_ids=found.new_ids, role=str(new[-1].get("role", "user")), text=found.new_text)
+        context = Context(token_ids=rendered.new_ids, role=str(new[-1].get("role", "user")), text=rendered.new_text)
         # Keep the rendered history, because an agent may return calls with their keys in another order.
-        return await self._continue(branch, given, found.text, [*branch.messages, *new], sampling)
+        return await self._continue(branch, context, rendered.text, [*branch.messages, *new], sampling)
 
     async def _begin(
-        self, found: Rendered, messages: Sequence[Message], tools: Sequence[Any], sampling: Mapping[str, Any]
+        self, rendered: Rendered, messages: Sequence[Message], tools: Sequence[Any], sampling: Mapping[str, Any]
     ) -> tuple[Completion, int]:
         if len(self._branches) >= self._limits.max_turns:
             raise self._limit(f"it has {len(self._branches)} branches (--session.max_turns)")
         branch = _Branch(segments=[], messages=[], rendered="", tools=tuple(tools))
-        given = Context(token_ids=found.new_ids, role="prompt", text=found.new_text)
-        self._check(branch, given)
+        context = Context(token_ids=rendered.new_ids, role="prompt", text=rendered.new_text)
+        self._check(branch, context)
         self._branches.append(branch)
         async with branch.lock:
-            return await self._continue(branch, given, found.text, messages, sampling)
+            return await self._continue(branch, context, rendered.text, messages, sampling)
 
     async def _continue(
-        self, branch: _Branch, given: Context, rendered: str, messages: Sequence[Message], sampling: Mapping[str, Any]
+        self, branch: _Branch, context: Context, rendered: str, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> tuple[Completion, int]:
         """Sample an answer; the branch changes only after that."""
-        room = self._check(branch, given)
+        num_left = self._check(branch, context)
         wanted = sampling.get("max_tokens") or self._max_new
         turn, self.num_turns = self.num_turns, self.num_turns + 1
-        prompt = [*branch.token_ids, *given.token_ids]
+        prompt = [*branch.token_ids, *context.token_ids]
         started_s = time.monotonic()
         task = asyncio.ensure_future(
             self._sample(
                 prompt,
                 self.seed + turn * _TURN_STRIDE,
                 self,
-                max_tokens=max(1, min(wanted, self._max_new, room)),
+                max_tokens=max(1, min(wanted, self._max_new, num_left)),
                 stop=tuple(sampling.get("stop") or ()),
             )
         )
@@ -255,8 +255,8 @@ class Session:
         num_before = len(branch.token_ids) - 1 if branch.segments else 0
         if completion.routed_experts is not None and num_before:
             completion = replace(completion, routed_experts=completion.routed_experts[num_before:])
-        if given.token_ids or not branch.segments:
-            branch.segments.append(given)
+        if context.token_ids or not branch.segments:
+            branch.segments.append(context)
         branch.segments.append(completion)
         branch.rendered = rendered
         branch.messages = [*messages, {"role": "assistant", "content": completion.text}] if messages else []
@@ -269,7 +269,7 @@ class Session:
         if branch.messages:
             branch.messages[-1] = {"role": "assistant", **message}
 
-    def _check(self, branch: _Branch, given: Context) -> int:
+    def _check(self, branch: _Branch, context: Context) -> int:
         """Return the number of tokens that may still be sampled. Raises SessionError if there are none."""
         if self._ended:
             raise SessionEndedError(f"session {self.name} has ended: {self._ended}")
@@ -277,7 +277,7 @@ class Session:
             raise self._limit(f"it has taken {self.num_turns} turns (--session.max_turns)")
         if time.monotonic() - self._started_s > self._limits.deadline_s:
             raise self._limit(f"it is older than {self._limits.deadline_s:g} s (--session.deadline_s)")
-        num_tokens = len(branch.token_ids) + len(given.token_ids)
+        num_tokens = len(branch.token_ids) + len(context.token_ids)
         if num_tokens >= self.token_budget:
             raise self._limit(f"its next prompt has {num_tokens} of {self.token_budget} tokens (--session.max_tokens)")
         return self.token_budget - num_tokens

@@ -40,7 +40,7 @@ async def generate(body: dict[str, Any], raw_request: Request) -> Response:
             output_kind=RequestOutputKind.FINAL_ONLY,  # no message per token inside this process
             flat_logprobs=True,  # lists of numbers, without an object per token
         )
-        given = body["token_ids"][body["num_prompt_tokens"] :]  # sampled before
+        sampled = body["token_ids"][body["num_prompt_tokens"] :]
         async for result in engine.generate(tokens_input(body["token_ids"]), sampling, uuid.uuid4().hex):  # noqa: B007
             pass
     except (KeyError, TypeError, ValueError) as error:
@@ -48,20 +48,20 @@ async def generate(body: dict[str, Any], raw_request: Request) -> Response:
     assert result is not None  # an engine that fails raises, and vLLM's application answers
     prompt, tokenizer = result.prompt_logprobs, engine.get_tokenizer()
     answer = Answer(
-        segments=[_segment(output, given, tokenizer) for output in result.outputs],
+        segments=[_segment(output, sampled, tokenizer) for output in result.outputs],
         num_cached_tokens=result.num_cached_tokens or 0,
         prompt_logprobs=None if prompt is None else prompt.logprobs,
     )
     return Response(write_answer(answer), media_type="application/octet-stream")
 
 
-def _segment(output: Any, given: Sequence[int], tokenizer: Any) -> Segment:
-    """Return one completion; if it is finished, with the text of all tokens, starting with ``given``."""
+def _segment(output: Any, sampled: Sequence[int], tokenizer: Any) -> Segment:
+    """Return one completion; if it is finished, with the text of all tokens, starting with ``sampled``."""
     is_whole = output.finish_reason != "abort"
     return Segment(
         token_ids=output.token_ids,
         rollout_logprobs=() if output.logprobs is None else output.logprobs.logprobs,
         finish_reason=output.finish_reason,
         routed_experts=output.routed_experts,
-        text=decode(tokenizer, [*given, *output.token_ids]) if is_whole else None,
+        text=decode(tokenizer, [*sampled, *output.token_ids]) if is_whole else None,
     )

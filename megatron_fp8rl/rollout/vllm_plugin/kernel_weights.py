@@ -77,8 +77,8 @@ def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
     num_local = module.w13_weight.shape[0]
     experts = list(range(num_local))
     if getattr(module, "expert_map", None) is not None:
-        held = [(local, e) for e, local in enumerate(module.expert_map.tolist()) if local >= 0]
-        experts = [e for _, e in sorted(held)]
+        local_experts = [(local, e) for e, local in enumerate(module.expert_map.tolist()) if local >= 0]
+        experts = [e for _, e in sorted(local_experts)]
     for kind in _MATRICES:
         w13, w2 = _tensor(module, f"w13_{kind}", path), _tensor(module, f"w2_{kind}", path)
         if w13 is None or w2 is None:
@@ -204,10 +204,10 @@ def first_layers_by_kind(model: nn.Module) -> frozenset[int]:
         if number is not None and has_kernel_weights(module):
             tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             experts = getattr(module, "expert_map", None)
-            held = [(name, t.shape, t.stride(), t.dtype) for name, t in tensors]
+            layout = [(name, t.shape, t.stride(), t.dtype) for name, t in tensors]
             chosen = None if experts is None else tuple(experts.tolist())
             name = path.replace(f"layers.{number}", "", 1)
-            kinds.setdefault(number, []).append((name, type(module), tuple(held), chosen))
+            kinds.setdefault(number, []).append((name, type(module), tuple(layout), chosen))
     first: dict[tuple[Any, ...], int] = {}
     for number in sorted(kinds):
         first.setdefault(tuple(kinds[number]), number)

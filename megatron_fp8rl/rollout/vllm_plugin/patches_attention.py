@@ -73,11 +73,11 @@ def _bounded(sequences: Sequence[int], lengths: Sequence[int]) -> Iterator[list[
 def _part(
     group: Sequence[int], counts: Sequence[int], first_tokens: Sequence[int], max_length: int, device: torch.device
 ) -> Part:
-    own = torch.tensor([counts[i] for i in group])
+    lengths = torch.tensor([counts[i] for i in group])
     tokens = torch.cat([torch.arange(first_tokens[i], first_tokens[i + 1]) for i in group])
-    starts = torch.nn.functional.pad(own.cumsum(0), (1, 0)).int()
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     rows, tokens, starts = (x.to(device, non_blocking=True) for x in (torch.tensor(group), tokens, starts))
-    return Part(rows, tokens, starts, int(own.max()), max_length)
+    return Part(rows, tokens, starts, int(lengths.max()), max_length)
 
 
 @patches(
@@ -151,12 +151,12 @@ class FP8CacheAttention(FlashAttentionImpl):
             decode(query[:num_tokens], cache, pages, lengths, *scales, self.scale, output[:num_tokens])
             return output
         for part in attn_metadata.parts:
-            own, own_pages = query.index_select(0, part.tokens), pages.index_select(0, part.rows)
-            own_lengths, out = lengths.index_select(0, part.rows), torch.empty_like(own)
+            part_query, part_pages = query.index_select(0, part.tokens), pages.index_select(0, part.rows)
+            part_lengths, out = lengths.index_select(0, part.rows), torch.empty_like(part_query)
             if part.max_query == 1:
-                decode(own, cache, own_pages, own_lengths, *scales, self.scale, out)
+                decode(part_query, cache, part_pages, part_lengths, *scales, self.scale, out)
             else:
-                self._attend_to_copy(own, cache, own_pages, own_lengths, part, scales, out)
+                self._attend_to_copy(part_query, cache, part_pages, part_lengths, part, scales, out)
             output.index_copy_(0, part.tokens, out)
         return output
 

@@ -96,15 +96,15 @@ def _gather_bucket(part: Any, like: Tensor, param_map: dict[Any, Any], key: str,
     ]
     step = max(1, _PIECE // group.size())
     for start in range(0, shard, step):
-        own = torch.zeros(min(step, shard - start), dtype=torch.float32, device=like.device)
+        local = torch.zeros(min(step, shard - start), dtype=torch.float32, device=like.device)
         for place, values in parts:
-            first, last = max(place.start, start), min(place.end, start + len(own))
+            first, last = max(place.start, start), min(place.end, start + len(local))
             if first < last:
-                own[first - start : last - start].copy_(values[first - place.start : last - place.start])
-        gathered = own[None]
+                local[first - start : last - start].copy_(values[first - place.start : last - place.start])
+        gathered = local[None]
         if group.size() > 1:
-            gathered = torch.empty(group.size(), len(own), dtype=torch.float32, device=like.device)
-            dist.all_gather_into_tensor(gathered.view(-1), own, group=group)
+            gathered = torch.empty(group.size(), len(local), dtype=torch.float32, device=like.device)
+            dist.all_gather_into_tensor(gathered.view(-1), local, group=group)
         for rank, row in enumerate(gathered):
             target = out[rank * shard + start :][: len(row)]
             target.copy_(row[: len(target)])

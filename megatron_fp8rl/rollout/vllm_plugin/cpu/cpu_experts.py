@@ -32,16 +32,16 @@ def exchange_tokens_on_cpu() -> None:
         sizes = sizes or [input_.shape[0]] * self.world_size
         padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
         padded[: input_.shape[0]] = input_
-        found = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, group=self.device_group)
-        return torch.cat([rows[:size] for rows, size in zip(found, sizes, strict=True)])
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=self.device_group)
+        return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
 
     def reduce_scatterv(self: CpuCommunicator, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
         assert dim == 0, "rows are tokens"
         # In FP32 and in rank order on every rank: a sum of BF16 terms would round between them.
-        found = [torch.empty_like(input_) for _ in range(self.world_size)]
-        dist.all_gather(found, input_.contiguous(), group=self.device_group)
-        total = sum(rows.float() for rows in found).to(input_.dtype)
+        gathered = [torch.empty_like(input_) for _ in range(self.world_size)]
+        dist.all_gather(gathered, input_.contiguous(), group=self.device_group)
+        total = sum(rows.float() for rows in gathered).to(input_.dtype)
         sizes = sizes or [input_.shape[0] // self.world_size] * self.world_size
         start = sum(sizes[: self.rank_in_group])
         return total[start : start + sizes[self.rank_in_group]].contiguous()
