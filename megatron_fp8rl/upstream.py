@@ -44,11 +44,29 @@ _DISTRIBUTIONS = {  # distribution names of a package
 }
 TESTED = {  # by package: the version range that its patches were tested with, in pip's syntax
     "megatron-core": ">=0.19.2,<0.20",
-    "torch": ">=2.11,<2.12",
+    "torch": ">=2.11,<2.14",  # 2.11 and 2.13
     "transformer-engine": ">=2.16,<2.17",
-    "vllm": ">=0.25.1,<0.27",
+    "vllm": ">=0.25.1,<0.33",  # 0.25.1, 0.26 and 0.32
 }
-TESTED_LESS = {  # by range: patches with another range than their package, for example GPU patches after a CPU test
+TESTED_LESS = {  # by range: patches with another range than their package; most run only on a GPU
+    ">=2.11,<2.12": (
+        "kernels/compat.py:_set_allocator",
+        "kernels/compat.py:coalesced",
+        "kernels/compat.py:compile_cuda",
+        "kernels/compat.py:handle_of",
+        "kernels/compat.py:nccl_group",
+    ),
+    ">=0.25.1,<0.27": (
+        "kernels/compat.py:vllm_flash_attention",
+        "kernels/compat.py:vllm_topk_softmax",
+        "kernels/deep_gemm.py:package",
+        "rollout/vllm_plugin/patches.py:accept_deep_gemm_experts",
+        "rollout/vllm_plugin/patches.py:expert_scale_descriptions",
+        "rollout/vllm_plugin/patches.py:inspect_classes_in_forks",
+        "rollout/vllm_plugin/patches.py:make_logprobs_order_independent",
+        "rollout/vllm_plugin/patches.py:make_residual_norms_batch_invariant",
+        "rollout/vllm_plugin/patches.py:quantize_activations_as_the_trainer",
+    ),
     ">=0.26,<0.27": (
         "rollout/vllm_plugin/patches_attention.py:FP8CacheAttention",
         "rollout/vllm_plugin/patches_attention.py:FP8CacheBackend",
