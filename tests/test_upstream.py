@@ -21,6 +21,12 @@ NOT_PRIVATE = {
 OVERRIDING = ("megatron.", "vllm.", "transformer_engine.")  # packages whose classes change from release to release
 
 
+@pytest.fixture(autouse=True)
+def without_switches(monkeypatch):
+    for switch in (upstream.GO_ON, upstream.SKIP):
+        monkeypatch.delenv(switch, raising=False)
+
+
 def test_every_patch_says_what_it_was_tested_with():
     found = upstream.registered()
     assert len({patch.name for patch in found}) == len(found) > 30
@@ -100,6 +106,7 @@ def test_optional_patches_alone_are_no_reason_to_refuse(monkeypatch, capsys):
 
 
 def test_an_optional_patch_can_be_skipped_by_name(monkeypatch, capsys):
+    monkeypatch.setenv(upstream.GO_ON, "1")  # so that the installed versions do not matter
     assert upstream.applies("DecodeScheduler", "BufferingScheduler")
     monkeypatch.setenv(upstream.SKIP, "BufferingScheduler,GatherDispatcher")
     assert not upstream.applies("DecodeScheduler", "BufferingScheduler") and upstream.applies("DecodeScheduler")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from engine_weights import write_hf_dir
+from engine_weights import RECORDS_EXPERTS, write_hf_dir
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.rollout.fleet import Fleet
@@ -21,7 +21,7 @@ def engine_cfg() -> RunConfig:
         model=replace(cfg.model, max_position_embeddings=1024),
         precision=replace(cfg.precision, bf16_last_layers=1),
         sampling=replace(cfg.sampling, max_prompt_tokens=64, max_completion_tokens=512),
-        engine=replace(cfg.engine, record_routed_experts=True, deadline_scale=0.5),
+        engine=replace(cfg.engine, record_routed_experts=RECORDS_EXPERTS, deadline_scale=0.5),
     )
 
 

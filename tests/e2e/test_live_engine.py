@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_weights import Reference, publish, random_weights
+from engine_weights import Reference, publish, random_weights, recorded
 
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import choose
@@ -47,7 +47,7 @@ def let_it_sample(fleet: Fleet) -> None:
 def assert_same_as_reference(fleet, weights, completion: Completion, temperature: float, start: int = 0) -> None:
     tokens = [*PROMPT, *completion.token_ids]
     reference = Reference(fleet.cfg, weights)
-    expected = reference.logprobs(tokens, temperature, completion.routed_experts)[len(PROMPT) - 1 :]
+    expected = reference.logprobs(tokens, temperature, recorded(completion))[len(PROMPT) - 1 :]
     actual = torch.tensor(completion.rollout_logprobs)
     difference = (actual - expected[: len(actual)])[start:].abs()
     assert difference.mean() < ENGINE_LOGPROB_MEAN
@@ -83,7 +83,7 @@ def test_tokens_in_tokens_out(fleet, client):
         assert len(completion.rollout_logprobs) == 16
         assert completion.version_spans == ((0, 1),)
         assert (completion.min_version, completion.max_version) == (1, 1)
-        assert completion.routed_experts.shape == (len(PROMPT) + 15, 2, 2)
+        assert recorded(completion).shape == (len(PROMPT) + 15, 2, 2)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -99,7 +99,7 @@ def test_logprobs_of_a_prompt_are_those_of_the_model_too(fleet, client, weights)
     assert len(found) == len(tokens) - 1
     again = replace(completion, rollout_logprobs=tuple(found[len(PROMPT) - 1 :]))
     assert_same_as_reference(fleet, weights, again, 1.0)
-    expected = Reference(fleet.cfg, weights).logprobs(tokens, 1.0, completion.routed_experts)
+    expected = Reference(fleet.cfg, weights).logprobs(tokens, 1.0, recorded(completion))
     # What precedes the completion as well, but for tokens that choose other experts.
     assert (torch.tensor(found) - expected).abs().mean() < ENGINE_LOGPROB_MEAN
 
@@ -107,7 +107,7 @@ def test_logprobs_of_a_prompt_are_those_of_the_model_too(fleet, client, weights)
 def test_routed_experts_are_those_of_the_model(fleet, client, weights):
     (completion,) = generate(fleet, PROMPT, 1, seed=3, max_tokens=24)
     reference = Reference(fleet.cfg, weights)
-    reference.logprobs([*PROMPT, *completion.token_ids], 1.0, completion.routed_experts)
+    reference.logprobs([*PROMPT, *completion.token_ids], 1.0, recorded(completion))
     for layer, logits in enumerate(reference.router_logits):
         own = logits.float().gather(-1, reference.own_experts[layer])
         chosen = logits.float().gather(-1, torch.from_numpy(completion.routed_experts[:, layer].astype("int64")))
@@ -173,7 +173,7 @@ def test_an_update_in_the_middle_shows_in_the_spans(fleet, client, weights):
     updated = [completion for completion in completions if (completion.min_version, completion.max_version) == (1, 2)]
     assert updated
     for completion in updated:
-        assert completion.routed_experts.shape == (len(PROMPT) + 399, 2, 2)
+        assert recorded(completion).shape == (len(PROMPT) + 399, 2, 2)
         first, (boundary, version) = completion.version_spans
         assert first == (0, 1) and version == 2 and 0 < boundary < 400
         before = replace(

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from engine_weights import RECORDS_EXPERTS
 
 from megatron_fp8rl.observe.recording import read_steps
 from tests.tolerances import RESUMED_METRIC
@@ -103,7 +104,7 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
         {
             "parallel__world_size": "2",
             "parallel__pipeline": "2",
-            "engine__record_routed_experts": "True",
+            "engine__record_routed_experts": str(RECORDS_EXPERTS),
         },
         {
             "parallel__world_size": "2",

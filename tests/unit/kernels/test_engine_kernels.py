@@ -153,9 +153,9 @@ _ARITHMETIC = re.compile(rf"\b(?:{_OPERATIONS})\.[\w.]*(?:f32|bf16|b32)\b")
 
 def _vllms(name: str, folder: Path) -> Any:
     """A kernel out of vLLM's source: its own module gives no kernels where there is no GPU."""
-    layers = Path(importlib.util.find_spec("vllm").origin).parent / "model_executor/layers"
-    file = "fused_moe/deep_gemm_utils.py" if name == "_fwd_kernel_ep_gather" else "batch_invariant.py"
-    source = (layers / file).read_text()
+    executor = Path(importlib.util.find_spec("vllm").origin).parent / "model_executor"
+    file = "deep_gemm_utils.py" if name == "_fwd_kernel_ep_gather" else "batch_invariant.py"
+    source = next(executor.rglob(file)).read_text()
     parts = [ast.get_source_segment(source, node) for node in ast.parse(source).body if _is_kernel(node)]
     copy = folder / "vllms_kernels.py"
     parts = ["import triton", "import triton.language as tl", *(f"@triton.jit\n{part}" for part in parts)]

@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fp8rl import upstream
 from megatron_fp8rl.data.model_dir import write_model_dir
 from model_configs import tiny
+
+pytestmark = pytest.mark.skipif(
+    not upstream.applies("DecodeScheduler", "BufferingScheduler"),
+    reason="engines use vLLM's scheduler with this version",
+)
 
 BLOCK, STOP, MAX_MODEL_LEN, BUFFERED_TOKENS = 4, 7, 96, 32
 
