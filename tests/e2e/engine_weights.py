@@ -99,11 +99,14 @@ class Reference:
             layer.mlp.gate.forward = lambda x, i=index, w=layer.mlp.gate.weight: self._route(i, x, w)
             layer.mlp.experts.forward = lambda x, ids, p, i=index: self._experts(i, x, ids, p)
 
-    def logprobs(self, token_ids: list[int], temperature: float, routed_experts: np.ndarray) -> Tensor:
+    def logprobs(self, token_ids: list[int], temperature: float, routed_experts: np.ndarray | None) -> Tensor:
         """[L - 1] log-probability of each token after the first.
 
         ``routed_experts`` [L - 1, num_layers, top_k] are used where they are not negative, the model's own elsewhere.
+        Skips the rest of the test for None, without which near ties may choose other experts than the engine.
         """
+        if routed_experts is None:
+            pytest.skip("this version of vLLM records no routed experts on a CPU")
         self.own_experts, self.router_logits = [], []
         self._replayed = torch.from_numpy(routed_experts.astype(np.int64))
         with torch.no_grad():

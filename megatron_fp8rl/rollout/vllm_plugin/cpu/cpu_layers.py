@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -195,6 +196,7 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
 
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts, fmt: QuantFormat) -> None:
         super().__init__(quant_config, layer)
+        self.fp8_backend = Fp8MoeBackend.CPU  # vLLM 0.32 chooses none for these blocks
         _check_supported(layer)
         self.fmt = fmt
 
