@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
@@ -15,19 +15,10 @@ from megatron_fp8rl.trainer.model.build import build_chunks
 from megatron_fp8rl.trainer.model.linear import RMSNorm
 from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
+from tests.helpers.models import small_model
 
 _TOKENS = 256
-DENSE = ModelConfig(
-    family="qwen3",
-    num_layers=2,
-    hidden_size=256,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=512,
-    ffn_hidden_size=384,
-    qk_norm=True,
-)
+DENSE = small_model((2, 256, 8, 2, 64, 512), ffn=384, qk_norm=True)
 MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=128)
 
 

@@ -14,21 +14,10 @@ from megatron_fp8rl.trainer.model.linear import quantized
 from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
 from tests.helpers.families import MODELS as FAMILIES
+from tests.helpers.models import small_model
 from tests.tolerances import AMAX_ACROSS_LAYOUTS
 
-MOE = ModelConfig(
-    family="qwen3_moe",
-    num_layers=4,
-    hidden_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=128,
-    vocab_size=64,
-    num_experts=4,
-    experts_per_token=2,
-    moe_ffn_hidden_size=128,
-    initializer_range=0.1,
-)
+MOE = small_model((4, 128, 4, 2, 128, 64), experts=(4, 2, 128), initializer_range=0.1)
 DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=256)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp8rl.config import MlaConfig, ModelConfig, OptimConfig, PrecisionConfig, RouterConfig
+from megatron_fp8rl.config import MlaConfig, OptimConfig, PrecisionConfig, RouterConfig
 from megatron_fp8rl.kernels.blockwise import dequantize_weight, quantize_weight
 from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, is_fp8
 from megatron_fp8rl.precision.hardware import Hardware
@@ -20,22 +20,10 @@ from megatron_fp8rl.trainer.optimizer import fp8_params
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.models import small_model
 from tests.helpers.training import continue_training, run_config
 
-MOE = ModelConfig(
-    family="qwen3_moe",
-    num_layers=3,
-    hidden_size=256,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=128,
-    vocab_size=62,
-    num_experts=4,
-    experts_per_token=2,
-    moe_ffn_hidden_size=128,
-    max_position_embeddings=128,
-    initializer_range=0.08,
-)
+MOE = small_model((3, 256, 2, 1, 128, 62), experts=(4, 2, 128), max_position_embeddings=128, initializer_range=0.08)
 DENSE = replace(
     MOE,
     family="qwen3",

@@ -13,25 +13,16 @@ import pytest
 import torch
 from engine_weights import policy_of
 
-from megatron_fp8rl.config import EngineConfig, ModelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.precision.hardware import cpu_has_avx512
 from megatron_fp8rl.types import KVScales, Prompt
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.verify import KVScaleMismatch
 from tests.helpers.dist import run_ranks
+from tests.helpers.models import small_model
 from tests.tolerances import KV_CACHE_LOGPROB_MEAN
 
-DENSE = ModelConfig(
-    family="qwen3",
-    num_layers=3,
-    hidden_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=96,
-    ffn_hidden_size=256,
-    initializer_range=0.05,
-)
+DENSE = small_model((3, 128, 4, 2, 64, 96), ffn=256, initializer_range=0.05)
 
 
 def config(kv_cache_dtype: str, hf_path: str | None = None) -> RunConfig:

@@ -8,34 +8,15 @@ import pytest
 import torch
 from engine_weights import policy_of
 
-from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig, WeightSyncConfig
+from megatron_fp8rl.config import PrecisionConfig, RunConfig, WeightSyncConfig
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.transports import choose
 from megatron_fp8rl.weight_sync.transports.cuda_ipc import IpcTransport
 from megatron_fp8rl.weight_sync.verify import WeightMismatch
+from tests.helpers.models import small_model
 
-DENSE = ModelConfig(
-    family="qwen3",
-    num_layers=3,
-    hidden_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=96,  # vLLM pads it to 128
-    ffn_hidden_size=256,
-)
-MOE = ModelConfig(
-    family="qwen3_moe",
-    num_layers=3,
-    hidden_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=96,
-    num_experts=4,
-    experts_per_token=2,
-    moe_ffn_hidden_size=128,
-)
+DENSE = small_model((3, 128, 4, 2, 64, 96), ffn=256)  # vLLM pads it to 128
+MOE = small_model((3, 128, 4, 2, 64, 96), experts=(4, 2, 128))
 BF16 = PrecisionConfig(trainer="bf16", rollout="bf16")
 EDGES = PrecisionConfig(bf16_first_layers=1, bf16_last_layers=1)
 CASES = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
+from megatron_fp8rl.config import OptimConfig, PrecisionConfig
 from megatron_fp8rl.kernels import gemm
 from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
 from megatron_fp8rl.kernels.fused_moe import expert_permutation, permute_quantize
@@ -22,6 +22,7 @@ from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from tests.helpers.experts import decibels
 from tests.helpers.hopper import ON_HOPPER
+from tests.helpers.models import small_model
 from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE, GROUPED_DECIBELS, TE_DECIBELS_FP32_SCALES
 
@@ -197,15 +198,10 @@ def test_a_policy_learns_as_on_transformer_engine(recompute):
     """With biases, heads of half a block, and reductions that overlap with backward."""
     from megatron_fp8rl.trainer.policy import Policy
 
-    model = ModelConfig(
+    model = small_model(
+        (2, 256, 4, 2, 64, 62),
+        ffn=512,
         family="qwen2",
-        num_layers=2,
-        hidden_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=62,
-        ffn_hidden_size=512,
         qkv_bias=True,
         max_position_embeddings=128,
         initializer_range=0.03,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
+from megatron_fp8rl.config import OptimConfig, PrecisionConfig
 from megatron_fp8rl.kernels.deep_gemm import deep_gemm, has_deep_gemm
 from megatron_fp8rl.kernels.gemm import Fp8
 from megatron_fp8rl.precision.hardware import installed_packages
@@ -22,6 +22,7 @@ from tests.helpers.experts import (
     run_experts,
 )
 from tests.helpers.hopper import ON_HOPPER
+from tests.helpers.models import small_model
 from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE, GROUPED_DECIBELS
 
@@ -240,19 +241,8 @@ def test_a_policy_learns_as_on_transformer_engine():
     """With reductions that overlap with backward, and layers that are computed again for it."""
     from megatron_fp8rl.trainer.policy import Policy
 
-    model = ModelConfig(
-        family="qwen3_moe",
-        num_layers=2,
-        hidden_size=H,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=62,
-        num_experts=E,
-        experts_per_token=2,
-        moe_ffn_hidden_size=FEATURES,
-        max_position_embeddings=128,
-        initializer_range=0.08,
+    model = small_model(
+        (2, H, 4, 2, 64, 62), experts=(E, 2, FEATURES), max_position_embeddings=128, initializer_range=0.08
     )
     runs = {}
     for trainer, recompute in (("bf16", "none"), ("blockwise", "full")):

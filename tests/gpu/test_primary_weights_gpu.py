@@ -13,6 +13,7 @@ from megatron_fp8rl.precision.hardware import installed_packages
 from megatron_fp8rl.preflight import trainer_memory
 from megatron_fp8rl.preflight.memory import GPUS
 from tests.helpers.hopper import ON_HOPPER
+from tests.helpers.models import small_model
 from tests.helpers.training import alone, continue_training, make_batch, make_loss, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
@@ -21,20 +22,7 @@ pytestmark = [
     pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine"),
 ]
 
-MOE = ModelConfig(
-    family="qwen3_moe",
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=128,
-    vocab_size=62,
-    num_experts=4,
-    experts_per_token=2,
-    moe_ffn_hidden_size=128,
-    max_position_embeddings=128,
-    initializer_range=0.08,
-)
+MOE = small_model((4, 256, 4, 2, 128, 62), experts=(4, 2, 128), max_position_embeddings=128, initializer_range=0.08)
 DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=512)
 # Its kv_a_proj_with_mqa has 192 rows, so that the last block of rows is cut short.
 LATENT = replace(

@@ -13,6 +13,7 @@ import torch
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.precision.hardware import installed_packages
 from tests.helpers import products
+from tests.helpers.models import small_model
 from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import TE_DECIBELS, TE_DECIBELS_FP32_SCALES, TINY_BF16_LOSS, TINY_FP8_LOSS
 
@@ -22,20 +23,7 @@ pytestmark = [
     pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine"),
 ]
 
-MOE = ModelConfig(
-    family="qwen3_moe",
-    num_layers=4,
-    hidden_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=62,
-    num_experts=4,
-    experts_per_token=2,
-    moe_ffn_hidden_size=128,
-    max_position_embeddings=128,
-    initializer_range=0.08,
-)
+MOE = small_model((4, 128, 4, 2, 64, 62), experts=(4, 2, 128), max_position_embeddings=128, initializer_range=0.08)
 DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=256)
 OPTIM = OptimConfig(lr=3e-3, eps=1e-2)
 RECIPES = {

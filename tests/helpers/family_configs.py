@@ -2,22 +2,13 @@
 
 from dataclasses import replace
 
-from megatron_fp8rl.config import (
-    MlaConfig,
-    ModelConfig,
-    RopeScaling,
-    RouterConfig,
-)
+from megatron_fp8rl.config import MlaConfig, RopeScaling, RouterConfig
+from tests.helpers.models import small_model
 
-LLAMA = ModelConfig(
+LLAMA = small_model(
+    (2, 128, 4, 2, 64, 97),  # vLLM pads the vocabulary to 128
+    ffn=256,
     family="llama",
-    num_layers=2,
-    hidden_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=97,  # vLLM pads it to 128
-    ffn_hidden_size=256,
     rope_theta=10_000.0,
     rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=16),
 )

@@ -3,29 +3,10 @@
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
 from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
+from tests.helpers.models import small_model
 
-DENSE = ModelConfig(
-    family="qwen3",
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-    vocab_size=96,
-    ffn_hidden_size=512,
-)
-MOE = ModelConfig(
-    family="qwen3_moe",
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-    vocab_size=96,
-    num_experts=4,
-    experts_per_token=2,
-    moe_ffn_hidden_size=256,
-)
+DENSE = small_model((4, 256, 8, 4, 64, 96), ffn=512)
+MOE = small_model((4, 256, 8, 4, 64, 96), experts=(4, 2, 256))
 TIED = ModelConfig(**{**DENSE.__dict__, "tie_embeddings": True})
 TABLES = {
     "bf16": PrecisionConfig(trainer="bf16", rollout="bf16"),

@@ -21,23 +21,13 @@ from megatron_fp8rl.config import (
 from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample, Segment, TrainBatch
+from tests.helpers.models import small_model
 from tests.helpers.unshard import unshard
 
 VOCAB = 62
-MOE = ModelConfig(
-    family="qwen3_moe",
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=VOCAB,
-    num_experts=4,
-    experts_per_token=2,
-    moe_ffn_hidden_size=32,
-    max_position_embeddings=128,
-    initializer_range=0.08,  # wide enough for log-probabilities to differ between tokens
-)
+MOE = small_model(
+    (4, 64, 4, 2, 16, VOCAB), experts=(4, 2, 32), max_position_embeddings=128, initializer_range=0.08
+)  # wide enough for log-probabilities to differ between tokens
 DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=96)
 
 # With Adam's usual eps the first updates are lr * sign(gradient), which turns rounding of a gradient near 0 into a

@@ -10,14 +10,13 @@ from megatron_fp8rl.algo import advantages
 from megatron_fp8rl.algo import samples as algo_samples
 from megatron_fp8rl.algo.load_function import FunctionError, load_advantage
 from megatron_fp8rl.algo.samples import NonFiniteRewardError, RoutedExpertsError, has_signal, overlong_penalty
-from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig, SamplingConfig
+from megatron_fp8rl.config import AlgoConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
+from tests.helpers.models import small_model
 from tests.helpers.samples import advantages_of, logprobs_of, mask_of
 from tests.tolerances import FLOAT64_ORDER
 
-MODEL = ModelConfig(
-    family="qwen3", num_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8, vocab_size=8
-)
+MODEL = small_model((1, 8, 1, 1, 8, 8))
 PROMPT = Prompt(prompt_id="sum/7", environment="sum", token_ids=(1, 2, 3), text="", answer="")
 
 

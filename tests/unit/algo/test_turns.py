@@ -10,22 +10,13 @@ from megatron_fp8rl.algo.load_function import load_advantage
 from megatron_fp8rl.algo.mismatch import mismatch_metrics
 from megatron_fp8rl.algo.samples import require_experts, to_samples
 from megatron_fp8rl.algo.turns import turn_of_tokens
-from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig, SamplingConfig
+from megatron_fp8rl.config import AlgoConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.types import Completion, Context, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
+from tests.helpers.models import small_model
 from tests.helpers.samples import advantages_of, logprobs_of, mask_of
 from tests.unit.algo.algo_cases import LocalReducer, packed, with_logprobs
 
-MODEL = ModelConfig(
-    family="qwen3_moe",
-    num_layers=2,
-    hidden_size=8,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=8,
-    vocab_size=8,
-    num_experts=8,
-    experts_per_token=2,
-)
+MODEL = small_model((2, 8, 1, 1, 8, 8), experts=(8, 2, 0))
 PROMPT = Prompt(prompt_id="sum/7", environment="sum", token_ids=(1, 2, 3), text="", answer="")
 
 

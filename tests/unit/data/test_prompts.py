@@ -6,25 +6,18 @@ from collections import Counter
 
 import pytest
 
-from megatron_fp8rl.config import DataConfig, EnvironmentConfig, ModelConfig, RunConfig, SamplingConfig, WarmStartConfig
+from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RunConfig, SamplingConfig, WarmStartConfig
 from megatron_fp8rl.data.dropped import TooManyDroppedError
 from megatron_fp8rl.data.prompts import PromptStream, TooFewProblemsError, apportion, is_held_out
 from megatron_fp8rl.data.sft import SftSource
 from megatron_fp8rl.data.tokenizer import character_tokenizer, decode, encode
 from megatron_fp8rl.envs.environment import build_environment
+from tests.helpers.models import small_model
 
 TOKENIZER = character_tokenizer()
 SUMS = EnvironmentConfig(options={"min_terms": 2, "max_terms": 3, "max_digits": 2}, template="{expression}=", weight=3)
 PRODUCTS = EnvironmentConfig(dataset="products", options={"max_terms": 2, "max_digits": 2}, template="{expression}=")
-MODEL = ModelConfig(
-    family="qwen3",
-    num_layers=1,
-    hidden_size=8,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=8,
-    vocab_size=128,
-)
+MODEL = small_model((1, 8, 1, 1, 8, 128))
 
 
 def config(*environments: EnvironmentConfig, seed: int = 1, **data) -> RunConfig:

@@ -12,7 +12,6 @@ import pytest
 from megatron_fp8rl.config import (
     DataConfig,
     EnvironmentConfig,
-    ModelConfig,
     RewardConfig,
     RunConfig,
     SamplingConfig,
@@ -25,6 +24,7 @@ from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.rows import open_rows
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.envs.source_kind import files_of, kind_of
+from tests.helpers.models import small_model
 
 TOKENIZER = character_tokenizer()
 ROWS = [{"question": f"{i} + 1 = ", "answer": str(i + 1), "level": i % 3} for i in range(25)]
@@ -41,15 +41,7 @@ def write(path: Path, rows: list[dict] = ROWS) -> str:
 
 
 def config(folder: Path, *sources: EnvironmentConfig, seed: int = 1, **data) -> RunConfig:
-    model = ModelConfig(
-        family="qwen3",
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        vocab_size=128,
-    )
+    model = small_model((1, 8, 1, 1, 8, 128))
     sampling = SamplingConfig(max_prompt_tokens=40, max_completion_tokens=8)
     data = DataConfig(environments=sources, **data)
     return RunConfig(name="x", model=model, seed=seed, data=data, sampling=sampling, output_dir=str(folder / "run"))

@@ -13,6 +13,7 @@ from megatron_fp8rl.kernels.kv_rounding import as_cached, to_cache
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import registry, slicing
 from tests.helpers.fake_fp8_tensor import Fp8Tensor
+from tests.helpers.models import small_model
 from tests.tolerances import BF16_ROUNDING, FLOAT32_ACCUMULATION
 
 
@@ -241,16 +242,7 @@ def test_gradients_pass_straight_through():
     assert x.grad.tolist() == [1.0, 2.0, 3.0]
 
 
-MODEL = ModelConfig(
-    family="qwen3",
-    num_layers=1,
-    hidden_size=256,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=128,
-    vocab_size=64,
-    ffn_hidden_size=256,
-)
+MODEL = small_model((1, 256, 4, 2, 128, 64), ffn=256)
 QKV = registry.weight("decoder.layers.0.self_attention.linear_qkv.weight", MODEL)
 
 

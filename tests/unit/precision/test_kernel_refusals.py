@@ -13,7 +13,6 @@ from megatron_fp8rl.config import (
     KERNELS,
     ConfigError,
     EngineConfig,
-    ModelConfig,
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
@@ -21,6 +20,7 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.preflight import findings, rules
+from tests.helpers.models import small_model
 
 FIELDS = {
     "precision": ("trainer", "rollout", "scales", "gradients", "params", "exact"),
@@ -136,18 +136,7 @@ def test_what_is_installed_changes_no_other_answer(generation):
 EXACT = RunConfig(
     name="exact",
     precision=PrecisionConfig(exact=True),
-    model=ModelConfig(
-        family="qwen3_moe",
-        num_layers=2,
-        hidden_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=128,
-        vocab_size=512,
-        num_experts=4,
-        experts_per_token=2,
-        moe_ffn_hidden_size=256,
-    ),
+    model=small_model((2, 256, 4, 2, 128, 512), experts=(4, 2, 256)),
 )
 
 
@@ -240,19 +229,7 @@ def test_exact_accepts_sums_of_two_ranks_that_the_trainer_has_too(cfg, data, ten
 
 
 def _tiny(**precision) -> RunConfig:
-    model = ModelConfig(
-        family="qwen3_moe",
-        num_layers=2,
-        hidden_size=128,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=32,
-        num_experts=2,
-        experts_per_token=1,
-        moe_ffn_hidden_size=128,
-        max_position_embeddings=64,
-    )
+    model = small_model((2, 128, 2, 2, 64, 32), experts=(2, 1, 128), max_position_embeddings=64)
     return RunConfig(name="tiny", model=model, precision=PrecisionConfig(**precision))
 
 
