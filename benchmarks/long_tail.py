@@ -230,15 +230,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="part of an arm's name")
     options = parser.parse_args()
-    header = (
-        "arm",
-        "tokens/s",
-        "engine idle",
-        "trainer idle",
-        "too old",
-        "length bias",
-        "staleness",
-    )
+    header = ("arm", "tokens/s", "engine idle", "trainer idle", "too old", "length bias", "staleness")
     print(" | ".join(header))
     for name, (max_staleness, window_groups) in ARMS.items():
         if options.only not in name:

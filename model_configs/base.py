@@ -47,10 +47,7 @@ def grpo(
         optim=optim,
         engine=replace(engine, deadline_scale=3.0),
         sampling=SamplingConfig(
-            prompts_per_step=prompts,
-            completions_per_prompt=16,
-            max_prompt_tokens=1024,
-            max_completion_tokens=7168,
+            prompts_per_step=prompts, completions_per_prompt=16, max_prompt_tokens=1024, max_completion_tokens=7168
         ),
         algo=AlgoConfig(clip_high=0.28),
         data=DataConfig(

@@ -19,11 +19,7 @@ def llama31_8b() -> ModelConfig:
         ffn_hidden_size=14336,
         rope_theta=500_000.0,
         rope_scaling=RopeScaling(
-            kind="llama3",
-            factor=8.0,
-            original_max_position_embeddings=8192,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
+            kind="llama3", factor=8.0, original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0
         ),
         norm_eps=1e-5,
         max_position_embeddings=131072,

@@ -89,9 +89,7 @@ def small_qwen3_8_layers() -> RunConfig:
 def small_qwen3_moe_4_layers() -> RunConfig:
     """4 layers of 32 experts, 0.23 B parameters, and as few prompts: a short curve of a mixture, on 1 H200."""
     return replace(
-        small_qwen3_8_layers(),
-        name="small_qwen3_moe_4_layers",
-        model=replace(small_qwen3_moe().model, num_layers=4),
+        small_qwen3_8_layers(), name="small_qwen3_moe_4_layers", model=replace(small_qwen3_moe().model, num_layers=4)
     )
 
 

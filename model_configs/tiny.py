@@ -66,12 +66,7 @@ def tiny_qwen3() -> RunConfig:
     """The same task with a dense Qwen3 of 0.8 M parameters."""
     moe = tiny_qwen3_moe()
     dense = replace(
-        moe.model,
-        family="qwen3",
-        num_experts=0,
-        experts_per_token=0,
-        moe_ffn_hidden_size=0,
-        ffn_hidden_size=512,
+        moe.model, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=512
     )
     return replace(moe, name="tiny_qwen3", model=dense)
 

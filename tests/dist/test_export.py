@@ -10,12 +10,7 @@ import torch
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.names import registry as names
 from tests.helpers.dist import run_ranks
-from tests.helpers.exports import (
-    MODELS,
-    build,
-    config,
-    layout_name,
-)
+from tests.helpers.exports import MODELS, build, config, layout_name
 from tests.helpers.training import full_weights, weight_pieces
 
 

@@ -24,10 +24,7 @@ from tests.helpers.training import (
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
 MODEL = replace(MOE, num_layers=2, hidden_size=128, moe_ffn_hidden_size=256)
-PRECISIONS = {
-    "bf16": PrecisionConfig(trainer="bf16", rollout="bf16"),
-    "fp8": PrecisionConfig(bf16_last_layers=1),
-}
+PRECISIONS = {"bf16": PrecisionConfig(trainer="bf16", rollout="bf16"), "fp8": PrecisionConfig(bf16_last_layers=1)}
 
 
 def _config(name: str, layout: dict, **optim):

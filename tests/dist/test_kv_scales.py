@@ -83,13 +83,7 @@ def _measure(overrides: dict, folder: str) -> dict:
     sampled, again = policy.kv_scales(), policy.kv_scales()
     parallel.barrier("done")
     prompts_amax, sampled_amax = map(torch.tensor, amax)
-    return {
-        "before": before,
-        "prompts": prompts_amax,
-        "sampled": sampled_amax,
-        "scales": sampled,
-        "again": again,
-    }
+    return {"before": before, "prompts": prompts_amax, "sampled": sampled_amax, "scales": sampled, "again": again}
 
 
 @pytest.fixture(scope="module")

@@ -101,11 +101,7 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
     [
         {},
         {"parallel__world_size": "2", "parallel__expert": "2"},
-        {
-            "parallel__world_size": "2",
-            "parallel__pipeline": "2",
-            "engine__record_routed_experts": str(RECORDS_EXPERTS),
-        },
+        {"parallel__world_size": "2", "parallel__pipeline": "2", "engine__record_routed_experts": str(RECORDS_EXPERTS)},
         {
             "parallel__world_size": "2",
             "parallel__tensor": "2",

@@ -26,10 +26,7 @@ from tests.helpers.models import small_model
 from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE, GROUPED_DECIBELS, TE_DECIBELS_FP32_SCALES
 
-pytestmark = [
-    *ON_HOPPER,
-    pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM"),
-]
+pytestmark = [*ON_HOPPER, pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")]
 
 H, FEATURES = 512, 384
 TOKENS = {"whole blocks": 1024, "ragged": 333, "one": 1}

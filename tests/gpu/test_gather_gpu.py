@@ -16,10 +16,7 @@ from tests.helpers.hopper import ON_HOPPER
 from tests.helpers.training import MOE, alone, continue_training, run_config
 from tests.tolerances import BF16_NEIGHBOURS, FP8_FIRST_LOSS
 
-pytestmark = [
-    *ON_HOPPER,
-    pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM"),
-]
+pytestmark = [*ON_HOPPER, pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")]
 
 
 @pytest.mark.parametrize(("tokens", "experts", "most"), [(16384, 64, 8), (1000, 128, 8), (77, 3, 2), (1, 16, 4)])

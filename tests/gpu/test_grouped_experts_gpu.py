@@ -26,10 +26,7 @@ from tests.helpers.models import small_model
 from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE, GROUPED_DECIBELS
 
-pytestmark = [
-    *ON_HOPPER,
-    pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM"),
-]
+pytestmark = [*ON_HOPPER, pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")]
 
 E, H, FEATURES = 4, 256, 256
 PRECISIONS = {
@@ -38,11 +35,7 @@ PRECISIONS = {
     "fp8, bf16 wgrad": PrecisionConfig(kernels={"experts": "deep_gemm"}),
     "fp8, fp32 scales": PrecisionConfig(scales="fp32", kernels={"experts": "deep_gemm"}),
 }
-COUNTS = {
-    "ragged": [300, 0, 129, 1],
-    "one has all": [0, 0, 430, 0],
-    "all full": [128, 256, 128, 384],
-}
+COUNTS = {"ragged": [300, 0, 129, 1], "one has all": [0, 0, 430, 0], "all full": [128, 256, 128, 384]}
 
 
 def _wgrad(name: str) -> str:

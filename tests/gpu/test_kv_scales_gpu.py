@@ -11,13 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.config import (
-    EngineConfig,
-    PrecisionConfig,
-    RunConfig,
-    SamplingConfig,
-    WeightSyncConfig,
-)
+from megatron_fp8rl.config import EngineConfig, PrecisionConfig, RunConfig, SamplingConfig, WeightSyncConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.types import Completion, KVScales
@@ -27,10 +21,7 @@ from tests.e2e.engine_weights import policy_of, random_weights, write_hf_dir
 from tests.helpers.measured_attention import measure_attention
 from tests.tolerances import ENGINE_LOGPROB_MEAN
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SHRINK = 2.0**-10
 PROMPTS = [list(range(3 + i, 33 + 2 * i)) for i in range(24)]
@@ -51,12 +42,7 @@ def _cfg(attention: str) -> RunConfig:
     sampling = SamplingConfig(max_prompt_tokens=128, max_completion_tokens=128)
     precision = PrecisionConfig(trainer="bf16", rollout="bf16", kernels={"engine_attention": attention})
     return replace(
-        cfg,
-        name="kv_scales",
-        engine=engine,
-        weight_sync=weight_sync,
-        sampling=sampling,
-        precision=precision,
+        cfg, name="kv_scales", engine=engine, weight_sync=weight_sync, sampling=sampling, precision=precision
     )
 
 

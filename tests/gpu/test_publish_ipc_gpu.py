@@ -37,12 +37,7 @@ def _cfg(kind: str, how: str) -> RunConfig:
     )
     weight_sync = replace(cfg.weight_sync, bucket_bytes=1 << 20, transport="ipc" if how == "direct" else "gloo")
     return replace(
-        cfg,
-        name=f"publish_{kind}_{how}",
-        model=model,
-        sampling=sampling,
-        engine=engine,
-        weight_sync=weight_sync,
+        cfg, name=f"publish_{kind}_{how}", model=model, sampling=sampling, engine=engine, weight_sync=weight_sync
     )
 
 

@@ -11,11 +11,7 @@ from megatron_fp8rl.weight_sync.schedule import Message
 from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
 from megatron_fp8rl.weight_sync.transports.signed_store import open_store
-from tests.helpers.exports import (
-    config,
-    digests_of,
-    report_of,
-)
+from tests.helpers.exports import config, digests_of, report_of
 from tests.helpers.fields import set_fields
 
 CPU = torch.device("cpu")

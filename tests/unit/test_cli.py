@@ -42,8 +42,7 @@ COMMANDS = {
 
 def test_overrides_are_typed_and_hyphens_read_like_underscores():
     invocation = cli.parse(
-        "rl tiny_qwen3 --sampling.max-staleness 2 --algo.veto_below None --checkpoint.export_hf False".split(),
-        COMMANDS,
+        "rl tiny_qwen3 --sampling.max-staleness 2 --algo.veto_below None --checkpoint.export_hf False".split(), COMMANDS
     )
     assert invocation.config_name == "tiny_qwen3"
     assert invocation.cfg.sampling.max_staleness == 2

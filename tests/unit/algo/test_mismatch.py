@@ -168,8 +168,7 @@ def test_what_is_no_logprob_is_named_on_every_rank(field, value):
     spoilt = getattr(mb, f"{field}_T").clone()
     spoilt[t] = value
     broken = dataclasses.replace(
-        batches[1],
-        microbatches=(dataclasses.replace(mb, **{f"{field}_T": spoilt}), *batches[1].microbatches[1:]),
+        batches[1], microbatches=(dataclasses.replace(mb, **{f"{field}_T": spoilt}), *batches[1].microbatches[1:])
     )
     name = mb.names[int(mb.sequence_ids_T[t])]
     with pytest.raises(LogprobError, match=f"{field} of {name} is .* at completion token") as info:

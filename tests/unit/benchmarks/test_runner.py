@@ -155,13 +155,7 @@ def test_programs_explain_themselves(program, capsys):
 
 
 @NO_GPU
-@pytest.mark.parametrize(
-    "program, words",
-    [
-        (linears.Linears, ["--quick"]),
-        (publish.Publish, ["--layout", "tp2+tp2"]),
-    ],
-)
+@pytest.mark.parametrize("program, words", [(linears.Linears, ["--quick"]), (publish.Publish, ["--layout", "tp2+tp2"])])
 def test_without_a_gpu_real_models_are_refused(program, words, tmp_path, capsys):
     assert runner.main(program(), [*words, "--folder", str(tmp_path)]) == 2
     assert "GPU" in capsys.readouterr().err and not list(Path(tmp_path).glob("*.jsonl"))

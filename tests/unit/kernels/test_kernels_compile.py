@@ -125,8 +125,7 @@ def test_memory_moves_in_vectors_and_registers_suffice(name, constants, launch, 
 
 
 @pytest.mark.parametrize(
-    "name, loads, stores",
-    [("_swiglu", 4, 2), ("_swiglu_backward", 6, 4), ("_weigh", 2, 2), ("_weigh_backward", 4, 2)],
+    "name, loads, stores", [("_swiglu", 4, 2), ("_swiglu_backward", 6, 4), ("_weigh", 2, 2), ("_weigh_backward", 4, 2)]
 )
 def test_experts_on_the_linears_kernels_move_vectors(name, loads, stores, tmp_path):
     """A tile has 8 rows of 256 numbers. Each thread reads its 16 numbers once and writes them once."""

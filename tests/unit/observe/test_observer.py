@@ -75,10 +75,7 @@ def test_means_over_several_updates_are_means_over_their_tokens(tmp_path):
 
 
 def test_unknown_metrics_are_refused_at_once(tmp_path):
-    with (
-        pytest.raises(UnknownMetricError, match="'reward/scores/mean'"),
-        Observer(make_config(), True, tmp_path) as o,
-    ):
+    with pytest.raises(UnknownMetricError, match="'reward/scores/mean'"), Observer(make_config(), True, tmp_path) as o:
         with o.step(1) as log:
             log.update({"reward/scores/mean": 1.0})
 
@@ -91,10 +88,7 @@ def test_a_resumed_run_drops_what_came_after_and_goes_on(tmp_path):
     assert [record["step"] for record in after] == [1, 2, 3, 4, 5, 6, 7]
     assert after[:3] == before[:3]
     assert [step for step, _ in read_steps(tmp_path / "rollouts")] == [1, 2, 3, 4, 5, 6, 7]
-    with (
-        pytest.raises(ValueError, match="step 7 after step 7"),
-        Observer(make_config(), True, tmp_path) as observer,
-    ):
+    with pytest.raises(ValueError, match="step 7 after step 7"), Observer(make_config(), True, tmp_path) as observer:
         for _ in range(2):
             with observer.step(7):
                 pass

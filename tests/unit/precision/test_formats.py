@@ -32,12 +32,7 @@ MXFP8 = QuantFormat(
 
 def test_blockwise_is_the_format_of_published_checkpoints():
     """config.json, names and shapes of deepseek-ai/DeepSeek-V3."""
-    published = {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    }
+    published = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     for fmt in (BLOCKWISE_POW2, BLOCKWISE_FP32):
         found = fmt.hf_quantization_config(["lm_head"])
@@ -134,10 +129,7 @@ def test_what_no_checkpoint_or_kernel_knows_is_refused():
     ):
         with pytest.raises(ValueError, match="no kernel supports it"):
             call()
-    assert MXFP8.hf_quantization_config(["lm_head"]) == {
-        "quant_method": "mxfp8",
-        "modules_to_not_convert": ["lm_head"],
-    }
+    assert MXFP8.hf_quantization_config(["lm_head"]) == {"quant_method": "mxfp8", "modules_to_not_convert": ["lm_head"]}
 
 
 def test_formats_import_without_torch():
