@@ -18,11 +18,12 @@ import json
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from megatron_fp8rl import removed_fields
 from megatron_fp8rl.config import ConfigError, RunConfig
@@ -46,6 +47,9 @@ COMMON_FIELDS = """
     data.tokenizer scoring.num_workers warm_start.steps
     checkpoint.every_steps observe.eval_every observe.eval_prompts observe.wandb_project
 """.split()
+
+
+_SET_HELP = "  --set PATH=JSON  a value inside a dictionary, such as data.environments.0.options.KEY"
 
 
 class UsageError(ValueError):
@@ -245,10 +249,9 @@ def _parse_args(
     if cfg is None:
         parsed = _tyro(options, args, program, command.summary)
         return None, getattr(parsed, "options", None), ()
-    if "--help-all" in args:
-        _tyro({**options, "cfg": cfg}, ["--help"], program, command.summary)  # prints both sets of options and exits
-    if "-h" in args or "--help" in args:
-        print(f"usage: {program} [--field value ...]: {command.summary}\n\n{common_help(cfg)}\n")
+    if not {"-h", "--help", "--help-all"}.isdisjoint(args):
+        text = help_all(cfg) if "--help-all" in args else common_help(cfg)
+        print(f"usage: {program} [--field value ...]: {command.summary}\n\n{text}\n")
         if options:
             _tyro(options, ["--help"], program, "options of the command")  # exits
         raise SystemExit(0)
@@ -330,15 +333,48 @@ def _with_value(node: Any, keys: list[str], value: Any, path: str) -> Any:
 
 def common_help(cfg: RunConfig) -> str:
     """The fields that most runs set, with their values in ``cfg`` and their meaning."""
-    lines = ["common fields (--help-all lists all):"]
-    for path in COMMON_FIELDS:
-        section, _, name = path.rpartition(".")
-        owner = attrgetter(section)(cfg) if section else cfg
-        text = f"  --{path} {getattr(owner, name)}"
-        lines.append(f"{text:<56} {_comments(type(owner)).get(name, '')}".rstrip())
-    return "\n".join(
-        [*lines, "  --set PATH=JSON  a value inside a dictionary, such as data.environments.0.options.KEY"]
-    )
+    rows = {path: row for path, _, row in _rows(cfg)}
+    return "\n".join(["common fields (--help-all lists all):", *(rows[path] for path in COMMON_FIELDS), _SET_HELP])
+
+
+def help_all(cfg: RunConfig) -> str:
+    """All fields by section. The architecture of the model is last, because it comes from the Hugging Face folder."""
+    sections: dict[str, list[str]] = {}
+    for path, owner, row in _rows(cfg):
+        section = path.rpartition(".")[0]
+        if section.startswith("model") and path not in ("model.hf_path", "model.random"):
+            section = "architecture of the model, from config.json of the Hugging Face folder"
+        elif section and section not in sections:
+            sections[section] = [" ".join((inspect.getdoc(owner) or "").split())]
+        sections.setdefault(section, []).append(row)
+    texts = ["\n".join([f"{name or 'run'}:", *rows]) for name, rows in sorted(sections.items(), key=_is_architecture)]
+    return "\n\n".join([*texts, _SET_HELP])
+
+
+def _is_architecture(section: tuple[str, list[str]]) -> bool:
+    return section[0].startswith("architecture")
+
+
+def _rows(node: Any, prefix: str = "") -> Iterator[tuple[str, type, str]]:
+    """(path, class, line of help) of every field below ``node``: option, value, choices and comment."""
+    hints = typing.get_type_hints(type(node))
+    for field in dataclasses.fields(node):
+        path, value = prefix + field.name, getattr(node, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _rows(value, f"{path}.")
+        elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
+            for index, item in enumerate(value):
+                yield from _rows(item, f"{path}.{index}.")
+        else:
+            choices = " | ".join(map(str, _choices(hints[field.name])))
+            text = "; ".join(filter(None, (choices, _comments(type(node)).get(field.name))))
+            yield path, type(node), f"  {f'--{path} {value}':<54} {text}".rstrip()
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) is Literal:
+        return typing.get_args(hint)
+    return tuple(choice for part in typing.get_args(hint) for choice in _choices(part))
 
 
 @functools.cache

@@ -15,8 +15,9 @@ _QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """RoPE scaling beyond the pre-training context, with the field names of config.json: ``llama3`` is the rule of the
-    Llama 3.1 release, ``yarn`` is arXiv:2309.00071 with DeepSeek's two ``mscale`` fields.
+    """RoPE scaling beyond the pre-training context, with the field names of config.json.
+
+    ``llama3`` is the rule of the Llama 3.1 release, ``yarn`` is arXiv:2309.00071 with DeepSeek's two ``mscale`` fields.
     """
 
     kind: Literal["llama3", "yarn"]
@@ -89,7 +90,9 @@ class ModelConfig:
     hf_path: str | None = None  # Hugging Face checkpoint to start from; None: random initialization
     random: bool = False  # start from random weights; the grpo command: not from those of the folder
     initializer_range: float = 0.02  # standard deviation of random weights
-    embedding_range: float | None = None  # that of an embedding of its own; None: initializer_range
+    embedding_range: float | None = (
+        None  # of an embedding that is not tied to the output layer; None: initializer_range
+    )
 
     def __post_init__(self):
         if self.qk_norm is None:
@@ -114,12 +117,12 @@ class ParallelConfig:
     """Parallelism of the trainer. The data-parallel size follows from ``world_size`` and the other degrees."""
 
     world_size: int = 1  # trainer ranks over all nodes
-    tensor: int = 1  # above 1, sequence parallelism is on
-    pipeline: int = 1
+    tensor: int = 1  # tensor-parallel size; above 1, sequence parallelism is on
+    pipeline: int = 1  # pipeline stages
     virtual_stages: int = 1  # model chunks per pipeline rank (interleaved schedule)
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
+    context: int = 1  # context-parallel size
+    expert: int = 1  # expert-parallel size
+    expert_tensor: int = 1  # tensor-parallel size of experts
     dispatch: Literal["auto", "alltoall", "gather", "deepep", "hybridep"] = "auto"  # how tokens get to their experts
 
     @property
@@ -141,7 +144,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Precision of trainer and engines, in one place so that both compute the same policy."""
+    """Precision of trainer and engines: one section, so that both compute the same policy."""
 
     trainer: Literal["bf16", "delayed", "tensorwise", "blockwise"] = "blockwise"
     rollout: Literal["bf16", "blockwise"] = "blockwise"
@@ -152,8 +155,8 @@ class PrecisionConfig:
     params: Literal["bf16", "fp32", "fp8"] = "bf16"  # trainer; fp8: FP8 linears keep no BF16 copy; fp32 is for tests
     # Kernels by role, where ``auto`` is not wanted: {"experts": "te"}. KERNELS has the roles and their values.
     kernels: dict[str, str] = field(default_factory=dict)
-    # Both ends compute the same bits: "auto" selects such kernels, the first update of a step measures every token, and
-    # a difference stops the run. Replaces the pass for old log-probabilities.
+    # Trainer and engine compute the same bits: "auto" selects such kernels. The first update of a step measures every
+    # token, and a difference stops the run. There is no pass for old log-probabilities.
     exact: bool = False
 
     def kernel(self, role: str) -> str:
@@ -176,28 +179,28 @@ class OptimConfig:
     clip_grad_norm: float = 1.0
     overlap_grad_reduce: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
-    # What "selective" recomputes, where present: mlp is the MLP of dense layers, moe that of MoE layers.
+    # Modules that "selective" recomputes, where present: mlp is the MLP of dense layers, moe that of MoE layers.
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("mlp", "moe")
     moe_aux_loss_coef: float = 0.0
     max_tokens_per_microbatch: int = 4096  # packed tokens per trainer microbatch on one data-parallel rank
-    logprob_chunk_tokens: int = 8192  # tokens whose logits exist at a time; a microbatch of more computes them twice
+    logprob_chunk_tokens: int = 8192  # tokens whose logits exist at a time; larger microbatches compute logits twice
     offload: tuple[Literal["params", "gradients", "optimizer"], ...] = ()  # to host memory during sampling
 
 
 # Seconds to wait for an engine, with ``engine.deadline_scale`` = 1.
 START_S, REQUEST_S, UPDATE_S = 600.0, 600.0, 300.0
-HANG_S = 30.0  # a replica that answers nothing for so long is killed
+HANG_S = 30.0  # a replica that does not answer for so long is killed
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The vLLM engines: replicas, parallelism, placement, memory and kernels."""
 
-    num_replicas: int = 1
+    num_replicas: int = 1  # engines, each with a whole copy of the model
     tensor: int = 1  # tensor-parallel size of one replica
     data: int = 1  # attention data-parallel size of one replica; a replica has ``data`` * ``tensor`` ranks
     expert: int = 1  # expert-parallel size of one replica: 1 or ``data`` * ``tensor``
-    # On the trainer's GPUs, on the GPUs after them, or wherever the agents of a launched job start the engines.
+    # On the trainer's GPUs, on the GPUs after them, or where the agents of a launched job start the engines.
     placement: Literal["colocated", "separate", "remote"] = "colocated"
     max_replica_restarts: int = 3  # restarts of dead replicas per run, in total; not for colocated replicas on GPUs
     sleep_level: Literal[0, 1, 2] = 0  # during training: 0 keeps engine memory, 1 offloads and 2 discards weights
@@ -205,10 +208,10 @@ class EngineConfig:
     # torch.compile and CUDA graphs; "plain": CUDA graphs of decoding without torch.compile, starts a minute sooner;
     # "none": neither. A CPU engine has neither.
     graphs: Literal["compiled", "plain", "none"] = "compiled"
-    record_routed_experts: bool = False
+    record_routed_experts: bool = False  # return the experts of each token, for algo.router_replay = rollout
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_bytes: int | None = None  # per engine worker; None: sized by gpu_memory_utilization
-    gpu_memory_utilization: float = 0.85
+    gpu_memory_utilization: float = 0.85  # fraction of a GPU for weights, activations and KV cache of an engine
     max_num_sequences: int = 256  # sequences that one replica decodes concurrently
     deadline_scale: float = 1.0  # multiplies all waits for an engine; above 1 for slow clusters and long completions
 
@@ -236,7 +239,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """What a step samples: prompts, completions, lengths, and from how old a policy."""
+    """Sampling of a step: prompts, completions, lengths, and the age of the policy."""
 
     prompts_per_step: int = 32
     completions_per_prompt: int = 8
@@ -248,8 +251,8 @@ class SamplingConfig:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the tokenizer's EOS token
     stop_strings: tuple[str, ...] = ()
     max_staleness: int = 0  # 0: sample from the current policy; k: from a policy at most k versions old
-    window_groups: int = 0  # groups ahead, trained as they are complete; 0: max_staleness + 1 steps, in order
-    replay: str | None = None  # folder rollouts of an earlier run, read instead of sampling
+    window_groups: int = 0  # groups sampled ahead and trained when complete; 0: max_staleness + 1 steps, in order
+    replay: str | None = None  # folder "rollouts" of an earlier run, read instead of sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,22 +261,22 @@ class WeightSyncConfig:
 
     transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"  # transport of weight updates
     bucket_bytes: int = 256 << 20  # bytes of weights sent per round
-    # Memory of an engine worker for weights that arrive while it samples: their size again, on the GPU or pinned on its host
+    # Second copy of an engine worker's weights, which arrives during sampling: in GPU memory or pinned host memory.
     spare_weights: Literal["none", "device", "host"] = "none"
-    verify_every: int = 1  # weight updates between verifications that the engines hold what was sent; 0: never
+    verify_every: int = 1  # weight updates between comparisons of the engines' weights with the sent ones; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
-    """Sessions of agents: several turns of the policy, with tools, users or environments between them."""
+    """Sessions of agents: several turns of the policy, with messages of tools, users or environments between them."""
 
-    max_tokens: int | None = None  # of all turns and what lies between; None: max_prompt_tokens + max_completion_tokens
+    max_tokens: int | None = None  # of a whole session; None: max_prompt_tokens + max_completion_tokens
     max_turns: int = 16
-    deadline_s: float = 600.0  # of one session, from its start
+    deadline_s: float = 600.0  # seconds that one session may take
     num_workers: int = 1  # processes that run agents, many sessions each
-    max_running: int = 256
+    max_running: int = 256  # concurrent sessions
     endpoint: str = "127.0.0.1:0"  # HOST:PORT where sessions are served, as agents reach it; port 0: any that is free
-    tool_parser: str = ""  # of vLLM, for the calls of tools in answers: hermes, llama3_json, mistral, ...; "": none
+    tool_parser: str = ""  # vLLM's parser of tool calls: hermes, llama3_json, mistral, ...; "": none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +287,7 @@ class AlgoConfig:
     loss_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the loss, e.g. dual_clip
     advantage: str = "grpo"  # grpo or dr_grpo from algo/advantages.py, or module:function
     advantage_options: dict[str, Any] = field(default_factory=dict)
-    advantage_unit: Literal["trajectory", "turn"] = "trajectory"  # turn: compare the reward from each turn on
+    advantage_unit: Literal["trajectory", "turn"] = "trajectory"  # turn: compare the rewards that follow each turn
     clip_low: float = 0.2
     clip_high: float = 0.2
     updates_per_step: int = 1  # optimizer updates per batch of rollouts
@@ -293,14 +296,14 @@ class AlgoConfig:
     overlong_buffer_tokens: int = 0  # "penalty": tokens before the limit over which the penalty rises from 0 to 1
     kl_coef: float = 0.0  # weight of KL(trainer || reference); 0 builds no reference model
     entropy_coef: float = 0.0
-    # Whose experts old log-probabilities and the update use: the trainer's own, in the update those of the old
-    # log-probabilities ("old"), or in both those that the engine recorded ("rollout").
+    # Experts of a token. "off": the trainer's router selects them. "old": an update uses those of the pass for old
+    # log-probabilities. "rollout": this pass and the update use those that the engine recorded.
     router_replay: Literal["off", "old", "rollout"] = "off"
     correction: Literal["off", "truncate", "mask", "sequence_truncate", "sequence_mask", "geometric_mask"] = "truncate"
     correction_low: float = 0.0  # lower bound of the importance weight (masks)
-    correction_high: float = 2.0  # cap or upper bound of the importance weight
+    correction_high: float = 2.0  # cap (truncate) or upper bound (masks) of the importance weight
     veto_below: float | None = 1e-4  # drop a sequence with any token weight below this; None: never
-    alarm_action: Literal["warn", "stop"] = "warn"  # if a mean of the mismatch is above its limit (algo/mismatch.py)
+    alarm_action: Literal["warn", "stop"] = "warn"  # when a mean of the mismatch is above its limit (algo/mismatch.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +313,9 @@ class RewardConfig:
     function: str = "exact"  # exact, number, choice, math, format, length, code, judge, model, or FILE.py:function
     weight: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the reward
-    sandbox: bool = False  # run a function of your own without network, disk and other processes; code always is
+    sandbox: bool = (
+        False  # run a user's function without network, disk and other processes; the reward "code" always does
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,10 +329,10 @@ class EnvironmentConfig:
     weight: float = 1.0  # relative share of the prompts
     template: str = "{question}"  # fields: question and the columns of the row, or the generator's metadata
     system_prompt: str = ""
-    prompt_column: str = ""  # column with the prompt, text or a list of messages; "": found by its name
-    answer_column: str = ""  # column with the reference answer; "": found by its name
-    eval: str = ""  # held-out rows, named like ``dataset``; "" holds out one eighth of a generator's questions, no rows
-    rewards: tuple[RewardConfig, ...] = ()  # of rows; classes and generators score by themselves
+    prompt_column: str = ""  # column with the prompt, text or a list of messages; "": the column with a known name
+    answer_column: str = ""  # column with the reference answer; "": the column with a known name
+    eval: str = ""  # held-out rows, named like ``dataset``; "": an eighth of a generator's questions, and no rows
+    rewards: tuple[RewardConfig, ...] = ()  # of rows; classes and generators have rewards of their own
     agent: str = ""  # FILE.py:function or module:function that plays a session per completion; "": one answer
     agent_options: dict[str, Any] = field(default_factory=dict)
 
@@ -338,9 +343,9 @@ class DataConfig:
 
     environments: tuple[EnvironmentConfig, ...] = (EnvironmentConfig(),)
     max_dropped: float = 0.01  # largest fraction of rows that may be too long, empty or impossible to encode
-    # "character", or a directory with a Hugging Face tokenizer; a run that starts from model.hf_path uses that folder's.
+    # "character", or a folder with a Hugging Face tokenizer. A run that starts from model.hf_path uses that folder's.
     tokenizer: str = "character"
-    chat_template: bool | None = None  # render prompts with the tokenizer's chat template; None: if it has one
+    chat_template: bool | None = None  # render prompts with the tokenizer's chat template; None: if there is one
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)  # such as {"enable_thinking": false}
 
 
@@ -351,7 +356,7 @@ class WarmStartConfig:
     steps: int = 0  # supervised steps; 0 if hf_path provides trained weights
     batch_size: int = 128
     lr: float = 1e-3
-    wrong_answers: float = 0.0  # fraction of demonstrations with another problem's answer, as in scraped data
+    wrong_answers: float = 0.0  # fraction of demonstrations that show the answer of another problem
     stop_pass_rate: float | None = None  # stop early at this expected pass rate on held-out problems
 
 
@@ -360,8 +365,8 @@ class ScoringConfig:
     """Processes that compute rewards."""
 
     num_workers: int = 1  # scoring processes of trainer rank 0
-    deadline_s: float = 30.0
-    memory_gib: float = 16.0  # address space of a scoring process; what asks for more gets a MemoryError
+    deadline_s: float = 30.0  # seconds that one score may take
+    memory_gib: float = 16.0  # address space of a scoring process; code that needs more gets a MemoryError
     variables: tuple[str, ...] = ()  # further environment variables that scoring processes see, such as HF_TOKEN
 
 
@@ -369,9 +374,9 @@ class ScoringConfig:
 class CheckpointConfig:
     """When checkpoints are written and how many are kept."""
 
-    every_steps: int = 0  # 0: only at the end, and every_minutes
-    every_minutes: float = 0.0  # at the end of the first step after so long without a checkpoint; 0: never
-    keep: int = 2
+    every_steps: int = 0  # steps between checkpoints; 0: only every_minutes and at the end
+    every_minutes: float = 0.0  # minutes after which the next step writes a checkpoint; 0: none
+    keep: int = 2  # complete checkpoints; older ones are deleted
     resume: bool = True  # continue from the newest complete checkpoint in the run's folder
     export_hf: bool = True  # write the final policy as a Hugging Face checkpoint
 
@@ -382,9 +387,8 @@ class ObserveConfig:
 
     display: Literal["live", "plain", "none"] = "live"
     wandb_project: str | None = None
-    rollouts_gib: float = (
-        100.0  # space for recorded rollouts; beyond it the oldest steps but the first go; 0 records none
-    )
+    # Space for recorded rollouts. When it is full, the oldest steps are deleted, except the first. 0 records none.
+    rollouts_gib: float = 100.0
     eval_every: int = 0  # steps between evaluations on held-out problems; 0: only at start and end
     eval_prompts: int = 128  # held-out problems per evaluation; 0: no evaluation
     eval_completions: int = 1  # completions sampled per held-out problem; above 1 also measures pass@k
@@ -409,7 +413,7 @@ class RunConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
-    num_steps: int = 100
+    num_steps: int = 100  # steps of reinforcement learning
     seed: int = 1
     output_dir: str = "runs/{name}"
 
@@ -425,7 +429,8 @@ class RunConfig:
         return node
 
     @property
-    def max_sequence_tokens(self) -> int:  # of the longest sequence that is sampled and trained
+    def max_sequence_tokens(self) -> int:
+        """Tokens of the longest sequence that is sampled and trained."""
         return max(self.sampling.max_prompt_tokens + self.sampling.max_completion_tokens, self.session.max_tokens or 0)
 
 

@@ -205,6 +205,10 @@ def test_help_lists_commands_configurations_and_field_comments(capsys):
         assert "trainer ranks over all nodes" in shown
         assert "seeds of every arm" in shown
         assert ("--optim.beta1" in shown) == is_all
+    architecture = shown.index("architecture of the model")
+    assert shown.index("--model.hf_path") < shown.index("--observe.display") < architecture
+    assert architecture < shown.index("--model.num_layers") < shown.index("--model.router.score")
+    assert "compiled | plain | none" in shown
 
 
 def test_configuration_needs_no_torch():
