@@ -154,7 +154,7 @@ def divided(completions: Sequence[Completion], mean_tokens: float, data_ranks: i
 
     before = _memory_gb()
     gc.disable()  # as a run does here
-    samples = timed("samples_s", lambda: to_samples(groups, load_advantage(cfg.algo), cfg, 0))
+    samples = timed("samples_s", lambda: to_samples(groups, load_advantage(cfg.algo), cfg.algo, cfg.sampling, 0))
     timed("metrics_s", lambda: (log.update(group_metrics(groups)), log.samples(samples)))
     longest = 1024 * (1 + int((512 + _LONGEST * mean_tokens) // 1024))
     shares = timed("divide_s", lambda: divide(samples, data_size=data_ranks, max_tokens=longest, alignment=16))

@@ -154,10 +154,10 @@ class Trainer:
         cfg, policy, samples, shares = self.cfg, self.policy, [], None
         with span("pack"), gc_paused():  # creates many long-lived objects
             if self.parallel.rank == 0:
-                samples = to_samples(groups, self.advantage, cfg, self.step - 1)
+                samples = to_samples(groups, self.advantage, cfg.algo, cfg.sampling, self.step - 1)
                 log.samples(samples)
                 shares = divide_for(cfg, samples, num_updates=cfg.algo.updates_per_step)
-            batches = build_for(cfg, self.parallel.scatter_over_data(shares))
+            batches = build_for(cfg.parallel, self.parallel.scatter_over_data(shares))
         if not batches:
             return False
         exact = cfg.precision.exact

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_fp8rl.algo.load_function import AdvantageFn
 from megatron_fp8rl.algo.turns import advantages_of_turns, is_varied
-from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig
+from megatron_fp8rl.config import AlgoConfig, ModelConfig, SamplingConfig
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Completion, Context, Rollout, RolloutGroup, Sample, Segment, Trajectory
 
@@ -30,11 +30,13 @@ class NonFiniteRewardError(ValueError):
     """An environment returned NaN or infinity as a reward."""
 
 
-def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: RunConfig, version: int) -> list[Sample]:
+def to_samples(
+    groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, algo: AlgoConfig, sampling: SamplingConfig, version: int
+) -> list[Sample]:
     """One sample per trajectory to train on, in the order of the groups.
 
     ``version`` is the trainer's version at the start of the step. Groups without variance are dropped unless
-    ``cfg.algo.zero_variance`` is "keep". Every sample has at least one loss token.
+    ``algo.zero_variance`` is "keep". Every sample has at least one loss token.
 
     Raises:
         NonFiniteRewardError: names the rollout.
@@ -42,12 +44,12 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
     """
     samples = []
     # Completions that continue after publications may have tokens of versions that are too old to train.
-    oldest = version - cfg.sampling.max_staleness if cfg.sampling.window_groups else None
+    oldest = version - sampling.max_staleness if sampling.window_groups else None
     for group in groups:
-        rollouts, rewards = shaped_rewards(group, cfg)
-        if cfg.algo.zero_variance != "keep" and not is_varied(rollouts, rewards, cfg.algo):
+        rollouts, rewards = shaped_rewards(group, algo, sampling)
+        if algo.zero_variance != "keep" and not is_varied(rollouts, rewards, algo):
             continue
-        by_rollout = advantages_of_turns(rollouts, rewards, advantage_fn, cfg.algo)
+        by_rollout = advantages_of_turns(rollouts, rewards, advantage_fn, algo)
         prompt_ids = TokenArray.from_ids(group.prompt.token_ids)
         for rollout, advantages in zip(rollouts, by_rollout, strict=True):
             turns = iter(advantages)
@@ -56,12 +58,14 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
     return [sample for sample in samples if sample is not None]
 
 
-def has_signal(group: RolloutGroup, cfg: RunConfig) -> bool:
+def has_signal(group: RolloutGroup, algo: AlgoConfig, sampling: SamplingConfig) -> bool:
     """Whether the group's rewards differ, so that some advantage is nonzero."""
-    return is_varied(*shaped_rewards(group, cfg), cfg.algo)
+    return is_varied(*shaped_rewards(group, algo, sampling), algo)
 
 
-def shaped_rewards(group: RolloutGroup, cfg: RunConfig) -> tuple[list[Rollout], list[float]]:
+def shaped_rewards(
+    group: RolloutGroup, algo: AlgoConfig, sampling: SamplingConfig
+) -> tuple[list[Rollout], list[float]]:
     """The valid rollouts of a group, and their rewards after the overlong rule.
 
     Truncated rollouts keep their reward (keep) or are excluded (mask). penalty: :func:`overlong_penalty` of the longest
@@ -74,13 +78,13 @@ def shaped_rewards(group: RolloutGroup, cfg: RunConfig) -> tuple[list[Rollout], 
                 f"rollout {rollout.name}: environment {rollout.prompt.environment} scored {rollout.reward}; a reward "
                 "must be a finite number"
             )
-    if cfg.algo.overlong == "mask":
+    if algo.overlong == "mask":
         rollouts = [r for r in rollouts if r.finish_reason != "length" and r.status != "truncated"]
     rewards = [r.reward for r in rollouts]
-    if cfg.algo.overlong == "penalty":
-        limit = cfg.sampling.max_completion_tokens
+    if algo.overlong == "penalty":
+        limit = sampling.max_completion_tokens
         longest = [max((len(c.token_ids) for c in r.completions), default=0) for r in rollouts]
-        penalties = [overlong_penalty(length, limit, cfg.algo) for length in longest]
+        penalties = [overlong_penalty(length, limit, algo) for length in longest]
         rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
     return rollouts, rewards
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import DataConfig, RunConfig
 from megatron_fp8rl.data.columns import Columns
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.prompts import ProblemSource
@@ -125,16 +125,16 @@ class RewardCheck:
         return text.format(self.key, *means, len(self.reference))
 
 
-def check_rewards(cfg: RunConfig, reports: Sequence[SourceReport]) -> list[RewardCheck]:
+def check_rewards(data: DataConfig, deadline_s: float, reports: Sequence[SourceReport]) -> list[RewardCheck]:
     """Score reference and empty answers of the reports' prompts in a score worker.
 
     Skips reward models served by the run, which are not started yet, and sources with no other reward.
     """
     checks = []
-    keyed = environments_by_key(cfg.data.environments)
+    keyed = environments_by_key(data.environments)
     now = {key: replace(env, rewards=tuple(r for r in env.rewards if not is_served(r))) for key, env in keyed.items()}
     now = {key: env for key, env in now.items() if env.rewards or not has_rows(env.dataset)}
-    with ScorePool(now, num_workers=1, deadline_s=cfg.scoring.deadline_s) as pool:
+    with ScorePool(now, num_workers=1, deadline_s=deadline_s) as pool:
         for report in reports:
             if report.key not in now:
                 continue

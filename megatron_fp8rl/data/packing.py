@@ -87,9 +87,9 @@ def divide_for(cfg: RunConfig, samples: Sequence[Sample], *, num_updates: int = 
     return divide(samples, num_updates=num_updates, **_limits(cfg))
 
 
-def build_for(cfg: RunConfig, shares: Sequence[Share]) -> tuple[TrainBatch, ...]:
+def build_for(parallel: ParallelConfig, shares: Sequence[Share]) -> tuple[TrainBatch, ...]:
     """:func:`build` with the multiples of a run's configuration."""
-    return build(shares, Alignment.of(cfg.parallel))
+    return build(shares, Alignment.of(parallel))
 
 
 def _limits(cfg: RunConfig) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
         if report.num_equal:
             problem = f"{report.num_equal} held-out questions of {report.key} are training questions, too"
             findings.append(Finding("warning", "--data.environments", problem))
-    for check in check_rewards(cfg, reports):
+    for check in check_rewards(cfg.data, cfg.scoring.deadline_s, reports):
         lines.append(check.line())
         findings += [Finding("warning", "--data.environments.rewards", text) for text in check.warnings()]
     return lines, findings

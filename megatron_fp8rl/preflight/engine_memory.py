@@ -59,7 +59,7 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
     longest = cfg.max_sequence_tokens
     activations = _activation_bytes(cfg)
     graphs = 0 if engine.graphs == "none" else _GRAPH_BYTES
-    per_token = kv_token_bytes(cfg, cpu=False)
+    per_token = kv_token_bytes(cfg.model, cfg.engine, cpu=False)
     left = int(engine.gpu_memory_utilization * capacity_bytes) - (weights.total + activations + graphs + context)
     kv_bytes = engine.kv_cache_bytes if engine.kv_cache_bytes is not None else left
     if engine.kv_cache_bytes is not None:

@@ -152,7 +152,7 @@ def _check_rollout(found: Findings, accelerator: Generation) -> None:
             choices=[longest],
         )
     if engine.kv_cache_bytes is not None:
-        per_token = kv_token_bytes(cfg, cpu=accelerator == "cpu")
+        per_token = kv_token_bytes(cfg.model, cfg.engine, cpu=accelerator == "cpu")
         if engine.kv_cache_bytes < longest * per_token:
             found.refuse(
                 "engine.kv_cache_bytes",

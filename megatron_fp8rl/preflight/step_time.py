@@ -365,7 +365,7 @@ def _rollout_s(
     steps = max(lengths.longest, per_group * lengths.mean / held)
     average = per_group * lengths.mean / steps  # sequences of a step
     kv_read = per_group * lengths.mean * (lengths.prompt + lengths.mean / 2)
-    kv_read *= kv_token_bytes(cfg, cpu=False)
+    kv_read *= kv_token_bytes(cfg.model, cfg.engine, cpu=False)
     one = Flops.of(model, average / cfg.engine.tensor, 0.0)
     products = one.linears / _linear_rate(model, cfg.precision.rollout != "bf16", rates) + one.head / rates.head
     matrices = max(products, _read_bytes(cfg, average * cfg.engine.data) / rates.read_bytes_per_s)

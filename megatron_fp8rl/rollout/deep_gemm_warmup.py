@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import EngineConfig, ModelConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.kernels.deep_gemm import compiled_folder, deep_gemm, package
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import slicing
@@ -84,34 +84,34 @@ class Work:
         return words
 
 
-def linear_sizes(cfg: RunConfig) -> list[Size]:
+def linear_sizes(model: ModelConfig, precision: PrecisionConfig, engine: EngineConfig) -> list[Size]:
     """Return [N, K] of every FP8 linear of one engine rank, as fused by vLLM, without routed experts."""
-    table, layout = LayerTable.build(cfg.model, cfg.precision), EngineLayout.from_config(cfg.engine)
+    table, layout = LayerTable.build(model, precision), EngineLayout.from_config(engine)
     by_matrix: dict[tuple[str, str], Size] = {}
-    parts = ((weight, *part) for weight in weights(cfg.model).values() for part in weight.parts)
+    parts = ((weight, *part) for weight in weights(model).values() for part in weight.parts)
     for weight, name, shape in parts:
         if weight.is_expert or not table.rollout_format(name).is_quantized:
             continue
         *where, matrix, _ = name.split(".")
-        start, stop = engine_slices(name, weight, shape, cfg.model, layout)[0]
+        start, stop = engine_slices(name, weight, shape, model, layout)[0]
         rows, columns = (stop - start, shape[1]) if weight.axis == 0 else (shape[0], stop - start)
         key = ".".join(where), FUSED_INTO.get(matrix, matrix)
         by_matrix[key] = (by_matrix.get(key, (0, 0))[0] + rows, columns)
     return sorted({size for size in by_matrix.values() if not any(n % BLOCK for n in size)})
 
 
-def trainer_sizes(cfg: RunConfig) -> list[Size]:
-    """Return [N, K] of every FP8 linear of one trainer rank, without routed experts."""
-    table, ranks = LayerTable.build(cfg.model, cfg.precision), cfg.parallel.tensor
+def trainer_sizes(model: ModelConfig, precision: PrecisionConfig, num_ranks: int) -> list[Size]:
+    """Return [N, K] of every FP8 linear of one of ``num_ranks`` tensor-parallel ranks, without routed experts."""
+    table = LayerTable.build(model, precision)
     shapes = set()
-    for weight in weights(cfg.model).values():
+    for weight in weights(model).values():
         if (
             weight.is_expert
             or len(weight.shape) != 2
             or not all(table.trainer_format(name).is_quantized for name, _ in weight.parts)
         ):
             continue
-        shapes.add(slicing.shard_shape(weight, cfg.model, ranks))
+        shapes.add(slicing.shard_shape(weight, model, num_ranks))
     return sorted(size for size in shapes if not any(n % BLOCK for n in size))
 
 
@@ -278,8 +278,10 @@ def start_from_env() -> subprocess.Popen[bytes] | None:
 def to_env(cfg: RunConfig, max_tokens: int, *, with_trainer: bool) -> str:
     """Return the options for the server's environment, including a deadline."""
     tokens = -(-cfg.optim.max_tokens_per_microbatch // BLOCK) * BLOCK
-    trained = tuple(trainer_sizes(cfg)) if with_trainer else ()
-    work = Work(tuple(linear_sizes(cfg)), max_tokens, trained, tokens if trained else 0)
+    trained = tuple(trainer_sizes(cfg.model, cfg.precision, cfg.parallel.tensor)) if with_trainer else ()
+    work = Work(
+        tuple(linear_sizes(cfg.model, cfg.precision, cfg.engine)), max_tokens, trained, tokens if trained else 0
+    )
     return " ".join([f"--deadline-s={_SHARE_OF_START * cfg.engine.start_s:g}", *work.words()])
 
 

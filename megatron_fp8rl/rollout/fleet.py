@@ -83,13 +83,15 @@ class Fleet:
         """
         run_dir = Path(run_dir)
         if cfg.engine.placement == "remote":
-            fleet = cls(cfg, hf_dir, RemoteReplicas(cfg, run_dir))
+            fleet = cls(cfg, hf_dir, RemoteReplicas(run_dir))
         else:
             kernels = choose(cfg, local_hardware(), "engine")
             gpus: list[str] = []
             if kernels.hardware.is_gpu:
                 local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
-                gpus = placement.assign(cfg, placement.visible_gpus(), local_ranks=local_ranks)
+                gpus = placement.assign(
+                    cfg.engine, placement.visible_gpus(), local_ranks=local_ranks, world_size=cfg.parallel.world_size
+                )
             fleet = cls(cfg, hf_dir, LocalReplicas(cfg, Path(hf_dir), run_dir / "logs", gpus, kernels))
         atexit.register(fleet.shutdown)
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from megatron_fp8rl.config import ConfigError, RunConfig, Violation
+from megatron_fp8rl.config import ConfigError, EngineConfig, Violation
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -29,12 +29,11 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]  # queries NVML, which creates no context
 
 
-def assign(cfg: RunConfig, gpus: Sequence[str], *, local_ranks: int) -> list[str]:
+def assign(engine: EngineConfig, gpus: Sequence[str], *, local_ranks: int, world_size: int) -> list[str]:
     """Return ``CUDA_VISIBLE_DEVICES`` for each replica. ``local_ranks`` trainer ranks use the first of ``gpus``.
 
     Raises ConfigError if this host has too few GPUs.
     """
-    engine = cfg.engine
     wanted = engine.num_replicas * engine.ranks
     is_colocated = engine.placement == "colocated"
     first = 0 if is_colocated else local_ranks
@@ -44,7 +43,7 @@ def assign(cfg: RunConfig, gpus: Sequence[str], *, local_ranks: int) -> list[str
             [
                 Violation(
                     "--parallel.world_size",
-                    cfg.parallel.world_size,
+                    world_size,
                     f"puts {local_ranks} trainer ranks on this host, which shows {len(gpus)} GPUs ({_shown(gpus)})",
                     f"Lower it to {len(gpus)}, or show more GPUs in CUDA_VISIBLE_DEVICES",
                 )

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_fp8rl.config import ConfigError, RunConfig, Violation
+from megatron_fp8rl.config import ConfigError, EngineConfig, RunConfig, Violation
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.address import local_address
@@ -78,10 +78,10 @@ def main(cfg: RunConfig, part: Part) -> int:
         # The address over which the parts coordinate. vLLM would otherwise ask for the route to a public name server.
         os.environ.setdefault("VLLM_HOST_IP", host)
     process, url = start_server(
-        cfg, _model_dir(cfg, part), host=host, token=token, gpus=None, kernels=kernels, more=_nodes(cfg, part)
+        cfg, _model_dir(cfg, part), host=host, token=token, gpus=None, kernels=kernels, more=_nodes(cfg.engine, part)
     )
     try:
-        if has_server and _wait_until_ready(cfg, process, url, token, parent):
+        if has_server and _wait_until_ready(cfg.engine.start_s, process, url, token, parent):
             name = replica_name(part.replica)
             endpoint = Endpoint.announce(part.endpoint, name=name, url=url, pid=process.pid, token=token)
         while process.poll() is None and os.getppid() == parent:
@@ -127,12 +127,12 @@ def _model_dir(cfg: RunConfig, part: Part) -> Path:
     return write_model_dir(cfg, part.endpoint.with_name(f"{part.endpoint.stem}.model{part.node_rank}"))
 
 
-def _nodes(cfg: RunConfig, part: Part) -> dict[str, Any]:
+def _nodes(engine: EngineConfig, part: Part) -> dict[str, Any]:
     """Return vLLM's options for an engine that spans nodes."""
     if part.nnodes == 1:
         return {}
-    if cfg.engine.data > 1:
-        local = cfg.engine.data // part.nnodes
+    if engine.data > 1:
+        local = engine.data // part.nnodes
         return {
             "data-parallel-size-local": local,
             "data-parallel-start-rank": local * part.node_rank if part.node_rank else None,
@@ -150,16 +150,16 @@ def _nodes(cfg: RunConfig, part: Part) -> dict[str, Any]:
     }
 
 
-def _wait_until_ready(cfg: RunConfig, process: subprocess.Popen[bytes], url: str, token: str, parent: int) -> bool:
+def _wait_until_ready(start_s: float, process: subprocess.Popen[bytes], url: str, token: str, parent: int) -> bool:
     """Wait until the server answers; False if it or the parent ended. Raises ReplicaError after the deadline."""
-    end = time.monotonic() + cfg.engine.start_s
+    end = time.monotonic() + start_s
     while process.poll() is None and os.getppid() == parent:
         if _is_healthy(url, token):
             return True
         if time.monotonic() > end:
             raise ReplicaError(
                 f"the server on {socket.gethostname()} did not answer at {url} within "
-                f"{cfg.engine.start_s:g} s; raise engine.deadline_scale or see its output above"
+                f"{start_s:g} s; raise engine.deadline_scale or see its output above"
             )
         time.sleep(_POLL_S)
     return False

@@ -197,8 +197,7 @@ class RemoteReplicas:
 
     starts_here = False
 
-    def __init__(self, cfg: RunConfig, run_dir: Path) -> None:
-        self.cfg = cfg
+    def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._known: dict[int, Endpoint] = {}  # the last incarnation returned
         self._watchers: set[asyncio.Task[None]] = set()

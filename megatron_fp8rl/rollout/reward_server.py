@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_fp8rl.config import ConfigError, RewardConfig, RunConfig, Violation
+from megatron_fp8rl.config import ConfigError, EngineConfig, RewardConfig, RunConfig, Violation
 from megatron_fp8rl.envs.rewards import scalar
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.address import LOOPBACK
@@ -47,8 +47,8 @@ def serving(cfg: RunConfig) -> Iterator[None]:
     if not rewards:
         yield
         return
-    gpus = _gpus(cfg, rewards) if local_hardware().is_gpu else [None] * len(rewards)
-    servers = [_Server(cfg, reward, gpu) for reward, gpu in zip(rewards, gpus, strict=True)]
+    gpus = _gpus(cfg.engine, cfg.parallel.world_size, rewards) if local_hardware().is_gpu else [None] * len(rewards)
+    servers = [_Server(cfg.run_dir, cfg.engine, reward, gpu) for reward, gpu in zip(rewards, gpus, strict=True)]
     try:
         for server in servers:
             server.wait_until_ready()
@@ -61,11 +61,11 @@ def serving(cfg: RunConfig) -> Iterator[None]:
 class _Server:
     """One server, and the thread that restarts it."""
 
-    def __init__(self, cfg: RunConfig, reward: RewardConfig, gpus: str | None):
-        self._cfg, self._gpus = cfg, gpus
+    def __init__(self, run_dir: str, engine: EngineConfig, reward: RewardConfig, gpus: str | None):
+        self._engine, self._gpus = engine, gpus
         self._options = {"precision": "bf16", "memory_share": 0.85, "max_tokens": None, **reward.options}
         self._path = scalar.endpoint_file(self._options["folder"], self._options["precision"])
-        self._log = Path(cfg.run_dir, "logs", f"{self._path.stem}.log")
+        self._log = Path(run_dir, "logs", f"{self._path.stem}.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._path.unlink(missing_ok=True)
         self._closed = threading.Event()
@@ -78,7 +78,7 @@ class _Server:
         if Endpoint.read(self._path) is None:
             raise RewardServerError(
                 f"the server of the reward model {self._options['folder']} did not start within "
-                f"{self._cfg.engine.start_s:g} s; raise engine.deadline_scale, or see {self._log}, which ends with\n"
+                f"{self._engine.start_s:g} s; raise engine.deadline_scale, or see {self._log}, which ends with\n"
                 f"{last_lines(self._log)}"
             )
         self._keeper.start()
@@ -112,7 +112,7 @@ class _Server:
             )
 
     def _announce_when_ready(self) -> None:
-        end = time.monotonic() + self._cfg.engine.start_s
+        end = time.monotonic() + self._engine.start_s
         while self._process.poll() is None and not self._closed.is_set() and time.monotonic() < end:
             if _answers(self._url, self._token):
                 name = self._path.stem
@@ -121,7 +121,7 @@ class _Server:
             time.sleep(_POLL_S)
 
     def _keep(self) -> None:
-        for _ in range(self._cfg.engine.max_replica_restarts):
+        for _ in range(self._engine.max_replica_restarts):
             while self._process.poll() is None:
                 if self._closed.wait(_POLL_S):
                     return
@@ -156,10 +156,10 @@ def _arguments(options: dict[str, Any], is_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _gpus(cfg: RunConfig, rewards: Sequence[RewardConfig]) -> list[str]:
+def _gpus(engine: EngineConfig, world_size: int, rewards: Sequence[RewardConfig]) -> list[str]:
     """Return ``CUDA_VISIBLE_DEVICES`` for each server. Raises ConfigError without a free GPU."""
-    visible, engine = placement.visible_gpus(), cfg.engine
-    num_used = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
+    visible = placement.visible_gpus()
+    num_used = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     num_used += engine.num_replicas * engine.ranks if engine.placement == "separate" else 0
     free, assigned = iter(visible[num_used:]), []
     for reward in rewards:

@@ -84,7 +84,7 @@ class RolloutStream:
                 raise ValueError("trainer rank 0 needs a fleet, prompts and a score pool, or sampling.replay")
             else:
                 self._requests = Requests(fleet)
-                self._window = Window(cfg, fleet, prompts, self._training_group)
+                self._window = Window(cfg.algo, cfg.sampling, cfg.num_steps, fleet, prompts, self._training_group)
                 if any(environment.agent for environment in cfg.data.environments):
                     self._agents = AgentPool(cfg, self._requests, score_pool, prompts.chat_format)
 

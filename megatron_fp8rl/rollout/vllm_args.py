@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8rl import upstream
-from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, ModelConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.names.registry import hf_tensors
 from megatron_fp8rl.precision.formats import engine_format
 from megatron_fp8rl.precision.kernel_choice import EngineKernels, KernelChoice
@@ -57,16 +57,15 @@ def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
         return cfg.engine.kv_cache_bytes
     blocks_per_sequence = -(-cfg.max_sequence_tokens // CPU_KV_BLOCK_TOKENS)
     num_blocks = cfg.engine.max_num_sequences * blocks_per_sequence + 1  # vLLM reserves one block for padding
-    return min(num_blocks * CPU_KV_BLOCK_TOKENS * kv_token_bytes(cfg, cpu=True), _CPU_KV_LIMIT_BYTES)
+    return min(num_blocks * CPU_KV_BLOCK_TOKENS * kv_token_bytes(cfg.model, cfg.engine, cpu=True), _CPU_KV_LIMIT_BYTES)
 
 
-def kv_token_bytes(cfg: RunConfig, *, cpu: bool) -> int:
+def kv_token_bytes(model: ModelConfig, engine: EngineConfig, *, cpu: bool) -> int:
     """Return the KV cache bytes of one token on one worker, over all layers.
 
     With more ranks than heads, vLLM replicates key and value heads. Latent attention caches the latent vector and the
     rotated key on every rank; on a CPU it caches keys and values (VLLM_MLA_DISABLE, below).
     """
-    model, engine = cfg.model, cfg.engine
     if model.mla is not None and not cpu:
         values = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
     else:
@@ -125,7 +124,7 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
             # Graphs of whole decoding steps need no compiler; piecewise graphs, used for prompts, do.
             arguments["compilation-config"] = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
         arguments["enable-sleep-mode"] = engine.sleep_level > 0
-        arguments |= kernel_backends(cfg, kernels.engine)
+        arguments |= kernel_backends(cfg.model, cfg.precision, kernels.engine)
     if engine.expert > 1:
         arguments["enable-expert-parallel"] = True
     if engine.record_routed_experts:
@@ -136,12 +135,12 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
     return arguments
 
 
-def kernel_backends(cfg: RunConfig, kernels: EngineKernels) -> dict[str, str]:
+def kernel_backends(model: ModelConfig, precision: PrecisionConfig, kernels: EngineKernels) -> dict[str, str]:
     """Name vLLM's kernels on a GPU explicitly, because vLLM's "auto" depends on installed packages."""
     backends: dict[str, str] = {}
-    if cfg.precision.rollout != "bf16":
+    if precision.rollout != "bf16":
         backends["linear-backend"] = kernels.linears
-    if cfg.model.is_moe:
+    if model.is_moe:
         backends["moe-backend"] = kernels.experts
     if kernels.attention != "vllm":
         # The name under which vllm_plugin/plugin.py registers ours.
@@ -174,7 +173,7 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             # requests have seeds. The V2 runner, its default for dense models, cannot record routed experts.
             "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.engine.record_routed_experts else "1",
         }
-        if kernel_backends(cfg, kernels.engine).get("linear-backend") == "deep_gemm":
+        if kernel_backends(cfg.model, cfg.precision, kernels.engine).get("linear-backend") == "deep_gemm":
             # Imported here because a check of a configuration must not import torch.
             from megatron_fp8rl.rollout.deep_gemm_warmup import LINEARS_VARIABLE, to_env
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_fp8rl.algo.samples import has_signal, version_runs
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import AlgoConfig, SamplingConfig
 from megatron_fp8rl.types import Prompt, RolloutGroup
 
 if TYPE_CHECKING:
@@ -45,12 +45,15 @@ class Window:
 
     def __init__(
         self,
-        cfg: RunConfig,
+        algo: AlgoConfig,
+        sampling: SamplingConfig,
+        num_steps: int,
         fleet: Fleet,
         prompts: PromptStream,
         sample: Callable[[Prompt], Coroutine[Any, Any, RolloutGroup]],
     ) -> None:
-        self._cfg, self._fleet, self._prompts, self._sample = cfg, fleet, prompts, sample
+        self._algo, self._sampling, self._num_steps = algo, sampling, num_steps
+        self._fleet, self._prompts, self._sample = fleet, prompts, sample
         self._ahead: list[_Ahead] = []
         self._replaced: list[RolloutGroup] = []  # with zero_variance "refill", since the last step
         self._stale_tokens = 0.0  # fraction of the last step
@@ -64,9 +67,9 @@ class Window:
 
     def fill(self, version: int, num_steps_taken: int) -> None:
         """Start groups under policy ``version`` until the window is full or contains all remaining steps."""
-        sampling = self._cfg.sampling
+        sampling = self._sampling
         # A group that starts now is in time for the step that policy version + max_staleness trains.
-        last = min(version + 1 + sampling.max_staleness, self._cfg.num_steps)
+        last = min(version + 1 + sampling.max_staleness, self._num_steps)
         size = (last - num_steps_taken) * sampling.prompts_per_step
         self._start(min(size, sampling.window_groups or size) - len(self._ahead))
 
@@ -77,8 +80,8 @@ class Window:
         """
         complete = {ahead for ahead in self._ahead if ahead.sampling.done()}
         self._replace_useless(complete)
-        count = self._cfg.sampling.prompts_per_step
-        candidates = self._ahead if self._cfg.sampling.window_groups else self._ahead[:count]
+        count = self._sampling.prompts_per_step
+        candidates = self._ahead if self._sampling.window_groups else self._ahead[:count]
         chosen = [ahead for ahead in candidates if ahead in complete][:count]
         groups = tuple(ahead.sampling.result() for ahead in chosen)
         if len(groups) < count:
@@ -88,7 +91,7 @@ class Window:
         self._replaced.clear()
         self._taken_lengths += map(_length, groups)
         runs = [run for g in groups for r in g.rollouts for c in r.completions for run in version_runs(c)]
-        oldest = version - self._cfg.sampling.max_staleness
+        oldest = version - self._sampling.max_staleness
         num_stale = sum(length for sampled_by, length in runs if sampled_by < oldest)
         self._stale_tokens = num_stale / max(1, sum(length for _, length in runs))
         return groups
@@ -129,12 +132,12 @@ class Window:
 
     def _replace_useless(self, complete: set[_Ahead]) -> None:
         """With ``algo.zero_variance`` "refill", replace complete groups without signal by new groups."""
-        if self._cfg.algo.zero_variance != "refill":
+        if self._algo.zero_variance != "refill":
             return
         for ahead in complete:
             if ahead.has_signal is None:
-                ahead.has_signal = has_signal(ahead.sampling.result(), self._cfg)
-        left = MAX_REFILLS * self._cfg.sampling.prompts_per_step - len(self._replaced)
+                ahead.has_signal = has_signal(ahead.sampling.result(), self._algo, self._sampling)
+        left = MAX_REFILLS * self._sampling.prompts_per_step - len(self._replaced)
         useless = [ahead for ahead in self._ahead if ahead.has_signal is False][:left]
         self._ahead = [ahead for ahead in self._ahead if ahead not in useless]
         self._replaced += [ahead.sampling.result() for ahead in useless]

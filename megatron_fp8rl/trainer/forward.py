@@ -102,7 +102,7 @@ class Forward:
 
         Returns one result per microbatch on the ranks of the last pipeline stage, and an empty list elsewhere.
         """
-        routes = [for_update(self.cfg, self.parallel, mb) for mb in batch.microbatches]
+        routes = [for_update(self.cfg.algo, self.parallel, mb) for mb in batch.microbatches]
         return self._run(chunks, batch.microbatches, routes, partial(self._loss, batch, loss_fn), forward_only=False)
 
     def logprobs_of(

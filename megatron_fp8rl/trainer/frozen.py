@@ -36,7 +36,7 @@ class FrozenPolicy:
         """
         models = build_chunks(cfg, parallel)
         if cfg.model.hf_path is not None:
-            load_hf(models, cfg.model.hf_path, cfg, parallel)
+            load_hf(models, cfg.model.hf_path, cfg.model, parallel)
         for model in models:
             model.requires_grad_(False)
             model.eval()

@@ -75,18 +75,18 @@ class Policy:
             expand_segments()  # otherwise small resident tensors pin the segments of offloaded ones
         models = build_chunks(cfg, parallel)
         if cfg.model.hf_path is not None:
-            load_hf(models, cfg.model.hf_path, cfg, parallel)
+            load_hf(models, cfg.model.hf_path, cfg.model, parallel)
         reference = _frozen_copy(models, cfg, parallel) if cfg.algo.kl_coef > 0 else None
         if cfg.precision.params == "fp8":
             quantize_parameters(models, parallel)
-        chunks = wrap_chunks(models, cfg)
+        chunks = wrap_chunks(models, cfg.optim, cfg.precision)
         for chunk in chunks:
             chunk.train()
         return cls(
             cfg=cfg,
             parallel=parallel,
             chunks=chunks,
-            optimizer=Optimizer(chunks, cfg, parallel),
+            optimizer=Optimizer(chunks, cfg.optim, cfg.precision, parallel),
             reference=reference,
             host=host,
         )
@@ -185,7 +185,7 @@ class Policy:
             shape = (self.cfg.model.num_layers, 2)
             self._agreement_L2 = torch.zeros(shape, dtype=torch.int64, device=self.parallel.device)
         counts = self._agreement_L2
-        return [router_replay.for_old_logprobs(self.cfg, self.parallel, mb, counts) for mb in microbatches]
+        return [router_replay.for_old_logprobs(self.cfg.algo, self.parallel, mb, counts) for mb in microbatches]
 
     def _with_own_experts(self, microbatches: Sequence[Microbatch], routes: Sequence[Routes]) -> tuple[Microbatch, ...]:
         """Collective: set ``routed_experts_T`` of the microbatches to the routers' choice."""
@@ -312,16 +312,16 @@ class Policy:
         dist.all_gather_object(everywhere, sources)
         lines = "\n  ".join(line for part in everywhere for line in part)
         raise NonFiniteError(
-            f"the loss is {loss}; the update was not applied. Its sources:\n  {lines}\n{_remedy(self.cfg)}"
+            f"the loss is {loss}; the update was not applied. Its sources:\n  {lines}\n{_remedy(self.cfg.algo.loss)}"
         )
 
 
-def _remedy(cfg: RunConfig) -> str:
+def _remedy(loss: str) -> str:
     """Advice for a non-finite loss."""
     remedy = "Look at the recorded rollouts of these sequences, or lower optim.lr and resume from the last checkpoint"
-    if ":" in cfg.algo.loss:
+    if ":" in loss:
         remedy = (
-            f"Check the function of --algo.loss = {cfg.algo.loss!r} first: a logarithm of 0, a division by 0, or "
+            f"Check the function of --algo.loss = {loss!r} first: a logarithm of 0, a division by 0, or "
             f"padding that is not masked before exp. {remedy}"
         )
     return remedy

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.config import AlgoConfig, ModelConfig
 from megatron_fp8rl.trainer.logprobs import zigzag_indices
 from megatron_fp8rl.trainer.model.packed_sequences import Routes, upload
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -28,21 +28,23 @@ from megatron_fp8rl.types import Microbatch
 _NO_EXPERT = -1
 
 
-def for_old_logprobs(cfg: RunConfig, parallel: Parallel, mb: Microbatch, agreement_L2: Tensor | None) -> Routes | None:
+def for_old_logprobs(
+    algo: AlgoConfig, parallel: Parallel, mb: Microbatch, agreement_L2: Tensor | None
+) -> Routes | None:
     """Routes of the pass for old log-probabilities; None if nothing is replayed, compared or recorded.
 
     Counts agreement with the engine in ``agreement_L2`` if the microbatch has the engine's experts.
     """
-    mode = cfg.algo.router_replay
+    mode = algo.router_replay
     if mb.routed_experts_T is None and mode != "old":
         return None
     own = {} if mode == "old" else None
     return _routes(mb, parallel, replays=mode == "rollout", agreement_L2=agreement_L2, own=own)
 
 
-def for_update(cfg: RunConfig, parallel: Parallel, mb: Microbatch) -> Routes | None:
+def for_update(algo: AlgoConfig, parallel: Parallel, mb: Microbatch) -> Routes | None:
     """Routes of the update: the microbatch's experts are replayed. None without them and with "off"."""
-    if mb.routed_experts_T is None or cfg.algo.router_replay == "off":
+    if mb.routed_experts_T is None or algo.router_replay == "off":
         return None
     return _routes(mb, parallel, replays=True)
 

@@ -25,7 +25,7 @@ def float32_logits(model: ModelConfig, folder: str | Path, token_ids_T: Tensor) 
     parallel = Parallel.init(cfg.parallel)
     try:
         (chunk,) = build_chunks(cfg, parallel)
-        load_hf([chunk], folder, cfg, parallel)
+        load_hf([chunk], folder, cfg.model, parallel)
         chunk.eval()
         num_tokens = token_ids_T.numel()
         ends = torch.tensor([0, num_tokens], dtype=torch.int32, device=parallel.device)

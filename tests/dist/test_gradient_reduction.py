@@ -17,7 +17,7 @@ def reduced_gradients(overlap: bool):
     one parameter alone."""
     cfg = run_config(model=DENSE, params="bf16", world_size=2, optim=replace(SMOOTH_ADAM, overlap_grad_reduce=overlap))
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
-    (buffers,) = wrap_chunks(build_chunks(cfg, parallel), cfg)
+    (buffers,) = wrap_chunks(build_chunks(cfg, parallel), cfg.optim, cfg.precision)
     known, *others = buffers.param_to_bucket_group
     for _ in range(2):  # in the first pass Megatron-Core learns what a bucket waits for
         buffers.zero_grad_buffer()

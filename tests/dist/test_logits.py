@@ -108,7 +108,7 @@ def _load_broken(model: ModelConfig, folder: str, how: str) -> str:
         "folder": folder + "/nowhere",
     }
     try:
-        load_hf(chunks, sources[how], cfg, parallel)
+        load_hf(chunks, sources[how], cfg.model, parallel)
     except (KeyError, ValueError, FileNotFoundError) as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"

@@ -160,7 +160,7 @@ def _trained(overrides: dict) -> bool:
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     samples = _random_experts()
     shares = divide_for(cfg, samples, num_updates=2) if parallel.rank == 0 else None
-    found = build_for(cfg, parallel.scatter_over_data(shares))
+    found = build_for(cfg.parallel, parallel.scatter_over_data(shares))
     expected = pack_for(cfg, samples, data_rank=parallel.dp_rank, num_updates=2)
     return len(found) == len(expected) == 2 and all(
         (a is None and b is None) or (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)

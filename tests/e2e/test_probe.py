@@ -33,7 +33,7 @@ def trainer_side(cfg: RunConfig, weights: dict[str, torch.Tensor], recording: Pa
     engine, found = load_probe(recording), {}
     for name in DAMAGED:
         changed = weights | ({name: weights[name] * 1.25} if name else {})
-        load_hf(chunks, changed.__getitem__, cfg, parallel)
+        load_hf(chunks, changed.__getitem__, cfg.model, parallel)
         probe = TrainerProbe(chunks, cfg, parallel)
         found[name] = probe.record(PROMPT), probe.replay(engine)
     parallel.close()

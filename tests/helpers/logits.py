@@ -84,7 +84,7 @@ def trainer_logits(
     cfg = float32_run(model, layout, trainer)
     parallel = parallel or Parallel.init(cfg.parallel, deadline_s=60)
     chunks = build_chunks(cfg, parallel)
-    load_hf(chunks, folder, cfg, parallel)
+    load_hf(chunks, folder, cfg.model, parallel)
     packs = [_pack(pack) for pack in sequences(model)]
 
     def step(iterator, chunk):

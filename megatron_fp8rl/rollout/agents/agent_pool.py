@@ -96,7 +96,15 @@ class AgentPool:
                     await self._requests.ask(token_ids, 1, seed, temperature=temperature, session=session, **sampling)
                 )[0]
 
-        return Session(name, self._cfg, self._chat, sample, seed)
+        return Session(
+            name,
+            self._cfg.session,
+            self._chat,
+            sample,
+            seed,
+            token_budget=self._cfg.max_sequence_tokens,
+            max_completion_tokens=self._cfg.sampling.max_completion_tokens,
+        )
 
     async def _run(self, session: Session, prompt: Prompt, *, alone: bool) -> dict[str, Any]:
         """Run one attempt; return the worker's outcome, or the reason why the session was ended."""
@@ -121,7 +129,7 @@ class AgentPool:
         self._workers = [candidate for candidate in self._workers if candidate.is_alive]
         usable = [candidate for candidate in self._workers if not candidate.is_retired]
         if alone or len(usable) < self._cfg.session.num_workers:
-            worker = AgentProcess(self._greeting(), self._cfg)
+            worker = AgentProcess(self._greeting(), self._cfg.scoring)
             self._workers.append(worker)
             if alone:
                 worker.is_retired = True

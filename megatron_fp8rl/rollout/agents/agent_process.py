@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import ScoringConfig
 from megatron_fp8rl.envs.agent_worker import MARK as SESSION_MARK
 from megatron_fp8rl.envs.scorer_process import MARK as PROCESS_MARK
 from megatron_fp8rl.envs.scorer_process import START_DEADLINE_S, ScorePoolError, environ_of, kill_marked
@@ -43,11 +43,11 @@ class AgentLostError(Exception):
 class AgentProcess:
     """One worker process, from construction to :meth:`kill`."""
 
-    def __init__(self, greeting: Mapping[str, Any], cfg: RunConfig) -> None:
+    def __init__(self, greeting: Mapping[str, Any], scoring: ScoringConfig) -> None:
         self.num_sessions = 0
         self.is_retired = False  # takes no further sessions, because one did not end
         self.is_alive = True
-        self._greeting, self._variables = greeting, cfg.scoring.variables
+        self._greeting, self._variables = greeting, scoring.variables
         self._token = os.urandom(8).hex()
         self._outcomes: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._answers: dict[int, Callable[[Mapping[str, Any]], Any]] = {}

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import SessionConfig
 from megatron_fp8rl.data.conversation import ChatFormat, Message, Rendered, plain
 from megatron_fp8rl.envs.agent_session import CHARACTERS_PER_TOKEN
 from megatron_fp8rl.types import Completion, Context, Trajectory
@@ -63,7 +63,16 @@ class Session:
     """A conversation with one or more branches. ``sample`` calls the engines."""
 
     def __init__(
-        self, name: str, cfg: RunConfig, chat: ChatFormat, sample: Sample, seed: int, *, is_trained: bool = True
+        self,
+        name: str,
+        limits: SessionConfig,
+        chat: ChatFormat,
+        sample: Sample,
+        seed: int,
+        *,
+        token_budget: int,
+        max_completion_tokens: int,
+        is_trained: bool = True,
     ) -> None:
         self.name = name
         self.seed = seed
@@ -73,9 +82,9 @@ class Session:
         self.limit: str = ""  # the limit that ended the session, if any
         self.model_s = 0.0  # time in requests
         self.turn_rewards: dict[int, float] = {}  # by turn, from 0
-        self.token_budget = cfg.max_sequence_tokens
-        self._limits, self._max_new = cfg.session, cfg.sampling.max_completion_tokens
-        self._cfg, self._chat, self._sample = cfg, chat, sample
+        self.token_budget = token_budget
+        self._limits, self._max_new = limits, max_completion_tokens
+        self._chat, self._sample = chat, sample
         self._asides: dict[int, Session] = {}
         self._branches: list[_Branch] = []
         self._order: list[int] = []  # the branch of each turn
@@ -92,7 +101,16 @@ class Session:
             raise SessionLimitError(f"a session has at most {MAX_ASIDES} conversations beside itself")
         if number not in self._asides:
             name, seed = f"{self.name} aside {number}", self.seed + (number << 33)
-            self._asides[number] = Session(name, self._cfg, self._chat, self._sample, seed, is_trained=False)
+            self._asides[number] = Session(
+                name,
+                self._limits,
+                self._chat,
+                self._sample,
+                seed,
+                token_budget=self.token_budget,
+                max_completion_tokens=self._max_new,
+                is_trained=False,
+            )
             self._asides[number]._ended = self._ended
         return self._asides[number]
 

@@ -173,7 +173,7 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
     in Megatron-Core's Float16Module, which returns FP32 logits on the last stage.
     """
     model_parallel_cuda_manual_seed(cfg.seed, force_reset_rng=True)
-    factory = LayerFactory(cfg, parallel, choose(cfg, local_hardware(), "trainer"))
+    factory = LayerFactory(cfg.model, cfg.precision, cfg.engine, parallel, choose(cfg, local_hardware(), "trainer"))
     config = transformer_config(cfg, parallel)
     virtual_stages = parallel.config.virtual_stages
     chunks: list[nn.Module] = []
@@ -194,7 +194,7 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
         )
         chunks.append(chunk.to(parallel.device))
     if cfg.model.hf_path is None:
-        _fill_randomly(chunks, cfg, parallel)
+        _fill_randomly(chunks, cfg.model, cfg.seed, parallel)
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
 
 
@@ -237,7 +237,7 @@ def named_global_tensors(chunks: Sequence[nn.Module], parallel: Parallel) -> Ite
 
 
 @torch.no_grad()
-def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, cfg: RunConfig, parallel: Parallel) -> None:
+def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, model: ModelConfig, parallel: Parallel) -> None:
     """Load the chunks from a Hugging Face checkpoint folder, or from a function that returns tensors by name.
 
     Reads only the tensors of this rank's layers and experts. Also accepts a folder that checkpoint_tools converted for
@@ -246,10 +246,10 @@ def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, cfg: RunConfi
     """
     clear_weight_caches()
     if not callable(source) and is_distributed(source):
-        load_distributed([unwrap(chunk) for chunk in chunks], source, cfg.model)
+        load_distributed([unwrap(chunk) for chunk in chunks], source, model)
         return
     get = source if callable(source) else _open_checkpoint(Path(source))
-    _fill(chunks, lambda name: registry.from_hf(name, get, cfg.model), cfg.model, parallel)
+    _fill(chunks, lambda name: registry.from_hf(name, get, model), model, parallel)
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:
@@ -293,7 +293,7 @@ def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: 
 
 
 @torch.no_grad()
-def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
+def _fill_randomly(chunks: Sequence[nn.Module], model: ModelConfig, seed: int, parallel: Parallel) -> None:
     """Norms 1, biases 0, matrices normal; std / sqrt(2 * layers) for outputs to the residual stream (GPT-2).
 
     A matrix has the same values in every parallel layout, but CPU and GPU values differ. In a wide random model,
@@ -301,22 +301,22 @@ def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parall
     few experts for all tokens. ``embedding_range = 1`` avoids this.
     """
     device = parallel.device
-    residual_std = cfg.model.initializer_range / math.sqrt(2 * cfg.model.num_layers)
+    residual_std = model.initializer_range / math.sqrt(2 * model.num_layers)
 
     def draw(name: str) -> Tensor:
-        shape = registry.weight(name, cfg.model).shape
+        shape = registry.weight(name, model).shape
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         # A tied output layer must draw the same values as the embedding.
-        canonical = registry.weight(name, cfg.model).name
-        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cfg.seed}/{canonical}".encode()))
+        canonical = registry.weight(name, model).name
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{canonical}".encode()))
         adds_to_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-        std = residual_std if adds_to_residual else cfg.model.initializer_range
+        std = residual_std if adds_to_residual else model.initializer_range
         if canonical == EMBEDDING:
-            std = cfg.model.embedding_range or std
+            std = model.embedding_range or std
         return torch.randn(shape, generator=generator, device=device).mul_(std)
 
-    _fill(chunks, draw, cfg.model, parallel)
+    _fill(chunks, draw, model, parallel)
 
 
 def _open_checkpoint(folder: Path) -> Get:

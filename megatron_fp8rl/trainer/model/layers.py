@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, ModelConfig, PrecisionConfig
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.combine import weighted_in_combine
 from megatron_fp8rl.names import registry
@@ -129,13 +129,21 @@ _GEMMS = {"te": on_transformer_engine, "emulated": in_torch, "deep_gemm": on_dee
 
 
 class LayerFactory:
-    """Builds the layers of one rank in the precision of ``cfg`` with the kernels of ``choice``."""
+    """Builds the layers of one rank with the kernels of ``choice``."""
 
-    def __init__(self, cfg: RunConfig, parallel: Parallel, choice: KernelChoice):
-        self._cfg, self._model, self._parallel, self._kernels = cfg, cfg.model, parallel, choice.trainer
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: PrecisionConfig,
+        engine: EngineConfig,
+        parallel: Parallel,
+        choice: KernelChoice,
+    ):
+        self._model, self._precision, self._engine = model, precision, engine
+        self._parallel, self._kernels = parallel, choice.trainer
         self._rounds_queries = choice.engine.rounds_queries
-        self._table = LayerTable.build(cfg.model, cfg.precision)
-        self._recipe = make_recipe(cfg.precision)
+        self._table = LayerTable.build(model, precision)
+        self._recipe = make_recipe(precision)
         norm = _norm(self._kernels.norms)
         self.norm = partial(RMSNorm, compute=norm)
         has_stream = self._kernels.norms != "emulated"
@@ -171,7 +179,7 @@ class LayerFactory:
 
     @property
     def _history_len(self) -> int | None:
-        return AMAX_HISTORY_LEN if self._cfg.precision.trainer == "delayed" else None
+        return AMAX_HISTORY_LEN if self._precision.trainer == "delayed" else None
 
     def _attention(self, layer: int) -> ModuleSpec:
         def linear(name: str) -> LinearSpec:
@@ -231,7 +239,7 @@ class LayerFactory:
         shared = None
         if model.num_shared_experts:
             shared = partial(SharedExpertMLP, submodules=self._dense(layer, "mlp.shared_experts"))
-        parts = 2 if self._cfg.engine.expert == 2 else 1  # the order in which more ranks add is not known
+        parts = 2 if self._engine.expert == 2 else 1  # the order in which more ranks add is not known
         return partial(
             ExpertLayer,
             submodules=MoESubmodules(experts=self._experts(layer), shared_experts=shared, router=router),

@@ -20,7 +20,7 @@ from megatron.core.optimizer import Adam, OptimizerConfig, get_megatron_optimize
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
-from megatron_fp8rl.config import OptimConfig, RunConfig
+from megatron_fp8rl.config import OptimConfig, PrecisionConfig
 from megatron_fp8rl.trainer.compat.megatron import GradientBuffers, defer_param_gather, parameters_from_masters
 from megatron_fp8rl.trainer.model.build import named_global_parameters
 from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
@@ -35,7 +35,9 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient is infinite or NaN. The weights are unchanged by the update."""
 
 
-def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[DistributedDataParallel]:
+def wrap_chunks(
+    chunks: Sequence[torch.nn.Module], optim: OptimConfig, precision: PrecisionConfig
+) -> list[DistributedDataParallel]:
     """Collective: wrap each model chunk with an FP32 gradient buffer that is summed over data-parallel ranks."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -46,8 +48,8 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[Distr
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=cfg.optim.overlap_grad_reduce,
-        fp8_param_gather=cfg.precision.params == "fp8",
+        overlap_grad_reduce=optim.overlap_grad_reduce,
+        fp8_param_gather=precision.params == "fp8",
     )
     wrapped = [
         GradientBuffers(get_model_config(chunk), ddp, chunk, disable_bucketing=index > 0)
@@ -60,7 +62,7 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[Distr
                 "gradients by the number of microbatches and ranks, but losses here are already normalized"
             )
         config.finalize_model_grads_func = _reduce_gradients
-        if cfg.optim.overlap_grad_reduce:
+        if optim.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in wrapped]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
@@ -90,14 +92,19 @@ def learning_rate(optim: OptimConfig, update: int, num_updates: int) -> float:
 class Optimizer:
     """AdamW for all chunks of this rank; weight decay applies to embeddings and matrices, not to norms and biases."""
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], cfg: RunConfig, parallel: Parallel) -> None:
-        optim = cfg.optim
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optim: OptimConfig,
+        precision: PrecisionConfig,
+        parallel: Parallel,
+    ) -> None:
         self._chunks = chunks
         self._parallel = parallel
         self._clip = optim.clip_grad_norm
         self._weight_decay = optim.weight_decay
         self._memory = SharedMemory(chunks)
-        is_bf16 = cfg.precision.params != "fp32"  # FP8 parameters also report BF16 as their dtype
+        is_bf16 = precision.params != "fp32"  # FP8 parameters also report BF16 as their dtype
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -111,7 +118,7 @@ class Optimizer:
                 bf16=is_bf16,
                 params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
                 use_distributed_optimizer=True,
-                fp8_recipe="blockwise" if cfg.precision.params == "fp8" else None,
+                fp8_recipe="blockwise" if precision.params == "fp8" else None,
             ),
             list(chunks),
         )

@@ -25,7 +25,7 @@ def config(**algo) -> RunConfig:
 
 
 def to_samples(groups, cfg, version):
-    return algo_samples.to_samples(groups, load_advantage(cfg.algo), cfg, version)
+    return algo_samples.to_samples(groups, load_advantage(cfg.algo), cfg.algo, cfg.sampling, version)
 
 
 def group(*rollouts: tuple[float, int], **changes) -> RolloutGroup:
@@ -86,7 +86,7 @@ def test_groups_without_variance(zero_variance):
     cfg = config(zero_variance=zero_variance)
     samples = to_samples(groups, cfg, version=3)
     assert len(samples) == (4 if zero_variance == "keep" else 2)
-    assert [has_signal(g, cfg) for g in groups] == [False, True]
+    assert [has_signal(g, cfg.algo, cfg.sampling) for g in groups] == [False, True]
     if zero_variance == "keep":
         assert set(advantages_of(samples[0])) == {0.0}
 

@@ -46,7 +46,9 @@ def rollout(index: int, reward: float, *branches: Trajectory, turns: tuple[float
 
 def samples_of(*rollouts: Rollout, version: int = 5, **algo):
     cfg = config(**algo)
-    return to_samples([RolloutGroup(prompt=PROMPT, rollouts=rollouts)], load_advantage(cfg.algo), cfg, version)
+    return to_samples(
+        [RolloutGroup(prompt=PROMPT, rollouts=rollouts)], load_advantage(cfg.algo), cfg.algo, cfg.sampling, version
+    )
 
 
 def test_what_was_sampled_is_trained_and_what_was_given_is_not():

@@ -324,7 +324,7 @@ def test_a_reward_that_compares_warns_of_rows_without_answers(tmp_path):
         dataset=write(tmp_path / "a.jsonl", [{"question": "1"}] * 9), rewards=(RewardConfig(function="number"),)
     )
     cfg = config(tmp_path, source)
-    (check,) = check_rewards(cfg, inspect_sources(cfg, TOKENIZER))
+    (check,) = check_rewards(cfg.data, cfg.scoring.deadline_s, inspect_sources(cfg, TOKENIZER))
     assert check.warnings() == ["a: its reward compares with reference answers, and the first rows have none"]
 
 

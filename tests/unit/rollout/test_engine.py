@@ -203,14 +203,16 @@ def gpus(count: int) -> list[str]:
 )
 def test_replicas_get_the_trainers_gpus_or_those_behind_them(world, replicas, tensor, where, expected):
     cfg = run(world=world, replicas=replicas, tensor=tensor, where=where)
-    assert placement.assign(cfg, gpus(8), local_ranks=world) == expected
+    assert placement.assign(cfg.engine, gpus(8), local_ranks=world, world_size=cfg.parallel.world_size) == expected
 
 
 def test_gpus_keep_the_names_of_the_environment():
     listed = {"CUDA_VISIBLE_DEVICES": "GPU-a, 3,GPU-c,7"}
     assert placement.visible_gpus(listed) == ["GPU-a", "3", "GPU-c", "7"]
     cfg = run(world=2, replicas=1, tensor=2, where="separate")
-    assert placement.assign(cfg, placement.visible_gpus(listed), local_ranks=2) == ["GPU-c,7"]
+    assert placement.assign(
+        cfg.engine, placement.visible_gpus(listed), local_ranks=2, world_size=cfg.parallel.world_size
+    ) == ["GPU-c,7"]
     # As CUDA reads it: everything behind an entry that names no GPU is hidden, and an empty list hides all.
     assert placement.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1,-1,2"}) == ["0", "1"]
     assert placement.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
@@ -219,7 +221,7 @@ def test_gpus_keep_the_names_of_the_environment():
 def test_only_ranks_of_this_host_count():
     """16 ranks on two hosts: the engines of the first host lie behind its 8."""
     cfg = run(world=16, replicas=1, tensor=2, where="separate")
-    assert placement.assign(cfg, gpus(10), local_ranks=8) == ["8,9"]
+    assert placement.assign(cfg.engine, gpus(10), local_ranks=8, world_size=cfg.parallel.world_size) == ["8,9"]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_only_ranks_of_this_host_count():
 def test_too_few_gpus_are_refused_with_a_remedy(world, replicas, tensor, where, shown, field, words):
     cfg = run(world=world, replicas=replicas, tensor=tensor, where=where)
     with pytest.raises(ConfigError) as error:
-        placement.assign(cfg, gpus(shown), local_ranks=world)
+        placement.assign(cfg.engine, gpus(shown), local_ranks=world, world_size=cfg.parallel.world_size)
     assert field in str(error.value) and words in str(error.value)
 
 

@@ -30,24 +30,47 @@ def stand_in(folder: Path, work: Work, share: int, num_shares: int) -> None:
 def test_sizes_are_those_of_vllms_fused_linears():
     dense = grpo_qwen3_8b()
     dense = replace(dense, engine=replace(dense.engine, tensor=1))
-    assert deep_gemm_warmup.linear_sizes(dense) == [(4096, 4096), (4096, 12288), (6144, 4096), (24576, 4096)]
+    assert deep_gemm_warmup.linear_sizes(dense.model, dense.precision, dense.engine) == [
+        (4096, 4096),
+        (4096, 12288),
+        (6144, 4096),
+        (24576, 4096),
+    ]
     halves = replace(dense, engine=replace(dense.engine, tensor=2))
-    assert deep_gemm_warmup.linear_sizes(halves) == [(3072, 4096), (4096, 2048), (4096, 6144), (12288, 4096)]
+    assert deep_gemm_warmup.linear_sizes(halves.model, halves.precision, halves.engine) == [
+        (3072, 4096),
+        (4096, 2048),
+        (4096, 6144),
+        (12288, 4096),
+    ]
     experts = grpo_qwen3_30b_a3b()
     wide = replace(experts, engine=replace(experts.engine, tensor=1, expert=1))
-    assert deep_gemm_warmup.linear_sizes(wide) == [(2048, 4096), (5120, 2048)]
+    assert deep_gemm_warmup.linear_sizes(wide.model, wide.precision, wide.engine) == [(2048, 4096), (5120, 2048)]
     shared = replace(experts, engine=replace(experts.engine, tensor=8, expert=8))
-    assert deep_gemm_warmup.linear_sizes(shared) == [(768, 2048), (2048, 512)]  # four KV heads on eight ranks
+    assert deep_gemm_warmup.linear_sizes(shared.model, shared.precision, shared.engine) == [
+        (768, 2048),
+        (2048, 512),
+    ]  # four KV heads on eight ranks
 
 
 def test_the_trainers_sizes_are_megatrons_fused_linears():
     dense = grpo_qwen3_8b()
     dense = replace(dense, parallel=replace(dense.parallel, tensor=1))
-    assert deep_gemm_warmup.trainer_sizes(dense) == [(4096, 4096), (4096, 12288), (6144, 4096), (24576, 4096)]
+    assert deep_gemm_warmup.trainer_sizes(dense.model, dense.precision, dense.parallel.tensor) == [
+        (4096, 4096),
+        (4096, 12288),
+        (6144, 4096),
+        (24576, 4096),
+    ]
     halves = replace(dense, parallel=replace(dense.parallel, tensor=2))
-    assert deep_gemm_warmup.trainer_sizes(halves) == [(3072, 4096), (4096, 2048), (4096, 6144), (12288, 4096)]
+    assert deep_gemm_warmup.trainer_sizes(halves.model, halves.precision, halves.parallel.tensor) == [
+        (3072, 4096),
+        (4096, 2048),
+        (4096, 6144),
+        (12288, 4096),
+    ]
     bf16 = replace(dense, precision=replace(dense.precision, trainer="bf16"))
-    assert deep_gemm_warmup.trainer_sizes(bf16) == []
+    assert deep_gemm_warmup.trainer_sizes(bf16.model, bf16.precision, bf16.parallel.tensor) == []
 
 
 def test_shares_hold_every_size_once():
@@ -74,8 +97,8 @@ def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     asked: list = []
     monkeypatch.setattr(deep_gemm_warmup, "ensure", lambda *words, **more: asked.append((*words, more)) or True)
     assert deep_gemm_warmup.main(said.split()) == 0
-    trained = tuple(deep_gemm_warmup.trainer_sizes(fp8))
-    work = Work(tuple(deep_gemm_warmup.linear_sizes(fp8)), 8192, trained, 8192)
+    trained = tuple(deep_gemm_warmup.trainer_sizes(fp8.model, fp8.precision, fp8.parallel.tensor))
+    work = Work(tuple(deep_gemm_warmup.linear_sizes(fp8.model, fp8.precision, fp8.engine)), 8192, trained, 8192)
     assert asked == [(work, {"deadline_s": 720.0})] and trained
     remote = replace(fp8, engine=replace(fp8.engine, placement="remote"))
     assert "--trained" not in environment_on("hopper", remote)[deep_gemm_warmup.LINEARS_VARIABLE]

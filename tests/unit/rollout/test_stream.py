@@ -321,7 +321,8 @@ def test_tokens_beyond_the_bound_are_context_and_not_trained():
         replace(one, branches=single_turn(group.prompt, completion), reward=float(i))
         for i, one in enumerate(group.rollouts)
     )
-    found = to_samples([replace(group, rollouts=rollouts)], load_advantage(stream.cfg.algo), stream.cfg, stream.version)
+    cfg, groups = stream.cfg, [replace(group, rollouts=rollouts)]
+    found = to_samples(groups, load_advantage(cfg.algo), cfg.algo, cfg.sampling, stream.version)
     for sample in found:
         assert mask_of(sample) == [False] * 26 + [True] * 15 and sample.num_prompt_tokens == 1
         assert sample.staleness == 1 and not any(advantages_of(sample)[:26]) and all(advantages_of(sample)[26:])
