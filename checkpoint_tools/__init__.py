@@ -1,4 +1,4 @@
-"""Tools for checkpoints: convert between Hugging Face and Megatron, quantize, look inside, compare, prove.
+"""Convert checkpoints between Hugging Face and Megatron, quantize, inspect, compare and verify them.
 
-``python -m checkpoint_tools COMMAND ...``; every command is also a function of the module of its name.
+``python -m checkpoint_tools COMMAND ...``; each command is also a module of this package.
 """

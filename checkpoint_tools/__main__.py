@@ -1,8 +1,8 @@
 """``python -m checkpoint_tools COMMAND ...``: the command line of the checkpoint tools.
 
-A command is a module of this package with ``Options``, a dataclass that tyro reads from the words of the command line,
-and ``run(options)``, which returns the exit status. Modules are imported when they are asked for, so that help answers
-at once. Exit status 2 stands for a mistake of the user or a checkpoint that is refused; the message names the file.
+A command is a module of this package with a dataclass ``Options``, which tyro parses, and ``run(options)``, which
+returns the exit status. Modules are imported on use, so ``--help`` is fast. Exit status 2: a wrong command line or an
+unusable checkpoint.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 from checkpoint_tools.errors import CheckpointError
 
-COMMANDS = {  # module and command in one name, and one line of help
+COMMANDS = {  # module name: line of help
     "hf_to_megatron": "Hugging Face checkpoint (also block FP8) to a Megatron-Core checkpoint for every parallel layout",
     "megatron_to_hf": "Megatron-Core checkpoint of any layout, or a run's newest one, to a Hugging Face checkpoint",
-    "hf_to_fp8": "quantize a Hugging Face checkpoint to the block FP8 that vLLM and transformers load",
-    "verify": "prove a conversion: digest of every tensor, and logits against transformers",
+    "hf_to_fp8": "quantize a Hugging Face checkpoint to block FP8 for vLLM and transformers",
+    "verify": "check a conversion: the digest of every tensor, and logits against transformers",
     "inspect": "list tensors with shapes, types and sizes, and count parameters; reads no weights",
     "diff": "compare two checkpoints of any kind, tensor by tensor",
 }
@@ -28,30 +28,30 @@ _PROGRAM = "python -m checkpoint_tools"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
         print(overview())
-        return 0 if words else 2
-    name, rest = words[0], words[1:]
+        return 0 if args else 2
+    name = args[0]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
         print(f"{_PROGRAM}: unknown command {name!r}{hint}. Commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return _run(name, rest)
+        return _run(name, args[1:])
     except (CheckpointError, ValueError) as error:
         print(f"{_PROGRAM} {name}: {error}", file=sys.stderr)
     except OSError as error:
-        said = f"{error.filename}: {error.strerror}" if error.filename else error
-        print(f"{_PROGRAM} {name}: {said}", file=sys.stderr)
+        message = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"{_PROGRAM} {name}: {message}", file=sys.stderr)
     except KeyboardInterrupt:
-        print(f"{_PROGRAM} {name}: interrupted; the same command of a conversion goes on from here", file=sys.stderr)
+        print(f"{_PROGRAM} {name}: interrupted; run the same command again to continue a conversion", file=sys.stderr)
         return 130
     return 2
 
 
-def _run(name: str, words: Sequence[str]) -> int:
+def _run(name: str, args: Sequence[str]) -> int:
     import tyro
 
     module = importlib.import_module(f"checkpoint_tools.{name}")
@@ -59,7 +59,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         module.Options,
         prog=f"{_PROGRAM} {name}",
         description=COMMANDS[name],
-        args=words,
+        args=args,
         use_underscores=True,
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
     )
@@ -67,11 +67,11 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def overview() -> str:
-    """The help of the program."""
+    """The program's help text."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"usage: {_PROGRAM} COMMAND ...", "", "commands:"]
     lines += [f"  {name:<{width}}{summary}" for name, summary in COMMANDS.items()]
-    return "\n".join([*lines, "", f"{_PROGRAM} COMMAND --help lists the options of one."])
+    return "\n".join([*lines, "", f"{_PROGRAM} COMMAND --help lists a command's options."])
 
 
 if __name__ == "__main__":

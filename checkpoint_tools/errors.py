@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, said by the name of the file or tensor."""
+"""The error of an unusable checkpoint; it names the file or tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MAX_SHOWN = 20
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used. ``problems`` lists everything that was found, one sentence each."""
+    """A checkpoint cannot be used. ``problems`` lists every problem, one sentence each."""
 
     def __init__(self, path: object, problems: Sequence[str] | str):
         self.problems = [problems] if isinstance(problems, str) else list(problems)

@@ -1,31 +1,28 @@
-"""What is in a checkpoint: tensors with shapes, types and sizes, and how many parameters they make up.
+"""List the tensors of a checkpoint with shapes, types and sizes, and count parameters.
 
-In:  a Hugging Face folder (BF16, FP16, FP32 or block FP8), a distributed Megatron checkpoint, or the folder of a run,
-     whose newest checkpoint is taken. Out: a table. Headers and metadata are read, weights are not.
-
-Files that are missing, truncated or do not fit their index, and tensors whose names or shapes do not fit config.json,
-are refused by name.
+In:  a Hugging Face folder (BF16, FP16, FP32 or block FP8), a distributed Megatron checkpoint, or the folder of a run
+     (its newest checkpoint).
+Out: a table. Only headers and metadata are read. Errors name missing or damaged files and unexpected tensors.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import json
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import tyro
 
 from checkpoint_tools import hf_folder
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.megatron_folder import is_megatron, model_of, resolve
-from checkpoint_tools.torch_dist import problems_of, read_metadata
+from checkpoint_tools.megatron_folder import MegatronFolder, is_megatron, read_model
+from checkpoint_tools.views import KeyView, dtype_name, model_order, open_view
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.parameters import count
@@ -37,18 +34,14 @@ _OPTIMIZER = "optimizer."
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to list."""
-
-    path: Annotated[Path, tyro.conf.Positional]  # checkpoint folder, or the folder of a run
-    all: bool = False  # every tensor in a line of its own, instead of one line for all layers and experts
-    filter: str | None = None  # names to list, with * and ?; None: all but the states of an optimizer
-    json: bool = False  # one JSON object instead of a table
+    path: Annotated[Path, tyro.conf.Positional]  # folder of a checkpoint or a run
+    all: bool = False  # one line per tensor, instead of one line for all layers and experts
+    filter: str | None = None  # names to list, with * and ?; None lists all but optimizer states
+    json: bool = False  # print a JSON object instead of a table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """One tensor as a file declares it."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -62,27 +55,27 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """Everything that can be known of a checkpoint without reading weights."""
+    """A checkpoint without its weights."""
 
     path: Path
     kind: str
     tensors: tuple[Tensor, ...]
-    model: ModelConfig | None  # None when it is not known, or not supported
-    notes: tuple[str, ...]  # what was not checked or is left out, and why
+    model: ModelConfig | None  # None if unknown or unsupported
+    notes: tuple[str, ...]  # unchecked or skipped tensors, and why
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in weights: without scales of FP8 and without states of an optimizer."""
+        """Elements of all weights, without FP8 scales and optimizer states."""
         return sum(t.numel for t in self.tensors if is_weight(t.name))
 
 
 def is_weight(name: str) -> bool:
-    """Whether a stored tensor counts as parameters."""
+    """Whether a stored tensor is a model parameter."""
     return not name.endswith(hf_folder.SCALE) and not name.startswith(_OPTIMIZER) and "fp8.history" not in name
 
 
 def read(path: str | Path) -> Contents:
-    """Look into a checkpoint. Raises CheckpointError that lists everything missing, damaged or misnamed."""
+    """Read headers and metadata. Raises CheckpointError that lists everything missing, damaged or misnamed."""
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(path, "there is no such folder")
@@ -96,78 +89,59 @@ def _read_hf(path: Path) -> Contents:
     model, notes = None, []
     config = hf_folder.read_config(path)
     try:
-        said = registry.from_hf_config(config, keep_mtp=True, fp8_weights=True)
+        configured = registry.from_hf_config(config, keep_mtp=True, fp8_weights=True)
     except ValueError as error:
         notes.append(f"names and shapes are not checked: {error}")
     else:
         folder = hf_folder.HfFolder.open(path, keep_mtp=None)
         model = folder.model
-        notes += _left_out(folder)
-        if said.num_mtp_layers > model.num_mtp_layers:
-            notes.append("config.json counts multi-token prediction layers, of which no file holds a tensor")
+        notes += [
+            f"a conversion skips {count} tensors: {reason}"
+            for reason, count in sorted(Counter(folder.skipped.values()).items())
+        ]
+        if configured.num_mtp_layers > model.num_mtp_layers:
+            notes.append("config.json lists multi-token prediction layers, but no file has their tensors")
     tensors = tuple(
         Tensor(
             name=name,
-            dtype=_short(entry.dtype),
+            dtype=dtype_name(entry.dtype),
             shape=entry.shape,
             num_bytes=entry.num_bytes,
             files=(entry.file.name,),
         )
-        for name, entry in sorted(entries.items(), key=lambda item: _natural(item[0]))
+        for name, entry in sorted(entries.items(), key=lambda item: model_order(item[0]))
     )
     return Contents(path=path, kind="Hugging Face", tensors=tensors, model=model, notes=tuple(notes))
 
 
-def _left_out(folder: hf_folder.HfFolder) -> list[str]:
-    return [
-        f"{len(list(group))} tensors are left out by a conversion: {reason}"
-        for reason, group in itertools.groupby(sorted(folder.left_out.values()))
-    ]
-
-
 def _read_megatron(path: Path) -> Contents:
-    path = resolve(path)
-    stored = read_metadata(path)
-    problems = problems_of(path, stored)
-    if problems:
-        raise CheckpointError(path, problems)
-    notes = []
-    model = None
+    view = open_view(path, by_key=True)
+    assert isinstance(view, KeyView)
+    notes, model = [], None
     try:
-        model = model_of(path)
+        model = read_model(view.path)
     except CheckpointError:
-        notes.append("state.json does not say which model this is, so names and shapes are not checked")
+        notes.append("state.json does not record the model, so names and shapes are not checked")
     if model is not None:
-        from checkpoint_tools.megatron_folder import MegatronFolder
-
-        MegatronFolder.open(path, model)  # compares every parameter's key, shape and files
+        MegatronFolder.open(view.path, model)  # checks every parameter's key, shape and files
     tensors = tuple(
         Tensor(
             name=key,
-            dtype=_short(tensor.dtype),
+            dtype=dtype_name(tensor.dtype),
             shape=tensor.shape,
             num_bytes=math.prod(tensor.shape) * tensor.dtype.itemsize,
             files=tuple(sorted({piece.file for piece in tensor.pieces})),
         )
-        for key, tensor in sorted(stored.items(), key=lambda item: _natural(item[0]))
+        for key, tensor in sorted(view.stored.items(), key=lambda item: model_order(item[0]))
     )
-    return Contents(path=path, kind="Megatron torch_dist", tensors=tensors, model=model, notes=tuple(notes))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _natural(name: str) -> list[Any]:
-    """Order in which layer 10 comes after layer 9; what is outside layers keeps its place by name."""
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in name.split(".")]
+    return Contents(path=view.path, kind="Megatron torch_dist", tensors=tensors, model=model, notes=tuple(notes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Tensors that differ in the numbers of their names alone."""
+    """Tensors whose names differ only in numbers."""
 
-    name: str  # with ranges for numbers
+    name: str  # with ranges of numbers
     count: int
     dtype: str
     shape: tuple[int, ...]
@@ -176,18 +150,15 @@ class Line:
 
 
 def lines(contents: Contents, *, every: bool = False, pattern: str | None = None) -> list[Line]:
-    """The table: one line for each kind of tensor, or for ``every`` tensor, whose name matches ``pattern``.
+    """One line per kind of tensor, or per tensor with ``every``, for names that match ``pattern``.
 
-    Without a pattern the states of an optimizer are left out.
+    Without a pattern optimizer states are omitted.
     """
-    groups: dict[tuple, list[Tensor]] = {}
+    groups: dict[tuple, list[Tensor]] = defaultdict(list)
     for tensor in contents.tensors:
-        is_listed = (
-            not tensor.name.startswith(_OPTIMIZER) if pattern is None else fnmatch.fnmatchcase(tensor.name, pattern)
-        )
-        if is_listed:
-            kind = tensor.name if every else _NUMBER.sub("#", tensor.name)
-            groups.setdefault((kind, tensor.dtype, tensor.shape), []).append(tensor)
+        name = tensor.name
+        if not name.startswith(_OPTIMIZER) if pattern is None else fnmatch.fnmatchcase(name, pattern):
+            groups[name if every else _NUMBER.sub("#", name), tensor.dtype, tensor.shape].append(tensor)
     return [
         Line(
             name=_with_ranges(kind, [t.name for t in members]),
@@ -202,10 +173,10 @@ def lines(contents: Contents, *, every: bool = False, pattern: str | None = None
 
 
 def _with_ranges(kind: str, members: Sequence[str]) -> str:
-    """``model.layers.{0-3}.mlp.gate.weight`` for the numbers that occur; gaps are shown as such."""
+    """For example ``model.layers.{0-3}.mlp.gate.weight``; only existing numbers are in the ranges."""
     numbers = [[int(number) for number in _NUMBER.findall(name)] for name in members]
     for position in range(kind.count("#")):
-        kind = kind.replace("#", _ranges(sorted({found[position] for found in numbers})), 1)
+        kind = kind.replace("#", _ranges(sorted({row[position] for row in numbers})), 1)
     return kind
 
 
@@ -222,28 +193,28 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def summary(contents: Contents) -> list[str]:
-    """Totals, one sentence a line."""
+    """Totals, one per line."""
     tensors = contents.tensors
     weights = [t for t in tensors if is_weight(t.name)]
     files = {file for tensor in tensors for file in tensor.files}
     total = sum(t.num_bytes for t in tensors)
-    found = [
+    result = [
         f"{len(tensors):,} tensors, {total / _GIB:.3f} GiB in {len(files)} files",
         f"{contents.num_parameters:,} parameters in {len(weights):,} tensors: {_by_dtype(weights)}",
     ]
     if contents.model is not None and contents.model.is_moe:
-        found.append(f"{count(contents.model).active:,} parameters are active for a token")
+        result.append(f"{count(contents.model).active:,} parameters are active per token")
     others = [t for t in tensors if not is_weight(t.name)]
     if others:
         size = sum(t.num_bytes for t in others) / _GIB
-        found.append(f"{len(others):,} tensors are no parameters (scales, optimizer): {size:.3f} GiB")
-    return found
+        result.append(f"{len(others):,} tensors are no parameters (scales, optimizer): {size:.3f} GiB")
+    return result
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> str:
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for tensor in tensors:
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
+        sizes[tensor.dtype] += tensor.num_bytes
     return ", ".join(f"{dtype} {size / _GIB:.3f} GiB" for dtype, size in sorted(sizes.items()))
 
 

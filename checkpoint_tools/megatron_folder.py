@@ -1,17 +1,16 @@
-"""A Megatron-Core checkpoint folder as a source of rows: one of these tools, of a run, or of another program.
+"""Read rows of a Megatron-Core checkpoint from these tools, from a run, or from another program.
 
-In:  a folder with a distributed checkpoint (torch_dist) of any layout, or the folder of a run, whose newest complete
-     checkpoint is taken.
-Out: its architecture, and the rows of every parameter of the name table.
+In:  a distributed checkpoint (torch_dist) of any layout, or the folder of a run (its newest complete checkpoint).
+Out: its architecture, and rows of every parameter in the name table.
 
-Megatron-Core itself is not needed. The optimizer's tensors and scaling history beside the weights are left alone.
+Needs no Megatron-Core. Optimizer states and the FP8 scaling history are ignored.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,15 @@ from torch import Tensor
 
 from checkpoint_tools import digests
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.keys import Place, places
-from checkpoint_tools.torch_dist import METADATA, Piece, PieceReader, StoredTensor, problems_of, read_metadata
+from checkpoint_tools.megatron_keys import KeyIndex, possible_keys
+from checkpoint_tools.torch_dist import METADATA, Piece, PieceReader, StoredTensor, find_problems, read_metadata
 from megatron_fp8rl.config import MlaConfig, ModelConfig, RopeScaling, RouterConfig
 from megatron_fp8rl.data.checkpoint_dir import STATE_FILE as STATE
 from megatron_fp8rl.data.checkpoint_dir import latest
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.table import Weight
 
-_PREFIXES = ("", "model.", "module.")  # of keys, as different programs save them
+_PREFIXES = ("", "model.", "module.")  # of keys; programs differ
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 _NOT_WEIGHTS = ("fp8.history", "_extra_state")
 _PARTS = {"rope_scaling": RopeScaling, "mla": MlaConfig, "router": RouterConfig}
@@ -36,53 +35,52 @@ _PARTS = {"rope_scaling": RopeScaling, "mla": MlaConfig, "router": RouterConfig}
 
 @dataclass
 class MegatronFolder:
-    """An open checkpoint. Build it with :meth:`open`; it pickles without its open files."""
+    """A checkpoint, from :meth:`open`. Pickles without its open files."""
 
     path: Path
     model: ModelConfig
-    recorded: dict[str, str]  # digests.json, by Hugging Face name
-    found: dict[str, tuple[Place, StoredTensor]]  # by global Megatron name
+    recorded_digests: dict[str, str]  # by Hugging Face name
+    locations: dict[str, tuple[KeyIndex, StoredTensor]]  # by global Megatron name
     reader: PieceReader
     _by_index: dict[str, dict[tuple[int, ...], list[Piece]]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(
-        cls, path: str | Path, model: ModelConfig | None = None, *, check_crc: bool = True, keep_mtp: bool = True
-    ) -> MegatronFolder:
+    def open(cls, path: str | Path, model: ModelConfig | None = None, *, check_crc: bool = True) -> MegatronFolder:
         """Read the metadata and check keys, shapes and files of all parameters.
 
-        ``model`` is for folders of other programs, which do not say what they hold; ``keep_mtp`` False leaves out
-        multi-token prediction layers. Raises CheckpointError that lists everything that is missing or damaged.
+        Args:
+            path: A checkpoint, or the folder of a run.
+            model: The architecture, for folders of other programs, which do not record it.
+            check_crc: Check the CRC-32 of each piece at its first use.
+
+        Raises:
+            CheckpointError: lists everything that is missing or damaged.
         """
-        path = resolve(Path(path))
-        problems = _wrong_sizes(path)
-        if problems:
+        path = find_checkpoint(Path(path))
+        if problems := _size_problems(path):
             raise CheckpointError(path, problems)
-        model = model or model_of(path)
-        if not keep_mtp:
-            model = replace(model, num_mtp_layers=0)
-        tensors = read_metadata(path)
-        found, problems = _find(tensors, model)
+        model = model or read_model(path)
+        locations, problems = _locate(read_metadata(path), model)
         if not problems:
-            problems = problems_of(path, {place.key: tensor for place, tensor in found.values()})
+            problems = find_problems(path, {location.key: tensor for location, tensor in locations.values()})
         if problems:
             raise CheckpointError(path, problems)
-        return cls(path, model, digests.read(path), found, PieceReader(path, check_crc))
+        return cls(path, model, digests.read(path), locations, PieceReader(path, check_crc))
 
     def dtype(self, weight: Weight) -> torch.dtype:
-        return self.found[weight.name][1].dtype
+        return self.locations[weight.name][1].dtype
 
     def rows(self, weight: Weight, first: int, end: int) -> Tensor:
-        """Rows [first, end) of the whole Megatron tensor, put together from the pieces of all ranks."""
-        place, stored = self.found[weight.name]
-        num_stacked = len(place.index)
+        """Rows [first, end) of the whole Megatron tensor, from the pieces of all ranks."""
+        location, stored = self.locations[weight.name]
+        num_stacked = len(location.index)
         result = torch.empty(end - first, *weight.shape[1:], dtype=stored.dtype)
-        for piece in self._pieces(place, stored):
+        for piece in self._pieces(location, stored):
             offsets, sizes = piece.offsets[num_stacked:], piece.sizes[num_stacked:]
             low, high = max(first, offsets[0]), min(end, offsets[0] + sizes[0])
             if low >= high:
                 continue
-            index = tuple(i - o for i, o in zip(place.index, piece.offsets[:num_stacked], strict=True))
+            index = tuple(i - o for i, o in zip(location.index, piece.offsets[:num_stacked], strict=True))
             rows = self.reader.rows(weight.name, piece, stored.dtype, index, low - offsets[0], high - offsets[0])
             box = result[low - first : high - first]
             for axis in range(1, len(sizes)):
@@ -90,46 +88,31 @@ class MegatronFolder:
             box.copy_(rows)
         return result
 
-    def files_of(self, weight: Weight) -> list[str]:
-        """Names of the files that hold a parameter."""
-        return sorted({piece.file for piece in self._pieces(*self.found[weight.name])})
+    def files_with(self, weight: Weight) -> list[str]:
+        """Names of the files that contain a parameter."""
+        return sorted({piece.file for piece in self._pieces(*self.locations[weight.name])})
 
-    def _pieces(self, place: Place, stored: StoredTensor) -> list[Piece]:
-        """The pieces that hold parts of ``key[index]``."""
-        if place.key not in self._by_index:
-            self._by_index[place.key] = by_index = {}
+    def _pieces(self, location: KeyIndex, stored: StoredTensor) -> list[Piece]:
+        if location.key not in self._by_index:
+            self._by_index[location.key] = by_index = {}
             for piece in stored.pieces:
-                for index in _indices(piece, len(place.index)):
+                stacked = list(zip(piece.offsets, piece.sizes, strict=True))[: len(location.index)]
+                for index in itertools.product(*(range(offset, offset + size) for offset, size in stacked)):
                     by_index.setdefault(index, []).append(piece)
-        return self._by_index[place.key].get(place.index, [])
+        return self._by_index[location.key].get(location.index, [])
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_by_index": {}}
 
 
-def _indices(piece: Piece, num_stacked: int) -> Iterator[tuple[int, ...]]:
-    """Indices over the stacked axes that a piece has a part of."""
-    if num_stacked == 0:
-        yield ()
-        return
-    for head in range(piece.offsets[0], piece.offsets[0] + piece.sizes[0]):
-        if num_stacked == 1:
-            yield (head,)
-        else:
-            yield from ((head, i) for i in range(piece.offsets[1], piece.offsets[1] + piece.sizes[1]))
-
-
 def is_megatron(path: Path) -> bool:
-    """Whether a folder is a distributed checkpoint, or a run or a collection of checkpoints that has one."""
-    inside = (METADATA, "*.distcp", f"step_*/{METADATA}", "checkpoints")
-    return any(True for pattern in inside for _ in path.glob(pattern))
+    """Whether a folder is a distributed checkpoint, a run, or a run's ``checkpoints`` folder."""
+    patterns = (METADATA, "*.distcp", f"step_*/{METADATA}", "checkpoints")
+    return any(True for pattern in patterns for _ in path.glob(pattern))
 
 
-def resolve(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest complete one of a run or of its checkpoint folder.
-
-    Raises CheckpointError when there is none.
-    """
+def find_checkpoint(path: Path) -> Path:
+    """The path itself, or the newest complete checkpoint of a run. Raises CheckpointError when there is none."""
     if not path.is_dir():
         raise CheckpointError(path, "there is no such folder")
     if (path / METADATA).exists() or (path / STATE).exists() or any(path.glob("*.distcp")):
@@ -140,12 +123,13 @@ def resolve(path: Path) -> Path:
             return newest
     raise CheckpointError(
         path,
-        "neither a distributed checkpoint (.metadata) nor a run with a complete one (checkpoints/step_*/state.json)",
+        "neither a distributed checkpoint (.metadata) nor a run with a complete checkpoint "
+        "(checkpoints/step_*/state.json)",
     )
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Content of state.json; empty when another program wrote the folder. Raises CheckpointError when damaged."""
+    """Content of state.json; empty without the file. Raises CheckpointError when it is damaged."""
     file = path / STATE
     if not file.exists():
         return {}
@@ -154,12 +138,12 @@ def read_state(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(file, f"damaged: it is not JSON ({error}). Restore the file") from error
     if not isinstance(content, dict) or not isinstance(content.get("files", {}), dict):
-        raise CheckpointError(file, "damaged: it is not what Megatron folders here have. Restore the file")
+        raise CheckpointError(file, "damaged: it has no file sizes. Restore the file")
     return content
 
 
-def model_of(path: Path) -> ModelConfig:
-    """The architecture that state.json records."""
+def read_model(path: Path) -> ModelConfig:
+    """The architecture in state.json. Raises CheckpointError when it is not recorded."""
     try:
         saved = read_state(path)["config"]["model"]
         parts = {key: kind(**saved[key]) for key, kind in _PARTS.items() if saved.get(key) is not None}
@@ -167,12 +151,11 @@ def model_of(path: Path) -> ModelConfig:
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             path,
-            f"{STATE} does not say which model this is ({error}); name a folder with its config.json by --hf_config",
+            f"{STATE} does not record the model ({error}); name a folder with its config.json by --hf_config",
         ) from error
 
 
-def _wrong_sizes(path: Path) -> list[str]:
-    """Files that are not as long as state.json says."""
+def _size_problems(path: Path) -> list[str]:
     problems = []
     for name, size in read_state(path).get("files", {}).items():
         file = path / name
@@ -183,32 +166,32 @@ def _wrong_sizes(path: Path) -> list[str]:
     return problems
 
 
-def _find(
+def _locate(
     tensors: dict[str, StoredTensor], model: ModelConfig
-) -> tuple[dict[str, tuple[Place, StoredTensor]], list[str]]:
-    """Where every parameter of the table lies, and what is wrong with it."""
+) -> tuple[dict[str, tuple[KeyIndex, StoredTensor]], list[str]]:
+    """(location of every parameter in the name table, problems)."""
     prefix = next((p for p in _PREFIXES if f"{p}embedding.word_embeddings.weight" in tensors), "")
-    found: dict[str, tuple[Place, StoredTensor]] = {}
+    locations: dict[str, tuple[KeyIndex, StoredTensor]] = {}
     problems = []
     for name, weight in registry.weights(model).items():
-        candidates = [Place(prefix + p.key, p.index, p.sizes) for p in places(weight, model)]
-        place = next((p for p in candidates if p.key in tensors), None)
-        if place is None:
+        candidates = [KeyIndex(prefix + p.key, p.index, p.sizes) for p in possible_keys(weight, model)]
+        location = next((p for p in candidates if p.key in tensors), None)
+        if location is None:
             problems.append(f"{name}: missing; there is no key {candidates[0].key}")
             continue
-        stored = tensors[place.key]
-        expected = (*place.sizes, *weight.shape)
-        # A vocabulary is saved with the padding of the layout that wrote it.
+        stored = tensors[location.key]
+        expected = (*location.sizes, *weight.shape)
+        # A saved vocabulary has the padding of its layout.
         padded = weight.padded and stored.shape[0] >= weight.shape[0] and stored.shape[1:] == weight.shape[1:]
         if stored.shape != expected and not padded:
-            problems.append(f"{name}: {place.key} has shape {stored.shape}, but the model needs {expected}")
+            problems.append(f"{name}: {location.key} has shape {stored.shape}, but the model needs {expected}")
         elif not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
-            problems.append(f"{name}: {place.key} is {stored.dtype}; read are BF16, FP16 and FP32")
-        found[name] = place, stored
-    known = {place.key for place, _ in found.values()}
+            problems.append(f"{name}: {location.key} is {stored.dtype}; supported are BF16, FP16 and FP32")
+        locations[name] = location, stored
+    known = {location.key for location, _ in locations.values()}
     for key in tensors:
         plain = key.removeprefix(prefix)
         dropped = plain.startswith("mtp.") and not model.num_mtp_layers
         if plain.startswith(_MODEL_KEYS) and key not in known and not dropped and not key.endswith(_NOT_WEIGHTS):
             problems.append(f"{key}: not a parameter of a {model.family} model of this configuration")
-    return found, problems
+    return locations, problems

@@ -1,11 +1,11 @@
-"""A folder that appears under its name only when it is complete, and that an interrupted program goes on to fill.
+"""An output folder that gets its name only when it is complete, and that the same command can continue.
 
-In:  the name of the folder, and what decides its content. Out: a partial folder beside it, with a journal of the
-     buckets of work that are done; in the end the folder. Runs in the process of the command; its workers write into
-     the partial folder.
+In:  the folder's path and the inputs that determine its content.
+Out: a partial folder beside it with a journal of finished buckets, and in the end the folder.
+Runs on: the process of the command; its workers write into the partial folder.
 
-    .NAME.partial/.journal    one line for what decides the content, one for every finished bucket
-    .NAME.partial/.lock       held while a program writes
+    .NAME.partial/.journal    a line with the inputs, then a line per finished bucket
+    .NAME.partial/.lock       locked while a program writes
 """
 
 from __future__ import annotations
@@ -28,15 +28,20 @@ _SPACE_MARGIN_BYTES = 16 << 20  # for everything but weights
 
 
 class Output:
-    """A folder under construction. Make it with :func:`output_folder`."""
+    """A folder under construction, from :func:`output_folder`. ``done`` holds the results of buckets by index."""
 
     def __init__(self, path: Path, partial: Path, done: dict[int, dict[str, Any]]):
         self.path = path
         self.partial = partial
-        self.done = done  # what finished buckets recorded, by their index; those of an interrupted run included
+        self.done = done
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of all tensors in finished buckets, by name."""
+        return {name: value for index in sorted(self.done) for name, value in self.done[index]["digests"].items()}
 
     def record(self, bucket: int, result: dict[str, Any]) -> None:
-        """Note that a bucket is on disk and verified. Survives a crash of the machine."""
+        """Record that a bucket is on disk and verified. The record survives a crash of the machine."""
         self.done[bucket] = result
         with open(self.partial / _JOURNAL, "a") as stream:
             stream.write(json.dumps({"bucket": bucket, "result": result}, separators=(",", ":")) + "\n")
@@ -44,31 +49,36 @@ class Output:
             os.fsync(stream.fileno())
 
     def commit(self) -> None:
-        """Give the folder its name, in place of an older folder of that name, which is deleted last."""
+        """Rename the partial folder to its final name. An older folder of that name is deleted last."""
         (self.partial / _JOURNAL).unlink()
         for file in self.partial.iterdir():
-            sync(file)
-        sync(self.partial)
+            _sync(file)
+        _sync(self.partial)
         old = self.path.with_name(f".{self.path.name}.replaced")
         shutil.rmtree(old, ignore_errors=True)
         if self.path.exists():
             os.rename(self.path, old)
         os.rename(self.partial, self.path)
-        (self.path / _LOCK).unlink()  # held up to here: nobody else may take the folder for an interrupted one
-        sync(self.path.parent)
+        (self.path / _LOCK).unlink()  # after the rename, so that no program takes the folder for an interrupted one
+        _sync(self.path.parent)
         shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
-def output_folder(path: str | Path, decides: Mapping[str, Any], *, overwrite: bool, num_bytes: int) -> Iterator[Output]:
-    """Open the partial folder of ``path``: what an interrupted run left if ``decides`` (JSON) is the same, else empty.
+def output_folder(path: str | Path, inputs: Mapping[str, Any], *, overwrite: bool, num_bytes: int) -> Iterator[Output]:
+    """Open the partial folder of ``path``; continue an interrupted run if its ``inputs`` were the same.
 
-    ``num_bytes`` of weights are to be written. Raises CheckpointError when the folder exists and is not to be replaced,
-    when another program is writing it, when it cannot be written, and when the disk is too small or becomes full: what
-    is done stays then, and the same command goes on from there.
+    Args:
+        inputs: JSON that determines the content: the source, the model and the options.
+        overwrite: Replace an existing folder that these tools wrote.
+        num_bytes: Bytes of weights that will be written.
+
+    Raises:
+        CheckpointError: the folder exists, is locked or cannot be written, or the disk is full. Finished buckets stay
+            on disk, and the same command continues.
     """
-    path = Path(os.path.realpath(path))  # where a link points, beside which there is room, too
-    _require_free(path, decides, overwrite)
+    path = Path(os.path.realpath(path))  # the partial folder must be on the filesystem of a link's target
+    _require_free(path, inputs, overwrite)
     partial = path.with_name(f".{path.name}.partial")
     try:
         try:
@@ -81,14 +91,16 @@ def output_folder(path: str | Path, decides: Mapping[str, Any], *, overwrite: bo
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise CheckpointError(path, "another program is writing it; wait for it, or stop it first") from error
-            _require_free(path, decides, overwrite)  # again: the other program may just have finished
-            output = Output(path, partial, _resume(partial, json.loads(json.dumps(decides))))
+            _require_free(path, inputs, overwrite)  # again: the other program may have finished since
+            output = Output(path, partial, _resume(partial, json.loads(json.dumps(inputs))))
             try:
-                _require_space(partial, num_bytes)
+                present = sum(file.stat().st_blocks * 512 for file in partial.iterdir() if file.is_file())
+                if shutil.disk_usage(partial).free + present < num_bytes + _SPACE_MARGIN_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 yield output
             except BaseException:
                 if not output.done:
-                    shutil.rmtree(partial, ignore_errors=True)  # there is nothing to go on from
+                    shutil.rmtree(partial, ignore_errors=True)
                 raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -97,53 +109,45 @@ def output_folder(path: str | Path, decides: Mapping[str, Any], *, overwrite: bo
         raise CheckpointError(
             path,
             f"the disk is full: {needed / 1e9:.2f} GB are needed in all, {free / 1e9:.2f} GB are free. Nothing was "
-            "written under this name; make room and run the same command again, it goes on from what is done",
+            "written under this name. Free some space and run the same command again; it continues the work",
         ) from error
 
 
-def _require_free(path: Path, decides: Mapping[str, Any], overwrite: bool) -> None:
-    """Nothing but an earlier result may lie under the name, and not the source."""
-    source = Path(decides["source"][0])
+def _require_free(path: Path, inputs: Mapping[str, Any], overwrite: bool) -> None:
+    source = Path(inputs["source"][0])
     if path.resolve() in (source, *source.parents):
-        raise CheckpointError(path, f"is, or holds, the source {source}; choose another name")
+        raise CheckpointError(path, f"is or contains the source {source}; choose another name")
     if source in path.parents:
-        raise CheckpointError(path, f"lies inside the source {source}; choose another folder")
+        raise CheckpointError(path, f"is inside the source {source}; choose another folder")
     if not path.exists():
         return
     if not overwrite:
         raise CheckpointError(path, "exists already; choose another name, or replace it with --overwrite")
     if not path.is_dir() or (any(path.iterdir()) and not (path / digests.FILE).is_file()):
-        raise CheckpointError(
-            path, f"is not a folder that these tools made (no {digests.FILE}); remove it first, or choose another name"
-        )
+        problem = f"these tools did not write it (no {digests.FILE}); remove it first, or choose another name"
+        raise CheckpointError(path, problem)
 
 
-def _resume(partial: Path, decides: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Buckets that an earlier run finished; the folder is emptied when it was to hold something else."""
+def _resume(partial: Path, inputs: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Results of the buckets that an earlier run finished. Empties a folder of other inputs."""
     journal = partial / _JOURNAL
-    lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []  # a last line without an end is cut off
+    lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []  # drops an incomplete last line
     try:
         entries = [json.loads(line) for line in lines]
     except ValueError:
         entries = []
-    if entries and entries[0] == decides:
+    if entries and entries[0] == inputs:
         return {entry["bucket"]: entry["result"] for entry in entries[1:]}
     for file in partial.iterdir():
         if file.name != _LOCK:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
-    journal.write_text(json.dumps(decides) + "\n")
-    sync(journal)
+    journal.write_text(json.dumps(inputs) + "\n")
+    _sync(journal)
     return {}
 
 
-def _require_space(partial: Path, num_bytes: int) -> None:
-    present = sum(file.stat().st_blocks * 512 for file in partial.iterdir() if file.is_file())
-    if shutil.disk_usage(partial).free + present < num_bytes + _SPACE_MARGIN_BYTES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def sync(path: Path) -> None:
-    """Have a file or folder reach the disk."""
+def _sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,5 +156,5 @@ def sync(path: Path) -> None:
 
 
 def fingerprint(files: list[Path]) -> list[list[Any]]:
-    """What changes when a source changes: names, sizes and times of its files."""
+    """Names, sizes and times of files, to detect a changed source."""
     return [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]

@@ -1,57 +1,54 @@
-"""The last lines of a conversion: what was made, how fast, what was left out and what is missing."""
+"""The summary that a conversion prints: tensors, speed, and what was skipped or is missing."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoint_tools import digests
 from checkpoint_tools.hf_folder import HfFolder
-from checkpoint_tools.work import Volume, rate_of
+from checkpoint_tools.workers import Volume, format_rate
 
 
 @dataclass
-class Converted:
-    """What a command tells about its result."""
+class Report:
+    """The result of a conversion."""
 
     num_tensors: int = 0
     volume: Volume = field(default_factory=lambda: Volume(0, 0))
     has_tokenizer: bool = True
     notes: list[str] = field(default_factory=list)
 
-    def left_out(self, reasons: Mapping[str, str]) -> None:
-        """Count tensors by the reason why they are not converted, with the name of one."""
-        for reason, count in Counter(reasons.values()).items():
-            example = next(name for name, why in reasons.items() if why == reason)
-            self.notes.append(f"left out: {count} tensors ({example}{', ...' if count > 1 else ''}): {reason}")
-
-    def checked(self, source: HfFolder, num_published: int) -> None:
-        """Say against what the bytes of the source were compared: digests.json, the Hub's digests, or nothing."""
-        if source.own_code:
-            self.notes.append(
-                f"not used: code that config.json or the folder brings along ({', '.join(source.own_code)})"
-            )
-        if source.recorded:
-            self.notes.append(f"source: every tensor has the digest that {digests.FILE} records")
-        elif num_published:
-            self.notes.append(f"source: {num_published} of {len(source.files)} files have the digest of the Hub")
+    def add_source(self, source: HfFolder, num_hub_files: int) -> None:
+        """Add the tensors and code that the conversion ignores, and the digests that its source was compared with."""
+        for reason, count in Counter(source.skipped.values()).items():
+            example = next(name for name, why in source.skipped.items() if why == reason)
+            self.notes.append(f"skipped: {count} tensors ({example}{', ...' if count > 1 else ''}): {reason}")
+        if source.custom_code:
+            self.notes.append(f"skipped: custom code of the folder ({', '.join(source.custom_code)})")
+        if source.recorded_digests:
+            self.notes.append(f"source: every tensor has the digest in {digests.FILE}")
+        elif num_hub_files:
+            self.notes.append(f"source: {num_hub_files} of {len(source.files)} files have the digest of the Hub")
         else:
             self.notes.append(f"source: no digests are known, so a flipped bit could not be seen ({digests.FILE})")
 
 
 @contextmanager
-def say_converted(source: Path, target: Path) -> Iterator[Converted]:
-    """Time a conversion and, when it has succeeded, print what it made."""
-    said, start = Converted(), time.monotonic()
-    yield said
+def report_conversion(source: Path, target: Path) -> Iterator[Report]:
+    """Measure the time of a conversion and print its report after success."""
+    report, start = Report(), time.monotonic()
+    yield report
     seconds = time.monotonic() - start
     print(f"{source} -> {target}")
-    print(f"  {said.num_tensors} tensors, {rate_of(said.volume, seconds)}, each read back from the disk and equal")
-    for note in said.notes:
+    print(
+        f"  {report.num_tensors} tensors, {format_rate(report.volume, seconds)}, each read back from the disk and equal"
+    )
+    for note in report.notes:
         print(f"  {note}")
-    if not said.has_tokenizer:
+    if not report.has_tokenizer:
         print(f"  no tokenizer in {source}: the result has none either")

@@ -1,11 +1,11 @@
-"""Read and write rows of tensors in safetensors files, with plain positioned reads and writes.
+"""Read and write rows of tensors in safetensors files with positioned reads and writes.
 
-In:  a file, or the names, types and shapes of the tensors of one that is to be written.
-Out: where each tensor lies; rows of it. Any process; files are opened when they are first used.
+In:  a file, or the names, types and shapes of the tensors to write.
+Out: the position of each tensor, and rows of it.
 
-The safetensors library maps files into memory, and every page that was touched counts as the process's own until the
-file is closed; here a process holds the rows that it asked for and nothing else. The format: 8 bytes with the length N
-of the header, little endian; N bytes of JSON; then the tensors, without gaps, at the offsets that the header gives.
+The safetensors library maps files into memory, and each page read counts as memory of the process. Here a process keeps
+only the rows that it asked for. Format: 8 bytes with the header's length N, little endian; N bytes of JSON; then the
+tensors without gaps, at the offsets in the header.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _ALIGNMENT_BYTES = 8
-_LFS_POINTER = b"version "  # how its first line begins
+_LFS_PREFIX = b"version "
 _REMEDY = "Fetch the file again"
+
+Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # types and shapes by name
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in a file."""
+    """A tensor in a file."""
 
     file: Path
     dtype: torch.dtype
@@ -63,12 +65,12 @@ class Entry:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Every tensor of a file. Raises CheckpointError that says in which way the file is not whole."""
+    """All tensors of a file. Raises CheckpointError when the file is missing, truncated or damaged."""
     try:
         size = file.stat().st_size
         with open(file, "rb") as stream:
             start = stream.read(8)
-            if start == _LFS_POINTER:
+            if start == _LFS_PREFIX:
                 raise CheckpointError(file, "a pointer of Git LFS instead of the file. Fetch it with git lfs pull")
             length = int.from_bytes(start, "little")
             if size < 8 or length > size - 8:
@@ -79,51 +81,42 @@ def read_header(file: Path) -> dict[str, Entry]:
         if not isinstance(header, dict):
             raise TypeError("it is not a JSON object")
         header.pop("__metadata__", None)
-        found = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items()}
+        entries = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items()}
     except FileNotFoundError as error:
         raise CheckpointError(file, f"the file is missing. {_REMEDY}") from error
     except OSError as error:
         raise CheckpointError(file, f"cannot be read: {error.strerror}. Make it readable, or fetch it again") from error
+    except CheckpointError:
+        raise
     except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(file, f"damaged: its header cannot be read ({error}). {_REMEDY}") from error
-    _require_whole(file, found, 8 + length, size)
-    return found
+    position = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        if entry.offset != position:
+            raise CheckpointError(file, f"damaged: {name} does not start where the tensor before it ends. {_REMEDY}")
+        position += entry.num_bytes
+    if position != size:
+        kind = "truncated" if position > size else "damaged"
+        raise CheckpointError(file, f"{kind}: {size} bytes instead of the {position} of its header. {_REMEDY}")
+    return entries
 
 
 def _entry(file: Path, name: str, entry: dict, data_offset: int) -> Entry:
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(file, f"{name}: type {entry['dtype']} is not known; known are {', '.join(DTYPES)}")
     start, end = entry["data_offsets"]
-    found = Entry(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), data_offset + start)
-    if found.num_bytes != end - start:
-        raise CheckpointError(file, f"damaged: {name} of shape {found.shape} in {end - start} bytes. {_REMEDY}")
-    return found
+    result = Entry(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), data_offset + start)
+    if result.num_bytes != end - start:
+        raise CheckpointError(file, f"damaged: {name} of shape {result.shape} in {end - start} bytes. {_REMEDY}")
+    return result
 
 
-def _require_whole(file: Path, found: Mapping[str, Entry], data_offset: int, size: int) -> None:
-    position = data_offset
-    for name, entry in sorted(found.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
-        if entry.offset != position:
-            raise CheckpointError(file, f"damaged: {name} does not begin where the tensor before it ends. {_REMEDY}")
-        position += entry.num_bytes
-    if position != size:
-        what = "truncated" if position > size else "damaged"
-        raise CheckpointError(file, f"{what}: {size} bytes instead of the {position} of its header. {_REMEDY}")
+def create_file(file: Path, tensors: Tensors) -> dict[str, Entry]:
+    """Create a file of full size with its header; returns the positions of its tensors, in their order.
 
-
-def plan_file(file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
-    """Where the tensors of a file that is to be written will lie, in their order."""
-    length, position = len(_header_of(tensors)), 0
-    places = {}
-    for name, (dtype, shape) in tensors.items():
-        places[name] = Entry(file, dtype, tuple(shape), 8 + length + position)
-        position += places[name].num_bytes
-    return places
-
-
-def _header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    A file of that size from an interrupted run stays. The space is reserved, so a full disk fails before the work.
+    Raises OSError.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():
@@ -131,28 +124,22 @@ def _header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> by
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % _ALIGNMENT_BYTES)
-
-
-def write_header(places: Mapping[str, Entry]) -> None:
-    """Make a file of :func:`plan_file` of full size, its tensors still to be written. One of that size stays as it is.
-
-    The space is reserved, so that a disk that is too small is found before the work and not after it. Raises OSError.
-    """
-    file = next(iter(places.values())).file
-    text = _header_of({name: (entry.dtype, entry.shape) for name, entry in places.items()})
-    size = 8 + len(text) + sum(entry.num_bytes for entry in places.values())
-    if file.exists() and file.stat().st_size == size:
-        return
-    with open(file, "wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        stream.flush()
-        os.posix_fallocate(stream.fileno(), 0, size)
-        os.fsync(stream.fileno())
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    start = 8 + len(text)
+    if not (file.exists() and file.stat().st_size == start + position):
+        with open(file, "wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            stream.flush()
+            os.posix_fallocate(stream.fileno(), 0, start + position)
+            os.fsync(stream.fileno())
+    return {
+        name: Entry(file, dtype, tuple(shape), start + header[name]["data_offsets"][0])  # type: ignore[index]
+        for name, (dtype, shape) in tensors.items()
+    }
 
 
 class Files:
-    """Descriptors of the files in use, so that each is opened once in a process."""
+    """Descriptors of open files, so that a process opens each file once."""
 
     def __init__(self, *, writable: bool = False):
         self._flags = os.O_RDWR if writable else os.O_RDONLY
@@ -164,7 +151,7 @@ class Files:
         return self._open[file]
 
     def read(self, file: Path, offset: int, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes]. Raises CheckpointError when the file ends before."""
+        """uint8 [num_bytes]. Raises CheckpointError when the file is too short."""
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         view, position = memoryview(buffer.numpy()), 0
         while position < num_bytes:
@@ -175,7 +162,7 @@ class Files:
         return buffer
 
     def rows(self, entry: Entry, first: int = 0, end: int | None = None) -> Tensor:
-        """Rows [first, end) of a tensor, all by default; a copy. A tensor of no axes is read whole."""
+        """A copy of rows [first, end) of a tensor, by default all. A scalar is read whole."""
         if not entry.shape:
             return self.read(entry.file, entry.offset, entry.num_bytes).view(entry.dtype)[0]
         end = entry.shape[0] if end is None else end
@@ -183,7 +170,7 @@ class Files:
         return raw.view(entry.dtype).view(end - first, *entry.shape[1:])
 
     def write_rows(self, entry: Entry, first: int, rows: Tensor) -> None:
-        """Put ``rows``, of the entry's type, where rows ``first`` and following of a tensor belong. Raises OSError."""
+        """Write ``rows``, of the entry's type, at row ``first`` of a tensor. Raises OSError."""
         view = raw_bytes(rows)
         position, offset = 0, entry.offset + first * entry.row_bytes
         while position < len(view):
@@ -193,8 +180,8 @@ class Files:
         for descriptor in self._open.values():
             os.fsync(descriptor)
 
-    def forget_cache(self, file: Path) -> None:
-        """Ask the system to drop its copy of a file, so that the next read comes from the disk."""
+    def drop_cache(self, file: Path) -> None:
+        """Ask the system to drop its cached pages of a file, so that the next read comes from the disk."""
         os.posix_fadvise(self.descriptor(file), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:

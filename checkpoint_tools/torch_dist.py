@@ -1,11 +1,9 @@
-"""The files of a distributed checkpoint (torch_dist): pieces of tensors, each a small archive of torch.save in a file.
+"""Read and write the files of a distributed checkpoint (torch_dist): pieces of tensors, each a torch.save archive.
 
-In:  ``.metadata`` and the ``.distcp`` files of a folder, written by any number of ranks in any layout.
-Out: rows of the tensors, each piece checked against the CRC-32 that its archive carries. And the way back: pieces
-     appended to a file, and the metadata of a whole folder.
+In:  ``.metadata`` and the ``.distcp`` files of a folder, from any number of ranks in any layout.
+Out: rows of the tensors, after a check of each piece's CRC-32; or new pieces and metadata.
 
-A piece is read by its position in the file, rows at a time: whoever saved a vocabulary in one piece does not decide how
-much memory reading it takes.
+Rows are read by their position in the file, so memory does not depend on the size of a piece.
 """
 
 from __future__ import annotations
@@ -40,17 +38,17 @@ from megatron_fp8rl.data import checkpoint_pickle
 
 METADATA = ".metadata"
 _CRC_READ_BYTES = 1 << 20
-_LOCAL_HEADER_BYTES = 30  # of a zip archive's member, before its name
+_LOCAL_HEADER_BYTES = 30  # of a zip member, before its name
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of one key's tensor, and where it is stored."""
+    """A box of a key's tensor, and its position in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    position: int  # of its archive in the file, bytes
+    position: int  # of its archive, in bytes
     length: int
 
     def to_json(self) -> list[Any]:
@@ -63,15 +61,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The tensor of one key."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder by key. Raises CheckpointError when the metadata is missing or damaged."""
+    """Tensors of a folder by key. Raises CheckpointError when the metadata is missing or damaged."""
     file = folder / METADATA
     try:
         metadata = checkpoint_pickle.read_metadata(folder)
@@ -82,10 +78,10 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
             if isinstance(tensor, TensorStorageMetadata)
         }
     except FileNotFoundError as error:
-        raise CheckpointError(file, "the file is missing; without it the pieces have no names") from error
+        raise CheckpointError(file, "the file is missing; the checkpoint cannot be read without it") from error
     except checkpoint_pickle.UnsafeError as error:
         raise CheckpointError(file, str(error)) from error
-    except Exception as error:  # unpickling damaged bytes raises nearly anything
+    except Exception as error:  # unpickling damaged bytes raises many types
         raise CheckpointError(file, f"damaged: {type(error).__name__}: {error}. Restore the file") from error
 
 
@@ -97,8 +93,8 @@ def _stored(key: str, tensor: TensorStorageMetadata, stored: Mapping[tuple[str, 
     return StoredTensor(tensor.properties.dtype, tuple(tensor.size), tuple(pieces))
 
 
-def problems_of(folder: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Files that are missing or too short for the pieces in them, and tensors that the pieces do not cover."""
+def find_problems(folder: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Problems of files that are missing or too short, and of tensors that the pieces do not cover."""
     ends: dict[str, int] = {}
     problems = []
     for key, tensor in tensors.items():
@@ -106,7 +102,7 @@ def problems_of(folder: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
             ends[piece.file] = max(ends.get(piece.file, 0), piece.position + piece.length)
         covered = sum(math.prod(piece.sizes) for piece in tensor.pieces)
         if covered != math.prod(tensor.shape):
-            problems.append(f"{key}: its pieces hold {covered} of {math.prod(tensor.shape)} numbers")
+            problems.append(f"{key}: its pieces cover {covered} of {math.prod(tensor.shape)} elements")
     for name, end in sorted(ends.items()):
         file = folder / name
         if not file.is_file():
@@ -117,7 +113,7 @@ def problems_of(folder: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
 
 
 class _View(io.RawIOBase):
-    """A range of a file as a file."""
+    """A byte range of a file, as a file."""
 
     def __init__(self, stream: BinaryIO, start: int, length: int):
         self._stream, self._start, self._length, self._at = stream, start, length, 0
@@ -141,7 +137,7 @@ class _View(io.RawIOBase):
 
 
 class _Layout(pickle.Unpickler):
-    """Reads how a tensor lies in its storage, without building either."""
+    """Reads (offset, size, stride) of a pickled tensor, without building it."""
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
@@ -153,9 +149,9 @@ class _Layout(pickle.Unpickler):
             ("collections", "OrderedDict"): OrderedDict,
         }
         if module == "torch":
-            return name  # the type of a storage
+            return name  # a storage type
         if (module, name) not in known:
-            raise pickle.UnpicklingError(f"it holds a {module}.{name} where a tensor was expected")
+            raise pickle.UnpicklingError(f"{module}.{name} instead of a tensor")
         return known[module, name]
 
 
@@ -164,50 +160,46 @@ def _require_rows(layout: Any, sizes: tuple[int, ...]) -> None:
     expected = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
     differs = any(n > 1 and have != want for n, have, want in zip(sizes, stride, expected, strict=True))
     if offset != 0 or tuple(size) != sizes or differs:
-        raise ValueError(
-            f"a tensor of shape {tuple(size)}, strides {tuple(stride)} where rows of {sizes} were expected"
-        )
+        raise ValueError(f"a tensor of shape {tuple(size)}, strides {tuple(stride)} instead of rows of {sizes}")
 
 
 @dataclass
 class PieceReader:
-    """Reads rows of pieces of one folder. Each piece is checked whole when it is first used."""
+    """Reads rows of a folder's pieces. Checks a whole piece at its first use."""
 
     folder: Path
     check_crc: bool = True
-    called: Path | None = None  # the folder's name in errors, when it is another one
+    display_folder: Path | None = None  # replaces ``folder`` in errors
     _files: Files = field(default_factory=Files)
-    _data: dict[tuple[str, int], int] = field(default_factory=dict)  # (file, position) -> where the numbers begin
+    _data: dict[tuple[str, int], int] = field(default_factory=dict)  # (file, position) -> byte of the first element
 
     def rows(self, name: str, piece: Piece, dtype: torch.dtype, index: tuple[int, ...], first: int, end: int) -> Tensor:
         """Rows [first, end) of ``piece[index]``. Raises CheckpointError with ``name`` and the file when damaged."""
-        where = self._begin(name, piece, dtype)
         sizes = piece.sizes[len(index) :]
-        number = 0  # of the row, over the stacked axes
+        flat = 0  # index over the stacked axes
         for position, size in zip(index, piece.sizes[: len(index)], strict=True):
-            number = number * size + position
+            flat = flat * size + position
         row_bytes = math.prod(sizes[1:]) * dtype.itemsize
-        offset = where + (number * sizes[0] + first) * row_bytes
+        offset = self._data_offset(name, piece, dtype) + (flat * sizes[0] + first) * row_bytes
         raw = self._files.read(self.folder / piece.file, offset, (end - first) * row_bytes)
         return raw.view(dtype).view(end - first, *sizes[1:])
 
-    def _begin(self, name: str, piece: Piece, dtype: torch.dtype) -> int:
-        known = piece.file, piece.position
-        if known not in self._data:
-            file = (self.called or self.folder) / piece.file
+    def _data_offset(self, name: str, piece: Piece, dtype: torch.dtype) -> int:
+        key = piece.file, piece.position
+        if key not in self._data:
+            file = (self.display_folder or self.folder) / piece.file
             try:
                 with open(self.folder / piece.file, "rb") as stream:
-                    self._data[known] = self._open(_View(stream, piece.position, piece.length), piece, dtype)
+                    self._data[key] = self._check(_View(stream, piece.position, piece.length), piece, dtype)
             except FileNotFoundError as error:
-                raise CheckpointError(file, f"the file is missing; it holds {name}") from error
-            except Exception as error:  # damaged archives and pickles raise nearly anything
-                raise CheckpointError(
-                    file, f"{name}: damaged piece at byte {piece.position}: {error}. Restore the file from a copy"
-                ) from error
-        return self._data[known]
+                raise CheckpointError(file, f"the file is missing; it contains {name}") from error
+            except Exception as error:  # damaged archives and pickles raise many types
+                problem = f"{name}: damaged piece at byte {piece.position}: {error}. Restore the file from a copy"
+                raise CheckpointError(file, problem) from error
+        return self._data[key]
 
-    def _open(self, view: _View, piece: Piece, dtype: torch.dtype) -> int:
-        """Check an archive; position in the file of the first number."""
+    def _check(self, view: _View, piece: Piece, dtype: torch.dtype) -> int:
+        """Check an archive; returns the file position of the first element."""
         with zipfile.ZipFile(view) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             layout, data = members["data.pkl"], members["data/0"]
@@ -224,21 +216,19 @@ class PieceReader:
         names_bytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         return piece.position + data.header_offset + _LOCAL_HEADER_BYTES + names_bytes
 
-    def forget(self) -> None:
-        """Close files and forget what was checked: the next read of a piece checks it again."""
+    def close(self) -> None:
         self._files.close()
-        self._data.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_files": Files(), "_data": {}}
 
 
 def append(stream: BinaryIO, data: Tensor | list, file: str, offsets: Iterable[int]) -> Piece:
-    """Write a tensor, or the objects of a key, at the end of an open file. Raises OSError."""
+    """Write a tensor or a list of objects at the end of an open file. Raises OSError."""
     position = stream.tell()
     try:
         torch.save(data, stream)
-    except RuntimeError as error:  # closing the archive fails after a write that failed, and hides why
+    except RuntimeError as error:  # torch hides a failed write behind an error of its own
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -247,20 +237,20 @@ def append(stream: BinaryIO, data: Tensor | list, file: str, offsets: Iterable[i
 
 
 def write_metadata(folder: Path, tensors: Mapping[str, StoredTensor], objects: Mapping[str, Piece]) -> None:
-    """Write ``.metadata`` and ``metadata.json`` for pieces that are on disk. Raises OSError."""
-    described: dict[str, Any] = {}
+    """Write ``.metadata`` and ``metadata.json`` for pieces on disk. Raises OSError."""
+    state_dict_metadata: dict[str, Any] = {}
     results = []
     for key, tensor in tensors.items():
         chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.pieces]
         properties = TensorProperties(dtype=tensor.dtype)
-        described[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        state_dict_metadata[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         for number, piece in enumerate(tensor.pieces):
             results.append(_result(MetadataIndex(key, piece.offsets, number), piece))
     for key, piece in objects.items():
-        described[key] = BytesStorageMetadata()
+        state_dict_metadata[key] = BytesStorageMetadata()
         results.append(_result(MetadataIndex(key), piece))
-    FileSystemWriter(folder).finish(Metadata(described), [results])
-    # What tells Megatron-Core that the folder is a distributed checkpoint.
+    FileSystemWriter(folder).finish(Metadata(state_dict_metadata), [results])
+    # Megatron-Core requires this file in a distributed checkpoint.
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
 
 

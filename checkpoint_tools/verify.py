@@ -1,11 +1,9 @@
-"""Prove a conversion: every tensor by its digest, and the model by its logits.
+"""Check a conversion: the digest of every tensor, and the logits of the model.
 
-In:  the Hugging Face checkpoint that was converted, and what was made of it: a Megatron-Core checkpoint, a Hugging Face
-     one, or one in block FP8.
-Out: exit status 0 and what was proven, or the names of the tensors that differ and exit status 1.
+In:  the source in Hugging Face format and its conversion: a Megatron-Core, Hugging Face or block FP8 checkpoint.
+Out: exit status 0, or the names of the tensors that differ and exit status 1.
 
-The digests need memory for strips of rows. The logits need one model in FP32 at a time: transformers' from the source,
-then the trainer's from the conversion, on the same random tokens.
+Logits need one model in FP32 at a time: transformers' from the source, then the trainer's from the conversion.
 """
 
 from __future__ import annotations
@@ -21,55 +19,54 @@ import torch
 import tyro
 from torch import Tensor
 
-from checkpoint_tools import digests
+from checkpoint_tools.digests import TensorDigests
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import SCALE, HfFolder
 from checkpoint_tools.megatron_folder import MegatronFolder, is_megatron
-from checkpoint_tools.strips import clip, segments, strips
-from checkpoint_tools.work import Bucket, Progress, WorkOptions, fill_buckets, results
+from checkpoint_tools.row_chunks import clip, row_chunks, segments
+from checkpoint_tools.workers import Bucket, Progress, WorkerOptions, fill_buckets, require_at_least, run_jobs
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.table import Weight
 from megatron_fp8rl.precision.formats import BLOCKWISE_FP32, BLOCKWISE_POW2, QuantFormat
 from megatron_fp8rl.precision.quantizers import quantize
 
-_MAX_NAMED = 20
+_MAX_SHOWN = 20
 _FLOAT32_BYTES = 4
 _POW2_MANTISSA = 0x007FFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(WorkOptions):
+class Options(WorkerOptions):
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """The Hugging Face checkpoint that was converted."""
+    """Hugging Face checkpoint that was converted."""
     converted: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONVERTED")]
-    """What was made of it."""
+    """Its conversion."""
     logits: Literal["auto", "yes", "no"] = "auto"
-    """Compare logits. auto does when the model fits into the free memory in FP32."""
+    """Compare logits; auto compares them when the model in FP32 fits into free memory."""
     num_tokens: int = 64
-    """Random tokens whose logits are compared."""
+    """Number of random tokens."""
     tolerance: float = 1e-4
-    """Largest difference of a logit, in units of the logits' standard deviation, absolutely where that is below 1."""
+    """Largest allowed difference of a logit, times the logits' standard deviation if that is above 1."""
     seed: int = 0
-    """Of the random tokens."""
+    """Seed of the random tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_tokens < 1:
-            raise ValueError(f"--num_tokens {self.num_tokens}: at least 1 is needed")
+        require_at_least("num_tokens", self.num_tokens, 1)
 
 
 def run(options: Options) -> int:
-    """The command."""
+    """Compare and print the result; returns 0 when all is equal, else 1."""
     source, converted = HfFolder.open(options.source, keep_mtp=None), open_converted(options.converted)
     source = _same_architecture(source, converted)
-    wrong, num_tensors = compare_tensors(source, converted, options)
-    for name in wrong[:_MAX_NAMED]:
+    different, num_tensors = compare_tensors(source, converted, options)
+    for name in different[:_MAX_SHOWN]:
         print(f"different: {name}")
-    if wrong:
-        print(f"{len(wrong)} of {num_tensors} tensors differ between {source.path} and {converted.path}")
+    if different:
+        print(f"{len(different)} of {num_tensors} tensors differ between {source.path} and {converted.path}")
         return 1
-    print(f"{num_tensors} tensors: equal digests of what {converted.path} holds and what {source.path} becomes")
+    print(f"{num_tensors} tensors: the digests of {converted.path} equal those of the converted {source.path}")
     reason = _no_logits(options, source, converted)
     if reason is not None:
         print(f"logits: not compared: {reason}")
@@ -77,64 +74,67 @@ def run(options: Options) -> int:
     difference, spread = compare_logits(source, converted, options.num_tokens, options.seed)
     if not math.isfinite(difference):
         print(
-            f"logits of {options.num_tokens} random tokens in FP32 are not finite: weights of {source.path} are NaN or "
-            f"infinity, which both checkpoints hold alike; hf_to_megatron names them"
+            f"logits of {options.num_tokens} random tokens in FP32 are not finite: both checkpoints have the same NaN or "
+            f"infinity as weights; hf_to_megatron lists the tensors"
         )
         return 1
     bound = options.tolerance * max(1.0, spread)
-    verdict = "within" if difference <= bound else "NOT within"
+    status = "within" if difference <= bound else "NOT within"
     print(
-        f"logits of {options.num_tokens} random tokens in FP32: max difference {difference:.2e}, {verdict} {bound:.1e} "
+        f"logits of {options.num_tokens} random tokens in FP32: max difference {difference:.2e}, {status} {bound:.1e} "
         f"(standard deviation of the logits {spread:.2f})"
     )
     return 0 if difference <= bound else 1
 
 
 def open_converted(path: Path) -> HfFolder | MegatronFolder:
-    """Either kind of checkpoint. Raises CheckpointError when it is neither, or not whole."""
+    """Open a Megatron-Core or Hugging Face folder. Raises CheckpointError when it is neither, or incomplete."""
     return MegatronFolder.open(path) if is_megatron(path) else HfFolder.open(path, keep_mtp=None)
 
 
 def _same_architecture(source: HfFolder, converted: HfFolder | MegatronFolder) -> HfFolder:
-    """The source as the conversion saw it: without multi-token prediction layers when they were left out."""
+    """The source, without multi-token prediction layers if the conversion skipped them."""
     if source.model.num_mtp_layers != converted.model.num_mtp_layers:
         source = HfFolder.open(source.path, keep_mtp=converted.model.num_mtp_layers > 0)
-    ours, theirs = registry.hf_tensors(source.model), registry.hf_tensors(converted.model)
-    if ours != theirs:
-        odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        raise CheckpointError(converted.path, [f"{n}: {theirs.get(n)} instead of {ours.get(n)}" for n in odd])
+    expected, actual = registry.hf_tensors(source.model), registry.hf_tensors(converted.model)
+    different = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
+    if different:
+        problems = [f"{name}: {actual.get(name)} instead of {expected.get(name)}" for name in different]
+        raise CheckpointError(converted.path, problems)
     return source
 
 
-def compare_tensors(source: HfFolder, converted: HfFolder | MegatronFolder, work: WorkOptions) -> tuple[list[str], int]:
-    """(names of the tensors that differ, how many were compared)."""
+def compare_tensors(
+    source: HfFolder, converted: HfFolder | MegatronFolder, options: WorkerOptions
+) -> tuple[list[str], int]:
+    """(names of the tensors that differ, number of compared tensors)."""
     weights = registry.weights(source.model)
     sizes = ((name, 2 * torch.Size(weight.shape).numel()) for name, weight in weights.items())
     buckets = fill_buckets(sizes)
-    job = Comparison(source, converted, work.memory_bytes, _fp8_format(converted))
-    wrong: list[str] = []
+    job = Comparison(source, converted, options.memory_bytes, _fp8_format(converted))
+    different: list[str] = []
     num_tensors = 0
     with Progress("verify", sum(bucket.num_bytes for bucket in buckets)) as progress:
-        for bucket, found in results(job, buckets, work.workers):
-            wrong += found["wrong"]
-            num_tensors += found["num_tensors"]
+        for bucket, result in run_jobs(job, buckets, options.workers):
+            different += result["different"]
+            num_tensors += result["num_tensors"]
             progress.advance(bucket.num_bytes)
     order = list(registry.hf_tensors(source.model))
-    return sorted(wrong, key=lambda name: order.index(name.removesuffix(SCALE))), num_tensors
+    return sorted(different, key=lambda name: order.index(name.removesuffix(SCALE))), num_tensors
 
 
 def _fp8_format(converted: HfFolder | MegatronFolder) -> QuantFormat | None:
-    """The format of the FP8 matrices of a Hugging Face folder; None when there are none."""
+    """FP8 format of a Hugging Face folder; None without FP8 matrices."""
     if isinstance(converted, MegatronFolder):
         return None
-    scaled = [name for name in converted.entries if name.endswith(SCALE)]
-    pow2 = (not (converted.stored(name).float().view(torch.int32) & _POW2_MANTISSA).any() for name in scaled)
-    return None if not scaled else BLOCKWISE_POW2 if all(pow2) else BLOCKWISE_FP32
+    scales = [name for name in converted.entries if name.endswith(SCALE)]
+    pow2 = (not (converted.stored(name).float().view(torch.int32) & _POW2_MANTISSA).any() for name in scales)
+    return None if not scales else BLOCKWISE_POW2 if all(pow2) else BLOCKWISE_FP32
 
 
 @dataclass
 class Comparison:
-    """The job: digests of both sides of a bucket of parameters."""
+    """Job: compare the digests of a bucket of parameters."""
 
     source: HfFolder
     converted: HfFolder | MegatronFolder
@@ -142,43 +142,37 @@ class Comparison:
     fp8: QuantFormat | None
 
     def run(self, bucket: Bucket) -> dict[str, Any]:
-        """{names of the tensors that differ, how many were compared}"""
-        wanted, found = digests.Running(self.source.path), digests.Running(self.converted.path)
+        """Returns {"different": names, "num_tensors": number of compared tensors}."""
+        expected, actual = TensorDigests(self.source.path), TensorDigests(self.converted.path)
+        read = self._megatron_rows if isinstance(self.converted, MegatronFolder) else self._hf_rows
         for name in bucket.names:
-            weight = registry.weights(self.source.model)[name]
-            sides = self._megatron if isinstance(self.converted, MegatronFolder) else self._hf
-            for hf_name, first, num_rows, expected, rows in sides(weight):
-                wanted.add(hf_name, first, expected, num_rows)
-                found.add(hf_name, first, rows, num_rows)
-        wrong = [name for name, value in wanted.done.items() if found.done[name] != value]
-        return {"wrong": wrong, "num_tensors": len(wanted.done)}
+            for hf_name, first, num_rows, expected_rows, rows in read(registry.weights(self.source.model)[name]):
+                expected.add(hf_name, first, expected_rows, num_rows)
+                actual.add(hf_name, first, rows, num_rows)
+        different = [name for name, value in expected.done.items() if actual.done[name] != value]
+        return {"different": different, "num_tensors": len(expected.done)}
 
-    def _megatron(self, weight: Weight) -> Iterator[tuple[str, int, int, Tensor, Tensor]]:
-        """(name, first row, all rows, rows that are expected, rows that are there)"""
+    def _megatron_rows(self, weight: Weight) -> Iterator[tuple[str, int, int, Tensor, Tensor]]:
+        """(name, first row, number of rows, expected rows, converted rows)"""
         assert isinstance(self.converted, MegatronFolder)
         whole = segments(weight, self.source.model)
-        for first, end in strips(weight.shape, self.memory_bytes):
+        for first, end in row_chunks(weight.shape, self.memory_bytes):
             rows = self.converted.rows(weight, first, end)
             for segment in clip(whole, first, end):
                 part = rows[segment.offset : segment.offset + segment.size]
-                own, shape = weight.parts[segment.part]
-                for name in (own, *weight.copies):
+                part_name, shape = weight.parts[segment.part]
+                for name in (part_name, *weight.copies):
                     expected = self.source.rows(name, segment.start, segment.stop).to(rows.dtype)
                     yield name, segment.start, shape[0], expected, part
 
-    def _hf(self, weight: Weight) -> Iterator[tuple[str, int, int, Tensor, Tensor]]:
+    def _hf_rows(self, weight: Weight) -> Iterator[tuple[str, int, int, Tensor, Tensor]]:
         assert isinstance(self.converted, HfFolder)
         for name, shape in (*weight.parts, *((copy, weight.shape) for copy in weight.copies)):
-            for first, end in strips(shape, self.memory_bytes):
+            for first, end in row_chunks(shape, self.memory_bytes):
                 rows = self.source.rows(name, first, end)
                 if not self.converted.is_fp8(name):
-                    yield (
-                        name,
-                        first,
-                        shape[0],
-                        rows.to(self.converted.dtype(name)),
-                        self.converted.rows(name, first, end),
-                    )
+                    expected = rows.to(self.converted.dtype(name))
+                    yield name, first, shape[0], expected, self.converted.rows(name, first, end)
                     continue
                 fmt = self.fp8 or BLOCKWISE_POW2
                 data, scale = quantize(rows.to(torch.bfloat16), fmt)
@@ -189,31 +183,30 @@ class Comparison:
 
 
 def _no_logits(options: Options, source: HfFolder, converted: HfFolder | MegatronFolder) -> str | None:
-    """Why logits are not to be compared; None when they are."""
+    """Why logits are not compared; None when they are."""
     if options.logits == "no":
         return "--logits no"
     if any(source.is_fp8(name) for name in source.entries if not name.endswith(SCALE)):
-        return "the source is FP8, which transformers computes on a GPU only; its dequantized digests are the proof"
+        return "the source is FP8, which transformers computes on GPUs only; the digests cover its dequantized weights"
     if not isinstance(converted, MegatronFolder):
         if _fp8_format(converted) is not None:
-            return "FP8 rounds; equal bytes of what the source rounds to are the proof"
-        return "two Hugging Face folders run through the same code; their digests are the proof"
+            return "FP8 rounds; the digests cover the rounded source"
+        return "both folders run through the same code, so equal digests suffice"
     needed = sum(torch.Size(shape).numel() for shape in registry.hf_tensors(source.model).values()) * _FLOAT32_BYTES
     available = psutil.virtual_memory().available
     if options.logits == "auto" and 1.5 * needed > available:
-        return (
-            f"in FP32 the model takes {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; --logits yes tries it"
-        )
+        sizes = f"{needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free"
+        return f"in FP32 the model needs {sizes}; --logits yes compares anyway"
     return None
 
 
 def compare_logits(source: HfFolder, converted: MegatronFolder, num_tokens: int, seed: int = 0) -> tuple[float, float]:
-    """(largest difference of a logit, standard deviation of transformers' logits), in FP32 on random tokens."""
+    """(largest logit difference, standard deviation of transformers' logits), in FP32 on random tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, source.model.vocab_size, (num_tokens,), generator=generator)
     reference = _quietly(lambda: _transformers_logits(source.path, tokens))
-    ours = _quietly(lambda: _trainer_logits(source.model, converted.path, tokens))
-    return (ours - reference).abs().max().item(), reference.std().item()
+    trainer = _quietly(lambda: _trainer_logits(source.model, converted.path, tokens))
+    return (trainer - reference).abs().max().item(), reference.std().item()
 
 
 @torch.no_grad()
@@ -226,7 +219,7 @@ def _transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
         folder,
         dtype=torch.float32,
         attn_implementation="eager",
-        experts_implementation="eager",  # grouped products need rows of 16 bytes
+        experts_implementation="eager",  # grouped GEMMs need rows of 16 bytes
     ).eval()
     return model(tokens[None], use_cache=False).logits[0]
 
@@ -241,7 +234,7 @@ def _trainer_logits(model: ModelConfig, folder: Path, tokens: Tensor) -> Tensor:
 
 
 def _quietly(work: Callable[[], Tensor]) -> Tensor:
-    """Without the warnings of libraries about packages that are not needed here."""
+    """Run without the warnings of libraries about missing optional packages."""
     import logging
     import warnings
 

@@ -1,28 +1,29 @@
-"""Two checkpoints of any kind as the same thing: tensors by name, read a few rows at a time.
+"""One interface to checkpoints of any kind: tensors by name, read in rows.
 
-In:  a Hugging Face folder, a distributed Megatron checkpoint, or the folder of a run. Out: a :class:`View`.
-
-Under Hugging Face names both kinds have the same tensors, so a conversion can be compared with what it was made of.
+In:  a Hugging Face folder, a distributed Megatron checkpoint, or the folder of a run.
+Out: a :class:`View`. With Hugging Face names both kinds have the same tensors.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from checkpoint_tools import hf_folder, strips
+from checkpoint_tools import hf_folder
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import FP8, SCALE
-from checkpoint_tools.keys import Place
-from checkpoint_tools.megatron_folder import MegatronFolder, is_megatron, model_of, resolve
+from checkpoint_tools.megatron_folder import MegatronFolder, find_checkpoint, is_megatron
+from checkpoint_tools.megatron_keys import KeyIndex
+from checkpoint_tools.row_chunks import ROW_MULTIPLE, segments
 from checkpoint_tools.safetensors_file import Entry, Files
-from checkpoint_tools.torch_dist import PieceReader, StoredTensor, problems_of, read_metadata
+from checkpoint_tools.torch_dist import PieceReader, StoredTensor, find_problems, read_metadata
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.table import Weight
@@ -31,11 +32,11 @@ from megatron_fp8rl.precision.quantizers import dequantize
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Type and shape of a tensor, as rows of it come."""
+    """Type and shape of a tensor, as read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    is_dequantized: bool = False  # no file has this type
+    is_dequantized: bool = False  # the file has another type
 
     @property
     def num_rows(self) -> int:
@@ -43,7 +44,7 @@ class TensorInfo:
 
 
 class View(Protocol):
-    """A checkpoint that can be compared."""
+    """A checkpoint to compare."""
 
     path: Path
     tensors: Mapping[str, TensorInfo]
@@ -55,7 +56,7 @@ class View(Protocol):
 
 @dataclass
 class HfView:
-    """A Hugging Face folder; with ``dequantize``, FP8 matrices are FP32 and their scales are no tensors."""
+    """A Hugging Face folder; ``dequantize`` reads FP8 matrices as FP32 and hides their scales."""
 
     path: Path
     entries: dict[str, Entry]
@@ -87,7 +88,7 @@ class HfView:
 
 @dataclass
 class MegatronView:
-    """A distributed checkpoint under Hugging Face names: what a conversion would write, in the stored types."""
+    """A distributed checkpoint with Hugging Face names, in the stored types."""
 
     folder: MegatronFolder
     _parts: dict[str, tuple[Weight, int]] = field(default_factory=dict, repr=False)  # (Megatron weight, part)
@@ -110,26 +111,26 @@ class MegatronView:
 
     def rows(self, name: str, first: int, end: int) -> Tensor:
         weight, part = self._parts[name]
-        found = []
-        for segment in strips.segments(weight, self.folder.model):
+        parts = []
+        for segment in segments(weight, self.folder.model):
             low, high = max(first, segment.start), min(end, segment.stop)
             if segment.part == part and low < high:
                 offset = segment.offset + low - segment.start
-                found.append(self.folder.rows(weight, offset, offset + high - low))
-        return found[0] if len(found) == 1 else torch.cat(found)
+                parts.append(self.folder.rows(weight, offset, offset + high - low))
+        return torch.cat(parts)
 
 
 @dataclass
 class KeyView:
-    """A distributed checkpoint under its own keys, the states of the optimizer among them."""
+    """A distributed checkpoint with Megatron-Core's keys, including optimizer states."""
 
     path: Path
     stored: dict[str, StoredTensor]
 
     def __post_init__(self) -> None:
-        places = {key: (Place(key), tensor) for key, tensor in self.stored.items()}
-        # A folder without a model: its keys stand for parameters that are not stacked.
-        self._folder = MegatronFolder(self.path, None, {}, places, PieceReader(self.path))  # type: ignore[arg-type]
+        # Each key is read like a parameter that is not stacked.
+        locations = {key: (KeyIndex(key), tensor) for key, tensor in self.stored.items()}
+        self._folder = MegatronFolder(self.path, None, {}, locations, PieceReader(self.path))  # type: ignore[arg-type]
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -145,8 +146,14 @@ def open_view(
 ) -> View:
     """Open a checkpoint of any kind.
 
-    ``by_key`` keeps Megatron's own keys. ``model`` is for distributed checkpoints of other programs, which do not say
-    what they hold. Raises CheckpointError that lists everything missing, damaged or misnamed.
+    Args:
+        path: The folder of a checkpoint or a run.
+        dequantize: Read FP8 matrices as FP32.
+        by_key: Name the tensors of a distributed checkpoint by Megatron-Core's keys.
+        model: The architecture, for distributed checkpoints of other programs, which do not record it.
+
+    Raises:
+        CheckpointError: lists everything that is missing, damaged or misnamed.
     """
     path = Path(path)
     if not path.is_dir():
@@ -156,17 +163,27 @@ def open_view(
         if problems:
             raise CheckpointError(path, problems)
         return HfView(path, entries, dequantize)
-    path = resolve(path)
+    path = find_checkpoint(path)
     if not by_key:
-        return MegatronView(MegatronFolder.open(path, model or model_of(path)))
+        return MegatronView(MegatronFolder.open(path, model))
     stored = read_metadata(path)
-    problems = problems_of(path, stored)
+    problems = find_problems(path, stored)
     if problems:
         raise CheckpointError(path, problems)
     return KeyView(path, stored)
 
 
-def strip_rows(info: TensorInfo, memory_bytes: int) -> int:
-    """Rows to read at a time, whole blocks of FP8, so that one strip of two checkpoints stays near ``memory_bytes``."""
+def chunk_rows(info: TensorInfo, memory_bytes: int) -> int:
+    """Rows to read at a time, so that comparing a chunk of two checkpoints takes about ``memory_bytes``."""
     row_bytes = math.prod(info.shape[1:]) * 16
-    return max(strips.UNIT, memory_bytes // max(1, row_bytes) // strips.UNIT * strips.UNIT)
+    return max(ROW_MULTIPLE, memory_bytes // max(1, row_bytes) // ROW_MULTIPLE * ROW_MULTIPLE)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def model_order(name: str) -> list[Any]:
+    """Sort key: embedding first, layers by number, head last."""
+    rank = 0 if "embed" in name else 2 if re.match(r"(lm_head|output_layer|model\.norm|decoder\.final)", name) else 1
+    return [rank, *((1, int(part), "") if part.isdigit() else (0, 0, part) for part in name.split("."))]

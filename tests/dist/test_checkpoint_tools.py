@@ -9,7 +9,7 @@ import torch
 from checkpoint_tools import megatron_to_hf, verify
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.hf_to_megatron import convert
-from checkpoint_tools.work import WorkOptions
+from checkpoint_tools.workers import WorkerOptions
 from megatron_fp8rl.config import ModelConfig, ParallelConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.trainer import checkpoint
@@ -51,7 +51,7 @@ def _references(folder: str) -> dict[str, list]:
     found = {}
     for kind, model in FAMILIES.items():
         found[kind] = reference_logits(model, f"{folder}/{kind}")
-        convert(HfFolder.open(f"{folder}/{kind}"), Path(f"{folder}/{kind}.megatron"), WorkOptions(workers=1))
+        convert(HfFolder.open(f"{folder}/{kind}"), Path(f"{folder}/{kind}.megatron"), WorkerOptions(workers=1))
     return found
 
 

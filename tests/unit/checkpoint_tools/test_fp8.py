@@ -13,7 +13,7 @@ from checkpoint_tools import __main__ as program
 from checkpoint_tools import hf_to_fp8, hf_to_megatron, verify
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
-from checkpoint_tools.work import WorkOptions
+from checkpoint_tools.workers import WorkerOptions
 from megatron_fp8rl.config import MlaConfig, ModelConfig, RouterConfig
 from megatron_fp8rl.kernels.blockwise import dequantize_weight
 from megatron_fp8rl.names import registry
@@ -132,7 +132,7 @@ def test_verify_proves_fp8_and_names_a_changed_block(scales, tmp_path, capsys):
     folder, _ = quantized(MODELS["qwen3_moe"], tmp_path, scales=scales)
     words = ["verify", str(tmp_path / "hf"), str(folder), "--workers", "1"]
     assert program.main(words) == 0
-    assert "FP8 rounds; equal bytes of what the source rounds to are the proof" in capsys.readouterr().out
+    assert "FP8 rounds; the digests cover the rounded source" in capsys.readouterr().out
     name = "model.layers.1.mlp.experts.3.gate_proj.weight"
     entry = HfFolder.open(folder).entries[name]
     content = bytearray(entry.file.read_bytes())
@@ -147,7 +147,7 @@ def test_verify_names_what_differs_after_a_conversion(tmp_path, capsys):
     model = MODELS["llama"]
     tensors = random_tensors(model)
     source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(model))
-    hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", WorkOptions(workers=1))
+    hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", WorkerOptions(workers=1))
     words = ["verify", str(tmp_path / "other"), str(tmp_path / "megatron"), "--workers", "1", "--logits", "no"]
     changed = tensors | {"model.layers.2.self_attn.k_proj.weight": tensors["model.layers.1.self_attn.k_proj.weight"]}
     write_folder(tmp_path / "other", changed, registry.to_hf_config(model))
@@ -167,6 +167,6 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
         bad[name].view(-1)[130] = float("inf")
         source = write_folder(tmp_path / name / "hf", bad, registry.to_hf_config(model))
         options = hf_to_fp8.Options(source=source, target=tmp_path / name / "fp8", workers=1)
-        with pytest.raises(CheckpointError, match=f"{name}: holds NaN or infinity"):
+        with pytest.raises(CheckpointError, match=f"{name}: has NaN or infinity"):
             hf_to_fp8.convert(HfFolder.open(source), options.target, options)
         assert not options.target.exists()

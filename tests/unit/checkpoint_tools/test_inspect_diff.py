@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_tools import __main__ as program
 from checkpoint_tools import diff, inspect, torch_dist
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.keys import place
+from checkpoint_tools.megatron_keys import trainer_key
 from checkpoint_tools.views import HfView, MegatronView, open_view
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.kernels.blockwise import dequantize_weight, quantize_weight
@@ -56,7 +56,7 @@ def write_megatron(folder: Path, tensors: dict[str, torch.Tensor], model: ModelC
     stacked: dict[str, torch.Tensor] = {}
     for name, weight in registry.weights(model).items():
         full = registry.from_hf(name, tensors.__getitem__, model)
-        where = place(weight, model)
+        where = trainer_key(weight, model)
         stacked.setdefault(where.key, torch.zeros(*where.sizes, *full.shape, dtype=full.dtype))[where.index] = full
     moments = {f"optimizer.state.exp_avg.{key}": tensor.float() for key, tensor in stacked.items()}
     with warnings.catch_warnings():
@@ -275,7 +275,7 @@ def test_exit_status_and_text(tmp_path, hf, tensors, other, capsys):
     else:
         assert status == 1 and f"values: {name}" in text
         assert "config.json: rope_theta: 1000000.0 and 5.0" in text
-        assert f"first that differs: {name}" in text
+        assert f"first different tensor: {name}" in text
 
 
 def test_commands_and_their_mistakes(tmp_path, capsys):

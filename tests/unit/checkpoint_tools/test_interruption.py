@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_tools import hf_to_megatron, megatron_to_hf, work
+from checkpoint_tools import hf_to_megatron, megatron_to_hf, workers
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.megatron_folder import MegatronFolder
-from checkpoint_tools.work import Bucket, Progress, WorkOptions, fill_buckets
+from checkpoint_tools.workers import Bucket, Progress, WorkerOptions, fill_buckets
 from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.checkpoints import assert_same_tensors, random_tensors, read_tensors, write_folder
 from tests.helpers.processes import DEADLINE_S, until
 
-HERE = WorkOptions(workers=1)
+HERE = WorkerOptions(workers=1)
 MODEL = replace(tiny_qwen3_moe().model, num_experts=4, vocab_size=100)
 
 
@@ -35,7 +35,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(work, "BUCKET_BYTES", 50_000)
+    monkeypatch.setattr(workers, "BUCKET_BYTES", 50_000)
 
 
 class Stop(Exception):
@@ -68,7 +68,7 @@ def test_an_interrupted_conversion_goes_on(monkeypatch, source, tmp_path, capsys
     journal.write_bytes(journal.read_bytes() + b'{"bucket": 3, "resu')  # the line that a kill cut off
     rest = convert_until(monkeypatch, source, target, 10_000)
     assert rest[0] == 3 and len(rest) > 3
-    assert "goes on after" in capsys.readouterr().err
+    assert "continues after" in capsys.readouterr().err
     assert not (tmp_path / ".megatron.partial").exists()
     megatron_to_hf.convert(MegatronFolder.open(target), tmp_path / "back", HERE, target)
     assert_same_tensors(read_tensors(tmp_path / "back"), read_tensors(source))
@@ -84,8 +84,8 @@ def test_a_changed_source_starts_anew(monkeypatch, source, tmp_path):
 
 PROGRAM = """
 import sys, time
-from checkpoint_tools import __main__, hf_to_megatron, work
-work.BUCKET_BYTES = 50_000
+from checkpoint_tools import __main__, hf_to_megatron, workers
+workers.BUCKET_BYTES = 50_000
 run = hf_to_megatron.ToMegatron.run
 def slow(self, bucket):
     result = run(self, bucket)
@@ -169,14 +169,14 @@ def test_bytes_that_did_not_reach_the_disk_are_found(convert, monkeypatch, sourc
             "append",
             lambda stream, data, *rest: append(stream, data * 2 if hasattr(data, "shape") else data, *rest),
         )
-        with pytest.raises(CheckpointError, match=r"__0_0.distcp:\n .*what is on the disk is not what was written"):
+        with pytest.raises(CheckpointError, match=r"__0_0.distcp:\n .*the disk has other bytes than were written"):
             hf_to_megatron.convert(HfFolder.open(source), tmp_path / "target", HERE)
     else:
         hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", HERE)
         from checkpoint_tools.hf_files import HfWriter
 
         monkeypatch.setattr(HfWriter, "write", lambda *args: None)
-        with pytest.raises(CheckpointError, match=r"model.safetensors:\n  \S+: what is on the disk is not what"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors:\n  \S+: the disk has other bytes"):
             megatron_to_hf.convert(MegatronFolder.open(tmp_path / "megatron"), tmp_path / "target", HERE, source)
     assert not (tmp_path / "target").exists()
 
@@ -184,8 +184,8 @@ def test_bytes_that_did_not_reach_the_disk_are_found(convert, monkeypatch, sourc
 @pytest.mark.slow
 def test_a_killed_worker_is_reported():
     buckets = [Bucket(0, ("a",), 1), Bucket(1, ("b",), 1)]
-    with pytest.raises(CheckpointError, match="was killed, perhaps for its memory; lower --workers or --max_memory"):
-        list(work.results(KilledJob(), buckets, 2))
+    with pytest.raises(CheckpointError, match="was killed, perhaps for its memory. Lower --workers or --max_memory"):
+        list(workers.run_jobs(KilledJob(), buckets, 2))
 
 
 class KilledJob:
@@ -210,11 +210,11 @@ def test_progress_says_bytes_speed_and_time_left(capsys):
         now[0] = 6.0
         progress.advance(1_100_000_000)
     assert capsys.readouterr().err.splitlines() == [
-        "copy: goes on after 1.00 GB of an interrupted run",
+        "copy: continues after 1.00 GB of an interrupted run",
         "copy: 2.20 GB of 4.00 GB, 200 MB/s, 9 s left",
     ]
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), [("512M", 512 << 20), ("1.5G", 3 << 29), ("67108864", 64 << 20)])
 def test_memory_is_read_with_units(text, num_bytes):
-    assert WorkOptions(max_memory=text).memory_bytes == num_bytes
+    assert WorkerOptions(max_memory=text).memory_bytes == num_bytes

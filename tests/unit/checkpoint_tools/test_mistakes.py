@@ -17,14 +17,14 @@ from checkpoint_tools import hf_to_megatron, verify
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.torch_dist import append
-from checkpoint_tools.work import WorkOptions
+from checkpoint_tools.workers import WorkerOptions
 from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.checkpoints import random_tensors, read_tensors, save_with_transformers, write_folder
 from tests.helpers.families import MODELS
 
 MODEL = replace(tiny_qwen3_moe().model, num_experts=2, vocab_size=100)
-HERE = WorkOptions(workers=1)
+HERE = WorkerOptions(workers=1)
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def test_a_source_is_not_overwritten(target, source, capsys):
     (source / "link").symlink_to(source)
     before = sorted(path.name for path in source.iterdir())
     said = refused(capsys, "hf_to_megatron", source, source / target, "--overwrite")
-    assert f"is, or holds, the source {source}; choose another name" in said
+    assert f"is or contains the source {source}; choose another name" in said
     assert sorted(path.name for path in source.iterdir()) == before
 
 
 def test_a_target_inside_the_source_is_refused(source, capsys):
     said = refused(capsys, "hf_to_megatron", source, source / "out")
-    assert f"lies inside the source {source}; choose another folder" in said
+    assert f"is inside the source {source}; choose another folder" in said
 
 
 def test_a_target_may_be_a_link_and_be_overwritten_again(source, tmp_path):
@@ -72,7 +72,7 @@ def test_scales_of_another_type_are_refused(tmp_path, capsys):
     tensors[f"{name}_scale_inv"] = torch.full(blocks, 127, dtype=torch.int32)
     folder = write_folder(tmp_path / "odd", tensors, registry.to_hf_config(MODEL))
     said = refused(capsys, "hf_to_megatron", folder, tmp_path / "out")
-    assert f"{name}_scale_inv: type torch.int32; scales are read as BF16, FP16, FP32 or E8M0" in said
+    assert f"{name}_scale_inv: type torch.int32; supported scales are BF16, FP16, FP32 and E8M0" in said
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch], ids=["folder", "file"])
@@ -81,7 +81,7 @@ def test_what_the_tools_did_not_make_is_not_overwritten(make, source, tmp_path, 
     make(target)
     if target.is_dir():
         (target / "thesis.tex").write_text("x")
-    assert "is not a folder that these tools made" in refused(capsys, "hf_to_fp8", source, target, "--overwrite")
+    assert "these tools did not write it" in refused(capsys, "hf_to_fp8", source, target, "--overwrite")
     assert target.exists() and (target.is_file() or (target / "thesis.tex").exists())
 
 
@@ -136,7 +136,7 @@ def test_numbers_that_are_not_finite_are_kept_and_said(tmp_path, capsys):
     source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(MODEL))
     for words in (["hf_to_megatron", source, tmp_path / "m"], ["megatron_to_hf", tmp_path / "m", tmp_path / "back"]):
         assert program.main([*map(str, words), "--workers", "1"]) == 0
-        assert f"{words[0]}: warning: 1 tensors hold NaN or infinity: {name}\n" in capsys.readouterr().err
+        assert f"{words[0]}: warning: 1 tensors have NaN or infinity: {name}\n" in capsys.readouterr().err
     assert torch.equal(read_tensors(tmp_path / "back")[name].view(torch.int16), tensors[name].view(torch.int16))
 
 
@@ -147,7 +147,7 @@ def test_logits_of_numbers_that_are_not_finite_are_called_so(tmp_path, capsys):
     assert program.main(["hf_to_megatron", str(source), str(tmp_path / "m"), "--workers", "1"]) == 0
     assert program.main(["verify", str(source), str(tmp_path / "m"), "--workers", "1", "--num_tokens", "8"]) == 1
     said = capsys.readouterr().out
-    assert "equal digests" in said and "are not finite" in said and "which both checkpoints hold alike" in said
+    assert "the digests of" in said and "are not finite" in said and "both checkpoints have the same" in said
 
 
 def test_code_and_mixed_types_of_a_source_are_said(tmp_path, capsys):
@@ -159,8 +159,8 @@ def test_code_and_mixed_types_of_a_source_are_said(tmp_path, capsys):
     (source / "modeling_own.py").write_text("raise SystemExit('this ran')\n")
     assert program.main(["hf_to_megatron", str(source), str(tmp_path / "m"), "--workers", "1"]) == 0
     said = capsys.readouterr().out
-    assert "not used: code that config.json or the folder brings along (modeling_own.Own, modeling_own.py)" in said
-    assert "types: parts of 1 tensors differ and come back in the widest (decoder.layers." in said
+    assert "skipped: custom code of the folder (modeling_own.Own, modeling_own.py)" in said
+    assert "types: parts of 1 tensors differ; each takes its widest type (decoder.layers." in said
 
 
 def test_large_numbers_are_not_taken_for_infinity(tmp_path, capsys):
@@ -217,4 +217,4 @@ def test_a_config_of_another_model_is_refused_by_the_fields_that_differ(source, 
     (megatron / "state.json").write_text(json.dumps(state))
     (megatron / "config.json").write_text(json.dumps(registry.to_hf_config(replace(MODEL, rope_theta=5.0))))
     said = refused(capsys, "megatron_to_hf", megatron, tmp_path / "back")
-    assert f"is of another model: rope_theta is 5.0 instead of {MODEL.rope_theta}. Name its own by --hf_config" in said
+    assert f"describes another model: rope_theta is 5.0 instead of {MODEL.rope_theta}. Set --hf_config" in said

@@ -20,12 +20,12 @@ from checkpoint_tools import hf_to_fp8, hf_to_megatron, megatron_to_hf
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.megatron_folder import MegatronFolder
-from checkpoint_tools.work import WorkOptions
+from checkpoint_tools.workers import WorkerOptions
 from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.checkpoints import assert_same_tensors, random_tensors, read_tensors, write_folder
 
-HERE = WorkOptions(workers=1)
+HERE = WorkerOptions(workers=1)
 MODEL = replace(tiny_qwen3_moe().model, num_experts=4, vocab_size=100)
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -98,12 +98,12 @@ HF_DAMAGES = {
     ),
     "swapped_shards": (
         lambda f: ((f / FIRST).rename(f / "x"), (f / SECOND).rename(f / FIRST), (f / "x").rename(f / SECOND)),
-        rf"{INDEX} says {FIRST}, which does not hold it",
+        rf"{INDEX} says {FIRST}, which lacks it",
     ),
     "missing_tensor": (lambda f: rewrite(f, EXPERT, lambda t: t.pop(EXPERT)), rf"{EXPERT}: {INDEX} says"),
     "misnamed_tensor": (
         rename_tensor,
-        r"model.layers.1.mlp.experts.2.downproj.weight: not a tensor of a qwen3_moe model.*"
+        r"model.layers.1.mlp.experts.2.downproj.weight: not a tensor of this qwen3_moe model.*"
         rf"is it {re.escape(EXPERT)}, which is missing\?",
     ),
     "misshaped_tensor": (
@@ -112,7 +112,7 @@ HF_DAMAGES = {
     ),
     "integers": (
         lambda f: rewrite(f, EXPERT, lambda t: t.update({EXPERT: t[EXPERT].to(torch.int32)})),
-        rf"{EXPERT}: type torch.int32; read are",
+        rf"{EXPERT}: type torch.int32; supported are",
     ),
     "fp8_without_scale": (
         lambda f: rewrite(f, EXPERT, lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})),
@@ -132,7 +132,7 @@ HF_DAMAGES = {
     ),
     "two_sources": (
         lambda f: shutil.copy(f / FIRST, f / "model.safetensors"),
-        rf"model.safetensors is there, and {INDEX}, which does not name it",
+        rf"model.safetensors exists, but {INDEX} does not list it",
     ),
     "index_of_lists": (lambda f: edit_json(f / INDEX, lambda i: i.update(weight_map=[1])), rf"{INDEX}:\n  damaged"),
     "index_of_numbers": (
@@ -142,7 +142,7 @@ HF_DAMAGES = {
     "config_list": (lambda f: (f / "config.json").write_text("[]"), "config.json:\n  damaged: it is not a JSON object"),
     "pickled": (
         lambda f: ([p.unlink() for p in f.glob("model*")], torch.save({}, f / "pytorch_model.bin")),
-        "other formats of weights are not read. For pytorch_model.bin: .*save_pretrained",
+        "other weight formats are not supported. Convert pytorch_model.bin .*save_pretrained",
     ),
     "index": (lambda f: (f / INDEX).write_text("{"), rf"{INDEX}:\n  damaged"),
     "config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
@@ -216,7 +216,7 @@ def test_a_flipped_bit_in_a_megatron_file_is_found_by_its_crc(copy, tmp_path):
     file = copy / "megatron" / "__0_0.distcp"
     folder = MegatronFolder.open(copy / "megatron")
     name = "decoder.layers.1.mlp.experts.2.linear_fc2.weight"
-    (piece,) = folder._pieces(*folder.found[name])
+    (piece,) = folder._pieces(*folder.locations[name])
     flip(file, piece.position + piece.length // 2)
     with pytest.raises(CheckpointError, match=rf"__0_0.distcp:\n  {name}: damaged piece at byte {piece.position}"):
         megatron_to_hf.convert(folder, tmp_path / "target", HERE, copy / "megatron")
@@ -227,7 +227,7 @@ def test_exchanged_pieces_are_found_by_digests(copy, tmp_path):
     """Each piece is whole, but they are not where they belong: only the digests know."""
     folder = MegatronFolder.open(copy / "megatron")
     one, other = (f"decoder.layers.1.mlp.experts.{expert}.linear_fc2.weight" for expert in (1, 2))
-    folder.found[one], folder.found[other] = folder.found[other], folder.found[one]
+    folder.locations[one], folder.locations[other] = folder.locations[other], folder.locations[one]
     with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.experts.1.down_proj.weight: damaged: SHA-256"):
         megatron_to_hf.convert(folder, tmp_path / "target", HERE, copy / "megatron")
 
@@ -269,7 +269,7 @@ MEGATRON_DAMAGES = {
     "state_list": (lambda f: (f / "state.json").write_text("[]"), "state.json:\n  damaged"),
     "state_model": (
         lambda f: edit_json(f / "state.json", lambda s: s["config"].update(model="x")),
-        "state.json does not say which model this is",
+        "state.json does not record the model",
     ),
     "without_sizes": (
         lambda f: (cut(f / "__0_0.distcp", 7), edit_json(f / "state.json", lambda s: s.update(files={}))),

@@ -15,7 +15,7 @@ from checkpoint_tools import digests, hf_to_megatron, megatron_to_hf
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder, side_files
 from checkpoint_tools.megatron_folder import MegatronFolder
-from checkpoint_tools.work import WorkOptions
+from checkpoint_tools.workers import WorkerOptions
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry
@@ -29,7 +29,7 @@ from tests.helpers.checkpoints import (
 )
 from tests.helpers.families import MODELS
 
-HERE = WorkOptions(workers=1)
+HERE = WorkerOptions(workers=1)
 _QWEN3 = dict(
     num_layers=3,
     hidden_size=40,
@@ -135,7 +135,7 @@ def test_prediction_layers_are_kept_or_left_out_by_choice(keep, tmp_path):
     source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(MTP))
     folder = HfFolder.open(source, keep_mtp=keep)
     extra = {name for name in tensors if name.startswith("model.layers.3.")}
-    assert set(folder.left_out) == (set() if keep else extra)
+    assert set(folder.skipped) == (set() if keep else extra)
     back = there_and_back(source, tmp_path, keep_mtp=keep)
     assert_same_tensors(read_tensors(back), {n: t for n, t in tensors.items() if keep or n not in extra})
     assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == int(keep)
@@ -154,7 +154,7 @@ def test_prediction_layers_that_only_config_json_has_are_not_missed(family, tmp_
         words = ["verify", str(source), str(converted), "--logits", "no", "--workers", "1"]
         assert program.main(words) == 0
     assert program.main(["inspect", str(source)]) == 0
-    assert "of which no file holds a tensor" in capsys.readouterr().out
+    assert "but no file has their tensors" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match=r"model.layers.3.eh_proj.weight: missing"):
         HfFolder.open(source, keep_mtp=True)
     part = write_folder(tmp_path / "part", tensors | {"model.layers.3.enorm.weight": torch.ones(40)}, config)
@@ -204,9 +204,9 @@ def test_a_run_may_remove_the_checkpoint_that_is_being_converted(tmp_path, monke
 
 @pytest.mark.slow
 def test_several_workers_do_what_one_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoint_tools.work.BUCKET_BYTES", 100_000)
+    monkeypatch.setattr("checkpoint_tools.workers.BUCKET_BYTES", 100_000)
     source = write_folder(tmp_path / "hf", random_tensors(TINY), registry.to_hf_config(TINY))
-    work = WorkOptions(workers=2, max_memory="64M")
+    work = WorkerOptions(workers=2, max_memory="64M")
     hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", work)
     megatron_to_hf.convert(MegatronFolder.open(tmp_path / "megatron"), tmp_path / "back", work, tmp_path / "megatron")
     assert_same_tensors(read_tensors(tmp_path / "back"), read_tensors(source))

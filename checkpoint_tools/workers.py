@@ -1,7 +1,8 @@
-"""Work in buckets over several processes, with progress and one bound on the memory of each.
+"""Run the buckets of a conversion in worker processes, with a progress bar and a bound on each worker's memory.
 
-In:  a job, and buckets of it. Out: what each bucket recorded, in the journal of the output folder.
-The command's process hands out buckets; each worker is a process of its own that ends with it.
+In:  a job and its buckets.
+Out: the result of each bucket, in the journal of the output folder.
+Runs on: the process of the command and its worker processes, which end with it.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ import tyro
 
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.output import Output
-from checkpoint_tools.strips import MIN_MEMORY_BYTES
+from checkpoint_tools.row_chunks import MIN_MEMORY_BYTES
 
-BUCKET_BYTES = 256 << 20  # of weights between two lines of the journal
-_PLAIN_EVERY_S = 5.0
-_MEANINGFUL = 0.01  # share of the bytes after which a speed says something about the rest
-_MAX_NAMED = 5
+BUCKET_BYTES = 256 << 20  # weights between two lines of the journal
+_LINE_INTERVAL_S = 5.0
+_MIN_SHARE = 0.01  # of the bytes, before a remaining time is shown
+_MAX_SHOWN = 5
 _UNITS = {"K": 10, "M": 20, "G": 30}
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that are converted together by one worker."""
+    """Tensors that one worker converts together."""
 
     index: int
     names: tuple[str, ...]
@@ -41,19 +43,18 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkOptions:
-    """How a conversion runs."""
+class WorkerOptions:
+    """Processes and memory of a command."""
 
     workers: int = min(8, os.cpu_count() or 1)
-    """Processes that convert at the same time."""
+    """Number of worker processes."""
     max_memory: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "512M"
-    """Memory for tensors in each worker (K, M, G; at least 64M), besides some 600M of Python and PyTorch."""
+    """Memory for tensors in each worker (K, M, G; at least 64M). Python and PyTorch take about 600M more."""
     overwrite: bool = False
-    """Replace a folder of the output's name, if these tools made it."""
+    """Replace an existing target folder that these tools wrote."""
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"--workers {self.workers}: at least 1 is needed")
+        require_at_least("workers", self.workers, 1)
 
     @property
     def memory_bytes(self) -> int:
@@ -61,24 +62,28 @@ class WorkOptions:
         try:
             value = int(float(text[:-1]) * (1 << _UNITS[text[-1]])) if text[-1:] in _UNITS else int(text)
         except ValueError as error:
-            raise ValueError(
-                f"--max_memory {self.max_memory!r}: expected a number of bytes, or one with K, M or G"
-            ) from error
+            message = f"--max_memory {self.max_memory!r}: expected a number of bytes, such as 512M (K, M or G)"
+            raise ValueError(message) from error
         if value < MIN_MEMORY_BYTES:
             raise ValueError(f"--max_memory {self.max_memory!r}: at least {MIN_MEMORY_BYTES >> 20}M are needed")
         return value
 
 
+def require_at_least(option: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ValueError(f"--{option} {value}: at least {minimum} is needed")
+
+
 class Job(Protocol):
-    """One conversion. It travels to the workers, so it pickles."""
+    """Work on one bucket at a time. Workers receive a pickled copy."""
 
     def run(self, bucket: Bucket) -> dict[str, Any]:
-        """Convert and verify a bucket; the result (JSON) goes into the journal."""
+        """Process a bucket; the result is JSON."""
         ...
 
 
 def fill_buckets(sizes: Iterable[tuple[str, int]]) -> list[Bucket]:
-    """Buckets of at most ``BUCKET_BYTES``, or of one larger tensor, from (name, bytes) in order."""
+    """Divide (name, bytes) in order into buckets of at most ``BUCKET_BYTES``; a larger tensor gets its own bucket."""
     buckets: list[Bucket] = []
     members: list[str] = []
     total = 0
@@ -92,33 +97,32 @@ def fill_buckets(sizes: Iterable[tuple[str, int]]) -> list[Bucket]:
 
 
 class Volume(NamedTuple):
-    """Bytes of weights in a result, and those of them that were written by this run of the command."""
+    """Bytes of weights in a result, and how many of them this run of the command wrote."""
 
     total_bytes: int
     new_bytes: int
 
 
 def run_buckets(job: Job, buckets: Sequence[Bucket], output: Output, *, workers: int, label: str) -> Volume:
-    """Run what the journal does not have yet. The first error of a bucket ends the work; what is done stays.
+    """Run the buckets that the journal lacks. The first error stops the work; finished buckets stay.
 
-    Numbers that are not finite are kept as they are, and said on stderr.
+    Tensors with NaN or infinity are converted like others, and a warning on stderr names them.
     """
     pending = [bucket for bucket in buckets if bucket.index not in output.done]
     volume = Volume(sum(bucket.num_bytes for bucket in buckets), sum(bucket.num_bytes for bucket in pending))
-    progress = Progress(label, volume.total_bytes, volume.total_bytes - volume.new_bytes)
-    with progress:
-        for bucket, result in results(job, pending, workers):
+    with Progress(label, volume.total_bytes, volume.total_bytes - volume.new_bytes) as progress:
+        for bucket, result in run_jobs(job, pending, workers):
             output.record(bucket.index, result)
             progress.advance(bucket.num_bytes)
-    wrong = [name for bucket in buckets for name in output.done[bucket.index].get("not_finite", ())]
-    if wrong:
-        shown = ", ".join(wrong[:_MAX_NAMED]) + (", ..." if len(wrong) > _MAX_NAMED else "")
-        print(f"{label}: warning: {len(wrong)} tensors hold NaN or infinity: {shown}", file=sys.stderr)
+    not_finite = [name for bucket in buckets for name in output.done[bucket.index].get("not_finite", ())]
+    if not_finite:
+        shown = ", ".join(not_finite[:_MAX_SHOWN]) + (", ..." if len(not_finite) > _MAX_SHOWN else "")
+        print(f"{label}: warning: {len(not_finite)} tensors have NaN or infinity: {shown}", file=sys.stderr)
     return volume
 
 
-def results(job: Job, buckets: Sequence[Bucket], workers: int) -> Iterator[tuple[Bucket, dict[str, Any]]]:
-    """What each bucket gives, as soon as it is there: in this process with one worker, else in processes of their own.
+def run_jobs(job: Job, buckets: Sequence[Bucket], workers: int) -> Iterator[tuple[Bucket, dict[str, Any]]]:
+    """Yield each bucket with its result when it is done. One worker runs in this process.
 
     Raises the first error of a bucket, and CheckpointError when a worker was killed.
     """
@@ -126,7 +130,7 @@ def results(job: Job, buckets: Sequence[Bucket], workers: int) -> Iterator[tuple
         for bucket in buckets:
             yield bucket, job.run(bucket)
         return
-    # A forked process would inherit the threads' locks and the files of this one.
+    # A forked process would inherit this process's locks and open files.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(workers, len(buckets)), context, _start_worker, (job, os.getpid()))
     try:
@@ -136,7 +140,7 @@ def results(job: Job, buckets: Sequence[Bucket], workers: int) -> Iterator[tuple
     except BrokenProcessPool as error:
         raise CheckpointError(
             "a worker process",
-            "was killed, perhaps for its memory; lower --workers or --max_memory. The same command goes on from here",
+            "was killed, perhaps for its memory. Lower --workers or --max_memory; the same command continues the work",
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -149,11 +153,11 @@ def _start_worker(job: Job, parent: int) -> None:
     global _job
     import torch
 
-    # A worker that outlived the command would write into the folder of the next one.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # A worker that outlives the command could write into the folder of the next command.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command's process decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
     torch.set_num_threads(1)
     _job = job
 
@@ -164,7 +168,7 @@ def _run_in_worker(bucket: Bucket) -> dict[str, Any]:
 
 
 class Progress:
-    """Bytes, speed and time left: a bar on a terminal, a line every few seconds elsewhere; on stderr."""
+    """Shows bytes, speed and time left on stderr: a bar on a terminal, else a line every five seconds."""
 
     def __init__(
         self, label: str, total_bytes: int, done_bytes: int = 0, *, clock: Callable[[], float] = time.monotonic
@@ -177,7 +181,8 @@ class Progress:
     def __enter__(self) -> Progress:
         self._start = self._last = self._clock()
         if self._resumed:
-            print(f"{self._label}: goes on after {gigabytes(self._resumed)} of an interrupted run", file=sys.stderr)
+            resumed = format_bytes(self._resumed)
+            print(f"{self._label}: continues after {resumed} of an interrupted run", file=sys.stderr)
         if sys.stderr.isatty():
             from rich import progress
             from rich.console import Console
@@ -200,26 +205,25 @@ class Progress:
             self._bar.update(self._task, advance=num_bytes)
             return
         now = self._clock()
-        if now - self._last >= _PLAIN_EVERY_S:
+        if now - self._last >= _LINE_INTERVAL_S:
             self._last = now
             rate = (self._done - self._resumed) / max(now - self._start, 1e-9)
-            said = f"{self._label}: {gigabytes(self._done)} of {gigabytes(self._total)}, {rate / 1e6:.0f} MB/s"
-            if self._done - self._resumed > _MEANINGFUL * self._total:
-                said += f", {(self._total - self._done) / rate:.0f} s left"
-            print(said, file=sys.stderr, flush=True)
+            line = f"{self._label}: {format_bytes(self._done)} of {format_bytes(self._total)}, {rate / 1e6:.0f} MB/s"
+            if self._done - self._resumed > _MIN_SHARE * self._total:
+                line += f", {(self._total - self._done) / rate:.0f} s left"
+            print(line, file=sys.stderr, flush=True)
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
 
-def rate_of(volume: Volume, seconds: float) -> str:
-    """How much in which time, for the last lines of a command."""
+def format_rate(volume: Volume, seconds: float) -> str:
     speed = f"{seconds:.1f} s ({volume.new_bytes / 1e6 / max(seconds, 1e-9):.0f} MB/s)"
     if volume.new_bytes < volume.total_bytes:
-        return f"{gigabytes(volume.total_bytes)}, {gigabytes(volume.new_bytes)} of them now in {speed}"
-    return f"{gigabytes(volume.total_bytes)} in {speed}"
+        return f"{format_bytes(volume.total_bytes)}, {format_bytes(volume.new_bytes)} of them now in {speed}"
+    return f"{format_bytes(volume.total_bytes)} in {speed}"
 
 
-def gigabytes(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
