@@ -136,7 +136,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it():
 def test_weight_gradients_are_those_of_the_grouped_kernel_and_are_added(tokens):
     """fp8_gemm_nt with 1x128 blocks on both sides, against our kernel with one expert."""
     grad, x = draw(tokens, 2 * FEATURES, seed=3, size=1e-3), draw(tokens, H, seed=2)
-    made = [linear_deep_gemm._quantize(m, "pow2", rows=False, columns=True) for m in (grad, x)]
+    made = [linear_deep_gemm._quantize(m, BLOCKWISE_POW2, rows=False, columns=True) for m in (grad, x)]
     ours = torch.ones(2 * FEATURES, H, device="cuda")
     for _ in range(2):
         gemm.add_dense_weight_gradient(*map(linear_deep_gemm._columns, made), ours)
