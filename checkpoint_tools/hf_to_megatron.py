@@ -138,7 +138,7 @@ class ToMegatron:
         return self.dtypes[trainer_key(weight, self.model).key]
 
     def run(self, bucket: Bucket) -> dict[str, Any]:
-        """Write, read back and verify; returns digests, names with NaN or infinity, pieces by weight, objects by key."""
+        """Write, read back and verify; returns digests, pieces and objects, and names with NaN or infinity."""
         file = f"__{bucket.index}_0.distcp"
         self.not_finite.clear()
         running = TensorDigests(self.source.path)

@@ -74,8 +74,8 @@ def run(options: Options) -> int:
     difference, spread = compare_logits(source, converted, options.num_tokens, options.seed)
     if not math.isfinite(difference):
         print(
-            f"logits of {options.num_tokens} random tokens in FP32 are not finite: both checkpoints have the same NaN or "
-            f"infinity as weights; hf_to_megatron lists the tensors"
+            f"logits of {options.num_tokens} random tokens in FP32 are not finite: both checkpoints have the same "
+            "NaN or infinity as weights; hf_to_megatron lists the tensors"
         )
         return 1
     bound = options.tolerance * max(1.0, spread)

@@ -1,8 +1,8 @@
-"""The programs beside the library under one name: ``megatron_fp8rl_programs.launch`` is the module ``launch``.
+"""One package for the programs beside the library: ``megatron_fp8rl_programs.launch`` is the module ``launch``.
 
-An installed wheel holds ``launch``, ``checkpoint_tools`` and ``model_configs`` inside this package and nowhere else: names
-so common would collide with other packages' in site-packages. Importing this package makes them importable in this
-process, under their short names and below its own; both are the same modules. In a checkout it changes nothing.
+An installed wheel has ``launch``, ``checkpoint_tools`` and ``model_configs`` only inside this package, because such
+common names could collide in site-packages. Importing this package makes them importable under both names, as the same
+modules. In a checkout it changes nothing.
 """
 
 from __future__ import annotations

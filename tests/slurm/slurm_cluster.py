@@ -87,7 +87,7 @@ class SlurmCluster:
         otherwise: Callable[[], str] = lambda: "",
         job: str | None = None,
     ) -> None:
-        """Wait for something; an assertion with its name after ``deadline_s`` seconds, or when ``job`` is over before."""
+        """Wait until ``reached()``; fail after ``deadline_s`` seconds, or when ``job`` ends before."""
         end_s = time.monotonic() + deadline_s
         while not reached():
             assert time.monotonic() < end_s, f"waited {deadline_s:g} s for {what}; {otherwise()}"

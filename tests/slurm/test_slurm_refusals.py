@@ -1,4 +1,4 @@
-"""What a user gets wrong about a cluster, as Slurm itself says it: a clear sentence, an exit status, and an empty queue."""
+"""Mistakes that only Slurm detects: a clear message, an exit status, and an empty queue."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning on a real Slurm: the small mixture of experts, its trainer on two nodes, its engine on a third.
+"""Reinforcement learning on a real Slurm: a small MoE model, its trainer on two nodes, its engine on a third.
 
 Models are tiny and steps few: these tests are about nodes, limits and losses of both. Times are printed, and kept by
 ``--junitxml``: from the command to the first step, and from the loss of a node to the next step.

@@ -23,13 +23,18 @@ FAKE = str(Path(__file__).resolve().parents[2] / "helpers" / "fake_role.py")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def job(run_dir: Path, *words: str, **how: int) -> JobSpec:
+def job(run_dir: Path, *args: str, **options: int) -> JobSpec:
     roles = (
-        Role(name="trainer", kind="command", nodes=(0,), command=(FAKE, "train", *words)),
+        Role(name="trainer", kind="command", nodes=(0,), command=(FAKE, "train", *args)),
         Role(name="rollout-0", kind="replica", nodes=(1,), command=(FAKE, "serve"), restart=True, essential=False),
     )
     run_dir.mkdir(exist_ok=True)
-    return JobSpec(name="fake", run_dir=str(run_dir), roles=roles, nodes=2, env={"FAKE_RUN": str(run_dir)}, **how)
+    return JobSpec(name="fake", run_dir=str(run_dir), roles=roles, nodes=2, env={"FAKE_RUN": str(run_dir)}, **options)
+
+
+def record(run_dir: Path, spec: JobSpec, job_id: str, cluster: str, kind: str) -> None:
+    job = {"job_id": job_id, "cluster": cluster, "kind": kind, "name": "x", "nodes": 2, "submitted_at": 0.0}
+    add_job(run_dir, job | {"script": "", "spec": saved(spec)})
 
 
 def test_a_run_under_way_is_shown_and_can_be_cancelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -92,20 +97,7 @@ def test_following_ends_with_the_job_and_says_whose_each_line_is(tmp_path: Path)
 
 def test_lines_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run_dir = tmp_path / "run"
-    spec = job(run_dir, "1")
-    add_job(
-        run_dir,
-        {
-            "job_id": "local-0",
-            "cluster": "here",
-            "kind": "local",
-            "name": "x",
-            "nodes": 2,
-            "submitted_at": 0.0,
-            "script": "",
-            "spec": saved(spec),
-        },
-    )
+    record(run_dir, job(run_dir, "1"), "local-0", "here", "local")
     for node, text in ((0, "=== attempt 0 ===\n[rank 0] a\n[rank 1] b\n[rank 0] c\n"), (1, "[rank 2] d\n")):
         log_file(run_dir, "trainer", node).parent.mkdir(exist_ok=True)
         log_file(run_dir, "trainer", node).write_text(text)
@@ -128,19 +120,7 @@ def test_slurm_is_asked_for_the_state_and_to_cancel(
     run_dir = tmp_path / "run"
     spec = job(run_dir, "1")
     for job_id in ("41", "42"):
-        add_job(
-            run_dir,
-            {
-                "job_id": job_id,
-                "cluster": "big",
-                "kind": "slurm",
-                "name": "x",
-                "nodes": 2,
-                "submitted_at": 0.0,
-                "script": "",
-                "spec": saved(spec),
-            },
-        )
+        record(run_dir, spec, job_id, "big", "slurm")
     board = Board(run_dir, Place(job="41", attempt=0, node=0, num_nodes=2, is_slurm=True))
     board.put("node-0.json", {"host": "n0", "address": "10.0.0.1", "port": 1, "pid": 1})
     board.put("role-trainer.node0.json", {"state": "running", "pid": 2, "incarnation": 0, "status": None})
@@ -159,22 +139,9 @@ def without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
 
 
-def slurm_job(run_dir: Path, **how: int) -> Board:
-    """Number 41, submitted to a Slurm and at work on one node."""
-    spec = job(run_dir, "1", **how)
-    add_job(
-        run_dir,
-        {
-            "job_id": "41",
-            "cluster": "big",
-            "kind": "slurm",
-            "name": "x",
-            "nodes": 2,
-            "submitted_at": 0.0,
-            "script": "",
-            "spec": saved(spec),
-        },
-    )
+def slurm_job(run_dir: Path, **options: int) -> Board:
+    """Job 41 of Slurm, running on one node."""
+    record(run_dir, job(run_dir, "1", **options), "41", "big", "slurm")
     board = Board(run_dir, Place(job="41", attempt=0, node=0, num_nodes=1, is_slurm=True))
     board.put("node-0.json", {"host": "n0", "address": "10.0.0.1", "port": 1, "pid": 1})
     return board
