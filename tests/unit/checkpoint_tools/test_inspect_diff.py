@@ -21,34 +21,14 @@ from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.kernels.blockwise import dequantize_weight, quantize_weight
 from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
+from tests.helpers.checkpoints import random_tensors, write_folder
 
 MODEL = replace(tiny_qwen3_moe().model, num_experts=4, vocab_size=100)
 DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
-def random_tensors(model: ModelConfig = MODEL) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shape, generator=generator).to(torch.bfloat16)
-        for name, shape in registry.hf_tensors(model).items()
-    }
-
-
-def write_hf(folder: Path, tensors: dict[str, torch.Tensor], model: ModelConfig = MODEL, shards: int = 2) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(registry.to_hf_config(model)))
-    if shards == 1:
-        save_file(tensors, folder / "model.safetensors")
-        return folder
-    order = list(tensors)
-    where = {}
-    for index in range(shards):
-        file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
-        part = order[index::shards]
-        save_file({name: tensors[name] for name in part}, folder / file)
-        where |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    return folder
+def write_hf(folder: Path, tensors: dict[str, torch.Tensor], num_files: int = 2) -> Path:
+    return write_folder(folder, tensors, registry.to_hf_config(MODEL), num_files)
 
 
 def write_megatron(folder: Path, tensors: dict[str, torch.Tensor], model: ModelConfig = MODEL) -> Path:
@@ -68,7 +48,7 @@ def write_megatron(folder: Path, tensors: dict[str, torch.Tensor], model: ModelC
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, torch.Tensor]:
-    return random_tensors()
+    return random_tensors(MODEL)
 
 
 @pytest.fixture
@@ -77,10 +57,10 @@ def hf(tmp_path, tensors) -> Path:
 
 
 def quantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = dict(tensors)
+    stored = dict(tensors)
     for name in [name for name in tensors if "_proj" in name]:
-        found[name], found[name + "_scale_inv"] = quantize_weight(tensors[name], "pow2")
-    return found
+        stored[name], stored[name + "_scale_inv"] = quantize_weight(tensors[name], "pow2")
+    return stored
 
 
 def test_inspect_counts_parameters_by_kind(hf, tensors):
@@ -121,51 +101,12 @@ def test_inspect_lists_what_it_does_not_know(tmp_path):
     assert [line.name for line in inspect.lines(contents)] == ["a.{0-1}.weight"]
 
 
-def truncate(folder: Path) -> str:
-    file = folder / "model-00002-of-00002.safetensors"
+def test_damaged_checkpoints_are_refused_by_name(hf, capsys):
+    file = hf / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    return rf"{file.name}: truncated"
-
-
-def lose_a_shard(folder: Path) -> str:
-    (folder / "model-00001-of-00002.safetensors").unlink()
-    return r"model-00001-of-00002.safetensors: the file is missing"
-
-
-def damage_a_header(folder: Path) -> str:
-    file = folder / "model-00001-of-00002.safetensors"
-    content = bytearray(file.read_bytes())
-    content[8:40] = b"\0" * 32
-    file.write_bytes(content)
-    return rf"{file.name}: damaged"
-
-
-def rename_a_tensor(folder: Path) -> str:
-    file = folder / "model-00001-of-00002.safetensors"
-    stored = load_file(file)
-    name = sorted(stored)[0]
-    stored[name.replace("weight", "wieght")] = stored.pop(name)
-    save_file(stored, file)
-    return rf"{name}: model.safetensors.index.json says"
-
-
-def reshape_a_tensor(folder: Path) -> str:
-    file = folder / "model-00001-of-00002.safetensors"
-    stored = load_file(file)
-    name = next(name for name in stored if "down_proj" in name)
-    stored[name] = stored[name].t().contiguous()
-    save_file(stored, file)
-    return rf"{name}: shape \(256, 128\)"
-
-
-@pytest.mark.parametrize("damage", [truncate, lose_a_shard, damage_a_header, rename_a_tensor, reshape_a_tensor])
-def test_damaged_checkpoints_are_refused_by_name(hf, damage, capsys):
-    expected = damage(hf)
-    with pytest.raises(CheckpointError, match=expected):
-        inspect.read(hf)
     assert program.main(["inspect", str(hf)]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and str(hf) in captured.err
+    assert captured.out == "" and f"{hf}:\n  {file.name}: truncated" in captured.err
 
 
 def test_damaged_distributed_checkpoints_are_refused_by_name(tmp_path, tensors):
@@ -188,7 +129,7 @@ def test_damaged_distributed_checkpoints_are_refused_by_name(tmp_path, tensors):
 
 
 def test_equal_checkpoints_are_equal_whatever_their_files(tmp_path, hf, tensors):
-    one = write_hf(tmp_path / "one", tensors, shards=1)
+    one = write_hf(tmp_path / "one", tensors, num_files=1)
     result = diff.compare(open_view(hf), open_view(one))
     assert result.is_equal
     assert result.num_compared == len(tensors)

@@ -170,49 +170,32 @@ def end_of_job(tmp_path):
     return run
 
 
-def test_a_finished_job_ends_with_0_whatever_srun_said(end_of_job):
-    status, calls, text = end_of_job(143, done="0\n")
-    assert (status, calls) == (0, "") and "first_error" not in text
+REQUEUED = "-o show job 7\nrequeue 7\n"
 
 
-def test_a_saved_attempt_is_queued_again(end_of_job):
-    status, calls, _ = end_of_job(85, done="85\n")
-    assert status == 85 and calls.splitlines() == ["-o show job 7", "requeue 7"]
-    assert "requeue 7" in end_of_job(137, done="85", restarts=1)[1]
-
-
-def test_a_cancelled_job_stays_so(end_of_job):
-    assert "requeue" not in end_of_job(85, done="85", state="CANCELLED")[1]
-    assert "requeue" not in end_of_job(143, restarts=1)[1]
-
-
-def test_a_job_that_its_agents_ended_as_cancelled_is_so_for_slurm_too(end_of_job):
-    status, calls, text = end_of_job(0, done="130\n")
-    assert (status, calls) == (130, "scancel 7\n")
-    assert "first_error" not in text
-
-
-def test_attempts_are_bounded(end_of_job):
-    status, calls, text = end_of_job(85, done="85", restarts=2)
-    assert status == 85 and "requeue" not in calls and "max_restarts = 2" in text
-    status, _, text = end_of_job(0, restarts=3)
-    assert status == 1 and "is not started" in text
-
-
-def test_a_failure_is_one_and_keeps_its_status(end_of_job):
-    status, calls, _ = end_of_job(0, done="3\n")
-    assert (status, calls) == (3, "")
-
-
-def test_what_srun_said_is_the_first_error_when_no_agent_began(end_of_job):
-    status, _, text = end_of_job(1)
-    assert status == 1 and "7.0/first_error.txt" in text
-    assert "'srun: error: Unable to open image\\n'" in text
-
-
-def test_a_job_whose_folder_was_moved_away_says_so(end_of_job):
-    status, _, text = end_of_job(1, has_log=False)
-    assert status == 1 and "7.0/first_error.txt" in text and "folder moved or removed?" in text
+@pytest.mark.parametrize(
+    ("srun", "options", "status", "calls", "text"),
+    [
+        pytest.param(143, {"done": "0\n"}, 0, "", "", id="done"),
+        pytest.param(85, {"done": "85\n"}, 85, REQUEUED, "the job is queued again", id="saved"),
+        pytest.param(137, {"done": "85", "restarts": 1}, 85, REQUEUED, "", id="saved-again"),
+        pytest.param(85, {"done": "85", "restarts": 2}, 85, "", "max_restarts = 2", id="last-attempt"),
+        pytest.param(0, {"restarts": 3}, 1, "", "is not started", id="too-many-attempts"),
+        pytest.param(85, {"done": "85", "state": "CANCELLED"}, 85, "-o show job 7\n", "", id="cancelled-in-slurm"),
+        pytest.param(143, {"restarts": 1}, 143, "", "first_error", id="killed"),
+        pytest.param(0, {"done": "130\n"}, 130, "scancel 7\n", "", id="cancelled"),
+        pytest.param(0, {"done": "3\n"}, 3, "", "", id="failed"),
+        pytest.param(1, {}, 1, "", "'srun: error: Unable to open image\\n'", id="no-agent-started"),
+        pytest.param(1, {"has_log": False}, 1, "", "folder moved or removed?", id="no-log"),
+    ],
+)
+def test_the_end_of_an_attempt(end_of_job, srun, options, status, calls, text):
+    ended, called, shown = end_of_job(srun, **options)
+    assert (ended, called) == (status, calls) and text in shown
+    if status in (0, 130):
+        assert "first_error" not in shown
+    if srun == 1:
+        assert "7.0/first_error.txt" in shown
 
 
 @pytest.mark.parametrize(

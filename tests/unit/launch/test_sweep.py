@@ -54,16 +54,8 @@ def test_runs_are_all_combinations_with_folders_of_their_own(cluster: str, submi
 
 
 def test_configurations_programs_and_values_of_several_words(cluster: str, submitted: list[JobSpec]):
-    axes = [
-        "--over",
-        "config",
-        "tiny_qwen3",
-        "tiny_qwen3_moe",
-        "--over",
-        "optim.offload",
-        "optimizer",
-        "optimizer gradients",
-    ]
+    axes = ["--over", "config", "tiny_qwen3", "tiny_qwen3_moe"]
+    axes += ["--over", "optim.offload", "optimizer", "optimizer gradients"]
     assert cli.main(["tiny_qwen3", "--cluster", cluster, "--job", "sft", *axes]) == 0
     commands = [spec.roles[0].command for spec in submitted]
     assert [command[2:4] for command in commands] == [
@@ -85,12 +77,8 @@ def test_checkpoints_can_be_swept_by_evaluations(cluster: str, submitted: list[J
 
 
 def test_problems_of_all_runs_are_said_and_none_is_queued(cluster: str, submitted: list[JobSpec], capsys):
-    assert (
-        cli.main(
-            ["tiny_qwen3", "--cluster", cluster, "--over", "parallel.tensor", "1", "3", "--over", "seed", "1", "2"]
-        )
-        == 2
-    )
+    axes = "--over parallel.tensor 1 3 --over seed 1 2".split()
+    assert cli.main(["tiny_qwen3", "--cluster", cluster, *axes]) == 2
     said = capsys.readouterr().err
     assert "parallel.tensor=3 seed=2: --parallel" in said and "parallel.tensor=1" not in said and not submitted
 
