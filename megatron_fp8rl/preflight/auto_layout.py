@@ -1,13 +1,12 @@
-"""The search for layouts of trainer and engines that work, for ``doctor``, ``grpo`` and ``plan``. Pure; no torch.
+"""Layouts of trainer and engines that work, for ``doctor``, ``grpo`` and ``plan``. Pure; no torch.
 
     nearest      the smallest change after which a configuration works (doctor)
     fastest      the layout of a job whose user names none (grpo)
     all_layouts  every layout on a number of GPUs (plan)
 
-All accept the layouts that ``assessment.assess`` accepts, and combine the candidates of :func:`_engines` and
-:func:`_trainers`: degrees that divide the model and leave memory for weights, optimizer states and sequences. Each
-candidate gets variants that save memory. ``nearest`` tries candidates in the order of their distance from the
-configuration, then those of ``all_layouts``; so ``doctor`` and ``plan`` agree. The architecture never changes.
+All take their candidates from :func:`_layouts`: degrees that divide the model and leave memory for weights, optimizer
+states and sequences, the nearest to the configuration first. :func:`assessment.assess` accepts or refuses them.
+``nearest`` ends with the candidates of ``all_layouts``, so ``doctor`` and ``plan`` agree. The architecture never changes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.preflight import engine_memory, tiling, trainer_memory
 from megatron_fp8rl.preflight.assessment import Assessment, DoctorOptions, assess
 from megatron_fp8rl.preflight.findings import Change, apply, arguments
-from megatron_fp8rl.preflight.memory import GIB, Gpu
+from megatron_fp8rl.preflight.memory import GIB
 from megatron_fp8rl.preflight.step_time import StepTime, step_seconds
 
 Fields = dict[str, Any]  # values by dotted field
@@ -53,8 +52,8 @@ _LAYOUT = (
     *(f"engine.{name}" for name in ("gpu_memory_utilization", "kv_cache_bytes", "sleep_level")),
     *("optim.recompute", "optim.offload"),
 )
-# Near the configuration: stages of a pipeline. On a number of GPUs: degrees of the trainer, (data, tensor) of an engine,
-# and the trainer's shares of separate GPUs.
+# ``_near``: stages of a pipeline. ``_on_all_gpus``: degrees of the trainer, (data, tensor) of an engine, and the
+# trainer's shares of separate GPUs.
 _STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _GRID_TENSOR, _GRID_STAGES, _GRID_EXPERTS = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32, 64)
 _GRID_ENGINES = ((1, 1), (1, 2), (1, 4), (1, 8), (8, 1), (4, 4), (2, 8), (16, 1), (32, 1), (4, 8))
@@ -70,6 +69,15 @@ class Outcome:
 
     change: Change = ()
     tried: str = ""  # a description of the search, if no layout works
+
+
+@dataclass(frozen=True)
+class _Space:
+    """Ways to divide the engines and the trainer."""
+
+    engines: list[Option]
+    trainers: list[Option]
+    fills: bool = False  # engines take all GPUs that the trainer leaves; otherwise at most the configured replicas
 
 
 @dataclass(frozen=True)
@@ -90,9 +98,6 @@ def _changed(cfg: RunConfig, change: Iterable[tuple[str, Any]]) -> Change:
     return tuple((path, value) for path, value in change if cfg.value(path) != value)
 
 
-# The nearest layout that works
-
-
 def nearest(cfg: RunConfig, machines: DoctorOptions, override: Override = lambda cfg: cfg) -> Outcome:
     """A change after which the run can work, if possible without warnings about its layout.
 
@@ -105,47 +110,27 @@ def nearest(cfg: RunConfig, machines: DoctorOptions, override: Override = lambda
     now = check(cfg)
     if now.works and not now.num_layout_warnings:
         return Outcome()
-    fields, unfixed = _fix_fields(cfg, check)
+    fixes, unfixed = _fix_fields(cfg, check)
     if unfixed:
         return Outcome(tried=f"no value could be proposed for {', '.join(unfixed)}")
-    search = _Search(check)
-    for variant in _precisions(apply(cfg, fields), check):
-        change = (*fields, *variant)
-        base = apply(cfg, change)
+    search, fixed = _Search(check), apply(cfg, fixes)
+    for variant in _precisions(fixed, check):
+        change, base = (*fixes, *variant), apply(fixed, variant)
         if search.accepts(base, change):
             return Outcome(change=change)
         steps = [step for _, step in sorted(_memory_steps(base), key=lambda option: option[0])]
-        engines, trainers = _near_engines(base, machines), _near_trainers(base, machines)
-        search.num_engines, search.num_trainers = len(engines), len(trainers)
-        for layout in _near_candidates(base, engines, trainers, machines.num_gpus):
-            if search.is_spent or _accepts_layout(search, base, change, layout, steps):
+        search.space = _near(base, machines)
+        for layout in _layouts(base, machines, search.space):
+            if search.is_spent or search.accepts_layout(base, change, layout, steps):
                 break
         if search.best:
             return Outcome(change=search.best)
     if machines.num_gpus is not None and not now.works:
-        base = apply(cfg, fields)
-        for candidate, *_ in _grid(base, machines, Counter()):
-            if check(candidate).works:
-                paths = (*_LAYOUT, "engine.data", "optim.logprob_chunk_tokens")
-                difference = _changed(base, ((path, candidate.value(path)) for path in paths))
-                return Outcome(change=(*fields, *difference))
+        for layout in _layouts(fixed, machines, _on_all_gpus(fixed, machines, Counter())):
+            change = _changed(fixed, layout.items())
+            if check(apply(fixed, change)).works:
+                return Outcome(change=(*fixes, *change))
     return Outcome(tried=search.text(machines.num_gpus))
-
-
-def _accepts_layout(search: _Search, base: RunConfig, change: Change, layout: Fields, steps: list[Fields]) -> bool:
-    """Whether a layout works with one of the steps, in order of cost. If the most frugal step fails, all fail."""
-
-    def accepts(step: Fields) -> bool:
-        fields = {**layout, **step}
-        if fields["parallel.pipeline"] == 1:
-            fields["parallel.virtual_stages"] = 1
-        new = _changed(base, fields.items())
-        return search.accepts(apply(base, new), (*change, *new))
-
-    accepted = accepts(steps[-1])
-    if not search.last_works:
-        return False
-    return any(accepts(step) for step in steps[:-1]) or accepted
 
 
 class _Search:
@@ -155,9 +140,8 @@ class _Search:
         self._check, self._count, self._end = check, 0, time.process_time() + _DEADLINE_S
         self._closest: tuple[float, str] = (math.inf, "")
         self.best: Change = ()  # without errors and with the fewest warnings
-        self.last_works = False
-        self.num_engines = self.num_trainers = 0
-        self._num_warnings: float = math.inf
+        self.space = _Space([], [])
+        self._last_works, self._num_warnings = False, math.inf
 
     @property
     def is_spent(self) -> bool:
@@ -167,7 +151,7 @@ class _Search:
         """Assess a candidate; return whether the search can stop with it."""
         result = self._check(cfg)
         self._count += 1
-        self.last_works = result.works
+        self._last_works = result.works
         if result.works:
             if result.num_layout_warnings <= self._num_warnings:
                 self.best, self._num_warnings = change, result.num_layout_warnings
@@ -178,14 +162,27 @@ class _Search:
             self._closest = min(self._closest, (worst.share, f"{text}{worst.capacity_bytes / GIB:.1f} GiB"))
         return False
 
+    def accepts_layout(self, base: RunConfig, change: Change, layout: Fields, steps: list[Fields]) -> bool:
+        """Assess a layout with each step, in order of cost, unless it fails with the most frugal step."""
+
+        def accepts(step: Fields) -> bool:
+            fields = {**layout, **step}
+            if fields["parallel.pipeline"] == 1:
+                fields["parallel.virtual_stages"] = 1
+            new = _changed(base, fields.items())
+            return self.accepts(apply(base, new), (*change, *new))
+
+        accepted = accepts(steps[-1])
+        return self._last_works and (any(accepts(step) for step in steps[:-1]) or accepted)
+
     def text(self, num_gpus: int | None) -> str:
         limit = f"at most {num_gpus} GPUs" if num_gpus is not None else f"at most {_MAX_GROWTH} times as many ranks"
         tried = (
-            f"{self._count} layouts on {limit} were checked. Nearest to the configuration, {self.num_engines} ways to "
-            "divide an engine (engine.tensor, expert, gpu_memory_utilization) tile and leave memory for a KV cache, "
-            f"and {self.num_trainers} layouts of the trainer (world_size, tensor, pipeline, context, expert, "
-            "expert_tensor) tile and fit its states. Each was tried with recompute, smaller microbatches and, on "
-            "shared GPUs, sleeping and offloading"
+            f"{self._count} layouts on {limit} were checked. Nearest to the configuration, {len(self.space.engines)} "
+            "ways to divide an engine (engine.tensor, expert, gpu_memory_utilization) tile and leave memory for a KV "
+            f"cache, and {len(self.space.trainers)} layouts of the trainer (world_size, tensor, pipeline, context, "
+            "expert, expert_tensor) tile and fit its states. Each was tried with recompute, smaller microbatches and, "
+            "on shared GPUs, sleeping and offloading"
         )
         return f"{tried}. The closest: {self._closest[1]}" if self._closest[1] else tried
 
@@ -251,9 +248,6 @@ def _precisions(cfg: RunConfig, check: Check) -> Iterator[Change]:
     yield (("precision.trainer", "bf16"), ("precision.rollout", "bf16"))
 
 
-# Candidates
-
-
 def _distance(new: int, old: int, weight: float) -> float:
     return weight * abs(math.log2(max(new, 1) / max(old, 1)))
 
@@ -266,6 +260,31 @@ def _tiling_degrees(cfg: RunConfig, option: str) -> list[int]:
     model = cfg.model
     whole = model.moe_ffn_hidden_size if option == "parallel.expert_tensor" else model.num_attention_heads
     return [degree for degree in range(1, 65) if whole % degree == 0] or [1]
+
+
+def _layouts(
+    cfg: RunConfig, machines: DoctorOptions, space: _Space, refused: Counter[str] | None = None
+) -> Iterator[Fields]:
+    """Combinations of trainer and engines, the nearest to ``cfg`` first; reasons for the others go to ``refused``."""
+    asked, num_gpus = max(1, cfg.engine.num_replicas), machines.num_gpus
+
+    def combined(cost: float, engine: Fields) -> list[tuple[float, str, Fields]]:
+        combinations, ranks = [], engine["engine.tensor"] * engine["engine.data"]
+        for distance, trainer in space.trainers:
+            world = trainer["parallel.world_size"]
+            free = world if cfg.engine.placement == "colocated" else num_gpus and num_gpus - world
+            fitting = asked if free is None else free // ranks
+            replicas = fitting if space.fills else min(asked, fitting)
+            if replicas >= 1:
+                layout = {**trainer, **engine, "engine.num_replicas": replicas}
+                total = cost + distance + _distance(replicas, asked, 0.5)
+                combinations.append((round(total, 6), str(layout), layout))
+            elif refused is not None:
+                refused["no GPU is left for an engine"] += 1
+        return sorted(combinations, key=lambda entry: entry[:2])
+
+    merged = heapq.merge(*(combined(*option) for option in space.engines), key=lambda entry: entry[:2])
+    return (layout for *_, layout in merged)
 
 
 def _engines(
@@ -289,43 +308,44 @@ def _engines(
 
 
 def _trainers(
-    cfg: RunConfig,
-    machines: DoctorOptions,
-    worlds: Sequence[int],
-    tensors: Sequence[int],
-    stages: Sequence[int],
-    contexts: Sequence[int],
-    experts: Sequence[int],
-    expert_tensors: Sequence[int],
-    refused: Counter[str] | None = None,
-) -> Iterator[Fields]:
-    """Degrees of the trainer whose products divide the number of ranks and whose states fit a GPU."""
-    refused = Counter() if refused is None else refused
-    gpu, count = machines.hardware, parameters.count(cfg.model)
-    kernels = KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
-    shares = trainer_memory.shares_memory(cfg, kernels)
+    cfg: RunConfig, machines: DoctorOptions, values: Sequence[Iterable[int]], refused: Counter[str] | None = None
+) -> list[Option]:
+    """Values of ``_DEGREES`` whose products divide the number of ranks and whose states fit a GPU."""
+    gpu, count, options = machines.hardware, parameters.count(cfg.model), list[Option]()
+    shares = trainer_memory.shares_memory(cfg, KernelChoice.of(cfg, Hardware(gpu.generation)).trainer)
+    weights = (0.7 if machines.num_gpus is not None else 1.5, 1.0, 1.0, 1.5, 0.8, 1.5)
+    old = [cfg.value(path) for path in _DEGREES]
+    worlds, tensors, stages, contexts, *expert_values = values
     for world, tensor, pipeline, context in itertools.product(worlds, tensors, stages, contexts):
         if world % (tensor * pipeline * context) or pipeline > cfg.model.num_layers:
             continue
-        for expert, expert_tensor in itertools.product(experts, expert_tensors):
-            fields = dict(zip(_DEGREES, (world, tensor, pipeline, context, expert, expert_tensor), strict=True))
-            if world % (expert * expert_tensor * pipeline) == 0:
-                if _state_bytes(cfg, gpu, count, shares, fields) <= gpu.memory_bytes:
-                    yield fields
-                else:
-                    refused[_NO_TRAINER] += 1
+        for degrees in itertools.product(*expert_values):
+            new = (world, tensor, pipeline, context, *degrees)
+            if world % (math.prod(degrees) * pipeline):
+                continue
+            if _state_bytes(cfg, machines, count, shares, new) <= gpu.memory_bytes:
+                cost = sum(_distance(*degree) for degree in zip(new, old, weights, strict=True))
+                cost += 4.0 if tensor > machines.gpus_per_node else 0.0
+                options.append((cost, dict(zip(_DEGREES, new, strict=True))))
+            elif refused is not None:
+                refused[_NO_TRAINER] += 1
+    return options
 
 
 def _state_bytes(
-    cfg: RunConfig, gpu: Gpu, count: parameters.ParameterCount, shares: tuple[bool, bool], fields: Fields
+    cfg: RunConfig,
+    machines: DoctorOptions,
+    count: parameters.ParameterCount,
+    shares: tuple[bool, bool],
+    degrees: Sequence[int],
 ) -> float:
     """A lower bound for an average rank: weights, gradients, optimizer states, most of the FP8 copies, CUDA.
 
-    ``shares``: the result of ``trainer_memory.shares_memory``.
+    ``shares``: the result of ``trainer_memory.shares_memory``. ``degrees``: values of ``_DEGREES``.
     """
-    world, tensor, pipeline, _, expert_parallel, expert_tensor = fields.values()
+    world, tensor, pipeline, _, expert_parallel, expert_tensor = degrees
     per = trainer_memory.Bytes.of(cfg)
-    copies = 0.9 * trainer_memory.fp8_copy_bytes(cfg, gpu)
+    copies = 0.9 * trainer_memory.fp8_copy_bytes(cfg, machines.hardware)
     separate = per.gradient + (0.9 if cfg.precision.params == "fp8" else per.weight)
     per_dense, per_expert = (per.gradient if is_shared else separate for is_shared in shares)
     dense = (count.total - count.expert) / (tensor * pipeline)
@@ -359,69 +379,39 @@ def _memory_steps(cfg: RunConfig) -> Iterator[Option]:
         yield cost, {**fields, "engine.sleep_level": sleep, "optim.max_tokens_per_microbatch": size}
 
 
-def _near_engines(cfg: RunConfig, machines: DoctorOptions) -> list[Option]:
-    engine, model = cfg.engine, cfg.model
-    degrees = []
+def _near(cfg: RunConfig, machines: DoctorOptions) -> _Space:
+    """The nearest engines and trainers, each with at most ``num_gpus`` ranks."""
+    parallel, engine, model, node = cfg.parallel, cfg.engine, cfg.model, machines.gpus_per_node
+    ranks = machines.num_gpus or parallel.world_size * _MAX_GROWTH
+    engines = []
     for is_expert_parallel in (False, True) if model.is_moe else (False,):
         divided = replace(engine, tensor=1, expert=2 if is_expert_parallel else 1)
         for tensor in _tiling_degrees(replace(cfg, engine=divided), "engine.tensor"):
-            ranks = engine.data * tensor
-            is_divided = ranks > 1 and model.num_experts % ranks == 0
-            if ranks <= _max_ranks(cfg, machines) and (is_divided or not is_expert_parallel):
-                degrees.append((engine.data, tensor, ranks if is_expert_parallel else 1))
+            size = engine.data * tensor
+            is_divided = size > 1 and model.num_experts % size == 0
+            if size <= ranks and (is_divided or not is_expert_parallel):
+                engines.append((engine.data, tensor, size if is_expert_parallel else 1))
     shares = (engine.gpu_memory_utilization, 0.9, *(_SHARES[1:-1] if engine.placement == "colocated" else ()))
-    return list(itertools.islice(_engines(cfg, machines, degrees, shares), _MAX_ENGINES))
-
-
-def _max_ranks(cfg: RunConfig, machines: DoctorOptions) -> int:
-    return machines.num_gpus or cfg.parallel.world_size * _MAX_GROWTH
-
-
-def _near_trainers(cfg: RunConfig, machines: DoctorOptions) -> list[Option]:
-    parallel, model, node, ranks = cfg.parallel, cfg.model, machines.gpus_per_node, _max_ranks(cfg, machines)
     single = replace(cfg, parallel=replace(parallel, tensor=1, expert_tensor=1))
     tensors = [degree for degree in _tiling_degrees(single, "parallel.tensor") if degree <= ranks]
     expert_tensors = _tiling_degrees(single, "parallel.expert_tensor") if model.is_moe else [1]
     experts = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0] if model.is_moe else [1]
     contexts = sorted({1, parallel.context, 2 * parallel.context, 4 * parallel.context})
-    stages = sorted({*_STAGES, parallel.pipeline})
     powers = [factor << power for factor in (1, 3) for power in range(13)]
     nodes = range(node, min(ranks, 16 * node) + 1, node)
     worlds = sorted({n for n in (parallel.world_size, *powers, *nodes) if 1 <= n <= ranks})
-    weights = (0.7 if machines.num_gpus is not None else 1.5, 1.0, 1.0, 1.5, 0.8, 1.5)  # of _DEGREES
-    old = [cfg.value(path) for path in _DEGREES]
-    values = (worlds, tensors, stages, contexts, experts, [n for n in expert_tensors if n <= 8])
-    options: list[Option] = []
-    for fields in _trainers(cfg, machines, *values):
-        cost = sum(_distance(*degree) for degree in zip(fields.values(), old, weights, strict=True))
-        options.append((cost + (4.0 if fields["parallel.tensor"] > node else 0.0), fields))
-    return heapq.nsmallest(_MAX_LAYOUTS, options, key=lambda option: (option[0], *option[1].values()))
+    stages = sorted({*_STAGES, parallel.pipeline})
+    trainers = _trainers(
+        cfg, machines, (worlds, tensors, stages, contexts, experts, [n for n in expert_tensors if n <= 8])
+    )
+    return _Space(
+        list(itertools.islice(_engines(cfg, machines, engines, shares), _MAX_ENGINES)),
+        heapq.nsmallest(_MAX_LAYOUTS, trainers, key=lambda option: (option[0], *option[1].values())),
+    )
 
 
-def _near_candidates(
-    cfg: RunConfig, engines: list[Option], trainers: list[Option], num_gpus: int | None
-) -> Iterator[Fields]:
-    """Combinations of trainer and engines, the nearest first."""
-
-    def combined(cost: float, engine: Fields) -> list[tuple[float, str, Fields]]:
-        combinations = []
-        asked, ranks = max(1, cfg.engine.num_replicas), engine["engine.tensor"] * engine["engine.data"]
-        for distance, trainer in trainers:
-            world = trainer["parallel.world_size"]
-            free = world if cfg.engine.placement == "colocated" else num_gpus and num_gpus - world
-            replicas = asked if free is None else min(asked, free // ranks)
-            if replicas >= 1:
-                candidate = {**trainer, **engine, "engine.num_replicas": replicas}
-                total = cost + distance + _distance(replicas, asked, 0.5)
-                combinations.append((round(total, 6), str(candidate), candidate))
-        return sorted(combinations, key=lambda entry: entry[:2])
-
-    merged = heapq.merge(*(combined(cost, engine) for cost, engine in engines), key=lambda entry: entry[:2])
-    return (candidate for _, _, candidate in merged)
-
-
-def _grid(cfg: RunConfig, machines: DoctorOptions, refused: Counter[str]) -> Iterator[list[RunConfig]]:
-    """Layouts on all ``machines.num_gpus``, not yet assessed, each with one or several lengths of microbatches."""
+def _on_all_gpus(cfg: RunConfig, machines: DoctorOptions, refused: Counter[str]) -> _Space:
+    """Engines and trainers that together take all ``machines.num_gpus``; no data-parallel rank lacks a sequence."""
     model, num_gpus, node = cfg.model, machines.num_gpus, machines.gpus_per_node
     assert num_gpus is not None
     engines = []
@@ -434,28 +424,23 @@ def _grid(cfg: RunConfig, machines: DoctorOptions, refused: Counter[str]) -> Ite
             if option is None:
                 refused["an engine has no memory for sequences"] += 1
             else:
-                engines.append(apply(cfg, tuple(option[1].items())).engine)
+                engines.append(option)
     step = node if num_gpus >= 2 * node else 1
     worlds = sorted({max(step, int(num_gpus * share) // step * step) for share in _GRID_WORLDS})
-    is_colocated = cfg.engine.placement == "colocated"
+    worlds = [num_gpus] if cfg.engine.placement == "colocated" else worlds
     tensors = [n for n in _GRID_TENSOR if n <= node and model.num_attention_heads % n == 0]
     experts = [n for n in _GRID_EXPERTS if model.is_moe and model.num_experts % n == 0] or [1]
-    values = ([num_gpus] if is_colocated else worlds, tensors, _GRID_STAGES, [cfg.parallel.context], experts, [1])
-    for fields in _trainers(cfg, machines, *values, refused):
-        divided = apply(cfg, (*fields.items(), ("parallel.virtual_stages", 1)))
-        if divided.parallel.data > cfg.sampling.prompts_per_step * cfg.sampling.completions_per_prompt:
-            continue
-        trainers = list(_with_longer_microbatches(divided, machines.hardware))
-        if not trainers:
-            refused[_NO_TRAINER] += 1
-            continue
-        free = num_gpus if is_colocated else num_gpus - divided.parallel.world_size
-        for engine in engines:
-            if free < engine.ranks:
-                refused["no GPU is left for an engine"] += 1
+    values = (worlds, tensors, _GRID_STAGES, [cfg.parallel.context], experts, [1])
+    trainers, sequences = [], cfg.sampling.prompts_per_step * cfg.sampling.completions_per_prompt
+    for cost, degrees in _trainers(cfg, machines, values, refused):
+        fields = {**degrees, "parallel.virtual_stages": 1}
+        divided = apply(cfg, tuple(fields.items()))
+        if divided.parallel.data <= sequences:
+            if trainer_memory.worst_rank(divided, machines.hardware, machines.hardware.memory_bytes).is_tight:
+                refused[_NO_TRAINER] += 1
             else:
-                engine = replace(engine, num_replicas=free // engine.ranks)
-                yield [replace(trainer, engine=engine) for trainer in trainers]
+                trainers.append((cost, fields))
+    return _Space(engines, trainers, fills=True)
 
 
 def microbatches_of(tokens: int) -> Change:
@@ -463,57 +448,41 @@ def microbatches_of(tokens: int) -> Change:
     return ("optim.max_tokens_per_microbatch", tokens), ("optim.logprob_chunk_tokens", tokens)
 
 
-def _with_longer_microbatches(cfg: RunConfig, gpu: Gpu) -> Iterator[RunConfig]:
-    """The configuration with once, twice and four times as many tokens in a microbatch, as long as the trainer fits."""
-    tokens = cfg.optim.max_tokens_per_microbatch
-    for size in (tokens, 2 * tokens, 4 * tokens):
-        longer = cfg if size == tokens else apply(cfg, microbatches_of(size))
-        if trainer_memory.worst_rank(longer, gpu, gpu.memory_bytes).is_tight:
-            return
-        yield longer
-
-
-# All layouts on a number of GPUs
-
-
 def all_layouts(
     cfg: RunConfig, machines: DoctorOptions, timed: Callable[[RunConfig], StepTime]
 ) -> tuple[list[Layout], Counter[str]]:
     """(layouts on ``machines.num_gpus`` that work, the cheapest first; numbers of refused layouts by reason).
 
-    Layouts with warnings, such as memory that is almost full, are left out if others have none.
+    Layouts with warnings, such as memory that is almost full, are left out if others have none. Each layout but the
+    doctor's has the cheapest length of microbatches: once, twice or four times the configured length.
     """
-    refused: Counter[str] = Counter()
-    outcome, (fields, unfixed) = nearest(cfg, machines), _fix_fields(cfg, lambda cfg: assess(cfg, machines))
-    grid = () if unfixed else _grid(apply(cfg, fields), machines, refused)
-    candidates = itertools.chain(grid, [[apply(cfg, outcome.change)]])
-    layouts: list[Layout] = []
-    seen = set()
-    for shortest, *longer in candidates:  # one layout with several lengths of microbatches
-        key = shortest.parallel, shortest.engine, shortest.optim.recompute
-        result = assess(shortest, machines)
+    refused, seen, layouts = Counter[str](), set(), list[Layout]()
+    outcome, (fixes, unfixed) = nearest(cfg, machines), _fix_fields(cfg, lambda cfg: assess(cfg, machines))
+    fixed, space = apply(cfg, fixes), _Space([], [])
+    if not unfixed:
+        space = _on_all_gpus(fixed, machines, refused)
+    candidates = _layouts(fixed, machines, space, refused)
+    changed = ((apply(fixed, tuple(layout.items())), (2, 4)) for layout in candidates)
+    for candidate, factors in itertools.chain(changed, [(apply(cfg, outcome.change), ())]):
+        key = candidate.parallel, candidate.engine, candidate.optim.recompute
+        result = assess(candidate, machines)
         if not result.works:
             error = result.errors[0]
             refused[f"{error.subject}: {'does not fit its GPU' if error.code == 'memory' else error.problem}"] += 1
         elif key not in seen:
             seen.add(key)
-            best = Layout(shortest, result, timed(shortest))
-            for time, candidate in sorted(
-                ((timed(cfg), cfg) for cfg in longer), key=lambda entry: entry[0].gpu_seconds_per_million
-            ):
-                if time.gpu_seconds_per_million >= best.cost:
-                    break
-                other = assess(candidate, machines)
+            tokens, best = candidate.optim.max_tokens_per_microbatch, Layout(candidate, result, timed(candidate))
+            longer = (apply(candidate, microbatches_of(times * tokens)) for times in factors)
+            cheaper = [(time, new) for new in longer if (time := timed(new)).gpu_seconds_per_million < best.cost]
+            for time, new in sorted(cheaper, key=lambda entry: entry[0].gpu_seconds_per_million):
+                other = assess(new, machines)
                 if other.works and other.num_layout_warnings <= result.num_layout_warnings:
-                    best = Layout(candidate, other, time)
+                    best = Layout(new, other, time)
                     break
             layouts.append(best)
     least = min((layout.assessment.num_layout_warnings > 0 for layout in layouts), default=False)
     layouts = [layout for layout in layouts if (layout.assessment.num_layout_warnings > 0) == least]
     return sorted(layouts, key=lambda layout: (layout.cost, str(layout.cfg.parallel))), refused
-
-
-# The layout of a job whose user names none
 
 
 def fastest(start: RunConfig, machines: DoctorOptions, override: Override) -> tuple[RunConfig, Change, str]:
