@@ -1,18 +1,13 @@
 """Seconds of one step, phase by phase, from a configuration, the rates of ``rates.toml`` and a network. No torch.
 
-    rollouts       prompts: their FLOP. Decoding: every step reads the matrices that it needs once, or multiplies by them if
-                   that takes longer, and the cache of its sequences, and samples; the steps last until the longest sequence
-                   ends
-    old_logprobs   one forward pass over all tokens; 0 with ``precision.exact``, which takes the engine's, and in a step of
-                   one update, which takes its own
-    update         forward and backward of linears, attention, the head and what moves memory; for each microbatch a pass over
-                   gradients; the recomputed forward, tensor- and expert-parallel traffic, or the host that launches them if
-                   it takes longer; the pipeline's bubble, gradients and parameters between data-parallel ranks, and the
-                   optimizer's reads and writes
+    rollouts       FLOP of the prompts. Then decode steps until the longest sequence ends: each reads the weights that it
+                   needs or multiplies by them, whichever takes longer, reads the KV cache, and samples
+    old_logprobs   one forward pass over all tokens; 0 with ``precision.exact`` and in a step of one update
+    update         forward and backward passes, recompute, tensor- and expert-parallel traffic, or the time in which the
+                   host launches them if it is longer; the pipeline bubble, the data-parallel reduction, the optimizer
     publish        the wire, and quantizing, loading and proving; with spare memory only the latter pauses the engines
-    handover       engines on the trainer's GPUs fall asleep and wake, if ``engine.sleep_level`` says so, and what
-                   ``optim.offload`` names goes to the host and back
-    driver         what trainer rank 0 does for all engines, as far as others wait for it
+    handover       colocated engines sleep and wake, and ``optim.offload`` copies to the host and back
+    driver         work of trainer rank 0 for all engines, as far as others wait for it
 
 Colocated or synchronous phases add up. With ``sampling.max_staleness`` > 0 sampling overlaps training: a step takes the
 longer of the two, and the pause.
@@ -30,6 +25,7 @@ from typing import Any
 from megatron_fp8rl.algo.old_pass import needs_old_pass
 from megatron_fp8rl.config import ModelConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.precision import parameters
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, ITEM_BYTES, QuantFormat, rollout_format, trainer_format
 from megatron_fp8rl.precision.kernel_support import may_gather
 from megatron_fp8rl.preflight import weights
 from megatron_fp8rl.preflight.assessment import DoctorOptions, gpus_wanted
@@ -39,7 +35,11 @@ from megatron_fp8rl.preflight.trainer_memory import Bytes
 from megatron_fp8rl.rollout.vllm_args import kv_token_bytes
 
 _OPTIMIZER_BYTES = 30  # read and written for each parameter of a rank's share: gradient, master, two moments, BF16
-_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # of the forward pass of layers, by ``optim.recompute``
+_RECOMPUTED = {
+    "none": 0.0,
+    "selective": 0.5,
+    "full": 1.0,
+}  # share of the forward pass of layers, by ``optim.recompute``
 _FLOPS = ("linear_fp8", "linear_bf16", "experts_fp8", "experts_bf16", "attention", "head", "prefill")
 _TENSOR_COLLECTIVES = 4  # of a layer's forward under tensor parallelism; twice as many in backward
 
@@ -54,7 +54,7 @@ class Lengths:
 
     @classmethod
     def of(cls, sampling: SamplingConfig, prompt: float | None = None, mean: float | None = None) -> Lengths:
-        """Those given, or half of the most tokens that the configuration allows."""
+        """The means, or half of the most tokens that the configuration allows."""
         longest = sampling.max_completion_tokens
         return cls(prompt=prompt or sampling.max_prompt_tokens / 2, mean=mean or longest / 2, longest=longest)
 
@@ -105,19 +105,14 @@ class Rates:
         measured = cls(**_values(_data()["h200"]["rates"]), source="measured on H200")
         if gpu == "h200":
             return measured
-        theirs, ours = (_data()["sheets"][name] for name in (gpu, "h200"))
-        flops, read = theirs["flops"] / ours["flops"], theirs["bytes_per_s"] / ours["bytes_per_s"]
-        faster = {name: getattr(measured, name) * flops for name in _FLOPS} | {
-            "read_bytes_per_s": measured.read_bytes_per_s * read
-        }
+        new, h200 = (_data()["sheets"][name] for name in (gpu, "h200"))
+        flops, read = new["flops"] / h200["flops"], new["bytes_per_s"] / h200["bytes_per_s"]
+        factors = dict.fromkeys(_FLOPS, flops) | {"read_bytes_per_s": read}
+        scaled = {name: getattr(measured, name) * factor for name, factor in factors.items()}
         shorter = ("feature_fp8_s", "feature_bf16_s", "logit_s", "publish_s_per_byte")
-        return replace(
-            measured,
-            **faster,
-            **{name: getattr(measured, name) / read for name in shorter},
-            source=f"H200's, times {flops:.2f} (FLOP/s) and {read:.2f} (memory) by data sheets; "
-            f"not measured on {gpu.upper()}",
-        )
+        scaled |= {name: getattr(measured, name) / read for name in shorter}
+        source = f"H200's, times {flops:.2f} (FLOP/s) and {read:.2f} (memory) by data sheets; "
+        return replace(measured, **scaled, source=f"{source}not measured on {gpu.upper()}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,26 +129,6 @@ class Network:
         for name, value in _values(_data()["network"]).items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Driver:
-    """What trainer rank 0 does for all engines, and what it holds; ``rates.toml`` has the numbers."""
-
-    ask_completion_s: float
-    ask_token_s: float
-    completion_s: float
-    token_s: float
-    completion_bytes: float
-    token_bytes: float
-
-    def seconds(self, completions: float, tokens: float, rollout_s: float) -> float:
-        """Beside ``rollout_s`` of sampling."""
-        asking = completions * self.ask_completion_s + tokens * self.ask_token_s
-        return max(0.0, asking - rollout_s) + completions * self.completion_s + tokens * self.token_s
-
-    def gigabytes(self, completions: float, tokens: float) -> float:
-        return (completions * self.completion_bytes + tokens * self.token_bytes) / 1e9
 
 
 @dataclass(frozen=True)
@@ -226,31 +201,27 @@ def step_time(
     gpus_per_node: int = 8,
 ) -> StepTime:
     """Seconds by phase. ``memory_bytes``: of one GPU, which bounds the sequences that an engine holds."""
-    has_old_pass = needs_old_pass(cfg) and not cfg.precision.exact
     sequences = cfg.sampling.prompts_per_step * cfg.sampling.completions_per_prompt
-    length = lengths.prompt + lengths.mean
-    # Of an exponential distribution the mean square is twice the square of the mean; of equal lengths it is the square.
-    square = length**2 * (1.0 + max(0.0, min(0.5, 1.0 - lengths.mean / lengths.longest)))
-    passes = _Passes.of(cfg, Flops.of(cfg.model, sequences * length, sequences * square), sequences * length, rates)
-    update, bubble, traffic = _update_s(cfg, passes, sequences, length, rates, network, gpus_per_node)
-    wire, proof = _publish_s(cfg, rates, network, gpus, gpus_per_node)
-    in_spare = cfg.weight_sync.spare_weights != "none"
-    rollouts = _rollout_s(cfg, sequences, lengths, rates, network, memory_bytes, gpus_per_node)
-    driver, sampled = Driver(**_values(_data()["driver"])), sequences * lengths.mean
+    step = _Step(cfg, lengths, rates, network, memory_bytes, gpus, gpus_per_node, sequences)
+    forward, passes = step.passes()
+    update, bubble, traffic = step.update(passes)
+    wire, proof = step.publish()
+    rollouts = step.rollouts()
+    driver, driver_gb = step.driver(rollouts)
     return StepTime(
         rollouts=rollouts,
-        old_logprobs=passes.forward if has_old_pass else 0.0,
+        old_logprobs=forward if needs_old_pass(cfg) and not cfg.precision.exact else 0.0,
         update=update,
         publish=wire + proof,
-        handover=_handover_s(cfg, rates),
-        driver=driver.seconds(sequences, sampled, rollouts),
-        driver_gb=driver.gigabytes(sequences, sampled),
-        pause=proof if in_spare else wire + proof,
+        handover=step.handover(),
+        driver=driver,
+        driver_gb=driver_gb,
+        pause=proof if cfg.weight_sync.spare_weights != "none" else wire + proof,
         wire=wire,
         bubble=bubble,
         expert_traffic=traffic,
         overlaps=cfg.sampling.max_staleness > 0 and cfg.engine.placement != "colocated",
-        tokens=sequences * length,
+        tokens=sequences * step.length,
         gpus=gpus,
     )
 
@@ -268,143 +239,158 @@ def step_seconds(cfg: RunConfig, machines: DoctorOptions) -> float:
     ).step
 
 
-def _moe_layers(model: ModelConfig) -> int:
-    return model.num_layers - model.first_dense_layers if model.is_moe else 0
-
-
-def _linear_rate(model: ModelConfig, in_fp8: bool, rates: Rates) -> float:
-    if model.is_moe:
-        return rates.experts_fp8 if in_fp8 else rates.experts_bf16
-    return rates.linear_fp8 if in_fp8 else rates.linear_bf16
-
-
 @dataclass(frozen=True)
-class _Passes:
-    """Seconds of a rank for its share of all tokens, without traffic and what a microbatch costs."""
+class _Step:
+    """The phases of one step."""
 
-    forward: float
-    update: float  # with what is computed again
+    cfg: RunConfig
+    lengths: Lengths
+    rates: Rates
+    network: Network
+    memory_bytes: int
+    gpus: int
+    node: int  # GPUs of a node
+    sequences: int
 
-    @classmethod
-    def of(cls, cfg: RunConfig, forward: Flops, tokens: float, rates: Rates) -> _Passes:
-        """Backward takes twice as long as forward; of attention, which computes its scores again, 2.5 times."""
-        model, in_fp8 = cfg.model, cfg.precision.trainer != "bf16"
-        feature_s = rates.feature_fp8_s if in_fp8 else rates.feature_bf16_s
-        layers = forward.linears / _linear_rate(model, in_fp8, rates)
-        layers += tokens * model.num_layers * model.hidden_size * feature_s / 3.0
-        attention, head = forward.attention / rates.attention, forward.head / rates.head
-        again = _AGAIN[cfg.optim.recompute]
-        update = (3.0 + again) * layers + (3.5 + (again == 1.0)) * attention + 3.0 * head
-        return cls((layers + attention + head) / cfg.parallel.world_size, update / cfg.parallel.world_size)
+    @property
+    def length(self) -> float:
+        """Mean tokens of a sequence."""
+        return self.lengths.prompt + self.lengths.mean
 
+    @property
+    def moe_layers(self) -> int:
+        model = self.cfg.model
+        return model.num_layers - model.first_dense_layers if model.is_moe else 0
 
-def _update_s(
-    cfg: RunConfig, passes: _Passes, sequences: int, length: float, rates: Rates, network: Network, node: int
-) -> tuple[float, float, float]:
-    """(seconds, of which the pipeline's bubble, of which expert-parallel traffic)."""
-    model, parallel = cfg.model, cfg.parallel
-    own = sequences * length / parallel.data / parallel.context  # tokens of one rank
-    layers = model.num_layers / parallel.pipeline
-    rounds = 2.0 + (cfg.optim.recompute == "full")  # forward, backward, and forward again
-    experts = tensor = 0.0
-    if model.is_moe and parallel.expert > 1:
-        others = parallel.expert - 1
-        copies = model.experts_per_token * others / parallel.expert  # of a token for other ranks, by an all-to-all
-        there = 2  # bytes of a number on its way to experts, and of its gradient
-        if may_gather(cfg) and others <= copies:
-            copies = others
-            there -= cfg.precision.trainer == "blockwise" and cfg.precision.scales == "pow2"
-        link = network.nvlink_bytes_per_s if parallel.expert <= node else network.nic_bytes_per_s
-        moved = own / parallel.tensor * copies * model.hidden_size * (there + 2)  # dispatch and combine
-        experts = rounds * layers * _moe_layers(model) / model.num_layers * moved / link
-    if parallel.tensor > 1:
-        link = network.nvlink_bytes_per_s if parallel.tensor <= node else network.nic_bytes_per_s
-        moved = own * model.hidden_size * 2 * (parallel.tensor - 1) / parallel.tensor
-        tensor = rounds * _TENSOR_COLLECTIVES * layers * moved / link
-    updates = cfg.algo.updates_per_step
-    together = max(1.0, cfg.optim.max_tokens_per_microbatch // length)  # sequences of a microbatch
-    microbatches = max(1, math.ceil(sequences / parallel.data / updates / together))
-    held = _held(cfg)
-    gradients = updates * microbatches * held.trained * rates.parameter_bytes / rates.read_bytes_per_s
-    busy = passes.update + gradients + experts + tensor
-    if model.is_moe:
-        launched = rates.host_moe_layer_s * (1.0 + _AGAIN[cfg.optim.recompute] / 3.0)
-        busy = max(busy, updates * microbatches * layers * launched)
-    bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
-    link = network.nvlink_bytes_per_s if parallel.world_size <= node else network.nic_bytes_per_s
-    copied = held.dense * (parallel.data * parallel.context > 1) + held.expert * (weights.expert_copies(parallel) > 1)
-    reduced = copied * (4 + 2) / link  # gradients in FP32, parameters in BF16
-    optimizer = held.divided(parallel) * _OPTIMIZER_BYTES / rates.read_bytes_per_s
-    return busy + bubble + updates * (reduced + optimizer), bubble, experts
+    @functools.cached_property
+    def weights(self) -> weights.RankWeights:
+        """Weights of the trainer rank that has most."""
+        stages = (weights.on_trainer_rank(self.cfg, stage) for stage in range(self.cfg.parallel.pipeline))
+        return max(stages, key=lambda stage: stage.trained)
 
+    def link(self, ranks: int) -> float:
+        """Bytes per second between so many ranks."""
+        return self.network.nvlink_bytes_per_s if ranks <= self.node else self.network.nic_bytes_per_s
 
-def _held(cfg: RunConfig) -> weights.RankWeights:
-    """Weights of the trainer rank that has most."""
-    stages = [weights.on_trainer_rank(cfg, stage) for stage in range(cfg.parallel.pipeline)]
-    return max(stages, key=lambda stage: stage.trained)
+    def linear_rate(self, fmt: QuantFormat) -> float:
+        kind = "experts" if self.cfg.model.is_moe else "linear"
+        return getattr(self.rates, f"{kind}_{'fp8' if fmt.is_quantized else 'bf16'}")
 
+    def passes(self) -> tuple[float, float]:
+        """Seconds of a rank's share of (a forward pass, an update), without traffic and the cost of a microbatch.
 
-def _handover_s(cfg: RunConfig, rates: Rates) -> float:
-    if cfg.engine.placement != "colocated":
-        return 0.0
-    held, updates = _held(cfg), cfg.algo.updates_per_step
-    sizes = {"params": 2.0 * held.trained, "optimizer": Bytes.of(cfg).optimizer * held.divided(cfg.parallel) * updates}
-    away = sum(size for part, size in sizes.items() if part in cfg.optim.offload)
-    return (rates.sleep_s if cfg.engine.sleep_level else 0.0) + 2.0 * away / rates.host_bytes_per_s
+        Backward takes twice as long as forward; of attention, which computes its scores again, 2.5 times.
+        """
+        cfg, model, rates, lengths = self.cfg, self.cfg.model, self.rates, self.lengths
+        tokens, fmt = self.sequences * self.length, trainer_format(cfg.precision)
+        # Of an exponential distribution the mean square is twice the square of the mean; of equal lengths it is the
+        # square.
+        square = self.length**2 * (1.0 + max(0.0, min(0.5, 1.0 - lengths.mean / lengths.longest)))
+        flops = Flops.of(model, tokens, self.sequences * square)
+        feature_s = rates.feature_fp8_s if fmt.is_quantized else rates.feature_bf16_s
+        layers = flops.linears / self.linear_rate(fmt) + tokens * model.num_layers * model.hidden_size * feature_s / 3.0
+        attention, head = flops.attention / rates.attention, flops.head / rates.head
+        recomputed = _RECOMPUTED[cfg.optim.recompute]
+        update = (3.0 + recomputed) * layers + (3.5 + (recomputed == 1.0)) * attention + 3.0 * head
+        return (layers + attention + head) / cfg.parallel.world_size, update / cfg.parallel.world_size
 
+    def update(self, passes: float) -> tuple[float, float, float]:
+        """(seconds, of these the pipeline bubble, of these expert-parallel traffic)."""
+        cfg, model, parallel, rates = self.cfg, self.cfg.model, self.cfg.parallel, self.rates
+        tokens = self.sequences * self.length / parallel.data / parallel.context  # of one rank
+        layers, recomputed = model.num_layers / parallel.pipeline, _RECOMPUTED[cfg.optim.recompute]
+        rounds = 2.0 + (recomputed == 1.0)  # forward, backward, and forward again
+        experts = tensor = 0.0
+        if model.is_moe and parallel.expert > 1:
+            others = parallel.expert - 1
+            copies = model.experts_per_token * others / parallel.expert  # of a token for other ranks, by an all-to-all
+            item = ITEM_BYTES["bfloat16"]
+            sent = item  # of a number on its way to experts
+            if may_gather(cfg) and others <= copies:
+                copies = others
+                if trainer_format(cfg.precision) is BLOCKWISE_POW2:
+                    sent = ITEM_BYTES[BLOCKWISE_POW2.element]
+            moved = tokens / parallel.tensor * copies * model.hidden_size * (sent + item)  # dispatch and combine
+            experts = rounds * layers * self.moe_layers / model.num_layers * moved / self.link(parallel.expert)
+        if parallel.tensor > 1:
+            moved = tokens * model.hidden_size * ITEM_BYTES["bfloat16"] * (parallel.tensor - 1) / parallel.tensor
+            tensor = rounds * _TENSOR_COLLECTIVES * layers * moved / self.link(parallel.tensor)
+        updates, held = cfg.algo.updates_per_step, self.weights
+        together = max(1.0, cfg.optim.max_tokens_per_microbatch // self.length)  # sequences of a microbatch
+        microbatches = max(1, math.ceil(self.sequences / parallel.data / updates / together))
+        gradients = updates * microbatches * held.trained * rates.parameter_bytes / rates.read_bytes_per_s
+        busy = passes + gradients + experts + tensor
+        if model.is_moe:
+            launched = rates.host_moe_layer_s * (1.0 + recomputed / 3.0)
+            busy = max(busy, updates * microbatches * layers * launched)
+        bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
+        copied = held.dense * (parallel.data * parallel.context > 1)
+        copied += held.expert * (weights.expert_copies(parallel) > 1)
+        reduced = copied * (4 + 2) / self.link(parallel.world_size)  # gradients in FP32, parameters in BF16
+        optimizer = held.divided(parallel) * _OPTIMIZER_BYTES / rates.read_bytes_per_s
+        return busy + bubble + updates * (reduced + optimizer), bubble, experts
 
-def _rollout_s(
-    cfg: RunConfig, sequences: int, lengths: Lengths, rates: Rates, network: Network, memory_bytes: int, node: int
-) -> float:
-    model = cfg.model
-    own = math.ceil(sequences / cfg.engine.num_replicas)
-    engine = worker(cfg, memory_bytes)
-    per_group = math.ceil(own / cfg.engine.data)  # sequences of one data-parallel rank
-    fitting = max(1, int(engine.kv_tokens / (lengths.prompt + lengths.mean)))
-    held = min(per_group, cfg.engine.max_num_sequences, fitting)
-    steps = max(lengths.longest, per_group * lengths.mean / held)
-    average = per_group * lengths.mean / steps  # sequences of a step
-    kv_read = per_group * lengths.mean * (lengths.prompt + lengths.mean / 2)
-    kv_read *= kv_token_bytes(cfg.model, cfg.engine, cpu=False)
-    one = Flops.of(model, average / cfg.engine.tensor, 0.0)
-    products = one.linears / _linear_rate(model, cfg.precision.rollout != "bf16", rates) + one.head / rates.head
-    matrices = max(products, _read_bytes(cfg, average * cfg.engine.data) / rates.read_bytes_per_s)
-    sampling = average * model.vocab_size * rates.logit_s
-    prefill = Flops.of(model, own * lengths.prompt, own * lengths.prompt**2).total / (rates.prefill * cfg.engine.ranks)
-    moe_layers = _moe_layers(model)
-    fixed = (model.num_layers - moe_layers) * rates.decode_layer_s + moe_layers * rates.decode_moe_layer_s
-    is_wide = cfg.engine.ranks > node
-    latency = network.cluster_collective_s if is_wide else network.node_collective_s
-    calls = 2 * model.num_layers * (cfg.engine.tensor > 1) + 2 * model.num_layers * (
-        cfg.engine.expert > 1 and model.is_moe
-    )
-    link = network.nic_bytes_per_s if is_wide else network.nvlink_bytes_per_s
-    moved = 0.0
-    if cfg.engine.expert > 1 and model.is_moe:
-        moved = 2 * average * model.experts_per_token * model.hidden_size * 2 * model.num_layers / cfg.engine.tensor
-    of_step = matrices + sampling + fixed + calls * latency + moved / link
-    return prefill + kv_read / rates.read_bytes_per_s + steps * of_step
+    def handover(self) -> float:
+        cfg, held = self.cfg, self.weights
+        if cfg.engine.placement != "colocated":
+            return 0.0
+        states = Bytes.of(cfg).optimizer * held.divided(cfg.parallel) * cfg.algo.updates_per_step
+        sizes = {"params": ITEM_BYTES["bfloat16"] * held.trained, "optimizer": states}
+        away = sum(size for part, size in sizes.items() if part in cfg.optim.offload)
+        return (self.rates.sleep_s if cfg.engine.sleep_level else 0.0) + 2.0 * away / self.rates.host_bytes_per_s
 
+    def rollouts(self) -> float:
+        cfg, model, rates, lengths, engine = self.cfg, self.cfg.model, self.rates, self.lengths, self.cfg.engine
+        sequences = math.ceil(self.sequences / engine.num_replicas)
+        per_group = math.ceil(sequences / engine.data)  # sequences of one data-parallel rank
+        fitting = max(1, int(worker(cfg, self.memory_bytes).kv_tokens / self.length))
+        steps = max(lengths.longest, per_group * lengths.mean / min(per_group, engine.max_num_sequences, fitting))
+        average = per_group * lengths.mean / steps  # sequences of a step
+        kv_read = per_group * lengths.mean * (lengths.prompt + lengths.mean / 2) * kv_token_bytes(cfg.model, cfg.engine, cpu=False)
+        decode = Flops.of(model, average / engine.tensor, 0.0)
+        products = decode.linears / self.linear_rate(rollout_format(cfg.precision)) + decode.head / rates.head
+        matrices = max(products, self.weight_bytes_read(average * engine.data) / rates.read_bytes_per_s)
+        prompts = Flops.of(model, sequences * lengths.prompt, sequences * lengths.prompt**2)
+        launches = (model.num_layers - self.moe_layers) * rates.decode_layer_s
+        launches += self.moe_layers * rates.decode_moe_layer_s
+        is_wide, spreads_experts = engine.ranks > self.node, engine.expert > 1 and model.is_moe
+        latency = self.network.cluster_collective_s if is_wide else self.network.node_collective_s
+        calls = 2 * model.num_layers * ((engine.tensor > 1) + spreads_experts)
+        copies = 2 * average * model.experts_per_token * model.num_layers / engine.tensor * spreads_experts
+        moved = copies * model.hidden_size * ITEM_BYTES["bfloat16"]
+        sampling = average * model.vocab_size * rates.logit_s
+        decode_s = matrices + sampling + launches + calls * latency + moved / self.link(engine.ranks)
+        prefill_s = prompts.total / (rates.prefill * engine.ranks)
+        return prefill_s + kv_read / rates.read_bytes_per_s + steps * decode_s
 
-def _read_bytes(cfg: RunConfig, num_sequences: float) -> float:
-    """Bytes of weights that one worker reads in a decode step: of experts, those that the batch reaches."""
-    model, engine = cfg.model, cfg.engine
-    matrices = float(weights.on_engine_worker(cfg).sent)
-    if not model.tie_embeddings:  # the input embedding is looked up
-        matrices -= 2 * model.vocab_size * model.hidden_size / engine.tensor
-    if not model.is_moe:
-        return matrices
-    counted = parameters.count(model)
-    element = 2 if cfg.precision.rollout == "bf16" else 1
-    experts = counted.expert / engine.ranks * element
-    reached = 1 - (1 - model.experts_per_token / model.num_experts) ** max(1.0, num_sequences)
-    return matrices - experts * (1 - reached)
+    def weight_bytes_read(self, num_sequences: float) -> float:
+        """Bytes of weights that one worker reads in a decode step: of experts, those that the batch reaches."""
+        model, engine = self.cfg.model, self.cfg.engine
+        matrices = float(weights.on_engine_worker(self.cfg).sent)
+        if not model.tie_embeddings:  # the input embedding is looked up
+            matrices -= ITEM_BYTES["bfloat16"] * model.vocab_size * model.hidden_size / engine.tensor
+        if not model.is_moe:
+            return matrices
+        item_bytes = ITEM_BYTES[rollout_format(self.cfg.precision).element]
+        experts = parameters.count(model).expert / engine.ranks * item_bytes
+        reached = 1 - (1 - model.experts_per_token / model.num_experts) ** max(1.0, num_sequences)
+        return matrices - experts * (1 - reached)
 
+    def publish(self) -> tuple[float, float]:
+        """(seconds of the wire, of everything else). The busiest GPUs are engines', or trainers' if they are few."""
+        cfg, rates = self.cfg, self.rates
+        received = weights.on_engine_worker(cfg).sent
+        sent = received * cfg.engine.ranks * cfg.engine.num_replicas / cfg.parallel.world_size
+        scales = rates.kv_scales_s if cfg.engine.kv_cache_dtype == "fp8" else 0.0
+        wire = max(received, sent) / self.link(self.gpus)
+        return wire, rates.publish_s + rates.publish_s_per_byte * received + scales
 
-def _publish_s(cfg: RunConfig, rates: Rates, network: Network, gpus: int, node: int) -> tuple[float, float]:
-    """(seconds of the wire, of everything else). The busiest cards are those of engines, or of trainers if they are few."""
-    own = weights.on_engine_worker(cfg).sent
-    link = network.nvlink_bytes_per_s if gpus <= node else network.nic_bytes_per_s
-    sent = own * cfg.engine.ranks * cfg.engine.num_replicas / cfg.parallel.world_size
-    scales = rates.kv_scales_s if cfg.engine.kv_cache_dtype == "fp8" else 0.0
-    return max(own, sent) / link, rates.publish_s + rates.publish_s_per_byte * own + scales
+    def driver(self, rollout_s: float) -> tuple[float, float]:
+        """(seconds beside ``rollout_s`` of sampling, gigabytes) that trainer rank 0 takes for all engines."""
+        rates = _values(_data()["driver"])
+        counts = {"completion": self.sequences, "token": self.sequences * self.lengths.mean}
+
+        def total(name: str) -> float:
+            return sum(count * rates[name.format(kind)] for kind, count in counts.items())
+
+        return max(0.0, total("ask_{}_s") - rollout_s) + total("{}_s"), total("{}_bytes") / 1e9
