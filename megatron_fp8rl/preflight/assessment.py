@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.preflight import engine_memory, precision_table, rules, trainer_memory
 from megatron_fp8rl.preflight.engine_memory import EngineEstimate
-from megatron_fp8rl.preflight.findings import Finding, Findings
+from megatron_fp8rl.preflight.findings import Checks, Finding
 from megatron_fp8rl.preflight.memory import FULL, GIB, GPUS, Estimate, Gpu, GpuName, phases
 from megatron_fp8rl.preflight.shapes import check_degrees, check_model
 
@@ -70,7 +70,7 @@ class Assessment:
 
 def assess(cfg: RunConfig, options: DoctorOptions) -> Assessment:
     """All of preflight except packages. Changes in the findings are proposals that have not been assessed yet."""
-    gpu, checks = options.hardware, Findings(cfg)
+    gpu, checks = options.hardware, Checks(cfg)
     findings = [
         Finding("error", v.field, f"{v.value!r}: {v.problem}", v.remedy, code=v.code, choices=v.choices)
         for v in rules.check(cfg, accelerator=gpu.generation)

@@ -14,7 +14,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.precision.parameters import ParameterCount, count
 from megatron_fp8rl.preflight import auto_layout, packages, precision_table, rules, tiling
 from megatron_fp8rl.preflight.assessment import Assessment, DoctorOptions, assess, gpus_wanted
-from megatron_fp8rl.preflight.findings import Change, Finding, Findings, apply, arguments
+from megatron_fp8rl.preflight.findings import Change, Checks, Finding, apply, arguments
 from megatron_fp8rl.preflight.memory import Gpu
 from megatron_fp8rl.preflight.packages import Package
 from megatron_fp8rl.preflight.shapes import check_model
@@ -37,7 +37,7 @@ class Diagnosis(Assessment):
 
     @cached_property
     def _has_model(self) -> bool:
-        return check_model(Findings(self.cfg))
+        return check_model(Checks(self.cfg))
 
     @property
     def parameters(self) -> ParameterCount | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megatron_fp8rl.config import RunConfig, Violation
 
-# The interval of every number. Bounds that depend on other fields stand in the rules. None is always allowed.
+# The interval of every number. The rules add bounds that depend on other fields. None is always allowed.
 RANGES = {
     "[0, inf)": """
         num_steps
@@ -31,7 +31,8 @@ RANGES = {
         parallel.world_size parallel.tensor parallel.pipeline parallel.virtual_stages parallel.context parallel.expert
         parallel.expert_tensor
         optim.logprob_chunk_tokens
-        engine.data engine.tensor engine.expert engine.max_num_sequences weight_sync.bucket_bytes optim.max_tokens_per_microbatch
+        engine.data engine.tensor engine.expert engine.max_num_sequences weight_sync.bucket_bytes
+        optim.max_tokens_per_microbatch
         session.max_tokens session.max_turns session.deadline_s session.max_running
         algo.updates_per_step warm_start.batch_size scoring.deadline_s checkpoint.keep observe.eval_completions
     """,
@@ -58,13 +59,12 @@ INTERVALS = {path: interval for interval, paths in RANGES.items() for path in pa
 
 
 def _outside(value: float | None, interval: str) -> tuple[str, str, tuple[int, ...]] | None:
-    """(problem, remedy, values to try) of a number outside ``interval``, such as ``[0, 1)``. None inside; NaN is outside."""
+    """(problem, remedy, values to try) of a number outside ``interval``; None inside. NaN is outside."""
     low, high = map(float, interval[1:-1].split(","))
     if value is None:
         return None
     above = value >= low if interval[0] == "[" else value > low
-    below = value <= high if interval[-1] == "]" else value < high
-    if above and below:
+    if above and (value <= high if interval[-1] == "]" else value < high):
         return None
     if math.isfinite(high):
         bounds = [low] * (interval[0] == "[") + [high] * (interval[-1] == "]")
@@ -75,7 +75,7 @@ def _outside(value: float | None, interval: str) -> tuple[str, str, tuple[int, .
 
 
 @dataclass
-class Findings:
+class Checks:
     """Collects the violations of one configuration. Fields are dotted paths from ``RunConfig``."""
 
     cfg: RunConfig
@@ -89,42 +89,41 @@ class Findings:
         self,
         path: str,
         problem: str,
-        remedy: str,
+        remedy: str = "",
+        choices: Sequence[Any] = (),
         *,
         value: Any = None,
         code: str = "invalid",
-        choices: Sequence[Any] = (),
     ) -> None:
-        """Add a violation of a field. ``code`` and ``choices``: see :class:`Violation`."""
+        """Add a violation of a field; without a remedy, it names the choices. ``code``: see :class:`Violation`."""
         shown = self.value(path) if value is None else value
+        if not remedy:
+            remedy = ("Choose one of " if len(choices) > 1 else "Set ") + ", ".join(map(str, choices))
         self.violations.append(Violation(f"--{path}", shown, problem, remedy, code=code, choices=tuple(choices)))
 
     def within(self, path: str, interval: str) -> bool:
         """Refuse a number outside an interval such as ``[0, 1)``; return whether it is inside or not set."""
         wrong = _outside(self.value(path), interval)
         if wrong is not None:
-            problem, remedy, choices = wrong
-            self.refuse(path, problem, remedy, code="range", choices=choices)
+            self.refuse(path, *wrong, code="range")
         return wrong is None
 
     def in_range(self, *paths: str) -> bool:
-        """Refuse every field outside its interval in ``RANGES``; a section selects all of its own fields.
+        """Refuse every field outside its interval in ``RANGES``; a section selects all of its fields.
 
         A field is refused only once, however often it is checked. Returns whether all fields are inside.
         """
-        concerned = [path for path in INTERVALS if path in paths or path.rpartition(".")[0] in paths]
-        fresh = [path for path in concerned if path not in self._in_range]
-        self._in_range |= {path: self.within(path, INTERVALS[path]) for path in fresh}
-        return all(self._in_range[path] for path in concerned)
+        selected = [path for path in INTERVALS if path in paths or path.rpartition(".")[0] in paths]
+        new = [path for path in selected if path not in self._in_range]
+        self._in_range |= {path: self.within(path, INTERVALS[path]) for path in new}
+        return all(self._in_range[path] for path in selected)
 
     def divides(self, path: str, whole: int, noun: str) -> bool:
         """Refuse a degree that does not divide ``whole``; return whether it does."""
-        degree = self.value(path)
-        if whole % degree == 0:
+        if whole % self.value(path) == 0:
             return True
         choices = [divisor for divisor in range(1, whole + 1) if whole % divisor == 0]
-        remedy = f"Choose one of {', '.join(map(str, choices))}"
-        self.refuse(path, f"does not divide the {whole} {noun}", remedy, code="divisor", choices=choices)
+        self.refuse(path, f"does not divide the {whole} {noun}", "", choices, code="divisor")
         return False
 
 

@@ -1,8 +1,8 @@
 """Report every mistake of a configuration at once, before anything starts.
 
-In: a ``RunConfig``. Out: a list of :class:`Violation`, empty if the run can start; each names the option as it is
-typed (``--parallel.tensor``), its value, the problem and the remedy. Reads the file system, changes nothing and imports
-nothing heavy, so it runs on a login node and in every trainer process.
+In: a ``RunConfig``. Out: a list of :class:`Violation`, empty if the run can start; each names the option, its value, the
+problem and the remedy. Reads the file system, changes nothing and imports nothing heavy, so it runs on a login node and
+in every trainer process.
 
 Consequences of a mistake are not reported as further mistakes: if a degree does not divide the number of heads, for
 example, the matrices that it divides are not checked.
@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megatron_fp8rl.algo import load_function
 from megatron_fp8rl.config import KERNELS, EnvironmentConfig, RunConfig, Violation
@@ -25,87 +26,71 @@ from megatron_fp8rl.envs import sandbox
 from megatron_fp8rl.envs.rewards import configured as rewards
 from megatron_fp8rl.envs.source_kind import files_of, has_rows, kind_of
 from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
-from megatron_fp8rl.precision.kernel_choice import refusals
-from megatron_fp8rl.preflight.engine_rules import check_engines, check_session, check_window, too_long
-from megatron_fp8rl.preflight.findings import Findings
-from megatron_fp8rl.preflight.shapes import check_degrees, check_model, check_source
+from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals
+from megatron_fp8rl.preflight.findings import Checks
+from megatron_fp8rl.preflight.shapes import check_checkpoint, check_degrees, check_model
 from megatron_fp8rl.preflight.tiling import check_tiling
 from megatron_fp8rl.rollout.vllm_args import kv_token_bytes
 
 
 def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Violation]:
     """All mistakes of ``cfg``. ``accelerator`` is the hardware the trainer will run on; None: that of this machine."""
-    found = Findings(cfg)
+    checks = Checks(cfg)
     accelerator = accelerator or local_accelerator()
-    _check_run(found)
-    model_is_sound = check_model(found)
-    degrees_are_sound = check_degrees(found, model_is_sound)
-    _check_precision(found)
-    found.violations += refusals(cfg, Hardware(accelerator))
-    if model_is_sound and degrees_are_sound:
-        check_tiling(found)
-    _check_optim(found)
-    _check_rollout(found, accelerator)
-    check_engines(found, accelerator)
-    check_window(found)
-    check_session(found)
-    _check_algo(found)
-    _check_data(found)
-    _check_storage(found)
-    return found.violations
+    if cfg.name in ("", ".", "..") or "/" in cfg.name or cfg.name != cfg.name.strip():
+        checks.refuse("name", "cannot name a folder", "Use a plain word without slashes")
+    checks.in_range("")
+    model_is_valid = check_model(checks)
+    degrees_are_valid = check_degrees(checks, model_is_valid)
+    _check_precision(checks)
+    checks.violations += refusals(cfg, Hardware(accelerator))
+    if model_is_valid and degrees_are_valid:
+        check_tiling(checks)
+    _check_optim(checks)
+    _check_sampling(checks)
+    _check_lengths(checks, accelerator)
+    _check_engines(checks, accelerator)
+    _check_transport(checks, accelerator)
+    _check_sleep_and_offload(checks)
+    _check_window(checks)
+    _check_session(checks)
+    _check_algo(checks)
+    _check_data(checks)
+    _check_storage(checks)
+    return checks.violations
 
 
 @cache
 def local_accelerator() -> Generation:
     """The GPU generation of this machine, as reported by ``nvidia-smi``; "cpu" if there is no GPU."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(
-            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout.split()
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return "cpu"
     return generation_of(int(float(answer[0])) if answer else 0)
 
 
-def _check_run(found: Findings) -> None:
-    cfg = found.cfg
-    if cfg.name in ("", ".", "..") or "/" in cfg.name or cfg.name != cfg.name.strip():
-        found.refuse("name", "cannot name a folder", "Use a plain word without slashes")
-    found.in_range("")
-
-
-def _check_precision(found: Findings) -> None:
-    cfg, precision = found.cfg, found.cfg.precision
+def _check_precision(checks: Checks) -> None:
+    cfg, precision = checks.cfg, checks.cfg.precision
     for role, kernel in precision.kernels.items():
         if role not in KERNELS:
-            remedy = f"Use one of {', '.join(KERNELS)}"
-            found.refuse("precision.kernels", f"{role!r} is no role", remedy)
+            checks.refuse("precision.kernels", f"{role!r} is no role", f"Use one of {', '.join(KERNELS)}")
         elif kernel not in KERNELS[role]:
-            choices = KERNELS[role]
-            remedy = f"Choose one of {', '.join(choices)}"
-            found.refuse(f"precision.kernels.{role}", "is no kernel of this role", remedy, choices=choices)
-    if found.in_range("precision"):
-        edges = precision.bf16_first_layers + precision.bf16_last_layers
-        if edges > cfg.model.num_layers:
-            path = max(("precision.bf16_first_layers", "precision.bf16_last_layers"), key=found.value)
-            found.refuse(
-                path,
-                f"together the BF16 edges count {edges} layers and the model has {cfg.model.num_layers}",
-                f"Lower the two to {cfg.model.num_layers} layers at most",
-                choices=[max(0, cfg.model.num_layers - (edges - found.value(path)))],
-            )
+            checks.refuse(f"precision.kernels.{role}", "is no kernel of this role", choices=KERNELS[role])
+    edges = precision.bf16_first_layers + precision.bf16_last_layers
+    if checks.in_range("precision") and edges > (layers := cfg.model.num_layers):
+        path = max(("precision.bf16_first_layers", "precision.bf16_last_layers"), key=checks.value)
+        problem = f"together the BF16 edges count {edges} layers and the model has {layers}"
+        most = max(0, layers - (edges - checks.value(path)))
+        checks.refuse(path, problem, f"Lower the two to {layers} layers at most", [most])
 
 
-def _check_optim(found: Findings) -> None:
-    optim = found.cfg.optim
-    found.in_range("optim")
+def _check_optim(checks: Checks) -> None:
+    optim, model = checks.cfg.optim, checks.cfg.model
+    checks.in_range("optim")
     if 0 < optim.lr < optim.min_lr:
-        found.refuse("optim.min_lr", f"exceeds the learning rate {optim.lr}", "Lower it")
-    model = found.cfg.model
+        checks.refuse("optim.min_lr", f"exceeds the learning rate {optim.lr}", "Lower it")
     parts = {
         "core_attn": True,
         "mlp": not model.is_moe or model.first_dense_layers > 0,
@@ -113,207 +98,257 @@ def _check_optim(found: Findings) -> None:
         "shared_experts": model.num_shared_experts > 0,
     }
     if optim.recompute == "selective" and not any(parts[name] for name in optim.recompute_modules):
-        has = " or ".join(name for name, is_there in parts.items() if is_there)
-        found.refuse("optim.recompute_modules", "names no part of this model", f"Use {has}, or --optim.recompute none")
+        names = " or ".join(name for name, exists in parts.items() if exists)
+        remedy = f"Use {names}, or --optim.recompute none"
+        checks.refuse("optim.recompute_modules", "names no part of this model", remedy)
     if optim.moe_aux_loss_coef > 0 and not model.is_moe:
-        found.refuse("optim.moe_aux_loss_coef", "balances experts, and the model is dense", "Set 0")
+        checks.refuse("optim.moe_aux_loss_coef", "balances experts, and the model is dense", choices=[0])
 
 
-def _check_rollout(found: Findings, accelerator: Generation) -> None:
-    cfg, engine, sampling, model = found.cfg, found.cfg.engine, found.cfg.sampling, found.cfg.model
-    found.in_range("engine", "sampling", "weight_sync", "scoring", "warm_start")
-    if any(not text for text in sampling.stop_strings):
-        found.refuse("sampling.stop_strings", "holds an empty string, which stops at once", "Remove it")
+def _check_sampling(checks: Checks) -> None:
+    engine, sampling, model = checks.cfg.engine, checks.cfg.sampling, checks.cfg.model
+    checks.in_range("engine", "sampling", "weight_sync", "scoring", "warm_start")
+    if not all(sampling.stop_strings):
+        checks.refuse("sampling.stop_strings", "contains an empty string, which stops at once", "Remove it")
     if wrong := [token for token in sampling.stop_token_ids if not 0 <= token < model.vocab_size]:
-        found.refuse(
-            "sampling.stop_token_ids", f"{wrong} are not in the vocabulary of {model.vocab_size}", "Remove them"
-        )
+        problem = f"{wrong} are not in the vocabulary of {model.vocab_size}"
+        checks.refuse("sampling.stop_token_ids", problem, "Remove them")
     if engine.record_routed_experts and not model.is_moe:
-        found.refuse("engine.record_routed_experts", "records a router, and the model is dense", "Set False")
+        checks.refuse("engine.record_routed_experts", "records a router, and the model is dense", choices=[False])
     if engine.kv_cache_dtype == "fp8" and model.mla is not None:
-        found.refuse(
-            "engine.kv_cache_dtype",
-            "latent attention caches one vector for keys and values, for which no scales are measured",
-            "Set auto",
-        )
-    if not found.in_range("sampling", "optim.max_tokens_per_microbatch"):
+        problem = "latent attention caches one vector for keys and values, for which no scales are measured"
+        checks.refuse("engine.kv_cache_dtype", problem, choices=["auto"])
+
+
+def _check_lengths(checks: Checks, accelerator: Generation) -> None:
+    cfg, engine, sampling, model = checks.cfg, checks.cfg.engine, checks.cfg.sampling, checks.cfg.model
+    if not checks.in_range("sampling", "optim.max_tokens_per_microbatch"):
         return
-    longest = cfg.max_sequence_tokens
-    if longest > model.max_sequence_tokens:
-        limit = "positions" if model.max_sequence_tokens == model.max_position_embeddings else "tokens in its window"
-        path, problem, remedy, choice = too_long(cfg, f"the model has {model.max_sequence_tokens} {limit}")
-        found.refuse(path, problem, remedy, choices=[choice])
-    elif longest > found.cfg.optim.max_tokens_per_microbatch:
-        found.refuse(
-            "optim.max_tokens_per_microbatch",
-            f"cannot hold one sequence of {longest} tokens (max_prompt_tokens + max_completion_tokens, or "
-            "session.max_tokens)",
-            f"Set it to {longest} or more",
-            choices=[longest],
-        )
+    longest, most = cfg.max_sequence_tokens, model.max_sequence_tokens
+    if longest > most:
+        limit = "positions" if most == model.max_position_embeddings else "tokens in its window"
+        if (cfg.session.max_tokens or 0) > most:
+            problem = f"sessions reach {cfg.session.max_tokens} tokens, the model has {most} {limit}"
+            checks.refuse("session.max_tokens", problem, f"Lower it to {most}", [most])
+        else:
+            problem = f"prompt and completion reach {longest} tokens, the model has {most} {limit}"
+            fitting = max(1, most - sampling.max_prompt_tokens)
+            remedy = f"Lower it to {fitting} or less, or lower --sampling.max_prompt_tokens"
+            checks.refuse("sampling.max_completion_tokens", problem, remedy, [fitting])
+    elif longest > cfg.optim.max_tokens_per_microbatch:
+        problem = f"cannot hold one sequence of {longest} tokens (max_prompt_tokens + max_completion_tokens, or "
+        problem += "session.max_tokens)"
+        checks.refuse("optim.max_tokens_per_microbatch", problem, f"Set it to {longest} or more", [longest])
     if engine.kv_cache_bytes is not None:
-        per_token = kv_token_bytes(cfg.model, cfg.engine, cpu=accelerator == "cpu")
-        if engine.kv_cache_bytes < longest * per_token:
-            found.refuse(
-                "engine.kv_cache_bytes",
-                f"cannot hold one sequence of {longest} tokens at {per_token} bytes each",
-                f"Set it to {longest * per_token} or more; many sequences need a multiple of that",
-                choices=[longest * per_token],
-            )
+        per_token = kv_token_bytes(cfg.model, engine, cpu=accelerator == "cpu")
+        least = longest * per_token
+        if engine.kv_cache_bytes < least:
+            problem = f"cannot hold one sequence of {longest} tokens at {per_token} bytes each"
+            remedy = f"Set it to {least} or more; many sequences need a multiple of that"
+            checks.refuse("engine.kv_cache_bytes", problem, remedy, [least])
     num_rollouts = sampling.prompts_per_step * sampling.completions_per_prompt
-    if 1 <= num_rollouts < cfg.algo.updates_per_step:
-        found.refuse(
-            "algo.updates_per_step",
-            f"splits the {num_rollouts} rollouts of a step into empty batches",
-            f"Set it to {num_rollouts} or less",
-            choices=[num_rollouts],
-        )
+    if num_rollouts < cfg.algo.updates_per_step:
+        problem = f"splits the {num_rollouts} rollouts of a step into empty batches"
+        checks.refuse("algo.updates_per_step", problem, f"Set it to {num_rollouts} or less", [num_rollouts])
 
 
-def _check_algo(found: Findings) -> None:
-    cfg, algo = found.cfg, found.cfg.algo
-    if 1 <= cfg.sampling.completions_per_prompt < 2:
-        found.refuse(
-            "sampling.completions_per_prompt",
-            "leaves nothing to compare within a group, so every advantage is 0",
-            "Set it to 2 or more; 8 is usual",
-            choices=(2, 8),
+def _check_engines(checks: Checks, accelerator: Generation) -> None:
+    """Check the placement of engines and their data- and expert-parallel degrees."""
+    cfg, engine, model, world = checks.cfg, checks.cfg.engine, checks.cfg.model, checks.cfg.parallel.world_size
+    total = engine.num_replicas * engine.ranks
+    shares_gpus = accelerator != "cpu" and engine.placement == "colocated" and cfg.sampling.replay is None
+    if shares_gpus and total > world >= 1:
+        fitting = world // max(1, engine.ranks)
+        lower = f"Lower it to {fitting}" if fitting else "Lower --engine.tensor"
+        problem = f"colocated replicas of {engine.ranks} take {total} GPUs together, and the trainer has {world}"
+        remedy = f"{lower}, or --engine.placement separate"
+        checks.refuse("engine.num_replicas", problem, remedy, [fitting] if fitting else ())
+    if not checks.in_range("engine.expert", "engine.data", "engine.tensor"):
+        return
+    if engine.data > 1 and not model.is_moe:
+        problem = "copies attention for experts that are divided over all ranks, and the model is dense"
+        checks.refuse("engine.data", problem, "Set 1 and raise --engine.num_replicas", [1])
+    if engine.data > 1 and engine.sleep_level:
+        problem = "is not tested with engines of several data-parallel ranks"
+        checks.refuse("engine.sleep_level", problem, choices=[0])
+    if engine.expert == 1:
+        return
+    if not model.is_moe:
+        checks.refuse("engine.expert", "divides experts, and the model is dense", choices=[1])
+    elif engine.expert != engine.ranks:
+        problem = f"vLLM spreads whole experts over all data x tensor = {engine.ranks} ranks of a replica, or cuts each"
+        checks.refuse("engine.expert", problem, choices=(engine.ranks, 1))
+    elif model.num_experts % engine.expert:
+        checks.refuse("engine.expert", f"does not divide {model.num_experts} experts", choices=[1])
+
+
+def _check_transport(checks: Checks, accelerator: Generation) -> None:
+    cfg, placement, transport = checks.cfg, checks.cfg.engine.placement, checks.cfg.weight_sync.transport
+    path = "weight_sync.transport"
+    if placement == "remote" and transport == "ipc" and cfg.sampling.replay is None:
+        problem = "uses memory of one host, and engine.placement = 'remote' puts the engines on others"
+        checks.refuse(path, problem, "Choose auto, which takes gloo without GPUs and nccl between them", ["auto"])
+    elif transport == "nccl" and accelerator == "cpu":
+        checks.refuse(path, "connects GPUs, and this machine has none", "Choose auto, ipc or gloo", ["auto"])
+    elif transport == "nccl" and placement == "colocated":
+        problem = "NCCL does not take two processes on one GPU, and the engines are colocated with the trainer"
+        checks.refuse(path, problem, "Choose ipc, gloo across hosts, or --engine.placement separate", ("ipc", "gloo"))
+    uses_nccl = transport == "nccl" or (transport == "auto" and placement == "remote")
+    if uses_nccl and is_invariant(cfg, Hardware(accelerator)):
+        problem = (
+            "takes NCCL. Batch-invariant vLLM sets another NCCL algorithm and protocol than the trainer, and ranks "
         )
-    found.violations += load_function.errors(algo)
+        problem += "that differ in these can deadlock"
+        checks.refuse(path, problem, "Set gloo, or ipc on one host", ("gloo", "ipc"))
+
+
+def _check_sleep_and_offload(checks: Checks) -> None:
+    """Sleeping and offloading need phases in which only the trainer or only the engines work."""
+    cfg, engine, offload = checks.cfg, checks.cfg.engine, checks.cfg.optim.offload
+    if cfg.weight_sync.spare_weights != "none" and engine.sleep_level:
+        problem = "is for engines that sample while weights arrive, and with engine.sleep_level they sleep meanwhile"
+        checks.refuse("weight_sync.spare_weights", problem, choices=["none"])
+    if engine.sleep_level and engine.placement != "colocated":
+        checks.refuse("engine.sleep_level", "frees memory of GPUs on which only engines work", choices=[0])
+    if len(set(offload)) != len(offload):
+        checks.refuse("optim.offload", "names a part twice", "Name each once")
+    if cfg.sampling.max_staleness > 0:
+        reason = "engines sample while the trainer works (sampling.max_staleness > 0)"
+        if engine.sleep_level:
+            checks.refuse("engine.sleep_level", f"{reason}, and cannot sleep", choices=[0])
+        if offload:
+            checks.refuse("optim.offload", f"{reason}, so that its state is always needed", "Leave it empty")
+    if engine.sleep_level == 2 and cfg.model.mla is not None:
+        problem = "drops tensors that latent attention computes from its weights once, and no update restores them"
+        checks.refuse("engine.sleep_level", problem, choices=[1])
+
+
+def _check_window(checks: Checks) -> None:
+    """Check the window of groups that are sampled ahead."""
+    sampling, path = checks.cfg.sampling, "sampling.window_groups"
+    groups, most = sampling.prompts_per_step, (sampling.max_staleness + 1) * sampling.prompts_per_step
+    if not sampling.window_groups:
+        return
+    if not sampling.max_staleness:
+        problem = "takes groups out of order, and a synchronous run is reproducible bit for bit"
+        checks.refuse(path, problem, "Set --sampling.max_staleness 1 or more, or 0 here", [0])
+    elif sampling.window_groups < groups:
+        checks.refuse(path, f"is smaller than a step of {groups} groups", f"Set {groups} or more", [groups])
+    elif sampling.window_groups > most:
+        problem = f"exceeds the groups of {sampling.max_staleness + 1} steps: complete groups would become too old"
+        checks.refuse(path, problem, f"Set {most} or less, or raise max_staleness", [most])
+
+
+def _check_session(checks: Checks) -> None:
+    cfg, prompt = checks.cfg, checks.cfg.sampling.max_prompt_tokens
+    checks.in_range("session")
+    host, _, port = cfg.session.endpoint.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        remedy = "Write an address and a port of 0 to 65535, 0 for any"
+        checks.refuse("session.endpoint", "is not HOST:PORT", remedy)
+    if cfg.session.max_tokens is not None and cfg.session.max_tokens <= prompt:
+        problem = f"leaves no token to sample after a prompt of {prompt}"
+        checks.refuse("session.max_tokens", problem, "Raise it above --sampling.max_prompt_tokens")
+    if cfg.algo.advantage_unit == "turn" and not any(source.agent for source in cfg.data.environments):
+        problem = "has no effect: no source has an agent"
+        checks.refuse("algo.advantage_unit", problem, "Set trajectory, or name an agent", ["trajectory"])
+
+
+def _check_algo(checks: Checks) -> None:
+    cfg, algo, limit = checks.cfg, checks.cfg.algo, checks.cfg.sampling.max_completion_tokens
+    if cfg.sampling.completions_per_prompt == 1:
+        problem = "leaves nothing to compare within a group, so every advantage is 0"
+        checks.refuse("sampling.completions_per_prompt", problem, "Set it to 2 or more; 8 is usual", (2, 8))
+    checks.violations += load_function.errors(algo)
     is_unbounded = algo.clip_low == 1 and load_function.may_lack_lower_clip(algo)
-    found.within("algo.clip_low", "(0, 1]" if is_unbounded else "(0, 1)")
-    found.in_range("algo")
+    checks.within("algo.clip_low", "(0, 1]" if is_unbounded else "(0, 1)")
+    checks.in_range("algo")
     dual_clip = algo.loss_options.get("dual_clip")
     is_valid = dual_clip is None or (isinstance(dual_clip, int | float) and dual_clip > 1 + algo.clip_high)
     if ":" not in algo.loss and not is_valid:
-        found.refuse(
-            "algo.loss_options.dual_clip",
-            f"has to lie above 1 + clip_high = {1 + algo.clip_high:g}, where the ordinary clip ends",
-            "Set 3.0, as its authors did, or None",
-            value=dual_clip,
-        )
-    _check_correction(found)
-    _check_recording(found)
-    _check_router_replay(found)
-    if algo.overlong == "mask" and found.cfg.sampling.max_completion_tokens == 1:
-        problem = "leaves out what ends at the limit, and every completion of one token does"
-        found.refuse("algo.overlong", problem, "Raise --sampling.max_completion_tokens")
-    if algo.overlong == "penalty":
-        limit = cfg.sampling.max_completion_tokens
-        if not 1 <= algo.overlong_buffer_tokens <= limit:
-            found.refuse(
-                "algo.overlong_buffer_tokens",
-                "the penalty has to begin within the completion",
-                f"Choose 1 to {limit} tokens before the limit of {limit}",
-                choices=(1, limit),
-            )
-    elif algo.overlong_buffer_tokens > 0:
-        found.refuse(
-            "algo.overlong_buffer_tokens", "has no effect", "Set --algo.overlong penalty, or 0 here", choices=[0]
-        )
+        problem = f"has to lie above 1 + clip_high = {1 + algo.clip_high:g}, where the ordinary clip ends"
+        checks.refuse("algo.loss_options.dual_clip", problem, "Set 3.0 (its authors' value) or None", value=dual_clip)
+    _check_correction(checks)
+    _check_replay(checks)
+    _check_router_replay(checks)
+    buffer = "algo.overlong_buffer_tokens"
+    if algo.overlong == "mask" and limit == 1:
+        problem = "masks completions that end at the limit, and every completion of one token does"
+        checks.refuse("algo.overlong", problem, "Raise --sampling.max_completion_tokens")
+    if algo.overlong == "penalty" and not 1 <= algo.overlong_buffer_tokens <= limit:
+        remedy = f"Choose 1 to {limit} tokens before the limit of {limit}"
+        checks.refuse(buffer, "the penalty has to begin within the completion", remedy, (1, limit))
+    if algo.overlong != "penalty" and algo.overlong_buffer_tokens > 0:
+        checks.refuse(buffer, "has no effect", "Set --algo.overlong penalty, or 0 here", [0])
 
 
-def _check_recording(found: Findings) -> None:
-    """Check that there is what a replay reads."""
-    cfg, folder = found.cfg, found.cfg.sampling.replay
+def _check_replay(checks: Checks) -> None:
+    """Check that the recording has everything that a replay reads."""
+    cfg, folder = checks.cfg, checks.cfg.sampling.replay
     if folder is None:
         return
     from megatron_fp8rl.observe import recording
 
     missing = set(range(1, cfg.num_steps + 1)) - set(steps := recording.steps_of(folder))
     if not steps:
-        found.refuse("sampling.replay", "holds no recorded steps", "Name the folder rollouts of an earlier run")
+        checks.refuse("sampling.replay", "holds no recorded steps", "Name the folder rollouts of an earlier run")
     elif missing:
         problem = f"holds no step {min(missing)}, and num_steps = {cfg.num_steps}"
-        found.refuse("sampling.replay", problem, f"Set --num_steps {min(missing) - 1}, or name a longer recording")
+        remedy = f"Set --num_steps {min(missing) - 1}, or name a longer recording"
+        checks.refuse("sampling.replay", problem, remedy)
     if cfg.observe.eval_every:
-        found.refuse("observe.eval_every", "has no effect: a replay samples nothing", "Set 0", choices=[0])
+        checks.refuse("observe.eval_every", "has no effect: a replay samples nothing", choices=[0])
     if steps and cfg.model.is_moe and cfg.algo.router_replay == "rollout" and recording.lacks_experts(folder):
-        found.refuse(
-            "sampling.replay",
-            "holds no routed experts, which algo.router_replay = rollout replays",
-            "Name a run with --engine.record_routed_experts True, or set --algo.router_replay old or off",
-        )
+        problem = "holds no routed experts, which algo.router_replay = rollout replays"
+        remedy = "Name a run with --engine.record_routed_experts True, or set --algo.router_replay old or off"
+        checks.refuse("sampling.replay", problem, remedy)
 
 
-def _check_router_replay(found: Findings) -> None:
+def _check_router_replay(checks: Checks) -> None:
     """Check that there is a router, and that "rollout" has the engine's experts to replay."""
-    cfg, mode = found.cfg, found.cfg.algo.router_replay
-    if mode == "off":
-        return
-    if not cfg.model.is_moe:
-        found.refuse("algo.router_replay", "replays a router, and the model is dense", "Set off", choices=["off"])
+    cfg, mode = checks.cfg, checks.cfg.algo.router_replay
+    if mode != "off" and not cfg.model.is_moe:
+        checks.refuse("algo.router_replay", "replays a router, and the model is dense", choices=["off"])
     elif mode == "rollout" and cfg.sampling.replay is None and not cfg.engine.record_routed_experts:
-        found.refuse(
-            "algo.router_replay",
-            "replays the engines' experts, which they do not record",
-            "Set --engine.record_routed_experts True, or old or off here",
-            choices=("old", "off"),
-        )
+        problem = "replays the engines' experts, which they do not record"
+        remedy = "Set --engine.record_routed_experts True, or old or off here"
+        checks.refuse("algo.router_replay", problem, remedy, ("old", "off"))
 
 
-def _check_correction(found: Findings) -> None:
+def _check_correction(checks: Checks) -> None:
     """Check the bounds of the importance weight, which is 1 where trainer and engine agree."""
-    algo = found.cfg.algo
+    algo = checks.cfg.algo
+    is_mask, weight = algo.correction.endswith("mask"), "the weight of a token on which trainer and engine agree"
     if algo.correction == "off":
         return
-    if algo.correction.endswith("mask") and algo.correction_low >= algo.correction_high:
-        found.refuse(
-            "algo.correction_low",
-            f"is not below correction_high = {algo.correction_high}, so that every token would be masked",
-            "Choose bounds on both sides of 1, such as 0.5 and 2.0",
-        )
+    if is_mask and algo.correction_low >= algo.correction_high:
+        problem = f"is not below correction_high = {algo.correction_high}, so that every token would be masked"
+        checks.refuse("algo.correction_low", problem, "Choose bounds on both sides of 1, such as 0.5 and 2.0")
     elif algo.correction_high < 1:
-        found.refuse(
-            "algo.correction_high",
-            "is below 1, the weight of a token on which trainer and engine agree",
-            "Set it above 1; 2.0 is usual",
-        )
-    elif algo.correction.endswith("mask") and algo.correction_low > 1:
-        found.refuse(
-            "algo.correction_low",
-            "is above 1, the weight of a token on which trainer and engine agree",
-            "Set it below 1; 0.5 is usual",
-        )
+        checks.refuse("algo.correction_high", f"is below 1, {weight}", "Set it above 1; 2.0 is usual")
+    elif is_mask and algo.correction_low > 1:
+        checks.refuse("algo.correction_low", f"is above 1, {weight}", "Set it below 1; 0.5 is usual")
 
 
-def _check_data(found: Findings) -> None:
-    data = found.cfg.data
+def _check_data(checks: Checks) -> None:
+    cfg, data = checks.cfg, checks.cfg.data
     if not data.environments:
-        found.refuse("data.environments", "there is nothing to learn", "Name at least one EnvironmentConfig")
+        checks.refuse("data.environments", "there is nothing to learn", "Name at least one EnvironmentConfig")
     for index, environment in enumerate(data.environments):
-        path = f"data.environments.{index}"
-        if not 0 < environment.weight < math.inf:
-            found.refuse(f"{path}.weight", "is not a number above 0", "Set a positive share", value=environment.weight)
-        if not environment.dataset:
-            found.refuse(
-                f"{path}.dataset", "names nothing", "Name a file, or a generator such as chain_sum", value="''"
-            )
-        _check_source(found, path, environment)
-        try:
-            fields = {name for _, name, _, _ in string.Formatter().parse(environment.template) if name is not None}
-        except ValueError as error:
-            found.refuse(f"{path}.template", str(error), "Write literal braces twice", value=environment.template)
-            continue
-        if not fields:
-            problem = "mentions no field, so that every prompt is the same"
-            found.refuse(f"{path}.template", problem, "Use {question}", value=environment.template)
+        _check_environment(checks, f"data.environments.{index}", environment)
     if data.tokenizer != "character" and not Path(data.tokenizer).is_dir():
-        found.refuse("data.tokenizer", "is not a directory", 'Name a tokenizer\'s directory, or "character"')
-    if data.chat_template and not _has_chat_template(found.cfg.model.hf_path or data.tokenizer):
-        problem = f"the tokenizer {found.cfg.model.hf_path or data.tokenizer} has no chat template"
-        found.refuse("data.chat_template", problem, "Set False, or add chat_template.jinja to its folder")
-    found.in_range("data")
-    if found.cfg.warm_start.stop_pass_rate is not None and found.cfg.observe.eval_prompts == 0:
-        found.refuse(
-            "warm_start.stop_pass_rate",
-            "is measured on held-out problems, of which observe.eval_prompts = 0 asks none",
-            "Set --observe.eval_prompts, or None here",
-        )
+        checks.refuse("data.tokenizer", "is not a directory", 'Name a tokenizer\'s directory, or "character"')
+    if data.chat_template and not _has_chat_template(tokenizer := cfg.model.hf_path or data.tokenizer):
+        problem = f"the tokenizer {tokenizer} has no chat template"
+        checks.refuse("data.chat_template", problem, "Set False, or add chat_template.jinja to its folder", [False])
+    checks.in_range("data")
+    if cfg.warm_start.stop_pass_rate is not None and cfg.observe.eval_prompts == 0:
+        problem = "is measured on held-out problems, and observe.eval_prompts = 0 asks for none"
+        checks.refuse("warm_start.stop_pass_rate", problem, "Set --observe.eval_prompts, or None here")
 
 
 def _has_chat_template(tokenizer: str) -> bool:
-    """As far as its files tell; a folder that is missing is refused elsewhere."""
+    """Whether a tokenizer's files have a chat template. A missing folder is refused elsewhere."""
     folder = Path(tokenizer)
     if not folder.is_dir():
         return tokenizer != "character"
@@ -321,34 +356,49 @@ def _has_chat_template(tokenizer: str) -> bool:
     return any(folder.glob("*chat_template*")) or (config.is_file() and b'"chat_template"' in config.read_bytes())
 
 
-def _check_source(found: Findings, path: str, environment: EnvironmentConfig) -> None:
-    """The files of rows, and what scores them."""
-    is_rows = has_rows(environment.dataset)
+def _check_environment(checks: Checks, path: str, environment: EnvironmentConfig) -> None:
+    """Check the weight, the files of rows, the rewards and the template of a source."""
+
+    def refuse(field: str, problem: str, remedy: str) -> None:
+        value: Any = environment
+        for name in field.split("."):
+            value = value[int(name)] if name.isdigit() else getattr(value, name)
+        checks.refuse(f"{path}.{field}", problem, remedy, value=value)
+
+    if not 0 < environment.weight < math.inf:
+        refuse("weight", "is not a number above 0", "Set a positive share")
+    if not environment.dataset:
+        refuse("dataset", "names nothing", "Name a file, or a generator such as chain_sum")
     for field in ("dataset", "eval"):
         name = getattr(environment, field)
         try:
             if name and kind_of(name) == "rows":
                 files_of(name)
         except FileNotFoundError as error:
-            problem = str(error).removeprefix(f"{name}: ").rstrip("?")
-            found.refuse(f"{path}.{field}", problem, "Name other files", value=name)
+            refuse(field, str(error).removeprefix(f"{name}: ").rstrip("?"), "Name other files")
+    is_rows = has_rows(environment.dataset)
     if is_rows and not environment.rewards:
         remedy = f"Set --{path}.rewards to exact, number, choice, math, code or FILE.py:function"
-        found.refuse(f"{path}.rewards", f"nothing scores the answers to {environment.dataset}", remedy, value=())
-    if not is_rows:
-        for field in ("eval", "rewards", "prompt_column", "answer_column"):
-            if value := getattr(environment, field):
-                problem = f"is of rows, and {environment.dataset} makes and scores its own problems"
-                found.refuse(f"{path}.{field}", problem, "Leave it out", value=value)
+        refuse("rewards", f"nothing scores the answers to {environment.dataset}", remedy)
+    for field in () if is_rows else ("eval", "rewards", "prompt_column", "answer_column"):
+        if getattr(environment, field):
+            refuse(field, f"is of rows, and {environment.dataset} makes and scores its problems itself", "Leave it out")
     for index, reward in enumerate(environment.rewards):
         if problem := rewards.problem(reward):
-            found.refuse(f"{path}.rewards.{index}.function", problem.rstrip("?"), "Mend it", value=reward.function)
+            refuse(f"rewards.{index}.function", problem.rstrip("?"), "Fix it")
         elif rewards.needs_sandbox(reward) and (reason := sandbox.problem()):
-            found.refuse(f"{path}.rewards.{index}.function", reason, "Or choose another reward", value=reward.function)
+            refuse(f"rewards.{index}.function", reason, "Or choose another reward")
+    try:
+        fields = {name for _, name, _, _ in string.Formatter().parse(environment.template) if name is not None}
+    except ValueError as error:
+        refuse("template", str(error), "Write literal braces twice")
+    else:
+        if not fields:
+            refuse("template", "mentions no field, so that every prompt is the same", "Use {question}")
 
 
 def _can_be_written(folder: Path) -> bool:
-    """By writing: root may write anywhere as far as permissions tell."""
+    """Whether a file can be written; root may write anywhere as far as permissions tell."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
@@ -356,24 +406,24 @@ def _can_be_written(folder: Path) -> bool:
         return False
 
 
-def _check_storage(found: Findings) -> None:
+def _check_storage(checks: Checks) -> None:
     """Check folders that must exist or be writable, and the packages that logging needs."""
-    cfg = found.cfg
-    check_source(found)
+    cfg = checks.cfg
+    check_checkpoint(checks)
     try:
         run_dir = Path(cfg.run_dir)
     except (KeyError, IndexError, ValueError):
-        found.refuse("output_dir", "may hold {name} and no other braces", "Use runs/{name}")
+        checks.refuse("output_dir", "may hold {name} and no other braces", "Use runs/{name}")
     else:
         existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
         if not _can_be_written(existing):
-            found.refuse("output_dir", f"{existing} is not a folder that can be written", "Name another")
+            checks.refuse("output_dir", f"{existing} is not a folder that can be written", "Name another")
         else:
-            found.violations += run_folder.violations(cfg)
+            checks.violations += run_folder.violations(cfg)
     model, tokenizer = cfg.model.hf_path, cfg.data.tokenizer
     if model is not None and tokenizer != "character" and Path(tokenizer).absolute() != Path(model).absolute():
         remedy = f"Leave it out, or put its files into {model}"
-        found.refuse("data.tokenizer", "is not used: the run takes the tokenizer of model.hf_path", remedy)
-    found.in_range("checkpoint", "observe")
+        checks.refuse("data.tokenizer", "is not used: the run takes the tokenizer of model.hf_path", remedy)
+    checks.in_range("checkpoint", "observe")
     if cfg.observe.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        found.refuse("observe.wandb_project", "the package wandb is not installed", "Install it, or set None")
+        checks.refuse("observe.wandb_project", "the package wandb is not installed", "Install it, or set None")

@@ -20,7 +20,7 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.parameters import entries
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.doctor import WIDTH, Table, plain_table
-from megatron_fp8rl.preflight.findings import Findings
+from megatron_fp8rl.preflight.findings import Checks
 from megatron_fp8rl.preflight.memory import GPUS
 from megatron_fp8rl.preflight.precision_table import kind_of
 from megatron_fp8rl.preflight.shapes import check_degrees, check_model
@@ -72,7 +72,7 @@ def run(cfg: RunConfig, options: ShowOptions) -> int:
 
 def text(cfg: RunConfig, options: ShowOptions, violations: list[Violation]) -> str:
     """The printed text. Without groups if the degrees do not divide the model, because then no kernel can be chosen."""
-    found = Findings(cfg)
+    found = Checks(cfg)
     blocks = []
     if check_degrees(found, check_model(found)):
         choice = KernelChoice.of(cfg, Hardware(options.generation))

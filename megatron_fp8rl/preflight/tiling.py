@@ -1,14 +1,15 @@
 """Whether FP8 scales tile every matrix on every rank of the trainer and of the engines, and the degrees that do. Pure.
 
-A block that crosses a shard boundary would have a different scale on each side than in the whole matrix, and the bytes
-that the trainer multiplies would differ from those that the engine holds. So all shard boundaries must be block
-boundaries: multiples of 128 for blockwise scales, and of 16 for per-tensor scales, as FP8 tensor cores require. All
-answers come from the rows of ``names/``, sliced as the trainer and vLLM slice them.
+If a block crossed a shard boundary, its scale would differ from the scale of the whole matrix, and the bytes that the
+trainer multiplies would differ from the engine's. So shard boundaries must be block boundaries: multiples of 128 for
+blockwise scales, and of 16 for per-tensor scales, as FP8 tensor cores require. All answers come from the rows of
+``names/``, sliced as the trainer and vLLM slice them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from megatron_fp8rl.names.registry import FAMILIES
 from megatron_fp8rl.names.table import Weight, fill, sizes
 from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, rollout_format, trainer_format
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.preflight.findings import Findings
+from megatron_fp8rl.preflight.findings import Checks
 from megatron_fp8rl.weight_sync.plan import engine_slices, fills_blocks
 
 _MAX_DEGREE = 64
@@ -58,18 +59,18 @@ def kinds(model: ModelConfig, first_fp8_layer: int = 0, end_fp8_layer: int | Non
     end = model.num_layers if end_fp8_layer is None else end_fp8_layer
     table = LayerTable(model.num_layers, first_fp8_layer, end, BLOCKWISE_POW2, BLOCKWISE_POW2)
     layers = range(model.num_layers + model.num_mtp_layers)
-    found = []
+    result = []
     for row in FAMILIES[model.family].rows(model):
         if "{layer}" not in row.mcore:
             continue
-        of_row = [i for i in layers if row.layers in ("all", "moe" if model.is_moe_layer(i) else "dense")]
+        row_layers = [i for i in layers if row.layers in ("all", "moe" if model.is_moe_layer(i) else "dense")]
         experts = model.num_experts if "{expert}" in row.mcore else 1
         for part, (name, keys) in enumerate(row.hf):
-            fp8 = [i for i in of_row if table.is_quantizable(name.format(layer=i, expert=0))]
+            fp8 = [i for i in row_layers if table.is_quantizable(name.format(layer=i, expert=0))]
             if fp8:
                 weight = fill(row, model, layer=fp8[0], expert=0)
-                found.append(Kind(_pattern(weight.parts[part][0]), len(fp8) * experts, weight, part, keys, model))
-    return tuple(found)
+                result.append(Kind(_pattern(weight.parts[part][0]), len(fp8) * experts, weight, part, keys, model))
+    return tuple(result)
 
 
 def _pattern(name: str) -> str:
@@ -78,7 +79,7 @@ def _pattern(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Held:
+class Shard:
     """The largest shard of a matrix, and whether tiles cover the shards of all ranks."""
 
     shape: tuple[int, ...]
@@ -86,25 +87,25 @@ class Held:
 
 
 @functools.lru_cache(maxsize=1 << 13)
-def on_trainer(kind: Kind, ranks: int, tile: int) -> Held:
+def on_trainer(kind: Kind, ranks: int, tile: int) -> Shard:
     """A Hugging Face part of a Megatron weight on ``ranks`` tensor-parallel (for experts: expert-tensor) ranks."""
     weight, axis, shape = kind.weight, kind.weight.axis, list(kind.shape)
     if weight.cut == "none":
-        return Held(kind.shape, _covers(kind.shape, kind.shape, tile))
+        return Shard(kind.shape, _covers(kind.shape, kind.shape, tile))
     if slicing.problem(weight, kind.model, ranks) is not None:
         shape[axis] = -(-shape[axis] // ranks)
-        return Held(tuple(shape), False)
-    held = [slicing.part_range(weight, kind.model, kind.part, ranks, rank) for rank in range(ranks)]
-    shape[axis] = max(stop - start for start, stop in held)
+        return Shard(tuple(shape), False)
+    ranges = [slicing.part_range(weight, kind.model, kind.part, ranks, rank) for rank in range(ranks)]
+    shape[axis] = max(stop - start for start, stop in ranges)
     if tile < BLOCK:
         rows = slicing.shard_shape(weight, kind.model, ranks)[0]  # of the fused matrix
-        return Held(tuple(shape), _covers(tuple(shape), kind.shape, tile) and rows % tile == 0)
-    edges = {edge for piece in held for edge in piece}
-    return Held(tuple(shape), all(edge % tile == 0 or edge == kind.shape[axis] for edge in edges))
+        return Shard(tuple(shape), _covers(tuple(shape), kind.shape, tile) and rows % tile == 0)
+    edges = itertools.chain(*ranges)
+    return Shard(tuple(shape), all(edge % tile == 0 or edge == kind.shape[axis] for edge in edges))
 
 
 @functools.lru_cache(maxsize=1 << 13)
-def on_engine(kind: Kind, ranks: int, tile: int) -> Held:
+def on_engine(kind: Kind, ranks: int, tile: int) -> Shard:
     """A Hugging Face tensor on ``ranks`` engine workers."""
     weight, model, shape = kind.weight, kind.model, list(kind.shape)
     name = weight.parts[kind.part][0]
@@ -116,13 +117,15 @@ def on_engine(kind: Kind, ranks: int, tile: int) -> Held:
     elif weight.cut != "none":
         is_of_heads = weight.unit[0] == "heads" or weight.join == "qkv"
         divides = kind.shape[weight.axis] % ranks == 0 and not (is_of_heads and model.num_attention_heads % ranks)
-    return Held(tuple(shape), divides and (tile == 1 or fills_blocks(name, weight, kind.shape, BLOCKWISE_POW2, kept)))
+    return Shard(tuple(shape), divides and (tile == 1 or fills_blocks(name, weight, kind.shape, BLOCKWISE_POW2, kept)))
 
 
 def _covers(shard: tuple[int, ...], whole: tuple[int, ...], tile: int) -> bool:
-    """Whether shard boundaries are tile boundaries. An undivided dimension may end in a partial block, which both ends
-    round alike. Per-tensor scales need whole tiles throughout."""
-    return all(size % tile == 0 for size, all_ in zip(shard, whole, strict=True) if tile < BLOCK or size != all_)
+    """Whether shard boundaries are tile boundaries.
+
+    An undivided dimension may end in a partial block, which both ends round alike. Per-tensor scales need whole tiles.
+    """
+    return all(size % tile == 0 for size, total in zip(shard, whole, strict=True) if tile < BLOCK or size != total)
 
 
 @dataclass(frozen=True)
@@ -131,26 +134,26 @@ class _End:
 
     name: str
     tile: int
-    hold: Callable[[Kind, int, int], Held]
+    divide: Callable[[Kind, int, int], Shard]
     tensor: tuple[str, int]  # option that divides matrices, and its value
     experts: tuple[str, int]  # the same for routed experts; ("", 1) if they stay whole
 
     def degree(self, kind: Kind) -> tuple[str, int]:
         return ("", 1) if kind.weight.cut == "none" else self.experts if kind.weight.is_expert else self.tensor
 
-    def held(self, kind: Kind) -> Held:
-        return self.hold(kind, self.degree(kind)[1], self.tile)
+    def shard(self, kind: Kind) -> Shard:
+        return self.divide(kind, self.degree(kind)[1], self.tile)
 
     def degrees(self, kind: Kind) -> Iterator[int]:
         """Values of the option with which ``kind`` tiles."""
         if kind.weight.is_expert and not self.experts[0]:  # expert parallel workers
             return (n for n in range(1, _MAX_DEGREE + 1) if kind.model.num_experts % n == 0)
-        is_engine = self.hold is on_engine
+        is_engine = self.divide is on_engine
         return (
             n
             for n in range(1, _MAX_DEGREE + 1)
             if (kind.model.num_attention_heads % n == 0 if is_engine else kind.has_whole_heads(n))
-            and self.hold(kind, n, self.tile).tiles
+            and self.divide(kind, n, self.tile).tiles
         )
 
 
@@ -165,7 +168,7 @@ def _ends(cfg: RunConfig) -> tuple[_End, _End]:
     )
 
 
-def _of_run(cfg: RunConfig) -> tuple[Kind, ...]:
+def _fp8_kinds(cfg: RunConfig) -> tuple[Kind, ...]:
     precision = cfg.precision
     return kinds(cfg.model, precision.bf16_first_layers, cfg.model.num_layers - precision.bf16_last_layers)
 
@@ -206,19 +209,19 @@ def _dimension(model: ModelConfig, key: str) -> Dimension | None:
     return known.get(key)
 
 
-def check_tiling(found: Findings) -> None:
+def check_tiling(checks: Checks) -> None:
     """Refuse dimensions and degrees that do not tile. Degrees must already divide what they split."""
-    cfg, listed = found.cfg, _of_run(found.cfg)
+    cfg, all_kinds = checks.cfg, _fp8_kinds(checks.cfg)
     ends = [end for end in _ends(cfg) if end.tile > 1]
-    spoiled: set[str] = set()
+    untiled: set[str] = set()
     for end in ends:
-        for key in dict.fromkeys(key for kind in listed for key in kind.keys):
+        for key in dict.fromkeys(key for kind in all_kinds for key in kind.keys):
             size, dimension = sizes(cfg.model)[key], _dimension(cfg.model, key)
-            if dimension is not None and size % end.tile and key not in spoiled:
-                spoiled.add(key)
-                _refuse_size(found, key, dimension, size, end.tile)
+            if dimension is not None and size % end.tile and key not in untiled:
+                untiled.add(key)
+                _refuse_size(checks, key, dimension, size, end.tile)
     for end in ends:
-        _check_shards(found, [kind for kind in listed if not spoiled & _divided(kind)], end)
+        _check_shards(checks, [kind for kind in all_kinds if not untiled & _divided(kind)], end)
 
 
 def _divided(kind: Kind) -> set[str]:
@@ -226,50 +229,49 @@ def _divided(kind: Kind) -> set[str]:
     return {"q", "kv"} if kind.weight.join == "qkv" else {kind.keys[kind.weight.axis]}
 
 
-def _refuse_size(found: Findings, key: str, dimension: Dimension, size: int, tile: int) -> None:
-    model = found.cfg.model
-    remedy = "--precision.trainer bf16 --precision.rollout bf16"
+def _refuse_size(checks: Checks, key: str, dimension: Dimension, size: int, tile: int) -> None:
+    model = checks.cfg.model
     if key == "ffn" and model.is_moe:
-        remedy = f"Set --precision.bf16_first_layers {model.first_dense_layers}, or {remedy}"
+        remedy = f"Set --precision.bf16_first_layers {model.first_dense_layers}"
+    elif dimension.field.endswith("_heads"):
+        remedy = f"Choose a model with heads whose product is {-(-size // tile) * tile}"
     else:
-        product = -(-size // tile) * tile
-        own = f"heads whose product is {product}" if dimension.field.endswith("_heads") else f"a multiple of {tile}"
-        remedy = f"Choose {own} in a model of your own, or {remedy}"
-    found.refuse(
-        f"model.{dimension.field}",
-        f"{dimension.matrices} count {dimension.formula} = {size}, no multiple of the FP8 tile {tile}",
-        remedy,
-        code="untiled_size",
-    )
+        remedy = f"Choose a model with a multiple of {tile}"
+    remedy += ", or --precision.trainer bf16 --precision.rollout bf16"
+    problem = f"{dimension.matrices} count {dimension.formula} = {size}, no multiple of the FP8 tile {tile}"
+    checks.refuse(f"model.{dimension.field}", problem, remedy, code="untiled_size")
 
 
-def _check_shards(found: Findings, listed: Sequence[Kind], end: _End) -> None:
+def _check_shards(checks: Checks, listed: Sequence[Kind], end: _End) -> None:
     """Report one violation per option of one end, however many matrices it affects."""
     by_option: dict[str, list[Kind]] = {}
     for kind in listed:
         if end.degree(kind)[0]:
             by_option.setdefault(end.degree(kind)[0], []).append(kind)
-    for option, concerned in by_option.items():
-        bad = {}
-        for kind in concerned:
-            if not (held := end.held(kind)).tiles:
+    for option, divided in by_option.items():
+        texts = {}
+        for kind in divided:
+            if not (shard := end.shard(kind)).tiles:
                 ranks = end.degree(kind)[1]
                 key = kind.divided_by(ranks) if end.name == "trainer" else kind.keys[kind.weight.axis]
-                bad[key] = _shown(kind, key, ranks, held)
-        if not bad:
-            continue
-        fitting = sorted(set.intersection(*(set(end.degrees(kind)) for kind in concerned)))
-        remedy = f"Degrees that tile: {', '.join(map(str, fitting))}" if fitting else f"No degree tiles at {end.tile}"
-        problem = f"FP8 tiles of {end.tile} do not cover a rank of the {end.name} evenly ({'; '.join(bad.values())})"
-        found.refuse(option, problem, remedy, code="untiled_shard", choices=fitting)
+                texts[key] = _shard_text(kind, key, ranks, shard)
+        if texts:
+            degrees = sorted(set.intersection(*(set(end.degrees(kind)) for kind in divided)))
+            remedy = (
+                f"Degrees that tile: {', '.join(map(str, degrees))}" if degrees else f"No degree tiles at {end.tile}"
+            )
+            problem = (
+                f"FP8 tiles of {end.tile} do not cover a rank of the {end.name} evenly ({'; '.join(texts.values())})"
+            )
+            checks.refuse(option, problem, remedy, degrees, code="untiled_shard")
 
 
-def _shown(kind: Kind, key: str, ranks: int, held: Held) -> str:
+def _shard_text(kind: Kind, key: str, ranks: int, shard: Shard) -> str:
     size = kind.weight.shape[0] if key == "qkv" else kind.shape[kind.weight.axis]
-    rank = f"{size / ranks:g}" if size % ranks or key == "qkv" else str(held.shape[kind.weight.axis])
+    rank = f"{size / ranks:g}" if size % ranks or key == "qkv" else str(shard.shape[kind.weight.axis])
     dimension = _dimension(kind.model, key)
     assert dimension is not None  # every divided dimension has an entry
-    return f"{dimension.matrices}: {dimension.formula} = {size}, of which one rank has {rank}"
+    return f"{dimension.matrices}: {dimension.formula} = {size}, and one rank has {rank}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,34 +297,31 @@ def matrices(cfg: RunConfig) -> list[Matrix]:
     trainer, engine = _ends(cfg)
     if trainer.tile == engine.tile == 1:
         return []
-    found = []
-    for kind in _of_run(cfg):
-        of_trainer, of_engine = trainer.held(kind), engine.held(kind)
-        found.append(
-            Matrix(
-                name=kind.name,
-                count=kind.count,
-                shape=kind.shape,
-                trainer_shape=of_trainer.shape,
-                trainer_tile=trainer.tile,
-                trainer_tiles=of_trainer.tiles,
-                trainer_degrees=tuple(trainer.degrees(kind)) if kind.weight.cut != "none" else (),
-                trainer_option=trainer.degree(kind)[0],
-                engine_shape=of_engine.shape,
-                engine_tile=engine.tile,
-                engine_tiles=of_engine.tiles,
-                engine_degrees=tuple(engine.degrees(kind)),
-            )
+    return [
+        Matrix(
+            name=kind.name,
+            count=kind.count,
+            shape=kind.shape,
+            trainer_shape=trainer.shard(kind).shape,
+            trainer_tile=trainer.tile,
+            trainer_tiles=trainer.shard(kind).tiles,
+            trainer_degrees=tuple(trainer.degrees(kind)) if kind.weight.cut != "none" else (),
+            trainer_option=trainer.degree(kind)[0],
+            engine_shape=engine.shard(kind).shape,
+            engine_tile=engine.tile,
+            engine_tiles=engine.shard(kind).tiles,
+            engine_degrees=tuple(engine.degrees(kind)),
         )
-    return found
+        for kind in _fp8_kinds(cfg)
+    ]
 
 
 def common_degrees(listed: Sequence[Matrix]) -> dict[str, list[int]]:
     """For each option, the degrees with which every matrix it divides tiles."""
-    found: dict[str, set[int]] = {}
+    common: dict[str, set[int]] = {}
     for matrix in listed:
         if matrix.trainer_option:
             by_option = {matrix.trainer_option: matrix.trainer_degrees, "engine.tensor": matrix.engine_degrees}
             for option, degrees in by_option.items():
-                found[option] = found.get(option, set(degrees)) & set(degrees)
-    return {option: sorted(degrees) for option, degrees in found.items()}
+                common[option] = common.get(option, set(degrees)) & set(degrees)
+    return {option: sorted(degrees) for option, degrees in common.items()}

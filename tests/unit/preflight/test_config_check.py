@@ -198,7 +198,7 @@ def test_a_rank_that_fp8_cannot_tile_is_named_with_the_degrees_that_can():
     (violation,) = check(cfg, accelerator="cpu")
     assert (violation.field, violation.value) == ("--parallel.tensor", 4)
     assert (
-        "rows of k_proj and v_proj: num_key_value_heads x head_dim = 256, of which one rank has 64" in violation.problem
+        "rows of k_proj and v_proj: num_key_value_heads x head_dim = 256, and one rank has 64" in violation.problem
     )
     assert "q_proj" not in violation.problem
     assert violation.remedy == "Degrees that tile: 1, 2"
@@ -211,7 +211,7 @@ def test_more_ranks_than_query_groups_are_judged_by_their_share_of_a_group():
     )
     (violation,) = check(make(model, parallel__world_size=32, parallel__tensor=32), accelerator="cpu")
     assert (violation.field, violation.value) == ("--parallel.tensor", 32)
-    assert "(num_attention_heads + 2 x num_key_value_heads) x head_dim = 6144, of which one rank has 192" in (
+    assert "(num_attention_heads + 2 x num_key_value_heads) x head_dim = 6144, and one rank has 192" in (
         violation.problem
     )
     assert violation.remedy == "Degrees that tile: 1, 2, 4, 8, 16"
@@ -227,7 +227,7 @@ def test_the_engine_is_judged_by_its_own_degree_also_where_the_trainer_is_bf16()
     cfg = make(MOE, engine__tensor=4, precision__trainer="bf16")
     (violation,) = check(cfg, accelerator="cpu")
     assert violation.field == "--engine.tensor"
-    assert "down_proj of every expert: moe_ffn_hidden_size = 256, of which one rank has 64" in violation.problem
+    assert "down_proj of every expert: moe_ffn_hidden_size = 256, and one rank has 64" in violation.problem
 
 
 def test_experts_are_tiled_by_their_own_degree():
