@@ -346,7 +346,12 @@ class _Step:
         fitting = max(1, int(worker(cfg, self.memory_bytes).kv_tokens / self.length))
         steps = max(lengths.longest, per_group * lengths.mean / min(per_group, engine.max_num_sequences, fitting))
         average = per_group * lengths.mean / steps  # sequences of a step
-        kv_read = per_group * lengths.mean * (lengths.prompt + lengths.mean / 2) * kv_token_bytes(cfg.model, cfg.engine, cpu=False)
+        kv_read = (
+            per_group
+            * lengths.mean
+            * (lengths.prompt + lengths.mean / 2)
+            * kv_token_bytes(cfg.model, cfg.engine, cpu=False)
+        )
         decode = Flops.of(model, average / engine.tensor, 0.0)
         products = decode.linears / self.linear_rate(rollout_format(cfg.precision)) + decode.head / rates.head
         matrices = max(products, self.weight_bytes_read(average * engine.data) / rates.read_bytes_per_s)

@@ -197,9 +197,7 @@ def test_a_rank_that_fp8_cannot_tile_is_named_with_the_degrees_that_can():
     cfg = make(parallel__world_size=4, parallel__tensor=4)
     (violation,) = check(cfg, accelerator="cpu")
     assert (violation.field, violation.value) == ("--parallel.tensor", 4)
-    assert (
-        "rows of k_proj and v_proj: num_key_value_heads x head_dim = 256, and one rank has 64" in violation.problem
-    )
+    assert "rows of k_proj and v_proj: num_key_value_heads x head_dim = 256, and one rank has 64" in violation.problem
     assert "q_proj" not in violation.problem
     assert violation.remedy == "Degrees that tile: 1, 2"
 
