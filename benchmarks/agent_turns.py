@@ -1,12 +1,11 @@
-"""Sessions of agents: difference between trainer and engine by turn, and where the time goes.
+"""Sessions of agents: log-probability differences by turn, and the time of each part.
 
     python -m benchmarks.agent_turns                                          talk_qwen3_1_7b on this machine's GPU
     python -m benchmarks.agent_turns --config tiny_calculator -- --model.random True --warm_start.steps 0
     python -m benchmarks.agent_turns --config tail_qwen3_1_7b --steps 16 --skip 6 -- --sampling.max_staleness 4
 
-Runs ``python -m megatron_fp8rl train CONFIG``; the options after ``--`` are fields of that configuration. A row has, by
-turn, the mean and the largest |old - rollout| over all tokens of all steps. Medians, and tokens per second of all counted
-steps together, are of the steps after the first ``--skip``.
+Runs ``python -m megatron_fp8rl train CONFIG``; options after ``--`` are fields of that configuration. A row has the
+mean and the largest |old - rollout| of each turn over all steps. Times count the steps after the first ``--skip``.
 """
 
 from __future__ import annotations
@@ -27,34 +26,34 @@ from megatron_fp8rl.observe.metrics import PHASES
 from megatron_fp8rl.report.run_data import RunData
 
 _TURN = re.compile(r"mismatch/abs_logprob_diff_turn_(\d+)/mean")
-_OF_SESSION = re.compile(r"session/(\w+)/s")
+_SESSION = re.compile(r"session/(\w+)/s")
 
 
 def row_of(run: RunData, skip: int = 1) -> Row | None:
-    """What a run measured; None if it has no step after the first ``skip``."""
-    steps = [one for one in run.records if one["step"] > 0]
+    """The row of a run; None if it has no step after the first ``skip``."""
+    steps = [step for step in run.records if step["step"] > 0]
     counted = steps[skip:]
     if not counted:
         return None
-    known = dict.fromkeys(key for one in steps for key in one)
-    turns = sorted(int(found[1]) for key in known if (found := _TURN.fullmatch(key)))
-    session_parts = [found[1] for key in known if (found := _OF_SESSION.fullmatch(key))]
+    known = dict.fromkeys(key for step in steps for key in step)
+    turns = sorted(int(match[1]) for key in known if (match := _TURN.fullmatch(key)))
+    session_parts = [match[1] for key in known if (match := _SESSION.fullmatch(key))]
 
     def median(key: str) -> float:
-        return statistics.median(one.get(key) or 0.0 for one in counted)
+        return statistics.median(step.get(key) or 0.0 for step in counted)
 
     def total(key: str) -> float:
-        return sum(one.get(key) or 0.0 for one in counted)
+        return sum(step.get(key) or 0.0 for step in counted)
 
     def largest(key: str) -> float:
-        return max(one.get(key, 0.0) for one in steps)  # a turn that a step lacks differs by nothing
+        return max(step.get(key, 0.0) for step in steps)  # a step may lack a turn
 
     seconds = total("time/step/s")
     trained = sum(
-        one.get("rollout/num_tokens/sum", 0.0) * (1 - one.get("rollout/window_stale_tokens/mean", 0.0))
-        for one in counted
+        step.get("rollout/num_tokens/sum", 0.0) * (1 - step.get("rollout/window_stale_tokens/mean", 0.0))
+        for step in counted
     )
-    in_model_s = sum(one.get("session/model/s", 0.0) * one.get("rollout/num_completions/sum", 0.0) for one in counted)
+    in_model_s = sum(s.get("session/model/s", 0.0) * s.get("rollout/num_completions/sum", 0.0) for s in counted)
     return {
         "num_steps": len(steps),
         "num_counted": len(counted),
@@ -83,21 +82,23 @@ class AgentTurns(runner.Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--config", default="talk_qwen3_1_7b")
-        parser.add_argument("--steps", type=int, default=3, help="of the run, which is killed then")
-        parser.add_argument("--skip", type=int, default=1, help="steps that do not count: kernels compile, queues fill")
-        parser.add_argument("fields", nargs="*", help="after --: fields of the configuration")
+        parser.add_argument("--steps", type=int, default=3, help="steps of the run, which is killed after them")
+        parser.add_argument(
+            "--skip", type=int, default=1, help="first steps that do not count: kernels compile, queues fill"
+        )
+        parser.add_argument("fields", nargs="*", help="fields of the configuration, after --")
 
     def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if options.quick:
             options.steps, options.skip = 2, 1
         if not 0 <= options.skip < options.steps:
-            parser.error(f"--skip {options.skip}: --steps {options.steps} must be more, and 0 the least")
+            parser.error(f"--skip {options.skip}: must be at least 0 and less than --steps {options.steps}")
 
     def arms(self, options: argparse.Namespace) -> list[Row]:
         return [{"config": options.config, "fields": options.fields}]
 
     def gpus(self, arm: Row) -> int:
-        return 0  # as the configuration asks
+        return 0  # the configuration decides
 
     def rows_of(self, arm: Row, options: argparse.Namespace, log: Path) -> Iterator[Row]:
         folder = (options.folder / "run").resolve()
@@ -109,7 +110,7 @@ class AgentTurns(runner.Benchmark):
         yield arm | (row or {"error": runner.failure_in(log, options.run_limit_s)})
 
     def is_wrong(self, row: Row) -> bool:
-        """A run in exact mode has differences of 0."""
+        """Whether a run in exact mode has differences."""
         cfg = cli.parse_overrides(cli.load_config(row["config"]), row["fields"])
         return cfg.precision.exact and any(worst > 0 for _, worst in row.get("difference_by_turn", ()))
 
@@ -135,10 +136,10 @@ class AgentTurns(runner.Benchmark):
 
     def notes(self, rows: Sequence[Row]) -> str:
         return (
-            "d: |log-probability of the trainer - of the engine| of a sampled token, in nats, largest step of each turn. "
-            "Seconds are medians over the counted steps; tokens/s: tokens trained in them over all their time, waits "
-            "included. Sessions in the model: mean number that the engines answer at a time. Age: mean versions between "
-            "sampling and training. Length bias: mean length of what was trained over that of all that was complete."
+            "d: |log-probability of the trainer - of the engine| of a sampled token, in nats; largest step of each "
+            "turn. Seconds: medians over the counted steps. tokens/s: trained tokens per second, including waits. "
+            "Sessions in the model: mean number of sessions in the engines. Age: mean versions between sampling and "
+            "training. Length bias: mean length of trained completions over that of all finished completions."
         )
 
 

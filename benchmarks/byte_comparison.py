@@ -1,7 +1,7 @@
-"""Compares the bytes of a random model's tensors: our kernel, its definition, Transformer Engine, an engine's digests.
+"""Compare bytes of a random model's tensors: our kernel, its definition, Transformer Engine, and engine digests.
 
-In:  a run's configuration, what engine workers report. Out: a :class:`Tally` of one trainer rank's share of the tensors.
-Tensors are drawn again from their names and the seed, so that nothing depends on how they were sent.
+In: a run's configuration and reports of engine workers. Out: a :class:`Tally` of a trainer rank's share of the tensors.
+Tensors are drawn again from their names and the seed, independent of the transport.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from megatron_fp8rl.weight_sync.plan import Transfer
 
-_DIGEST_BYTES = 2 << 30  # of tensors that wait to be digested together
-NOT_BLOCKS = "the trainer's part is not made of whole 128x128 blocks: it is gathered before it is quantized"
+_DIGEST_BYTES = 2 << 30  # tensors are digested together from this size
+NOT_BLOCKS = "the trainer's part has no whole 128x128 blocks, so it is gathered before quantization"
 TE_SCALES = "Transformer Engine's FP32 scale is 1 / (448 / amax), ours and vLLM's amax / 448: last bits differ"
-ENGINE_DIFFERS = "unexplained: the engine holds something else"
+ENGINE_DIFFERS = "unexplained: the engine has other bytes"
 KERNEL_DIFFERS = "unexplained: our kernel differs from the definition"
 TE_DIFFERS = "unexplained: Transformer Engine's bytes differ"
 UNEXPLAINED = frozenset({ENGINE_DIFFERS, KERNEL_DIFFERS, TE_DIFFERS})
@@ -31,7 +31,7 @@ UNEXPLAINED = frozenset({ENGINE_DIFFERS, KERNEL_DIFFERS, TE_DIFFERS})
 
 @dataclass
 class Tally:
-    """What one rank found. ``exceptions``: by reason, the Hugging Face names."""
+    """Counts of one rank. ``exceptions``: Hugging Face names by reason."""
 
     tensors: int = 0
     fp8: int = 0
@@ -53,11 +53,11 @@ class Tally:
 
 
 @dataclass
-class Waiting:
-    """Slices that engine ranks have to hold, until enough are together to be digested in one launch."""
+class PendingSlices:
+    """Expected slices of engine ranks, collected until one launch digests them."""
 
-    held: Sequence[Sequence[dict[str, Any]]]  # by replica: reports of ``WorkerExtension.weight_digests``
-    slices: list[tuple[str, int, str, Tensor]] = field(default_factory=list)  # weight, engine rank, tensor, its slice
+    reports: Sequence[Sequence[dict[str, Any]]]  # ``WorkerExtension.weight_digests`` by replica and worker
+    slices: list[tuple[str, int, str, Tensor]] = field(default_factory=list)  # weight, engine rank, tensor name, slice
     num_bytes: int = 0
     wrong: set[str] = field(default_factory=set)
 
@@ -74,24 +74,24 @@ class Waiting:
             self.flush()
 
     def flush(self) -> None:
-        values = digests_as_held([part for *_, part in self.slices])
+        values = worker_digests([part for *_, part in self.slices])
         for (weight, rank, name, _), value in zip(self.slices, values, strict=True):
-            for workers in self.held:
-                reports = [report for report in workers if report["rank"] == rank]
-                if len(reports) != 1 or reports[0]["digests"].get(name) != value:
+            for workers in self.reports:
+                digests = [report["digests"] for report in workers if report["rank"] == rank]
+                if len(digests) != 1 or digests[0].get(name) != value:
                     self.wrong.add(weight)
         self.slices, self.num_bytes = [], 0
 
 
-def digests_as_held(tensors: Sequence[Tensor]) -> list[str]:
-    """Digests as an engine worker takes them of the same tensors."""
+def worker_digests(tensors: Sequence[Tensor]) -> list[str]:
+    """Digests of the tensors as an engine worker computes them."""
     from megatron_fp8rl.weight_sync.digest import prepare_digests
 
     return prepare_digests(tensors)()
 
 
 class TransformerEngine:
-    """Its quantizer of weights, as the blockwise recipe configures it."""
+    """Transformer Engine's quantizer of weights, as in the blockwise recipe."""
 
     def __init__(self, scales: str):
         import transformer_engine.pytorch  # noqa: F401  loads the library that the binding needs
@@ -103,16 +103,18 @@ class TransformerEngine:
         )
 
     def __call__(self, parameter: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(bytes uint8 [N, K], scales float32 [Nb, Kb]); None when it does not quantize such a shape."""
+        """(bytes uint8 [N, K], scales float32 [Nb, Kb]); None for a shape that it does not quantize."""
         if not self._quantizer.is_quantizable(parameter):
             return None
-        found = self._quantizer(parameter.contiguous())
+        quantized = self._quantizer(parameter.contiguous())
         blocks = -(-parameter.shape[0] // 128), -(-parameter.shape[1] // 128)
-        return found._rowwise_data, found._rowwise_scale_inv[: blocks[0], : blocks[1]]  # padded to multiples of 4
+        return quantized._rowwise_data, quantized._rowwise_scale_inv[
+            : blocks[0], : blocks[1]
+        ]  # TE pads to multiples of 4
 
 
 def transformer_engine(scales: str, device: torch.device) -> TransformerEngine | None:
-    """None on a CPU, and where it is not installed."""
+    """The quantizer; None on a CPU or without the package."""
     if device.type == "cpu":
         return None
     try:
@@ -136,24 +138,24 @@ def groups(cfg: RunConfig) -> Iterator[tuple[str, list[Transfer]]]:
 
 def compare(
     cfg: RunConfig,
-    held: Sequence[Sequence[dict[str, Any]]],
+    reports: Sequence[Sequence[dict[str, Any]]],
     rank: int,
     device: torch.device,
     te: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None,
 ) -> Tally:
-    """This rank's share of the tensors: every ``world_size``-th parameter, drawn again from its name and the seed.
+    """Compare every ``world_size``-th parameter, drawn again from its name and the seed.
 
-    ``held``: by replica, what its workers report. ``te``: see :class:`TransformerEngine`; None leaves it out.
+    ``reports``: of the workers, by replica. ``te``: a :class:`TransformerEngine`; None leaves it out.
     """
-    from benchmarks.light_policy import _draw
+    from benchmarks.light_policy import draw
     from megatron_fp8rl.kernels.blockwise import quantize_weight
     from megatron_fp8rl.names import registry as names
 
-    tally, waiting = Tally(), Waiting(held)
+    tally, pending = Tally(), PendingSlices(reports)
     for index, (name, transfers) in enumerate(groups(cfg)):
         if index % cfg.parallel.world_size != rank:
             continue
-        full = _draw(names.weight(name, cfg.model), cfg, device)
+        full = draw(names.weight(name, cfg.model), cfg, device)
         whole = dict(names.to_hf(name, full, cfg.model))
         ours: dict[str, tuple[Tensor, Tensor]] = {}
         for transfer in transfers:
@@ -163,13 +165,13 @@ def compare(
                 data, scale = ours[transfer.name] = quantize_weight(whole[transfer.name], cfg.precision.scales)
                 tensors = {transfer.name: data, transfer.scale_name: scale}
                 _compare_with_definition(tally, transfer, whole[transfer.name], data, scale, cfg.precision.scales)
-            waiting.add(transfer, tensors)
+            pending.add(transfer, tensors)
         if ours and te is not None:
             _compare_with_te(tally, cfg, te, full, [t for t in transfers if t.is_fp8], ours)
-    waiting.flush()
-    tally.equal_in_engine = tally.tensors - len(waiting.wrong)
-    if waiting.wrong:
-        tally.exceptions[ENGINE_DIFFERS] += sorted(waiting.wrong)
+    pending.flush()
+    tally.equal_in_engine = tally.tensors - len(pending.wrong)
+    if pending.wrong:
+        tally.exceptions[ENGINE_DIFFERS] += sorted(pending.wrong)
     return tally
 
 
@@ -192,7 +194,7 @@ def _compare_with_definition(
 def _compare_with_te(
     tally: Tally, cfg: RunConfig, te: Callable, full: Tensor, transfers: list[Transfer], ours: dict
 ) -> None:
-    """Every trainer rank's own parameter, quantized by Transformer Engine, against our whole tensors."""
+    """Compare each trainer rank's part, quantized by Transformer Engine, with our whole tensors."""
     from megatron_fp8rl.names import registry as names
 
     name, model = transfers[0].mcore_name, cfg.model
@@ -214,8 +216,9 @@ def _compare_with_te(
             offsets[transfer.name] += length
             data = _raw(data).narrow(transfer.axis, first, length)
             scale = _per_element(scale, transfer.shape).narrow(transfer.axis, first, length)
-            found = (scale != scales[transfer.name]).sum().item(), (data != parts[transfer.name]).sum().item()
-            unlike[transfer.name] = tuple(a + b for a, b in zip(unlike[transfer.name], found))  # type: ignore
+            num_scales, num_bytes = unlike[transfer.name]
+            num_scales += (scale != scales[transfer.name]).sum().item()
+            unlike[transfer.name] = num_scales, num_bytes + (data != parts[transfer.name]).sum().item()
     for transfer in transfers:
         num_scales, num_bytes = unlike[transfer.name]
         tally.scales_unlike_te += num_scales

@@ -1,11 +1,11 @@
-"""Whole runs from one warm start, in several precisions: what they learn, how far trainer and engine are apart, seconds.
+"""Whole runs from one warm start in several precisions: rewards, log-probability differences and times.
 
     python -m benchmarks.curves                                  small_qwen3_moe_4_layers: BF16, FP8 and exact
     python -m benchmarks.curves --config tiny_qwen3_moe --arm fp8/fp8 exact --seeds 1 2 -- --num_steps 40
-    python -m benchmarks.curves --resume                         the runs that the last invocation did not come to
+    python -m benchmarks.curves --resume                         the runs that the last invocation did not finish
 
-Runs ``python -m megatron_fp8rl study CONFIG``; the options after ``--`` are fields of that configuration. A row is one run
-that ended. The table and the plot that ``study`` makes lie in its folder.
+Runs ``python -m megatron_fp8rl study CONFIG``; options after ``--`` are fields of that configuration. A row is one
+finished run. ``study`` writes a table and a plot into its folder.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megatron_fp8rl.observe.metrics import PHASES
 from megatron_fp8rl.report import study
 from megatron_fp8rl.report.run_data import RunData
 
-_LAST = 10  # steps at the end whose rewards are averaged
+_LAST = 10  # the mean reward of so many first and last steps
 
 
 def row_of(run: RunData) -> Row:
-    """What a run showed, from its metrics. Differences of log-probabilities are over all steps, in nats."""
-    steps = [one for one in run.records if one["step"] > 0]
+    """The row of a run from its metrics. Log-probability differences are over all steps, in nats."""
+    steps = [step for step in run.records if step["step"] > 0]
     held_out = run.values("eval/pass_rate/mean")
 
     def values(key: str) -> list[float]:
-        return [one[key] for one in steps if one.get(key) is not None]
+        return [step[key] for step in steps if step.get(key) is not None]
 
     def median(key: str) -> float:
         return statistics.median(values(key)[1:] or values(key) or [0.0])
@@ -56,15 +56,15 @@ def row_of(run: RunData) -> Row:
 class Curves(runner.Benchmark):
     name, title, about = "curves", "Whole runs from one warm start", __doc__
     keys = ("config", "fields", "arm", "seed", "device", "run")
-    limit_s = 3600.0  # for all of them
+    limit_s = 3600.0  # for all runs
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--config", default="small_qwen3_moe_4_layers")
         runner.choices(parser, "--arm", study.PRECISIONS, ["bf16/bf16", "fp8/fp8", "exact"])
         parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-        parser.add_argument("--at-once", type=int, default=1, help="runs side by side, on the same GPUs")
-        parser.add_argument("--resume", action="store_true", help="keep what is there, and run the rest")
-        parser.add_argument("fields", nargs="*", help="after --: fields of the configuration")
+        parser.add_argument("--at-once", type=int, default=1, help="concurrent runs on the same GPUs")
+        parser.add_argument("--resume", action="store_true", help="keep finished runs, and run the rest")
+        parser.add_argument("fields", nargs="*", help="fields of the configuration, after --")
 
     def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if options.quick:
@@ -79,23 +79,23 @@ class Curves(runner.Benchmark):
         return [{"config": options.config, "fields": options.fields}]
 
     def gpus(self, arm: Row) -> int:
-        return 0  # as the configuration asks
+        return 0  # the configuration decides
 
     def rows_of(self, arm: Row, options: argparse.Namespace, log: Path) -> Iterator[Row]:
         folder, runs = planned(options)
         if not options.resume:
             shutil.rmtree(folder, ignore_errors=True)
-        missing = [one for one in runs if not one.is_done]
-        command = [sys.executable, "-m", "megatron_fp8rl", "study", options.config, *own_words(options)]
+        missing = [run for run in runs if not run.is_done]
+        command = [sys.executable, "-m", "megatron_fp8rl", "study", options.config, *study_args(options)]
         run_logged(command, log, options.run_limit_s)
-        for one in missing:
-            found = arm | {"arm": one.arm, "seed": one.seed, "at_once": options.at_once}
-            own = folder / f"{one.run_dir.name}.log"
-            failure = {"error": runner.failure_in(own if own.exists() else log, options.run_limit_s)}
-            yield found | (row_of(RunData(one.run_dir)) if one.is_done else failure)
+        for run in missing:
+            row = arm | {"arm": run.arm, "seed": run.seed, "at_once": options.at_once}
+            run_log = folder / f"{run.run_dir.name}.log"
+            failure = {"error": runner.failure_in(run_log if run_log.exists() else log, options.run_limit_s)}
+            yield row | (row_of(RunData(run.run_dir)) if run.is_done else failure)
 
     def is_wrong(self, row: Row) -> bool:
-        """A run in exact mode has no difference."""
+        """Whether a run in exact mode has differences."""
         return row["arm"] == "exact" and row["max_d"] > 0
 
     def line(self, row: Row) -> Row:
@@ -117,21 +117,21 @@ class Curves(runner.Benchmark):
 
     def notes(self, rows: Sequence[Row]) -> str:
         return (
-            "All runs of a letter start from the same weights and see the same prompts. d: |log-probability of the trainer - "
-            "of the engine| of a sampled token, in nats, over all steps. Seconds: medians over the steps after the first; of "
-            "runs side by side they say little."
+            "All runs of a letter start from the same weights and see the same prompts. d: |log-probability of the "
+            "trainer - of the engine| of a sampled token, in nats, over all steps. Seconds: medians over the steps "
+            "after the first. Concurrent runs slow each other down."
         )
 
 
-def own_words(options: argparse.Namespace) -> list[str]:
-    """Options and fields of the study."""
+def study_args(options: argparse.Namespace) -> list[str]:
+    """Command-line arguments of the study."""
     seeds = [str(seed) for seed in options.seeds]
     chosen = ["--seeds", *seeds, "--arms", *options.arm, "--corrected_only", "--at_once", str(options.at_once)]
     return [*_fields(options), *chosen]
 
 
 def planned(options: argparse.Namespace) -> tuple[Path, list[study.StudyRun]]:
-    """(folder, runs) of the study. Raises ConfigError for a run that its configuration refuses."""
+    """(folder, runs) of the study. Raises ConfigError for an invalid configuration."""
     cfg = cli.parse_overrides(cli.load_config(options.config), _fields(options))
     asked = study.StudyOptions(seeds=tuple(options.seeds), arms=tuple(options.arm), corrected_only=True)
     return study.study_folder(cfg), study.plan_runs(cfg, (), asked)

@@ -1,12 +1,10 @@
-"""What trainer rank 0 does for many engines: processor time, memory and latency for each step, with stand-in engines.
+"""The load of many engines on trainer rank 0: CPU time, memory and latency of a step, with simulated engines.
 
     python -m benchmarks.driver --engines 8 64 512 --sequences 16384 --tokens 512
 
-Stand-ins speak the real protocol on loopback: a request for several completions, an answer of text, ids and
-log-probabilities, after a delay that is drawn from a long-tailed distribution, as are the lengths. They run in processes of
-their own, answer from memory and sample nothing. The client, the step's metrics, the samples, their division among
-``--data-ranks`` data-parallel ranks and the messages to them are those of a run; scores are drawn, and messages are made
-and not sent. Bounded: ``--sequences`` completions over all engines, ``--tokens`` on average.
+Simulated engines speak the real protocol on loopback and run in separate processes. They answer with random tokens;
+lengths and delays have a long-tailed distribution. The client, the metrics, the samples, their division among
+``--data-ranks`` data-parallel ranks and the messages are the library's. Scores are random, and messages are not sent.
 """
 
 from __future__ import annotations
@@ -41,20 +39,20 @@ from megatron_fp8rl.trainer.messages import pack, unpack
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 from model_configs.tiny import tiny_qwen3
 
-_PER_PROCESS = 64  # stand-ins that share a process
+_PER_PROCESS = 64  # engines per process
 _PER_PROMPT = 16
-_LONGEST = 8  # of a completion, in means
-_BYTES_A_TOKEN = 4  # of text, about what tokenizers of English need
+_LONGEST = 8  # longest completion, in means
+_BYTES_A_TOKEN = 4  # bytes of text, typical of English
 _WORDS = "and so it is " * (1 << 18)
 
 
 def draw_length(draw: random.Random, mean: float) -> int:
-    """A long tail: exponential, cut at :data:`_LONGEST` means."""
+    """An exponential length, cut at :data:`_LONGEST` means."""
     return max(1, min(int(draw.expovariate(1 / mean)), int(_LONGEST * mean)))
 
 
-def stand_in(sockets: Sequence[socket.socket], mean_tokens: float, mean_delay_s: float, life_s: float) -> None:
-    """Serve on all sockets until ``life_s`` is over."""
+def simulated_engine(sockets: Sequence[socket.socket], mean_tokens: float, mean_delay_s: float, life_s: float) -> None:
+    """Serve on all sockets for ``life_s`` seconds."""
     from aiohttp import web
 
     async def generate(request: web.Request) -> web.Response:
@@ -80,8 +78,8 @@ def stand_in(sockets: Sequence[socket.socket], mean_tokens: float, mean_delay_s:
         app.router.add_post(GENERATE_PATH, generate)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        for one in sockets:
-            await web.SockSite(runner, one).start()
+        for server in sockets:
+            await web.SockSite(runner, server).start()
         await asyncio.sleep(life_s)
 
     asyncio.run(serve())
@@ -93,7 +91,7 @@ def _memory_gb() -> float:
 
 
 async def drive(urls: Sequence[str], sequences: int, mean_tokens: float) -> tuple[list[Completion], dict[str, float]]:
-    """Ask all engines for their share at once, as a step does; (completions, what it took)."""
+    """Ask all engines at once, as a step does: (completions, costs)."""
     loop = asyncio.get_running_loop()
     sampling = Sampling(
         temperature=1.0, top_p=1.0, top_k=0, max_tokens=int(_LONGEST * mean_tokens), stop_token_ids=(), stop_strings=()
@@ -113,7 +111,7 @@ async def drive(urls: Sequence[str], sequences: int, mean_tokens: float) -> tupl
     prompt = list(range(512))
     late: list[float] = []
 
-    async def watch() -> None:  # how long a ready task waits: what a request or an answer waits for the interpreter
+    async def watch() -> None:  # how long a ready task waits for the interpreter
         while True:
             before = time.perf_counter()
             await asyncio.sleep(0.01)
@@ -125,35 +123,37 @@ async def drive(urls: Sequence[str], sequences: int, mean_tokens: float) -> tupl
         clients[i % len(clients)].generate(prompt, _PER_PROMPT, _PER_PROMPT * i)
         for i in range(sequences // _PER_PROMPT)
     )
-    found = [completion for group in await asyncio.gather(*asked) for completion in group]
+    completions = [completion for group in await asyncio.gather(*asked) for completion in group]
     took = {"wall_s": time.perf_counter() - started, "cpu_s": time.process_time() - cpu, "gb": _memory_gb() - before}
     watching.cancel()
-    for one in clients:
-        await one.close()
-    return found, took | {"latency_mean_s": sum(late) / len(late), "latency_max_s": max(late)}
+    for client in clients:
+        await client.close()
+    return completions, took | {"latency_mean_s": sum(late) / len(late), "latency_max_s": max(late)}
 
 
 def divided(completions: Sequence[Completion], mean_tokens: float, data_ranks: int) -> dict[str, float]:
-    """What it takes to make samples of the completions and to send each data-parallel rank its own."""
+    """Costs of making samples from the completions and messages for each data-parallel rank."""
     cfg = tiny_qwen3()
     draw, groups = random.Random(1), []
     for first in range(0, len(completions), _PER_PROMPT):
         prompt = Prompt(prompt_id=f"p/{first}", environment="p", token_ids=tuple(range(512)), text="", answer="")
         rollouts = [
-            Rollout(prompt=prompt, index=i, branches=single_turn(prompt, one), reward=draw.random(), status="scored")
-            for i, one in enumerate(completions[first : first + _PER_PROMPT])
+            Rollout(
+                prompt=prompt, index=i, branches=single_turn(prompt, completion), reward=draw.random(), status="scored"
+            )
+            for i, completion in enumerate(completions[first : first + _PER_PROMPT])
         ]
         groups.append(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts)))
     took, log = {}, StepLog(Observer(cfg, is_writer=False), 1)
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
         cpu = time.process_time()
-        found = call()
+        result = call()
         took[name] = time.process_time() - cpu
-        return found
+        return result
 
     before = _memory_gb()
-    gc.disable()  # as a run does here
+    gc.disable()  # as in a run
     samples = timed("samples_s", lambda: to_samples(groups, load_advantage(cfg.algo), cfg.algo, cfg.sampling, 0))
     timed("metrics_s", lambda: (log.update(group_metrics(groups)), log.samples(samples)))
     longest = 1024 * (1 + int((512 + _LONGEST * mean_tokens) // 1024))
@@ -161,34 +161,34 @@ def divided(completions: Sequence[Completion], mean_tokens: float, data_ranks: i
     took["samples_gb"] = _memory_gb() - before
     sizes = timed("messages_s", lambda: [sum(part.numel() for part in pack(share)) for share in shares])
     message = pack(shares[0])
-    own = timed("read_own_s", lambda: unpack(message))
+    share = timed("read_share_s", lambda: unpack(message))
     gc.enable()
-    return took | {"sent_gb": sum(sizes) / 1e9, "own_gb": sum(part.numel() for part in pack(own)) / 1e9}
+    return took | {"sent_gb": sum(sizes) / 1e9, "share_gb": sum(part.numel() for part in pack(share)) / 1e9}
 
 
 def measure(engines: int, sequences: int, mean_tokens: float, mean_delay_s: float, data_ranks: int) -> dict[str, Any]:
-    """One step with ``engines`` stand-ins."""
+    """The row of one step with ``engines`` simulated engines."""
     sockets = [socket.create_server(("127.0.0.1", 0), backlog=256) for _ in range(engines)]
-    urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    urls = [f"http://127.0.0.1:{server.getsockname()[1]}" for server in sockets]
     context = multiprocessing.get_context("fork")
     parts = [sockets[i : i + _PER_PROCESS] for i in range(0, engines, _PER_PROCESS)]
     processes = [
-        context.Process(target=stand_in, args=(p, mean_tokens, mean_delay_s, 300.0), daemon=True) for p in parts
+        context.Process(target=simulated_engine, args=(p, mean_tokens, mean_delay_s, 300.0), daemon=True) for p in parts
     ]
     try:
         for process in processes:
             process.start()
         time.sleep(1.0)
-        found, took = asyncio.run(drive(urls, sequences, mean_tokens))
-        tokens = sum(len(completion.token_ids) for completion in found)
-        took |= divided(found, mean_tokens, data_ranks)
+        completions, took = asyncio.run(drive(urls, sequences, mean_tokens))
+        tokens = sum(len(completion.token_ids) for completion in completions)
+        took |= divided(completions, mean_tokens, data_ranks)
     finally:
         for process in processes:
             process.kill()
             process.join()
-        for one in sockets:
-            one.close()
-    return {"engines": engines, "completions": len(found), "tokens": tokens, **took}
+        for server in sockets:
+            server.close()
+    return {"engines": engines, "completions": len(completions), "tokens": tokens, **took}
 
 
 def main() -> int:
@@ -196,11 +196,11 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", type=int, default=[8, 64, 512])
     parser.add_argument("--sequences", type=int, default=4096)
     parser.add_argument("--tokens", type=float, default=512.0)
-    parser.add_argument("--data-ranks", type=int, default=16, help="of the trainer")
-    parser.add_argument("--delay-s", type=float, default=1.0, help="of an answer of mean length")
+    parser.add_argument("--data-ranks", type=int, default=16, help="data-parallel ranks of the trainer")
+    parser.add_argument("--delay-s", type=float, default=1.0, help="delay of an answer of mean length")
     options = parser.parse_args()
     if options.sequences * options.tokens > 4e7 or max(options.engines) > 1024:
-        parser.error("--sequences x --tokens may be 40 million at most, and --engines 1024: this is one machine")
+        parser.error("the limits are 40 million for --sequences x --tokens, and 1024 for --engines")
     open_files.raise_limit()
     for engines in options.engines:
         row = measure(engines, options.sequences, options.tokens, options.delay_s, options.data_ranks)

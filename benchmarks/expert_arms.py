@@ -1,4 +1,4 @@
-"""What benchmarks/experts.py times: experts of each implementation."""
+"""Experts of each implementation, for benchmarks/experts.py."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ ARMS = (*(f"te {recipe}" for recipe in TE_RECIPES), *OURS)
 
 
 def experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> tuple[Call, Call]:
-    """(forward, forward and backward) of all experts of an arm, weights quantized in every call.
+    """(forward, forward and backward) of all experts of an arm.
 
-    Weight gradients are added to FP32 buffers, as Megatron-Core keeps them. Inputs want gradients, and the router's
-    weights do where the arm multiplies by them.
+    Weights are quantized in every call. Weight gradients are added to FP32 buffers, as in Megatron-Core.
     """
     import torch
 
@@ -47,7 +46,7 @@ def experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> tuple[C
 
 
 def _te_experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Transformer Engine's own GroupedLinear and SwiGLU in one kernel, without the router's weights."""
+    """Transformer Engine's GroupedLinear and fused SwiGLU, without the router's weights."""
     import torch
     import transformer_engine.pytorch as te
 
@@ -71,7 +70,7 @@ def _te_experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> Cal
 
 @functools.cache
 def fused_swiglu() -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function of h [T, 2F], silu(gate) * up, on Transformer Engine's kernels: one forward, one backward."""
+    """silu(gate) * up of h [T, 2F] by Transformer Engine's kernels."""
     import torch
     import transformer_engine_torch as tex
 
@@ -89,7 +88,7 @@ def fused_swiglu() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _grouped(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The library's GroupedExperts, the router's weights included."""
+    """The library's GroupedExperts, including the router's weights."""
     import torch
 
     from megatron_fp8rl.trainer.model.weight_cache import WeightCache
@@ -100,9 +99,9 @@ def _grouped(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callab
 
     def run(x: torch.Tensor) -> torch.Tensor:
         for linear in (module.linear_fc1, module.linear_fc2):
-            linear.cache = WeightCache()  # else weights are quantized once in an optimizer step
+            linear.cache = WeightCache()  # otherwise weights are quantized once per optimizer step
         for tensor in (probs, *parameters):
-            tensor.grad = None  # as Megatron-Core's hooks do; the gradients are in the buffers
+            tensor.grad = None  # as Megatron-Core's hooks do
         return module(x, on_host, probs)[0]
 
     return run
@@ -156,8 +155,8 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
             torch.nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[1]))
     give_gradient_buffers(list(module.parameters())[::-1])
     for parameter in module.parameters():
-        parameter.grad_added_to_main_grad = False  # Transformer Engine would copy a gradient that nobody reads
-        parameter.gradients_ready = lambda parameters: None  # as trainer/optimizer/optimizer.py does without overlap
+        parameter.grad_added_to_main_grad = False  # otherwise Transformer Engine copies an unused gradient
+        parameter.gradients_ready = lambda parameters: None  # as without overlap in trainer/optimizer/optimizer.py
     return module
 
 

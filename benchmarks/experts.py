@@ -1,37 +1,34 @@
-"""Does FP8 pay for the experts of my shape? Transformer Engine and grouped kernels, next to what the GPU can do.
+"""Whether FP8 is faster for experts of a shape: Transformer Engine, grouped kernels, and the peak rates of the GPU.
 
     python -m benchmarks.experts
     python -m benchmarks.experts --config grpo_qwen3_30b_a3b
     python -m benchmarks.experts --shape 64,65536,4096,1536 --pattern equal skewed
     python -m benchmarks.experts --shape 64,65536,4096,1536 --sweep
 
-Forward and backward of all experts of a rank, with all quantization (weights too, in every call) and FP32 gradient
-accumulation. In the same process one large product and a copy give the GPU's ceilings. ``te`` is Transformer Engine's
-GroupedLinear; ``grouped`` are this library's experts, who multiply by the router's weights. Tokens are those that the
-experts of a rank receive: a token counts once for each of its experts.
-``--sweep`` measures shapes from 128 to 131,072 tokens, and tells from how many on FP8 is faster.
-
-A process measures one shape with one pattern of routing. ``first_s`` is the first call, in which kernels compile, and in
-no other number: DeepGEMM compiles about a dozen for a shape, and keeps them in DG_JIT_CACHE_DIR.
+Forward and backward of all experts of a rank, with quantization (weights in every call) and FP32 gradient accumulation.
+``te`` is Transformer Engine's GroupedLinear; ``grouped`` are this library's experts, including the router's weights. A
+token counts once for each of its experts. ``--sweep`` measures 128 to 131,072 tokens. One large product and a copy in
+the same process give the ceilings. ``first_s`` is the first call, which compiles kernels into DG_JIT_CACHE_DIR.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 from benchmarks import record, runner
 from benchmarks.expert_arms import ARMS, experts
 from benchmarks.record import Row
-from benchmarks.timing import ceilings, passes, runnable
+from benchmarks.timing import Call, ceilings, passes, runnable
 from megatron_fp8rl.precision.matmul_shapes import Experts as Shape
 from megatron_fp8rl.precision.matmul_shapes import experts_of
 
 PATTERNS = ("balanced", "equal", "skewed", "half empty", "one has all")
 SWEEP = tuple(128 * 4**power for power in range(6))  # 128 to 131,072
-_BUSY = ", busy"  # columns of a GPU that has something else to do first, while the host launches ahead
+_BUSY = ", busy"  # columns of times behind other GPU work
 
 
 def parse_shape(text: str) -> Shape:
@@ -59,7 +56,7 @@ SHAPES = (
 
 
 def token_counts(pattern: str, num_tokens: int, num_experts: int) -> list[int]:
-    """Tokens of each expert, the same in every run. ``balanced`` is what a fair router draws; ``equal`` is exact."""
+    """Tokens of each expert, the same in every run. ``balanced`` draws uniformly; ``equal`` is exact."""
     import torch
 
     if pattern == "equal":
@@ -76,43 +73,49 @@ def token_counts(pattern: str, num_tokens: int, num_experts: int) -> list[int]:
     return torch.bincount(drawn, minlength=num_experts).tolist()
 
 
-def measure_experts(shape: Shape, counts: Sequence[int], arms: Sequence[str], rounds: int) -> Iterator[Row]:
-    """A row for each arm."""
+def measure_arms(
+    measured: str, arms: Sequence[str], calls: Callable[[str], tuple[Call, Call]], operations: int, rounds: int
+) -> Iterator[Row]:
+    """A row for each arm. ``calls`` returns (forward, forward and backward) of an arm."""
     import torch
 
     for arm in arms:
-        row = {"measured": "experts", "arm": arm}
+        row = {"measured": measured, "arm": arm}
         try:
-            row |= passes(*experts(arm, counts, shape.hidden, shape.width), rounds)
-            row["TFLOPs"] = round(shape.num_operations / row["ms"] / 1e9)
+            row |= passes(*calls(arm), rounds)
+            row["TFLOPs"] = round(operations / row["ms"] / 1e9)
         except (RuntimeError, ValueError, ImportError, AssertionError) as error:
             row["error"] = runner.reason(error)
         torch.cuda.empty_cache()
         yield row
 
 
+def measure_experts(shape: Shape, counts: Sequence[int], arms: Sequence[str], rounds: int) -> Iterator[Row]:
+    calls = partial(experts, counts=counts, hidden=shape.hidden, width=shape.width)
+    return measure_arms("experts", arms, calls, shape.num_operations, rounds)
+
+
 def lines(rows: Sequence[Row], measured: str, names: Sequence[str]) -> list[Row]:
-    """One line per shape, milliseconds of each arm, also of a busy GPU; the fastest FP8 arm against the fastest BF16
-    one of the same run."""
-    found: dict[tuple, Row] = {}
+    """A line for each shape: milliseconds of each arm, and the ratio of the fastest BF16 and FP8 arms of the run."""
+    by_shape: dict[tuple, Row] = {}
     for row in rows:
         if row["measured"] == measured:
             head = {name: row.get(name, "-") for name in ("run", *names)}
-            line = found.setdefault(tuple(head.values()), head)
+            line = by_shape.setdefault(tuple(head.values()), head)
             line[row["arm"]] = round(row["ms"], 3)
             if "busy_ms" in row:
                 line[row["arm"] + _BUSY] = round(row["busy_ms"], 3)
-    for line in found.values():
+    for line in by_shape.values():
         for kind in ("", _BUSY):
             arms = [arm for arm in line if arm not in ("run", *names) and arm.endswith(_BUSY) == bool(kind)]
             bf16 = [line[arm] for arm in arms if arm.removesuffix(_BUSY).endswith(" bf16")]
             fp8 = [line[arm] for arm in arms if not arm.removesuffix(_BUSY).endswith(" bf16")]
             line["bf16 : fp8" + kind] = round(min(bf16) / min(fp8), 2) if bf16 and fp8 else None
-    return list(found.values())
+    return list(by_shape.values())
 
 
 def parts(rows: Sequence[Row], measured: str, names: Sequence[str]) -> str:
-    """Markdown: the lines of a benchmark of matrices, and its other kinds of rows as they are."""
+    """Markdown: :func:`lines`, and a table for each other kind of row."""
     others: dict[str, list[Row]] = {}
     for row in rows:
         head = {"run": row.get("run", "-")}
@@ -127,10 +130,10 @@ class Experts(runner.Benchmark):
     keys = ("measured", "experts", "tokens", "hidden", "width", "pattern", "arm", "device")
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--config", help="a configuration, whose shape is measured")
+        parser.add_argument("--config", help="measure the shape of this configuration")
         parser.add_argument("--shape", type=parse_shape, nargs="+", default=SHAPES, metavar="E,T,H,F")
-        parser.add_argument("--sweep", action="store_true", help="the shapes with 128 to 131,072 tokens")
-        runner.choices(parser, "--pattern", PATTERNS, ["balanced", "skewed"], help="of routing")
+        parser.add_argument("--sweep", action="store_true", help="measure the shapes with 128 to 131,072 tokens")
+        runner.choices(parser, "--pattern", PATTERNS, ["balanced", "skewed"], help="pattern of routing")
         runner.choices(parser, "--arms", ARMS, ARMS)
         parser.add_argument("--rounds", type=int, default=20)
 
@@ -139,7 +142,7 @@ class Experts(runner.Benchmark):
             from megatron_fp8rl.cli import load_config
 
             if (shape := experts_of(load_config(options.config))) is None:
-                parser.error(f"--config {options.config}: the model is dense. python -m benchmarks.linears is for it")
+                parser.error(f"--config {options.config}: the model is dense; use python -m benchmarks.linears")
             options.shape = [shape]
         if options.quick:
             options.rounds, options.pattern, options.shape = 5, ["skewed"], [Shape(16, 16_384, 2048, 768)]
@@ -165,9 +168,10 @@ class Experts(runner.Benchmark):
 
     def notes(self, rows: Sequence[Row]) -> str:
         return (
-            "Milliseconds, forward and backward, weights quantized in every call, gradients added to FP32 buffers. Tokens "
-            "count once for each of their experts. Busy: behind other work of the GPU, as in a step whose launches are ahead; the other times contain "
-            "the host's. Ceilings: one 8192-cubed product without block scales, in TFLOP/s, and a copy, in TB/s."
+            "Milliseconds, forward and backward. Weights are quantized in every call; gradients are added to FP32 "
+            "buffers. A token counts once for each of its experts. Busy: behind other GPU work, as in a step; other "
+            "times include launches. Ceilings: one 8192-cubed product without block scales (TFLOP/s), and a copy "
+            "(TB/s)."
         )
 
 

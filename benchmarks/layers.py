@@ -1,13 +1,13 @@
-"""What layers take of a microbatch in a trainer, forward and backward: time of the clock beside that of the GPU's work.
+"""Time of the trainer's layers for a microbatch, forward and backward: wall-clock time and busy time of the GPU.
 
     python -m benchmarks.layers
     python -m benchmarks.layers --model qwen3_8b --layers 4 --tokens 8192
     python -m benchmarks.layers --quick
 
-A policy on one GPU, as a run builds it, with random weights, accumulates the gradients of a batch of four full microbatches;
-nothing is recomputed. Two depths are measured, and a layer is their difference: what is not of layers, the embedding, the
-head and its log-probabilities, falls out. ``ms`` is the clock's, ``busy_ms`` are those in which the GPU computes or copies,
-by PyTorch's profiler: where they differ, the GPU waits for the host.
+A policy on one GPU with random weights accumulates gradients of four full microbatches without recomputation. Layers
+are the difference of two depths, which removes embedding, head and log-probabilities. ``ms`` is wall-clock time.
+``busy_ms`` is the time in which the GPU computes or copies, by PyTorch's profiler. Where they differ, the GPU waits for
+the host.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Cell(memory.Cell):
     """One policy to measure."""
 
     def run_config(self) -> RunConfig:
-        """As for memory, with the logits of a whole microbatch at a time, as ``grpo`` chooses where there is memory."""
+        """As for memory, with the logits of a whole microbatch at once, as ``grpo`` chooses when memory suffices."""
         return apply(super().run_config(), microbatches_of(self.tokens))
 
 
 def measure(cell: Cell, rounds: int) -> Row:
-    """Milliseconds of a microbatch, the first pass apart, in which kernels compile."""
+    """Milliseconds of a microbatch. ``first_s``: the first pass, which compiles kernels."""
     from megatron_fp8rl.algo.losses import sft
     from megatron_fp8rl.trainer.policy import Policy
 
@@ -65,8 +65,8 @@ class Layers(runner.Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.choices(parser, "--model", MODELS, ["qwen3_30b_a3b", "qwen3_8b"])
-        parser.add_argument("--layers", type=int, default=4, help="of the deeper policy; the other has half as many")
-        parser.add_argument("--tokens", type=int, default=16_384, help="of a microbatch")
+        parser.add_argument("--layers", type=int, default=4, help="layers of the deeper policy; the other has half")
+        parser.add_argument("--tokens", type=int, default=16_384, help="tokens of a microbatch")
         runner.choices(parser, "--precision", ["bf16", "blockwise", "delayed", "tensorwise"], ["bf16", "blockwise"])
         parser.add_argument("--rounds", type=int, default=5)
 
@@ -74,7 +74,7 @@ class Layers(runner.Benchmark):
         if options.quick:
             options.rounds, options.layers, options.tokens = 2, 2, 4096
         if options.layers < 2 or options.layers % 2:
-            parser.error(f"--layers {options.layers}: give an even number, of which half are measured, too")
+            parser.error(f"--layers {options.layers}: give an even number")
 
     def arms(self, options: argparse.Namespace) -> Iterator[Row]:
         for name in options.model:
@@ -96,10 +96,10 @@ class Layers(runner.Benchmark):
 
     def notes(self, rows: Sequence[Row]) -> str:
         return (
-            "Milliseconds of a microbatch, forward and backward, one GPU, nothing recomputed; of all, and of the layers alone. "
-            "Busy: in which the GPU had work. Once in a batch of four the gradients are set to zero, which is counted. Random "
-            "weights, of mixtures with embeddings of standard deviation 1. First: seconds of the first batch, in which "
-            "kernels compile."
+            "Milliseconds of a microbatch, forward and backward, on one GPU without recomputation: in total, and for"
+            " the layers alone. Busy: time with GPU work. Each batch of four also sets gradients to zero once. "
+            "Random weights; embeddings of mixtures have standard deviation 1. First: seconds of the first batch, "
+            "with compilation."
         )
 
 

@@ -1,7 +1,4 @@
-"""One run of the ledger as a row, and the table that rows make.
-
-In: a run's folder. Out: a row with medians and ranges over its steps after the first LEFT_OUT; Markdown of all rows.
-"""
+"""A run of the ledger as a row, and the table of rows. Steps after the first LEFT_OUT count."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ from benchmarks import record
 from benchmarks.power import PowerMeter
 from benchmarks.record import Row
 from benchmarks.runner import device_name
-from benchmarks.whole_runs import engine_of
+from benchmarks.whole_runs import first_engine
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.observe.metrics import PHASES, START_PHASES
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.report.run_data import RunData
 
 KEYS = ("run", "shape", "layers", "arm", "completion_tokens", "fields", "device", "round")
-LEFT_OUT = 2  # steps at the start: kernels compile and allocators grow
-# Dense FLOP/s of tensor cores from the vendor's data sheets, by a word of the name that the driver reports.
+LEFT_OUT = 2  # first steps, in which kernels compile and allocators grow
+# Dense BF16 FLOP/s from data sheets, by a part of the name that the driver reports.
 _PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12}
 
 
@@ -31,42 +28,44 @@ _PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12}
 class Job:
     """One run."""
 
-    name: str  # of the shape; "own" for a user's model
+    name: str  # of the shape; "user" for a user's model
     arm: str
     cfg: RunConfig
     command: tuple[str, ...]
 
 
 def flops(model: ModelConfig, lengths: Sequence[float]) -> float:
-    """Operations of one forward pass over sequences of these lengths: two for each weight that a token meets, and
-    causal attention. As in the appendix of the PaLM paper; recomputation is not counted."""
+    """Operations of one forward pass over sequences of these lengths, without recomputation.
+
+    Two for each weight and token, and causal attention, as in the appendix of the PaLM paper.
+    """
     counted = parameters.count(model)
-    inputs = 0 if model.tie_embeddings else counted.embedding // 2  # looked up, not multiplied
-    of_matrices = 2.0 * (counted.active - inputs) * sum(lengths)
+    inputs = 0 if model.tie_embeddings else counted.embedding // 2  # lookups are no operations
+    of_weights = 2.0 * (counted.active - inputs) * sum(lengths)
     width = model.num_attention_heads * model.head_dim
-    return of_matrices + 2.0 * model.num_layers * width * sum(length**2 for length in lengths)
+    return of_weights + 2.0 * model.num_layers * width * sum(length**2 for length in lengths)
 
 
 def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
-    """What a run measured up to its step ``last``; None if it has no step that counts."""
+    """The row of a run up to step ``last``; None if no step counts."""
     run = RunData(Path(job.cfg.run_dir))
-    if not (steps := [one for one in run.records if LEFT_OUT < one["step"] <= last]):
+    if not (steps := [step for step in run.records if LEFT_OUT < step["step"] <= last]):
         return None
     cfg = job.cfg
-    gpus = cfg.parallel.world_size
-    gpus += 0 if job.cfg.engine.placement == "colocated" else job.cfg.engine.num_replicas * job.cfg.engine.ranks
-    engine = engine_of(run)
-    phases = {phase: spread([one.get(f"time/{phase}/s", 0.0) for one in steps]) for phase in PHASES}
+    colocated = cfg.engine.placement == "colocated"
+    gpus = cfg.parallel.world_size + (0 if colocated else cfg.engine.num_replicas * cfg.engine.ranks)
+    engine = first_engine(run)
+    phases = {phase: spread([step.get(f"time/{phase}/s", 0.0) for step in steps]) for phase in PHASES}
     phases = {phase: seconds for phase, seconds in phases.items() if seconds[0]}
     sampled = _median(steps, "rollout/num_tokens/sum")
     prompt = _median(steps, "rollout/prompt_length/mean")
-    length = prompt + _median(steps, "rollout/length/mean")  # a pass has both
+    length = prompt + _median(steps, "rollout/length/mean")
     count = _median(steps, "rollout/num_completions/sum")
     forward = flops(cfg.model, [length] * int(count))
     peak = next((value for word, value in _PEAK_FLOPS.items() if word in device_name()), None)
-    update_s, step_s = phases["update"][0], spread([one["time/step/s"] for one in steps])
+    update_s, step_s = phases["update"][0], spread([step["time/step/s"] for step in steps])
     per_gpu = 3 * forward / update_s / cfg.parallel.world_size
-    first, second = ([one.get("time/update/s") for one in run.records if one["step"] == n] for n in (1, 2))
+    first, second = ([step.get("time/update/s") for step in run.records if step["step"] == n] for n in (1, 2))
     return {
         "shape": job.name,
         "layers": cfg.model.num_layers,
@@ -75,7 +74,7 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
         "billions": parameters.count(cfg.model).total / 1e9,
         "gpus": gpus,
         "prompt_tokens": prompt,
-        "completion_tokens": job.cfg.sampling.max_completion_tokens,
+        "completion_tokens": cfg.sampling.max_completion_tokens,
         "sequences": count,
         "sampled_tokens": sampled,
         "step_s": step_s,
@@ -83,10 +82,10 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
         "steps": len(steps),
         "tokens_per_s_gpu": sampled / step_s[0] / max(gpus, 1),
         "update_tflops_gpu": per_gpu / 1e12,
-        "mfu_bf16": per_gpu / peak if peak else None,  # of the dense rate of BF16; the rate of FP8 is twice that
+        "mfu_bf16": per_gpu / peak if peak else None,  # share of the dense BF16 rate; the FP8 rate is twice that
         "power": power.between(LEFT_OUT, steps[-1]["step"]),
         "memory_gib": {
-            f"{phase}_{kind}": max(one.get(f"memory/{phase}_{kind}/max", 0.0) for one in steps) / 2**30
+            f"{phase}_{kind}": max(step.get(f"memory/{phase}_{kind}/max", 0.0) for step in steps) / 2**30
             for phase, kind in (("train", "allocated"), ("train", "device"), ("rollout", "device"))
         },
         "start_s": _start(run),
@@ -101,11 +100,11 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
         "kernels": engine.get("kernels", []),
         "layout": {
             "trainer": {name: value for name, value in vars(cfg.parallel).items() if value not in (1, False, None)},
-            "placement": job.cfg.engine.placement,
-            "sleep": job.cfg.engine.sleep_level,
+            "placement": cfg.engine.placement,
+            "sleep": cfg.engine.sleep_level,
             "offload": cfg.optim.offload,
             "recompute": cfg.optim.recompute,
-            "microbatch": job.cfg.optim.max_tokens_per_microbatch,
+            "microbatch": cfg.optim.max_tokens_per_microbatch,
         },
     }
 
@@ -116,46 +115,45 @@ def spread(values: Sequence[float]) -> list[float]:
 
 
 def _median(steps: Sequence[Row], key: str) -> float:
-    return statistics.median(one[key] for one in steps if one.get(key) is not None)
+    return statistics.median(step[key] for step in steps if step.get(key) is not None)
 
 
 def _start(run: RunData) -> dict[str, float]:
-    """Seconds from the command to the line of step 0, by part."""
-    zero: dict[str, Any] = next((one for one in run.records if one["step"] == 0), {})
+    """Seconds from the command to the record of step 0, by part."""
+    zero: dict[str, Any] = next((step for step in run.records if step["step"] == 0), {})
     parts = {phase: zero.get(f"time/{phase}/s") for phase in START_PHASES}
     return {phase.removeprefix("start_"): round(seconds, 2) for phase, seconds in parts.items() if seconds}
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: one line for each arm of each run; a ratio only within one run of the benchmark, to its fastest BF16."""
+    """Markdown: a line for each arm of each run. Ratios compare with the fastest BF16 arm of the same run."""
     lines = []
     for (run, shape, layers, length), arms in _by_arm(rows).items():
-        of_bf16 = [found for arm, found in arms.items() if arm[0] == "bf16"]
-        base_s = min((statistics.median(row["step_s"][0] for row in found) for found in of_bf16), default=None)
-        for arm, found in arms.items():
-            step = statistics.median(row["step_s"][0] for row in found)
-            one = found[0]
+        step_s = {arm: statistics.median(row["step_s"][0] for row in repeats) for arm, repeats in arms.items()}
+        base_s = min((seconds for arm, seconds in step_s.items() if arm[0] == "bf16"), default=None)
+        for arm, repeats in arms.items():
+            first, step = repeats[0], step_s[arm]
             seconds = {
-                phase: statistics.median(row["phases_s"].get(phase, [0.0])[0] for row in found)
+                phase: statistics.median(row["phases_s"].get(phase, [0.0])[0] for row in repeats)
                 for phase in ("rollouts", "old_logprobs", "update", "publish", "colocated")
             }
-            lows, highs = [row["step_s"][1] for row in found], [row["step_s"][2] for row in found]
+            lows, highs = [row["step_s"][1] for row in repeats], [row["step_s"][2] for row in repeats]
             lines.append(
                 {
                     "run": run,
-                    "shape": f"{shape}, {layers} layers, {one['billions']:.1f} B, {one['gpus']} GPUs, "
-                    f"{one['sequences']:.0f} x {length:,}",
+                    "shape": f"{shape}, {layers} layers, {first['billions']:.1f} B, {first['gpus']} GPUs, "
+                    f"{first['sequences']:.0f} x {length:,}",
                     "arm": " ".join(arm),
                     **{phase.replace("_", " "): round(value, 2) for phase, value in seconds.items()},
                     "step": round(step, 2),
                     "range": f"{min(lows):.2f} to {max(highs):.2f}",
                     "bf16 : arm": round(base_s / step, 2) if base_s and arm[0] != "bf16" else None,
-                    "tokens/s/GPU": round(statistics.median(row["tokens_per_s_gpu"] for row in found)),
-                    "update, share of dense BF16 rate": _percent([row["mfu_bf16"] for row in found]),
-                    "W": _rounded([row["power"].get("watts") for row in found]),
-                    "GiB": _rounded([row["power"].get("gib") for row in found]),
-                    "start to step 0": round(statistics.median(sum(row["start_s"].values()) for row in found)),
-                    "mean d": f"{one['mismatch']['mean']:.1e}" if one["mismatch"]["mean"] is not None else None,
+                    "tokens/s/GPU": round(statistics.median(row["tokens_per_s_gpu"] for row in repeats)),
+                    "update, share of dense BF16 rate": _percent([row["mfu_bf16"] for row in repeats]),
+                    "W": _rounded([row["power"].get("watts") for row in repeats]),
+                    "GiB": _rounded([row["power"].get("gib") for row in repeats]),
+                    "start to step 0": round(statistics.median(sum(row["start_s"].values()) for row in repeats)),
+                    "mean d": f"{first['mismatch']['mean']:.1e}" if first["mismatch"]["mean"] is not None else None,
                 }
             )
     return record.table(lines)

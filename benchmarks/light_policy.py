@@ -1,14 +1,15 @@
-"""What an exporter needs of a policy, without a model, an optimizer or gradients: parameters alone.
+"""A policy with parameters only, and its publication to engines: no model, optimizer or gradients.
 
-In: a run's configuration and this rank's place among the trainer's ranks. Out: this rank's pieces of all parameters, in
-the layout that the trainer's model has, drawn on the device. A model of 30 billion parameters then takes 61 GB of one
-GPU, seconds to make, and leaves room for an engine beside it. Runs on every trainer rank; nothing is communicated.
+In: a run's configuration and the trainer rank. Out: this rank's random parameters in the layout of the trainer's model.
+30 billion parameters take 61 GB of one GPU and a few seconds. Runs on every trainer rank.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,55 +22,75 @@ from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.names.table import Weight, split_indices
 
 if TYPE_CHECKING:
+    from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
 
 @dataclass
 class LightPolicy:
-    """Stands in for :class:`megatron_fp8rl.trainer.policy.Policy` wherever weights are only read."""
+    """Replaces :class:`megatron_fp8rl.trainer.policy.Policy` where weights are only read."""
 
     cfg: RunConfig
     parallel: Parallel
     tensors: dict[str, Tensor]  # this rank's pieces by their global Megatron name
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """As the policy's: parameters and router biases of this rank under their global names."""
+        """Parameters and router biases of this rank with their global names."""
         yield from self.tensors.items()
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """As the policy's, router biases left out."""
+        """Parameters of this rank without router biases."""
         return ((name, t) for name, t in self.tensors.items() if not name.endswith("expert_bias"))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Change every number, in place, as an optimizer step does: whoever publishes old bytes is found out.
-
-        Signs flip: one pass over the memory, another byte for every element, and magnitudes stay sensible.
-        """
+        """Change every number in place, so that a publication of old bytes shows. Flips signs: one pass over memory."""
         torch._foreach_neg_(list(self.tensors.values()))
 
 
 @torch.no_grad()
 def light_policy(cfg: RunConfig, parallel: Parallel) -> LightPolicy:
-    """Parameters in BF16 (what a checkpoint keeps in FP32 in that) on ``parallel.device``.
+    """Parameters on ``parallel.device``, in BF16, or in FP32 where checkpoints have FP32.
 
-    Values depend on ``cfg.seed`` and a parameter's global name alone, so that every layout holds the same model on the
-    same kind of device: matrices normal with ``initializer_range``, norms about 1, biases about 0.
+    Values depend only on ``cfg.seed`` and the global name, so every layout has the same model on one kind of device:
+    matrices normal with ``initializer_range``, norms about 1, biases about 0.
     """
     layout = TrainerLayout.from_config(cfg.parallel)
     tensors = {}
     for name, weight in registry.weights(cfg.model).items():
-        if not _is_pinned(weight, cfg.model, layout, parallel):
+        if not _is_on_rank(weight, cfg.model, layout, parallel):
             continue
         expert = registry.is_expert(name)
         size, rank = (parallel.etp_size, parallel.etp_rank) if expert else (parallel.tp_size, parallel.tp_rank)
-        whole = _draw(weight, cfg, parallel.device)
+        whole = draw(weight, cfg, parallel.device)
         piece = registry.shard(name, whole, cfg.model, size, rank)
-        tensors[name] = piece if piece is whole else piece.clone()  # a view would keep the whole in memory
+        tensors[name] = piece if piece is whole else piece.clone()  # a view would keep the whole tensor in memory
     return LightPolicy(cfg=cfg, parallel=parallel, tensors=tensors)
 
 
-def _is_pinned(weight: Weight, model: ModelConfig, layout: TrainerLayout, parallel: Parallel) -> bool:
+@contextmanager
+def publishing(cfg: RunConfig, parallel: Parallel) -> Iterator[tuple[LightPolicy, WeightExporter, Fleet | None, float]]:
+    """Collective: (random policy, its exporter, engines on rank 0, seconds to start them)."""
+    from megatron_fp8rl.data.model_dir import write_model_dir
+    from megatron_fp8rl.rollout.fleet import Fleet
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
+
+    with ExitStack() as stack:
+        policy = light_policy(cfg, parallel)  # before the engines start, which measure free memory
+        torch.cuda.empty_cache()
+        parallel.barrier("drawn")
+        fleet, started = None, time.perf_counter()
+        if parallel.rank == 0:
+            fleet = stack.enter_context(Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir))
+        start_s = time.perf_counter() - started
+        parallel.barrier("engines")
+        exporter = WeightExporter(policy, fleet, cfg)
+        stack.callback(exporter.close)
+        yield policy, exporter, fleet, start_s
+
+
+def _is_on_rank(weight: Weight, model: ModelConfig, layout: TrainerLayout, parallel: Parallel) -> bool:
     """Whether this rank's model has a piece of ``weight``."""
     pattern, layer, expert = split_indices(weight.name)
     if layer >= 0:
@@ -80,7 +101,7 @@ def _is_pinned(weight: Weight, model: ModelConfig, layout: TrainerLayout, parall
     return stage == parallel.pp_rank and owner == parallel.ep_rank
 
 
-def _draw(weight: Weight, cfg: RunConfig, device: torch.device) -> Tensor:
+def draw(weight: Weight, cfg: RunConfig, device: torch.device) -> Tensor:
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cfg.seed}/{weight.name}".encode()))
     dtype = getattr(torch, weight.dtype)
     values = torch.empty(weight.shape, dtype=dtype, device=device)

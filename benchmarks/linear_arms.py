@@ -1,4 +1,4 @@
-"""What benchmarks/linears.py times: linears and feed-forward parts of each implementation."""
+"""Linears and feed-forward parts of each implementation, for benchmarks/linears.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_fp8rl.precision.matmul_shapes import Linear as Shape
 
 TE_RECIPES = ("bf16", "blockwise", "delayed")
 OURS = ("ours te bf16", "ours te blockwise", "ours deep_gemm")
-APART = "ours deep_gemm, apart"  # of a feed-forward part alone
+APART = "ours deep_gemm, apart"  # feed-forward parts only
 ARMS = (*(f"te {recipe}" for recipe in TE_RECIPES), *OURS, APART)
 
 
@@ -47,7 +47,7 @@ def _between(first: Any, last: Any, x: Any) -> Any:
 
 
 def _te_module(arm: str, shape: Shape) -> Call:
-    """Transformer Engine's own Linear."""
+    """Transformer Engine's Linear."""
     import torch
     import transformer_engine.pytorch as te
 
@@ -90,7 +90,7 @@ def _ours(arm: str, shape: Shape) -> Call:
 
     def run(x: Any) -> Any:
         for weight in weights:
-            weight.grad = None  # as Megatron-Core's hooks do; the gradients are in the buffers
+            weight.grad = None  # as Megatron-Core's hooks do
         if len(weights) == 1:
             return linear(weights[0])(x)
         if arm != "ours deep_gemm":
@@ -103,6 +103,6 @@ def _ours(arm: str, shape: Shape) -> Call:
 
 
 def require_whole_blocks(shape: Shape) -> None:
-    """Raise ValueError for a shape that DeepGEMM does not multiply; its kernels would read beside the matrix."""
+    """Raise ValueError for a shape without whole FP8 blocks: DeepGEMM would read beyond the matrix."""
     if shape.rows % BLOCK or shape.columns % BLOCK:
         raise ValueError(f"{shape.rows} x {shape.columns} are no multiples of {BLOCK}; the trainer takes te for it")

@@ -1,16 +1,15 @@
-"""Does FP8 pay for the linears of my shape? Transformer Engine and DeepGEMM, next to what the GPU can do.
+"""Whether FP8 is faster for linears of a shape: Transformer Engine, DeepGEMM, and the peak rates of the GPU.
 
     python -m benchmarks.linears
     python -m benchmarks.linears --config grpo_qwen3_8b
     python -m benchmarks.linears --shape 16384,6144,4096 16384,4096,12288,mlp --arms "te blockwise" "ours deep_gemm"
     python -m benchmarks.linears --shape 16384,4096,12288,mlp --sweep
 
-Forward and backward of one linear, or of a feed-forward part (gate, up, down and SwiGLU between them), with all
-quantization (weights too, in every call) and FP32 gradient accumulation. ``te`` is Transformer Engine's own module;
-``ours te`` are its kernels as the trainer calls them (trainer/model/linear_te.py), ``ours deep_gemm`` is
-trainer/model/linear_deep_gemm.py, ``ours deep_gemm, apart`` the same linears with SwiGLU by PyTorch. In the same process
-one large product and a copy give the GPU's ceilings. ``--sweep`` measures shapes from 128 to 131,072 tokens, and tells
-from how many on FP8 is faster. ``first_s`` is the first call, in which kernels compile, and in no other number.
+Forward and backward of a linear, or of a feed-forward part (gate, up, SwiGLU and down), with quantization (weights in
+every call) and FP32 gradient accumulation. ``te`` is Transformer Engine's module; ``ours te`` calls its kernels as
+trainer/model/linear_te.py does; ``ours deep_gemm`` is trainer/model/linear_deep_gemm.py; ``ours deep_gemm, apart`` has
+SwiGLU by PyTorch. ``--sweep`` measures 128 to 131,072 tokens. One large product and a copy in the same process give the
+ceilings. ``first_s`` is the first call, which compiles kernels.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 from benchmarks import runner
-from benchmarks.experts import SWEEP, parts
+from benchmarks.experts import SWEEP, measure_arms, parts
 from benchmarks.linear_arms import APART, ARMS, calls
 from benchmarks.record import Row
-from benchmarks.timing import ceilings, passes, runnable
+from benchmarks.timing import ceilings, runnable
 from megatron_fp8rl.precision.matmul_shapes import Linear as Shape
 from megatron_fp8rl.precision.matmul_shapes import linears_of
 
 
 def parse_shape(text: str) -> Shape:
-    """``tokens,rows,columns``, and ``mlp`` behind them for a feed-forward part."""
+    """``tokens,rows,columns``, or ``tokens,hidden,width,mlp`` for a feed-forward part."""
     numbers, is_mlp = text.removesuffix(",mlp").split(","), text.endswith(",mlp")
     sizes = [int(word) for word in numbers if word.isdecimal()]
     if len(sizes) != 3 or len(numbers) != 3 or min(sizes) < 1:
@@ -50,21 +49,12 @@ SHAPES = (
 
 
 def measure_linears(shape: Shape, arms: Sequence[str], best: dict[str, float], rounds: int) -> Iterator[Row]:
-    """A row for each arm that there is of this shape."""
-    import torch
-
-    for arm in arms:
-        if arm == APART and shape.what != "mlp":
-            continue
-        row = {"measured": "linears", "arm": arm}
-        try:
-            row |= passes(*calls(arm, shape), rounds)
-            rate = shape.num_operations / row["ms"] * 1e3
-            ceiling = best["bf16" if arm.endswith("bf16") else "fp8"]
-            row |= {"TFLOPs": round(rate / 1e12), "of_dense": round(rate / ceiling, 3)}
-        except (RuntimeError, ValueError, ImportError, AssertionError) as error:
-            row["error"] = runner.reason(error)
-        torch.cuda.empty_cache()
+    """A row for each arm of this shape, with its share of the rate of one large product."""
+    arms = [arm for arm in arms if arm != APART or shape.what == "mlp"]
+    for row in measure_arms("linears", arms, lambda arm: calls(arm, shape), shape.num_operations, rounds):
+        if "ms" in row:
+            ceiling = best["bf16" if row["arm"].endswith("bf16") else "fp8"]
+            row["of_dense"] = round(shape.num_operations / row["ms"] * 1e3 / ceiling, 3)
         yield row
 
 
@@ -73,9 +63,9 @@ class Linears(runner.Benchmark):
     keys = ("measured", "what", "tokens", "rows", "columns", "arm", "device")
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--config", help="a configuration, whose shapes are measured")
+        parser.add_argument("--config", help="measure the shapes of this configuration")
         parser.add_argument("--shape", type=parse_shape, nargs="+", default=SHAPES, metavar="T,N,K[,mlp]")
-        parser.add_argument("--sweep", action="store_true", help="the shapes with 128 to 131,072 tokens")
+        parser.add_argument("--sweep", action="store_true", help="measure the shapes with 128 to 131,072 tokens")
         runner.choices(parser, "--arms", ARMS, ARMS)
         parser.add_argument("--rounds", type=int, default=20)
 
@@ -85,9 +75,7 @@ class Linears(runner.Benchmark):
 
             options.shape = list(dict.fromkeys(use.shape for use in linears_of(load_config(options.config))))
             if not options.shape:
-                parser.error(
-                    "--config: precision.bf16_first_layers and bf16_last_layers leave FP8 no layer; lower them"
-                )
+                parser.error("--config: no layer is in FP8; lower precision.bf16_first_layers and bf16_last_layers")
         if options.quick:
             options.rounds, options.shape = 5, [SHAPES[2], SHAPES[4]]
         if options.sweep:
@@ -107,10 +95,9 @@ class Linears(runner.Benchmark):
 
     def notes(self, rows: Sequence[Row]) -> str:
         return (
-            "Milliseconds, forward and backward, weights quantized in every call, gradients added to FP32 buffers. Where "
-            "FP8 pays is told in tokens of a rank, of those that were measured. Busy: behind other work of the GPU, as in "
-            "a step whose launches are ahead; the other times contain the host's. Ceilings: one 8192-cubed product "
-            "without block scales, in TFLOP/s, and a copy, in TB/s."
+            "Milliseconds, forward and backward. Weights are quantized in every call; gradients are added to FP32 "
+            "buffers. Busy: behind other GPU work, as in a step; other times include launches. Ceilings: one "
+            "8192-cubed product without block scales (TFLOP/s), and a copy (TB/s)."
         )
 
 

@@ -1,12 +1,12 @@
-"""Long-tailed lengths: groups in order against groups as they are complete, with simulated engines and trainer.
+"""Long-tailed lengths: groups in prompt order or in order of completion, with a simulated engine and trainer.
 
     python -m benchmarks.long_tail [--steps 100]
 
-The rollout stream is the library's; only what takes time is simulated, on a clock that jumps to the next event, so that
-the figures depend on no machine. An engine decodes ``SLOTS`` sequences at a time, a token of each in TOKEN_S; answers have
-lognormal lengths, 1 % at the limit; a tenth of them waits for a tool; a trainer's step takes TRAINER_S. Prints a row for
-each arm: trained tokens per simulated second, idle share of the engine's slots and of the trainer, tokens
-too old to be trained, the bias in length, and the mean age of trained tokens.
+The rollout stream is the library's. A clock that jumps to the next event simulates time, so the figures do not depend
+on the machine. The engine decodes ``SLOTS`` sequences at a time, one token of each in TOKEN_S. Lengths are lognormal, 1
+% at the limit; a tenth of the answers waits for a tool; a step of the trainer takes TRAINER_S. Prints a row for each
+arm: trained tokens per simulated second, idle shares of engine and trainer, stale tokens, length bias, and mean
+staleness.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ PIECE = 400  # tokens between looks at the version
 MEDIAN, SIGMA, LIMIT = 800, 1.0, 8192  # tokens of an answer
 TOOL_S = 20.0  # simulated seconds that a tenth of the answers waits for a tool
 PROMPTS, COMPLETIONS, TRAINER_S = 16, 16, 30.0
-# max_staleness and window_groups of each arm
+# (max_staleness, window_groups) of each arm
 ARMS = {f"in order, {k} steps ahead": (k, 0) for k in (0, 1, 4, 8)}
-# As many groups as in order, and fewer.
 ARMS |= {f"window of {n}, at most {k} old": (k, n) for k, n in ((1, 32), (4, 48), (4, 80), (8, 64), (8, 80), (8, 144))}
 
 
@@ -47,7 +46,7 @@ class Engine:
     def __init__(self, seed: int) -> None:
         self.version = 0
         self.num_running = 0
-        self.busy_s = 0.0  # simulated seconds of slots
+        self.busy_s = 0.0  # slot seconds, simulated
         self.sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=1, stop_token_ids=(), stop_strings=())
         self._slots = asyncio.Semaphore(SLOTS)
         self._seed = seed
@@ -55,16 +54,16 @@ class Engine:
     async def generate(self, prompt: Any, n: int, seed: int, *, sampling: Any = None) -> list[Completion]:
         self.num_running += n
         try:
-            return await asyncio.gather(*(self._one(seed + i) for i in range(n)))
+            return await asyncio.gather(*(self._sample(seed + i) for i in range(n)))
         finally:
             self.num_running -= n
 
-    async def _one(self, seed: int) -> Completion:
+    async def _sample(self, seed: int) -> Completion:
         rng = random.Random(f"{self._seed}/{seed}")
         length = LIMIT if rng.random() < 0.01 else min(LIMIT, int(rng.lognormvariate(math.log(MEDIAN), SIGMA)) + 1)
         async with self._slots:
             spans, done = [], 0
-            while done < length:  # in pieces, so that tokens have the version that holds when they are sampled
+            while done < length:  # in pieces, because each token has the version at its sampling
                 piece = min(PIECE, length - done)
                 if not spans or spans[-1][1] != self.version:
                     spans.append((done, self.version))
@@ -88,13 +87,13 @@ class Engine:
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Waits for no timer: the clock of the loop jumps to it."""
+    """Jumps to the next timer instead of waiting."""
 
     now_s = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
         if timeout is None:
-            raise RuntimeError("nothing will happen any more")
+            raise RuntimeError("no timer is left")
         _Jumping.now_s += timeout
         return super().select(0)
 
@@ -108,7 +107,7 @@ _CLOCK = _Clock(_Jumping())
 
 
 class _Submitted:
-    """A coroutine on the simulated loop, with the interface of a future of another thread."""
+    """A coroutine on the simulated loop, with the interface of ``concurrent.futures.Future``."""
 
     def __init__(self, coroutine: Any) -> None:
         self.task = _CLOCK.create_task(coroutine)
@@ -134,7 +133,7 @@ class _Fleet:
         return _Submitted(coroutine)
 
     def wait_for_any(self, submitted: Sequence[_Submitted], timeout_s: float) -> None:
-        tasks = {one.task for one in submitted}
+        tasks = {future.task for future in submitted}
         _CLOCK.run_until_complete(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
 
     def take_metrics(self) -> dict[str, float]:
@@ -169,7 +168,7 @@ class _Rank:
 
 
 def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -> dict[str, float]:
-    """One arm; the first fifth of its steps is not counted."""
+    """Figures of an arm. The first fifth of the steps does not count."""
     base = tiny_qwen3_moe()
     sampling = replace(
         base.sampling,
@@ -191,11 +190,11 @@ def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -
         asked_s = _CLOCK.time()
         groups = stream.next_groups()
         waited_s += _CLOCK.time() - asked_s
-        rollouts = [one for group in groups for one in group.rollouts]
-        completions = [completion for one in rollouts for completion in one.completions]
-        for version, length in (run for one in completions for run in version_runs(one)):
-            if stream.version - version <= max_staleness:
-                tokens += length  # those that are trained
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        completions = [completion for rollout in rollouts for completion in rollout.completions]
+        for version, length in (run for completion in completions for run in version_runs(completion)):
+            if stream.version - version <= max_staleness:  # other tokens are not trained
+                tokens += length
                 staleness += [stream.version - version] * length
         _CLOCK.run_until_complete(asyncio.sleep(TRAINER_S))
         engine.version = step + 1
@@ -228,17 +227,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="part of an arm's name")
+    parser.add_argument("--only", default="", help="run only arms whose name contains this")
     options = parser.parse_args()
     header = ("arm", "tokens/s", "engine idle", "trainer idle", "too old", "length bias", "staleness")
     print(" | ".join(header))
     for name, (max_staleness, window_groups) in ARMS.items():
         if options.only not in name:
             continue
-        found = measure(max_staleness, window_groups, options.steps, options.seed)
-        shown = (f"{found[key]:{form}}" for key, form in _SHOWN.items())
+        figures = measure(max_staleness, window_groups, options.steps, options.seed)
+        shown = (f"{figures[key]:{form}}" for key, form in _SHOWN.items())
         print(" | ".join((name, *shown)), flush=True)
-        print(json.dumps({"arm": name, **found}), flush=True)
+        print(json.dumps({"arm": name, **figures}), flush=True)
 
 
 if __name__ == "__main__":

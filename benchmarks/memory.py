@@ -1,22 +1,22 @@
-"""How much memory an update of the trainer takes on one GPU, part by part, next to what doctor predicts.
+"""Memory of a trainer update on one GPU by part: measured, and predicted by the doctor.
 
     python -m benchmarks.memory
     python -m benchmarks.memory --model qwen3_8b --layers 4 --recompute none full
     python -m benchmarks.memory --quick
 
-A policy with the matrices of a real model, fewer layers and random weights computes the log-probabilities of a batch of
-two full microbatches and is updated with it twice. The second update is measured: by then Adam has its moments, and the
-second microbatch finds both FP8 copies of every weight. Predictions are ``doctor.trainer_memory.worst_rank``'s, as
-``megatron_fp8rl doctor`` shows them. Without a GPU predictions alone are printed, and the exit status is 2.
+A policy has the matrices of a real model, fewer layers and random weights. It computes log-probabilities of two full
+microbatches, and two updates with them. The second update counts: Adam has its moments, and all FP8 copies exist.
+Predictions are those of ``megatron_fp8rl doctor``. Without a GPU, only predictions are printed, and the exit status is
+2.
 
-What is measured, and what it is compared with:
+Measured parts:
 
-    weights, gradients     Megatron-Core's buffers, some of which hold both, and weights apart from them
-    optimizer states       what else stays allocated after an update
-    FP8 copies             what dropping the copies frees, between the backward pass and the optimizer
-    activations            allocated when the loss is computed, less all of the above
+    weights, gradients     Megatron-Core's buffers, and weights outside them
+    optimizer states       other memory that stays allocated after an update
+    FP8 copies             memory that dropping the copies frees before the optimizer's step
+    activations            allocated at the loss, less all of the above
     temporaries            the peak of forward and backward pass, less all of the above
-    communication, CUDA    used on the device, less what PyTorch reserved
+    communication, CUDA    used on the device, less PyTorch's reserved memory
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.runner import device_name, num_gpus
 from benchmarks.training import MODELS, model_of, random_batch, single_rank
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.memory import GIB, GPUS, Estimate, Gpu
+from megatron_fp8rl.preflight.memory import GIB, GPUS, Estimate
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
@@ -61,10 +61,10 @@ class Cell:
     recompute: str
 
     def run_config(self) -> RunConfig:
-        """The run of this cell on one rank. Selective recompute is of the feed-forward part, which keeps the most."""
+        """The run of this cell on one rank. Selective recompute is of the feed-forward part."""
         model = model_of(self.model, self.layers)
         if model.is_moe:
-            model = replace(model, embedding_range=1.0)  # or all tokens would have the same experts
+            model = replace(model, embedding_range=1.0)  # otherwise all tokens choose the same experts
         precision = PrecisionConfig(trainer=self.precision, rollout="bf16")
         modules = ("moe",) if model.is_moe else ("mlp",)
         return RunConfig(
@@ -108,20 +108,15 @@ class Meter:
         torch.cuda.reset_peak_memory_stats()
 
     def outside(self) -> int:
-        """Used on the device and not by PyTorch's allocator: the CUDA context, modules, communication."""
+        """Bytes on the device outside PyTorch's allocator: CUDA context, modules, communication."""
         import torch
 
         free, total = torch.cuda.mem_get_info()
         return total - free - torch.cuda.memory_reserved()
 
 
-def predict(cfg: RunConfig, gpu: Gpu, capacity_bytes: int) -> Estimate:
-    """What doctor says about the only rank of ``cfg``."""
-    return trainer_memory.worst_rank(cfg, gpu, capacity_bytes)
-
-
 def full_batch(cfg: RunConfig, cell: Cell, number: int = _MICROBATCHES) -> TrainBatch:
-    """So many microbatches of exactly the tokens that the estimate is for; raises ValueError when packing left a gap."""
+    """``number`` full microbatches. Raises ValueError when packing leaves a gap."""
     batch = random_batch(cfg, number * cell.tokens // cell.length, cell.length)
     sizes = [mb.tokens_T.numel() for mb in batch.microbatches]
     if sizes != [cell.tokens] * number:
@@ -130,7 +125,7 @@ def full_batch(cfg: RunConfig, cell: Cell, number: int = _MICROBATCHES) -> Train
 
 
 def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row:
-    """Bytes by part, and of the phases that doctor has no part for."""
+    """Bytes by part, and bytes of further phases."""
     from megatron_fp8rl.trainer.optimizer.offload import unique_storages
     from megatron_fp8rl.trainer.optimizer.shared_memory import bytes_of_weights
     from megatron_fp8rl.trainer.policy import Policy
@@ -148,7 +143,7 @@ def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row
     watch.update(batch)
 
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    # Where weights are in the memory of gradients, the latter have the rest of it.
+    # Weights in the memory of gradients count as weights.
     shared = bytes_of_weights(buffers)
     of_weights = unique_storages(parameter for buffer in buffers for parameter in buffer.params)
     weights = sum(shared.get(address, storage.nbytes()) for address, storage in of_weights.items())
@@ -172,7 +167,7 @@ def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row
 
 
 class _Watch:
-    """Reads the meter at the turning points of an update."""
+    """Reads the meter at the loss and around the optimizer's step."""
 
     def __init__(self, policy: Policy, meter: Meter):
         self._policy, self._meter = policy, meter
@@ -187,14 +182,14 @@ class _Watch:
     def _loss(self, inputs):
         from megatron_fp8rl.algo.losses import sft
 
-        self.at_loss = self._meter.allocated()  # of the last microbatch, in the end
+        self.at_loss = self._meter.allocated()  # the last microbatch counts
         return sft(inputs)
 
     def _observed_step(self, lr: float) -> float:
         from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
 
         self.peak, self.before_step = self._meter.peak(), self._meter.allocated()
-        clear_weight_caches()  # as the step itself does, at its end
+        clear_weight_caches()  # as at the end of a step
         self.fp8_copies = self.before_step - self._meter.allocated()
         self._meter.reset()
         norm = self._step(lr)
@@ -203,7 +198,7 @@ class _Watch:
 
 
 def compare(estimate: Estimate, measured: Mapping[str, int]) -> Row:
-    """GiB by part, [predicted, measured], and of the totals, with their ratio."""
+    """[predicted, measured] GiB of each part and of the total, and the ratio of the totals."""
     row: Row = {name: [_gib(estimate.part(name).num_bytes), _gib(measured[name])] for name in PARTS}
     total = max(measured["update_peak"], measured["step_peak"]) + measured["communication, CUDA"]
     row["total"] = [_gib(estimate.total_bytes), _gib(total)]
@@ -224,11 +219,11 @@ class Memory(runner.Benchmark):
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.choices(parser, "--model", MODELS, _SHAPES)
         parser.add_argument("--layers", type=int, help=f"default by model: {_SHAPES}, with tokens")
-        parser.add_argument("--tokens", type=int, help="of a microbatch")
+        parser.add_argument("--tokens", type=int, help="tokens of a microbatch")
         runner.choices(parser, "--precision", ["bf16", "blockwise", "delayed", "tensorwise"], ["bf16", "blockwise"])
         recompute = ["none", "selective", "full"]
         runner.choices(parser, "--recompute", recompute, recompute)
-        parser.add_argument("--all", action="store_true", help="recompute also in BF16")
+        parser.add_argument("--all", action="store_true", help="all values of --recompute in BF16 too")
 
     def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if options.quick:
@@ -236,7 +231,7 @@ class Memory(runner.Benchmark):
             options.model = options.model if num_gpus() else ["tiny", "tiny_moe"]
 
     def arms(self, options: argparse.Namespace) -> Iterator[Row]:
-        """Without a GPU predictions are printed."""
+        """Prints predictions on a machine without a GPU."""
         for name in options.model:
             layers, tokens = _SHAPES.get(name, (2, 1024))
             for precision in options.precision:
@@ -245,7 +240,7 @@ class Memory(runner.Benchmark):
                         continue
                     cell = Cell(name, options.layers or layers, options.tokens or tokens, precision, recompute)
                     if not num_gpus():
-                        estimate = predict(cell.run_config(), GPUS["h200"], GPUS["h200"].memory_bytes)
+                        estimate = trainer_memory.worst_rank(cell.run_config(), GPUS["h200"], GPUS["h200"].memory_bytes)
                         shown = {part.name: _gib(part.num_bytes) for part in estimate.parts}
                         shown |= {"total": _gib(estimate.total_bytes)}
                         print("PREDICTED", json.dumps(asdict(cell) | shown), flush=True)
@@ -258,13 +253,13 @@ class Memory(runner.Benchmark):
         capacity = torch.cuda.get_device_properties(0).total_memory
         gpu = next((gpu for name, gpu in GPUS.items() if name in device.lower()), GPUS["h200"])
         cfg = cell.run_config()
-        estimate = predict(cfg, gpu, capacity)
+        estimate = trainer_memory.worst_rank(cfg, gpu, capacity)
         if estimate.is_tight:
             yield arm | {"error": f"needs {estimate.total_bytes / GIB:.1f} GiB of {capacity / GIB:.1f}"}
             return
         with single_rank(cfg) as parallel:
-            found = compare(estimate, measure(cell, cfg, parallel, Meter()))
-        yield arm | found | {"seconds": round(time.perf_counter() - started, 1)}
+            parts = compare(estimate, measure(cell, cfg, parallel, Meter()))
+        yield arm | parts | {"seconds": round(time.perf_counter() - started, 1)}
 
     def line(self, row: Row) -> Row:
         parts = {name: "{:.2f} / {:.2f}".format(*row[name]) for name in (*PARTS, "total")}
@@ -273,10 +268,9 @@ class Memory(runner.Benchmark):
 
     def notes(self, rows: Sequence[Row]) -> str:
         return (
-            "GiB, doctor's prediction / measured, of the second update with two full microbatches on one rank. Random "
-            "weights. Selective recompute is of `mlp`, or `moe`. Total: the peak that PyTorch allocated, and what else the "
-            "process took; fragments that the allocator reserves are not in it. Logprobs peak: allocated in the pass "
-            "before the first update, without Adam's moments."
+            "GiB, predicted / measured, in the second update with two full microbatches on one rank. Random weights. "
+            "Selective recompute: `mlp` or `moe`. Total: the allocated peak and other memory of the process, without "
+            "fragments of the allocator. Logprobs peak: in the pass before the first update, without Adam's moments."
         )
 
 

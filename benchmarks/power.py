@@ -1,4 +1,4 @@
-"""What GPUs draw while steps run, and how busy they are, as nvidia-smi reports it once a second."""
+"""Power, utilization and memory of GPUs while steps run, from nvidia-smi once a second."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ _EVERY_S = 1.0
 
 
 class PowerMeter:
-    """Samples in a thread while its block runs; does nothing where there is no GPU."""
+    """Samples in a thread while its block runs. Without a GPU there are no samples."""
 
     def __init__(self) -> None:
-        self._samples: list[tuple[float, list[list[float]]]] = []  # (time, of each GPU: W, %, MiB)
-        self._marks: dict[int, float] = {}  # step -> when it had ended
+        self._samples: list[tuple[float, list[list[float]]]] = []  # (time, for each GPU: W, %, MiB)
+        self._marks: dict[int, float] = {}  # step -> time of its end
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="power", daemon=True)
 
     def mark(self, step: int) -> None:
-        """A step has ended."""
+        """Note the end of a step."""
         self._marks[step] = time.monotonic()
 
     def between(self, first: int, last: int) -> dict[str, float]:
-        """Mean W of a GPU, mean share of the time in which it was busy, and largest GiB, from the end of step
-        ``first`` to that of ``last``; empty without samples."""
+        """Mean W, mean utilization and largest GiB of a GPU between the ends of two steps; empty without samples."""
         if first not in self._marks or last not in self._marks:
             return {}
-        gpus = [gpu for at, found in self._samples if self._marks[first] < at <= self._marks[last] for gpu in found]
+        gpus = [gpu for at, gpus in self._samples if self._marks[first] < at <= self._marks[last] for gpu in gpus]
         if not gpus:
             return {}
         watts, busy, mib = zip(*gpus, strict=True)
@@ -47,7 +46,7 @@ class PowerMeter:
         self._thread.join(timeout=30)
 
     def _sample(self) -> None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # of the runs, which the process that started them gave them
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # the runs inherit it
         query = [*_QUERY, f"--id={visible}"] if visible else _QUERY
         while not self._end.wait(_EVERY_S):
             try:

@@ -1,7 +1,6 @@
-"""A command with everything that it starts: engines that lead sessions of their own as well.
+"""Run a command, and end it with all of its descendants, including engines in new sessions.
 
-In: a command line, a file for its output. Out: its exit status, and no process, nor a file of one in /dev/shm, that
-outlives it.
+Files of these processes in /dev/shm are deleted too.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from typing import IO
 
 import psutil
 
-_STRAGGLER_S = 3.0  # what is still there after its parent has ended may take so long, to clear up
+_STRAGGLER_S = 3.0  # time for descendants to end after the command has ended
 _KILL_S = 15.0
 
 
 def run_logged(command: Sequence[str], log: Path, limit_s: float, **environment: str) -> bool:
-    """Run a command with its output in ``log`` and here; whether it ended well within ``limit_s``.
+    """Run a command and copy its output to ``log`` and stdout; whether it succeeded within ``limit_s``.
 
-    Too late a command is asked to end and killed 15 s later. What it started ends with it in any case.
+    After ``limit_s`` the command gets SIGTERM, and SIGKILL 15 s later. Its descendants always end with it.
     """
     end, status = time.monotonic() + limit_s, None
     with log.open("wb") as file, log.open(encoding="utf-8", errors="replace") as shown:
@@ -41,7 +40,7 @@ def run_logged(command: Sequence[str], log: Path, limit_s: float, **environment:
 
 
 class ProcessTree:
-    """A command in a session of its own, and its descendants as they are seen in :meth:`wait`."""
+    """A command in a new session, and the descendants that :meth:`wait` sees."""
 
     def __init__(self, command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]):
         self._process = subprocess.Popen(
@@ -55,14 +54,14 @@ class ProcessTree:
         self._seen = {psutil.Process(self._process.pid)}
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status, after the command has ended or ``seconds`` are over; None while it runs."""
+        """The exit status, or None if the command still runs after ``seconds``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         self._look()
         return self._process.poll()
 
     def end(self, grace_s: float) -> None:
-        """Ask, and kill what is left after ``grace_s``. Raises RuntimeError if anything survives that."""
+        """Send SIGTERM, and SIGKILL after ``grace_s``. Raises RuntimeError if a process survives."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGTERM)
@@ -89,9 +88,9 @@ class ProcessTree:
         return left
 
     def _look(self) -> set[psutil.Process]:
-        """The living; remembers them, so that one whose parent ends is still known."""
+        """The running processes. Remembers them, because a process whose parent ends gets another parent."""
         alive = {process for process in self._seen if _is_alive(process)}
-        # A session keeps its id from being given to another process as long as it has members.
+        # The system does not reuse the id of a session that has members.
         parents, sessions = {process.pid for process in alive}, {process.pid for process in self._seen}
         grown = True
         while grown:

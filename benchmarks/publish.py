@@ -1,11 +1,11 @@
-"""How long engines stand still while weights arrive, next to a plain copy of the same bytes in the same run.
+"""Pause of engines during a publication of weights, next to a plain copy of the same bytes.
 
     python -m benchmarks.publish --model qwen3_8b --layout colocated 1+1 tp2+tp2 --transport ipc nccl
     python -m benchmarks.publish --model qwen3_30b_a3b --layout tp2ep2+ep2 pp2+tp2 --transport ipc
 
-A layout is the trainer's degrees, a plus and the engine's on GPUs behind the trainer's; "colocated" is both on one GPU.
-Trainer ranks hold parameters alone, drawn on the GPU (light_policy.py), so that full models fit beside an engine. Each
-publication follows an update that changes every byte, and the engines prove what they hold after each.
+A layout is TRAINER+ENGINE with the degrees of each; the engine's GPUs follow the trainer's. "colocated" is one GPU for
+both. Trainer ranks have random parameters only (light_policy.py), so that full models fit beside an engine. An update
+before each publication changes every byte. Engines verify each publication.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import itertools
 import re
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.types import PublishReport
 
-_CHUNK_BYTES = 256 << 20  # of the plain copies
+_CHUNK_BYTES = 256 << 20  # chunk of a plain copy
 
 
 def degrees(text: str) -> dict[str, int]:
@@ -51,7 +50,7 @@ def degrees(text: str) -> dict[str, int]:
 
 
 def layout(text: str) -> tuple[ParallelConfig, dict]:
-    """The trainer's layout and the engine's fields of ``EngineConfig``."""
+    """(layout of the trainer, fields of ``EngineConfig``)."""
     if text == "colocated":
         return ParallelConfig(), {"tensor": 1, "placement": "colocated"}
     trainer, engine = map(degrees, text.split("+"))
@@ -70,9 +69,9 @@ def run_config(arm: Row) -> RunConfig:
         **engine,
         max_num_sequences=16,
         kv_cache_bytes=1 << 30 if model.vocab_size > 1000 else 64 << 20,
-        # A colocated engine leaves room for the trainer's parameters.
+        # A colocated engine leaves memory for the trainer's parameters.
         gpu_memory_utilization=0.5 if engine["placement"] == "colocated" else 0.85,
-        graphs="none",  # an engine starts sooner, and a publication does not run the model
+        graphs="none",  # starts sooner; publications do not run the model
     )
     return RunConfig(
         name="publish",
@@ -87,9 +86,9 @@ def run_config(arm: Row) -> RunConfig:
 
 
 def summary(start_s: float, reports: Sequence[PublishReport], floor: tuple[str, float]) -> Row:
-    """First publication, which sets everything up and proves the mapping, and the medians of the later ones."""
+    """The first publication, which sets up connections and proves the mapping, and medians of the later ones."""
     first, *later = [_seconds(report) for report in reports]
-    median = {name: round(statistics.median(one[name] for one in later), 4) for name in first}
+    median = {name: round(statistics.median(seconds[name] for seconds in later), 4) for name in first}
     kind, floor_s = floor
     return {
         "start_s": round(start_s, 1),
@@ -105,7 +104,7 @@ def summary(start_s: float, reports: Sequence[PublishReport], floor: tuple[str, 
 
 
 def _seconds(report: PublishReport) -> dict[str, float]:
-    """All durations of a report: the whole, the pause, and the parts that the exporter tells apart."""
+    """All durations of a report: in total, the pause, and its parts."""
     return {"seconds": report.seconds} | {
         field.name: value
         for field in dataclasses.fields(report)
@@ -114,10 +113,10 @@ def _seconds(report: PublishReport) -> dict[str, float]:
 
 
 def copy_floor(cfg: RunConfig, parallel: Parallel, num_bytes: int, num_senders: int) -> tuple[str, float]:
-    """Collective: (what was copied, seconds) for the bytes of the busiest GPU, all trainer ranks at once.
+    """Collective: (kind of copy, seconds) for the bytes of the busiest GPU, on all trainer ranks at once.
 
-    Colocated: within the GPU. Separate: from a trainer's GPU to an engine's over the same link; with transport nccl and
-    several trainer ranks, NCCL between pairs of them, for the engines' workers are not in reach.
+    Colocated: within the GPU. Separate: from a trainer's GPU to an engine's GPU; with NCCL and several trainer ranks,
+    NCCL between pairs of them.
     """
     import torch
 
@@ -132,7 +131,7 @@ def copy_floor(cfg: RunConfig, parallel: Parallel, num_bytes: int, num_senders: 
     else:
         peer = torch.device("cuda", parallel.world_size + parallel.rank % engine.tensor)
         kind, chunk = "copy to the peer GPU", _copier(parallel.device, peer)
-    chunk()  # opens the way
+    chunk()  # opens the connection
     parallel.barrier("copies")
     rounds = max(1, round(num_bytes / _CHUNK_BYTES))
     seconds = timed(lambda: [chunk() for _ in range(rounds)]) * num_bytes / (rounds * _CHUNK_BYTES)
@@ -168,10 +167,8 @@ class Publish(runner.Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.choices(parser, "--model", MODELS, ["qwen3_8b"])
-        parser.add_argument("--layers", type=int, default=0, help="of the model; 0: all")
-        parser.add_argument(
-            "--layout", nargs="+", default=["colocated"], help="colocated, 1+1, tp2+tp2, tp2ep2+ep2, ..."
-        )
+        parser.add_argument("--layers", type=int, default=0, help="layers of the model; 0: all")
+        parser.add_argument("--layout", nargs="+", default=["colocated"], help="colocated, 1+1, tp2ep2+ep2, ...")
         runner.choices(parser, "--precision", ["fp8", "bf16"], ["fp8"])
         runner.choices(parser, "--transport", ["ipc", "nccl", "gloo"], ["ipc"])
         parser.add_argument("--rounds", type=int, default=4, help="publications after the first")
@@ -182,7 +179,7 @@ class Publish(runner.Benchmark):
             options.transport = ["ipc"]
 
     def arms(self, options: argparse.Namespace) -> Iterator[Row]:
-        """All combinations that exist: NCCL needs GPUs of its own at each end, expert parallelism experts."""
+        """All possible combinations: NCCL needs separate GPUs, and expert parallelism needs experts."""
         for model, text, precision, transport in itertools.product(
             options.model, options.layout, options.precision, options.transport
         ):
@@ -205,29 +202,12 @@ class Publish(runner.Benchmark):
         from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
         megatron_on_cpu.install()
-        import torch
-
-        from benchmarks.light_policy import light_policy
-        from megatron_fp8rl.data.model_dir import write_model_dir
-        from megatron_fp8rl.rollout.fleet import Fleet
+        from benchmarks.light_policy import publishing
         from megatron_fp8rl.trainer.parallel import Parallel
-        from megatron_fp8rl.weight_sync.publish import WeightExporter
 
         cfg = run_config(arm)
-        with ExitStack() as stack:
-            parallel = Parallel.init(cfg.parallel)
-            stack.callback(parallel.close)
-            # Before the engines start, which measure what memory is free.
-            policy = light_policy(cfg, parallel)
-            torch.cuda.empty_cache()
-            parallel.barrier("drawn")
-            fleet, started = None, time.perf_counter()
-            if parallel.rank == 0:
-                fleet = stack.enter_context(Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir))
-            start_s = time.perf_counter() - started
-            parallel.barrier("engines")
-            exporter = WeightExporter(policy, fleet, cfg)
-            stack.callback(exporter.close)
+        parallel = Parallel.init(cfg.parallel)
+        with closing(parallel), publishing(cfg, parallel) as (policy, exporter, _, start_s):
             reports: list[PublishReport] = []
             for version in range(1, arm["rounds"] + 2):
                 reports.append(exporter.publish(version))
@@ -257,10 +237,11 @@ class Publish(runner.Benchmark):
 
     def notes(self, rows: Sequence[Row]) -> str:
         return (
-            "Pause: from the engines' stop to their first token allowed, proof of every tensor included. First: the "
-            "publication that an engine starts with, one layer of each kind through vLLM's own loaders. Others: median of "
-            "the later ones, each after an update that changed every byte. Plain copy: the bytes of the busiest GPU, in the "
-            "same run; share: of the pause. Dummy parameters, idle engines, no optimizer in the trainer's memory."
+            "Pause: from the stop of the engines until they may sample, including verification of every tensor. "
+            "First: the publication after an engine's start, with one layer of each kind through vLLM's loaders. "
+            "Others: median of the later ones, each after an update that changed every byte. Plain copy: the bytes "
+            "of the busiest GPU in the same run, and its share of the pause. Random parameters, idle engines, no "
+            "optimizer."
         )
 
 

@@ -1,8 +1,7 @@
 """Rows of benchmarks with their stamps, and the sections of the page docs/performance.md.
 
 A row is one line of JSON, written when its arm ends. All rows of one invocation share a run letter and a stamp. Ratios
-are computed within one letter only. Several programs can write to one file at the same time. They join one run with
-``--run LETTER``: arms on different GPUs of one machine, side by side or in turn.
+are computed within one letter only. Several programs can write to one file, and join one run with ``--run LETTER``.
 """
 
 from __future__ import annotations
@@ -45,20 +44,20 @@ _VERSIONS = {
 
 
 class Results:
-    """Rows in a file of JSON lines. ``keys`` are the fields that tell one measurement from another."""
+    """Rows in a file of JSON lines. ``keys`` are the fields that identify a measurement."""
 
     def __init__(self, path: Path, keys: Sequence[str], letter: str | None = None):
-        """``letter``: of a run that these rows join. Raises ValueError if its rows are of another machine, day or code."""
+        """Join the run ``letter``. Raises ValueError if its rows are of another machine, day or commit."""
         self.path, self._keys = path, tuple(keys)
-        self._letter = letter  # of the rows of this invocation
+        self._letter = letter
         if letter is not None:
             self._check_same_conditions(letter)
 
     def rows(self) -> list[Row]:
-        """The newest row of each key, in the order in which the keys first came."""
+        """The newest row of each key, in the order of the keys' first rows."""
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        found = [json.loads(line) for line in lines]
-        return list({tuple(json.dumps(row.get(name)) for name in self._keys): row for row in found}.values())
+        rows = map(json.loads, lines)
+        return list({tuple(json.dumps(row.get(name)) for name in self._keys): row for row in rows}.values())
 
     def _check_same_conditions(self, letter: str) -> None:
         letters = {row["run"]: row.get("stamp", {}) for row in self.rows()}
@@ -75,7 +74,7 @@ class Results:
             file.seek(0)
             self._letter = self._letter or next_letter(json.loads(line).get("run") for line in file.read().splitlines())
             row = {**row, "run": self._letter, "stamp": stamp()}
-            file.write(f"{json.dumps(row)}\n".encode())  # in one piece, which a kill does not divide
+            file.write(f"{json.dumps(row)}\n".encode())  # one write, so that a kill leaves no partial line
         print("RESULT", json.dumps(row), flush=True)
         return row
 
@@ -87,7 +86,7 @@ def not_superseded(name: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def next_letter(taken: Iterable[str | None]) -> str:
-    """The first of A, B, ..., Z, AA, AB, ... behind all that are taken."""
+    """The letter after all taken ones, of A, B, ..., Z, AA, AB, ..."""
     last = max((letter for letter in taken if letter), key=lambda letter: (len(letter), letter), default="")
     head, tail = last[:-1], last[-1:]
     if not last:
@@ -97,9 +96,9 @@ def next_letter(taken: Iterable[str | None]) -> str:
 
 @contextmanager
 def locked(path: Path, deadline_s: float = 60.0) -> Iterator[None]:
-    """No other program of this user on this machine is in such a block for the same file at the same time.
+    """Lock a file against other programs of this user on this machine.
 
-    Raises TimeoutError when another has held the lock for ``deadline_s``.
+    Raises TimeoutError when another process keeps the lock for ``deadline_s``.
     """
     deadline, digest = time.monotonic() + deadline_s, hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     with open(Path(tempfile.gettempdir()) / f"megatron_fp8rl-{os.getuid()}-{digest}.lock", "a") as file:
@@ -109,7 +108,7 @@ def locked(path: Path, deadline_s: float = 60.0) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    message = f"{path}: another process has held its lock {file.name} for {deadline_s:g} s"
+                    message = f"{path}: another process has its lock {file.name} for {deadline_s:g} s"
                     raise TimeoutError(message) from None
                 time.sleep(0.02)
         yield
@@ -117,10 +116,10 @@ def locked(path: Path, deadline_s: float = 60.0) -> Iterator[None]:
 
 @cache
 def stamp() -> Row:
-    """Where the rows of this invocation come from: date, commit, hardware and versions, host, command."""
+    """Origin of the rows of this invocation: date, commit, hardware and versions, host, command."""
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=60)
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=60)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     commit = git("rev-parse", "--short", "HEAD") or "unknown"
@@ -136,9 +135,9 @@ def stamp() -> Row:
 
 
 def machine() -> str:
-    """GPUs, their driver and the versions that compute, in one line."""
-    found = {shown: _version(package) for package, shown in _VERSIONS.items()}
-    return ", ".join([_hardware(), *(f"{shown} {version}" for shown, version in found.items() if version)])
+    """GPUs, driver and package versions, in one line."""
+    versions = {title: _version(package) for package, title in _VERSIONS.items()}
+    return ", ".join([_hardware(), *(f"{title} {version}" for title, version in versions.items() if version)])
 
 
 def _version(package: str) -> str | None:
@@ -159,9 +158,9 @@ def _hardware() -> str:
 
 
 def gpus() -> tuple[list[str], str]:
-    """(names of the GPUs that this process may use, their driver), without memory of a GPU for this process.
+    """(names of the GPUs that this process may use, their driver).
 
-    Arms measure what else is in a GPU's memory.
+    Asks nvidia-smi, because a CUDA context would take memory that arms measure.
     """
     import torch
 
@@ -183,22 +182,20 @@ def _host() -> str:
 
 
 def runs(rows: Sequence[Row]) -> str:
-    """Markdown: a line for each run letter of the rows, with the commands that were given."""
-    found: dict[str, list[Row]] = {}
+    """Markdown: a line for each run letter of the rows, with its commands."""
+    by_letter: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["run"], []).append(row | row.get("stamp", {}))
-    return "\n".join(
-        f"- {letter}: {one[0]['date']}, commit {one[0]['commit']}, {one[0]['machine']}, host {one[0].get('host', 'unknown')}: "
-        + ", then ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in one))
-        for letter, one in found.items()
-    )
+        by_letter.setdefault(row["run"], []).append(row | row.get("stamp", {}))
+    lines = []
+    for letter, stamps in by_letter.items():
+        commands = ", then ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in stamps))
+        first = {"host": "unknown"} | stamps[0]
+        lines.append("- {}: {date}, commit {commit}, {machine}, host {host}: {}".format(letter, commands, **first))
+    return "\n".join(lines)
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table of all keys, in the order in which they come.
-
-    Numbers are aligned to the right; a float is shown with four significant digits.
-    """
+    """A Markdown table of all keys. Numbers are aligned to the right; floats have four significant digits."""
     columns = list(dict.fromkeys(key for line in lines for key in line))
     numeric = {c: all(isinstance(line.get(c, 0), int | float) for line in lines) for c in columns}
     cells = [columns, ["---:" if numeric[c] else "---" for c in columns]]
@@ -219,7 +216,7 @@ def _shown(value: Any) -> str:
 
 
 def replace(name: str, text: str, path: Path) -> None:
-    """Put ``text`` between the markers of a section; raises ValueError when only one of them is there."""
+    """Put ``text`` between the markers of a section. Raises ValueError when one marker is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     with locked(path):

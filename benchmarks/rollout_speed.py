@@ -1,14 +1,13 @@
-"""How fast engines sample, and how much context they hold, in BF16, FP8 and FP8 with an FP8 cache.
+"""Sampling speed and cache capacity of engines in BF16, FP8, and FP8 with an FP8 cache.
 
     python -m benchmarks.rollout_speed --model qwen3_8b --precision bf16 fp8 fp8_kv --shape short long
     python -m benchmarks.rollout_speed --model qwen3_8b --precision fp8 --linear deep_gemm cutlass triton --shape long
     python -m benchmarks.rollout_speed --model qwen3_8b --precision fp8 --batch-invariant --compile off --shape short
     python -m benchmarks.rollout_speed --model qwen3_8b --engine vllm     the baseline: vLLM's offline API
 
-Engines start as a run starts them (rollout/fleet.py, rollout/vllm_args.py), on dummy weights, and are asked as a run asks
-them: over HTTP, a seed per request, log-probabilities of the sampled tokens. One engine serves all shapes of a
-combination of kernels. Variables VLLM_* of the environment reach the engines and become part of a row's key. The baseline
-has no server, no seeds, no text, and kernels that vLLM takes without DeepGEMM, which would compile for minutes.
+Engines start as in a run (rollout/fleet.py), with dummy weights. Requests go over HTTP with a seed each and return
+log-probabilities. One engine serves all shapes of a combination of kernels. Environment variables VLLM_* reach the
+engines and are part of a row's key. The baseline has no server, seeds or text, and vLLM's kernels without DeepGEMM.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from megatron_fp8rl.rollout.vllm_args import quantization_config
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
 
-# Variables that say where files lie or what is logged, or choose a sampler that processed_logprobs rules out.
+# Variables for folders and logs, and a sampler that processed_logprobs excludes.
 _NOT_KERNELS = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_LOGGING_LEVEL", "VLLM_USE_FLASHINFER_SAMPLER")
-_WARM_TOKENS = 16  # sampled before the clock runs: kernels compile, caches fill
-_ATTEMPTS = 2  # at a time in which no kernel is compiled; DeepGEMM's take seconds, at sizes of batches that are new
+_WARM_TOKENS = 16  # sampled before timing: kernels compile, caches fill
+_ATTEMPTS = 2  # to time without compilation: DeepGEMM compiles for seconds at new batch sizes
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One engine: a model in a precision on certain kernels."""
+    """One engine: a model, a precision and kernels."""
 
-    engine: str  # run: as a run starts and asks it; vllm: by itself
+    engine: str  # run: as in a run; vllm: the offline API
     model: str
     precision: str  # bf16, fp8, fp8_kv
     linear: str
@@ -62,7 +61,7 @@ class Cell:
 
 
 def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
-    """The run whose engine serves ``shapes``."""
+    """The configuration of an engine that serves ``shapes``."""
     sampling = SamplingConfig(
         max_prompt_tokens=max(s.prompt_tokens for s in shapes),
         max_completion_tokens=max(s.completion_tokens for s in shapes),
@@ -92,11 +91,11 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
 
 
 def sample(fleet: Fleet, shape: Shape, vocab_size: int, *, max_tokens: int, seed: int) -> float:
-    """Seconds to sample exactly ``max_tokens`` for every sequence, on prompts that no other seed has."""
+    """Seconds to sample exactly ``max_tokens`` for every sequence. Prompts depend on the seed."""
     from megatron_fp8rl.rollout.completions import Sampling
 
     draw = random.Random(seed)
-    lowest = min(100, vocab_size // 4)  # leave the special tokens alone
+    lowest = min(100, vocab_size // 4)  # no special tokens
     prompts = [
         [draw.randrange(lowest, vocab_size) for _ in range(shape.prompt_tokens)] for _ in range(shape.num_sequences)
     ]
@@ -118,7 +117,7 @@ def sample(fleet: Fleet, shape: Shape, vocab_size: int, *, max_tokens: int, seed
 
 
 def speeds(cell: Cell, name: str, shape: Shape, seconds: float, bandwidth: float) -> Row:
-    """What ``seconds`` for one shape come to, and the limit of reading beside it."""
+    """Speeds of a shape, and the roofline."""
     limit = roofline(MODELS[cell.model](), cell.precision, shape, bandwidth)
     tokens_per_s = shape.num_sequences * shape.completion_tokens / seconds
     return {
@@ -132,14 +131,14 @@ def speeds(cell: Cell, name: str, shape: Shape, seconds: float, bandwidth: float
 
 
 def num_kernels() -> int:
-    """Kernels that DeepGEMM has compiled on this machine, which it keeps; also those of programs beside this one."""
+    """Number of kernels in DeepGEMM's cache of this machine."""
     from megatron_fp8rl.kernels.deep_gemm import compiled_folder
 
     return sum(1 for _ in Path(compiled_folder()).glob("cache/*/kernel.cubin"))
 
 
-def of_run(cell: Cell, shapes: dict[str, Shape], bandwidth: float) -> Iterator[Row]:
-    """Start an engine as a run does and time each shape on it."""
+def run_rows(cell: Cell, shapes: dict[str, Shape], bandwidth: float) -> Iterator[Row]:
+    """Rows of an engine that starts as in a run."""
     from megatron_fp8rl.rollout.fleet import Fleet
 
     cfg, started = run_config(cell, list(shapes.values())), time.perf_counter()
@@ -159,8 +158,8 @@ def of_run(cell: Cell, shapes: dict[str, Shape], bandwidth: float) -> Iterator[R
             yield row | {"compiled_meanwhile": new} | speeds(cell, name, shape, seconds, bandwidth)
 
 
-def of_vllm(cell: Cell, shapes: dict[str, Shape], bandwidth: float, log: Path) -> Iterator[Row]:
-    """The same of vLLM by itself, in this process, whose output goes to ``log``."""
+def vllm_rows(cell: Cell, shapes: dict[str, Shape], bandwidth: float, log: Path) -> Iterator[Row]:
+    """Rows of vLLM's offline API in this process, whose output goes to ``log``."""
     os.environ |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     from vllm import LLM, SamplingParams
 
@@ -187,10 +186,10 @@ def of_vllm(cell: Cell, shapes: dict[str, Shape], bandwidth: float, log: Path) -
         ]
         sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0)
         began = time.perf_counter()
-        answers = engine.generate([{"prompt_token_ids": one} for one in ids], sampling, use_tqdm=False)
+        answers = engine.generate([{"prompt_token_ids": prompt} for prompt in ids], sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
         if any(len(answer.outputs[0].token_ids) != max_tokens for answer in answers):
-            raise RuntimeError(f"a completion has not {max_tokens} tokens")
+            raise RuntimeError(f"a completion does not have {max_tokens} tokens")
         return seconds
 
     for name, shape in shapes.items():
@@ -208,14 +207,13 @@ class RolloutSpeed(runner.Benchmark):
     limit_s = 1200.0
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        runner.choices(parser, "--engine", ["run", "vllm"], ["run"], help="vllm: by itself, the baseline")
+        runner.choices(parser, "--engine", ["run", "vllm"], ["run"], help="vllm: the offline API, as a baseline")
         runner.choices(parser, "--model", MODELS, ["qwen3_8b", "qwen3_30b_a3b"])
         runner.choices(parser, "--precision", ["bf16", "fp8", "fp8_kv"], ["bf16", "fp8", "fp8_kv"])
         runner.choices(parser, "--linear", ["auto", "deep_gemm", "cutlass", "triton"], ["auto"])
         runner.choices(parser, "--moe", ["auto", "deep_gemm", "triton"], ["auto"])
-        runner.choices(
-            parser, "--attention", ["auto", "FP8_CACHE", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"], ["auto"]
-        )
+        backends = ["auto", "FP8_CACHE", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"]
+        runner.choices(parser, "--attention", backends, ["auto"])
         runner.choices(parser, "--compile", ["on", "off"], ["on"], help="torch.compile")
         parser.add_argument("--batch-invariant", action="store_true", help="vLLM's batch-invariant kernels")
         runner.choices(parser, "--shape", SHAPES, ["short", "long"])
@@ -226,7 +224,7 @@ class RolloutSpeed(runner.Benchmark):
             options.precision, options.compile = ["fp8"], ["off"]
 
     def arms(self, options: argparse.Namespace) -> list[Row]:
-        """All combinations that differ: BF16 has no FP8 linears to choose for, a dense model no experts."""
+        """All different combinations: BF16 has no FP8 linears to choose, a dense model no experts."""
         cells: list[Row] = []
         names = ("engine", "model", "precision", "linear", "moe", "attention", "compile")
         for chosen in itertools.product(*(getattr(options, name) for name in names)):
@@ -235,16 +233,11 @@ class RolloutSpeed(runner.Benchmark):
                 linear, moe = "auto", "auto" if moe == "deep_gemm" else moe
             if not MODELS[model]().is_moe:
                 moe = "auto"
-            kernels = (
-                linear,
-                moe,
-                attention,
-                compiled == "on" and not options.batch_invariant,
-                options.batch_invariant,
-            )
-            cell = Cell(
-                engine, model, precision, *(("auto", "auto", "auto", True, False) if engine == "vllm" else kernels)
-            )
+            compiles = compiled == "on" and not options.batch_invariant
+            kernels = (linear, moe, attention, compiles, options.batch_invariant)
+            if engine == "vllm":
+                kernels = ("auto", "auto", "auto", True, False)
+            cell = Cell(engine, model, precision, *kernels)
             if asdict(cell) not in cells:
                 cells.append(asdict(cell))
         return cells
@@ -257,17 +250,17 @@ class RolloutSpeed(runner.Benchmark):
         if num_gpus():
             bandwidth = peak_bandwidth(device_name()) or copy_bandwidth()
         cfg = run_config(cell, list(shapes.values()))
-        shutil.rmtree(cfg.run_dir, ignore_errors=True)  # of an earlier invocation
-        if mistakes := rules.check(cfg):
-            yield arm | {"error": f"no run may have it: {'; '.join(map(str, mistakes))}"}
+        shutil.rmtree(cfg.run_dir, ignore_errors=True)
+        if violations := rules.check(cfg):
+            yield arm | {"error": f"invalid configuration: {'; '.join(map(str, violations))}"}
             return
-        set_here = {n: v for n, v in sorted(os.environ.items()) if n.startswith("VLLM_") and n not in _NOT_KERNELS}
+        environment = {n: v for n, v in sorted(os.environ.items()) if n.startswith("VLLM_") and n not in _NOT_KERNELS}
         if cell.engine == "vllm":
-            rows = of_vllm(cell, shapes, bandwidth, Path(options.worker[1]).with_suffix(".log"))
+            rows = vllm_rows(cell, shapes, bandwidth, Path(options.worker[1]).with_suffix(".log"))
         else:
-            rows = of_run(cell, shapes, bandwidth)
+            rows = run_rows(cell, shapes, bandwidth)
         for row in rows:
-            yield arm | {"environment": set_here, "unix_s": round(time.time())} | row
+            yield arm | {"environment": environment, "unix_s": round(time.time())} | row
 
     def order(self, rows: Sequence[Row]) -> Sequence[Row]:
         return sorted(rows, key=lambda row: (row["model"], row["shape"], -row["tokens_per_s"]))
@@ -296,12 +289,11 @@ class RolloutSpeed(runner.Benchmark):
             if any(row["shape"] == name for row in rows)
         )
         return (
-            f"Shapes: {shapes}. tokens/s: sampled tokens over the whole time, prefill included. Dummy weights, one GPU, "
-            "90 % of its memory. The roofline reads every needed matrix and the cache once per step at the bandwidth of "
-            "the data sheet. Start: from the fleet's start to the first answer, on files that are cached or not as found. "
-            "Batch-invariant engines, whose results do not depend on what else is in a batch, are never compiled: what "
-            "they cost is the difference to the same engine with no compile. vLLM's offline API is the baseline: no "
-            "server, no seeds, vLLM's own kernels without DeepGEMM, no prefix cache."
+            f"Shapes: {shapes}. tokens/s: sampled tokens per second, including prefill. Dummy weights, one GPU, 90 % "
+            "of its memory. The roofline reads every needed matrix and the cache once per step at the data sheet's "
+            "bandwidth. Start: from the fleet's start to its first answer, with or without cached files. "
+            "Batch-invariant engines are never compiled; compare them with an engine without compile. vLLM's offline"
+            " API is the baseline: no server, no seeds, no prefix cache, kernels without DeepGEMM."
         )
 
 

@@ -1,7 +1,7 @@
-"""The limit that memory sets to sampling: what a decode step has to read.
+"""The memory-bandwidth limit of sampling.
 
-That is all matrices that it needs once (of a mixture of experts those that the batch is expected to reach) and the
-cache of every sequence, at half its final length on average.
+A decode step reads each matrix once (of experts: those that the batch is expected to choose) and the KV cache of every
+sequence, at half its final length on average.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_fp8rl.config import ModelConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens in, tokens out, and how many sequences at once."""
+    """Tokens of prompt and completion, and the number of concurrent sequences."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -30,7 +30,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Roofline:
-    """Bytes that one decode step reads, and the tokens per second that a bandwidth allows."""
+    """Bytes that a decode step reads, and the tokens per second at a bandwidth."""
 
     weight_bytes: float
     kv_bytes_per_token: int
@@ -39,12 +39,12 @@ class Roofline:
 
 
 def roofline(model: ModelConfig, precision: str, shape: Shape, bandwidth: float) -> Roofline:
-    """The limit of reading; arithmetic, prefill, sampling and launches come on top. ``bandwidth`` in bytes/s."""
+    """The limit of reading, without arithmetic, prefill, sampling and launches. ``bandwidth`` in bytes/s."""
     fp8_bytes = 2.0 if precision == "bf16" else 1.0 + 4 / 128**2
     attention = model.hidden_size * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
     if model.is_moe:
-        reached = 1 - (1 - model.experts_per_token / model.num_experts) ** shape.num_sequences
-        ffn = 3 * model.hidden_size * model.moe_ffn_hidden_size * model.num_experts * reached
+        chosen = 1 - (1 - model.experts_per_token / model.num_experts) ** shape.num_sequences
+        ffn = 3 * model.hidden_size * model.moe_ffn_hidden_size * model.num_experts * chosen
         router_bytes = 2 * model.hidden_size * model.num_experts
     else:
         ffn, router_bytes = 3 * model.hidden_size * model.ffn_hidden_size, 0

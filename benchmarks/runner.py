@@ -1,7 +1,7 @@
 """Run a benchmark: each arm in its own processes, rows to a file, and a table to the page docs/performance.md.
 
-A benchmark is a subclass of :class:`Benchmark` that lists its arms and measures one of them. Rows from a GPU go to
-benchmarks/results/NAME.jsonl. Rows from a CPU, from ``--quick`` or with ``--folder`` stay in that folder, with their table.
+A benchmark is a subclass of :class:`Benchmark`. Rows from a GPU go to benchmarks/results/NAME.jsonl. Rows from a CPU,
+from ``--quick`` or with ``--folder`` stay in that folder, with their table.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from benchmarks.record import FOLDER, KEPT, Results, Row
 
 
 class Benchmark(ABC):
-    """What one program measures. Arms are rows of JSON: the fields that tell one from another."""
+    """What a program measures. An arm is a row of JSON with the fields that identify it."""
 
     name: str  # of the program and of its rows
     title: str
-    keys: tuple[str, ...]  # fields that tell one measurement from another
+    keys: tuple[str, ...]  # fields that identify a measurement
     about: str  # the docstring of the program
     limit_s = 600.0  # for one arm
 
     @abstractmethod
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add this benchmark's own arguments."""
+        """Add the arguments of this benchmark."""
 
     def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:  # noqa: B027  may stay empty
-        """Complete the options, also for ``options.quick``; ``parser.error`` for those that contradict each other."""
+        """Complete the options, also for ``options.quick``. Calls ``parser.error`` for a contradiction."""
 
     @abstractmethod
     def arms(self, options: argparse.Namespace) -> Iterable[Row]:
-        """What is to be measured, in this order."""
+        """The arms to measure, in this order."""
 
     def measure(self, arm: Row, options: argparse.Namespace) -> Iterator[Row]:
-        """Rows of one arm; on several ranks those of rank 0 count. A row with ``error`` is a failure that is reported."""
+        """Rows of one arm. Of several ranks, only rank 0 reports. A row with ``error`` is a failure."""
         raise NotImplementedError
 
     def ranks(self, arm: Row) -> int:
-        """Processes that measure one arm together."""
+        """Number of processes that measure an arm together."""
         return 1
 
     def gpus(self, arm: Row) -> int:
-        """GPUs that an arm needs."""
+        """Number of GPUs that an arm needs."""
         return 1
 
     def is_wrong(self, row: Row) -> bool:
-        """Whether a row shows that something is broken."""
+        """Whether a row shows a defect."""
         return False
 
     def line(self, row: Row) -> Row:
@@ -63,7 +63,7 @@ class Benchmark(ABC):
         raise NotImplementedError
 
     def order(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """The rows as the table has them."""
+        """The rows in the order of the table."""
         return rows
 
     def table(self, rows: Sequence[Row]) -> str:
@@ -71,19 +71,19 @@ class Benchmark(ABC):
         return record.table([{"run": row["run"]} | self.line(row) for row in self.order(rows)])
 
     def notes(self, rows: Sequence[Row]) -> str:
-        """What the table does not say by itself."""
+        """Text below the table."""
         return ""
 
     def rows_of(self, arm: Row, options: argparse.Namespace, log: Path) -> Iterator[Row]:
-        """Rows of one arm, measured in processes of their own."""
+        """Rows of one arm, measured in new processes."""
         out = log.with_suffix(".jsonl")
         out.unlink(missing_ok=True)
-        words = ["-m", f"benchmarks.{self.name}", "--worker", json.dumps(arm), str(out.resolve()), *options.argv]
+        command = ["-m", f"benchmarks.{self.name}", "--worker", json.dumps(arm), str(out.resolve()), *options.argv]
         environment = {}
         if (ranks := self.ranks(arm)) > 1:
-            words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
+            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command]
             environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (2 * ranks)))
-        ended_well = run_logged([sys.executable, *words], log, options.run_limit_s, **environment)
+        ended_well = run_logged([sys.executable, *command], log, options.run_limit_s, **environment)
         lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
         yield from map(json.loads, lines)
         if not ended_well or not lines:
@@ -91,23 +91,22 @@ class Benchmark(ABC):
 
 
 def num_gpus() -> int:
-    """GPUs that this process may use."""
+    """Number of GPUs that this process may use."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def device_name() -> str:
-    """What rows call the device that measured them."""
+    """Name of the device for rows."""
     return record.gpus()[0][0] if num_gpus() else "cpu"
 
 
 def failure_in(log: Path, limit_s: float) -> str:
-    """The first error that a log names, in one line."""
+    """The first error in a log, in one line."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    causes = [
-        line.strip() for line in lines if re.search(r"\w(Error|Exception|Mismatch): |mistakes? in the conf", line)
-    ]
+    pattern = re.compile(r"\w(Error|Exception|Mismatch): |mistakes? in the conf")
+    causes = [line.strip() for line in lines if pattern.search(line)]
     return causes[0][-300:] if causes else f"no result within {limit_s:.0f} s; see {log}"
 
 
@@ -119,15 +118,11 @@ def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespac
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     benchmark.arguments(parser)
-    parser.add_argument(
-        "--quick", action="store_true", help="about a minute, on one GPU or none; rows stay in --folder"
-    )
-    parser.add_argument("--table", action="store_true", help="the table of all rows again; measure nothing")
-    parser.add_argument(
-        "--run-limit-s", type=float, default=benchmark.limit_s, help="for one arm, which is killed then"
-    )
-    parser.add_argument("--run", metavar="LETTER", help="of rows measured on this machine today, to stand beside them")
-    parser.add_argument("--folder", type=Path, default=FOLDER / benchmark.name, help="of logs and runs")
+    parser.add_argument("--quick", action="store_true", help="about a minute, with or without a GPU")
+    parser.add_argument("--table", action="store_true", help="write the table of all rows again; measure nothing")
+    parser.add_argument("--run-limit-s", type=float, default=benchmark.limit_s, help="kill an arm after this time")
+    parser.add_argument("--run", metavar="LETTER", help="add rows to this run of the same machine, day and commit")
+    parser.add_argument("--folder", type=Path, default=FOLDER / benchmark.name, help="folder of logs and runs")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.argv = list(sys.argv[1:] if argv is None else argv)
@@ -136,17 +131,20 @@ def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespac
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """Measure all arms and write the table. 0: all went well; 1: an arm failed or was wrong; 2: too few GPUs, or no such run."""
+    """Measure all arms and write the table.
+
+    Returns:
+        The exit status. 0: success; 1: an arm failed or was wrong; 2: too few GPUs, or no such run.
+    """
     options = parse(benchmark, argv)
     if options.worker:
         return _work(benchmark, json.loads(options.worker[0]), Path(options.worker[1]), options)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # arms end with this process
     is_default = options.folder == FOLDER / benchmark.name and not options.quick
     is_kept = is_default and (options.table or num_gpus() > 0)
+    path = (KEPT if is_kept else options.folder) / f"{benchmark.name}.jsonl"
     try:
-        results = Results(
-            (KEPT if is_kept else options.folder) / f"{benchmark.name}.jsonl", benchmark.keys, options.run
-        )
+        results = Results(path, benchmark.keys, options.run)
     except ValueError as error:
         print(f"benchmarks.{benchmark.name}: {error}", file=sys.stderr)
         return 2
@@ -161,7 +159,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
 
 
 def section(benchmark: Benchmark, rows: Sequence[Row]) -> str:
-    """Markdown: the table, what it says, and where its rows come from."""
+    """Markdown of a section: the table, its notes, and the origin of its rows."""
     parts = [f"## {benchmark.title}", benchmark.table(rows), benchmark.notes(rows), record.runs(rows)]
     return "\n\n".join(part.strip() for part in parts if part.strip())
 
@@ -171,8 +169,8 @@ def _measure_all(benchmark: Benchmark, options: argparse.Namespace, results: Res
     for number, arm in enumerate(benchmark.arms(options), 1):
         text = " ".join(str(value) for value in arm.values())
         if (needed := benchmark.gpus(arm)) > num_gpus():
-            message = f"benchmarks.{benchmark.name} of {text} needs {needed} GPU{'s' * (needed > 1)}; this machine has"
-            print(f"{message} {num_gpus()}", file=sys.stderr)
+            message = f"{text} needs {needed} GPU{'s' * (needed > 1)}; this machine has {num_gpus()}"
+            print(f"benchmarks.{benchmark.name} of {message}", file=sys.stderr)
             status = status or 2
             continue
         log = options.folder / f"{number}-{re.sub(r'[^A-Za-z0-9.+]+', '-', text)[:100]}.log"
@@ -188,7 +186,7 @@ def _measure_all(benchmark: Benchmark, options: argparse.Namespace, results: Res
 
 
 def _work(benchmark: Benchmark, arm: Row, out: Path, options: argparse.Namespace) -> int:
-    """What the processes of :meth:`Benchmark.rows_of` do."""
+    """Entry point of the processes that :meth:`Benchmark.rows_of` starts."""
     if not num_gpus():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before Megatron-Core is imported
     for row in benchmark.measure(arm, options):
@@ -199,13 +197,13 @@ def _work(benchmark: Benchmark, arm: Row, out: Path, options: argparse.Namespace
 
 
 def reason(error: BaseException, limit: int = 300) -> str:
-    """The line of a long message that says what is wrong: a kernel that is named, the last exception, the first line."""
+    """The most useful line of a long message: a rejected kernel, the last exception, or the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    refused = [line[line.index("UnwritableKernel: ") :] for line in lines if "UnwritableKernel: " in line]
-    named = [line for line in lines[1:] if "Error: " in line or "Exception: " in line]
-    return f"{type(error).__name__}: {(refused or named[::-1] or lines or [''])[0][:limit]}"
+    kernels = [line[line.index("UnwritableKernel: ") :] for line in lines if "UnwritableKernel: " in line]
+    exceptions = [line for line in lines[1:] if "Error: " in line or "Exception: " in line]
+    return f"{type(error).__name__}: {(kernels or exceptions[::-1] or lines or [''])[0][:limit]}"
 
 
 def choices(parser: argparse.ArgumentParser, name: str, of: Iterable[Any], default: Sequence[Any], **more: Any) -> None:
-    """An option that takes one or more of some words."""
+    """Add an option that takes one or more values of a list."""
     parser.add_argument(name, nargs="+", choices=list(of), default=list(default), **more)

@@ -1,17 +1,17 @@
-"""Are the FP8 bytes that the trainer multiplies by, those that we quantize and those that the engine holds the same?
+"""Whether the FP8 bytes of the trainer's products, of our quantizer and of the engine are equal.
 
     python -m benchmarks.same_bytes --model qwen3_8b --layers 4
     python -m benchmarks.same_bytes --model qwen3_30b_a3b --trainer-layout tp2ep2 --engine-layout tp1 tp2 ep2
 
-Random models in the full width of the published ones. For every tensor, without looking at what was sent:
+Random models in the full width of published ones. For every tensor, independent of the transport:
 
     definition   kernels/blockwise.py in plain torch, on the whole Hugging Face tensor
     ours         the kernel that the exporter calls, on the whole tensor
-    trainer      Transformer Engine's Float8BlockQuantizer on each trainer rank's own parameter: fused, sharded
-    engine       digests of what its kernels hold after a publication from all trainer ranks, slice by slice
+    trainer      Transformer Engine's Float8BlockQuantizer on each trainer rank's parameter: fused, sharded
+    engine       digests of its kernels' weights after a publication, slice by slice
 
-A tensor of which two differ is counted under a reason; a reason in UNEXPLAINED must not occur. Without Transformer Engine that
-column stays empty. Every trainer rank compares its share of the tensors.
+A tensor that differs is counted under a reason; a reason in UNEXPLAINED is a failure. The column of Transformer Engine
+is empty without the package. Every trainer rank compares its share of the tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -78,43 +77,31 @@ def run_config(arm: Row, placement: str) -> RunConfig:
 
 
 def run_case(cfg: RunConfig, parallel: Parallel) -> tuple[Tally, float]:
-    """Collective: publish a random model and compare; returns the sum over ranks and the publication's seconds."""
+    """Collective: publish a random model and compare; (sum over ranks, seconds of the publication)."""
     import torch.distributed as dist
 
-    from benchmarks.light_policy import light_policy
-    from megatron_fp8rl.data.model_dir import write_model_dir
-    from megatron_fp8rl.rollout.fleet import Fleet
-    from megatron_fp8rl.weight_sync.publish import WeightExporter
+    from benchmarks.light_policy import publishing
 
-    held, seconds = None, 0.0
-    with ExitStack() as stack:
-        policy = light_policy(cfg, parallel)
-        parallel.barrier("drawn")
-        fleet = None
-        if parallel.rank == 0:
-            fleet = stack.enter_context(Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir))
-        parallel.barrier("engines")
-        exporter = WeightExporter(policy, fleet, cfg)
-        stack.callback(exporter.close)
-        for version in (1, 2):  # the first one goes through vLLM's loaders, later ones straight into its tensors
+    reports, seconds = None, 0.0
+    with publishing(cfg, parallel) as (policy, exporter, fleet, _):
+        for version in (1, 2):  # the first uses vLLM's loaders, the second writes into the engine's tensors
             seconds = exporter.publish(version).seconds
         if fleet is not None:
-            held = [fleet.sync(c.weight_digests(), cfg.engine.update_s) for c in fleet.clients]
-        held = parallel.broadcast_object(held)
+            reports = [fleet.sync(c.weight_digests(), cfg.engine.update_s) for c in fleet.clients]
+        reports = parallel.broadcast_object(reports)
     del policy, exporter
     te = transformer_engine(cfg.precision.scales, parallel.device)
-    own = compare(cfg, held, parallel.rank, parallel.device, te)
-    every: list[Tally] = [own] * parallel.world_size
+    tallies = [compare(cfg, reports, parallel.rank, parallel.device, te)] * parallel.world_size
     if parallel.world_size > 1:
-        dist.all_gather_object(every, own, group=parallel.control_group)
+        dist.all_gather_object(tallies, tallies[0], group=parallel.control_group)
     total = Tally()
-    for tally in every:
+    for tally in tallies:
         total.add(tally)
     return total, seconds
 
 
 def row_of(cfg: RunConfig, total: Tally, has_te: bool) -> Row:
-    """Numbers of one case, and of every exception its reason, how many and the first names."""
+    """Counts of a case, and for each reason the number of exceptions and the first names."""
     return {
         "tensors": total.tensors,
         "equal_in_engine": total.equal_in_engine,
@@ -147,8 +134,9 @@ class SameBytes(runner.Benchmark):
         runner.choices(parser, "--scales", ["pow2", "fp32"], ["pow2"])
         parser.add_argument("--trainer-layout", choices=TRAINERS, default="single", help="default: one rank")
         runner.choices(parser, "--engine-layout", ENGINES, ["tp1"])
-        several = "default: separate when ranks are several"
-        parser.add_argument("--placement", choices=["colocated", "separate"], help=several)
+        parser.add_argument(
+            "--placement", choices=["colocated", "separate"], help="default: separate with several ranks"
+        )
         parser.add_argument("--transport", default="auto", choices=["auto", "gloo", "ipc", "nccl"])
 
     def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -194,11 +182,11 @@ class SameBytes(runner.Benchmark):
         return sorted(rows, key=lambda row: [str(row[key]) for key in self.keys])
 
     def table(self, rows: Sequence[Row]) -> str:
-        self._numbers = {reason: f"({i})" for i, reason in enumerate(reasons(rows), 1)}  # as the notes have them
+        self._numbers = {reason: f"({i})" for i, reason in enumerate(reasons(rows), 1)}
         return super().table(rows)
 
     def line(self, row: Row) -> Row:
-        exceptions = [f"{found[0]:,} {self._numbers[why]}" for why, found in row["exceptions"].items()]
+        exceptions = [f"{names[0]:,} {self._numbers[reason]}" for reason, names in row["exceptions"].items()]
         return {
             "model": f"{row['model']}, {row['num_layers']} layers",
             "scales": row["scales"],
@@ -214,15 +202,15 @@ class SameBytes(runner.Benchmark):
 
     def notes(self, rows: Sequence[Row]) -> str:
         notes = [
-            "Every tensor is compared whole, or slice by slice where ranks hold slices: E4M3 bytes and scales of FP8 "
-            "tensors, BF16 of the others. The engine is asked after its second publication, without what was sent."
+            "Every tensor is compared whole or by slices of ranks: E4M3 bytes and scales of FP8 tensors, BF16 of the "
+            "others. The engine reports digests after its second publication."
         ]
         for number, reason in enumerate(reasons(rows), 1):
             row = next(row for row in rows if reason in row["exceptions"])
             notes.append(f"({number}) {reason}. For example {row['exceptions'][reason][1]}.")
             if reason == TE_SCALES:
                 share = f"{row['scales_unlike_te']:.1%} of elements lie in blocks whose scale differs"
-                notes.append(f"There, {share}, and {row['bytes_unlike_te']:.3%} of bytes differ.")
+                notes.append(f"There {share}, and {row['bytes_unlike_te']:.3%} of bytes differ.")
         return "\n\n".join(notes)
 
 

@@ -1,4 +1,4 @@
-"""How benchmarks time: calls on a GPU, passes of a module, and what the GPU can do at best."""
+"""Timing for benchmarks: calls on a GPU, passes of a module, and the peak rates of the GPU."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 from benchmarks.record import Row
 
 Call = Callable[[], Any]
-# Bytes per second of device memory, from the vendor's data sheets, by a word of the name that the driver reports.
+# Bytes per second of device memory from data sheets, by a part of the name that the driver reports.
 _PEAK_BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "B200": 8.0e12, "A100": 2.04e12}
-_CYCLES = 2_000_000  # of a GPU in a millisecond: those of Hopper at its highest clock
+_CYCLES = 2_000_000  # GPU cycles per millisecond, at the highest clock of Hopper
 
 
 def device() -> str:
-    """Where operands lie: "cuda", or "cpu" for tests of what is timed."""
+    """Device of operands: "cuda", or "cpu" in tests."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def milliseconds(call: Call, rounds: int, warm: int = 4, *, busy: float = 0.0) -> float:
-    """Median time of ``call`` on a GPU that has nothing else to do: where the host launches more slowly than the GPU
-    computes, the host's.
+    """Median milliseconds of ``call`` on an idle GPU. Includes the host's launches where these are slower.
 
-    ``busy``: so many milliseconds before each call the GPU gets something else to do, about. While it is busy the host
-    launches ahead, as in a training step whose queue is full; the time is then the GPU's alone.
+    Args:
+        busy: milliseconds of other GPU work before each call. Meanwhile the host launches ahead, as in a training
+            step with a full queue, so the time is that of the GPU alone.
     """
     import torch
 
@@ -49,10 +49,9 @@ def milliseconds(call: Call, rounds: int, warm: int = 4, *, busy: float = 0.0) -
 
 
 def passes(forward: Call, both: Call, rounds: int) -> Row:
-    """Times of forward and of forward and backward, and the memory that they take besides what is there already.
+    """Times of forward, and of forward and backward, and the additional memory that both need.
 
-    ``first_s`` are the seconds of the first call, in which kernels compile; no other number contains them. ``ms`` is
-    of a GPU that waits for the host, ``busy_ms`` of one that does not: see :func:`milliseconds`.
+    ``first_s``: seconds of the first call, which compiles kernels. ``ms`` and ``busy_ms``: see :func:`milliseconds`.
     """
     import torch
 
@@ -68,14 +67,14 @@ def passes(forward: Call, both: Call, rounds: int) -> Row:
 
 
 def dense_rates(size: int = 8192) -> dict[str, float]:
-    """Operations per second of one large product: {"bf16": ..., "fp8": ...}, what this GPU's GEMMs can do at best."""
+    """Operations per second of one large GEMM on this GPU: {"bf16": ..., "fp8": ...}."""
     import torch
 
     a, b = (torch.randn(size, size, device=device()).bfloat16() for _ in range(2))
-    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device())
+    a8, b8, scale = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device())
     calls = {
         "bf16": lambda: a @ b.t(),
-        "fp8": lambda: torch._scaled_mm(a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
+        "fp8": lambda: torch._scaled_mm(a8, b8.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16),
     }
     return {name: 2 * size**3 / (milliseconds(call, 10) / 1e3) for name, call in calls.items()}
 
@@ -86,12 +85,12 @@ def ceilings() -> dict[str, float]:
 
 
 def peak_bandwidth(device_name: str) -> float | None:
-    """Bytes per second of the memory of a GPU by its data sheet; None for one that is not listed."""
+    """Bytes per second of a GPU's memory by its data sheet; None for an unknown GPU."""
     return next((value for word, value in _PEAK_BANDWIDTH.items() if word in device_name), None)
 
 
 def copy_bandwidth(num_bytes: int = 2 << 30, rounds: int = 10) -> float:
-    """Bytes per second that a copy within the current GPU's memory reads and writes together; best of ``rounds``."""
+    """Bytes per second, read plus written, of a copy within the current GPU; best of ``rounds``."""
     import torch
 
     source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -103,7 +102,7 @@ def copy_bandwidth(num_bytes: int = 2 << 30, rounds: int = 10) -> float:
 
 
 def timed(work: Any) -> float:
-    """Seconds of ``work()``, what it started on the GPU included."""
+    """Seconds of ``work()``, including the GPU work that it started."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -117,18 +116,18 @@ def timed(work: Any) -> float:
 
 
 def busy_seconds(work: Call) -> float:
-    """Seconds in which the GPU computes or copies while ``work`` runs: what its kernels cover, by PyTorch's profiler."""
+    """Seconds in which the GPU computes or copies while ``work`` runs, by PyTorch's profiler."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         timed(work)
-    ranges = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    return covered(sorted((one.start, one.end) for one in ranges)) / 1e6
+    events = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return covered(sorted((event.start, event.end) for event in events)) / 1e6
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of the union of spans (begin, end), which are sorted."""
+    """The length of the union of sorted spans (begin, end)."""
     total, until = 0.0, float("-inf")
     for begin, end in spans:
         total += max(0.0, end - max(begin, until))
@@ -137,7 +136,7 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def runnable(arms: Sequence[str]) -> list[str]:
-    """The arms whose package is installed; says which are left out, so that nothing fails late."""
+    """The arms whose package is installed. Prints the arms that are left out."""
     from megatron_fp8rl.precision.hardware import installed_packages
     from megatron_fp8rl.trainer.compat import megatron_on_cpu
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: models by name, this process as the only trainer rank, a batch of random tokens."""
+"""Models by name, a single trainer rank, and random batches for benchmarks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def small() -> ModelConfig:
-    """A dense model of 120 M parameters whose every matrix fills whole FP8 blocks."""
+    """A dense model of 120 M parameters whose matrices are whole FP8 blocks."""
     return ModelConfig(
         family="qwen3",
         num_layers=8,
@@ -32,7 +32,7 @@ def small() -> ModelConfig:
 
 
 def small_moe() -> ModelConfig:
-    """The same with 16 experts, 4 of them for a token: 260 M parameters."""
+    """The same with 16 experts, 4 per token: 260 M parameters."""
     return replace(
         small(), family="qwen3_moe", ffn_hidden_size=0, num_experts=16, experts_per_token=4, moe_ffn_hidden_size=512
     )
@@ -76,12 +76,11 @@ def single_rank(cfg: RunConfig) -> Iterator[Parallel]:
 
 
 def random_batch(cfg: RunConfig, num_sequences: int, length: int) -> TrainBatch:
-    """One packed batch of random tokens, with loss on all but the first of each sequence."""
+    """A packed batch of random tokens, with loss on all but the first of each sequence."""
     import numpy as np
 
     from megatron_fp8rl.trainer.warm_up import batch_of
 
     draw = np.random.default_rng(cfg.seed)
-    return batch_of(
-        cfg, draw.integers(8, cfg.model.vocab_size, num_sequences * length, np.int32), num_sequences, length
-    )
+    tokens = draw.integers(8, cfg.model.vocab_size, num_sequences * length, np.int32)
+    return batch_of(cfg, tokens, num_sequences, length)

@@ -1,7 +1,4 @@
-"""Whole runs as child processes: follow one step by step, and end it with all that it started.
-
-In: the command of a run and its folder. Out: its steps, printed as they come, and its exit status.
-"""
+"""Run training as a child process, print its steps, and read the logs of its engines."""
 
 from __future__ import annotations
 
@@ -29,10 +26,10 @@ def follow(
     note: Callable[[int], None] = lambda step: None,
     until: int | None = None,
 ) -> int | None:
-    """Start a run and print its steps as they come; its exit status, None when it was killed.
+    """Start a run and print its steps. Kill it after step ``until`` or after ``limit_s``.
 
-    ``note`` is called with each new step as soon as its line is there; the run is killed after step ``until`` and after
-    ``limit_s``.
+    Returns:
+        The exit status; None if the run was killed. ``note`` is called with each new step.
     """
     began, status, seen = time.monotonic(), None, set()
     with log.open("wb") as file:
@@ -53,38 +50,37 @@ def follow(
 
 
 def step_line(step: Row) -> str:
-    """One line on a step, from its line of metrics.jsonl."""
+    """A summary of a step from its record in metrics.jsonl."""
     seconds = {phase: step.get(f"time/{phase}/s") for phase in PHASES}
-    parts = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items() if value and value >= 0.005)
-    said = [f"step {step['step']}: {step.get('time/step/s') or 0.0:.2f} s ({parts})"]
+    phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items() if value and value >= 0.005)
+    parts = [f"step {step['step']}: {step.get('time/step/s') or 0.0:.2f} s ({phases})"]
     for name, key, form in (
         ("reward", "reward/score/mean", ".3f"),
         ("mismatch", "mismatch/abs_logprob_diff/mean", ".1e"),
         ("held-out pass rate", "eval/pass_rate/mean", ".3f"),
     ):
         if step.get(key) is not None:
-            said.append(f"{name} {step[key]:{form}}")
-    return ", ".join(said)
+            parts.append(f"{name} {step[key]:{form}}")
+    return ", ".join(parts)
 
 
 def read_log(text: str) -> Row:
-    """What vLLM's log says about an engine: tokens of KV cache, GiB of weights, the kernels that it chose."""
+    """Tokens of KV cache, GiB of weights, and kernels from the log of a vLLM engine."""
     capacity = re.findall(r"KV cache size: ([\d,]+) tokens", text)
     loaded = re.findall(r"Model loading took ([\d.]+) GiB", text)
-    patterns = (r"Selected (\w+) for \w+", r"Using '?([\w ]+?)'? (?:Fp8|Unquantized) MoE backend")
-    patterns += (
+    patterns = [r"Selected (\w+) for \w+", r"Using '?([\w ]+?)'? (?:Fp8|Unquantized) MoE backend"]
+    patterns += [
         r"Using (?:AttentionBackendEnum\.)?(\w+) attention backend",
         r"Using AttentionBackendEnum\.(\w+) backend",
-    )
-    chosen = [name for pattern in patterns for name in dict.fromkeys(re.findall(pattern, text))]
+    ]
     return {
         "kv_tokens": int(capacity[-1].replace(",", "")) if capacity else None,
         "weights_gib": float(loaded[-1]) if loaded else None,
-        "kernels": chosen,
+        "kernels": [name for pattern in patterns for name in dict.fromkeys(re.findall(pattern, text))],
     }
 
 
-def engine_of(run: RunData) -> Row:
+def first_engine(run: RunData) -> Row:
     """:func:`read_log` of a run's first engine; empty without one."""
     log = run.run_dir / "logs" / "rollout-0.log"
     return read_log(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else {}

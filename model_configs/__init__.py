@@ -1,7 +1,7 @@
 """Runs, one file per model family: functions that return a RunConfig.
 
-The command line names a run by its function (``tiny_qwen3_moe``, or ``package.module:function`` for one of your own)
-and overrides single fields. Variants are made with ``dataclasses.replace``. ``doctor`` says what a run needs.
+The command line names a run by its function (``tiny_qwen3_moe``, or ``package.module:function`` for a user's run) and
+overrides fields. ``dataclasses.replace`` makes variants. ``doctor`` shows what a run needs.
 """
 
 from model_configs.deepseek import grpo_deepseek_v3

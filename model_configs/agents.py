@@ -1,4 +1,4 @@
-"""Runs of agents: several turns, with tools between them, on two CPU cores."""
+"""Runs of agents with several turns and tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from model_configs.tiny import tiny_qwen3_moe
 def tiny_calculator() -> RunConfig:
     """The tiny mixture of experts multiplies with a calculator: it writes the call, reads the result, and answers.
 
-    The warm start shows whole sessions, most of them of another product.
+    The warm start shows whole sessions; most of them answer another product.
     """
     base = tiny_qwen3_moe()
     source = EnvironmentConfig(
@@ -38,8 +38,10 @@ def tiny_calculator() -> RunConfig:
 
 
 def talk_qwen3_1_7b() -> RunConfig:
-    """Eight turns of up to 512 tokens with tools of 50 ms to 2 s, for a model of Qwen3-1.7B's shape with random weights:
-    what sessions cost on a GPU, and whether every turn is exact."""
+    """Eight turns of up to 512 tokens with tools of 50 ms to 2 s, at Qwen3-1.7B's shape with random weights.
+
+    Measures the cost of sessions on a GPU, and whether every turn is exact.
+    """
     base = tiny_calculator()
     (source,) = base.data.environments
     source = replace(source, agent="megatron_fp8rl.envs.example_agents:long_talk")
@@ -74,8 +76,10 @@ def talk_qwen3_1_7b() -> RunConfig:
 
 
 def tail_qwen3_1_7b() -> RunConfig:
-    """Answers of long-tailed lengths on two GPUs, one of the trainer and one of the engine: what batches in order and a
-    window (``--sampling.max_staleness``, ``--sampling.window_groups``) make of them."""
+    """Answers of long-tailed lengths on two GPUs, one for the trainer and one for the engine.
+
+    Compares batches in order with a window (``--sampling.max_staleness``, ``--sampling.window_groups``).
+    """
     base = talk_qwen3_1_7b()
     (source,) = base.data.environments
     return replace(

@@ -1,7 +1,7 @@
-"""What the runs of real models have in common: GRPO on problems that generators make and check.
+"""Common settings of runs of real models: GRPO on problems that generators make and check.
 
-A run starts from random weights and a character tokenizer until it is told where a checkpoint lies, whose tokenizer and
-chat template it then uses: ``--model.hf_path DIR``.
+A run starts from random weights and a character tokenizer. ``--model.hf_path DIR`` names a checkpoint, its tokenizer
+and its chat template.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def grpo(
     optim: OptimConfig,
     prompts: int = 64,
 ) -> RunConfig:
-    """GRPO in FP8 at both ends, as published recipes run it: clip-higher, token truncation of the mismatch at 2.
+    """GRPO in FP8 for trainer and engines, with clip-higher and token truncation of the mismatch at 2.
 
     Each prompt has 16 completions of up to 7k tokens.
     """
@@ -64,10 +64,10 @@ def grpo(
 
 
 def optim(recompute: Literal["none", "selective", "full"] = "selective") -> OptimConfig:
-    """AdamW as RL of large models uses it.
+    """AdamW for RL of large models.
 
-    "selective" computes feed-forward parts again, which keep 53% (DeepSeek-V3) to 81% (Mixtral) of what a layer keeps for
-    its backward pass, by doctor's count; and not attention, whose work grows with the square of a sequence.
+    "selective" computes feed-forward parts again, which keep 53 % (DeepSeek-V3) to 81 % (Mixtral) of a layer's
+    activations by the doctor's count. It keeps attention, whose cost grows with the square of the length.
     """
     return OptimConfig(
         lr=1e-6,
@@ -80,15 +80,15 @@ def optim(recompute: Literal["none", "selective", "full"] = "selective") -> Opti
 
 
 def engines(replicas: int, tensor: int = 1) -> EngineConfig:
-    """Engines on GPUs of their own."""
+    """Engines on separate GPUs."""
     return EngineConfig(num_replicas=replicas, tensor=tensor, placement="separate")
 
 
 def colocated(cfg: RunConfig, name: str, *, parallel: ParallelConfig, tensor: int = 1) -> RunConfig:
-    """``cfg`` with trainer and engines in turns on the same GPUs, which makes each as large as the node.
+    """``cfg`` with trainer and engines on the same GPUs, alternating.
 
-    Engines drop their weights while the trainer works, since every step publishes new ones; the trainer's state waits
-    in host memory while they sample.
+    Engines drop their weights while the trainer works, because every step publishes new ones. The trainer's state waits
+    in host memory while engines sample.
     """
     engines = replace(
         cfg.engine,

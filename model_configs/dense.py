@@ -1,6 +1,6 @@
-"""Dense models that people train, on one GPU and on one node. Dimensions are those of the published config.json files.
+"""Dense models on one GPU and on one node. Dimensions are those of the published config.json files.
 
-Trainer and engines share the GPUs in turns: small models stay where they are, larger ones wait in host memory.
+Trainer and engines alternate on the same GPUs. The state of larger models waits in host memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def qwen25_7b() -> ModelConfig:
 
 
 def _shared(name: str, model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig) -> RunConfig:
-    """GPUs that train and sample (one engine on each) in turns."""
+    """A run whose GPUs train and sample in turns, with an engine on each."""
     cfg = base.grpo(name, model, parallel=parallel, engine=base.engines(1), optim=optim)
     return base.colocated(cfg, name, parallel=parallel)
 

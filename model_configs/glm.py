@@ -9,7 +9,7 @@ from model_configs import base
 
 
 def glm_45_air() -> ModelConfig:
-    """zai-org/GLM-4.5-Air without its prediction layer. An expert is 1408 wide, eleven FP8 blocks: it does not divide."""
+    """zai-org/GLM-4.5-Air without its prediction layer. Experts have width 1408: eleven FP8 blocks."""
     return ModelConfig(
         family="glm4_moe",
         num_layers=46,

@@ -1,8 +1,4 @@
-"""Models of half a billion parameters to sort digits with, meant to learn within minutes on one H200: a step takes seconds, not hours.
-
-They start from random weights and a character tokenizer, like the tiny ones, so that a GPU and nothing else is needed.
-Their matrices are large enough for FP8 kernels to matter, and answers of up to 71 tokens make rollouts worth measuring.
-"""
+"""Models of half a billion parameters that learn to sort digits within minutes on one H200."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner.against_runs
 
-In: rows of benchmarks/results. Out: predicted and measured seconds, and the error. The rates of ``preflight/rates.toml`` are
-fitted to some of these rows: for those, the error says how well a few numbers fit many, not how well they predict.
+Prints predicted and measured seconds, and errors. The rates of ``preflight/rates.toml`` are fitted to some of these
+rows; their errors are errors of the fit, not of a prediction.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from model_configs import dense, qwen3
 
 FOLDER = Path(__file__).parents[1] / "results"
 _PHASES = ("rollouts", "update", "publish")
-_OLDER = tuple("ABCDEFGH")  # runs of the ledger of which publications alone are of present code
-# Beside another run, with updates in which GPUs waited for the host; and U, whose updates took longer for a reason not proven.
+_OLDER = tuple("ABCDEFGH")  # ledger runs of older code: only their publications count
+# Ledger runs whose updates do not count: GPUs waited for the host, or (U) updates were slower for an unknown reason.
 _STALLED = ("K", "L", "O", "U")
 
 
@@ -40,8 +40,8 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One phase of one run."""
+class Comparison:
+    """A phase of a run, in seconds."""
 
     run: str
     phase: str
@@ -59,9 +59,8 @@ def rows(name: str) -> list[Row]:
     return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 
-def of_ledger(row: Row, models: dict[tuple[str, int], ModelConfig]) -> tuple[RunConfig, Lengths] | None:
-    """The configuration of a row of the ledger with engines of one GPU; None for a model that is not known here, and for an
-    exact run, whose kernels are others."""
+def ledger_config(row: Row, models: dict[tuple[str, int], ModelConfig]) -> tuple[RunConfig, Lengths] | None:
+    """The configuration of a ledger row with engines of one GPU; None for an unknown model or an exact run."""
     model = models.get((row["model"]["family"], row["model"]["hidden_size"]))
     if model is None or row["arm"] == "exact":
         return None
@@ -97,9 +96,9 @@ def of_ledger(row: Row, models: dict[tuple[str, int], ModelConfig]) -> tuple[Run
 
 
 @functools.cache
-def compared() -> tuple[Compared, ...]:
-    """Every phase of every measured run that the arithmetic knows and that present code would repeat."""
-    return tuple(_compared())
+def comparisons() -> tuple[Comparison, ...]:
+    """Every phase of every measured run of a known configuration and present code."""
+    return tuple(_comparisons())
 
 
 def models() -> dict[tuple[str, int], ModelConfig]:
@@ -108,14 +107,14 @@ def models() -> dict[tuple[str, int], ModelConfig]:
     return {(model.family, model.hidden_size): model for model in shapes}
 
 
-def _compared() -> Iterator[Compared]:
+def _comparisons() -> Iterator[Comparison]:
     for row in rows("ledger"):
-        known = of_ledger(row, models())
+        known = ledger_config(row, models())
         if known is None:
             continue
         cfg, lengths = known
         gpu = gpu_in(row["device"])
-        found: StepTime = step_time(
+        predicted: StepTime = step_time(
             cfg, lengths, Rates.of(gpu.name), Network(), memory_bytes=gpu.memory_bytes, gpus=row["gpus"]
         )
         name, bf16 = (
@@ -128,37 +127,35 @@ def _compared() -> Iterator[Compared]:
         elif row["run"] in _STALLED:
             phases = "rollouts", "publish"
         for phase in phases:
-            if phase != "publish" or cfg.engine.placement == "separate":  # within a GPU weights do not travel
-                yield Compared(name, phase, getattr(found, phase), median(row["phases_s"][phase]))
+            if phase != "publish" or cfg.engine.placement == "separate":  # colocated weights stay on the GPU
+                yield Comparison(name, phase, getattr(predicted, phase), median(row["phases_s"][phase]))
         if phases == _PHASES:
-            yield Compared(name, "step", found.step, median(row["step_s"]), bf16)
+            yield Comparison(name, "step", predicted.step, median(row["step_s"]), bf16)
 
 
-def steps() -> list[Compared]:
+def steps() -> list[Comparison]:
     """Whole steps alone."""
-    return [one for one in compared() if one.phase == "step"]
+    return [row for row in comparisons() if row.phase == "step"]
 
 
 def ratios() -> list[tuple[str, float, float]]:
-    """(run and arm, predicted, measured) of every step in BF16 against another arm of the same invocation."""
-    found = {one.run: one for one in steps()}
-    pairs = [(found[one.bf16], one) for one in found.values() if one.bf16 in found and one.bf16 != one.run]
-    return [(one.run, bf16.predicted / one.predicted, bf16.measured / one.measured) for bf16, one in pairs]
+    """(run and arm, predicted, measured) ratio of BF16 to each other arm of the same invocation."""
+    by_run = {row.run: row for row in steps()}
+    pairs = [(by_run[row.bf16], row) for row in by_run.values() if row.bf16 in by_run and row.bf16 != row.run]
+    return [(row.run, bf16.predicted / row.predicted, bf16.measured / row.measured) for bf16, row in pairs]
 
 
 def report() -> list[str]:
     """A table of all phases, the errors by phase, and the ratios of BF16 to other precisions."""
-    found = compared()
+    rows = comparisons()
     lines = ["this arithmetic against measured runs: predicted, measured, error"]
-    for one in found:
-        lines.append(f"  {one.run:<64} {one.phase:<13}{one.predicted:9.3f} s{one.measured:9.3f} s {one.error:+7.1%}")
+    for row in rows:
+        lines.append(f"  {row.run:<64} {row.phase:<13}{row.predicted:9.3f} s{row.measured:9.3f} s {row.error:+7.1%}")
     for phase in (*_PHASES, "step"):
-        errors = [abs(one.error) for one in found if one.phase == phase]
+        errors = [abs(row.error) for row in rows if row.phase == phase]
         if errors:
-            lines.append(
-                f"  {phase}: {median(errors):.1%} in the median, {max(errors):.1%} at most, of {len(errors)} runs"
-            )
-    lines += [f"  {run}: BF16 takes {one:.2f} times as long, measured {two:.2f}" for run, one, two in ratios()]
+            lines.append(f"  {phase}: median {median(errors):.1%}, largest {max(errors):.1%}, of {len(errors)} runs")
+    lines += [f"  {run}: BF16 takes {x:.2f} times as long, measured {y:.2f}" for run, x, y in ratios()]
     return lines
 
 

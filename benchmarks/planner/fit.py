@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner.fit
 
-Prints each rate, fitted and stored. A rate is fitted where it decides most: linears and attention by updates of dense
-models, experts by updates of a mixture, decode layers by rollouts.
+Prints each rate, fitted and stored. Linears and attention are fitted to updates of dense models, experts to updates of
+a mixture, and decode layers to rollouts.
 """
 
 from __future__ import annotations
@@ -24,32 +24,30 @@ from megatron_fp8rl.preflight.step_time import Lengths, Network, Rates, StepTime
 from megatron_fp8rl.preflight.weights import on_engine_worker
 from model_configs import qwen3
 
-Equation = tuple[
-    list[float], float, float
-]  # seconds that each rate adds as it is, measured seconds, seconds of all else
+Equation = tuple[list[float], float, float]  # (seconds that each rate adds, measured seconds, seconds of the rest)
 H200 = Rates.of("h200")
 FLOPS = ("linear_fp8", "linear_bf16", "experts_fp8", "experts_bf16", "attention", "head")
 DENSE = ("linear_fp8", "linear_bf16", "attention", "feature_fp8_s", "feature_bf16_s", "parameter_bytes")
 MIXTURE = ("experts_fp8", "experts_bf16")
-HOST = ("host_moe_layer_s",)  # which kept no GPU waiting in the runs that rates come from
+HOST = ("host_moe_layer_s",)  # not the limit in the fitted runs
 
 
 @functools.cache
 def known_rows() -> tuple[tuple[Row, RunConfig, Lengths], ...]:
     """Rows of the ledger whose configuration is known."""
-    rows = [(row, against_runs.of_ledger(row, against_runs.models())) for row in against_runs.rows("ledger")]
+    rows = [(row, against_runs.ledger_config(row, against_runs.models())) for row in against_runs.rows("ledger")]
     return tuple((row, *known) for row, known in rows if known is not None)
 
 
 def seconds_with(changes: dict[str, float], row: Row, cfg: RunConfig, lengths: Lengths) -> StepTime:
-    """A step with some rates changed."""
+    """The predicted step with changed rates."""
     gpu = gpu_in(row["device"])
     changed = replace(Rates.of(gpu.name), **changes)
     return step_time(cfg, lengths, changed, Network(), memory_bytes=gpu.memory_bytes, gpus=row["gpus"])
 
 
 def solved(equations: Sequence[Equation]) -> np.ndarray:
-    """Rates, or factors of the stored ones, by least squares of relative errors."""
+    """Factors of the rates by least squares of relative errors."""
     matrix = [[factor / seconds for factor in factors] for factors, seconds, _ in equations]
     return np.linalg.lstsq(
         np.array(matrix), np.array([1 - rest / seconds for _, seconds, rest in equations]), rcond=None
@@ -57,7 +55,7 @@ def solved(equations: Sequence[Equation]) -> np.ndarray:
 
 
 def free(names: Sequence[str]) -> dict[str, float]:
-    """Rates with which these cost nothing."""
+    """Rates at which these operations take no time."""
     return {name: math.inf if name in FLOPS else 0.0 for name in names}
 
 
@@ -71,8 +69,8 @@ def _phase_seconds(changes: dict[str, float], phase: str, row: Row, cfg: RunConf
     return getattr(seconds_with(free(HOST) | changes, row, cfg, lengths), phase)
 
 
-def of_runs(letters: str, names: Sequence[str], phase: str) -> list[Equation]:
-    """One phase of these runs of the ledger."""
+def run_equations(letters: str, names: Sequence[str], phase: str) -> list[Equation]:
+    """Equations of a phase of these ledger runs."""
     return [
         equation(
             names,
@@ -85,7 +83,7 @@ def of_runs(letters: str, names: Sequence[str], phase: str) -> list[Equation]:
 
 
 def _depth_seconds(changes: dict[str, float], row: Row, layers: int) -> float:
-    """Seconds of an update of ``layers`` layers without the optimizer's."""
+    """Seconds of an update of ``layers`` layers without the optimizer."""
     model = {"qwen3_8b": qwen3.qwen3_8b(), "qwen3_30b_a3b": qwen3.qwen3_30b_a3b()}[row["model"]]
     sampling = SamplingConfig(prompts_per_step=row["tokens"] // 2048, completions_per_prompt=1)
     engine = EngineConfig(num_replicas=1)
@@ -119,8 +117,8 @@ def _head_seconds(changes: dict[str, float], row: Row) -> float:
     return 2 * _depth_seconds(changes, row, half) - _depth_seconds(changes, row, 2 * half)
 
 
-def of_layers(names: Sequence[str], *, head: bool) -> Iterator[Equation]:
-    """Run A of ``layers``: layers of the dense model, or with ``head`` the rest of an update, of the mixture too."""
+def layer_equations(names: Sequence[str], *, head: bool) -> Iterator[Equation]:
+    """Equations of run A of ``layers``: layers of the dense model, or with ``head`` the rest of each update."""
     for row in (
         row for row in against_runs.rows("layers") if row["run"] == "A" and (head or row["model"] == "qwen3_8b")
     ):
@@ -131,10 +129,10 @@ def of_layers(names: Sequence[str], *, head: bool) -> Iterator[Equation]:
             yield equation(names, row["layers_busy_ms"] / 1e3, functools.partial(_layers_seconds, row=row))
 
 
-def of_decoding() -> list[Equation]:
-    """Rollouts of dense layers in runs L, O, R and S, and run B of the engine alone: 64 sequences of 8,192 tokens."""
+def decode_equations() -> list[Equation]:
+    """Equations of dense rollouts: ledger runs L, O, R and S, and run B of ``rollout_speed``."""
     names, model = ("decode_layer_s", "logit_s"), qwen3.qwen3_8b()
-    equations = of_runs("LORS", names, "rollouts")
+    equations = run_equations("LORS", names, "rollouts")
     for row in (row for row in against_runs.rows("rollout_speed") if row["run"] == "B"):
         in_fp8 = row["precision"] == "fp8_kv"
         engine = EngineConfig(placement="separate", num_replicas=1, kv_cache_dtype="fp8" if in_fp8 else "auto")
@@ -154,7 +152,7 @@ def _rollout_seconds(changes: dict[str, float], gpu: Row, cfg: RunConfig, length
 
 
 def publications(*, with_scales: bool) -> list[tuple[Row, RunConfig, Lengths]]:
-    """Rows of two H200s, one for the trainer and one for the engine, with scales of a cache or without."""
+    """Rows of a trainer and an engine on one H200 each, with or without KV-cache scales."""
     return [
         (row, cfg, lengths)
         for row, cfg, lengths in known_rows()
@@ -165,8 +163,8 @@ def publications(*, with_scales: bool) -> list[tuple[Row, RunConfig, Lengths]]:
     ]
 
 
-def of_publications() -> list[Equation]:
-    """Publications without scales of a cache, which are measured in the same phase."""
+def publication_equations() -> list[Equation]:
+    """Equations of publications without KV-cache scales, whose measurement is in the same phase."""
     equations = []
     for row, cfg, lengths in publications(with_scales=False):
         num_bytes = on_engine_worker(cfg).sent
@@ -179,17 +177,17 @@ def of_publications() -> list[Equation]:
 def fitted() -> dict[str, float]:
     """Each rate that is fitted, divided by the stored one."""
     groups = (
-        (("head",), list(of_layers(["head"], head=True))),
-        (DENSE, [*of_runs("JRS", DENSE, "update"), *of_layers(DENSE, head=False)]),
-        (MIXTURE, of_runs("P", MIXTURE, "update")),
-        (("decode_layer_s", "logit_s"), of_decoding()),
-        (("decode_moe_layer_s",), of_runs("P", ["decode_moe_layer_s"], "rollouts")),
-        (("publish_s", "publish_s_per_byte"), of_publications()),
+        (("head",), list(layer_equations(["head"], head=True))),
+        (DENSE, [*run_equations("JRS", DENSE, "update"), *layer_equations(DENSE, head=False)]),
+        (MIXTURE, run_equations("P", MIXTURE, "update")),
+        (("decode_layer_s", "logit_s"), decode_equations()),
+        (("decode_moe_layer_s",), run_equations("P", ["decode_moe_layer_s"], "rollouts")),
+        (("publish_s", "publish_s_per_byte"), publication_equations()),
     )
     factors = {}
     for names, equations in groups:
         for name, factor in zip(names, solved(equations), strict=True):
-            factors[name] = 1 / factor if name in FLOPS else factor  # equations count the seconds that a rate adds
+            factors[name] = 1 / factor if name in FLOPS else factor  # equations count seconds
     scales = [
         median(row["phases_s"]["publish"]) - seconds_with({"kv_scales_s": 0.0}, row, cfg, lengths).publish
         for row, cfg, lengths in publications(with_scales=True)
@@ -201,6 +199,5 @@ def fitted() -> dict[str, float]:
 
 if __name__ == "__main__":
     for name, factor in fitted().items():
-        print(
-            f"{name:<20} {getattr(H200, name) * factor:12.4g} fitted {getattr(H200, name):12.4g} stored {factor - 1:+.1%}"
-        )
+        stored = getattr(H200, name)
+        print(f"{name:<20} {stored * factor:12.4g} fitted {stored:12.4g} stored {factor - 1:+.1%}")

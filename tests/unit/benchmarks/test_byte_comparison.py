@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import byte_comparison, same_bytes
-from benchmarks.light_policy import _draw
+from benchmarks.light_policy import draw
 from megatron_fp8rl.config import EngineConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry
@@ -31,7 +31,7 @@ def held_by_an_engine(cfg: RunConfig) -> list[list[dict]]:
     """What the workers of one replica report when everything is right."""
     workers = [{"rank": rank, "digests": {}} for rank in reversed(range(cfg.engine.tensor))]
     for name, transfers in byte_comparison.groups(cfg):
-        whole = dict(registry.to_hf(name, _draw(registry.weight(name, cfg.model), cfg, CPU), cfg.model))
+        whole = dict(registry.to_hf(name, draw(registry.weight(name, cfg.model), cfg, CPU), cfg.model))
         for transfer in transfers:
             tensors = {transfer.name: whole[transfer.name]}
             if transfer.is_fp8:
@@ -42,7 +42,7 @@ def held_by_an_engine(cfg: RunConfig) -> list[list[dict]]:
                     kept = transfer.slices[worker["rank"]]
                     first, end = kept if tensor_name == transfer.name else transfer.blocks(kept)
                     part = tensor.narrow(transfer.axis, first, end - first)
-                    (worker["digests"][tensor_name],) = byte_comparison.digests_as_held([part])
+                    (worker["digests"][tensor_name],) = byte_comparison.worker_digests([part])
     return [workers]
 
 

@@ -42,7 +42,7 @@ def test_its_runs_are_those_of_the_study_that_it_starts(tmp_path):
     folder, runs = curves.planned(options)
     assert [one.arm for one in runs] == ["bf16/bf16 corrected", "fp8/fp8 corrected", "exact"]
     assert {one.run_dir.parent for one in runs} == {folder} == {tmp_path / "run_study"}
-    assert curves.own_words(options)[:4] == ["--num_steps", "4", "--output_dir", str(tmp_path / "run")]
+    assert curves.study_args(options)[:4] == ["--num_steps", "4", "--output_dir", str(tmp_path / "run")]
 
 
 def test_a_configuration_that_is_refused_ends_before_anything_runs(tmp_path, capsys):

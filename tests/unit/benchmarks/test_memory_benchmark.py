@@ -11,7 +11,7 @@ import pytest
 from benchmarks import memory
 from benchmarks.runner import main, num_gpus, parse
 from benchmarks.training import single_rank
-from megatron_fp8rl.preflight import rules
+from megatron_fp8rl.preflight import rules, trainer_memory
 from megatron_fp8rl.preflight.memory import GIB, GPUS
 
 H200, MEMORY = GPUS["h200"], memory.Memory()
@@ -50,13 +50,15 @@ def test_every_default_cell_is_a_valid_run_that_fits_an_h200():
     for cell in cells:
         cfg = cell.run_config()
         assert not rules.check(cfg)
-        estimate = memory.predict(cfg, H200, H200.memory_bytes)
+        estimate = trainer_memory.worst_rank(cfg, H200, H200.memory_bytes)
         assert {part.name for part in estimate.parts} == set(memory.PARTS)
         assert 0.3 < estimate.share < 0.7
 
 
 def test_totals_are_the_peak_and_what_lies_outside_of_the_allocator():
-    estimate = memory.predict(memory.Cell("tiny", 1, 512, "blockwise", "none").run_config(), H200, H200.memory_bytes)
+    estimate = trainer_memory.worst_rank(
+        memory.Cell("tiny", 1, 512, "blockwise", "none").run_config(), H200, H200.memory_bytes
+    )
     measured = dict.fromkeys(memory.PARTS, 0) | {"weights": 2 * GIB, "communication, CUDA": GIB}
     measured |= {"built": 0, "logprobs_peak": 0, "update_peak": 3 * GIB, "step_peak": 4 * GIB, "left": 0}
     row = memory.compare(estimate, measured)
@@ -83,7 +85,7 @@ def test_a_measurement_of_a_tiny_model_leaves_nothing_behind(monkeypatch, expert
     update = ["reset", "allocated", "allocated", "peak", "allocated", "allocated", "reset", "peak"]
     start = ["allocated", "allocated", "reset", "peak"]  # before, built, around the log-probabilities
     assert meter.asked == [*start, *update, "allocated", *update, "outside"]
-    estimate = memory.predict(cfg, H200, H200.memory_bytes)
+    estimate = trainer_memory.worst_rank(cfg, H200, H200.memory_bytes)
     # Buffers are filled up to multiples of 64 elements for each parameter, and more at their ends.
     assert row["weights"] == pytest.approx(estimate.part("weights").num_bytes, rel=0.02)
     assert row["gradients"] == pytest.approx(estimate.part("gradients").num_bytes, rel=0.02)

@@ -18,7 +18,7 @@ from model_configs import qwen3
 def test_stored_rates_are_those_of_the_rows():
     """Least squares would change no rate by more than a hundredth, rates of publications by five."""
     factors = fit.fitted()
-    assert len(factors) == 16 and len(fit.of_decoding()) == 10
+    assert len(factors) == 16 and len(fit.decode_equations()) == 10
     for name, factor in factors.items():
         assert factor == pytest.approx(1.0, abs=0.05 if name.startswith(("publish", "kv_scales")) else 0.011), name
 
@@ -62,7 +62,7 @@ def test_operations_are_those_of_the_ledger():
 
 def test_measured_runs_are_met():
     """How far off the arithmetic is; a change that makes it worse has to say so here."""
-    found = list(against_runs.compared())
+    found = list(against_runs.comparisons())
     errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
     assert len(errors["step"]) >= 17 and len(errors["publish"]) >= 18
     assert median(errors["step"]) < 0.02 and max(errors["step"]) < step_time.largest_step_error() == 0.06
@@ -85,7 +85,7 @@ def test_measured_runs_are_met():
 @pytest.mark.parametrize("run", ["M", "Q"])
 def test_runs_of_which_no_rate_comes_are_met(run):
     """M, 17 layers of a mixture on four GPUs, and Q, all of Qwen3-4B on one."""
-    found = [one for one in against_runs.compared() if one.run.startswith(f"ledger {run},")]
+    found = [one for one in against_runs.comparisons() if one.run.startswith(f"ledger {run},")]
     errors = {
         phase: [abs(one.error) for one in found if one.phase == phase] for phase in ("step", "update", "rollouts")
     }
@@ -97,7 +97,7 @@ def test_runs_of_which_no_rate_comes_are_met(run):
 
 def test_rollouts_of_a_whole_mixture_are_met():
     """Run U, all 48 layers on four GPUs, of which no rate of an engine comes."""
-    found = [one for one in against_runs.compared() if one.run.startswith("ledger U,")]
+    found = [one for one in against_runs.comparisons() if one.run.startswith("ledger U,")]
     assert (
         {one.phase for one in found} == {"rollouts"} and len(found) == 2 and max(abs(one.error) for one in found) < 0.05
     )
@@ -107,7 +107,7 @@ def test_the_host_takes_what_it_took_for_the_layers_of_a_mixture():
     """Run I, whose updates took the same in both precisions: kernels were launched more slowly than GPUs ran them. The rate is
     that of FP8, whose GPUs had least to do."""
     for row in (row for row in against_runs.rows("ledger") if row["run"] == "I"):
-        cfg, lengths = against_runs.of_ledger(row, against_runs.models())
+        cfg, lengths = against_runs.ledger_config(row, against_runs.models())
         seconds = median(row["phases_s"]["update"])
         of_gpus = fit.seconds_with(fit.free(fit.HOST), row, cfg, lengths).update
         assert of_gpus < 0.82 * seconds

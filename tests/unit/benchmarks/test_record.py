@@ -137,7 +137,7 @@ def test_letters_follow_each_other():
 
 def test_a_file_in_another_s_hands_is_waited_for_until_a_deadline(tmp_path):
     with record.locked(tmp_path / "a"):
-        with record.locked(tmp_path / "b"), pytest.raises(TimeoutError, match="another process has held its lock"):
+        with record.locked(tmp_path / "b"), pytest.raises(TimeoutError, match="another process has its lock"):
             with record.locked(tmp_path / "a", deadline_s=0.1):
                 pass
     with record.locked(tmp_path / "a", deadline_s=0.1):
