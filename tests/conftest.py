@@ -30,7 +30,7 @@ absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """Of Python and torch: what a test draws does not depend on the tests before it, which differ between workers."""
+    """Seed Python and torch, because other workers run other tests before this one."""
     random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ _TOGETHER = ("tests/slurm/", "tests/gpu/", "tests/multi_gpu/")  # one after the 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist, too, tests run: one after the other
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n``: the tests of a file stay in one process, for they share engines and models."""
+    """With ``-n``: tests of a file share a process, because they share engines and models."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
@@ -60,7 +60,7 @@ _BY_HAND = "tests/unit/benchmarks/"  # programs that people run by hand
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files of which `make test` runs nothing: some import vLLM, which takes each process 20 s."""
+    """Skip files without tests of `make test`, because importing vLLM takes 20 s per process."""
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     name = collection_path.relative_to(ROOT).as_posix()
@@ -69,7 +69,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """With ``--cov``: the line coverage of megatron_fp8rl, and its ten least covered packages."""
+    """With ``--cov``: line coverage of megatron_fp8rl, and its ten least covered packages."""
     if not config.getoption("cov_source", None) or config.getoption("no_cov", False):
         return
     import coverage

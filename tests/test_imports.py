@@ -72,7 +72,7 @@ def library_files() -> list[Path]:
 
 
 def imported_names(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import that runs; those for type checkers alone do not count."""
+    """(line, dotted name) of every import at run time; imports for type checkers do not count."""
     tree = ast.parse(path.read_text())
     skipped = {
         id(node)
@@ -123,7 +123,7 @@ def test_a_package_imports_only_lower_layers():
 
 
 def test_modules_import_each_other_without_cycles():
-    """Imports inside functions count; those for type checkers alone do not."""
+    """Imports inside functions count; imports for type checkers do not."""
     modules = {f"{LIBRARY}.{module_of(path)}": path for path in library_files()}
     imported = {
         module: {name if name in modules else name.rpartition(".")[0] for _, name in imported_names(path)}
@@ -157,7 +157,7 @@ def file_of(dotted: str) -> Path | None:
 
 
 def test_every_name_that_is_imported_exists_in_functions_too():
-    """Imports inside functions run late: on a GPU, or not before somebody measures."""
+    """Imports inside functions run late, for example only on a GPU."""
     wrong = []
     for path in [path for folder in OURS for path in sorted((ROOT / folder).rglob("*.py"))]:
         for line, dotted in imported_names(path):

@@ -41,7 +41,7 @@ def library_files() -> list[Path]:
 
 
 def test_no_machine_is_named():
-    """A path or host of somebody's machine works nowhere else."""
+    """Paths and hosts of one machine work nowhere else."""
     words = ["/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "pypi" + ".org", "files.python" + "hosted"]
     wrong = [
         f"{path.relative_to(ROOT)}:{number}: {word}"
@@ -131,7 +131,7 @@ def test_file_names_say_what_is_inside():
 
 
 def test_logprobs_always_say_whose():
-    """rollout_, old_, trainer_ or ref_: a bare name is how two of them get mixed up."""
+    """A bare name mixes up rollout_, old_, trainer_ and ref_ log-probabilities."""
     bare = re.compile(r"(?<![\w.])(?:log_?probs|logprobs_T)(?=\s*[:=](?!=))")
     wrong = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
@@ -168,7 +168,7 @@ def test_links_between_documents_lead_somewhere():
 
 
 def test_versions_are_named_in_one_place():
-    """An exact version outside requirements.toml is a second truth."""
+    """requirements.toml is the only place for exact versions."""
     pins = tomllib.loads((ROOT / "requirements.toml").read_text())
     assert re.fullmatch(r"3\.\d+", pins["python"])
     listed = {*pins["core"], *pins["engine"], *(r for extra in pins["extras"].values() for r in extra)}

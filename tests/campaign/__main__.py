@@ -1,9 +1,4 @@
-"""``python -m tests.campaign --minutes 30``: random faults at random moments, and runs that must be as if there were none.
-
-A run of two trainer ranks and two engines is done once undisturbed. Then it is done again and again, with a fault every
-few seconds; one that ends is started again by the same command. It survives if it comes to its end with the same
-metrics and the same rollouts, and leaves nothing behind: processes, shared memory, sockets. Prints a table.
-"""
+"""``python -m tests.campaign --minutes 30``: random faults in runs, which must match an undisturbed run."""
 
 import argparse
 import contextlib
@@ -50,7 +45,7 @@ _STEPS = {
 
 @dataclass
 class Struck:
-    """A fault, and what it cost."""
+    """A fault and its cost."""
 
     name: str
     details: str
@@ -61,8 +56,6 @@ class Struck:
 
 @dataclass
 class Trial:
-    """What happened to one run."""
-
     number: int
     struck: list[Struck] = field(default_factory=list)
     num_starts: int = 0
@@ -71,8 +64,6 @@ class Trial:
 
 
 class Campaign:
-    """The undisturbed run, and the disturbed ones."""
-
     def __init__(self, work: Path, seed: int, limit_s: float, num_faults: int):
         self.work, self.limit_s, self.faults_left = work, limit_s, num_faults
         self.rng = random.Random(seed)
@@ -97,7 +88,7 @@ class Campaign:
         self.step_s = statistics.median(json.loads(line).get("time/step/s", 0.0) for line in lines)
 
     def trial(self, number: int) -> Trial:
-        """One disturbed run, from its start to its end."""
+        """One disturbed run."""
         found, began = Trial(number), time.monotonic()
         disk = self.work / f"disk-{number}"
         with small_disk(disk) as folder:
@@ -133,7 +124,7 @@ class Campaign:
                 self._strike(found, target, name, RESTING[name])
 
     def _disturbed(self, target: Target, found: Trial, began: float) -> int | None:
-        """Start the run and disturb it; its exit status, None if it takes too long."""
+        """Start and disturb a run; its exit status, or None after the time limit."""
         environ = self._environ(target.mark) | {"FP8RL_CLOCK": str(target.clock)}
         environ["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests" / "campaign" / "clock"), str(ROOT)))
         log = self.work / f"trial-{found.number}.log"
@@ -184,7 +175,7 @@ class Campaign:
                 struck.lost_s = max(0.0, time.monotonic() - struck.at - self.step_s)
 
     def _wait_for_silence(self, target: Target) -> list[str]:
-        """The processes that do not end by themselves."""
+        """Processes that do not end by themselves."""
         end = time.monotonic() + _END_S
         while (alive := target.processes()) and time.monotonic() < end:
             time.sleep(0.2)
@@ -227,7 +218,7 @@ def last_step(folder: Path) -> int:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """What a run must have in common with the undisturbed one, by name."""
+    """The results that a run must share with the undisturbed run, by name."""
     found: dict[str, object] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -250,7 +241,7 @@ def differences(expected: dict[str, object], found: dict[str, object]) -> list[s
 
 
 def left_behind(tmp: str) -> set[str]:
-    """Shared memory, and folders of sockets in ``tmp``, that no living process uses."""
+    """Shared memory and socket folders in ``tmp`` that no running process uses."""
     found = {str(path) for path in [*Path("/dev/shm").iterdir(), *Path(tmp).glob("fp8rl-sockets-*")]}
     used = [Path("/proc/net/unix").read_text()]
     for process in Path("/proc").glob("[0-9]*"):
@@ -262,7 +253,7 @@ def left_behind(tmp: str) -> set[str]:
 
 
 def keep(folder: Path, aside: Path) -> None:
-    """Copy what tells why a run was lost."""
+    """Copy the files that explain a lost run."""
     aside.mkdir(exist_ok=True)
     for name in ("metrics.jsonl", "failure.json"):
         with contextlib.suppress(OSError):
@@ -271,7 +262,7 @@ def keep(folder: Path, aside: Path) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 400 MB, where this user may mount one; else a plain folder, which never is full."""
+    """A file system of 400 MB where this user may mount one; otherwise a folder without a limit."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(folder)]
     is_mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -283,10 +274,8 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 def table(trials: list[Trial]) -> str:
-    """Rows: a fault, how often it struck, how many runs with it survived, and seconds until a run was further than before.
-
-    The seconds of a fault include those of others that came before the run was further.
-    """
+    """Rows: a fault, its number, the surviving runs, and seconds until the run passed its last step. Faults may
+    overlap."""
     rows = []
     for name in sorted({struck.name for trial in trials for struck in trial.struck}):
         struck = [struck for trial in trials for struck in trial.struck if struck.name == name]
@@ -326,7 +315,8 @@ def main() -> int:
         print(f"run {trial.number}: {what}: {faults_told}: {outcome}\n{table(trials)}", flush=True)
     seconds, num_struck = sum(trial.seconds for trial in trials), sum(len(trial.struck) for trial in trials)
     lost = (seconds - len(trials) * campaign.undisturbed_s) / max(1, num_struck)
-    told = f"seed {given.seed}, {len(trials)} runs in {seconds / 60:.0f} min; undisturbed one takes {campaign.undisturbed_s:.0f} s"
+    told = f"seed {given.seed}, {len(trials)} runs in {seconds / 60:.0f} min"
+    told += f"; an undisturbed run takes {campaign.undisturbed_s:.0f} s"
     print(f"{told}: {lost:.1f} s lost per fault", flush=True)
     return 0 if not any(trial.losses for trial in trials) else 1
 

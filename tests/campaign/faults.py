@@ -17,7 +17,7 @@ MARK = "FP8RL_CAMPAIGN"  # environment variable of every process of a run
 
 
 class Target:
-    """A run under attack: its processes by role, its folder and its clock."""
+    """A run: its processes by role, its folder and its clock."""
 
     def __init__(self, mark: str, folder: Path, clock: Path, rng: random.Random):
         self.mark, self.folder, self.clock, self.rng = mark, folder, clock, rng
@@ -54,7 +54,7 @@ class Target:
 
 
 def _role(process: psutil.Process) -> str:
-    """launcher, trainer, engine, core (of an engine), scorer, or nothing."""
+    """launcher, trainer, engine, core (of an engine), scorer, or an empty string."""
     try:
         line, environ = " ".join(process.cmdline()), process.environ()
     except (psutil.Error, OSError):
@@ -108,7 +108,6 @@ def slow_scorer(target: Target) -> str:
 
 
 def kill_all_engines(target: Target) -> str:
-    """No replica is left."""
     found = [process for role in ("engine", "core") for process in target.of_role(role)]
     for process in found:
         with contextlib.suppress(psutil.Error):
@@ -135,7 +134,7 @@ def jump_clock(target: Target) -> str:
 
 
 def fill_disk(target: Target) -> str:
-    """No space for some seconds; only where the run's folder is a small file system of its own."""
+    """A full disk for some seconds, if the run's folder is a small file system."""
     if not os.path.ismount(target.folder.parent):
         return ""
     hog = target.folder.parent / "hog"
@@ -187,7 +186,7 @@ def cut_line(target: Target) -> str:
 
 
 def cut_rollouts(target: Target) -> str:
-    """The newest file of rollouts is cut short, if it is of a step after the newest checkpoint, which is trained again."""
+    """The newest rollout file is cut short, if its step follows the newest checkpoint and is trained again."""
     newest, saved = target.newest("rollouts/step_*.parquet"), target.newest("checkpoints/step_*")
     if newest is None or (saved is not None and int(newest.stem[5:]) <= int(saved.name[5:13])):
         return ""
@@ -197,7 +196,7 @@ def cut_rollouts(target: Target) -> str:
 
 
 def leave_rubbish(target: Target) -> str:
-    """What a killed run may leave: a partial checkpoint, a temporary file."""
+    """The files that a killed run may leave: a partial checkpoint, a temporary file."""
     partial = target.folder / "checkpoints" / ".partial_00000099"
     partial.mkdir(parents=True, exist_ok=True)
     (partial / "__0_0.distcp").write_bytes(b"half")
@@ -240,7 +239,6 @@ RESTING: dict[str, Callable[[Target], str]] = {
 
 
 def end_all(target: Target) -> None:
-    """Kill what is left of a run."""
     target.do_what_is_due(all_of_it=True)
     for process in target.processes():
         with contextlib.suppress(psutil.Error):

@@ -23,7 +23,7 @@ MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, exper
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Saves what the fused kernel of a GPU saves: rotated queries and keys, values, output, one number per head."""
+    """Saves the tensors of the fused GPU kernel: rotated queries and keys, values, output, one number per head."""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -37,7 +37,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _saved_bytes(cfg: RunConfig) -> int:
-    """Runs on a rank: bytes of all storages that one layer's graph refers to, parameters left out."""
+    """Runs on a rank: bytes of all storages in one layer's graph, without parameters."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from tests.helpers import fake_te
@@ -82,8 +82,7 @@ def _saved_bytes(cfg: RunConfig) -> int:
 @pytest.mark.parametrize("modules", [(), ("core_attn",), ("feed_forward",)], ids=["none", "core_attn", "feed_forward"])
 @pytest.mark.parametrize("model", [DENSE, replace(DENSE, qk_norm=False), MOE], ids=["dense", "no_qk_norm", "moe"])
 def test_a_layer_keeps_what_doctor_says(model, modules):
-    """In BF16, where autograd sees every tensor. Doctor leaves out statistics of norms and the rotation's tables, which
-    all layers share."""
+    """In BF16, where autograd sees every tensor. The doctor omits norm statistics and the shared rotary tables."""
     if modules == ("feed_forward",):
         modules = ("moe",) if model.is_moe else ("mlp",)
     cfg = RunConfig(

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 def code_for(path: str) -> str:
-    """The block of the page that begins with the name of the file that it belongs to."""
+    """The code block of the page that starts with the file's name."""
     blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (code,) = [code for name, code in blocks if name == path]
     return code

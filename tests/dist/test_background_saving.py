@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: they hold the moment at which they were begun, or do not count."""
+"""Checkpoints written during training: each contains the step of its start, or is not committed."""
 
 import errno
 import json
@@ -89,7 +89,7 @@ def _restores(cfg, folder):
     ids=["tp2_ep2", "dp2", "dp2_gathered_by_megatron"],
 )
 def test_a_checkpoint_holds_the_step_at_which_it_was_begun(cfg, stock, tmp_path):
-    """Weights, random numbers, and by the next two updates the optimizer's state, though two updates came in between."""
+    """Compares weights and random numbers, and the optimizer's state by two further updates."""
     before = run_ranks(2, _trains_while_writing, cfg, str(tmp_path), stock)
     after = run_ranks(2, _restores, cfg, str(tmp_path))
     for (begun, metrics), (restored, again) in zip(before, after, strict=True):
@@ -103,7 +103,7 @@ def test_a_checkpoint_holds_the_step_at_which_it_was_begun(cfg, stock, tmp_path)
 
 
 def _gathered_both_ways(cfg):
-    """On a rank: whether our gathering of optimizer state and Megatron-Core's agree, and how many numbers were compared."""
+    """On a rank: whether our gathered optimizer state equals Megatron-Core's, and the number of values."""
     from megatron_fp8rl.trainer.compat import megatron_saving
     from megatron_fp8rl.trainer.compat.megatron_saving import gathered_on_device, padded_buckets
 
@@ -174,7 +174,7 @@ def test_a_rank_killed_in_the_background_write_leaves_the_older_checkpoint(victi
 
 
 def _cannot_write(cfg, folder):
-    """On a rank: what is raised, and when, if the last rank's disk is full while it writes step 2."""
+    """On a rank: the error and its step, if the last rank's disk is full while it writes step 2."""
     policy = _build(cfg)
     checkpoint.save(folder, 1, policy, {})
     if policy.parallel.rank == 1:

@@ -34,7 +34,7 @@ BALANCED = [
 
 @pytest.mark.parametrize("layout", BALANCED, ids=["tp2_ep2_moe", "cp2_full", "dp2", "tp2_pp2_vpp2"])
 def test_balancing_loss_does_not_depend_on_the_layout(layout):
-    """It is computed in each microbatch, so the cut of the batch is held fixed: one sequence each. Padding differs."""
+    """Each microbatch has its own balancing loss, so every microbatch has one sequence. Padding differs."""
     samples = [*make_samples(3, length=21), *make_samples(2, length=26, seed=6)]
     samples = [replace(sample, name=f"sample{index}") for index, sample in enumerate(samples)]
     (expected,) = run_ranks(1, train, run_config(optim=AUX, max_tokens=32), 2, samples)
@@ -49,7 +49,7 @@ def test_balancing_loss_does_not_depend_on_the_layout(layout):
 
 
 def _balancing_gradient(cfg, samples):
-    """On a rank: (what the balancing loss adds to the router's gradient, its weight, [tokens, hidden] that it sees)."""
+    """On a rank: (gradient of the balancing loss in the router, its weight, [tokens, hidden] inputs)."""
     parallel, gradients, seen = Parallel.init(cfg.parallel, deadline_s=60), [], []
     for coefficient in (0.0, AUX.moe_aux_loss_coef):
         run = replace(cfg, optim=replace(cfg.optim, moe_aux_loss_coef=coefficient))
@@ -101,7 +101,7 @@ def _loads(cfg, embedding_range):
 
 
 def test_random_experts_of_a_wide_model_are_used_evenly_where_embeddings_are_large():
-    """What the ledger's mixtures need: with the default, layers add more than embeddings hold, alike for all tokens."""
+    """The ledger's mixtures need this: by default layers add larger values than embeddings, alike for all tokens."""
     model = replace(
         MOE,
         num_layers=2,

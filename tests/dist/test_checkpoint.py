@@ -30,7 +30,7 @@ def _build(cfg):
 
 
 def _state(policy):
-    """Weights in pieces, and everything else that a resumed run must find again."""
+    """Weights in pieces, and all other state that a resumed run restores."""
     fp8 = {
         f"{index}.{name}": buffer.clone()
         for index, model in enumerate(policy.models)
@@ -146,7 +146,7 @@ def test_delayed_scaling_state_reaches_another_layout(tmp_path):
 
 
 def _killed_while_saving(cfg, folder, moment):
-    """Save step 1, then step 2; the last rank, or the one that commits, dies by SIGKILL at a moment of the second."""
+    """Save step 1, then step 2; SIGKILL hits the last rank or the committing rank during the second save."""
     policy = _build(replace(cfg, checkpoint=replace(cfg.checkpoint, keep=1)))
     checkpoint.save(folder, 1, policy, EXTRA)
     continue_training(policy, 1)
@@ -171,7 +171,7 @@ def _killed_while_saving(cfg, folder, moment):
 
 
 def _restored_step(cfg, folder):
-    """On a rank: what is found after the kill, and that saving still works."""
+    """On a rank: the step of the checkpoint after the kill. Saving must still work."""
     policy = _build(cfg)
     step, extra = checkpoint.restore(checkpoint.latest(folder), policy)
     assert extra == EXTRA
@@ -219,7 +219,7 @@ def test_keeps_the_newest_and_knows_damage(tmp_path):
 
 
 def _flip(file) -> None:
-    """One bit of a byte in the middle, the size unchanged."""
+    """Flip a bit of a byte in the middle; the size stays."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
@@ -282,7 +282,7 @@ class _Attack:
 @pytest.mark.parametrize("place", [".metadata", "rng"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_checkpoint_that_would_run_code_is_refused_before_it_does(tmp_path, place, world_size):
-    """The attacker writes the folder, sizes and digests included."""
+    """The attacker writes the folder, including sizes and digests."""
     cfg, mark = run_config(model=DENSE, world_size=world_size), tmp_path / "attacked"
     run_ranks(world_size, _saves, cfg, str(tmp_path / "saved"), (1,))
     folder = tmp_path / "saved" / "step_00000001"

@@ -47,7 +47,7 @@ def _fits(model: ModelConfig, layout: dict) -> bool:
 
 
 def _references(folder: str) -> dict[str, list]:
-    """transformers' checkpoints and logits, and what the tools make of the checkpoints."""
+    """transformers' checkpoints and logits, and the converted checkpoints."""
     found = {}
     for kind, model in FAMILIES.items():
         found[kind] = reference_logits(model, f"{folder}/{kind}")
@@ -97,7 +97,7 @@ def _plain_load(folder: str) -> dict[str, tuple[set[str], set[str]]]:
 
 
 def test_megatron_core_finds_exactly_its_keys(references):
-    """Every tensor and object, and no more: nothing is left out or renamed, whatever a family is made of."""
+    """Every tensor and object of every family, and no others."""
     for kind, (missing, unexpected) in run_ranks(1, _plain_load, references[0])[0].items():
         assert not missing and not unexpected, kind
 

@@ -15,7 +15,7 @@ PARTS = ("params", "gradients", "optimizer")
 
 
 class FakeFleet:
-    """Notes what is done to it, and what of the policy is away at that moment."""
+    """Records calls, and the policy state that is offloaded at that moment."""
 
     def __init__(self, policy, events, fails_at=None):
         self.policy, self.events, self.fails_at = policy, events, fails_at

@@ -57,7 +57,7 @@ def test_updates_are_those_of_the_all_to_all(dispatch, layout):
 
 @pytest.mark.parametrize("dispatch", ["deepep", "hybridep"])
 def test_grouped_experts_in_fp8_take_what_arrives(dispatch):
-    """They read the tokens of each expert from the dispatcher; the sums of a token's experts round in another order."""
+    """They read each expert's tokens from the dispatcher; sums over a token's experts have another order."""
     model = replace(MOE, num_layers=2, hidden_size=128, moe_ffn_hidden_size=256)
     cfg = run_config(model=model, **LAYOUTS["ep2"])
     cfg = replace(cfg, precision=PrecisionConfig(kernels={"experts": "deep_gemm"}))

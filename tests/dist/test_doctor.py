@@ -25,8 +25,7 @@ ALL = {"kernels": {"experts": "deep_gemm", "linears": "deep_gemm"}, "bf16_last_l
 
 
 def _measure(cfg):
-    """On a rank: (pipeline rank, bytes of weights, of main gradients, of master weights and moments). Weights count where they
-    are in the memory of gradients, too, and gradients without them."""
+    """On a rank: (pipeline rank, bytes of weights, of gradients without weights inside, of masters and moments)."""
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
     continue_training(policy, 1)
     parameters = [parameter for model in policy.models for parameter in model.parameters()]

@@ -31,7 +31,7 @@ def _fitting(layout: dict) -> dict[str, ModelConfig]:
 
 
 def _checkpoint(model: ModelConfig, folder: Path) -> dict[str, torch.Tensor]:
-    """Random BF16 tensors, the router's correction bias in FP32, as the published checkpoints have them."""
+    """Random BF16 tensors, and an FP32 correction bias, as in published checkpoints."""
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(4)
@@ -46,7 +46,7 @@ def _checkpoint(model: ModelConfig, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _load_and_save(layout: dict, folder: str) -> None:
-    """On a rank: read every family that fits the layout, in the layout, and write it again. Several shards each."""
+    """On a rank: read and write every family that fits the layout, in several shards."""
     from megatron_fp8rl.weight_sync.save_hf import save_hf
 
     parallel = Parallel.init(ParallelConfig(**layout), deadline_s=60)

@@ -56,8 +56,7 @@ def _policies(layout: dict, folder: str, **options):
 
 
 def _gradients(policy) -> dict[str, tuple[int, torch.Tensor]]:
-    """This rank's pieces of gradients after one forward and backward, of parameters that no other rank shares: of
-    others the optimizer keeps a part of the sum."""
+    """This rank's gradients after one forward and backward, of parameters that only this rank has."""
     batch = policy.with_old_logprobs(make_batch(policy.cfg, policy.parallel.dp_rank))
     policy.optimizer.zero_gradients()
     Forward(policy.cfg, policy.parallel).gradients(policy.chunks, batch, make_loss(policy.cfg))
@@ -142,7 +141,7 @@ def test_gradients_and_updates_do_not_depend_on_the_layout(layout, trained):
 
 @pytest.mark.parametrize("source, target", [("one", "tp2_ep2"), ("one", "pp2"), ("pp2", "one")])
 def test_training_resumes_in_another_layout(source, target, trained, tmp_path):
-    """The first of two stages may hold no expert, and it is the one that describes the optimizer in a checkpoint."""
+    """The first of two stages may have no expert, and it describes the optimizer in a checkpoint."""
     folder, checkpoints, expected = trained
     if source != "one":
         checkpoints = str(tmp_path)

@@ -66,7 +66,7 @@ def test_updates_are_those_of_the_all_to_all(layout, precision):
 
 
 def _exchanges(world: int, num_tokens: int, num_experts: int):
-    """Runs on a rank: what the exchanges make of numbers that tell rank, token and expert apart."""
+    """Runs on a rank: results of the exchanges for values that encode rank, token and expert."""
     import torch.distributed as dist
 
     Parallel.init(ParallelConfig(world_size=world), deadline_s=60)
@@ -98,7 +98,7 @@ def test_tokens_scores_and_gradients_reach_their_ranks(world):
 
 
 def _travelling(cfg, num_updates, in_fp8):
-    """Runs on a rank: ``train``, with tokens that travel in FP8 or in BF16, and in what they came."""
+    """Runs on a rank: ``train`` with tokens sent in FP8 or BF16, and the dtype that was sent."""
     came, inner = set(), Exchange.gathered
 
     def gathered(self, x):
@@ -111,8 +111,7 @@ def _travelling(cfg, num_updates, in_fp8):
 
 
 def test_tokens_that_travel_in_fp8_are_the_same_operands():
-    """Log-probabilities to the bit, and weight gradients but for subnormal numbers: rounding to four significant bits does not
-    depend on a scale that is a power of two."""
+    """Bit-equal log-probabilities; weight gradients differ only in subnormal values, since scales are powers of two."""
     cfg = config("ep2", "blockwise", "gather")
     found, expected = run_ranks(2, _travelling, cfg, 1, True), run_ranks(2, _travelling, cfg, 1, False)
     for (got, in_fp8), (want, in_bf16) in zip(found, expected, strict=True):
@@ -125,7 +124,7 @@ def test_tokens_that_travel_in_fp8_are_the_same_operands():
 
 
 def _to_the_first_experts(cfg, num_updates):
-    """Runs on a rank: ``train``, where all tokens go to the same experts, so that the second rank has none."""
+    """Runs on a rank: ``train`` with all tokens on the same experts, so that the second rank has none."""
     inner = router.choose_experts
 
     def choose(logits, top_k, *args):

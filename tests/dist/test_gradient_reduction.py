@@ -13,8 +13,8 @@ from tests.helpers.training import DENSE, SMOOTH_ADAM, run_config
 
 
 def reduced_gradients(overlap: bool):
-    """(values in this rank's part of the sums, whether all buckets were on their way before the end); autograd knows of
-    one parameter alone."""
+    """(values in this rank's part of the sums, whether all reductions started early); autograd sees one parameter
+    only."""
     cfg = run_config(model=DENSE, params="bf16", world_size=2, optim=replace(SMOOTH_ADAM, overlap_grad_reduce=overlap))
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     (buffers,) = wrap_chunks(build_chunks(cfg, parallel), cfg.optim, cfg.precision)

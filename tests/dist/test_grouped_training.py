@@ -108,7 +108,7 @@ def _restore(cfg, folder):
 
 
 def _moments(policy) -> float:
-    """Sum of the squares of what Adam remembers on this rank, which no layout changes."""
+    """Sum of squares of Adam's moments on this rank; independent of the layout."""
     parts = policy.optimizer.megatron.chained_optimizers
     states = [state for part in parts for state in part.optimizer.state.values()]
     return sum(float(state["exp_avg"].double().square().sum()) for state in states)

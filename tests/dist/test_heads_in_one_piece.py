@@ -1,4 +1,4 @@
-"""Attention whose heads are split, normed and rotated in one piece trains as attention that does one after the other."""
+"""Attention with fused split, norm and rotation of heads trains like attention with separate steps."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from tests.helpers.training import DENSE, MOE, continue_training, run_config, we
 
 
 def in_pieces(mixed_TW, groups, norms, eps, cos, sin):
-    """What the kernel computes, by the functions that it replaces on a CPU."""
+    """The kernel's result by the functions that it replaces on a CPU."""
     width = 2 * cos.shape[-1]
     heads = mixed_TW.unflatten(1, (groups, -1, width))
     query, key, value = (part.flatten(1, 2) for part in heads.split([heads.shape[2] - 2, 1, 1], dim=2))

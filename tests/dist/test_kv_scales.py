@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def _samples() -> list[Sample]:
-    """No sample has the token that fills packs up, 0."""
+    """No sample contains token 0, which is padding."""
 
     def without_it(segment: Segment) -> Segment:
         return segment._replace(token_ids=TokenArray(np.maximum(segment.token_ids, 1)))
@@ -41,7 +41,7 @@ def _prompts() -> list[Prompt]:
 
 
 def _save_reference(folder: str) -> torch.Tensor:
-    """Save a checkpoint whose padding would have values far larger than all tokens; [layers, 3] by transformers."""
+    """Save a checkpoint whose padding has far larger values than tokens; [layers, 3] by transformers."""
     import transformers
 
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def _save_reference(folder: str) -> torch.Tensor:
 
 
 def _measure(overrides: dict, folder: str) -> dict:
-    """Runs on a rank: scales from log-probabilities, from prompts, and what an update must not change."""
+    """Runs on a rank: scales from log-probabilities, scales from prompts, and state that an update must not change."""
     cfg = run_config(model=replace(DENSE, hf_path=folder), **overrides)
     cfg = replace(cfg, engine=replace(cfg.engine, kv_cache_dtype="fp8"))
     parallel = Parallel.init(cfg.parallel, deadline_s=60)

@@ -85,7 +85,7 @@ def test_values_and_gradients(tensor, num_rows):
 
 
 def test_bf16_head_rounds_logits_once():
-    """The logits are BF16 numbers, as the engine's; everything after them is FP32."""
+    """Logits are BF16, as in the engine; all later steps are FP32."""
     hidden, weight, targets, *_ = _problem()
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     shard = HeadShard.of(num_rows=VOCAB, vocab_size=VOCAB, temperature=0.7, chunk_tokens=4, group=None)

@@ -32,7 +32,7 @@ def _grad_bytes(policy):
 
 
 def _train(cfg, folder, offload):
-    """Metrics and weights of four updates; with ``offload``, everything leaves after each and a checkpoint is saved."""
+    """Metrics and weights of four updates; with ``offload``, all state leaves after each, and a checkpoint is saved."""
     policy = _build(replace(cfg, optim=replace(cfg.optim, offload=PARTS if offload else ())))
     sizes = _grad_bytes(policy)
     metrics = []
@@ -101,7 +101,7 @@ def test_only_what_is_named_moves():
 
 
 def _with_prepared_memory(cfg):
-    """Sizes of the host memory that an update's state takes, and of what was prepared for it."""
+    """Sizes of the host memory for an update's state, and of the prepared memory."""
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     host = host_memory(cfg, parallel.device)
     host._thread.join()

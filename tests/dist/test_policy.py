@@ -55,7 +55,6 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """What one rank computes for a model, once for all layouts."""
     known = {}
 
     def get(model):
@@ -155,7 +154,7 @@ def _states_around_passes(cfg):
 
 @pytest.mark.parametrize("trainer", ["bf16", "blockwise", "delayed"])
 def test_old_logprobs_are_those_of_the_update(trainer):
-    """Without gradients and with them it is one function, and the first pass leaves delayed scaling alone."""
+    """With and without gradients; the first pass does not change delayed scaling."""
     (states, ratios, training), *_ = run_ranks(1, _states_around_passes, run_config(trainer=trainer, params="bf16"))
     assert ratios == [1.0] * 4
     assert training
@@ -196,7 +195,7 @@ def _save_random_model(model, folder):
 
 @pytest.mark.parametrize("model", [MOE, DENSE], ids=["moe", "dense"])
 def test_same_as_transformers(model, tmp_path):
-    """Old log-probabilities of packed ragged sequences, and the size of the gradient, from an outside model."""
+    """Old log-probabilities of packed ragged sequences, and the gradient norm."""
     reference = _save_random_model(model, tmp_path)
     cfg = run_config(model=model, world_size=2, tensor=2, expert=2 if model.is_moe else 1)
     batch: TrainBatch = make_batch(replace(cfg, parallel=replace(cfg.parallel, world_size=1, tensor=1, expert=1)), 0)

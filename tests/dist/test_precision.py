@@ -32,7 +32,7 @@ def _build(cfg: RunConfig):
 
 
 def _fp8_weights(cfg: RunConfig) -> set[str]:
-    """Hugging Face names of the weights whose linear multiplies in FP8, from the recipes that the modules hold."""
+    """Hugging Face names of the weights with FP8 linears, by the recipes of the modules."""
     chunks, parallel = _build(cfg)
     owners = {
         id(parameter): module
@@ -146,7 +146,7 @@ def test_amax_histories_do_not_depend_on_the_layout_or_recomputation():
 
 
 def _held_and_used(cfg: RunConfig) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(Hugging Face name, weight, what the FP8 linear really multiplies by) of this rank's q, k and v projections."""
+    """(Hugging Face name, weight, operand of the FP8 product) of this rank's q, k and v projections."""
     chunks, parallel = _build(cfg)
     identity = torch.eye(cfg.model.hidden_size, dtype=torch.bfloat16)  # exact in FP8, so the product is the weight
     layout = (parallel.tp_size, parallel.tp_rank)
@@ -170,7 +170,7 @@ def _held_and_used(cfg: RunConfig) -> list[tuple[str, torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("head_dim, kv_heads, tensor", [(128, 2, 1), (64, 2, 1), (32, 4, 1), (64, 4, 2), (96, 4, 1)])
 def test_the_trainer_multiplies_by_what_the_exporter_sends(head_dim, kv_heads, tensor):
-    """Also where heads do not fill FP8 blocks, so that q, k and v would share blocks in Megatron-Core's order."""
+    """Includes heads smaller than FP8 blocks, where q, k and v would share blocks in Megatron-Core's order."""
     model = replace(DENSE, num_attention_heads=8, head_dim=head_dim, num_key_value_heads=kv_heads)
     for pairs in run_ranks(tensor, _held_and_used, _run(model, PrecisionConfig(), world_size=tensor, tensor=tensor)):
         assert len(pairs) == 3 * model.num_layers

@@ -59,7 +59,7 @@ def _config(model, params="fp8", *, scales="pow2", overlap=False, offload=(), **
 
 
 class _StandIns:
-    """Transformer Engine's kernels and tensors on this rank, and the policies that were built with them."""
+    """Emulated Transformer Engine kernels and tensors on this rank, and policies that use them."""
 
     def __init__(self, cfg):
         from tests.helpers import fake_fp8_tensor, fake_te
@@ -76,7 +76,7 @@ class _StandIns:
 
 
 def _values(policy) -> dict[str, torch.Tensor]:
-    """What a pass multiplies by: values of FP8 weights, parameters otherwise, on this rank."""
+    """Operands of this rank's products: values of FP8 weights, otherwise parameters."""
     found = {name: None if is_fp8(p) else p.detach().clone() for name, p in policy.named_parameters()}
     for names, linear in named_linears(policy.models, policy.parallel):
         if linear.recipe is None:
@@ -97,7 +97,7 @@ def _masters(policy) -> list[torch.Tensor]:
 
 
 def _train_both(cfg, num_updates):
-    """On a rank: (metrics, values, bytes of parameters) with FP8 parameters and with BF16 ones, and what was called."""
+    """On a rank: (metrics, values, bytes of parameters) with FP8 and with BF16 parameters, and the calls."""
     from tests.helpers import fake_fp8_tensor
 
     stand_ins, runs = _StandIns(cfg), []
@@ -137,7 +137,7 @@ def test_training_does_not_change_by_a_bit(model, layout):
 
 
 def _assert_same_metrics(found, expected):
-    """All to the bit, but for the norm, which is a sum in another order."""
+    """Bit-equal, except the norm, whose sum has another order."""
     norm = "train/grad_norm/max"
     for a, b in zip(found, expected, strict=True):
         assert a[norm] == pytest.approx(b[norm], rel=1e-5)

@@ -35,8 +35,6 @@ def _config(kind: str, layout: dict[str, int], transport: str = "ipc") -> RunCon
 
 @dataclass
 class _Policy:
-    """What the exporter and save_hf ask of a policy."""
-
     cfg: RunConfig
     parallel: Parallel
     tensors: dict[str, torch.Tensor]
@@ -69,7 +67,7 @@ def _policy(cfg: RunConfig, *, is_fp8: bool) -> _Policy:
 
 
 def _publish(cfg: RunConfig, is_fp8: bool, nan: str = "") -> dict[str, torch.Tensor]:
-    """Runs on a rank: what the only engine worker holds, on rank 0."""
+    """Runs on a rank: on rank 0, the tensors of the only engine worker."""
     policy = _policy(cfg, is_fp8=is_fp8)
     if nan and policy.parallel.rank == policy.parallel.world_size - 1:
         policy.tensors[nan]._rowwise_data[3, 5] = 0xFF
@@ -93,7 +91,7 @@ CASES = [
 
 @functools.cache
 def _quantized_once(kind: str) -> dict[str, torch.Tensor]:
-    """What BF16 parameters of the same values become, from one rank."""
+    """Quantized BF16 parameters of the same values, from one rank."""
     return run_ranks(1, _publish, _config(kind, dict(world_size=1)), False)[0]
 
 
@@ -127,7 +125,6 @@ def test_parts_that_cut_blocks_are_refused_by_name():
 
 
 def _saved_pieces(cfg: RunConfig, is_fp8: bool) -> dict[str, torch.Tensor]:
-    """What save_hf writes, without the tokenizer."""
     from megatron_fp8rl.weight_sync.save_hf import plan_whole, prepare_gathers
 
     policy = _policy(cfg, is_fp8=is_fp8)

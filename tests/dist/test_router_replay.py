@@ -133,8 +133,7 @@ def test_own_experts_change_no_bit(layout):
 
 @pytest.mark.parametrize("layout", ["small_microbatches", "dp2", "tp2_cp2_ep2", "pp2_vpp2_recompute_moe"])
 def test_agreement_is_the_share_of_equal_sets(layout):
-    """Without replay: the own experts in another order agree; a wrong one does not; a token without a record counts
-    for nothing."""
+    """Without replay: order does not count, a wrong set differs, and a token without a record is ignored."""
     layout = {name: value for name, value in LAYOUTS[layout].items() if name != "optim"}
     (alone,) = run_ranks(1, _passes, _config("old"), make_samples())
     samples = _with_experts(make_samples(), {name: values[:, :, ::-1].copy() for name, values in alone[2].items()})
@@ -155,7 +154,7 @@ def test_agreement_is_the_share_of_equal_sets(layout):
 
 
 def _trained(overrides: dict) -> bool:
-    """Runs on a rank: rank 0 alone has samples; every rank builds the batches of its own, with the engine's experts."""
+    """Runs on a rank: only rank 0 has samples; every rank builds its batches with the engine's experts."""
     cfg = _config("rollout", **overrides)
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     samples = _random_experts()

@@ -12,7 +12,7 @@ from tests.helpers.training import MOE, alone, run_config
 
 
 def _routers(**router):
-    """The routers of a trainer of one rank that gathers tokens, in this process."""
+    """The routers of a single-rank trainer that gathers tokens, in this process."""
     model = replace(MOE, num_layers=2, hidden_size=128, moe_ffn_hidden_size=256, router=RouterConfig(**router))
     cfg = run_config(model=model)
     cfg = replace(

@@ -31,7 +31,7 @@ def _second_hangs() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded():
-    """The first ranks of a session wait for the imports of the server process: not in what is timed here."""
+    """The first ranks of a session wait for the server's imports; the timing excludes them."""
     run_ranks(1, _sum_of_ranks, 0)
 
 

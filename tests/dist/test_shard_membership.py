@@ -34,7 +34,7 @@ class Changing(Fleet):
 
 
 def publish_through_changes(cfg: RunConfig):
-    """Runs on a rank: on rank 0 the reports, the calls to three replicas, and what they hold at last."""
+    """Runs on a rank: on rank 0 the reports, the calls to three replicas, and their final weights."""
     policy = build(cfg)
     members = [Member(cfg) for _ in range(3)]
     fleet = Changing(members[:2])

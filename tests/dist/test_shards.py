@@ -64,7 +64,7 @@ def exporter_of(cfg: RunConfig):
 
 
 def publish_shards(cfg: RunConfig) -> tuple[PublishReport, list[list[dict[str, torch.Tensor]]], list[str]]:
-    """Runs on a rank: (report, what each worker of each replica holds, calls that the first replica saw)."""
+    """Runs on a rank: (report, tensors of each worker of each replica, calls to the first replica)."""
     exporter, _, replicas = exporter_of(cfg)
     exporter.publish(1)
     report = exporter.publish(2)
@@ -73,7 +73,7 @@ def publish_shards(cfg: RunConfig) -> tuple[PublishReport, list[list[dict[str, t
 
 
 def build_alone(kind: str):
-    """Runs on the only rank: what the policy has to become on the wire, and the report of publishing it."""
+    """Runs on a single rank: the expected wire tensors, and the report of publishing them."""
     cfg = shard_config(kind, "ipc", dict(world_size=1), dict(tensor=config(kind, {}).engine.tensor))
     exporter, policy, _ = exporter_of(cfg)
     exporter.publish(1)
@@ -120,7 +120,7 @@ def test_every_worker_holds_its_slices_of_the_quantized_whole(kind, transport, l
 
 
 def publish_with_a_clock(cfg: RunConfig, is_stuck: bool):
-    """Runs on a rank: (what was made while the engines were paused, the error of publishing, calls)."""
+    """Runs on a rank: (preparations during the engines' pause, error of the publication, calls)."""
     exporter, _, replicas = exporter_of(cfg)
     made, calls = [], replicas[0].calls
 
@@ -163,7 +163,7 @@ def test_an_engine_whose_kernels_cannot_be_written_is_not_paused():
 
 
 def publish_to_spare_memory(cfg: RunConfig):
-    """Runs on a rank: (what the workers hold after an update, calls, the weights after it)."""
+    """Runs on a rank: (workers' tensors after an update, calls, weights after it)."""
     exporter, policy, replicas = exporter_of(cfg)
     for version in (1, 2, 3, 4):
         if version == 4:
@@ -185,7 +185,7 @@ def test_weights_arrive_in_spare_memory_before_the_pause(transport):
 
 
 def train_and_publish(cfg: RunConfig):
-    """Runs on a rank: (what the workers hold after an update, checksums before and after it, the weights after it)."""
+    """Runs on a rank: (workers' tensors after an update, checksums before and after it, weights after it)."""
     exporter, policy, replicas = exporter_of(cfg)
     first = exporter.publish(1).checksum
     continue_training(policy, 1)
@@ -203,7 +203,7 @@ def test_a_publication_carries_the_current_parameters():
 
 
 def fail_shards(cfg: RunConfig, failure: str):
-    """Runs on a rank: (type and text of the error that publish raised, seconds)."""
+    """Runs on a rank: (type and text of the publication's error, seconds)."""
     exporter, policy, replicas = exporter_of(cfg)
     rank = policy.parallel.rank
     exporter.publish(1)

@@ -62,7 +62,7 @@ def _shared(policy) -> set[str]:
 
 
 def _require_all_that_are_copied(policy) -> None:
-    """The weights that share memory are those of FP8 linears on DeepGEMM, and no others."""
+    """Exactly the weights of FP8 linears on DeepGEMM share memory."""
     cfg, shared = policy.cfg, _shared(policy)
     table = LayerTable.build(cfg.model, cfg.precision)
     for name, parameter in policy.named_parameters():
@@ -164,7 +164,7 @@ def test_weights_are_never_read_from_gradients(layout):
 
 
 def _in_any_order(cfg):
-    """Gradients leave without the weights that are in their memory, and parts come and go in any order."""
+    """Gradients leave without the weights in their memory; parts move in any order."""
     policy = _policy(cfg)
     before = weight_pieces(policy)
     (dense,), (experts,) = policy.chunks[0].buffers, policy.chunks[0].expert_parallel_buffers

@@ -31,7 +31,7 @@ MODELS = {"dense": replace(DENSE, hidden_size=128, head_dim=32), "moe": MOE}
 
 
 def _te_linear():
-    """The module as it was imported last: its package remembers the one before."""
+    """The module of the last import; its package keeps the earlier one."""
     return importlib.import_module("megatron_fp8rl.trainer.model.linear_te")
 
 
@@ -50,7 +50,7 @@ def _weights_in_bf16(patch) -> None:
 
 
 class _Bf16:
-    """A weight as it is, in the place of one that is quantized."""
+    """A weight without quantization."""
 
     def __init__(self, weight):
         self.product_values = lambda by_rows: weight.detach().float()
@@ -97,8 +97,7 @@ def _limit(name: str) -> float:
 
 
 def _updates(parallel, kind: str, name: str, change=None, expected=None) -> list[dict[str, float]]:
-    """On a rank: by product, the least decibels of any linear in two updates on the stand-in, which ``change`` may have
-    made wrong."""
+    """On a rank: by product, the least decibels of any linear in two updates. ``change`` may insert a mistake."""
     from tests.helpers import fake_te, products
 
     cfg = run_config(model=MODELS[kind], optim=OptimConfig(lr=2e-2, eps=1e-2), max_tokens=48)
@@ -115,7 +114,7 @@ def _updates(parallel, kind: str, name: str, change=None, expected=None) -> list
 
 
 def _everything() -> tuple[dict, dict, dict]:
-    """On a rank: sound recipes, recipes where another one was expected, and mistakes."""
+    """On a rank: correct recipes, recipes that differ from the expected one, and mistakes."""
     parallel = Parallel.init(run_config().parallel, deadline_s=60)
     sound = {
         (kind, name): _updates(parallel, kind, name)

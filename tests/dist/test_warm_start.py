@@ -62,7 +62,7 @@ def _warm_start(cfg: RunConfig, dies: bool) -> str:
     ],
 )
 def test_a_run_that_can_work_has_a_warm_start_that_can(precision):
-    """Kernels that a run names for FP8 are none for its warm start, which is in BF16."""
+    """The warm start is in BF16, so FP8 kernels of the run do not apply to it."""
     hopper = Hardware("hopper")
     cfg = replace(grpo_qwen3_30b_a3b(), precision=precision)
     assert not refusals(cfg, hopper, "trainer")

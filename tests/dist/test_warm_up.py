@@ -24,7 +24,7 @@ LAYOUTS = {
 
 
 def _warm(cfg):
-    """Runs on a rank: what ``train`` has after a pass before it, and what the pass left behind."""
+    """Runs on a rank: results of ``train`` after a warm-up pass, and the state that the pass left."""
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     calls, inner = [], policy.accumulate_gradients

@@ -13,7 +13,7 @@ from tests.tolerances import LAYOUT_WEIGHTS
 
 
 def _weighing_in_sums(cfg, num_updates):
-    """Runs on a rank: ``train`` with the choice that follows from ``precision.kernels.engine_experts = deep_gemm`` on a GPU."""
+    """Runs on a rank: ``train`` as with ``precision.kernels.engine_experts = deep_gemm`` on a GPU."""
     calls, choose, add = [], build.choose, combine._sum
 
     def in_sums(*args):

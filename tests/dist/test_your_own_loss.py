@@ -25,7 +25,7 @@ OWN = AlgoConfig(
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where my_loss.py lies: on the Python path of this process and of those that it starts."""
+    """The folder of my_loss.py, on the Python path of this process and its children."""
     name, code = re.search(r"```python\n# (my_loss\.py)\n(.*?)```", PAGE, re.DOTALL).groups()
     (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def learn(folder: str, algo: AlgoConfig, world_size: int) -> list[dict[str, float]]:
-    """On a rank: metrics of updates with the loss of the configuration, on samples with advantages of its function."""
+    """On a rank: metrics of updates with the configured loss and advantages."""
     import sys
 
     sys.path.insert(0, folder)
@@ -75,7 +75,8 @@ def test_a_loss_that_is_nan_names_the_field(folder):
     (folder / "my_loss.py").write_text(code)
     with pytest.raises(
         RankError,
-        match=r"the loss is nan; the update was not applied.*\n.*sample(.*\n)+Check the function of --algo.loss = 'my_loss:broken'",
+        match=r"the loss is nan; the update was not applied.*\n.*sample(.*\n)+"
+        "Check the function of --algo.loss = 'my_loss:broken'",
     ):
         run_ranks(
             1,

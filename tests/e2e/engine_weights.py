@@ -41,7 +41,6 @@ def recorded(completion: Completion) -> np.ndarray:
 
 
 def write_hf_dir(cfg: RunConfig, path: Path) -> Path:
-    """config.json and tokenizer: all that an engine reads."""
     character_tokenizer().save_pretrained(path)
     (path / "config.json").write_text(json.dumps(to_hf_config(cfg.model)))
     return path
@@ -60,14 +59,13 @@ def random_weights(cfg: RunConfig, seed: int) -> dict[str, Tensor]:
 
 
 def policy_of(cfg: RunConfig, tensors: Mapping[str, Tensor]) -> SimpleNamespace:
-    """What the exporter needs of a policy, on one rank. Its parameters are copies."""
+    """A single-rank policy for the exporter, with copies of the weights."""
     parameters = {n: registry.from_hf(n, tensors.__getitem__, cfg.model).clone() for n in registry.weights(cfg.model)}
     parallel = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     return SimpleNamespace(cfg=cfg, parallel=parallel, named_tensors=lambda: iter(parameters.items()))
 
 
 def publish(fleet: Fleet, weights: dict[str, Tensor], version: int) -> None:
-    """Put ``weights`` into every engine of the fleet as policy ``version``."""
     exporter = WeightExporter(policy_of(fleet.cfg, weights), fleet, fleet.cfg)
     try:
         exporter.publish(version)
@@ -82,7 +80,8 @@ class Reference:
         self.cfg = cfg
         self._table = LayerTable.build(cfg.model, cfg.precision)
         self._weights = weights
-        # By layer, of the last call: the reference's own choice [tokens, top_k], and the router logits that it chose by.
+        # By layer, of the last call: the reference's own choice [tokens, top_k], and the router logits that it chose
+        # by.
         self.own_experts: list[Tensor] = []
         self.router_logits: list[Tensor] = []
         config = Qwen3MoeConfig(**to_hf_config(cfg.model))
@@ -121,7 +120,7 @@ class Reference:
         return blockwise.linear(x, *blockwise.quantize_weight(weight, scales), scales)
 
     def _route(self, layer: int, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The engine's experts with this model's weights for them: near ties flip by the last bit of a router logit."""
+        """The engine's experts with this model's weights: a last bit of a router logit decides near ties."""
         logits = F.linear(x, weight)
         probabilities = logits.float().softmax(-1)
         replayed = self._replayed[:, layer]

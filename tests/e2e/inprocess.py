@@ -1,7 +1,7 @@
 """vLLM engines inside test processes: forked from one process that has imported vLLM, which takes 12 s, once.
 
-An engine here is vLLM's own LLM in the calling process, configured by ``rollout/vllm_args.py``, with a client that has the
-methods of ``EngineClient``; what is left out is HTTP.
+An engine here is vLLM's own LLM in the calling process, configured by ``rollout/vllm_args.py``, with a client that has
+the methods of ``EngineClient``; what is left out is HTTP.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PROMPTS = [list(range(3, 3 + n)) for n in (5, 17, 40)]
 
 
 def call(function: Callable[..., Any], *args: Any, timeout_s: float = 500.0) -> Any:
-    """Result of a module-level function, run in a process of its own that may build engines."""
+    """Result of a module-level function in a new process that may build engines."""
     return _host().call(function, args, timeout_s)
 
 
@@ -131,7 +131,7 @@ def random_weights(cfg: RunConfig, seed: int) -> dict[str, Tensor]:
 
 
 def write_checkpoint(cfg: RunConfig, tensors: Mapping[str, Tensor], folder: Path) -> Path:
-    """The FP8 checkpoint of ``tensors`` as any producer of FP8 checkpoints writes it, straight from the layer table."""
+    """The FP8 checkpoint of ``tensors`` as other producers write it, from the layer table."""
     from safetensors.torch import save_file
 
     from megatron_fp8rl.rollout.vllm_args import quantization_config
@@ -151,7 +151,7 @@ def write_checkpoint(cfg: RunConfig, tensors: Mapping[str, Tensor], folder: Path
 
 
 def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
-    """An engine as the fleet starts it (``dummy``), or one that loads the checkpoint in ``folder`` (``auto``)."""
+    """An engine as in a fleet (``dummy``), or one that loads the checkpoint in ``folder`` (``auto``)."""
     from vllm import LLM
 
     from megatron_fp8rl.rollout.vllm_args import engine_arguments
@@ -226,8 +226,6 @@ class Client:
 
 
 class InProcessFleet:
-    """A fleet of engines in this process."""
-
     def __init__(self, *engines: Any):
         self.clients = tuple(Client(llm) for llm in engines)
 
@@ -242,13 +240,13 @@ class InProcessFleet:
 
 
 def set_weights(policy: SimpleNamespace, tensors: Mapping[str, Tensor]) -> None:
-    """What an optimizer step does: new values in the same parameters."""
+    """Write new values into the same parameters, as an optimizer step does."""
     for name, parameter in policy.named_tensors():
         parameter.copy_(names.from_hf(name, tensors.__getitem__, policy.cfg.model))
 
 
 def free_engines() -> None:
-    """After the last reference to an engine is gone: make room for another."""
+    """Free memory for another engine, after the last reference to an engine is gone."""
     import gc
 
     from vllm.distributed import cleanup_dist_env_and_memory

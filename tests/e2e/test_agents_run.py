@@ -64,8 +64,7 @@ def test_two_turns_are_trained_exactly(tmp_path):
 
 
 def test_sessions_go_on_over_publications_and_a_restart(tmp_path):
-    """An asynchronous run on two data-parallel ranks, stopped and started again: tools that take longer than a step keep
-    sessions open over publications, and every step is trained once."""
+    """Asynchronous, two data-parallel ranks, one restart: slow tools keep sessions open; every step is trained once."""
     agent = tmp_path / "slow.py"
     agent.write_text(SLOW_AGENT)
     run_dir = tmp_path / "run"

@@ -21,7 +21,7 @@ def assert_same(found, expected) -> None:
 
 
 def weights(shape: tuple[int, int], seed: int) -> torch.Tensor:
-    """BF16 with blocks of all sizes, from below vLLM's least magnitude up; some block maxima on edges of the grid."""
+    """BF16 with blocks of all magnitudes, from below vLLM's least one; some block maxima on edges of the grid."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp2(torch.randint(-12, 3, shape, generator=generator).float())

@@ -39,7 +39,7 @@ def test_linear(scales):
 
 
 def moe_layer(**weights: Tensor) -> nn.Module:
-    """What the methods read of vLLM's RoutedExperts."""
+    """The attributes of vLLM's RoutedExperts that the methods read."""
     layer = nn.Module()
     for name, tensor in weights.items():
         setattr(layer, name, parameter(tensor))
@@ -54,7 +54,8 @@ def mixture(x: Tensor, logits: Tensor, multiply) -> tuple[Tensor, Tensor]:
     """(output, expert ids), expert by expert and in float32 where the kernels promise it.
 
     An expert's tokens are multiplied at once, as the kernels do: a BLAS adds the terms of a single row in another order
-    than those of several, which moves a BF16 number by its last place here and there, and that an FP8 number by its own.
+    than those of several, which moves a BF16 number by its last place here and there, and that an FP8 number by its
+    own.
     """
     probabilities, ids = logits.float().softmax(-1).topk(TOP_K)
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)

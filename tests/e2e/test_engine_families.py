@@ -41,7 +41,7 @@ def random_weights(model: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 def update_and_score(family: str, rollout: str, folder: Path) -> dict:
-    """Publish random weights to an engine, which proves that it holds them; its log-probabilities after that."""
+    """Publish random weights to an engine, which verifies them; its log-probabilities after that."""
     precision = PrecisionConfig(trainer="bf16", rollout=rollout)
     weight_sync = WeightSyncConfig(bucket_bytes=100_000)
     cfg = RunConfig(name=family, model=MODELS[family], precision=precision, weight_sync=weight_sync)

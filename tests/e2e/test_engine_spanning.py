@@ -31,7 +31,7 @@ WIDE = {"data": 2, "expert": 2}  # attention twice, and each expert on one of th
 def start_part(
     rank: int, before: list[str], interface: str, port: int, run_dir: Path, layout: dict[str, int]
 ) -> subprocess.Popen[bytes]:
-    """What the agent of one node does."""
+    """Start one node's part, as its agent does."""
     environment = {key: value for key, value in os.environ.items() if rank == 0 or key != "LAUNCH_ADDRESS"}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": interface}
     command = [

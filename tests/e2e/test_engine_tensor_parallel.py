@@ -26,7 +26,7 @@ def processes_of_group(group: int) -> list[str]:
 
 
 def processes_left(group: int, deadline_s: float = 120.0) -> list[str]:
-    """Those that are still there after a while: a killed process has its memory to give back before it is gone."""
+    """Processes that still run after a while: a killed process first frees its memory."""
     end_s = time.monotonic() + deadline_s
     while (found := processes_of_group(group)) and time.monotonic() < end_s:
         time.sleep(0.1)

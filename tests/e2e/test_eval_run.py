@@ -24,7 +24,7 @@ def run(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has only been warmed up, in a folder with a blank in its name."""
+    """A run with a warm start only, in a folder with a blank in its name."""
     folder = tmp_path_factory.mktemp("runs") / "brief run"
     run(
         "megatron_fp8rl",

@@ -40,7 +40,7 @@ def generate(fleet: Fleet, prompt: list[int], num_completions: int, seed: int, *
 
 
 def let_it_sample(fleet: Fleet) -> None:
-    """Return when completions that were asked for before are being sampled: a later one has its tokens by then."""
+    """Return when earlier requests are being sampled."""
     generate(fleet, PROMPT[:3], 1, seed=0, max_tokens=4)
 
 
@@ -153,7 +153,7 @@ def test_stop_string_ends_a_completion(fleet, client):
 
 
 def test_an_update_in_the_middle_shows_in_the_spans(fleet, client, weights):
-    """Tokens before the pause have the log-probabilities of the old weights, those after it of the new."""
+    """Log-probabilities before the pause are of the old weights, later ones of the new weights."""
     new_weights = random_weights(fleet.cfg, seed=2)
     how = replace(client.sampling, stop_token_ids=(), max_tokens=400)
     published = threading.Event()

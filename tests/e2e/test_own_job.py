@@ -49,7 +49,6 @@ def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _rows(run_dir: Path) -> dict[int, list[int]]:
-    """The rows of each step."""
     return {
         step: [group.prompt.metadata["row"] for group in groups] for step, groups in read_steps(run_dir / "rollouts")
     }

@@ -32,7 +32,7 @@ _OPENED = re.compile(r"(\d+)<((?:\\x[0-9a-f]{2})*)>")
 
 @dataclass(eq=False)
 class Node:
-    """A file or a folder, as the kernel has it and as the disk surely has it."""
+    """A file or folder: its state in the kernel, and its guaranteed state on disk."""
 
     data: bytearray | None = None  # None: a folder
     synced: bytes = b""
@@ -157,7 +157,7 @@ def calls_of(trace: Path) -> Iterator[tuple[str, str, int, str]]:
 
 
 def problems(folder: Path, acknowledged: int) -> list[str]:
-    """What is damaged under a final name, and steps that were saved and are lost."""
+    """Damaged files under final names, and lost steps that had been saved."""
     found, steps = [], [0]
     for path in complete(folder / "checkpoints"):
         wrong = missing_part(path) or damaged_files(path, 0, 1)

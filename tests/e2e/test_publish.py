@@ -28,7 +28,7 @@ def sample(fleet: Fleet):
 
 
 def test_publications_over_http(fleet):
-    """Two policies in turn: each is verified, sampled from under its own version, and reproduced when it comes again."""
+    """Two policies alternate: each is verified, sampled under its version, and reproduced later."""
     cfg = replace(fleet.cfg, weight_sync=replace(fleet.cfg.weight_sync, bucket_bytes=1 << 20))
     weights = [random_weights(cfg, seed) for seed in (1, 2)]
     policy = policy_of(cfg, weights[0])
@@ -61,7 +61,7 @@ class KillingTransport(GlooTransport):
 
 
 def test_an_engine_killed_in_the_middle_is_named(engine_cfg, tmp_path, monkeypatch):
-    """Gloo, which has two ways to notice, the messages and the request; the deadline would be 150 s."""
+    """Gloo notices by its messages or by the request; the deadline is 150 s."""
     weight_sync = replace(engine_cfg.weight_sync, transport="gloo", bucket_bytes=200_000)
     engine = replace(engine_cfg.engine, max_replica_restarts=0)
     cfg = replace(engine_cfg, weight_sync=weight_sync, engine=engine)

@@ -1,4 +1,4 @@
-"""A trainer rank that is killed in the middle of a publication: nobody samples from half of it, and the run goes on as if."""
+"""A trainer rank is killed in a publication: no engine samples from partial weights, and the run continues."""
 
 import json
 import os

@@ -33,7 +33,7 @@ _OUTSIDE, _INSIDE = (f"10.97.{os.getpid() % 256}.{host}" for host in (1, 2))  # 
 
 
 def remote_cfg() -> RunConfig:
-    """What the replica's command line names; the test's overrides are words."""
+    """The configuration of the replica's command line."""
     cfg = tiny_qwen3_moe()
     engine = replace(cfg.engine, placement="remote", kv_cache_bytes=16 << 20, deadline_scale=DEADLINE_SCALE)
     weight_sync = replace(cfg.weight_sync, transport="auto")
@@ -51,7 +51,7 @@ def words() -> list[str]:
 
 @pytest.fixture(scope="module")
 def other_host() -> Iterator[list[str]]:
-    """Words before a command that run it under another address, without a route outward; none without the rights."""
+    """Command prefix for another address without a route outward; empty without the rights."""
     name = f"fp8rl{os.getpid()}"
     if os.geteuid() != 0 or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", name]).returncode:
         yield []
@@ -76,7 +76,7 @@ def other_host() -> Iterator[list[str]]:
 
 
 def start_replica(before: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
-    """What an agent does; the shell in between is a parent that can be killed."""
+    """Start a replica as an agent does, below a shell that can be killed."""
     environment = {key: value for key, value in os.environ.items() if key != "LAUNCH_ADDRESS"}
     environment |= {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

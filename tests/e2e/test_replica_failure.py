@@ -40,7 +40,6 @@ class DigitShare:
 
 @pytest.fixture(scope="module")
 def pair(engine_cfg: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Two replicas."""
     engine = replace(
         engine_cfg.engine, num_replicas=2, kv_cache_bytes=16 << 20, max_replica_restarts=7, record_routed_experts=False
     )
@@ -62,12 +61,12 @@ def kill(fleet: Fleet, *indices: int) -> None:
 
 
 def stop(fleet: Fleet, *indices: int) -> None:
-    """The replicas hang: their processes are there and do nothing."""
+    """Let the replicas hang: SIGSTOP."""
     signal_replicas(fleet, signal.SIGSTOP, *indices)
 
 
 def kill_while_asked(fleet: Fleet, *indices: int) -> None:
-    """Kill replicas once each has been asked for completions. They are stopped first, so that none can be answered."""
+    """Kill replicas during requests. They are stopped first, so that no request is answered."""
     asked = [client for client in fleet.clients if client.name in {f"rollout-{i}" for i in indices}]
     stop(fleet, *indices)
 
@@ -86,7 +85,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 
 def curve(fleet: Fleet, accidents: dict[str, Callable[[], None]]) -> list[list]:
-    """Per step (name, reward, tokens, log-probabilities) of all rollouts, with other weights at every step."""
+    """Per step (name, reward, tokens, log-probabilities) of all rollouts; weights differ at every step."""
     cfg = fleet.cfg
     policy = policy_of(cfg, random_weights(cfg, 0))
     exporter = WeightExporter(policy, fleet, cfg)
@@ -192,7 +191,7 @@ def test_a_replica_that_dies_in_the_middle_of_a_publication_costs_a_repetition(p
 
 @pytest.mark.long
 def test_a_run_in_which_replicas_hang_is_the_run_in_which_none_does(pair: Fleet, caplog):
-    """In the middle of rollouts, and while weights are published: what hangs is killed, named and replaced."""
+    """During rollouts and publications: hanging replicas are killed, named and replaced."""
 
     expected = curve(pair, {})
     wait_for(lambda: len(pair.clients) + len(pair._joining) == 2)

@@ -60,13 +60,12 @@ def _lines(run_dir: Path, name: str = "metrics.jsonl") -> dict[int, dict]:
 
 
 def _sampled(run_dir: Path, step: int) -> list[tuple[int, ...]]:
-    """The completions of a recorded step."""
     groups = dict(read_steps(run_dir / "rollouts"))[step]
     return [rollout.completions[0].token_ids for group in groups for rollout in group.rollouts]
 
 
 def tiny_num_parameters() -> int:
-    """By hand: embedding and head, final norm, and two layers of attention, norms, router and eight experts."""
+    """Embedding and head, final norm, and two layers of attention, norms, router and eight experts."""
     attention = 128 * (4 + 2 + 2) * 128 + 4 * 128 * 128
     experts = 8 * 3 * 128 * 256
     return 2 * 128 * 128 + 128 + 2 * (attention + 2 * 128 + 2 * 128 + 8 * 128 + experts)
@@ -114,7 +113,7 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
     ids=["one rank", "experts on two ranks", "two stages", "sums of two ranks", "engine of two ranks"],
 )
 def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path: Path, layout: dict):
-    """Without a pass for old log-probabilities; the second update of a step is not on-policy, and not measured."""
+    """Without a pass for old log-probabilities. The second update of a step is off-policy and is not measured."""
     more = {"precision__exact": "True", "algo__updates_per_step": "2", "warm_start__steps": "5", "num_steps": "2"}
     status, output = _finish(_start("train", "tiny_qwen3_moe", tmp_path, **more, **layout))
     assert status == 0, output[-3000:]
@@ -214,7 +213,7 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_a_report(finished_run: P
 
 @pytest.mark.long
 def test_engines_and_trainer_in_turns_change_nothing(finished_run: Path, tmp_path: Path):
-    """Every call of a sleeping engine, in a real run: on a CPU memory stays, and vLLM's states are those of a GPU."""
+    """Every call of a sleeping engine in a real run: on a CPU memory stays, but vLLM's states are those of a GPU."""
     run_dir = tmp_path / "turns"
     turns = {"engine__sleep_level": "2", "optim__offload": ("params", "gradients", "optimizer")}
     process = _start("rl", "tiny_qwen3_moe", run_dir, model__hf_path=str(finished_run / "warm_start" / "hf"), **turns)

@@ -42,7 +42,7 @@ def with_spare(cfg: RunConfig, where: str, transport: str) -> RunConfig:
 
 @pytest.fixture(params=["ipc", "gloo"])
 def slow(request, monkeypatch):
-    """The trainer's end of a transport that takes its time, and can do harm; the engine's end is the real one."""
+    """The trainer's end of a slow transport that can fail; the engine's end is the real one."""
     kind = request.param
 
     class Slow(choose.TRANSPORTS[kind]):
@@ -63,7 +63,7 @@ def slow(request, monkeypatch):
 
 
 async def sampling(fleet: Fleet, published: threading.Event) -> list[Completion]:
-    """Completions of requests that follow one another until the weights are there, however fast the engine is."""
+    """Completions of successive requests until the weights arrive."""
     client = fleet.clients[0]
 
     async def one_after_another(num_tokens: int) -> list[Completion]:

@@ -23,8 +23,6 @@ BRIEF = tuple(
 
 
 class Alone:
-    """A trainer of one rank."""
-
     rank, world_size = 0, 1
 
     def barrier(self, name: str) -> None:
@@ -59,7 +57,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def _processes(mark: str) -> dict[int, str]:
-    """Command lines of what a run has started, by process."""
+    """Command lines of a run's descendants, by process."""
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-WORDS = "study tiny_qwen3_moe --seeds 1 --arms fp8/fp8 exact --corrected_only --at_once 2 --num_steps 2 --warm_start.steps 20"
+ARGS = "study tiny_qwen3_moe --seeds 1 --arms fp8/fp8 exact --corrected_only --at_once 2"
+ARGS += " --num_steps 2 --warm_start.steps 20"
 
 
 def test_a_study_runs_from_its_warm_start_to_its_plot(tmp_path):
-    command = [sys.executable, "-m", "megatron_fp8rl", *WORDS.split(), "--observe.display", "plain"]
+    command = [sys.executable, "-m", "megatron_fp8rl", *ARGS.split(), "--observe.display", "plain"]
     environ = os.environ | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",

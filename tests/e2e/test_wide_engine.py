@@ -43,8 +43,8 @@ def test_two_data_parallel_ranks_with_two_expert_parallel_ranks(engine_cfg, tmp_
             assert experts[0] and experts[1] and not experts[0] & experts[1], "whole experts, each on one rank"
             shared = first.keys() & second.keys()
             assert shared and all(first[name] == second[name] for name in shared), "attention is on both"
-            # Routes are not recorded here, and near ties choose another expert, which costs a token about 1: most tokens
-            # agree with the policy that was published, and few with the other one.
+            # Routes are not recorded here, and near ties choose another expert, which costs a token about 1: most
+            # tokens agree with the policy that was published, and few with the other one.
             references = [Reference(cfg, policy_weights) for policy_weights in (held, weights[version % 2])]
             found: list[list[torch.Tensor]] = [[], []]
             for i, completions in enumerate(fleet.sync(ask(), 200.0)):

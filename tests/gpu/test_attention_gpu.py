@@ -53,7 +53,7 @@ def _decibels(actual: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_output_and_gradients(heads, cp_size):
-    """All context-parallel ranks one after another: what they gather is put together here."""
+    """Runs all context-parallel ranks one after another and joins their keys and values."""
     lengths = LENGTHS if cp_size == 1 else ALIGNED
     query, key, value, grad = _tensors(HEADS[heads], sum(lengths))
     scale = query.shape[-1] ** -0.5
@@ -119,7 +119,7 @@ def test_the_layer_is_that_of_a_cpu_and_sees_the_same_magnitudes():
 
 
 def test_a_layer_does_not_wait_for_the_device():
-    """The first layer of a microbatch copies its plan; those behind it read back nothing, nor does backward."""
+    """Only the first layer of a microbatch copies its plan; later layers and backward do not synchronize."""
     *inputs, _ = _tensors(HEADS["gqa128"], sum(LENGTHS))
     inputs = [x.requires_grad_() for x in inputs]
     layer, packed = _layer(128), _packed(LENGTHS, "cuda", torch.ones(sum(LENGTHS), dtype=torch.bool))

@@ -72,9 +72,9 @@ def _play(cfg, folder) -> list[str]:
             named = time.perf_counter() - began
             assert saver._open is None and checkpoint.latest(folder).name == f"step_{step:08d}"
             lines.append(
-                f"in the background: the step waits {copied:.2f} s for the copy and {named:.2f} s for the name; written "
-                f"after {written:.2f} s beside {len(beside)} updates of {min(beside):.3f} to {max(beside):.3f} s, "
-                f"undisturbed {undisturbed:.3f} s"
+                f"in the background: the step waits {copied:.2f} s for the copy and {named:.2f} s for the name; "
+                f"written after {written:.2f} s beside {len(beside)} updates of {min(beside):.3f} to "
+                f"{max(beside):.3f} s, undisturbed {undisturbed:.3f} s"
             )
     assert not all(torch.equal(a, b) for a, b in zip(state, _state(policy), strict=True)), "nothing was trained"
     checkpoint.restore(checkpoint.latest(folder), policy)

@@ -118,10 +118,8 @@ def engines_layer(x, logits, w1_ENK, w2_ENK, top_k, expert_map=None):
 
 
 def trainers_layer(x, logits, module, top_k, *, applies_router_weights, num_parts=1):
-    """Router, dispatcher and experts of the trainer on one rank: (sums [T, H], weights [T, E]).
-
-    ``applies_router_weights``: each expert weights its outputs; otherwise they are weighted in the sum, as the engine does.
-    """
+    """Router, dispatcher and experts of one trainer rank: (sums [T, H], weights [T, E]). With
+    ``applies_router_weights`` each expert weights its outputs; otherwise the sum does, as in the engine."""
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
     from megatron_fp8rl.config import RouterConfig

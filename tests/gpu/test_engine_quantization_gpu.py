@@ -1,4 +1,4 @@
-"""vLLM's fused operators with our kernels: the bytes and scales of the definition, and the time of a decode step's rows.
+"""vLLM's fused operators with our kernels: bytes and scales, and the time for the rows of a decode step.
 
 Run with -s for times.
 """
@@ -22,7 +22,7 @@ def _outputs(num_rows: int, num_columns: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _milliseconds(call) -> float:
-    """Of one of 50 calls in a captured graph, as in a decode step."""
+    """Milliseconds of one of 50 calls in a captured graph, as in a decode step."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -39,7 +39,7 @@ def _milliseconds(call) -> float:
 
 
 def _play() -> dict[str, float]:
-    """Runs in a process of its own, whose operators stay replaced: figures by name, "theirs" before and "ours" after."""
+    """Runs in a new process, whose operators stay replaced: figures by name, "theirs" before and "ours" after."""
     from vllm import _custom_ops as _operators  # noqa: F401  loads vLLM's kernels
 
     from megatron_fp8rl.rollout.vllm_plugin import patches

@@ -1,4 +1,4 @@
-"""Experts that read gathered tokens by index, on one Hopper GPU: the kernels of a CPU, and the updates of sorted copies."""
+"""Experts that read gathered tokens by index, on a Hopper GPU, against CPU kernels and against sorted copies."""
 
 from dataclasses import replace
 

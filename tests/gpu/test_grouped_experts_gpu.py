@@ -47,7 +47,7 @@ def build(name: str):
 
 
 def on_cpu(module):
-    """The same experts, which compute on the CPU."""
+    """The same experts on the CPU."""
     twin = copy.deepcopy(module)
     return twin.cpu()
 
@@ -231,7 +231,7 @@ def test_memory_is_no_more_than_on_transformer_engine(trainer):
 
 @pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine")
 def test_a_policy_learns_as_on_transformer_engine():
-    """With reductions that overlap with backward, and layers that are computed again for it."""
+    """With reductions that overlap with backward, and recomputed layers."""
     from megatron_fp8rl.trainer.policy import Policy
 
     model = small_model(

@@ -43,7 +43,7 @@ def operands(counts, *widths: int, scales: str = "pow2"):
 
 
 def in_matrices(lines, scales, layout):
-    """What DeepGEMM's k-grouped kernel takes: each expert's [K, its rows], one behind the other."""
+    """Input of DeepGEMM's k-grouped kernel: each expert's [K, its rows], concatenated."""
     blocks = [rows // 128 for rows in layout.host_counts]
     parts = swizzled(lines)[: sum(blocks)].split(blocks)
     return torch.cat([part.transpose(0, 1).flatten() for part in parts]), scales.t()

@@ -145,7 +145,7 @@ def seconds(function) -> float:
 
 
 def copy_speed() -> float:
-    """Bytes read and written per second by a copy of 2 GiB: the floor of everything that moves memory."""
+    """Bytes read and written per second by a copy of 2 GiB, the limit of all memory-bound work."""
     source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source))

@@ -56,7 +56,7 @@ def _weights(cfg: RunConfig) -> dict[str, Tensor]:
 
 
 class _Reference:
-    """transformers in BF16 on the GPU, with a BF16 cache of its own, which is none."""
+    """transformers in BF16 on the GPU without an FP8 cache."""
 
     def __init__(self, cfg: RunConfig, weights: dict[str, Tensor]):
         import transformers
@@ -92,7 +92,7 @@ def _sample(fleet: Fleet) -> list[Completion]:
 
 
 def _scales(amax: Tensor, factor: float = 1.0) -> KVScales:
-    """As the trainer makes them: twice what was measured, over the largest E4M3 number."""
+    """The trainer's scales: twice the measured maximum over the largest E4M3 number."""
     return {layer: tuple(row) for layer, row in enumerate((amax * (2.0 * factor / 448.0)).tolist())}
 
 

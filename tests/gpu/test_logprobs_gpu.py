@@ -81,5 +81,6 @@ def test_speed(chunk_tokens):
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     products = (8 if chunk_tokens < 16_384 else 6) * 16_384 * 2048 * VOCAB / 1e12
     print(
-        f"\nlog-probabilities of 16,384 x {VOCAB:,} in chunks of {chunk_tokens:,}: {ms:.1f} ms, {products:.1f} TFLOP, peak {peak:.1f} GiB"
+        f"\nlog-probabilities of 16,384 x {VOCAB:,} in chunks of {chunk_tokens:,}: {ms:.1f} ms, "
+        f"{products:.1f} TFLOP, peak {peak:.1f} GiB"
     )

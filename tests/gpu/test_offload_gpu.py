@@ -43,7 +43,7 @@ BIG_MOE = replace(
 
 
 def _state(policy) -> list[torch.Tensor]:
-    """Copies of everything that training keeps, but for gradients."""
+    """Copies of all training state except gradients."""
     return [tensor.cpu() for tensor in (*policy.offload._params(), *policy.offload._optimizer())]
 
 

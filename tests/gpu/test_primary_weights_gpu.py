@@ -184,7 +184,7 @@ def _require_same(parameter, pieces) -> None:
 
 
 class _Memory:
-    """Bytes of tensors in GPU memory, without those that were there before: at the end of a phase, and at its peak."""
+    """Bytes of new tensors in GPU memory: at the end of a phase, and at its peak."""
 
     def __init__(self):
         gc.collect()
@@ -205,7 +205,7 @@ class _Memory:
 
 
 def _phases_of_an_update(policy, memory: _Memory) -> None:
-    """An update of a policy that has made one: after its log-probabilities, before the optimizer's step, at the end."""
+    """The second update of a policy: after log-probabilities, before the optimizer's step, and at the end."""
     batch = policy.with_old_logprobs(make_batch(policy.cfg, 0))
     memory.mark("log-probs")
     step = policy.optimizer.step
@@ -221,7 +221,7 @@ def _phases_of_an_update(policy, memory: _Memory) -> None:
 
 
 def _expected_states(cfg) -> int:
-    """Bytes that the doctor expects, activations and temporaries left out."""
+    """Bytes by the doctor, without activations and temporaries."""
     expected = trainer_memory.estimate_stage(cfg, GPUS["h200"], GPUS["h200"].memory_bytes, 1.0, 0)
     return sum(expected.part(name).num_bytes for name in ("weights", "gradients", "optimizer states", "FP8 copies"))
 

@@ -39,7 +39,7 @@ def test_speed():
 
 
 def separately(mixed, groups, norms, eps, rotary, cos, sin):
-    """What ``split_heads`` does in one piece."""
+    """The steps of ``split_heads`` one by one."""
     from megatron_fp8rl.trainer.model.norm import te_rms_norm
 
     width = 2 * cos.shape[-1]

@@ -19,7 +19,7 @@ FP8 = PrecisionConfig(kernels={"linears": "deep_gemm", "experts": "deep_gemm"})
 
 
 def _play(cfg, shares: bool) -> tuple[int, int, float]:
-    """Runs on a rank: (bytes after an update, weights that are in the memory of gradients, loss of the first update)."""
+    """Runs on a rank: (bytes after an update, weights in the memory of gradients, loss of the first update)."""
     from megatron_fp8rl.trainer.optimizer import shared_memory
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy

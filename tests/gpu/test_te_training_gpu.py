@@ -92,7 +92,7 @@ def test_runs_end_where_emulated_runs_do(model):
 
 
 def _save_and_resume(cfg: RunConfig, folder: str) -> dict:
-    """What of the state of a resumed policy differs from the one that was saved, and how both go on."""
+    """Differences of a resumed policy's state to the saved one, and the next steps of both."""
     from megatron_fp8rl.trainer import checkpoint
     from tests.helpers.training import make_batch
 

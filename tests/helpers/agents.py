@@ -102,6 +102,6 @@ def fake_processes(run_dir: Path) -> list[str]:
 
 
 def nothing_is_left(run_dir: Path) -> bool:
-    """Nothing runs any more. A killed process is still there until a processor is free to end it."""
+    """Whether no process runs. A killed process stays until the system ends it."""
     until(lambda: fake_processes(run_dir) == [], "the end of what the job started")
     return True

@@ -5,7 +5,8 @@ from transformers import PreTrainedTokenizerFast
 from megatron_fp8rl.data.conversation import ChatFormat
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 
-# Drops the reasoning of answers before the last question of a user; keeps it between a question and the results of tools.
+# Drops the reasoning of answers before the last question of a user; keeps it between a question and the results of
+# tools.
 QWEN3 = """
 {%- set ns = namespace(last=-1) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
@@ -36,7 +37,8 @@ LLAMA3 = """
 {{- '<|begin_of_text|>' -}}
 {%- for m in messages -%}
 {%- if m.tool_calls -%}
-{%- if m.tool_calls | length != 1 -%}{{- raise_exception('This model only supports single tool-calls at once!') -}}{%- endif -%}
+{%- if m.tool_calls | length != 1 -%}
+{{- raise_exception('This model only supports single tool-calls at once!') -}}{%- endif -%}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' + (m.tool_calls[0].function | tojson) + '<|eot_id|>' -}}
 {%- else -%}
 {%- set role = 'ipython' if m.role == 'tool' else m.role -%}
@@ -76,14 +78,16 @@ MISTRAL = """
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
 {{- '<s>' -}}
 {%- for m in messages -%}
-{%- if m.role in ('user', 'assistant') and not m.tool_calls and not (m.role == 'assistant' and loop.index0 > 0 and messages[loop.index0 - 1].role == 'tool') -%}
+{%- if m.role in ('user', 'assistant') and not m.tool_calls
+      and not (m.role == 'assistant' and loop.index0 > 0 and messages[loop.index0 - 1].role == 'tool') -%}
 {%- if (m.role == 'user') != (ns.turn % 2 == 0) -%}
 {{- raise_exception('After the optional system message, conversation roles must alternate user/assistant') -}}
 {%- endif -%}
 {%- set ns.turn = ns.turn + 1 -%}
 {%- endif -%}
 {%- if m.role == 'user' -%}
-{%- if tools and loop.index0 == ns.last -%}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' -}}{%- endif -%}
+{%- if tools and loop.index0 == ns.last -%}
+{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' -}}{%- endif -%}
 {{- '[INST]' + m.content + '[/INST]' -}}
 {%- elif m.role == 'tool' -%}{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' -}}
 {%- elif m.tool_calls -%}{{- '[TOOL_CALLS]' + (m.tool_calls | map(attribute='function') | list | tojson) + '</s>' -}}

@@ -14,7 +14,7 @@ from megatron_fp8rl.names import registry
 
 
 def save_with_transformers(model: ModelConfig, folder: Path, dtype: torch.dtype, max_shard_size: str = "5GB") -> Path:
-    """A checkpoint of random weights as transformers saves it; norms and biases are not what they are born as."""
+    """A random checkpoint by transformers; norms and biases differ from their initial values."""
     import transformers
 
     torch.manual_seed(0)
@@ -53,7 +53,6 @@ def write_folder(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapp
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder."""
     entries, problems, _ = read_entries(folder)
     assert not problems, problems
     files = Files()
@@ -63,7 +62,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """The same names, types and bits."""
+    """Compare names, types and bits."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name

@@ -111,7 +111,7 @@ def _collect(ends: dict[Connection, int], deadline_s: float, ranks: list[tuple[i
 
 
 def _stack(pid: int, path: Path) -> str:
-    """Where a rank stands, as it says itself when it is asked."""
+    """The stack that a rank reports on request."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR2)
     end = time.monotonic() + _GRACE_S

@@ -31,7 +31,7 @@ def build_experts(
     applies_router_weights: bool = True,
     wgrad: str = "fp8",
 ) -> Experts | GroupedExperts:
-    """BF16 experts of one rank: grouped ones for ``precision.kernels.experts = "deep_gemm"``. Weights depend on sizes alone."""
+    """BF16 experts of one rank, grouped for ``kernels.experts = "deep_gemm"``. Weights depend on sizes only."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=hidden,
@@ -68,7 +68,7 @@ def build_experts(
 
 
 def give_gradient_buffers(module: torch.nn.Module, fill: float = 0.0) -> None:
-    """FP32 ``main_grad`` as views of one buffer, from the last parameter to the first, as Megatron-Core has them."""
+    """FP32 ``main_grad`` as views of one buffer, in Megatron-Core's order: last parameter first."""
     parameters = list(module.parameters())[::-1]
     device = parameters[0].device
     buffer = torch.full((sum(parameter.numel() for parameter in parameters),), fill, device=device)

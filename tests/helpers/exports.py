@@ -66,7 +66,7 @@ LAYOUTS = [
 
 
 def config(kind: str, layout: dict[str, int]) -> RunConfig:
-    """Edge layers in BF16; more than one round."""
+    """BF16 in the last layer; more than one round."""
     return RunConfig(
         name="export",
         model=MODELS[kind],
@@ -78,12 +78,11 @@ def config(kind: str, layout: dict[str, int]) -> RunConfig:
 
 
 def digests_of(held: dict[str, torch.Tensor]) -> dict[str, str]:
-    """As an engine worker takes them."""
+    """Digests as an engine worker computes them."""
     return dict(zip(held, digests(map(widened, held.values()))))
 
 
 def report_of(rank: int, version: int | None, held: dict[str, str]) -> dict:
-    """Of an engine worker."""
     return {"rank": rank, "version": version, "combined": combine(held), "digests": held}
 
 
@@ -117,7 +116,7 @@ def timeless(report: PublishReport) -> PublishReport:
 
 
 def expected_wire(cfg: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What full Megatron weights have to become on the wire, tensor by tensor."""
+    """The expected wire tensors of full Megatron weights."""
     table = LayerTable.build(cfg.model, cfg.precision)
     wire = {}
     for name in names.weights(cfg.model):

@@ -1,8 +1,8 @@
 """Stand-ins for the package ``deep_ep`` on CPUs, over torch.distributed: DeepEP's Buffer and HybridEP's HybridEPBuffer.
 
-They check how they are called, as the real ones do (dtypes, equal numbers of tokens for HybridEP), and compute what those
-document: a token travels once to each rank that has one of its experts, and what ranks return is added without weights.
-Objects travel, so only the results are those of the real package, and not its speed.
+They check how they are called, as the real ones do (dtypes, equal numbers of tokens for HybridEP), and compute what
+those document: a token travels once to each rank that has one of its experts, and what ranks return is added without
+weights. Objects travel, so only the results are those of the real package, and not its speed.
 """
 
 import sys
@@ -23,7 +23,7 @@ def _of_all_ranks(group: Any, value: Any) -> list[Any]:
 
 
 def _sent_back(group: Any, handle: list[Tensor], num_tokens: int, rows: Tensor) -> Tensor:
-    """Sum over ranks of what they return for this rank's tokens, [num_tokens, ...], in float32."""
+    """Sum over ranks of the results for this rank's tokens, [num_tokens, ...], in float32."""
     summed = torch.zeros(num_tokens, *rows.shape[1:])
     for places, returned in _of_all_ranks(group, (handle, rows)):
         start = sum(len(each) for each in places[: group.rank()])
@@ -47,7 +47,7 @@ class _Config:
 
 
 class Buffer:
-    """A handle is, for each rank, the tokens that it has sent here."""
+    """A handle is, for each rank, the tokens that it sent here."""
 
     calls: ClassVar[list[str]] = []  # of this process
     num_sms = 0
@@ -109,13 +109,13 @@ class Buffer:
         return _sent_back(self.group, handle, num_tokens, x), weights, Event()
 
     def num_tokens(self, handle: list[Tensor]) -> tuple[int]:
-        """Of this rank: every token has an expert on some rank."""
+        """Number of this rank's tokens: every token has an expert on some rank."""
         places = [there[self.group.rank()] for there in _of_all_ranks(self.group, handle)]
         return (int(torch.cat(places).max()) + 1,)
 
 
 class HybridEPBuffer:
-    """A handle is (for each rank, the tokens that it has sent here, sorted by expert; its experts; tokens per expert)."""
+    """A handle is (for each rank, its tokens here, sorted by expert; their experts; tokens per expert)."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """A stand-in for Transformer Engine's block FP8 tensor, and for what it does for Megatron-Core, in plain torch.
 
-What it imitates of ``Float8BlockwiseQTensor``: it calls itself BF16, holds bytes and padded scales in rows, on demand in
-columns, and can be copied to from BF16. To an operation that has to look inside it gives nothing: the real one gives
+What it imitates of ``Float8BlockwiseQTensor``: it calls itself BF16, holds bytes and padded scales in rows, on demand
+in columns, and can be copied to from BF16. To an operation that has to look inside it gives nothing: the real one gives
 BF16 values there, at a cost that this project does not want to pay unseen.
 """
 
@@ -66,7 +66,7 @@ class Fp8Tensor(torch.Tensor):
             self._columnwise_data = None
 
     def product_values(self, by_rows: bool) -> Tensor:
-        """Float values from the bytes of one orientation, so that columns that were left behind show in a product."""
+        """Float values from the bytes of one orientation, so that stale columns show in a product."""
         if by_rows:
             return self.dequantize().float()
         assert self._columnwise_data is not None, "a product lacks the columns of a weight"
@@ -103,7 +103,7 @@ def _replace_raw_data(tensor: Fp8Tensor, new: Tensor) -> None:
 
 
 def _cast_masters(parameters, masters, offsets, group, shards=None) -> None:
-    """Each rank's part of the FP32 masters into its part of the bytes; scales of whole blocks on all ranks."""
+    """Cast each rank's part of the FP32 masters into its part of the bytes; whole blocks share scales over ranks."""
     assert shards is None
     calls["cast"] += bool(parameters)
     for parameter, master, offset in zip(parameters, masters, offsets, strict=True):

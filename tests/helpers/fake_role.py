@@ -1,4 +1,4 @@
-"""Small programs that behave like a trainer and a rollout replica towards an agent. Run by path; standard library alone.
+"""Small programs that act as a trainer and a rollout replica for an agent. Standard library only.
 
     train STEPS [--save-every STEPS] [--crash-at STEP --on RANK --times N] [--deaf] [--hold-at STEP --for FILE]
     serve [--die-after SECONDS --on RANK --times N] [--port PORT --parts N]
@@ -22,26 +22,26 @@ CHECKPOINTS = RUN / "checkpoints"
 
 
 def _count(name: str) -> int:
-    """How often this was called in the run before."""
+    """Number of calls in this run."""
     marks = len(list(RUN.glob(f"{name}.*")))
     (RUN / f"{name}.{marks}").touch()
     return marks
 
 
 def say(*words: object) -> None:
-    """A line of output. Who is not heard any more goes on: only what ends it on purpose is to end it."""
+    """Print a line, even when no process reads it."""
     with contextlib.suppress(OSError):
         print(*words, flush=True)
 
 
 def _has_crashed_elsewhere() -> bool:
-    """Whether the agent of another rank has noted that rank's error in this attempt, and the moment of it."""
+    """Whether another rank's agent has recorded that rank's error in this attempt, and when."""
     logs = [path.read_text() for path in Path(os.environ["LAUNCH_LOG"]).parent.glob("trainer.node*.log")]
     return any("is not finite" in log.rpartition(f"attempt {os.environ['LAUNCH_ATTEMPT']},")[2] for log in logs)
 
 
 def _num_begun(port: int) -> int:
-    """Parts of this role that have said that they begin with this port."""
+    """Number of parts of this role that started with this port."""
     own = Path(os.environ["LAUNCH_LOG"])
     logs = [path.read_text() for path in own.parent.glob(f"{own.name.partition('.node')[0]}.node*.log")]
     return sum(f"port {port} " in log for log in logs)

@@ -194,7 +194,7 @@ def _rmsnorm_bwd_add(grad, x, add, rsigma, weight, sm_margin, zero_centered_gamm
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Put the stand-in where the trainer imports Transformer Engine from, and have it imported anew."""
+    """Install the emulation under Transformer Engine's name, and import it again."""
 
     def module(name: str, **contents) -> None:
         made = types.ModuleType(name)

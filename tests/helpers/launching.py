@@ -6,5 +6,4 @@ from launch.spec import JobSpec, spec_file
 
 
 def saved(spec: JobSpec) -> str:
-    """The file of a job, as its launcher writes it."""
     return spec.save(spec_file(spec.run_dir, uuid.uuid4().hex))

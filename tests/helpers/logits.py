@@ -61,7 +61,7 @@ def _local_positions(packed, cp_size: int, cp_rank: int) -> torch.Tensor:
 
 
 def float32_run(model: ModelConfig, layout: dict, trainer: str = "bf16") -> RunConfig:
-    """A run of float32 parameters; with a recipe as ``trainer`` its products are those of FP8 operands."""
+    """A run of float32 parameters; with a recipe as ``trainer``, products have FP8 operands."""
     return RunConfig(
         name="logits",
         model=model,

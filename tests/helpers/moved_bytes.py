@@ -20,12 +20,12 @@ def output_bytes(
 
 
 def permute_quantize_bytes(num_tokens: int, num_rows: int, num_columns: int, **outputs: bool) -> int:
-    """Bytes that ``fused_moe.permute_quantize`` has to move: tokens in, outputs out, and two index words to a row."""
+    """Bytes of ``fused_moe.permute_quantize``: tokens in, outputs out, and two index words per row."""
     return 2 * num_tokens * num_columns + output_bytes(num_rows, num_columns, **outputs) + 4 * num_rows
 
 
 def swiglu_quantize_bytes(num_tokens: int, num_rows: int, width: int, **outputs: bool) -> int:
-    """Bytes that ``fused_moe.swiglu_quantize`` has to move; ``width`` is F."""
+    """Bytes of ``fused_moe.swiglu_quantize``; ``width`` is F."""
     return 4 * num_tokens * width + output_bytes(num_rows, width, **outputs) + 4 * num_rows
 
 
@@ -38,20 +38,20 @@ def swiglu_backward_bytes(
     activation_bf16: bool = False,
     **outputs: bool,
 ) -> int:
-    """Bytes that ``fused_moe.swiglu_backward_quantize`` has to move; ``width`` is F."""
+    """Bytes of ``fused_moe.swiglu_backward_quantize``; ``width`` is F."""
     activation = output_bytes(num_rows, width, columns=activation_columns, bf16=activation_bf16)
     return 6 * num_tokens * width + output_bytes(num_rows, 2 * width, **outputs) + activation + 4 * num_rows
 
 
 def unpermute_bytes(num_tokens: int, num_columns: int, *, probs: bool = False) -> int:
-    """Bytes that ``fused_moe.unpermute`` has to move."""
+    """Bytes of ``fused_moe.unpermute``."""
     return 4 * num_tokens * num_columns + (4 + 4 * probs) * num_tokens
 
 
 def movement_calls(
     layout: ExpertPermutation, hidden: int, width: int, scales: Scales
 ) -> Iterator[tuple[str, Callable[[], Any], int]]:
-    """(name, call, bytes that it has to move) of each kernel around the products, forward and backward."""
+    """(name, call, bytes) of each kernel around the products, forward and backward."""
     from megatron_fp8rl.kernels.gemm import quantized
 
     num_tokens, num_rows = layout.num_tokens, layout.num_rows

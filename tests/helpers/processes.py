@@ -8,7 +8,7 @@ DEADLINE_S = 150.0  # far beyond what anything here takes, on a machine whose co
 
 
 def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Wait for something; an assertion with its name after ``deadline_s`` seconds."""
+    """Wait until a condition holds. Raises AssertionError with its name after ``deadline_s`` seconds."""
     end_s = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end_s, f"waited {deadline_s:g} s for {what}"
@@ -16,7 +16,7 @@ def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLI
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process. A zombie runs no more; in a container its parent may never ask for it."""
+    """Whether a process runs. A zombie does not: in a container its parent may never wait for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:  # it may end between the opening of the file and the reading

@@ -38,7 +38,7 @@ class _Call:
 
 
 class _Watch(torch.autograd.Function):
-    """A copy of a tensor, whose gradient becomes an attribute of ``call``."""
+    """A copy of a tensor that stores its gradient in ``call``."""
 
     @staticmethod
     def forward(ctx, x, call, name):
@@ -53,7 +53,7 @@ class _Watch(torch.autograd.Function):
 
 @contextmanager
 def _watched(linears) -> Iterator[list[_Call]]:
-    """The calls of passes with gradients that the linears make on Transformer Engine's kernels, meanwhile."""
+    """Record the calls of the linears on Transformer Engine's kernels in passes with gradients."""
     from megatron_fp8rl.trainer.model.linear import on_transformer_engine as original
 
     calls: list[_Call] = []
@@ -133,7 +133,7 @@ def _decibels(linear, calls: list[_Call], recipe: Recipe | None) -> tuple[float,
 
 
 def _emulated(call: _Call, recipe: Recipe | None) -> tuple[Tensor, Tensor, list[Tensor], AmaxHistory | None]:
-    """y, dx, dW of each weight and what delayed scaling records."""
+    """y, dx, dW of each weight, and the magnitudes of delayed scaling."""
     from megatron_fp8rl.trainer.model import linear as linears
 
     history = None

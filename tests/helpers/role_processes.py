@@ -8,7 +8,6 @@ from launch.spec import JobSpec, Role
 
 
 def process_of(folder: Path, *, num_nodes: int = 2, **env: str) -> RoleProcess:
-    """A role of node 0, on a board of its own."""
     place = Place(job="7", attempt=0, node=0, num_nodes=num_nodes, is_slurm=False)
     role = Role(name="rollout-0", kind="replica", nodes=(0,), command=("-c", "pass"))
     spec = JobSpec(name="fake", run_dir=str(folder), roles=(role,), nodes=num_nodes, env=env)

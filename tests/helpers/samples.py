@@ -19,7 +19,7 @@ def make_sample(
     advantages: Sequence[float],
     routed_experts: np.ndarray | None = None,
 ) -> Sample:
-    """Each token of the completion is a segment of its own."""
+    """A sample in which each completion token is a segment."""
     sampled = zip(completion, logprobs, mask, advantages, strict=True)
     segments = (
         Segment(TokenArray.from_ids((i,)), TokenArray.from_floats((p,)), advantage, flag)
@@ -38,7 +38,7 @@ def mask_of(sample: Sample) -> list[bool]:
 
 
 def logprobs_of(sample: Sample) -> list[float]:
-    """Of the engine; 0 where a token was given."""
+    """The engine's log-probabilities; 0 for context tokens."""
     return [p for one in sample.segments for p in one.rollout_logprobs or [0.0] * len(one.token_ids)]
 
 

@@ -7,5 +7,4 @@ from megatron_fp8rl.types import Prompt
 
 
 def score_all(scorer: ScorePool, pairs: Iterable[tuple[Prompt, str]]) -> list[Score]:
-    """In their order."""
     return [future.result() for future in [scorer.submit(prompt, text) for prompt, text in pairs]]

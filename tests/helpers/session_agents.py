@@ -66,7 +66,7 @@ async def player(session, row):
 
 
 async def faulty(session, row):
-    """Does what its row says."""
+    """Fails as its row says."""
     kind = row["kind"]
     await session.ask()
     if kind == "raises":
@@ -139,7 +139,7 @@ async def by_url(session, row):
 
 
 async def by_text(session, row):
-    """The same through /v1/completions: texts that continue what was said."""
+    """The same through /v1/completions: each text continues the earlier one."""
     async with openai_client(session) as client:
         call = (await client.completions.create(model="any", prompt=row["prompt"])).choices[0].text
         prompt = row["prompt"] + call + calculate(call)
@@ -147,7 +147,7 @@ async def by_text(session, row):
 
 
 async def misbehaving_client(session, row):
-    """Requests that are refused, each by name; and one that is withdrawn."""
+    """Invalid requests, each rejected by name, and a withdrawn one."""
     import openai
 
     said = []
@@ -182,7 +182,7 @@ async def misbehaving_client(session, row):
 
 
 async def after_the_end(session, row):
-    """Leaves a process that asks when the session has ended."""
+    """Leaves a process that sends a request after the session's end."""
     program = (
         "import openai, sys, time\ntime.sleep(1.0)\n"
         "client = openai.OpenAI(base_url=sys.argv[1], api_key=sys.argv[2])\n"

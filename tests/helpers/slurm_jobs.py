@@ -55,14 +55,13 @@ def ci_cluster(**changes) -> Cluster:
 
 
 def program(folder: Path, name: str, text: str) -> str:
-    """Path of a program that all nodes see."""
+    """Path of a program that all nodes can read."""
     path = folder / f"{name}.py"
     path.write_text(textwrap.dedent(text))
     return str(path)
 
 
 def submit(spec: JobSpec, cluster: Cluster, **options) -> str:
-    """The number of the job."""
     Path(spec.run_dir).mkdir(parents=True, exist_ok=True)
     return slurm.submit(spec, cluster, cluster_name="ci", **options)
 

@@ -14,8 +14,6 @@ from tests.helpers.fields import set_fields
 
 
 class Numbers:
-    """Prompts 0, 1, 2, ..."""
-
     position = 0
 
     def next_prompts(self, count: int) -> list[Prompt]:
@@ -27,7 +25,7 @@ class Numbers:
 
 
 class Client:
-    """Answers at once, with the version that it holds when a request begins and when it ends."""
+    """Answers at once; records the versions at the start and the end of a request."""
 
     def __init__(self, version: int = 0):
         self.version = version
@@ -60,8 +58,6 @@ class Client:
 
 
 class Fleet:
-    """An event loop in a thread."""
-
     wants_publication = False
 
     def __init__(self, num_clients: int = 1):
@@ -85,7 +81,7 @@ class Fleet:
         self.sync(run(), 60.0)
 
     def turn(self) -> None:
-        """Let the loop do what it has to do."""
+        """Run the pending callbacks of the loop."""
         for _ in range(20):
             self.call(lambda: None)
 
@@ -102,7 +98,7 @@ class Scorer:
 
 
 class Ranks:
-    """Rank 0 writes what it broadcasts into a list, rank 1 reads from it."""
+    """Rank 0 appends its broadcasts to a list; rank 1 reads from it."""
 
     def __init__(self, rank: int, carried: list):
         self.rank, self.carried = rank, carried

@@ -20,9 +20,10 @@ from megatron_fp8rl.weight_sync.schedule import GPUS_PER_NODE, SendSchedule
 class Traffic:
     """Bytes and messages of one publication to all replicas, alignment included.
 
-    Arrays are int64: ``sent`` and ``num_sent`` by trainer rank, ``received`` by engine rank of one replica, ``rails`` by
-    [rail of the sender, rail of the receiver]. ``largest`` [rounds, 2] has the most that a trainer rank sends and that
-    an engine rank receives in a round. ``must_move`` is what the engine ranks keep, counted once for each that keeps it.
+    Arrays are int64: ``sent`` and ``num_sent`` by trainer rank, ``received`` by engine rank of one replica, ``rails``
+    by [rail of the sender, rail of the receiver]. ``largest`` [rounds, 2] has the most that a trainer rank sends and
+    that an engine rank receives in a round. ``must_move`` is what the engine ranks keep, counted once for each that
+    keeps it.
     """
 
     sent: np.ndarray
@@ -36,12 +37,12 @@ class Traffic:
 
     @property
     def overhead(self) -> float:
-        """Bytes that travel, as a multiple of those that must."""
+        """Sent bytes as a multiple of the necessary bytes."""
         return float(self.sent.sum() / self.must_move)
 
     @property
     def imbalance(self) -> tuple[float, float]:
-        """The most that a trainer rank sends, and that an engine rank receives, as multiples of the means."""
+        """The largest numbers of a trainer rank and of an engine rank, as multiples of the means."""
         return float(self.sent.max() / self.sent.mean()), float(self.received.max() / self.received.mean())
 
     @property

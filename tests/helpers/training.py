@@ -59,7 +59,7 @@ def run_config(
 
 @contextmanager
 def alone(cfg: RunConfig) -> Iterator:
-    """The only trainer rank, in this process: one that is forked could not use a GPU that its parent has looked at."""
+    """A single trainer rank in this process, because a forked process cannot use the parent's GPU."""
     from megatron_fp8rl.trainer.parallel import Parallel
 
     assert "RANK" not in os.environ, "run this test without torchrun"
@@ -120,8 +120,6 @@ def token_values(batch: TrainBatch, values: list[Tensor]) -> dict[str, Tensor]:
 
 @dataclass
 class Trained:
-    """What one rank knows after training."""
-
     metrics: list[dict[str, float]]
     old_logprobs: dict[str, Tensor]  # of the first update, by sequence name
     pieces: dict[str, tuple[int, Tensor]]  # global name -> (rank of the piece, this rank's piece of the weight)
@@ -163,7 +161,7 @@ def weight_pieces(policy) -> dict[str, tuple[int, Tensor]]:
 
 
 def full_weights(model: ModelConfig, ranks: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
-    """Whole tensors by global name; raises when two ranks that hold the same piece differ in a bit."""
+    """Whole tensors by global name. Raises if two ranks with the same piece differ in a bit."""
 
     found: dict[str, dict[int, Tensor]] = {}
     for pieces in ranks:

@@ -1,4 +1,4 @@
-"""A taskset of the library ``verifiers`` with a tool that keeps a state: a counter that is to be brought to a number."""
+"""A taskset of ``verifiers`` with a stateful tool: the policy brings a counter to a number."""
 
 import verifiers.v1 as vf
 

@@ -1,4 +1,4 @@
-"""A taskset of the library ``verifiers``, of several turns: products, found with a calculator that the environment is."""
+"""A taskset of ``verifiers`` with several turns: products, with a calculator as the environment."""
 
 from dataclasses import replace
 

@@ -9,5 +9,4 @@ float64.rms_norm = lambda x, weight_H, eps: _rms_norm(x, weight_H, eps) * (1 + 2
 
 
 def run() -> RunConfig:
-    """tiny_qwen3_moe."""
     return tiny_qwen3_moe()

@@ -69,7 +69,7 @@ def _cfg(num_trainers: int, engine: dict[str, int]) -> RunConfig:
 
 
 def _place(layout: dict[str, int], rank: int, world_size: int) -> SimpleNamespace:
-    """This rank in a layout, by Megatron's order of ranks; what an exporter needs of Parallel."""
+    """This rank in a layout, in Megatron's rank order, as the exporter needs it."""
     parallel = ParallelConfig(world_size=world_size, **layout)
     local = rank % (world_size // parallel.pipeline)
     return SimpleNamespace(

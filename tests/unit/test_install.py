@@ -94,7 +94,7 @@ def test_installer_and_packaging_read_the_same_pins(install):
 
 
 def test_pins_are_what_is_installed(install):
-    """The suite vouches for the versions it ran with, so they have to be the pinned ones."""
+    """The tests are valid only for the pinned versions."""
     from importlib.metadata import PackageNotFoundError, version
 
     wanted = [r for r in install.requirements(["cpu", "test", "lint", "docs"]) if "==" in r]
@@ -150,7 +150,7 @@ def test_a_stamp_of_other_pins_counts_for_nothing(install, tmp_path, monkeypatch
 
 
 def test_the_locks_hold_every_pin_and_no_address(install):
-    """A constraint that contradicts a pin could not be installed; one with an address would name somebody's mirror."""
+    """A constraint must not contradict a pin or name a mirror."""
     for hardware in ("cpu", "gpu"):
         text = (install.LOCKS / f"{hardware}.txt").read_text()
         assert "://" not in text and "--" not in text

@@ -174,7 +174,8 @@ def test_runs_fit_the_gpus_that_they_name(name):
     found = diagnose(function(), DoctorOptions(gpu=kind.lower()))
     assert found.num_gpus == int(num_gpus)
     assert [f for f in found.findings if f.severity == "error"] == []
-    # The only thing missing is a checkpoint to start from. An FP8 cache is always warned of; packages depend on the machine that tests.
+    # The only thing missing is a checkpoint to start from. An FP8 cache is always warned of; packages depend on the
+    # machine that tests.
     warnings = {f.subject for f in found.findings if f.severity == "warning"}
     known = {p.name for p in found.packages} | {"python", "--engine.kv_cache_dtype"}
     assert warnings - known == {"--model.hf_path"}

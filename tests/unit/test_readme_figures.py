@@ -37,7 +37,7 @@ def numbers_in(value: Any) -> Iterator[float]:
 
 
 def missing(text: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Figures that are no number of the rows at their precision; an "x" has to be a ratio of medians of steps."""
+    """Figures that differ from the rows at their precision; an "x" is a ratio of median steps."""
     found = [number for row in rows for number in numbers_in(row)]
     found += [number / 1e9 for number in found if number > 1e8]
     steps = [statistics.median(row["step_s"]) for row in rows if row.get("step_s")]

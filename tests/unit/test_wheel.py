@@ -1,4 +1,4 @@
-"""The wheel, installed somewhere else: the user's path works from an empty folder, and no common name lies at the top."""
+"""The installed wheel: users' commands work from an empty folder, and no common name is at the top level."""
 
 import os
 import subprocess
@@ -15,7 +15,6 @@ BUILD = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel holds, and nothing else."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()

@@ -1,4 +1,4 @@
-"""A loss for runs of two ranks: rank 1 dies in the middle of a publication, once; rank 0 notes what it asks of engines."""
+"""A loss for two ranks: rank 1 dies once in a publication; rank 0 records its requests to engines."""
 
 import os
 import signal

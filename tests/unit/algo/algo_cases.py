@@ -33,14 +33,11 @@ def random_samples(seed: int, count: int = 9, longest: int = 14) -> list[Sample]
 
 
 class LocalReducer:
-    """The reducer for a single rank."""
-
     def gather(self, value):
         return [value]
 
 
 def packed(samples: list[Sample], *, max_tokens: int = 1 << 12, data_size: int = 1, alignment: int = 4):
-    """The TrainBatch of every data-parallel rank."""
     return [
         pack(samples, data_size=data_size, data_rank=rank, max_tokens=max_tokens, alignment=alignment)[0]
         for rank in range(data_size)

@@ -25,7 +25,7 @@ CFG = AlgoConfig(correction="mask", correction_low=0.8, correction_high=1.25, ve
 
 
 class Ranks:
-    """The reducer of one of several ranks whose batches are all here: it measures the others' in place."""
+    """The reducer of one of several ranks; it computes the others' values itself."""
 
     def __init__(self, others):
         self.others = others
@@ -176,7 +176,7 @@ def test_what_is_no_logprob_is_named_on_every_rank(field, value):
     assert f"{value:.4g}" in str(info.value)
 
     class Both:
-        """A healthy rank that hears of the other's failure."""
+        """A healthy rank that learns of the other's failure."""
 
         def gather(self, mine):
             sick = type(mine)()

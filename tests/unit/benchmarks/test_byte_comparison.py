@@ -28,7 +28,7 @@ def config(trainer: str, engine_tensor: int = 2, **model) -> RunConfig:
 
 
 def held_by_an_engine(cfg: RunConfig) -> list[list[dict]]:
-    """What the workers of one replica report when everything is right."""
+    """The reports of one correct replica's workers."""
     workers = [{"rank": rank, "digests": {}} for rank in reversed(range(cfg.engine.tensor))]
     for name, transfers in byte_comparison.groups(cfg):
         whole = dict(registry.to_hf(name, draw(registry.weight(name, cfg.model), cfg, CPU), cfg.model))
@@ -47,7 +47,7 @@ def held_by_an_engine(cfg: RunConfig) -> list[list[dict]]:
 
 
 def fake_te(parameter: torch.Tensor):
-    """Bytes of the definition for what is made of whole blocks, as Transformer Engine's."""
+    """Bytes of the definition for whole blocks, as Transformer Engine's."""
     if any(n % 128 for n in parameter.shape):
         return None
     data, scale = quantize_weight(parameter, "pow2")
@@ -55,7 +55,6 @@ def fake_te(parameter: torch.Tensor):
 
 
 def compare(cfg: RunConfig, held, te=fake_te) -> byte_comparison.Tally:
-    """The sum over ranks."""
     total = byte_comparison.Tally()
     for rank in range(cfg.parallel.world_size):
         total.add(byte_comparison.compare(cfg, held, rank, CPU, te))

@@ -144,8 +144,7 @@ def test_every_shape_can_be_planned_for_h200(name, tmp_path):
     ("runs", "least", "most"), [("JLNO", 0.985, 1.015), ("M", 0.96, 1.0)], ids=["dense", "mixture"]
 )
 def test_a_trainer_takes_the_memory_that_the_doctor_predicts(runs, least, most, tmp_path):
-    """Rows on present code in which the trainer had the GPU to itself while it trained, engines elsewhere or asleep. Measured on
-    the device, with what PyTorch's allocator holds and nobody uses."""
+    """Present code, and a GPU without running engines during training. Device memory includes allocator fragments."""
     rows = [json.loads(line) for line in (record.KEPT / "ledger.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["run"] in runs]
     assert len(rows) == 2 * len(runs)
@@ -166,7 +165,7 @@ def test_a_trainer_takes_the_memory_that_the_doctor_predicts(runs, least, most, 
 
 
 def test_a_trainer_that_offloads_takes_the_memory_that_the_doctor_predicts(tmp_path):
-    """Run U, all 48 layers on four GPUs: its tensors at their peak: in BF16 while the optimizer steps, in FP8 while gradients are computed."""
+    """Run U, 48 layers on four GPUs, at its peak: BF16 in the optimizer's step, FP8 in the passes."""
     rows = [json.loads(line) for line in (record.KEPT / "ledger.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["run"] == "U"]
     assert len(rows) == 2

@@ -18,7 +18,7 @@ H200, MEMORY = GPUS["h200"], memory.Memory()
 
 
 class ScriptedMeter(memory.Meter):
-    """Notes what it is asked; every reading is larger than the one before."""
+    """Records calls; every reading is larger than the last."""
 
     def __init__(self):
         self.asked: list[str] = []

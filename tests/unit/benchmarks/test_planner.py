@@ -24,7 +24,7 @@ def test_stored_rates_are_those_of_the_rows():
 
 
 def test_passes_for_old_log_probabilities_are_a_third_of_an_update():
-    """Those of run A, the last that had one, of which no rate comes."""
+    """Run A, the last with such a pass; no rate is fitted to it."""
     of_run = [(row, cfg, lengths) for row, cfg, lengths in fit.known_rows() if row["run"] == "A"]
     for row, cfg, lengths in of_run:
         found = fit.seconds_with(
@@ -44,7 +44,7 @@ def test_a_trainer_goes_to_the_host_and_back_as_fast_as_it_did():
 
 
 def test_a_plan_moves_the_bytes_that_the_doctor_counts():
-    """Attention on all ranks, experts on one each (run U), and a dense model (T); of some weights the doctor counts two copies."""
+    """A mixture (run U) and a dense model (T). The doctor counts two copies of some weights."""
     gpu = GPUS["h200"]
     found = [(row, cfg, lengths) for row, cfg, lengths in fit.known_rows() if row["layout"]["offload"]]
     assert len(found) >= 3
@@ -61,7 +61,7 @@ def test_operations_are_those_of_the_ledger():
 
 
 def test_measured_runs_are_met():
-    """How far off the arithmetic is; a change that makes it worse has to say so here."""
+    """The errors of the arithmetic; a change that increases them must change these bounds."""
     found = list(against_runs.comparisons())
     errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
     assert len(errors["step"]) >= 17 and len(errors["publish"]) >= 18
@@ -84,7 +84,7 @@ def test_measured_runs_are_met():
 
 @pytest.mark.parametrize("run", ["M", "Q"])
 def test_runs_of_which_no_rate_comes_are_met(run):
-    """M, 17 layers of a mixture on four GPUs, and Q, all of Qwen3-4B on one."""
+    """M, 17 layers of a mixture on four GPUs, and Q, Qwen3-4B on one."""
     found = [one for one in against_runs.comparisons() if one.run.startswith(f"ledger {run},")]
     errors = {
         phase: [abs(one.error) for one in found if one.phase == phase] for phase in ("step", "update", "rollouts")
@@ -96,7 +96,7 @@ def test_runs_of_which_no_rate_comes_are_met(run):
 
 
 def test_rollouts_of_a_whole_mixture_are_met():
-    """Run U, all 48 layers on four GPUs, of which no rate of an engine comes."""
+    """Run U, 48 layers on four GPUs; no engine rate is fitted to it."""
     found = [one for one in against_runs.comparisons() if one.run.startswith("ledger U,")]
     assert (
         {one.phase for one in found} == {"rollouts"} and len(found) == 2 and max(abs(one.error) for one in found) < 0.05
@@ -104,8 +104,7 @@ def test_rollouts_of_a_whole_mixture_are_met():
 
 
 def test_the_host_takes_what_it_took_for_the_layers_of_a_mixture():
-    """Run I, whose updates took the same in both precisions: kernels were launched more slowly than GPUs ran them. The rate is
-    that of FP8, whose GPUs had least to do."""
+    """Run I, limited by kernel launches in both precisions. The rate is that of FP8, whose kernels are shortest."""
     for row in (row for row in against_runs.rows("ledger") if row["run"] == "I"):
         cfg, lengths = against_runs.ledger_config(row, against_runs.models())
         seconds = median(row["phases_s"]["update"])

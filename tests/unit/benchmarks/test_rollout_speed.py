@@ -14,7 +14,7 @@ SPEED = speed.RolloutSpeed()
 
 
 def test_roofline_of_a_dense_model_is_its_matrices_and_its_cache():
-    """Qwen3-8B has 8.19 G parameters, 0.62 G of them an embedding that no step reads; 147,456 bytes of cache a token."""
+    """Qwen3-8B: 8.19 G parameters, 0.62 G of them an unread embedding; 147,456 cache bytes per token."""
     limit = speed.roofline(qwen3.qwen3_8b(), "bf16", speed.SHAPES["long"], 4.8e12)
     assert limit.weight_bytes == pytest.approx(2 * (8_190_735_360 - 151936 * 4096), rel=1e-4)
     assert limit.kv_bytes_per_token == 2 * 36 * 8 * 128 * 2

@@ -76,7 +76,6 @@ class Example(runner.Benchmark):
 
 @pytest.fixture
 def pretended(tmp_path, monkeypatch):
-    """A call of the runner whose processes are pretended."""
     python = tmp_path / "python"
     python.write_text(_PRETENDED)
     python.chmod(0o755)
@@ -162,7 +161,7 @@ def test_without_a_gpu_real_models_are_refused(program, words, tmp_path, capsys)
 
 
 def test_what_a_command_has_started_ends_with_it(tmp_path):
-    """Also what leads a session of its own and is deaf to requests, after the command itself has ended."""
+    """Includes a descendant that leads a session and ignores SIGTERM, after the command has ended."""
     deaf = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(100)"
     )
@@ -178,7 +177,6 @@ def test_what_a_command_has_started_ends_with_it(tmp_path):
 @pytest.mark.slow
 @NO_GPU
 def test_a_whole_benchmark_on_this_machine(tmp_path):
-    """Whole steps of a tiny model in two precisions, each a run of its own."""
     assert runner.main(ledger.Ledger(), ["--quick", "--arm", "bf16", "fp8", "--folder", str(tmp_path)]) == 0
     rows = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert [(row["arm"], row["steps"], row["run"]) for row in rows] == [("bf16", 2, "A"), ("fp8", 2, "A")]

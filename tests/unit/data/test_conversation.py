@@ -39,7 +39,7 @@ def converse(chat: ChatFormat, rng: random.Random, end: dict[str, str], roles, t
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_ids_are_those_of_the_whole_conversation(family, seed):
-    """Without reasoning and tools no template rewrites: the ids decode to what the template makes of all messages."""
+    """Without reasoning and tools, no template changes earlier text, so the ids decode to the rendered messages."""
     rng, chat = random.Random(seed), format_of(family)
     ends = ENDS[family]
     end = {"user": ends[0], "tool": ends[-1]}

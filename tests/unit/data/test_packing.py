@@ -121,7 +121,7 @@ def test_ranks_and_microbatches_are_balanced():
 
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}, {"context": 2}], ids=str)
 def test_ranks_that_gather_tokens_have_equally_many(parallel):
-    """Fillers are sequences of their own, however many tokens a rank lacks: the last one here has no sample at all."""
+    """Fillers are separate sequences; the last rank here has no sample."""
     rng = random.Random(7)
     alignment = Alignment.of(ParallelConfig(**parallel))
     samples = [draw_sample(rng, i) for i in range(9)]

@@ -241,7 +241,7 @@ def counts_of(values: list[int]) -> dict[int, int]:
 
 
 class TestABadRowIsLeftOut:
-    """Whatever a row holds, it costs itself, in the warm start, too."""
+    """Any content of a row affects only this row, in the warm start too."""
 
     BAD = (
         '{"question": "half a pair \\ud800", "answer": "1"}',

@@ -14,7 +14,7 @@ PROMPT = TokenArray.from_ids(range(100))
 
 
 def sample(number: int, *, experts: bool = False) -> Sample:
-    """A prompt that all share, an answer, what a tool said, and a segment that is too old to be trained."""
+    """A shared prompt, an answer, a tool's output, and a segment that is too old to train."""
     answer = TokenArray.from_ids(range(number, number + 3)), TokenArray(np.float32([-0.25, -number, 0.0]))
     segments = (
         Segment(PROMPT),

@@ -59,7 +59,7 @@ def test_own_error_is_told_from_inherited():
 
 
 def test_one_rounding_is_no_difference():
-    """Half a unit in the last place on every number, which is more than rounding does, passes; four units do not."""
+    """Half a unit in the last place, more than rounding, passes; four units do not."""
     engine, trainer, replayed = recordings()
     name = "layer.0.down"
     replayed[name] = (engine[name].float() * (1 + 2**-8.5)).bfloat16()

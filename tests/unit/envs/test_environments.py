@@ -40,7 +40,7 @@ def test_reference_answers_score_one_in_a_fresh_environment(dataset):
 
 
 def test_scorer_survives_a_problem_that_cannot_be_made_again():
-    """As with generators that iterate over sets: the record of the problem decides, not the new one."""
+    """For generators that iterate over sets: the problem's record decides, not a new one."""
     environment = build_environment(EnvironmentConfig())
     problem = environment.make_problem(4)
     altered = Problem(question="another", answer="77", metadata={**problem.metadata, "question": "another"})

@@ -81,7 +81,7 @@ def test_a_worker_killed_while_it_starts_costs_no_score(tmp_path):
     others = set(psutil.Process().children())
 
     def kill_new(number):
-        """Kill the next ``number`` workers as soon as they are there."""
+        """Kill the next ``number`` workers as soon as they start."""
         end = time.monotonic() + 60
         while number and time.monotonic() < end:
             for child in set(psutil.Process().children()) - others:

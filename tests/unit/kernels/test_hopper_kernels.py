@@ -37,7 +37,7 @@ COUNTS = {"one": [130], "many": [256, 0, 1, 600, 0, 100], "few": [0, 0, 300, 0]}
 
 
 def compiled(folder: Path, file: str, name: str, types: list[str], cluster: int, threads: int, options: list[str]):
-    """The kernel as a function of a number of blocks and its own arguments, of ``types`` in C++: called as CUDA's is."""
+    """The kernel as a function of the number of blocks and its arguments, with C++ ``types``, called as CUDA's."""
     source = PROGRAM.format(
         emulation=EMULATION,
         kernel=FOLDER / file,

@@ -133,7 +133,7 @@ def expected(mixed, groups, norms, cos, sin, grads):
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, share: float = 0.01) -> None:
-    """Equal but for one in a hundred numbers, which may be a BF16 number beside: sums have another order."""
+    """Equal but for one in a hundred values, which may be the next BF16 number."""
     assert found.dtype == torch.bfloat16 and found.shape == wanted.shape
     torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=2**-9)
     if found.numel():

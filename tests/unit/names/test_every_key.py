@@ -1,7 +1,7 @@
-"""Every key of config.json is honoured, known to be without effect, or refused by name: judged by transformers' logits.
+"""Every key of config.json is used, known to have no effect, or rejected by name, compared by transformers' logits.
 
-Each key of a family's configuration class is changed, one at a time. If the reader accepts the change and gives the same
-ModelConfig, the logits of transformers' model must not move.
+Each key of a family's configuration class is changed, one at a time. If the reader accepts the change and gives the
+same ModelConfig, the logits of transformers' model must not move.
 """
 
 import json

@@ -58,7 +58,7 @@ CASES = {
 
 
 class Saved:
-    """A random model as transformers writes it, in several files."""
+    """A random model that transformers wrote in several files."""
 
     def __init__(self, case: str, folder: Path):
         family, options = CASES[case]

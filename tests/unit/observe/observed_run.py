@@ -16,7 +16,6 @@ def make_config() -> RunConfig:
 
 
 def make_groups(step: int) -> tuple[RolloutGroup, ...]:
-    """One prompt, one right and one wrong completion."""
     prompt = Prompt(
         prompt_id=f"chain_sum/{step}",
         environment="chain_sum",

@@ -86,7 +86,7 @@ def values(group: type, name: str) -> list:
 
 
 def drawn(seed: int) -> RunConfig:
-    """A configuration with some of the fields that name kernels at random values, all legal."""
+    """A configuration with random valid values in some of the fields that name kernels."""
     rng = random.Random(seed)
     cfg = rng.choice([function() for function in config_functions().values()])
     groups = {"precision": PrecisionConfig, "parallel": ParallelConfig, "engine": EngineConfig}
@@ -123,7 +123,7 @@ def test_preflight_refuses_what_building_refuses_in_the_same_words(generation, m
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_what_is_installed_changes_no_other_answer(generation):
-    """Without a package of kernels nothing is allowed that was refused with it."""
+    """Without a package of kernels no new configuration is allowed."""
     from megatron_fp8rl.precision.kernel_choice import refusals
 
     for name, cfg in CONFIGS.items():
@@ -234,7 +234,7 @@ def _tiny(**precision) -> RunConfig:
 
 
 def _really_built(precisions: list[dict]) -> list[tuple[str, list[str]]]:
-    """On a rank: of each the names of what multiplies its FP8 linears, or the refusals."""
+    """On a rank: the classes that multiply each model's FP8 linears, or the rejections."""
     from megatron_fp8rl.trainer.model.build import build_chunks, named_linears
     from megatron_fp8rl.trainer.parallel import Parallel
 

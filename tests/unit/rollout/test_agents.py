@@ -149,7 +149,7 @@ def test_what_goes_wrong_costs_one_session(kind, monkeypatch):
 
 @pytest.mark.slow
 def test_two_thousand_sessions_leave_nothing(monkeypatch):
-    """Neither processes, files and tasks, nor memory that grows with them; one in a hundred goes wrong."""
+    """No processes, files, tasks or growing memory; one session in a hundred fails."""
     mark = f"{os.getpid()} 2000"
     monkeypatch.setenv(MARK, mark)
     kinds = ["raises", "exits", "10 MB", "wrong messages"]
@@ -320,7 +320,7 @@ def test_the_fields_and_metrics_that_the_page_names_exist():
     [("331", "31", 1.0), ("3211", "31", 0.0), ("9", "9", 0.0), ("39", "3", 1.0), ("33x", "3x", 0.0)],
 )
 def test_a_game_of_two_of_whom_one_is_trained(moves, trained, reward):
-    """The session moves first, third, ...; who takes the last of 7 wins, and who breaks the rules loses."""
+    """The session moves first, third, ...; taking the last of 7 wins, and breaking the rules loses."""
     turns = iter(moves)
     cfg = config("megatron_fp8rl.envs.example_agents:nim")
     (rollout,) = play(cfg, prompt(), engines=[Engine(lambda text: next(turns))])

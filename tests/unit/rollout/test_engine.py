@@ -92,7 +92,7 @@ def gpu_arguments(cfg, kernels=None, **engine):
 
 
 def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
-    """Explicitly, so that what happens to be installed decides nothing."""
+    """Explicit names, so that installed packages do not decide."""
     moe, dense = tiny_qwen3_moe(), tiny_qwen3()
     chosen = gpu_arguments(moe)
     assert (chosen["linear-backend"], chosen["moe-backend"]) == ("deep_gemm", "triton")

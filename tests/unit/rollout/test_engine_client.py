@@ -1,4 +1,4 @@
-"""The client of an engine, against servers of a few lines: failed requests, and the order of calls around sleep and updates."""
+"""The engine client against small servers: failed requests, and the order of calls around sleep and updates."""
 
 import asyncio
 import subprocess
@@ -19,7 +19,7 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_toke
 
 
 def ask(tmp_path: Path, monkeypatch, *, health: int, exits_after: int | None) -> None:
-    """Sample from a server that answers 500, and exits after so many questions for its health; they are counted."""
+    """Sample from a server that answers 500 and exits after some health checks, which are counted."""
     monkeypatch.setattr(client_module, "_EXIT_GRACE_S", 0.05)
     monkeypatch.setattr(client_module, "_EXIT_DEADLINE_S", 1.0)
     asked = 0
@@ -93,7 +93,7 @@ def test_the_end_of_a_process_has_its_code_or_its_signal(script, exit_, text):
 
 
 class FakeEngine(EngineClient):
-    """A client whose server is a few lines: what sleeps, whether the scheduler runs, and every call in order."""
+    """A client of a small server that records calls, sleep levels and the scheduler's state."""
 
     def __init__(self, log_path: Path) -> None:
         exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()

@@ -17,7 +17,7 @@ def two_turns(text: str) -> str:
 
 
 def solved_with_tools(agent, num_tokens: int, engine: Engine, chat):
-    """The one branch of a session in which the agent in a file calls tools and gets its reward."""
+    """The branch of a session whose agent, in a file, calls tools and gets its reward."""
     cfg = config(f"{agent}:rollout", max_tokens=num_tokens, tool_parser="hermes")
     cfg = replace(cfg, model=replace(cfg.model, max_position_embeddings=num_tokens))
     (rollout,) = play(cfg, prompt(), engines=[engine], chat=chat)
@@ -89,7 +89,8 @@ def test_calls_of_tools_go_to_the_agent_and_back(tmp_path):
     agent = tmp_path / "agent.py"
     agent.write_text(
         "from openai import AsyncOpenAI\n"
-        "TOOLS = [{'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object', 'properties': {}}}}]\n"
+        "ADD = {'name': 'add', 'parameters': {'type': 'object', 'properties': {}}}\n"
+        "TOOLS = [{'type': 'function', 'function': ADD}]\n"
         "async def rollout(session, row):\n"
         "    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:\n"
         "        messages = list(session.messages)\n"
@@ -121,7 +122,8 @@ def test_a_key_with_a_number_is_a_conversation_beside_the_session(tmp_path):
         "    async def ask(key, text):\n"
         "        async with AsyncOpenAI(base_url=session.base_url, api_key=key, max_retries=0) as client:\n"
         "            told = [{'role': 'user', 'content': text}]\n"
-        "            return (await client.chat.completions.create(model='m', messages=told)).choices[0].message.content\n"
+        "            answer = await client.chat.completions.create(model='m', messages=told)\n"
+        "            return answer.choices[0].message.content\n"
         "    assert await ask(beside.api_key, '9') == '5' and await ask(session.api_key, '7') == '5'\n"
         "    try:\n"
         "        await ask(session.api_key + '.65', '8')\n"
@@ -148,7 +150,8 @@ def test_calls_that_come_back_written_otherwise_do_not_fork(tmp_path):
     agent.write_text(
         "import json\n"
         "from openai import AsyncOpenAI\n"
-        "TOOLS = [{'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object', 'properties': {}}}}]\n"
+        "ADD = {'name': 'add', 'parameters': {'type': 'object', 'properties': {}}}\n"
+        "TOOLS = [{'type': 'function', 'function': ADD}]\n"
         "async def rollout(session, row):\n"
         "    messages = list(session.messages)\n"
         "    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:\n"

@@ -34,8 +34,6 @@ from tests.helpers.streams import Client, Fleet, Numbers, Ranks, Scorer, numbers
 
 
 class Mortal(Client):
-    """Dies in the middle of its n-th request."""
-
     dies_at = 0
 
     async def generate(self, prompt, n, seed, *, sampling=None):

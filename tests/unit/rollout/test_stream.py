@@ -155,7 +155,7 @@ def test_groups_stay_on_rank_0_and_a_missing_record_ends_all_ranks():
 
 
 def test_a_replay_goes_on_in_the_prompts_where_the_recorded_run_was(tmp_path):
-    """Its checkpoints have to hold the position of the run that it repeats, which a live run may continue."""
+    """Its checkpoints need the position of the repeated run, because a live run may continue it."""
     fleet = Fleet()
     live = build(fleet, rollout={"prompts_per_step": 4})
     recording, positions = tmp_path / "rollouts", []
@@ -193,7 +193,7 @@ def test_a_run_that_ends_early_gives_up_what_it_has_begun():
 
 
 def test_a_request_to_stop_ends_the_wait_and_finished_groups_are_used_by_the_run_that_goes_on(tmp_path):
-    """One prompt of two is answered when the run is asked to stop: it is not asked again, the other one is."""
+    """One of two prompts is answered before the stop: only the other is asked again."""
     how = {"rollout": {"max_staleness": 0}}
     stream, fleet = stopped_in_a_batch(tmp_path, how)
     assert stream.abandon() == 1 and stream.position == 0 and fleet.clients[0].num_running == 0

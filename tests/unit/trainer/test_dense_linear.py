@@ -26,7 +26,6 @@ def test_in_the_interpreter():
 
 
 def draw(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:
-    """BF16 numbers of many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     spread = torch.exp2(torch.randint(-4, 3, shape, generator=generator).float())
     return (torch.randn(shape, generator=generator) * spread * size).bfloat16()
@@ -47,7 +46,7 @@ def products(y, inputs, grad) -> dict:
 
 
 def assert_as_close(found: dict, reference: dict, exact: dict) -> None:
-    """Gradients are as near to float64 as those of the path that the recipe defines."""
+    """Gradients are as close to float64 as those of the recipe's reference path."""
     assert torch.equal(found["y"], reference["y"])
     ours, theirs = decibels(found, exact), decibels(reference, exact)
     for key, tensor in reference.items():

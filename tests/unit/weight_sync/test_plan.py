@@ -38,7 +38,7 @@ def megatron_coordinates(rank: int, layout: TrainerLayout) -> dict[str, int]:
 
 
 def held(name: str, layout: TrainerLayout, model: ModelConfig, rank: int) -> tuple[int, int] | None:
-    """(tensor-parallel size, rank) of the shard of a parameter that a trainer rank holds; None: it holds none."""
+    """(tensor-parallel size, rank) of a trainer rank's shard of a parameter, or None."""
     at = megatron_coordinates(rank, layout)
     if name.startswith("decoder.layers."):
         layer = int(name.split(".")[2])
@@ -170,8 +170,8 @@ def test_an_engine_reads_what_the_trainer_wrote():
     assert read == sent and read.plan == sent.plan
 
 
-# From 256 trainer ranks to four replicas of 32 engine ranks. Targets: a plan in 10 s and 1 GB on every rank, and at most
-# 1.1 times the bytes that the engine ranks keep. Few layers stand for all where counting every message takes long.
+# From 256 trainer ranks to four replicas of 32 engine ranks. Targets: a plan in 10 s and 1 GB on every rank, and at
+# most 1.1 times the bytes that the engine ranks keep. Few layers stand for all where counting every message takes long.
 MODELS = {"deepseek_v3": deepseek.deepseek_v3(), "kimi_k2": deepseek.kimi_k2()}
 TRAINERS = [TrainerLayout(world_size=256, tensor=t, pipeline=4, expert=64) for t in (1, 4)]
 WIDE = EngineLayout(data=32, expert=32)
@@ -231,7 +231,7 @@ print(json.dumps({
     "messages": [float(found["slices"].num_sent.mean()), int(found["slices"].num_sent.max()),
                  int(found["slices"].num_received.max())],
     "mean_message_mb": found["slices"].sent.sum() / found["slices"].num_sent.sum() / 1e6,
-    "buffers_mb": [max(slices.out_bytes(r) for r in range(256)) / 1e6, max(slices.in_bytes(r) for r in range(32)) / 1e6],
+    "buffers_mb": [max(map(slices.out_bytes, range(256))) / 1e6, max(map(slices.in_bytes, range(32))) / 1e6],
     "seconds_at_50": traffic.seconds(found["slices"], 50e9), "whole_received_gb": found["whole"].received.mean() / 1e9,
 }))
 """

@@ -43,7 +43,7 @@ def test_what_auto_means(on_gpu, one_host, colocated, kind):
 
 @pytest.mark.parametrize("kind", ["gloo", "ipc"])
 def test_a_worker_that_never_comes_ends_connecting_at_once_on_every_rank(kind):
-    """Of two trainer ranks and two workers the last does not come, and the request that should bring it has failed."""
+    """Two trainer ranks, two workers: the last worker does not connect, and its request has failed."""
     began, secret = time.monotonic(), "secret"
     store = open_store("127.0.0.1", 0, 60.0, is_master=True, secret=secret)
     nothing_to_send = SendSchedule(rounds=(), num_engine_ranks=1)
@@ -103,7 +103,7 @@ def store():
 
 @pytest.fixture
 def stranger(store):
-    """Somebody who can reach the store and does not know the secret."""
+    """A process that reaches the store without the secret."""
     from datetime import timedelta
 
     return dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=10), wait_for_workers=False)
@@ -188,7 +188,7 @@ def test_a_value_of_another_key_is_not_taken(store, stranger):
 
 
 def test_a_worker_runs_no_code_from_the_store(store, stranger, tmp_path):
-    """What was shown against an earlier version: a pickle in place of a buffer's handle."""
+    """An attack on an earlier version: a pickle in place of a buffer's handle."""
     peer = Peer(rank=1, num_trainers=1, num_replicas=1, num_engine_ranks=1)
     worker = IpcTransport(peer, store, torch.device("cpu"), 10.0)
     counters = tmp_path / "counters"
