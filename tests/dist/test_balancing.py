@@ -11,6 +11,7 @@ from megatron_fp8rl.trainer.model.router import Router
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
+from tests.helpers.models import small_model
 from tests.helpers.training import (
     MOE,
     SMOOTH_ADAM,
@@ -102,19 +103,8 @@ def _loads(cfg, embedding_range):
 
 def test_random_experts_of_a_wide_model_are_used_evenly_where_embeddings_are_large():
     """The ledger's mixtures need this: by default layers add larger values than embeddings, alike for all tokens."""
-    model = replace(
-        MOE,
-        num_layers=2,
-        hidden_size=2048,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        head_dim=128,
-        vocab_size=1024,
-        num_experts=32,
-        experts_per_token=2,
-        moe_ffn_hidden_size=128,
-        initializer_range=0.02,
-        max_position_embeddings=512,
+    model = small_model(
+        (2, 2048, 16, 2, 128, 1024), experts=(32, 2, 128), initializer_range=0.02, max_position_embeddings=512
     )
     cfg = run_config(model=model, max_tokens=512)
     (small,), (large,) = (run_ranks(1, _loads, cfg, embedding_range) for embedding_range in (None, 1.0))

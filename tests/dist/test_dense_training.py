@@ -6,38 +6,22 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import MlaConfig, OptimConfig, PrecisionConfig
-from megatron_fp8rl.trainer.forward import Forward
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
-from tests.helpers.training import DENSE, MOE, continue_training, make_batch, make_loss, run_config, weight_pieces
-from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
+from tests.helpers.models import small_model
+from tests.helpers.training import assert_same_training, continue_training, first_gradients, run_config, weight_pieces
 
-PLAIN = replace(
-    DENSE,
-    num_layers=2,
-    hidden_size=256,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=128,
-    ffn_hidden_size=512,
-    initializer_range=0.03,
-)
+PLAIN = small_model((2, 256, 4, 2, 128, 62), ffn=512, max_position_embeddings=128, initializer_range=0.03)
 MODELS = {
     "dense": PLAIN,
     # Heads of half a block, whose q, k and v have blocks in another order than rows, and a bias.
     "bias": replace(
         PLAIN, family="qwen2", qkv_bias=True, qk_norm=False, num_attention_heads=8, num_key_value_heads=4, head_dim=64
     ),
-    "moe": replace(
-        MOE,
-        num_layers=2,
-        hidden_size=256,
-        num_attention_heads=4,
-        head_dim=128,
-        moe_ffn_hidden_size=256,
-        initializer_range=0.03,
+    "moe": small_model(
+        (2, 256, 4, 2, 128, 62), experts=(4, 2, 256), max_position_embeddings=128, initializer_range=0.03
     ),
     # Its kv_a_proj_with_mqa has 192 rows, which are left to the other kernels; shared experts are linears, too.
     "latent": replace(
@@ -113,24 +97,10 @@ def test_training_is_that_of_the_linears(model, layout, precision, optim):
     ranks = run_ranks(layout.get("world_size", 1), _train_twice, _config(model, layout, precision, **optim))
     for plain, ours, calls in ranks:
         assert calls["linear"] and bool(calls["mlp"]) == (model != "moe")
-        for key, old in plain[1].items():
-            assert torch.equal(ours[1][key], old), f"{key}: the forward pass computes other numbers"
-        for step, (a, b) in enumerate(zip(ours[0], plain[0], strict=True)):
-            loss, norm = (FP8_LOSS_NOISE if step else FP8_FIRST_LOSS), (0.1 if step else 0.01)
-            assert a["train/loss/mean"] == pytest.approx(b["train/loss/mean"], abs=loss)
-            assert a["train/grad_norm/max"] == pytest.approx(b["train/grad_norm/max"], rel=norm)
+        assert_same_training(plain, ours)
         for key, (_, weight) in plain[2].items():
             limit = 0.1 if key.endswith("bias") else 1e-2  # biases began at zero, and are what the updates made of them
             assert (ours[2][key][1] - weight).float().norm() < limit * weight.float().norm(), key
-
-
-def _gradients(cfg) -> dict[str, torch.Tensor]:
-    parallel = Parallel.init(cfg.parallel, deadline_s=60)
-    policy = Policy.build(cfg, parallel)
-    batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank))
-    policy.optimizer.zero_gradients()
-    Forward(cfg, parallel).gradients(policy.chunks, batch, make_loss(cfg))
-    return {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
 
 
 @pytest.mark.parametrize("layout", [{}, TP2], ids=["one", "tp2"])
@@ -138,7 +108,7 @@ def test_recompute_changes_no_bit_of_a_gradient(layout):
     ranks = []
     for recompute in ("none", "selective"):
         cfg = _config("dense", layout, {"kernels": {"linears": "deep_gemm"}}, recompute=recompute)
-        ranks.append(run_ranks(cfg.parallel.world_size, _gradients, cfg))
-    for expected, found in zip(*ranks, strict=True):
+        ranks.append(run_ranks(cfg.parallel.world_size, first_gradients, cfg))
+    for (expected, _), (gradients, _) in zip(*ranks, strict=True):
         for key, gradient in expected.items():
-            assert gradient.any() and torch.equal(found[key], gradient), key
+            assert gradient.any() and torch.equal(gradients[key], gradient), key

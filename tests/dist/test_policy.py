@@ -13,7 +13,6 @@ import torch
 from megatron_fp8rl.config import AlgoConfig, OptimConfig
 from megatron_fp8rl.data.packing import pack
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.trainer.forward import Forward
 from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError, learning_rate
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
@@ -23,6 +22,7 @@ from tests.helpers.training import (
     DENSE,
     MOE,
     SMOOTH_ADAM,
+    first_gradients,
     full_weights,
     make_batch,
     make_loss,
@@ -94,17 +94,6 @@ def _assert_same_weights(model, ranks, expected):
         torch.testing.assert_close(weight, wanted[name], **LAYOUT_WEIGHTS, msg=name)
 
 
-def _gradients(cfg):
-    """On a rank: (old log-probabilities, gradients by name, FP8 state by name) after one forward and backward."""
-    parallel = Parallel.init(cfg.parallel, deadline_s=60)
-    policy = Policy.build(cfg, parallel)
-    batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank))
-    policy.optimizer.zero_gradients()
-    Forward(cfg, parallel).gradients(policy.chunks, batch, make_loss(cfg))
-    gradients = {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
-    return gradients, _fp8_state(policy)
-
-
 def _fp8_state(policy):
     return {
         name: buffer.clone() for model in policy.models for name, buffer in model.named_buffers() if ".fp8." in name
@@ -125,7 +114,7 @@ def _fp8_state(policy):
 def test_recompute_changes_no_bit(trainer, model, layout):
     def gradients(**optim):
         cfg = run_config(model=model, trainer=trainer, params="bf16", optim=OptimConfig(**optim), **layout)
-        return run_ranks(cfg.parallel.world_size, _gradients, cfg)
+        return run_ranks(cfg.parallel.world_size, first_gradients, cfg, _fp8_state)
 
     expected = gradients()
     for options in (

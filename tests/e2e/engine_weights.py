@@ -7,6 +7,7 @@ its experts run one after another.
 import importlib.util
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,14 +20,16 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.tokenizer import character_tokenizer
+from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.kernels import blockwise
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.registry import hf_tensors, to_hf_config
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.rollout.fleet import Fleet
-from megatron_fp8rl.types import Completion
+from megatron_fp8rl.types import Completion, Prompt
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 
+PROMPT = list(range(20, 40))
 # vLLM 0.32 records routed experts in its V2 runner only, which needs Triton with a CPU backend.
 RECORDS_EXPERTS = not (
     Path(importlib.util.find_spec("vllm").origin).parent / "distributed/aux_output_connector"
@@ -141,3 +144,25 @@ class Reference:
             product = self._multiply(F.silu(gate) * up, f"{prefix}.down_proj.weight")
             result.index_add_(0, token, product.float() * probabilities[token, slot, None])
         return result.to(x.dtype)
+
+
+def sample(fleet: Fleet) -> Completion:
+    """Eight tokens after PROMPT from the first engine."""
+    (client,) = fleet.clients[:1]
+    sampling = replace(client.sampling, max_tokens=8, stop_token_ids=())
+    (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=sampling), 120.0)
+    return completion
+
+
+class OneRank:
+    rank = 0
+
+    def broadcast_object(self, value):
+        return value
+
+
+class DigitShare:
+    """Reward: the share of digits in the text."""
+
+    async def score(self, prompt: Prompt, text: str) -> Score:
+        return Score(sum(c.isdigit() for c in text) / max(1, len(text)), "scored")

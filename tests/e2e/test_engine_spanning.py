@@ -11,18 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_weights import RECORDS_EXPERTS, Reference, policy_of, write_hf_dir
+from engine_weights import PROMPT, RECORDS_EXPERTS, Reference, policy_of, sample, write_hf_dir
 from inprocess import random_weights
-from test_remote_replicas import START_S, other_host, remote_cfg, sample, wait_for, words  # noqa: F401
+from test_remote_replicas import START_S, other_host, remote_cfg, words  # noqa: F401
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.weight_sync.publish import WeightExporter
+from tests.helpers.processes import until
 from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
-
-PROMPT = list(range(20, 40))
-
 
 TENSOR = {"tensor": 2, "record_routed_experts": RECORDS_EXPERTS}
 WIDE = {"data": 2, "expert": 2}  # attention twice, and each expert on one of the parts
@@ -65,7 +63,7 @@ def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path, layo
     parts = [start_part(rank, [[], other_host][rank], ends[rank], port, tmp_path, layout) for rank in (0, 1)]
     fleet = Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path, wait=False)
     try:
-        wait_for(lambda: endpoint_path(tmp_path, 0).exists() or any(part.poll() is not None for part in parts))
+        until(lambda: endpoint_path(tmp_path, 0).exists() or any(p.poll() is not None for p in parts), "parts", START_S)
         assert [part.poll() for part in parts] == [None, None], (tmp_path / "logs" / "rollout-0.node0.log").read_text()
         fleet.wait_until_ready()
         weights = random_weights(cfg, 1)
@@ -96,7 +94,7 @@ def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path, layo
         # Asked to end, the other one does, although it waits for what will not come.
         parts[0].terminate()
         assert parts[0].wait(START_S) == 0
-        wait_for(lambda: not fleet.clients)
+        until(lambda: not fleet.clients, "the end of all clients", START_S)
         assert Endpoint.read(endpoint_path(tmp_path, 0)) is None
     finally:
         fleet.shutdown()

@@ -4,30 +4,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from engine_weights import publish, random_weights
+from engine_weights import DigitShare, OneRank, publish, random_weights
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import character_tokenizer
-from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import Groups, RolloutStream, seed_of
 from megatron_fp8rl.types import Prompt
-
-
-class OneRank:
-    rank = 0
-
-    def broadcast_object(self, value):
-        return value
-
-
-class DigitShare:
-    """Reward: the share of digits in the text."""
-
-    async def score(self, prompt: Prompt, text: str) -> Score:
-        return Score(sum(c.isdigit() for c in text) / max(1, len(text)), "scored")
 
 
 def stream_of(fleet: Fleet, **rollout) -> tuple[RunConfig, RolloutStream]:

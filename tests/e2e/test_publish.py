@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_weights import policy_of, write_hf_dir
+from engine_weights import policy_of, sample, write_hf_dir
 from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
@@ -16,15 +16,6 @@ from megatron_fp8rl.weight_sync.engines import NoReplicaError
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.transports import choose
 from megatron_fp8rl.weight_sync.transports.process_group import GlooTransport
-
-PROMPT = list(range(20, 40))
-
-
-def sample(fleet: Fleet):
-    client = fleet.clients[0]
-    sampling = replace(client.sampling, max_tokens=8, stop_token_ids=())
-    (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=sampling), 120.0)
-    return completion
 
 
 def test_publications_over_http(fleet):

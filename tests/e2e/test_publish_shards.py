@@ -2,20 +2,11 @@
 
 from dataclasses import replace
 
-from engine_weights import policy_of, write_hf_dir
+from engine_weights import policy_of, sample, write_hf_dir
 from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.weight_sync.publish import WeightExporter
-
-PROMPT = list(range(20, 40))
-
-
-def sample(fleet: Fleet):
-    client = fleet.clients[0]
-    sampling = replace(client.sampling, max_tokens=8, stop_token_ids=())
-    (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=sampling), 60.0)
-    return completion
 
 
 def test_two_workers_get_their_slices(engine_cfg, tmp_path):

@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_weights import policy_of, write_hf_dir
+from engine_weights import policy_of, sample, write_hf_dir
 from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.config import RunConfig
@@ -25,8 +24,8 @@ from megatron_fp8rl.rollout.errors import EngineDeadlineError
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from model_configs.tiny import tiny_qwen3_moe
+from tests.helpers.processes import until
 
-PROMPT = list(range(20, 40))
 DEADLINE_SCALE = 0.4
 START_S = 600.0 * DEADLINE_SCALE
 _OUTSIDE, _INSIDE = (f"10.97.{os.getpid() % 256}.{host}" for host in (1, 2))  # other tests make such networks too
@@ -95,13 +94,6 @@ def start_replica(before: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
-def sample(fleet: Fleet):
-    client = fleet.clients[0]
-    how = replace(client.sampling, max_tokens=8, stop_token_ids=())
-    (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=how), 120.0)
-    return completion
-
-
 def status_of(url: str, token: str | None) -> int:
     request = urllib.request.Request(url, method="POST", data=b"")
     if token is not None:
@@ -110,13 +102,6 @@ def status_of(url: str, token: str | None) -> int:
         return urllib.request.urlopen(request, timeout=60).status
     except urllib.error.HTTPError as error:
         return error.code
-
-
-def wait_for(what) -> None:
-    deadline = time.monotonic() + START_S
-    while not what():
-        assert time.monotonic() < deadline, "took too long"
-        time.sleep(0.1)
 
 
 @pytest.mark.long  # tests/slurm has the same over nodes
@@ -143,7 +128,7 @@ def test_a_remote_replica_is_found_published_to_lost_and_found_again(other_host,
         before = sample(fleet)
         os.kill(endpoint.pid, signal.SIGKILL)  # the server; what the agent started ends by itself
         assert agents[0].wait(START_S) == 128 + signal.SIGKILL
-        wait_for(lambda: not fleet.clients)
+        until(lambda: not fleet.clients, "the end of all clients", START_S)
         agents.append(start_replica(other_host, tmp_path))
         set_weights(policy, random_weights(cfg, 1))
         report = exporter.publish(2)  # waits for the replica

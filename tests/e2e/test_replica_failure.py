@@ -8,34 +8,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from engine_weights import policy_of, write_hf_dir
+from engine_weights import DigitShare, OneRank, policy_of, write_hf_dir
 from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import character_tokenizer
-from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import Groups, RolloutStream
-from megatron_fp8rl.types import Prompt
 from megatron_fp8rl.weight_sync.publish import WeightExporter
+from tests.helpers.processes import until
 
 NUM_STEPS = 4
 BACK_S = 200.0
-
-
-class OneRank:
-    rank = 0
-
-    def broadcast_object(self, value):
-        return value
-
-
-class DigitShare:
-    """Reward: the share of digits in the text."""
-
-    async def score(self, prompt: Prompt, text: str) -> Score:
-        return Score(sum(c.isdigit() for c in text) / max(1, len(text)), "scored")
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +56,10 @@ def kill_while_asked(fleet: Fleet, *indices: int) -> None:
     stop(fleet, *indices)
 
     def watch() -> None:
-        wait_for(lambda: all(client.num_running > 2 for client in asked))
+        until(lambda: all(client.num_running > 2 for client in asked), "requests", BACK_S)
         kill(fleet, *indices)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BACK_S
-    while not what():
-        assert time.monotonic() < deadline, "took too long"
-        time.sleep(0.02)
 
 
 def curve(fleet: Fleet, accidents: dict[str, Callable[[], None]]) -> list[list]:
@@ -118,7 +96,7 @@ def test_a_run_in_which_replicas_die_is_the_run_in_which_none_does(pair: Fleet):
         kill(pair, 1)  # the publication waits for the first that comes back
 
     def all_back() -> None:
-        wait_for(lambda: len(pair.clients) + len(pair._joining) == 2)
+        until(lambda: len(pair.clients) + len(pair._joining) == 2, "two replicas", BACK_S)
         assert pair.take_metrics()["rollout/replicas_lost/sum"] == 2
 
     expected = curve(pair, {})
@@ -153,7 +131,7 @@ def test_a_replica_that_dies_in_the_middle_of_a_publication_costs_a_repetition(p
     weight_sync = replace(pair.cfg.weight_sync, bucket_bytes=200_000)
     cfg = replace(pair.cfg, weight_sync=weight_sync)
     policy = policy_of(cfg, random_weights(cfg, 0))
-    wait_for(lambda: len(pair.clients) + len(pair._joining) == 2)
+    until(lambda: len(pair.clients) + len(pair._joining) == 2, "two replicas", BACK_S)
     exporter = WeightExporter(policy, pair, cfg)
     send_rounds = exporter.sender.send
 
@@ -181,7 +159,7 @@ def test_a_replica_that_dies_in_the_middle_of_a_publication_costs_a_repetition(p
         assert report.version == version and report.pause_s > 0
         assert [client.version for client in pair.clients] == [version] * len(pair.clients)
         if mode == "reload":
-            wait_for(lambda: len(pair._joining) == 1)
+            until(lambda: len(pair._joining) == 1, "a joining replica", BACK_S)
             mode = ""
             exporter.publish(version)
             assert len(pair.clients) == 2
@@ -194,7 +172,7 @@ def test_a_run_in_which_replicas_hang_is_the_run_in_which_none_does(pair: Fleet,
     """During rollouts and publications: hanging replicas are killed, named and replaced."""
 
     expected = curve(pair, {})
-    wait_for(lambda: len(pair.clients) + len(pair._joining) == 2)
+    until(lambda: len(pair.clients) + len(pair._joining) == 2, "two replicas", BACK_S)
     began = time.monotonic()
     assert curve(pair, {"sample 1": lambda: stop(pair, 0), "train 3": lambda: stop(pair, 1)}) == expected
     assert time.monotonic() - began < 6 * BACK_S

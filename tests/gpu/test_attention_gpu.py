@@ -84,17 +84,9 @@ def test_output_and_gradients(heads, cp_size):
     assert min(found.values()) > FUSED_ATTENTION_DECIBELS, found
 
 
-class _OneRank:
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 def _layer(dim: int) -> PackedAttention:
     rotary = Rotary(num_features=dim, first_feature=0, theta=10_000.0, scaling=None, interleaved=False)
-    groups = types.SimpleNamespace(cp=_OneRank())
+    groups = types.SimpleNamespace(cp=types.SimpleNamespace(size=lambda: 1, rank=lambda: 0))
     return PackedAttention(None, 1, None, "self", rotary=rotary, scale=dim**-0.5, pg_collection=groups)
 
 

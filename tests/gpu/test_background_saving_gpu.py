@@ -11,21 +11,13 @@ import pytest
 import torch
 
 from tests.helpers.dist import run_ranks
-from tests.helpers.training import DENSE, continue_training, run_config
+from tests.helpers.models import small_model
+from tests.helpers.training import continue_training, run_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-BIG = replace(  # 0.26 billion parameters, 3.5 GiB of a checkpoint
-    DENSE,
-    num_layers=1,
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    ffn_hidden_size=12288,
-    vocab_size=8192,
-    initializer_range=0.02,
-)
+# 0.26 billion parameters, 3.5 GiB of a checkpoint
+BIG = small_model((1, 4096, 32, 8, 128, 8192), ffn=12288, max_position_embeddings=128, initializer_range=0.02)
 
 
 def _state(policy) -> list[torch.Tensor]:

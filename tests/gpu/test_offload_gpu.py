@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.helpers.dist import run_ranks
-from tests.helpers.training import DENSE, MOE, continue_training, make_batch, run_config
+from tests.helpers.models import small_model
+from tests.helpers.training import continue_training, make_batch, run_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -19,26 +20,9 @@ PARTS = ("params", "gradients", "optimizer")
 BYTES = {"params": 2, "gradients": 4, "optimizer": 12}  # of a parameter in BF16
 WORKSPACES = 512 << 20  # of cuBLAS and Transformer Engine, at most
 KEPT = 32 << 20
-BIG = replace(
-    DENSE,
-    num_layers=2,
-    hidden_size=2048,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    head_dim=128,
-    ffn_hidden_size=8192,
-    initializer_range=0.02,
-)
-BIG_MOE = replace(
-    MOE,
-    num_layers=2,
-    hidden_size=1024,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=16,
-    moe_ffn_hidden_size=1024,
-    initializer_range=0.02,
+BIG = small_model((2, 2048, 16, 4, 128, 62), ffn=8192, max_position_embeddings=128, initializer_range=0.02)
+BIG_MOE = small_model(
+    (2, 1024, 8, 4, 128, 62), experts=(16, 2, 1024), max_position_embeddings=128, initializer_range=0.02
 )
 
 

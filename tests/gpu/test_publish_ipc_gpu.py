@@ -13,6 +13,7 @@ import torch
 from megatron_fp8rl.config import ParallelConfig, RunConfig
 from megatron_fp8rl.rollout.fleet import Fleet
 from tests.e2e.engine_weights import write_hf_dir
+from tests.helpers.sampling import sample_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -39,16 +40,6 @@ def _cfg(kind: str, how: str) -> RunConfig:
     return replace(
         cfg, name=f"publish_{kind}_{how}", model=model, sampling=sampling, engine=engine, weight_sync=weight_sync
     )
-
-
-def _sample(fleet: Fleet) -> list:
-    client = fleet.clients[0]
-    how = replace(client.sampling, max_tokens=16, stop_token_ids=(), temperature=1.0)
-
-    async def all_prompts() -> list:
-        return [(await client.generate(prompt, 1, 7 + i, sampling=how))[0] for i, prompt in enumerate(PROMPTS)]
-
-    return fleet.sync(all_prompts(), 60.0)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
@@ -79,7 +70,7 @@ def test_direct_updates_equal_reloads(kind, tmp_path):
             reports = [exporters[0].publish(version), exporters[-1].publish(version)]
             exporters.pop().close()
             assert reports[0].checksum == reports[1].checksum
-            direct, reload = (_sample(fleet) for fleet in fleets)
+            direct, reload = (sample_prompts(fleet, PROMPTS, temperature=1.0) for fleet in fleets)
             for a, b in zip(direct, reload, strict=True):
                 assert a.token_ids == b.token_ids and a.version_spans == ((0, version),)
                 pairs = zip(a.rollout_logprobs, b.rollout_logprobs, strict=True)

@@ -13,6 +13,7 @@ import torch
 from megatron_fp8rl.config import ParallelConfig, RunConfig
 from megatron_fp8rl.rollout.fleet import Fleet
 from tests.e2e.engine_weights import write_hf_dir
+from tests.helpers.sampling import sample_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -76,16 +77,6 @@ def parallel():
     made.close()
 
 
-def _sample(fleet: Fleet) -> list:
-    client = fleet.clients[0]
-    how = replace(client.sampling, max_tokens=16, stop_token_ids=())
-
-    async def all_prompts() -> list:
-        return [(await client.generate(prompt, 1, 7 + i, sampling=how))[0] for i, prompt in enumerate(PROMPTS)]
-
-    return fleet.sync(all_prompts(), 60.0)
-
-
 def _difference(before: list, after: list) -> float:
     """Largest difference of log-probabilities; infinite where other tokens were sampled."""
     if [c.token_ids for c in before] != [c.token_ids for c in after]:
@@ -119,14 +110,14 @@ def test_sleeping_changes_memory_and_nothing_else(kind, fleets, parallel):
     print(f"\n{kind}: {fleet.kernels()}")
     try:
         exporter.publish(version)
-        first = _sample(fleet)
-        assert _difference(first, _sample(fleet)) < SAME_LOGPROB
+        first = sample_prompts(fleet, PROMPTS)
+        assert _difference(first, sample_prompts(fleet, PROMPTS)) < SAME_LOGPROB
         awake = _used()
 
         _timed("sleep 1", lambda: fleet.sync(client.sleep(1), 60.0))
         assert awake - _used() > 0.95 * KV_BYTES
         _timed("wake, no publication", fleet.wake)
-        assert _difference(first, _sample(fleet)) < SAME_LOGPROB, "level 1 keeps weights"
+        assert _difference(first, sample_prompts(fleet, PROMPTS)) < SAME_LOGPROB, "level 1 keeps weights"
 
         for level in (1, 2, 2):
             _timed(f"sleep {level}", lambda level=level: fleet.sync(client.sleep(level), 60.0))
@@ -139,13 +130,13 @@ def test_sleeping_changes_memory_and_nothing_else(kind, fleets, parallel):
             _timed("publish", lambda version=version: exporter.publish(version))
             _timed("wake KV cache", lambda: fleet.wake("kv_cache"))
             assert abs(_used() - awake) < 512 * MIB
-            other = _sample(fleet)
+            other = sample_prompts(fleet, PROMPTS)
             assert other[0].version_spans == ((0, version),)
             assert _difference(first, other) > 10 * SAME_LOGPROB, "new weights answer"
             policy.update()  # the first weights again
             version += 1
             exporter.publish(version)
-            found = _difference(first, _sample(fleet))
+            found = _difference(first, sample_prompts(fleet, PROMPTS))
             print(f"  log-probabilities after level {level}: largest difference {found:.2e}")
             assert found < SAME_LOGPROB
     finally:

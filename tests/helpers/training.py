@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample, Segment, TrainBatch
 from tests.helpers.models import small_model
 from tests.helpers.unshard import unshard
+from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
 VOCAB = 62
 MOE = small_model(
@@ -148,6 +151,30 @@ def continue_training(
         first = first or token_values(batch, [mb.old_logprobs_T for mb in batch.microbatches])
         metrics.append(policy.update(batch, make_loss(cfg)))
     return metrics, first
+
+
+def assert_same_training(expected: tuple, other: tuple) -> None:
+    """Compare (metrics, old log-probabilities) of two kernels: equal bits at first, then FP8 noise."""
+    for key, old in expected[1].items():
+        assert torch.equal(other[1][key], old), f"{key}: the forward pass computes other numbers"
+    for step, (a, b) in enumerate(zip(other[0], expected[0], strict=True)):
+        loss, norm = (FP8_LOSS_NOISE if step else FP8_FIRST_LOSS), (0.1 if step else 0.01)
+        assert a["train/loss/mean"] == pytest.approx(b["train/loss/mean"], abs=loss)
+        assert a["train/grad_norm/max"] == pytest.approx(b["train/grad_norm/max"], rel=norm)
+
+
+def first_gradients(cfg: RunConfig, state: Callable = lambda policy: None) -> tuple[dict[str, Tensor], Any]:
+    """Runs on a rank: (gradients by name, ``state`` of the policy) after one forward and backward."""
+    from megatron_fp8rl.trainer.forward import Forward
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    policy = Policy.build(cfg, parallel)
+    batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank))
+    policy.optimizer.zero_gradients()
+    Forward(cfg, parallel).gradients(policy.chunks, batch, make_loss(cfg))
+    return {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}, state(policy)
 
 
 def weight_pieces(policy) -> dict[str, tuple[int, Tensor]]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_fp8rl.config import ParallelConfig, RunConfig
 from tests.helpers.dist import run_ranks
 from tests.helpers.fields import set_fields
+from tests.helpers.sampling import sample_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
 
@@ -85,16 +86,6 @@ def _place(layout: dict[str, int], rank: int, world_size: int) -> SimpleNamespac
     )
 
 
-def _sample(fleet) -> list:
-    client = fleet.clients[0]
-    how = replace(client.sampling, max_tokens=16, stop_token_ids=())
-
-    async def all_prompts() -> list:
-        return [(await client.generate(prompt, 1, 7 + i, sampling=how))[0] for i, prompt in enumerate(PROMPTS)]
-
-    return fleet.sync(all_prompts(), 60.0)
-
-
 def _publish_all(num_trainers: int, engines: list[dict[str, int]]) -> list[str]:
     """Runs on a trainer rank: a line for each combination."""
     from benchmarks.light_policy import light_policy
@@ -142,14 +133,14 @@ def _compare(cfg: RunConfig, policy, fleet, layout, exporter_class) -> str:
         torch._foreach_mul_(list(policy.tensors.values()), -0.93)
         report = exporter.publish(version)
     exporter.close()
-    direct = _sample(fleet) if fleet is not None else []
+    direct = sample_prompts(fleet, PROMPTS) if fleet is not None else []
     by_host = replace(cfg, weight_sync=replace(cfg.weight_sync, transport="gloo"))  # reloads and compares first
     exporter = exporter_class(policy, fleet, by_host)
     expected = exporter.publish(4)
     exporter.close()
     assert report.checksum == expected.checksum
     worst = 0.0
-    for a, b in zip(direct, _sample(fleet) if fleet is not None else [], strict=True):
+    for a, b in zip(direct, sample_prompts(fleet, PROMPTS) if fleet is not None else [], strict=True):
         assert a.token_ids == b.token_ids, (cfg.weight_sync.transport, layout)
         worst = max([worst, *(abs(x - y) for x, y in zip(a.rollout_logprobs, b.rollout_logprobs, strict=True))])
     assert worst <= SAME_LOGPROB, (cfg.weight_sync.transport, layout, worst)

@@ -72,7 +72,7 @@ def test_options():
 def test_a_dense_configuration_is_sent_to_the_other_benchmark(capsys):
     with pytest.raises(SystemExit):
         parse(Experts(), ["--config", "grpo_qwen3_8b"])
-    assert "the model is dense. python -m benchmarks.linears" in capsys.readouterr().err
+    assert "the model is dense; use python -m benchmarks.linears" in capsys.readouterr().err
 
 
 def test_rows_of_grouped_experts_have_times_and_arms_that_fail_say_why():

@@ -16,16 +16,8 @@ ROTARY = Rotary(num_features=DIM, first_feature=0, theta=THETA, scaling=None, in
 ROTARY = Rotary(num_features=DIM, first_feature=0, theta=THETA, scaling=None, interleaved=False)
 
 
-class _OneRank:
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 def _attention() -> PackedAttention:
-    groups = types.SimpleNamespace(cp=_OneRank())
+    groups = types.SimpleNamespace(cp=types.SimpleNamespace(size=lambda: 1, rank=lambda: 0))
     return PackedAttention(None, 1, None, "self", rotary=ROTARY, scale=DIM**-0.5, pg_collection=groups)
 
 
