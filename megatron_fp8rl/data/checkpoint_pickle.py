@@ -30,6 +30,10 @@ _NAMES = {
         ),
         _METADATA,
     ),
+    **dict.fromkeys(  # plans of all ranks, which PyTorch 2.13 no longer drops from the metadata
+        ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+        "torch.distributed.checkpoint.planner",
+    ),
     "_StorageInfo": "torch.distributed.checkpoint.filesystem",
     "_get_layout": "torch.serialization",
     "Size": "torch",
