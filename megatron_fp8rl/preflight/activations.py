@@ -4,8 +4,8 @@ The counting follows Korthikanti et al., "Reducing Activation Recomputation in L
 (arXiv:2205.05198), section 4, adapted to these layers: no dropout, grouped-query or latent attention without a score
 matrix (the fused kernel keeps the output and one FP32 log-sum-exp per head), SwiGLU, experts, and FP8 linears, which
 keep their input in FP8, columnwise only (one byte per element, and the scales). Everything else is BF16, or FP32 with
-FP32 parameters. The count holds for the GPU kernels (``precision.kernels.trainer`` auto or te); the emulation keeps wider
-copies and is not meant for models whose memory matters. ``benchmarks/memory.py`` compares the count with a GPU.
+FP32 parameters. The count holds for the GPU kernels (``precision.kernels.trainer`` auto or te); the emulation keeps
+wider copies. ``benchmarks/memory.py`` compares the count with a GPU.
 
 Symbols: t = tokens of a microbatch on one context-parallel rank; s = t / tensor-parallel size, the tokens of a rank
 outside the linears (sequence parallelism); r = s x experts per token x expert-tensor-parallel size, the token copies
@@ -29,7 +29,7 @@ class LayerBytes:
     """Activations of one layer for one microbatch."""
 
     kept: float  # from the forward to the backward pass
-    recomputed: float  # recomputed, and held while the backward pass is in this layer
+    recomputed: float  # recomputed, and kept while the backward pass is in this layer
     workspace: float  # gradients at the widest point of the backward pass
 
     @property
@@ -57,13 +57,13 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class _Widths:
-    """Bytes per element, and bytes a linear keeps per input element, if the input is its own or shared."""
+    """Bytes per element, and bytes a linear keeps per input element, if its input is separate or shared."""
 
     element: float
     fp8: float | None  # None: the layer's linears are BF16
 
     @property
-    def own_input(self) -> float:
+    def separate_input(self) -> float:
         return self.element if self.fp8 is None else self.fp8
 
     @property
@@ -120,7 +120,7 @@ def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, f
     """
     model, tensor = cfg.model, cfg.parallel.tensor
     heads = model.num_attention_heads / tensor
-    normed = tokens.sequence * model.hidden_size * width.own_input
+    normed = tokens.sequence * model.hidden_size * width.separate_input
     if model.mla is not None:
         mla = model.mla
         queries = keys = heads * mla.qk_head_dim
@@ -128,7 +128,7 @@ def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, f
         latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank
         # Two projections read the hidden states; then the inputs of the latent norms and of the up-projections.
         normed += tokens.sequence * model.hidden_size * width.shared_input
-        before = tokens.sequence * latents * width.element + tokens.context * latents * width.own_input
+        before = tokens.sequence * latents * width.element + tokens.context * latents * width.separate_input
         inputs = queries + keys + heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     else:
         queries = heads * model.head_dim
@@ -147,7 +147,7 @@ def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, f
 
 def _dense(columns: float, cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:
     """The normed input, and what :func:`_swiglu` keeps; with DeepGEMM, which fuses SwiGLU, gate and up only."""
-    normed = tokens.sequence * cfg.model.hidden_size * width.own_input
+    normed = tokens.sequence * cfg.model.hidden_size * width.separate_input
     kept = 2 * columns * width.element if _on_deep_gemm(kernels, width) else _swiglu(columns, width)
     return normed + tokens.context * kept
 
@@ -158,7 +158,7 @@ def _on_deep_gemm(kernels: TrainerKernels, width: _Widths) -> bool:
 
 def _swiglu(columns: float, width: _Widths) -> float:
     """Per token, in Megatron-Core's MLP: gate and up, silu(gate), up plus its offset of 0, the input of down."""
-    return columns * (4 * width.element + width.own_input)
+    return columns * (4 * width.element + width.separate_input)
 
 
 def _routed_experts(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:
@@ -170,15 +170,20 @@ def _routed_experts(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: Tra
     router = tokens.sequence * model.num_experts * (2 * _FP32_BYTES + _INT64_BYTES)
     per_copy = 2 * (_INT64_BYTES + _FP32_BYTES)
     if kernels.experts == "deep_gemm":
-        per_copy += model.hidden_size * width.own_input + 2 * columns * width.element
+        per_copy += model.hidden_size * width.separate_input + 2 * columns * width.element
         return router + _padded(cfg, tokens, width) * per_copy
-    per_copy += model.hidden_size * (width.own_input + width.element) + columns * (3 * width.element + width.own_input)
+    per_copy += model.hidden_size * (width.separate_input + width.element) + columns * (
+        3 * width.element + width.separate_input
+    )
     return router + tokens.routed * per_copy
 
 
 def _padded(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
-    """Token copies, with each expert's padded to blocks: by half a block on average, and by almost a whole one where a rank
-    with all experts leaves their numbers of tokens on the GPU (``fused_moe.max_rows``, without torch)."""
+    """Token copies, with each expert's padded to blocks (``fused_moe.max_rows``, without torch).
+
+    The padding is half a block on average, and almost a whole block if a rank with all experts leaves their numbers of
+    tokens on the GPU.
+    """
     is_bound = width.fp8 is not None and cfg.parallel.expert == 1
     experts = cfg.model.num_experts / cfg.parallel.expert
     return tokens.routed + min(tokens.routed, experts) * (BLOCK - 1 if is_bound else BLOCK / 2)
@@ -189,8 +194,8 @@ def _shared_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
     if not model.num_shared_experts:
         return 0.0
     columns = model.num_shared_experts * model.moe_ffn_hidden_size / cfg.parallel.tensor
-    own_copy = tokens.sequence * model.hidden_size * width.shared_input
-    return own_copy + tokens.context * _swiglu(columns, width)
+    copy = tokens.sequence * model.hidden_size * width.shared_input
+    return copy + tokens.context * _swiglu(columns, width)
 
 
 def _dense_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:
@@ -213,7 +218,9 @@ def _moe_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: Trai
     stream = 2 * tokens.sequence * hidden * width.element
     if kernels.experts == "deep_gemm":
         columns = cfg.model.moe_ffn_hidden_size / cfg.parallel.expert_tensor
-        of_factors = 0.0 if width.fp8 is None else 4 * width.fp8
-        per_copy = hidden * (width.element + width.own_input) + columns * (width.element + of_factors + width.own_input)
+        factors = 0.0 if width.fp8 is None else 4 * width.fp8
+        per_copy = hidden * (width.element + width.separate_input) + columns * (
+            width.element + factors + width.separate_input
+        )
         return _padded(cfg, tokens, width) * per_copy + stream
     return tokens.routed * 3 * hidden * _FP32_BYTES + stream

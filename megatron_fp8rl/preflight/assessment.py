@@ -99,7 +99,7 @@ def _memory_finding(estimate: Estimate, subject: str, problem: str, remedy: str 
     return Finding(severity, subject, problem, remedy, code="memory", is_of_layout=not is_full)
 
 
-def _of_capacity(estimate: Estimate) -> str:
+def _usage(estimate: Estimate) -> str:
     return f"{estimate.total_bytes / GIB:.1f} GiB of {estimate.capacity_bytes / GIB:.1f} GiB"
 
 
@@ -107,7 +107,7 @@ def _trainer_findings(estimate: Estimate) -> list[Finding]:
     if not estimate.is_tight:
         return []
     remedy = f"The largest part: {max(estimate.parts, key=lambda part: part.num_bytes).name}"
-    return [_memory_finding(estimate, estimate.title, f"needs {_of_capacity(estimate)}", remedy)]
+    return [_memory_finding(estimate, estimate.title, f"needs {_usage(estimate)}", remedy)]
 
 
 def _phase_findings(shared: tuple[Estimate, ...]) -> list[Finding]:
@@ -115,7 +115,7 @@ def _phase_findings(shared: tuple[Estimate, ...]) -> list[Finding]:
     if not any(estimate.is_tight for estimate in shared):
         return []
     worst = max(shared, key=lambda estimate: estimate.share)
-    problem = f"trainer and engine need {_of_capacity(worst)} {worst.title}"
+    problem = f"trainer and engine need {_usage(worst)} {worst.title}"
     return [_memory_finding(worst, "one GPU of both", problem)]
 
 

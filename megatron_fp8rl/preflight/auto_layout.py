@@ -6,7 +6,7 @@
 
 All take their candidates from :func:`_layouts`: degrees that divide the model and leave memory for weights, optimizer
 states and sequences, the nearest to the configuration first. :func:`assessment.assess` accepts or refuses them.
-``nearest`` ends with the candidates of ``all_layouts``, so ``doctor`` and ``plan`` agree. The architecture never changes.
+``nearest`` ends with the candidates of ``all_layouts``, so ``doctor`` and ``plan`` agree. The model never changes.
 """
 
 from __future__ import annotations

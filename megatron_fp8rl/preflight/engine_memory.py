@@ -21,7 +21,7 @@ from megatron_fp8rl.preflight.weights import on_engine_worker
 from megatron_fp8rl.rollout.vllm_args import kv_token_bytes, max_batched_tokens
 
 _CONTEXT_BYTES = int(0.8 * GIB)  # CUDA context and cuBLAS
-_TENSOR_PARALLEL_BYTES = int(0.5 * GIB)  # NCCL and vLLM's own all-reduce buffers
+_TENSOR_PARALLEL_BYTES = int(0.5 * GIB)  # NCCL and vLLM's all-reduce buffers
 _GRAPH_BYTES = int(1.0 * GIB)
 _MIN_FULL_SEQUENCES = 8  # in the KV cache
 
@@ -56,58 +56,37 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
     engine, weight_sync = cfg.engine, cfg.weight_sync
     weights = on_engine_worker(cfg)
     context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if engine.ranks > 1 else 0)
-    longest = cfg.max_sequence_tokens
     activations = _activation_bytes(cfg)
     graphs = 0 if engine.graphs == "none" else _GRAPH_BYTES
     per_token = kv_token_bytes(cfg.model, cfg.engine, cpu=False)
     left = int(engine.gpu_memory_utilization * capacity_bytes) - (weights.total + activations + graphs + context)
-    kv_bytes = engine.kv_cache_bytes if engine.kv_cache_bytes is not None else left
+    kv_bytes, source = left, f"what is left of {engine.gpu_memory_utilization:.0%} of the GPU"
     if engine.kv_cache_bytes is not None:
-        source = "engine.kv_cache_bytes"
-    else:
-        source = f"what is left of {engine.gpu_memory_utilization:.0%} of the GPU"
+        kv_bytes, source = engine.kv_cache_bytes, "engine.kv_cache_bytes"
     parts = [
-        Part(name="weights, FP8", num_bytes=weights.fp8, formula=f"{weights.fp8 / 1e9:.2f} G x 1 B"),
-        Part(name="weights, scales", num_bytes=weights.scales, formula="FP32, one per 128x128 block"),
-        Part(name="weights, BF16", num_bytes=weights.bf16, formula=f"{weights.bf16 / 2e9:.2f} G x 2 B"),
-    ]
-    if weights.absorbed:
-        parts.append(
-            Part(name="latent projections", num_bytes=weights.absorbed, formula="BF16 copies of kv_b_proj for decoding")
-        )
-    parts += [
+        Part("weights, FP8", weights.fp8, f"{weights.fp8 / 1e9:.2f} G x 1 B"),
+        Part("weights, scales", weights.scales, "FP32, one per 128x128 block"),
+        Part("weights, BF16", weights.bf16, f"{weights.bf16 / 2e9:.2f} G x 2 B"),
+        *([Part("latent projections", weights.absorbed, "BF16 copies of kv_b_proj")] if weights.absorbed else []),
+        Part("activations", activations, f"{max_batched_tokens(cfg)} tokens at a time, and the sampler"),
+        Part("CUDA graphs", graphs, "allowance" if graphs else "engine.graphs is none"),
+        Part("communication, CUDA", context, "allowance"),
+        Part("KV cache", max(kv_bytes, 0), f"{source}; {per_token} B a token"),
         Part(
-            name="activations",
-            num_bytes=activations,
-            formula=f"{max_batched_tokens(cfg)} tokens at a time, and the sampler",
-        ),
-        Part(name="CUDA graphs", num_bytes=graphs, formula="allowance" if graphs else "engine.graphs is none"),
-        Part(name="communication, CUDA", num_bytes=context, formula="allowance"),
-        Part(name="KV cache", num_bytes=max(kv_bytes, 0), formula=f"{source}; {per_token} B a token"),
-        Part(
-            name="weight update",
-            num_bytes=weight_sync.bucket_bytes + _largest_layer_bytes(cfg),
-            formula="weight_sync.bucket_bytes and one layer; outside gpu_memory_utilization",
+            "weight update",
+            weight_sync.bucket_bytes + weights.total // cfg.model.num_layers,
+            "weight_sync.bucket_bytes and one layer; outside gpu_memory_utilization",
         ),
     ]
     if weight_sync.spare_weights == "device":
-        spare = weights.sent
-        parts.append(
-            Part(
-                name="spare weights",
-                num_bytes=spare,
-                formula="weight_sync.spare_weights: all weights again; outside gpu_memory_utilization",
-            )
-        )
+        formula = "weight_sync.spare_weights: all weights again; outside gpu_memory_utilization"
+        parts.append(Part("spare weights", weights.sent, formula))
+    title = f"engine, every one of {engine.ranks} workers" if engine.ranks > 1 else "engine, its one worker"
     return EngineEstimate(
-        estimate=Estimate(
-            title=f"engine, every one of {engine.ranks} workers" if engine.ranks > 1 else "engine, its one worker",
-            parts=tuple(parts),
-            capacity_bytes=capacity_bytes,
-        ),
+        estimate=Estimate(title=title, parts=tuple(parts), capacity_bytes=capacity_bytes),
         kv_bytes=kv_bytes,
         kv_token_bytes=per_token,
-        max_sequence_tokens=longest,
+        max_sequence_tokens=cfg.max_sequence_tokens,
         num_sequences=engine.max_num_sequences,
     )
 
@@ -133,8 +112,3 @@ def _activation_bytes(cfg: RunConfig) -> int:
             experts += 2 * data * 2 * model.hidden_size
     sampler = cfg.engine.max_num_sequences * model.vocab_size * 4 * 3
     return int(tokens * (stream + max(attention, dense, experts)) + sampler)
-
-
-def _largest_layer_bytes(cfg: RunConfig) -> int:
-    """One layer while it is reloaded: its share of the weights."""
-    return on_engine_worker(cfg).total // cfg.model.num_layers

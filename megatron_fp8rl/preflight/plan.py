@@ -35,7 +35,7 @@ class PlanOptions:
     gpus: int = 8
     gpu: GpuName = "h200"
     gpus_per_node: int = 8
-    nic_gbits: float = 400.0  # of one GPU's network card; 80 % of it is counted with
+    nic_gbits: float = 400.0  # of one GPU's network card; 80 % of it is used
     storage_gbytes: float = 2.0  # GB/s of one GPU to the shared file system
     prompt_tokens: float | None = None  # mean; None: half of sampling.max_prompt_tokens
     completion_tokens: float | None = None  # mean; None: half of sampling.max_completion_tokens
@@ -46,8 +46,8 @@ class PlanOptions:
 
     def problems(self) -> list[str]:
         """Options with impossible values."""
-        given = {name: getattr(self, name) for name in ("gpus", "gpus_per_node", "nic_gbits", "storage_gbytes", "top")}
-        return [f"--{name} {value}: more than 0 is needed" for name, value in given.items() if not value > 0]
+        values = {name: getattr(self, name) for name in ("gpus", "gpus_per_node", "nic_gbits", "storage_gbytes", "top")}
+        return [f"--{name} {value}: more than 0 is needed" for name, value in values.items() if not value > 0]
 
 
 def layout_text(cfg: RunConfig) -> str:
@@ -221,8 +221,8 @@ def _failures(best: Layout, options: PlanOptions, network: Network) -> list[str]
     load_s, rate = state / network.storage_bytes_per_s, per_hour / 3600
     spares = _spares(per_hour * options.repair_hours)
     lines = [
-        f"failures: {per_hour:.2f} lost nodes an hour; {spares} spare nodes suffice for 99 % of the time; a restart takes "
-        f"{_RESTART_S + load_s:.0f} s, {load_s:.0f} s of it to load {state / GIB:.1f} GiB of a rank (computed)"
+        f"failures: {per_hour:.2f} lost nodes an hour; {spares} spare nodes suffice for 99 % of the time; a restart "
+        f"takes {_RESTART_S + load_s:.0f} s, {load_s:.0f} s of it to load {state / GIB:.1f} GiB of a rank (computed)"
     ]
     for target, save_s in (("files", load_s), ("files, after a copy to the host", state / _HOST_BYTES_PER_S)):
         interval = max(best.time.step, math.sqrt(2 * save_s / rate))

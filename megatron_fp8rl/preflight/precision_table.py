@@ -53,10 +53,10 @@ def scales(cfg: RunConfig, end: str) -> str:
 def agreement(cfg: RunConfig) -> list[Row]:
     """One row for each kind of tensor in the model."""
     table = LayerTable.build(cfg.model, cfg.precision)
-    found: dict[str, tuple[set[int], set[int], set[int]]] = {}
+    kinds: dict[str, tuple[set[int], set[int], set[int]]] = {}
     for entry in entries(cfg.model):
         for name, shape in entry.weight.parts:
-            layers, trainer, engine = found.setdefault(kind_of(name, len(shape)), (set(), set(), set()))
+            layers, trainer, engine = kinds.setdefault(kind_of(name, len(shape)), (set(), set(), set()))
             layers.add(entry.layer)
             if table.trainer_format(name).is_quantized:
                 trainer.add(entry.layer)
@@ -71,8 +71,8 @@ def agreement(cfg: RunConfig) -> list[Row]:
             agree=same or not (trainer or engine),
         )
         for kind, _ in _KINDS
-        if kind in found
-        for layers, trainer, engine in [found[kind]]
+        if kind in kinds
+        for layers, trainer, engine in [kinds[kind]]
     ]
 
 
@@ -96,69 +96,40 @@ def _shown(layers: set[int], fp8: set[int], recipe: str) -> str:
 
 def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
     """Where the two ends differ, and how the GPU treats scales. Impossible settings are refused by ``rules.py``."""
-    precision, found = cfg.precision, []
-    corrected = cfg.algo.correction != "off"
+    precision, result, correction = cfg.precision, [], cfg.algo.correction
     if precision.trainer != precision.rollout:
-        found.append(
-            Finding(
-                "note" if corrected else "warning",
-                "--precision.trainer",
-                f"the trainer computes in {precision.trainer} and the engine in {precision.rollout}: two "
-                "different quantized functions, so that the mismatch is larger than with one",
-                remedy=(
-                    f"algo.correction = {cfg.algo.correction} weighs it; one recipe at both ends removes most of it"
-                    if corrected
-                    else "Use one recipe at both ends, or correct the mismatch"
-                ),
-                change=(("precision.trainer", precision.rollout) if corrected else ("algo.correction", "truncate"),),
-            )
-        )
+        problem = f"the trainer computes in {precision.trainer} and the engine in {precision.rollout}: two different "
+        problem += "quantized functions, so that the mismatch is larger than with one"
+        remedy, change = "Use one recipe at both ends, or correct the mismatch", ("algo.correction", "truncate")
+        if correction != "off":
+            remedy = f"algo.correction = {correction} weighs it; one recipe at both ends removes most of it"
+            change = ("precision.trainer", precision.rollout)
+        severity = "warning" if correction == "off" else "note"
+        result.append(Finding(severity, "--precision.trainer", problem, remedy, change=(change,)))
     if precision.trainer == "delayed" and (precision.bf16_first_layers or precision.bf16_last_layers):
-        found.append(
-            Finding(
-                "note",
-                "--precision.trainer",
-                "delayed scaling with BF16 edge layers is chosen per linear, from the layer table; "
-                "Megatron-Core's own switch refuses the combination",
-            )
-        )
+        problem = "delayed scaling with BF16 edge layers is chosen per linear, from the layer table; Megatron-Core's "
+        problem += "switch refuses the combination"
+        result.append(Finding("note", "--precision.trainer", problem))
     if "blockwise" in (precision.trainer, precision.rollout) and precision.scales == "fp32":
-        found.append(
-            Finding(
-                "note",
-                "--precision.scales",
-                "with FP32 scales every kernel divides in its own order: scales differ in the last bit between "
-                f"trainer and engine, bytes in about one of a thousand ({gpu.name.upper()} takes both kinds)",
-                remedy="Powers of two make all bytes and scales equal",
-                change=(("precision.scales", "pow2"),),
-            )
+        problem = (
+            "with FP32 scales every kernel divides in its own order: scales differ in the last bit between trainer "
         )
+        problem += f"and engine, bytes in about one of a thousand ({gpu.name.upper()} takes both kinds)"
+        remedy = "Powers of two make all bytes and scales equal"
+        result.append(Finding("note", "--precision.scales", problem, remedy, change=(("precision.scales", "pow2"),)))
     if cfg.engine.kv_cache_dtype == "fp8":
         problem = "the engine stores keys and values in FP8, with scales that are measured at every step. The trainer "
         problem += "rounds its keys and values alike, but attends with another kernel"
-        found.append(
-            Finding(
-                "warning",
-                "--engine.kv_cache_dtype",
-                problem,
-                remedy="Watch mismatch/abs_logprob_diff/mean, or keep the cache in BF16",
-                change=(("engine.kv_cache_dtype", "auto"),),
-            )
+        remedy, change = (
+            "Watch mismatch/abs_logprob_diff/mean, or keep the cache in BF16",
+            ("engine.kv_cache_dtype", "auto"),
         )
-    return found + _of_linears(cfg, KernelChoice.of(cfg, Hardware(gpu.generation)))
-
-
-def _of_linears(cfg: RunConfig, choice: KernelChoice) -> list[Finding]:
-    """The one matrix that DeepGEMM cannot multiply; ``rules.py`` refuses all others."""
-    mla = cfg.model.mla
+        result.append(Finding("warning", "--engine.kv_cache_dtype", problem, remedy, change=(change,)))
+    # The only matrix that DeepGEMM cannot multiply; ``rules.py`` refuses all others.
+    mla, kernels = cfg.model.mla, KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
     rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim
-    if choice.trainer.linear_kernel(rows, BLOCK) == choice.trainer.linears:
-        return []
-    return [
-        Finding(
-            "note",
-            "--precision.kernels.linears",
-            f"kv_a_proj_with_mqa has {rows} rows, no multiple of {BLOCK}: DeepGEMM does not multiply it, "
-            "and the trainer takes the kernels of precision.kernels.trainer for it",
-        )
-    ]
+    if kernels.linear_kernel(rows, BLOCK) != kernels.linears:
+        problem = f"kv_a_proj_with_mqa has {rows} rows, no multiple of {BLOCK}: DeepGEMM does not multiply it, and the "
+        problem += "trainer takes the kernels of precision.kernels.trainer for it"
+        result.append(Finding("note", "--precision.kernels.linears", problem))
+    return result

@@ -1,8 +1,7 @@
 """Report every mistake of a configuration at once, before anything starts.
 
-In: a ``RunConfig``. Out: a list of :class:`Violation`, empty if the run can start; each names the option, its value, the
-problem and the remedy. Reads the file system, changes nothing and imports nothing heavy, so it runs on a login node and
-in every trainer process.
+Each :class:`Violation` names the option, its value, the problem and the remedy. The checks read the file system, change
+nothing and import nothing heavy, so they run on a login node and in every trainer process.
 
 Consequences of a mistake are not reported as further mistakes: if a degree does not divide the number of heads, for
 example, the matrices that it divides are not checked.

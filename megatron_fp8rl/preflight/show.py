@@ -8,7 +8,7 @@ that would be refused there. Needs neither a GPU nor torch.
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from megatron_fp8rl.config import RunConfig, Violation
@@ -27,15 +27,7 @@ from megatron_fp8rl.preflight.shapes import check_degrees, check_model
 
 _MATRICES = ("attention projections", "feed-forward, dense", "routed experts", "shared experts", "input of a layer")
 _KINDS = ("embedding", *_MATRICES, "router", "norms, biases", "attention", "output head")
-_PLACES = (
-    "embedding",
-    "first layers",
-    "layers",
-    "last layers",
-    "prediction layers",
-    "everywhere",
-    "output head",
-)
+_PLACES = ("embedding", "first layers", "layers", "last layers", "prediction layers", "everywhere", "output head")
 _ROLES = {"routed experts": "experts", "router": "router", "norms, biases": "norms", "attention": "attention"}
 _COLUMNS = ("group", "layers", "trainer", "trainer kernel", "wire", "engine kernel")
 
@@ -72,14 +64,10 @@ def run(cfg: RunConfig, options: ShowOptions) -> int:
 
 def text(cfg: RunConfig, options: ShowOptions, violations: list[Violation]) -> str:
     """The printed text. Without groups if the degrees do not divide the model, because then no kernel can be chosen."""
-    found = Checks(cfg)
-    blocks = []
-    if check_degrees(found, check_model(found)):
+    checks, blocks = Checks(cfg), []
+    if check_degrees(checks, check_model(checks)):
         choice = KernelChoice.of(cfg, Hardware(options.generation))
-        rows = tuple(
-            (group.name, group.layers, group.trainer, group.trainer_kernel, group.wire, group.engine_kernel)
-            for group in groups(cfg, choice)
-        )
+        rows = tuple(astuple(group) for group in groups(cfg, choice))
         title = f"{cfg.name} on {options.gpu.upper()}: what computes what"
         blocks = [plain_table(Table(title=title, columns=_COLUMNS, rows=rows)), _lines("Why", reasons(cfg, choice))]
         if cfg.precision.rollout != "bf16":
@@ -156,12 +144,12 @@ def _trainer_kernel(cfg: RunConfig, choice: KernelChoice, kind: str, in_fp8: lis
 
 
 def _engine_kernel(choice: KernelChoice, kind: str, in_fp8: bool) -> str:
-    own = "vLLM" if choice.hardware.is_gpu else "PyTorch"
+    stock = "vLLM" if choice.hardware.is_gpu else "PyTorch"
     if kind == "routed experts":
-        return choice.text("engine.experts") if in_fp8 or choice.hardware.is_gpu else own
+        return choice.text("engine.experts") if in_fp8 or choice.hardware.is_gpu else stock
     if kind in ("norms, biases", "attention"):
         return choice.text(f"engine.{_ROLES[kind]}")
-    return choice.text("engine.linears") if in_fp8 else own
+    return choice.text("engine.linears") if in_fp8 else stock
 
 
 def reasons(cfg: RunConfig, choice: KernelChoice) -> list[str]:

@@ -1,7 +1,7 @@
 """Seconds of one step, phase by phase, from a configuration, the rates of ``rates.toml`` and a network. No torch.
 
-    rollouts       FLOP of the prompts. Then decode steps until the longest sequence ends: each reads the weights that it
-                   needs or multiplies by them, whichever takes longer, reads the KV cache, and samples
+    rollouts       FLOP of the prompts. Then decode steps until the longest sequence ends: each reads the weights that
+                   it needs or multiplies by them, whichever takes longer, reads the KV cache, and samples
     old_logprobs   one forward pass over all tokens; 0 with ``precision.exact`` and in a step of one update
     update         forward and backward passes, recompute, tensor- and expert-parallel traffic, or the time in which the
                    host launches them if it is longer; the pipeline bubble, the data-parallel reduction, the optimizer
@@ -141,7 +141,7 @@ class StepTime:
     publish: float
     handover: float
     driver: float
-    driver_gb: float  # held by trainer rank 0
+    driver_gb: float  # on trainer rank 0
     pause: float
     wire: float
     bubble: float  # of the update
@@ -315,27 +315,27 @@ class _Step:
         if parallel.tensor > 1:
             moved = tokens * model.hidden_size * ITEM_BYTES["bfloat16"] * (parallel.tensor - 1) / parallel.tensor
             tensor = rounds * _TENSOR_COLLECTIVES * layers * moved / self.link(parallel.tensor)
-        updates, held = cfg.algo.updates_per_step, self.weights
+        updates, most = cfg.algo.updates_per_step, self.weights
         together = max(1.0, cfg.optim.max_tokens_per_microbatch // self.length)  # sequences of a microbatch
         microbatches = max(1, math.ceil(self.sequences / parallel.data / updates / together))
-        gradients = updates * microbatches * held.trained * rates.parameter_bytes / rates.read_bytes_per_s
+        gradients = updates * microbatches * most.trained * rates.parameter_bytes / rates.read_bytes_per_s
         busy = passes + gradients + experts + tensor
         if model.is_moe:
             launched = rates.host_moe_layer_s * (1.0 + recomputed / 3.0)
             busy = max(busy, updates * microbatches * layers * launched)
         bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
-        copied = held.dense * (parallel.data * parallel.context > 1)
-        copied += held.expert * (weights.expert_copies(parallel) > 1)
+        copied = most.dense * (parallel.data * parallel.context > 1)
+        copied += most.expert * (weights.expert_copies(parallel) > 1)
         reduced = copied * (4 + 2) / self.link(parallel.world_size)  # gradients in FP32, parameters in BF16
-        optimizer = held.divided(parallel) * _OPTIMIZER_BYTES / rates.read_bytes_per_s
+        optimizer = most.divided(parallel) * _OPTIMIZER_BYTES / rates.read_bytes_per_s
         return busy + bubble + updates * (reduced + optimizer), bubble, experts
 
     def handover(self) -> float:
-        cfg, held = self.cfg, self.weights
+        cfg, most = self.cfg, self.weights
         if cfg.engine.placement != "colocated":
             return 0.0
-        states = Bytes.of(cfg).optimizer * held.divided(cfg.parallel) * cfg.algo.updates_per_step
-        sizes = {"params": ITEM_BYTES["bfloat16"] * held.trained, "optimizer": states}
+        states = Bytes.of(cfg).optimizer * most.divided(cfg.parallel) * cfg.algo.updates_per_step
+        sizes = {"params": ITEM_BYTES["bfloat16"] * most.trained, "optimizer": states}
         away = sum(size for part, size in sizes.items() if part in cfg.optim.offload)
         return (self.rates.sleep_s if cfg.engine.sleep_level else 0.0) + 2.0 * away / self.rates.host_bytes_per_s
 

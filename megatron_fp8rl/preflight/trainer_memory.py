@@ -119,12 +119,13 @@ def estimate_stage(
     """Peak memory of a rank of one pipeline stage; all ranks of the stage need the same if routing is balanced."""
     tokens = Tokens.of(cfg, routing_imbalance)
     layout = TrainerLayout.from_config(cfg.parallel)
-    held = [i for i in range(cfg.model.num_layers) if layout.stage(i, cfg.model.num_layers) == stage]
+    indices = [i for i in range(cfg.model.num_layers) if layout.stage(i, cfg.model.num_layers) == stage]
     kernels = kernels or KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
     table = LayerTable.build(cfg.model, cfg.precision)
-    kinds = {i: (cfg.model.is_moe_layer(i), table.first_fp8_layer <= i < table.end_fp8_layer) for i in held}
-    of_kind = {kind: layer_bytes(cfg, i, tokens, kernels) for kind, i in {kind: i for i, kind in kinds.items()}.items()}
-    layers = [of_kind[kind] for kind in kinds.values()]
+    kinds = {i: (cfg.model.is_moe_layer(i), table.first_fp8_layer <= i < table.end_fp8_layer) for i in indices}
+    examples = {kind: i for i, kind in kinds.items()}
+    sizes = {kind: layer_bytes(cfg, i, tokens, kernels) for kind, i in examples.items()}
+    layers = [sizes[kind] for kind in kinds.values()]
     parts = (
         *_states(cfg, gpu, on_trainer_rank(cfg, stage), kernels),
         _activations(cfg, layers, tokens, stage),
@@ -136,7 +137,7 @@ def estimate_stage(
 
 
 def _turns(cfg: RunConfig) -> tuple[frozenset[str], ...]:
-    """An optimizer that waits on the host comes when activations have gone, and the copies of weights that it changes."""
+    """An offloaded optimizer is in memory only after activations, and the FP8 copies that it changes, have gone."""
     if "optimizer" not in cfg.optim.offload:
         return ()
     copies = set() if cfg.precision.params == "fp8" else {"FP8 copies"}
@@ -151,67 +152,52 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights, kernels: TrainerKern
     copies = fp8_copy_bytes(cfg, gpu)
     weight_bytes, how = per.weight * weights.trained + 4 * weights.buffers, cfg.precision.trainer
     linears, experts = shares_memory(cfg, kernels)
-    of_dense, of_expert = linears * weights.fp8_whole, experts * weights.fp8_expert
-    shared = bool(of_dense) * weights.dense + bool(of_expert) * weights.expert  # whole buffers
-    twice = shared - of_dense - of_expert
-    held_bytes = weight_bytes + per.weight * twice
-    held = f"{weights.trained / 1e9:.2f} G parameters x {per.weight} B"
-    held += f", {twice / 1e9:.2f} G twice" if twice else ""
+    fp8_dense, fp8_expert = linears * weights.fp8_whole, experts * weights.fp8_expert
+    shared = bool(fp8_dense) * weights.dense + bool(fp8_expert) * weights.expert  # whole buffers
+    twice = shared - fp8_dense - fp8_expert
+    kept_bytes = weight_bytes + per.weight * twice
+    formula = f"{weights.trained / 1e9:.2f} G parameters x {per.weight} B"
+    formula += f", {twice / 1e9:.2f} G twice" if twice else ""
     if cfg.precision.params == "fp8":  # rowwise bytes are the weights themselves, columnwise bytes their copy
         copies, how = copies / 2, "in columns"
-        held_bytes += int((copies - per.weight) * weights.fp8)
-        held += f", of which {weights.fp8 / 1e9:.2f} G in FP8 x {copies:.3g} B"
+        kept_bytes += int((copies - per.weight) * weights.fp8)
+        formula += f", of these {weights.fp8 / 1e9:.2f} G in FP8 x {copies:.3g} B"
+    less = f", less {shared / 1e9:.2f} G weights in their memory" if shared else ""
     shards = f"{weights.dense / 1e9:.2f} G over {dense_ranks}"
     if weights.expert:
         shards += f", experts {weights.expert / 1e9:.2f} G over {expert_ranks}"
+    fp8 = f"{weights.fp8 / 1e9:.2f} G FP8 weights x {copies:.3g} B ({how})"
     parts = [
-        Part(
-            name="weights",
-            num_bytes=held_bytes,
-            formula=held,
-        ),
-        Part(
-            name="gradients",
-            num_bytes=per.gradient * weights.trained - per.weight * shared,
-            formula=f"FP32, x {per.gradient} B"
-            + (f", less {shared / 1e9:.2f} G weights in their memory" if shared else ""),
-        ),
-        Part(
-            name="optimizer states",
-            num_bytes=int(optimizer),
-            formula=f"x {per.optimizer} B, sharded: {shards} ranks",
-        ),
-        Part(
-            name="FP8 copies",
-            num_bytes=int(copies * weights.fp8),
-            formula=f"{weights.fp8 / 1e9:.2f} G FP8 weights x {copies:.3g} B ({how})",
-        ),
+        Part("weights", kept_bytes, formula),
+        Part("gradients", per.gradient * weights.trained - per.weight * shared, f"FP32, x {per.gradient} B{less}"),
+        Part("optimizer states", int(optimizer), f"x {per.optimizer} B, sharded: {shards} ranks"),
+        Part("FP8 copies", int(copies * weights.fp8), fp8),
     ]
     if cfg.algo.kl_coef > 0:
         # A second copy of the weights; its linears run forward only and keep the rowwise FP8 copy.
         reference = weight_bytes + int(min(copies, 1.0) * weights.fp8)
-        parts.append(Part(name="reference model", num_bytes=reference, formula="algo.kl_coef > 0: a frozen copy"))
+        parts.append(Part("reference model", reference, "algo.kl_coef > 0: a frozen copy"))
     return tuple(parts)
 
 
 def _activations(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage: int) -> Part:
     mean = sum(layer.kept for layer in layers) / len(layers)
     in_flight = layers_in_flight(cfg, stage, len(layers))
-    shown = f"{in_flight:g} layers in flight x {mean / 2**20:.0f} MiB (recompute {cfg.optim.recompute})"
-    behind = 0.0
+    formula = f"{in_flight:g} layers in flight x {mean / 2**20:.0f} MiB (recompute {cfg.optim.recompute})"
+    last = 0.0
     if stage == cfg.parallel.pipeline - 1:
-        behind = (tokens.sequence + tokens.context) * cfg.model.hidden_size * Bytes.of(cfg).weight
-        shown += f", last norm and head {behind / 2**20:.0f} MiB"
-    return Part(name="activations", num_bytes=int(mean * in_flight + behind), formula=shown)
+        last = (tokens.sequence + tokens.context) * cfg.model.hidden_size * Bytes.of(cfg).weight
+        formula += f", last norm and head {last / 2**20:.0f} MiB"
+    return Part("activations", int(mean * in_flight + last), formula)
 
 
 def _temporaries(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage: int) -> Part:
     layer = max(layer.transient for layer in layers)
     head = head_bytes(cfg, tokens) if stage == cfg.parallel.pipeline - 1 else 0.0
-    shown = f"backward of one layer {layer / GIB:.1f} GiB"
+    formula = f"backward of one layer {layer / GIB:.1f} GiB"
     if head:
-        shown = f"larger of logits {head / GIB:.1f} GiB and {shown}"
-    return Part(name="temporaries", num_bytes=int(max(layer, head)), formula=shown)
+        formula = f"larger of logits {head / GIB:.1f} GiB and {formula}"
+    return Part("temporaries", int(max(layer, head)), formula)
 
 
 def head_bytes(cfg: RunConfig, tokens: Tokens) -> float:
@@ -232,21 +218,11 @@ def head_bytes(cfg: RunConfig, tokens: Tokens) -> float:
 
 def _overhead(cfg: RunConfig, tokens: Tokens) -> Part:
     parallel = cfg.parallel
-    degrees = [
-        parallel.tensor,
-        parallel.pipeline,
-        parallel.context,
-        parallel.data,
-        parallel.expert,
-        parallel.expert_tensor,
-    ]
-    groups = sum(degree > 1 for degree in degrees)
-    stage_buffers = 0.0
+    names = ("tensor", "pipeline", "context", "data", "expert", "expert_tensor")
+    groups, stage_buffers = sum(getattr(parallel, name) > 1 for name in names), 0.0
     if parallel.pipeline > 1:
         stage_buffers = 4 * tokens.sequence * cfg.model.hidden_size * 2  # sent and received, in both directions, BF16
-    return Part(
-        name="communication, CUDA",
-        num_bytes=int(CONTEXT_BYTES + groups * _GROUP_BYTES + stage_buffers),
-        formula=f"allowance: context {CONTEXT_BYTES / GIB:.1f} GiB, "
-        f"{groups} process groups x {_GROUP_BYTES / GIB:.1f} GiB",
+    formula = (
+        f"allowance: context {CONTEXT_BYTES / GIB:.1f} GiB, {groups} process groups x {_GROUP_BYTES / GIB:.1f} GiB"
     )
+    return Part("communication, CUDA", int(CONTEXT_BYTES + groups * _GROUP_BYTES + stage_buffers), formula)

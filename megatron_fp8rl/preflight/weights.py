@@ -1,4 +1,4 @@
-"""Weights that one trainer rank and one engine worker hold, summed over the plan of a publication. Pure; no torch.
+"""Weights on one trainer rank and on one engine worker, summed over the plan of a publication. Pure; no torch.
 
 An engine's shards are those of ``weight_sync/plan.py``, a trainer's those of ``names/slicing.py``. One expert of each
 layer is planned and multiplied by the number of experts on a rank.
@@ -50,35 +50,33 @@ def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
     layout = TrainerLayout.from_config(parallel)
     table = LayerTable.build(model, cfg.precision)
     degrees = (parallel.tensor, parallel.expert, parallel.expert_tensor)
-    held = [
-        numbers
-        for entry, numbers in _rank_elements(model, table, *degrees)
-        if _is_on_stage(entry, model, layout, stage)
-    ]
-    dense, expert, fp8, buffers, *of_fp8 = map(sum, zip(*held, strict=True))
-    return RankWeights(dense=dense, expert=expert, fp8=fp8, fp8_expert=of_fp8[0], fp8_whole=of_fp8[1], buffers=buffers)
+    rows = [sums for entry, sums in _rank_elements(model, table, *degrees) if _is_on_stage(entry, model, layout, stage)]
+    dense, expert, fp8, buffers, fp8_expert, fp8_whole = map(sum, zip(*rows, strict=True))
+    return RankWeights(dense=dense, expert=expert, fp8=fp8, fp8_expert=fp8_expert, fp8_whole=fp8_whole, buffers=buffers)
 
 
 @functools.lru_cache(maxsize=256)
 def _rank_elements(
     model: ModelConfig, table: LayerTable, tensor: int, expert: int, expert_tensor: int
 ) -> list[tuple[Entry, tuple[int, ...]]]:
-    """(entry, elements on a rank: dense, expert, fp8, buffers, FP8 experts, other FP8 matrices of whole blocks); a layer's
-    weights together, under the first of them."""
-    found: dict[int | Entry, tuple[Entry, list[int]]] = {}
+    """(entry, elements on a rank: dense, expert, fp8, buffers, FP8 experts, other FP8 matrices of whole blocks).
+
+    A layer's weights are summed under the first of them.
+    """
+    groups: dict[int | Entry, tuple[Entry, list[int]]] = {}
     for entry in entries(model):
         weight = entry.weight
         ranks = expert_tensor if weight.is_expert else tensor
         shape = slicing.shard_shape(weight, model, ranks)
         numel = math.prod(shape) * entry.num_experts
         numel //= expert if weight.is_expert else 1
-        _, sums = found.setdefault(entry.layer if entry.layer >= 0 else entry, (entry, [0] * 6))
+        _, sums = groups.setdefault(entry.layer if entry.layer >= 0 else entry, (entry, [0] * 6))
         sums[1 if weight.is_expert else 3 if entry.is_buffer else 0] += numel
         if table.trainer_format(weight.parts[0][0]).is_quantized:
             sums[2] += numel
             sums[4] += numel if weight.is_expert else 0
             sums[5] += numel if not weight.is_expert and all(size % BLOCK == 0 for size in shape) else 0
-    return [(entry, (*sums,)) for entry, sums in found.values()]
+    return [(entry, (*sums,)) for entry, sums in groups.values()]
 
 
 def _is_on_stage(entry: Entry, model: ModelConfig, layout: TrainerLayout, stage: int) -> bool:
