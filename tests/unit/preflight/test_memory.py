@@ -20,7 +20,7 @@ from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight import engine_memory, trainer_memory
-from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
+from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
 from megatron_fp8rl.preflight.memory import GIB, GPUS
 from megatron_fp8rl.preflight.weights import on_engine_worker, on_trainer_rank
 from megatron_fp8rl.rollout import vllm_args
@@ -56,13 +56,16 @@ def kernels(cfg: RunConfig) -> TrainerKernels:
     return KernelChoice.of(cfg, Hardware("hopper")).trainer
 
 
+def layer(cfg: RunConfig, imbalance: float = 1.0) -> LayerBytes:
+    return layer_bytes(cfg, 0, Tokens.of(cfg, imbalance), kernels(cfg))
+
+
 def part(cfg: RunConfig, name: str) -> int:
     return trainer_memory.worst_rank(cfg, H200, H200.memory_bytes).part(name).num_bytes
 
 
 def test_states_of_qwen3_8b_on_one_rank():
-    """16 bytes a parameter and 2 of FP8 copies, with the layer's matrices alone in FP8; DeepGEMM's are in their gradients'
-    memory."""
+    """16 bytes a parameter and 2 of FP8 copies; DeepGEMM's BF16 matrices are in the memory of their gradients."""
     cfg = run(qwen3_8b())
     total = 8_190_735_360
     matrices = 36 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
@@ -104,16 +107,14 @@ def test_optimizer_states_are_sharded_over_data_and_context_ranks():
     assert part(cfg, "optimizer states") == int(12 * (weights.dense / 8 + weights.expert / 4))
 
 
-def test_fp32_parameters_are_their_own_master_weights():
-    cfg = run(precision=replace(BF16, params="fp32"))
-    total = on_trainer_rank(cfg, 0).trained
+def test_parameters_by_precision():
+    """FP32 parameters are their own master weights; BF16 layers have no FP8 copies; a reference model has all weights."""
+    cfg, everything = run(precision=replace(BF16, params="fp32")), on_trainer_rank(run(), 0)
+    total = everything.trained
     assert (part(cfg, "weights"), part(cfg, "optimizer states"), part(cfg, "FP8 copies")) == (4 * total, 8 * total, 0)
-
-
-def test_bf16_edges_have_no_fp8_copies():
-    everything = on_trainer_rank(run(), 0).fp8
     edges = run(precision=PrecisionConfig(bf16_first_layers=1, bf16_last_layers=1))
-    assert on_trainer_rank(edges, 0).fp8 == everything // 2
+    assert on_trainer_rank(edges, 0).fp8 == everything.fp8 // 2
+    assert part(run(precision=BF16, algo__kl_coef=0.1), "reference model") == part(run(precision=BF16), "weights")
 
 
 @pytest.mark.parametrize(
@@ -130,108 +131,58 @@ def test_fp8_copies_by_recipe_and_generation(recipe, gpu, per_weight):
     assert trainer_memory.fp8_copy_bytes(cfg, GPUS[gpu]) == per_weight
 
 
-def test_a_reference_model_is_one_more_copy_of_the_weights():
-    assert part(run(precision=BF16, algo__kl_coef=0.1), "reference model") == part(run(precision=BF16), "weights")
+H, Q, KV, F, FP8 = 512, 512, 256, 1024, 1 + 4 / 128  # widths, and bytes of an FP8 value with its scale
 
 
-def test_activations_of_a_bf16_layer():
-    """Bytes per token, all tensors listed by hand: h 512, q 512, kv 256, f 1024."""
-    cfg = run(precision=BF16)
-    stream = 2 * 512 * 2  # inputs of two norms
-    attention = 512 * 2 + (512 + 256 + 256) * 2 + 512 * 2 + 8 * 4  # normed; rotated q and k, v; output, sums
-    feed_forward = 512 * 2 + 4 * 1024 * 2 + 1024 * 2  # normed; gate, up, silu(gate), up + 0; their product
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
-    assert found.kept == 4096 * (stream + attention + feed_forward)
-    assert found.recomputed == 0
-
-
-def test_activations_of_an_fp8_layer():
-    """Inputs of the four linears take 1 + 4/128 bytes; the projection keeps a copy of its own."""
-    cfg = run(precision__kernels={"linears": "te"})
-    fp8 = 1 + 4 / 128
-    stream = 2 * 512 * 2
-    attention = 512 * fp8 + 1024 * 2 + 512 * 2 + 8 * 4 + 512 * fp8
-    feed_forward = 512 * fp8 + 4096 * 2 + 1024 * fp8
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
-    assert found.kept == 4096 * (stream + attention + feed_forward)
-
-
-def test_activations_of_a_layer_on_deep_gemm():
-    """Between the linears of the feed-forward part gate and up are kept, and nothing else."""
-    found, on_te = (
-        layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
-        for cfg in (run(), run(precision__kernels={"linears": "te"}))
-    )
+def test_activations_of_a_layer_by_hand():
+    """Bytes per token; an FP8 linear keeps an FP8 copy of its input."""
+    stream = 2 * H * 2  # inputs of two norms
+    attention = H * 2 + (Q + 2 * KV) * 2 + Q * 2 + 8 * 4  # normed; rotated q and k, v; output, sums
+    feed_forward = H * 2 + 4 * F * 2 + F * 2  # normed; gate, up, silu(gate), up + 0; their product
+    bf16 = layer(run(precision=BF16))
+    assert (bf16.kept, bf16.recomputed) == (4096 * (stream + attention + feed_forward), 0)
+    attention = H * FP8 + (Q + 2 * KV) * 2 + Q * 2 + 8 * 4 + Q * FP8
+    feed_forward = H * FP8 + 4 * F * 2 + F * FP8
+    te = layer(run(precision__kernels={"linears": "te"}))
+    assert te.kept == 4096 * (stream + attention + feed_forward)
+    # With DeepGEMM gate and up are kept between the linears of the feed-forward part, and nothing else.
     assert kernels(run()).linears == "deep_gemm"
-    fp8 = 1 + 4 / 128
-    assert on_te.kept - found.kept == 4096 * 1024 * (2 * 2 + fp8)
-    assert found.workspace == 4096 * (1024 * (2 + 5 * fp8) + 512 * (2 + fp8))
+    assert te.kept - layer(run()).kept == 4096 * F * (2 * 2 + FP8)
+    assert layer(run()).workspace == 4096 * (F * (2 + 5 * FP8) + H * (2 + FP8))
+    assert layer(run(replace(DENSE, qk_norm=True))).kept - layer(run()).kept == 4096 * (Q + KV) * 2
+    # With sequence parallelism everything is divided (Korthikanti et al., equation 4).
+    assert layer(run(parallel=ParallelConfig(world_size=2, tensor=2))).kept == layer(run()).kept / 2
 
 
-def test_norms_of_queries_and_keys_keep_their_inputs():
-    plain, normed = (
-        layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg)).kept
-        for cfg in (run(), run(replace(DENSE, qk_norm=True)))
-    )
-    assert normed - plain == 4096 * (512 + 256) * 2
-
-
-def test_tensor_parallelism_divides_all_but_the_small_parts():
-    """With sequence parallelism everything is divided (Korthikanti et al., equation 4)."""
-    one, two = run(), run(parallel=ParallelConfig(world_size=2, tensor=2))
-    whole, half = (layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg)).kept for cfg in (one, two))
-    assert half == whole / 2
-
-
-def test_full_recompute_keeps_the_input_of_a_layer():
-    cfg = run(optim__recompute="full")
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
-    assert found.kept == 4096 * 512 * 2
-    assert found.kept + found.recomputed == layer_bytes(run(), 0, Tokens.of(cfg, 1.0), kernels(run())).kept
-
-
-def test_selective_recompute_of_the_mlp_keeps_its_input():
-    cfg = run(precision=BF16, optim__recompute="selective", optim__recompute_modules=("mlp",))
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
-    whole = layer_bytes(run(precision=BF16), 0, Tokens.of(cfg, 1.0), kernels(run(precision=BF16))).kept
-    inside = 4096 * (512 * 2 + 5 * 1024 * 2)
-    assert (found.recomputed, found.kept) == (inside, whole - inside + 4096 * 512 * 2)
-
-
-def test_selective_recompute_of_core_attention_keeps_the_whole_projection():
-    """Without it rotated q and k and a copy of v are kept, 1024 wide; with it q, and what k and v are views of."""
-    cfg = run(optim__recompute="selective", optim__recompute_modules=("core_attn",))
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
-    whole = layer_bytes(run(), 0, Tokens.of(cfg, 1.0), kernels(run())).kept
-    assert found.recomputed == 4096 * (1024 * 2 + 8 * 4 + 512 * 2)
-    assert found.kept - (whole - found.recomputed) == 4096 * (512 + 1024) * 2
+def test_recompute_keeps_the_input_of_a_module():
+    whole, full = layer(run()).kept, layer(run(optim__recompute="full"))
+    assert full.kept == 4096 * H * 2 and full.kept + full.recomputed == whole
+    selective = {"optim__recompute": "selective"}
+    mlp = layer(run(precision=BF16, **selective, optim__recompute_modules=("mlp",)))
+    inside = 4096 * (H * 2 + 5 * F * 2)
+    assert (mlp.recomputed, mlp.kept) == (inside, layer(run(precision=BF16)).kept - inside + 4096 * H * 2)
+    # Core attention keeps rotated q and k and a copy of v; its checkpoint keeps q, and the projection of k and v.
+    core = layer(run(**selective, optim__recompute_modules=("core_attn",)))
+    assert core.recomputed == 4096 * ((Q + 2 * KV) * 2 + 8 * 4 + Q * 2)
+    assert core.kept - (whole - core.recomputed) == 4096 * (Q + Q + 2 * KV) * 2
 
 
 def test_experts_keep_every_copy_of_a_token():
-    model = replace(
-        DENSE,
-        family="qwen3_moe",
-        qk_norm=True,
-        ffn_hidden_size=0,
-        num_experts=8,
-        experts_per_token=2,
-        moe_ffn_hidden_size=256,
-    )
+    experts = {"ffn_hidden_size": 0, "num_experts": 8, "experts_per_token": 2, "moe_ffn_hidden_size": 256}
+    model = replace(DENSE, family="qwen3_moe", qk_norm=True, **experts)
     recompute = dict(optim__recompute="selective", optim__recompute_modules=("moe",))
-    cfg = run(model, replace(BF16, kernels={"experts": "te"}), **recompute)
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5), kernels(cfg))
+    te = layer(run(model, replace(BF16, kernels={"experts": "te"}), **recompute), 1.5)
     copies = 4096 * 2 * 1.5
-    assert found.recomputed == 4096 * 8 * 16 + copies * (24 + 512 * 4 + 4 * 256 * 2)
-    assert found.workspace == copies * 512 * 3 * 4 + 2 * 4096 * 512 * 2
-    fp8 = 1 + 4 / 128
+    assert te.recomputed == 4096 * 8 * 16 + copies * (24 + 512 * 4 + 4 * 256 * 2)
+    assert te.workspace == copies * 512 * 3 * 4 + 2 * 4096 * 512 * 2
     # Padding of an expert: half a block, or, where counts stay on the GPU, a row less than a block.
-    for precision, operand, factors, padding in ((BF16, 2, 0, 64), (PrecisionConfig(), fp8, 4 * fp8, 127)):
+    for precision, operand, factors, padding in ((BF16, 2, 0, 64), (PrecisionConfig(), FP8, 4 * FP8, 127)):
         cfg = run(model, precision, **recompute)
         assert kernels(cfg).experts == "deep_gemm"
-        found, rows = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5), kernels(cfg)), copies + 8 * padding
-        assert found.recomputed == 4096 * 8 * 16 + rows * (24 + 512 * operand + 2 * 256 * 2)
+        grouped, rows = layer(cfg, 1.5), copies + 8 * padding
+        assert grouped.recomputed == 4096 * 8 * 16 + rows * (24 + 512 * operand + 2 * 256 * 2)
         per_copy = 512 * (2 + operand) + 256 * (2 + factors + operand)
-        assert found.workspace == rows * per_copy + 2 * 4096 * 512 * 2
+        assert grouped.workspace == rows * per_copy + 2 * 4096 * 512 * 2
 
 
 def test_the_last_stage_keeps_inputs_of_the_last_norm_and_of_the_head():
@@ -279,27 +230,27 @@ def test_engine_weights_are_those_of_the_publication_plan(model, engine):
     data, tensor, expert = engine
     cfg = run(small, engine__data=data, engine__tensor=tensor, engine__expert=expert if model.is_moe else 1)
     layout = EngineLayout.from_config(cfg.engine)
-    found = on_engine_worker(cfg)
+    weights = on_engine_worker(cfg)
     transfers = plan(small, LayerTable.build(small, cfg.precision), TrainerLayout(), layout).transfers
     for rank in range(layout.size):
         kept = [(t, tensor) for t in transfers for tensor in t.wire_tensors(rank)]
-        assert found.sent == sum(tensor.num_bytes for _, tensor in kept)
-        assert found.scales == sum(tensor.num_bytes for t, tensor in kept if tensor.name == t.scale_name)
+        assert weights.sent == sum(tensor.num_bytes for _, tensor in kept)
+        assert weights.scales == sum(tensor.num_bytes for t, tensor in kept if tensor.name == t.scale_name)
     if layout.size == 1:
-        assert found.sent == sum(tensor.num_bytes for t in transfers for tensor in t.wire_tensors())
+        assert weights.sent == sum(tensor.num_bytes for t in transfers for tensor in t.wire_tensors())
 
 
 def test_engine_weights_of_qwen3_8b_by_hand():
-    found = on_engine_worker(run(qwen3_8b()))
+    weights = on_engine_worker(run(qwen3_8b()))
     matrices = 36 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
-    assert found.fp8 == matrices
-    assert found.scales == 4 * matrices // 128**2  # every dimension is a multiple of 128
-    assert found.bf16 == 2 * (8_190_735_360 - matrices)
+    assert weights.fp8 == matrices
+    assert weights.scales == 4 * matrices // 128**2  # every dimension is a multiple of 128
+    assert weights.bf16 == 2 * (8_190_735_360 - matrices)
 
 
 def test_kv_cache_of_known_models():
-    """Bytes per token: Qwen3-8B 2 x 36 x 8 x 128 x 2; heads are copied beyond 8 ranks; DeepSeek-V3 576 per layer, and on a
-    CPU, without latent attention, 128 heads of 192 values twice."""
+    """Bytes per token: Qwen3-8B 2 x 36 x 8 x 128 x 2; heads are copied beyond 8 ranks; DeepSeek-V3 576 per layer, and
+    on a CPU, without latent attention, 128 heads of 192 values twice."""
     deepseek = run(deepseek_v3(), engine__tensor=8)
     assert vllm_args.kv_token_bytes(qwen3_8b(), run(qwen3_8b()).engine, cpu=False) == 147_456
     narrow = run(qwen3_8b(), engine__tensor=16, engine__kv_cache_dtype="fp8")
@@ -319,13 +270,8 @@ def test_kv_cache_takes_what_is_left():
 
 
 def test_latent_attention_and_its_absorbed_copies():
-    model = replace(
-        DENSE,
-        family="deepseek_v3",
-        num_key_value_heads=8,
-        head_dim=96,
-        mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
-    )
+    mla = MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+    model = replace(DENSE, family="deepseek_v3", num_key_value_heads=8, head_dim=96, mla=mla)
     assert on_engine_worker(run(model, engine__tensor=2)).absorbed == 4 * (8 * 128 * 128) // 2 * 2
 
 

@@ -65,33 +65,14 @@ def test_the_commands_print_the_same_verdict(name, capsys):
 
 def timed(**fields) -> step_time.StepTime:
     cfg = deepseek.grpo_deepseek_v3()
-    cfg = set_fields(
-        replace(
-            cfg,
-            engine=EngineConfig(),
-            sampling=SamplingConfig(),
-            weight_sync=WeightSyncConfig(),
-            parallel=replace(cfg.parallel, world_size=256, expert=64),
-            optim=replace(cfg.optim, max_tokens_per_microbatch=8192),
-        ),
-        placement="separate",
-        prompts_per_step=256,
-        completions_per_prompt=16,
-        max_prompt_tokens=1024,
-        max_completion_tokens=7168,
-        num_replicas=4,
-        data=32,
-        expert=32,
-        **fields,
-    )
-    return step_time.step_time(
-        cfg,
-        Lengths(prompt=512, mean=3584, longest=7168),
-        H200,
-        Network(),
-        memory_bytes=GPUS["h200"].memory_bytes,
-        gpus=384,
-    )
+    cfg = replace(cfg, engine=EngineConfig(), sampling=SamplingConfig(), weight_sync=WeightSyncConfig())
+    cfg = replace(cfg, parallel=replace(cfg.parallel, world_size=256, expert=64))
+    cfg = replace(cfg, optim=replace(cfg.optim, max_tokens_per_microbatch=8192))
+    fields |= dict(placement="separate", num_replicas=4, data=32, expert=32)
+    fields |= dict(prompts_per_step=256, completions_per_prompt=16, max_prompt_tokens=1024, max_completion_tokens=7168)
+    cfg = set_fields(cfg, **fields)
+    lengths, memory = Lengths(prompt=512, mean=3584, longest=7168), GPUS["h200"].memory_bytes
+    return step_time.step_time(cfg, lengths, H200, Network(), memory_bytes=memory, gpus=384)
 
 
 def test_spare_memory_takes_the_wire_out_of_the_pause():
@@ -103,10 +84,10 @@ def test_spare_memory_takes_the_wire_out_of_the_pause():
 
 
 def test_fp8_pays_where_the_gain_is_larger_than_the_error(capsys):
-    words = ["plan", "grpo_qwen3_8b", "--gpus", "8"]
-    assert cli.main(program.COMMANDS, [*words, "--engine.kv_cache_dtype", "fp8"]) == 0
+    args = ["plan", "grpo_qwen3_8b", "--gpus", "8"]
+    assert cli.main(program.COMMANDS, [*args, "--engine.kv_cache_dtype", "fp8"]) == 0
     assert "does FP8 pay? yes: 1." in capsys.readouterr().out
-    assert cli.main(program.COMMANDS, [*words, "--precision.trainer", "bf16", "--precision.rollout", "bf16"]) == 0
+    assert cli.main(program.COMMANDS, [*args, "--precision.trainer", "bf16", "--precision.rollout", "bf16"]) == 0
     assert "does FP8 pay? This run has none" in capsys.readouterr().out
 
 
@@ -161,12 +142,12 @@ def test_every_rate_has_a_value_a_date_and_a_source():
     assert all({"value", "unit", "source"} == set(entry) for entry in data["network"].values())
 
 
-def test_of_a_gpu_that_was_not_measured_it_says_so():
+def test_rates_of_a_gpu_that_was_not_measured_say_so():
     assert "not measured on H100" in Rates.of("h100").source
     assert Rates.of("h100").linear_fp8 == H200.linear_fp8
     assert Rates.of("h100").read_bytes_per_s == pytest.approx(H200.read_bytes_per_s * 3.35 / 4.8)
 
 
 def test_spare_nodes_and_save_intervals():
-    """Poisson with mean 2: P(n > 5) = 1.66 %, P(n > 6) = 0.45 %. Half an interval and a restart are lost with each node."""
+    """Poisson with mean 2: P(n > 5) = 1.66 %, P(n > 6) = 0.45 %."""
     assert plan._spares(2.0) == 6 and plan._spares(0.001) == 0

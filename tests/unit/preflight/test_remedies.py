@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import replace
 
@@ -25,97 +26,47 @@ from tests.unit.test_model_configs import (
 )
 
 # Fields of published config.json files (Hugging Face: meta-llama, Qwen, zai-org, mistralai, deepseek-ai).
-QWEN25_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-}
-GLM_45_AIR = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "model_type": "glm4_moe",
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 46,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-    "vocab_size": 151552,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000,
-    "partial_rotary_factor": 0.5,
-    "use_qk_norm": False,
-    "attention_bias": True,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+QWEN25_7B = json.loads("""{
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "hidden_act": "silu",
+    "tie_word_embeddings": false, "use_sliding_window": false
+}""")
+GLM_45_AIR = json.loads("""{
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8,
+    "head_dim": 128, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": true, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1, "vocab_size": 151552, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000, "partial_rotary_factor": 0.5, "use_qk_norm": false, "attention_bias": true,
+    "hidden_act": "silu", "tie_word_embeddings": false
+}""")
+MISTRAL_SMALL_24B = json.loads("""{
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768,
+    "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 131072, "max_position_embeddings": 32768, "rms_norm_eps": 1e-05, "rope_theta": 100000000.0,
+    "sliding_window": null, "hidden_act": "silu", "tie_word_embeddings": false
+}""")
+
+
+def larger(config: dict, hidden: int, ffn: int, layers: int, heads: int, **fields: int) -> dict:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return config | dict(zip(names, (hidden, ffn, layers, heads), strict=True)) | fields
+
+
 PUBLISHED = {
     "llama31_8b": LLAMA_31_8B,
-    "llama31_70b": LLAMA_31_8B
-    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "llama31_70b": larger(LLAMA_31_8B, 8192, 28672, 80, 64),
     "qwen25_7b": QWEN25_7B,
-    "qwen25_72b": QWEN25_7B
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 29568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
+    "qwen25_72b": larger(QWEN25_7B, 8192, 29568, 80, 64, num_key_value_heads=8),
     "qwen3_8b": QWEN3_8B,
-    "qwen3_32b": QWEN3_8B
-    | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+    "qwen3_32b": larger(QWEN3_8B, 5120, 25600, 64, 64),
     "qwen3_30b_a3b": QWEN3_30B_A3B,
     "qwen3_235b_a22b": QWEN3_235B_A22B,
     "glm45_air": GLM_45_AIR,
     "mixtral_8x7b": MIXTRAL_8X7B,
-    "mixtral_8x22b": MIXTRAL_8X7B
-    | {
-        "hidden_size": 6144,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 56,
-        "num_attention_heads": 48,
-        "vocab_size": 32768,
-        "max_position_embeddings": 65536,
-    },
-    "mistral_small_24b": {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "hidden_size": 5120,
-        "intermediate_size": 32768,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 131072,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 100000000.0,
-        "sliding_window": None,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    },
+    "mixtral_8x22b": larger(MIXTRAL_8X7B, 6144, 16384, 56, 48, vocab_size=32768, max_position_embeddings=65536),
+    "mistral_small_24b": MISTRAL_SMALL_24B,
     "deepseek_v3": DEEPSEEK_V3,
 }
 
@@ -134,12 +85,13 @@ def starts(name: str, num_gpus: int) -> list[RunConfig]:
     """What people begin with: data parallel on half of the GPUs, one of the usual layouts, or everything colocated."""
     half, moe = num_gpus // 2, "num_experts" in str(PUBLISHED[name]) or "n_routed_experts" in PUBLISHED[name]
     usual = dict(world_size=half, tensor=2, pipeline=2, **({"expert": min(8, half // 2)} if moe else {}))
-    found = [
+    configs = [
         run(name, dict(world_size=half), dict(num_replicas=half)),
         run(name, usual, dict(num_replicas=max(1, half // 4), tensor=4), optim=OptimConfig(recompute="full")),
     ]
-    colocated = run(name, dict(world_size=num_gpus), dict(num_replicas=num_gpus), placement="colocated")
-    return [*found, colocated] if num_gpus in (8, 64) else found
+    if num_gpus in (8, 64):
+        configs.append(run(name, dict(world_size=num_gpus), dict(num_replicas=num_gpus), placement="colocated"))
+    return configs
 
 
 @pytest.mark.slow
@@ -149,47 +101,50 @@ def test_what_is_printed_as_a_remedy_works(name, gpu):
     for num_gpus in (8, 16, 32, 64, 128, 256):
         options = DoctorOptions(gpu=gpu, num_gpus=num_gpus)
         for cfg in starts(name, num_gpus):
-            found = diagnose(cfg, options)
-            if found.status < 2:
+            diagnosis = diagnose(cfg, options)
+            if diagnosis.status < 2:
                 continue
-            assert bool(found.change) != bool(found.tried), (num_gpus, cfg.parallel)
-            if not found.change:
-                assert "layouts on at most" in found.tried and f"{num_gpus} GPUs" in found.tried
+            assert bool(diagnosis.change) != bool(diagnosis.tried), (num_gpus, cfg.parallel)
+            if not diagnosis.change:
+                assert f"layouts on at most {num_gpus} GPUs" in diagnosis.tried
                 continue
-            mended = findings.apply(cfg, found.change)
-            assert mended.model == cfg.model  # an architecture is no remedy
-            assert assess(mended, options).works and gpus_wanted(mended) <= num_gpus
-            proposed = [finding for finding in found.findings if finding.change]
+            changed = findings.apply(cfg, diagnosis.change)
+            assert changed.model == cfg.model  # an architecture is no remedy
+            assert assess(changed, options).works and gpus_wanted(changed) <= num_gpus
+            proposed = [finding for finding in diagnosis.findings if finding.change]
             assert all(assess(findings.apply(cfg, f.change), options).works for f in proposed)
 
 
-def mended(cfg: RunConfig, **options) -> RunConfig:
-    found = diagnose(cfg, DoctorOptions(**options))
-    assert found.change, found.tried
-    return findings.apply(cfg, found.change)
+GLM_LAYOUT = dict(world_size=32, pipeline=2, expert=16), dict(num_replicas=4, tensor=2, expert=2)
+
+
+def fixed(cfg: RunConfig, **options) -> RunConfig:
+    diagnosis = diagnose(cfg, DoctorOptions(**options))
+    assert diagnosis.change, diagnosis.tried
+    return findings.apply(cfg, diagnosis.change)
 
 
 def test_a_model_of_which_only_the_first_layers_do_not_tile_keeps_these_in_bf16():
     """10,944 columns of GLM-4.5-Air's dense layer are 85.5 blocks."""
-    glm = run("glm45_air", dict(world_size=32, pipeline=2, expert=16), dict(num_replicas=4, tensor=2, expert=2))
+    glm = run("glm45_air", *GLM_LAYOUT)
     assert "model.ffn_hidden_size" in {f.subject[2:] for f in diagnose(glm).findings}
-    assert mended(glm).precision.bf16_first_layers == 1
+    assert fixed(glm).precision.bf16_first_layers == 1
 
 
 def test_a_degree_that_tiles_is_no_remedy_where_memory_is_short():
     """29,568 columns of Qwen2.5-72B are 231 blocks: tensor parallelism is left out, and a pipeline takes its place."""
-    found = mended(run("qwen25_72b", dict(world_size=16, tensor=8, pipeline=2), dict(num_replicas=4, tensor=4)))
+    found = fixed(run("qwen25_72b", dict(world_size=16, tensor=8, pipeline=2), dict(num_replicas=4, tensor=4)))
     assert found.parallel.tensor == 1 and found.parallel.pipeline >= 8
     # A whole copy of the weights in FP8 leaves an H100 no room, so the engines can be divided in BF16 alone.
-    found = mended(run("qwen25_72b", dict(world_size=32), dict(num_replicas=4)), gpu="h100", num_gpus=64)
+    found = fixed(run("qwen25_72b", dict(world_size=32), dict(num_replicas=4)), gpu="h100", num_gpus=64)
     assert found.precision.rollout == found.precision.trainer == "bf16" and found.engine.tensor > 1
 
 
 def test_a_pipeline_is_tried():
     layout = dict(world_size=16, tensor=2, pipeline=2, expert=8)
     cfg = run("mixtral_8x22b", layout, dict(num_replicas=2, tensor=4), optim=OptimConfig(recompute="full"))
-    assert mended(cfg).parallel.world_size > 16
-    assert mended(cfg, num_gpus=40).parallel.world_size <= 32
+    assert fixed(cfg).parallel.world_size > 16
+    assert fixed(cfg, num_gpus=40).parallel.world_size <= 32
 
 
 @pytest.mark.slow
@@ -204,34 +159,35 @@ def test_commands_do_not_undo_each_other():
 
 def test_the_search_reads_no_text(monkeypatch):
     """Without problems and remedies in words the proposed change is the same."""
-    untiled = run("glm45_air", dict(world_size=32, pipeline=2, expert=16), dict(num_replicas=4, tensor=2, expert=2))
+    untiled, cfg = run("glm45_air", *GLM_LAYOUT), grpo_deepseek_v3()
+    kernels = {"linears": "deep_gemm", "engine_experts": "deep_gemm"}
     cfg = replace(
-        grpo_deepseek_v3(),
-        algo=replace(grpo_deepseek_v3().algo, updates_per_step=10**6),
-        precision=replace(
-            grpo_deepseek_v3().precision,
-            kernels={"linears": "deep_gemm", "engine_experts": "deep_gemm"},
-            gradients="e5m2",
-        ),
-        weight_sync=replace(grpo_deepseek_v3().weight_sync, transport="ipc"),
+        cfg,
+        algo=replace(cfg.algo, updates_per_step=10**6),
+        precision=replace(cfg.precision, kernels=kernels, gradients="e5m2"),
+        weight_sync=replace(cfg.weight_sync, transport="ipc"),
     )
     options = DoctorOptions()
 
     def without_text(cfg: RunConfig, machines: DoctorOptions):
-        found = assess(cfg, machines)
-        return replace(found, findings=tuple(replace(f, problem="", remedy="") for f in found.findings))
+        result = assess(cfg, machines)
+        return replace(result, findings=tuple(replace(f, problem="", remedy="") for f in result.findings))
 
     changes = [diagnose(start, options).change for start in (untiled, cfg)]
     monkeypatch.setattr(auto_layout, "assess", without_text)
     assert all(changes) and changes == [auto_layout.nearest(start, options).change for start in (untiled, cfg)]
 
 
-def test_what_was_tried_is_said():
-    found = diagnose(run("deepseek_v3", dict(world_size=8), dict()), DoctorOptions(num_gpus=16))
-    assert found.status == 2 and not found.command and "0 layouts of the trainer" in found.tried
-    assert "No automatic fix found. Tried: " in doctor.plain(found)
-    found = diagnose(replace(grpo_deepseek_v3(), data=replace(grpo_deepseek_v3().data, tokenizer="no/such/folder")))
-    assert found.tried == "no value could be proposed for --data.tokenizer"
+def test_what_was_tried_is_said(monkeypatch):
+    diagnosis = diagnose(run("deepseek_v3", dict(world_size=8), dict()), DoctorOptions(num_gpus=16))
+    assert diagnosis.status == 2 and not diagnosis.command and "0 layouts of the trainer" in diagnosis.tried
+    assert "No automatic fix found. Tried: " in doctor.plain(diagnosis)
+    cfg = grpo_deepseek_v3()
+    diagnosis = diagnose(replace(cfg, data=replace(cfg.data, tokenizer="no/such/folder")))
+    assert diagnosis.tried == "no value could be proposed for --data.tokenizer"
+    monkeypatch.setattr(auto_layout, "_DEADLINE_S", 0.0)
+    diagnosis = diagnose(cfg, DoctorOptions(gpu="h100"))
+    assert diagnosis.status == 2 and not diagnosis.command and diagnosis.tried
 
 
 def test_a_command_can_be_typed_again():
@@ -239,9 +195,3 @@ def test_a_command_can_be_typed_again():
     found = diagnose(cfg, DoctorOptions(gpu="h100"), config_name="grpo_deepseek_v3", overrides=["--seed", "3"])
     parsed = cli.parse(shlex.split(found.command)[3:], {command.name: command for command in program.COMMANDS})
     assert parsed.options.gpu == "h100" and parsed.cfg == findings.apply(replace(cfg, seed=3), found.change)
-
-
-def test_a_search_without_time_says_what_it_tried(monkeypatch):
-    monkeypatch.setattr(auto_layout, "_DEADLINE_S", 0.0)
-    found = diagnose(grpo_deepseek_v3(), DoctorOptions(gpu="h100"))
-    assert found.status == 2 and not found.command and found.tried

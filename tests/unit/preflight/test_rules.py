@@ -192,79 +192,82 @@ def test_what_a_router_or_a_rotation_cannot_be(changes, field):
     assert fields_of(make(replace(glm, **changes))) == [field]
 
 
-def test_a_rank_that_fp8_cannot_tile_is_named_with_the_degrees_that_can():
-    # 8 heads of 64 are 512 rows, 4 key/value heads are 256: at tensor parallel 4 a rank keeps 64 rows of k and v.
-    cfg = make(parallel__world_size=4, parallel__tensor=4)
-    (violation,) = check(cfg, accelerator="cpu")
-    assert (violation.field, violation.value) == ("--parallel.tensor", 4)
-    assert "rows of k_proj and v_proj: num_key_value_heads x head_dim = 256, and one rank has 64" in violation.problem
-    assert "q_proj" not in violation.problem
-    assert violation.remedy == "Degrees that tile: 1, 2"
+# 8 groups of four query heads, a key and a value head of 128 are 768 rows each: 16 ranks have 384 rows, 32 have 192.
+WIDE = replace(
+    DENSE, hidden_size=512, num_attention_heads=32, num_key_value_heads=8, head_dim=128, ffn_hidden_size=8192
+)
 
 
-def test_more_ranks_than_query_groups_are_judged_by_their_share_of_a_group():
-    # 8 groups of four query heads, a key and a value head of 128 are 768 rows each: four ranks have 192 rows, two 384.
-    model = replace(
-        DENSE, hidden_size=512, num_attention_heads=32, num_key_value_heads=8, head_dim=128, ffn_hidden_size=8192
-    )
-    (violation,) = check(make(model, parallel__world_size=32, parallel__tensor=32), accelerator="cpu")
-    assert (violation.field, violation.value) == ("--parallel.tensor", 32)
-    assert "(num_attention_heads + 2 x num_key_value_heads) x head_dim = 6144, and one rank has 192" in (
-        violation.problem
-    )
-    assert violation.remedy == "Degrees that tile: 1, 2, 4, 8, 16"
-    for cfg in (
-        make(model, parallel__world_size=16, parallel__tensor=16),
-        make(model, engine__tensor=32),  # an engine copies whole key/value heads
-        make(model, parallel__world_size=32, parallel__tensor=32, precision__trainer="tensorwise"),
-    ):
-        assert check(cfg, accelerator="cpu") == []
+@pytest.mark.parametrize(
+    ("model", "changes", "option", "shard", "degrees"),
+    [
+        # 4 key/value heads of 64 are 256 rows: a rank has 64. The 8 query heads tile.
+        (
+            DENSE,
+            {"parallel__world_size": 4, "parallel__tensor": 4},
+            "--parallel.tensor",
+            "rows of k_proj and v_proj: num_key_value_heads x head_dim = 256, and one rank has 64",
+            "1, 2",
+        ),
+        (
+            WIDE,
+            {"parallel__world_size": 32, "parallel__tensor": 32},
+            "--parallel.tensor",
+            "(num_attention_heads + 2 x num_key_value_heads) x head_dim = 6144, and one rank has 192",
+            "1, 2, 4, 8, 16",
+        ),
+        (
+            MOE,
+            {"engine__tensor": 4, "precision__trainer": "bf16"},
+            "--engine.tensor",
+            "down_proj of every expert: moe_ffn_hidden_size = 256, and one rank has 64",
+            "1, 2",
+        ),
+    ],
+)
+def test_a_rank_that_fp8_cannot_tile_is_named_with_the_degrees_that_can(model, changes, option, shard, degrees):
+    (violation,) = check(make(model, **changes), accelerator="cpu")
+    assert violation.field == option and shard in violation.problem and "q_proj:" not in violation.problem
+    assert violation.remedy == f"Degrees that tile: {degrees}"
 
 
-def test_the_engine_is_judged_by_its_own_degree_also_where_the_trainer_is_bf16():
-    cfg = make(MOE, engine__tensor=4, precision__trainer="bf16")
-    (violation,) = check(cfg, accelerator="cpu")
-    assert violation.field == "--engine.tensor"
-    assert "down_proj of every expert: moe_ffn_hidden_size = 256, and one rank has 64" in violation.problem
+GLM_DENSE = replace(MOE, family="glm4_moe", router=ROUTER, first_dense_layers=1, ffn_hidden_size=640)
+TWO = {"parallel__world_size": 2, "parallel__tensor": 2, "parallel__expert": 2}
+NARROW = replace(DENSE, hidden_size=192)
+MLA = MlaConfig(q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+EXPERTS = {"num_experts": 8, "experts_per_token": 2, "moe_ffn_hidden_size": 256, "num_shared_experts": 1}
+DEEPSEEK = replace(
+    DENSE, family="deepseek_v3", qk_norm=None, num_key_value_heads=8, head_dim=96, mla=MLA, router=ROUTER, **EXPERTS
+)
 
 
-def test_experts_are_tiled_by_their_own_degree():
-    cfg = make(MOE, parallel__world_size=4, parallel__expert_tensor=4)
-    assert fields_of(cfg) == ["--parallel.expert_tensor"]
-
-
-def test_a_size_that_no_degree_tiles_is_the_models_mistake():
-    assert fields_of(make(replace(DENSE, hidden_size=192))) == ["--model.hidden_size"]
-    # One scale per tensor needs 16 only, and the engine is BF16.
-    assert (
-        fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="tensorwise", precision__rollout="bf16"))
-        == []
-    )
-
-
-def test_dense_layers_before_the_experts_are_tiled_by_the_tensor_degree():
-    router = RouterConfig(score="sigmoid", correction_bias=True)
-    model = replace(MOE, family="glm4_moe", router=router, first_dense_layers=1, ffn_hidden_size=640)
-    changes = {"parallel__world_size": 2, "parallel__tensor": 2, "parallel__expert": 2}
-    assert fields_of(make(model, **changes)) == ["--parallel.tensor"]
-    assert fields_of(make(model, **changes, precision__bf16_first_layers=1)) == []
-    assert fields_of(make(replace(model, ffn_hidden_size=0))) == ["--model.ffn_hidden_size"]
-
-
-def test_latent_attention_is_tiled_by_its_heads_and_latent_sizes():
-    mla = MlaConfig(q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
-    experts = dict(num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256, num_shared_experts=1)
-    router = RouterConfig(score="sigmoid", correction_bias=True)
-    model = replace(
-        DENSE, family="deepseek_v3", qk_norm=None, num_key_value_heads=8, head_dim=96, mla=mla, router=router, **experts
-    )
-    assert fields_of(make(model)) == []  # kv_a_proj_with_mqa has 288 rows: its last block is cut short everywhere
-    # A rank keeps 96 rows of q_b_proj, 128 of kv_b_proj and 64 columns of o_proj.
-    assert fields_of(make(model, engine__tensor=8)) == ["--engine.tensor"]
-    assert fields_of(make(replace(model, mla=replace(mla, q_lora_rank=96)))) == ["--model.mla.q_lora_rank"]
-    assert fields_of(make(replace(model, mla=replace(mla, q_lora_rank=None)))) == []
-    assert fields_of(make(replace(model, mla=None))) == ["--model.family"]
-    assert fields_of(make(model, engine__kv_cache_dtype="fp8")) == ["--engine.kv_cache_dtype"]
+@pytest.mark.parametrize(
+    ("model", "changes", "fields"),
+    [
+        (WIDE, {"parallel__world_size": 16, "parallel__tensor": 16}, []),
+        (WIDE, {"engine__tensor": 32}, []),  # an engine copies whole key/value heads
+        (WIDE, {"parallel__world_size": 32, "parallel__tensor": 32, "precision__trainer": "tensorwise"}, []),
+        (MOE, {"parallel__world_size": 4, "parallel__expert_tensor": 4}, ["--parallel.expert_tensor"]),
+        (NARROW, {}, ["--model.hidden_size"]),
+        # A scale per tensor needs 16 only, and the engine is BF16.
+        (NARROW, {"precision__trainer": "tensorwise", "precision__rollout": "bf16"}, []),
+        (NARROW, {"precision__bf16_first_layers": 4}, []),
+        (NARROW, {"precision__trainer": "bf16", "precision__rollout": "bf16"}, []),
+        # The tensor degree divides dense layers before the experts.
+        (GLM_DENSE, TWO, ["--parallel.tensor"]),
+        (GLM_DENSE, TWO | {"precision__bf16_first_layers": 1}, []),
+        (replace(GLM_DENSE, ffn_hidden_size=0), {}, ["--model.ffn_hidden_size"]),
+        (DEEPSEEK, {}, []),  # kv_a_proj_with_mqa has 288 rows: its last block is partial at both ends
+        # A rank has 96 rows of q_b_proj, 128 of kv_b_proj and 64 columns of o_proj.
+        (DEEPSEEK, {"engine__tensor": 8}, ["--engine.tensor"]),
+        (DEEPSEEK, {"model__mla__q_lora_rank": 96}, ["--model.mla.q_lora_rank"]),
+        (DEEPSEEK, {"model__mla__q_lora_rank": None}, []),
+        (DEEPSEEK, {"model__mla": None}, ["--model.family"]),
+        (DEEPSEEK, {"engine__kv_cache_dtype": "fp8"}, ["--engine.kv_cache_dtype"]),
+    ],
+)
+def test_degrees_and_sizes_that_tile(model, changes, fields):
+    assert fields_of(make(model, **changes)) == fields
 
 
 def test_what_a_family_does_not_have_is_refused():
@@ -280,24 +283,25 @@ def test_untiled_matrices_that_stay_bf16_are_no_mistake():
     assert fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="bf16", precision__rollout="bf16")) == []
 
 
-def test_a_checkpoint_folder_needs_config_and_weights(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
-    save_file({}, tmp_path / "model.safetensors")
-    assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
-    (tmp_path / "config.json").write_text(json.dumps(registry.to_hf_config(make().model)))
-    assert fields_of(make(model__hf_path=str(tmp_path))) == []
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_the_fields_that_differ(tmp_path):
-    model = make().model
-    save_file({}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(registry.to_hf_config(model)))
-    (found,) = check(make(model__hf_path=str(tmp_path), model__rope_theta=5.0, model__vocab_size=7))
-    assert "vocab_size is" in found.problem and "rope_theta is" in found.problem and "hidden_size" not in found.problem
-    for content in ("{", "[]", '{"model_type": "gpt2"}'):
-        (tmp_path / "config.json").write_text(content)
-        assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
+def test_a_checkpoint_folder_needs_config_and_weights_of_the_model(tmp_path):
+    cfg = make(model__hf_path=str(tmp_path))
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config.write_text("{}")
+    assert fields_of(cfg) == ["--model.hf_path"]
+    save_file({"a": torch.zeros(4)}, weights)
+    for content in ("{}", "{", "[]", '{"model_type": "gpt2"}'):
+        config.write_text(content)
+        assert fields_of(cfg) == ["--model.hf_path"]
+    config.write_text(json.dumps(registry.to_hf_config(make().model)))
+    assert fields_of(cfg) == []
+    (error,) = check(make(model__hf_path=str(tmp_path), model__rope_theta=5.0, model__vocab_size=7))
+    assert "vocab_size is" in error.problem and "rope_theta is" in error.problem and "hidden_size" not in error.problem
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    (error,) = check(cfg, accelerator="cpu")
+    assert f"model.safetensors has {len(whole) - 1} bytes instead of {len(whole)}" in error.problem
+    weights.write_bytes(whole[:4] + b"\xff" * 40)
+    assert fields_of(cfg) == ["--model.hf_path"]
 
 
 def test_every_shipped_configuration_is_sound():
@@ -317,18 +321,6 @@ def test_a_replay_needs_every_step_and_samples_nothing(tmp_path):
     assert fields_of(make(sampling__replay=str(tmp_path), num_steps=2, observe__eval_every=1)) == [
         "--observe.eval_every"
     ]
-
-
-def test_a_truncated_weight_file_is_named_before_anything_starts(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(registry.to_hf_config(make().model)))
-    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
-    assert fields_of(make(model__hf_path=str(tmp_path))) == []
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[:-1])
-    (found,) = check(make(model__hf_path=str(tmp_path)), accelerator="cpu")
-    assert f"model.safetensors has {len(whole) - 1} bytes instead of {len(whole)}" in found.problem
-    (tmp_path / "model.safetensors").write_bytes(whole[:4] + b"\xff" * 40)
-    assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
 
 
 def test_a_chat_template_has_to_be_there(tmp_path):
@@ -375,3 +367,135 @@ def test_what_starts_all_the_same_is_doubted():
     (full,) = doubts(make(sampling__window_groups=80, **window), "cpu")
     assert "groups stay 5 steps in a window of 80" in full.problem and "up to 64 groups" in full.problem
     assert doubts(make(sampling__window_groups=64, **window), "cpu") == []
+
+
+WIDE_MOE = replace(MOE, hidden_size=256, moe_ffn_hidden_size=256)
+GROUPED, LINEARS = {"precision__kernels__experts": "deep_gemm"}, {"precision__kernels__linears": "deep_gemm"}
+TE, EMULATED = {"precision__kernels__trainer": "te"}, {"precision__kernels__trainer": "emulated"}
+GROUPED_BF16 = GROUPED | {"precision__trainer": "bf16", "precision__rollout": "bf16"}
+SPLIT = {"parallel__world_size": 4, "parallel__expert_tensor": 4}
+INVARIANT = {"engine__batch_invariant": True}
+ENGINE_EXPERTS = {"precision__kernels__engine_experts": "deep_gemm"}
+ENGINE_ATTENTION = {"precision__kernels__attention": "engine"} | INVARIANT
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "model", "changes", "fields"),
+    [
+        ("blackwell", DENSE, {"precision__scales": "fp32"}, ["--precision.scales"]),
+        ("hopper", DENSE, {"precision__scales": "fp32"}, []),
+        ("blackwell", DENSE, {}, []),
+        ("ampere", DENSE, {}, ["--precision.trainer"]),
+        ("hopper", DENSE, {"engine__num_replicas": 2}, ["--engine.num_replicas"]),
+        ("hopper", DENSE, {"engine__num_replicas": 2, "engine__placement": "separate"}, []),
+        ("hopper", DENSE, {"engine__sleep_level": 1, "sampling__max_staleness": 1}, ["--engine.sleep_level"]),
+        ("hopper", DENSE, {"engine__sleep_level": 1, "engine__placement": "separate"}, ["--engine.sleep_level"]),
+        ("hopper", DENSE, {"optim__offload": ("params",), "sampling__max_staleness": 1}, ["--optim.offload"]),
+        ("hopper", DENSE, {"optim__offload": ("params", "params")}, ["--optim.offload"]),
+        ("hopper", DENSE, {"engine__sleep_level": 2, "optim__offload": ("optimizer",)}, []),
+        ("hopper", DENSE, {"engine__expert": 2}, ["--engine.expert"]),
+        ("hopper", MOE, {"engine__expert": 2}, ["--engine.expert"]),
+        ("hopper", MOE, {"parallel__world_size": 2, "engine__tensor": 2, "engine__expert": 2} | ENGINE_EXPERTS, []),
+        ("hopper", MOE, ENGINE_EXPERTS | {"precision__bf16_last_layers": 1}, ["--precision.kernels.engine_experts"]),
+        (
+            "hopper",
+            DENSE,
+            {"precision__kernels__engine_experts": "triton"},
+            ["--precision.kernels.engine_experts"],
+        ),
+        (
+            "hopper",
+            DENSE,
+            {"precision__kernels__engine_linears": "cutlass"},
+            ["--precision.kernels.engine_linears"],
+        ),
+        ("hopper", DENSE, {"precision__kernels__engine_linears": "cutlass", "precision__scales": "fp32"}, []),
+        (
+            "hopper",
+            DENSE,
+            {"precision__kernels__engine_attention": "FLASHINFER", "engine__kv_cache_dtype": "fp8"},
+            ["--precision.kernels.engine_attention"],
+        ),
+        ("hopper", DENSE, {"weight_sync__transport": "nccl"}, ["--weight_sync.transport"]),
+        ("hopper", DENSE, {"weight_sync__transport": "nccl", "engine__placement": "separate"}, []),
+        ("hopper", DENSE, {"weight_sync__transport": "ipc"}, []),
+        ("cpu", DENSE, {"weight_sync__transport": "nccl"}, ["--weight_sync.transport"]),
+        ("cpu", DENSE, {"weight_sync__transport": "ipc"}, []),
+        ("cpu", DENSE, {"weight_sync__transport": "gloo"}, []),
+        ("cpu", DENSE, TE, ["--precision.kernels.trainer"]),
+        ("hopper", DENSE, TE, []),
+        ("hopper", DENSE, EMULATED, []),
+        ("cpu", WIDE_MOE, GROUPED, []),
+        ("hopper", WIDE_MOE, GROUPED, []),
+        ("blackwell", WIDE_MOE, GROUPED, ["--precision.kernels.experts"]),
+        ("hopper", WIDE_MOE, GROUPED | {"precision__trainer": "delayed"}, ["--precision.kernels.experts"]),
+        ("hopper", WIDE_MOE, GROUPED | {"precision__gradients": "e5m2"}, ["--precision.gradients"]),
+        ("hopper", WIDE_MOE, GROUPED | {"precision__params": "fp32"}, ["--precision.params"]),
+        ("hopper", WIDE_MOE, GROUPED | EMULATED, ["--precision.kernels.experts"]),
+        ("hopper", replace(WIDE_MOE, hidden_size=192), GROUPED_BF16, ["--model.hidden_size"]),
+        ("hopper", WIDE_MOE, GROUPED_BF16 | SPLIT, ["--parallel.expert_tensor"]),  # 64 features
+        ("cpu", DENSE, LINEARS, []),
+        ("hopper", DENSE, LINEARS, []),
+        ("blackwell", DENSE, LINEARS, ["--precision.kernels.linears"]),
+        ("cpu", DENSE, LINEARS | EMULATED, []),
+        ("hopper", DENSE, LINEARS | EMULATED, ["--precision.kernels.linears"]),
+        ("hopper", DENSE, LINEARS | {"precision__gradients": "e5m2"}, ["--precision.gradients"]),
+        ("hopper", DENSE, LINEARS | {"precision__params": "fp32"}, ["--precision.params"]),
+        ("hopper", DENSE, LINEARS | {"precision__trainer": "bf16"}, ["--precision.kernels.linears"]),
+        ("hopper", DENSE, LINEARS | {"precision__trainer": "delayed"}, ["--precision.kernels.linears"]),
+        ("hopper", DENSE, LINEARS | {"precision__trainer": "tensorwise"}, ["--precision.kernels.linears"]),
+        (
+            "cpu",
+            replace(DENSE, head_dim=128),
+            ENGINE_ATTENTION,
+            ["--precision.kernels.attention", "--engine.batch_invariant"],
+        ),
+        ("hopper", replace(DENSE, head_dim=128), ENGINE_ATTENTION, []),
+        ("hopper", DENSE, ENGINE_ATTENTION, ["--precision.kernels.attention"]),
+        ("hopper", MOE, INVARIANT | ENGINE_EXPERTS, []),
+        (
+            "hopper",
+            MOE,
+            INVARIANT | ENGINE_EXPERTS | {"precision__scales": "fp32"},
+            ["--precision.kernels.engine_experts"],
+        ),
+        (
+            "hopper",
+            DENSE,
+            INVARIANT | {"weight_sync__transport": "nccl", "engine__placement": "separate"},
+            ["--weight_sync.transport"],
+        ),
+    ],
+)
+def test_choices_fit_the_accelerator(accelerator, model, changes, fields):
+    assert fields_of(make(model, **changes), accelerator) == fields
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "changes", "field", "problem"),
+    [
+        ("cpu", {}, "params", "this machine is 'cpu'"),
+        ("blackwell", {}, "params", "this machine is 'blackwell'"),
+        ("hopper", {"trainer": "tensorwise"}, "params", "one scale per weight"),
+        ("hopper", {"trainer": "delayed"}, "params", "one scale per weight"),
+        ("hopper", {"trainer": "bf16", "rollout": "bf16"}, "params", "has no FP8 linears"),
+        ("hopper", {"rollout": "bf16"}, "rollout", "sent to engines without conversion"),
+        (
+            "hopper",
+            {"kernels__trainer": "emulated"},
+            "kernels.trainer",
+            "the emulation supports only BF16 and FP32 parameters",
+        ),
+        ("hopper", {"kernels__linears": "deep_gemm"}, "kernels.linears", "quantize BF16 parameters"),
+        ("hopper", {"kernels__experts": "deep_gemm"}, "kernels.experts", "quantize BF16 parameters"),
+    ],
+)
+def test_fp8_parameters_that_cannot_be(accelerator, changes, field, problem):
+    wide = replace(MOE, hidden_size=256, moe_ffn_hidden_size=256, head_dim=128)
+    changed = {f"precision__{name}": value for name, value in ({"params": "fp8"} | changes).items()}
+    assert fields_of(make(wide, precision__params="fp8", precision__scales="fp32"), "hopper") == []
+    (found,) = check(make(wide, **changed), accelerator=accelerator)
+    assert found.field == f"--precision.{field}" and problem in found.problem
+    assert "--precision.params bf16" in found.remedy
+    (found,) = check(make(replace(wide, head_dim=64), precision__params="fp8"), accelerator="hopper")
+    assert found.field == "--precision.params" and "heads of 64 rows" in found.problem
