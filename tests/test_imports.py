@@ -16,25 +16,11 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = "megatron_fp8rl"
 
 # Lowest layer first. A package imports only itself and the packages before it. So do the top-level files listed here.
-LAYERS = (
-    "upstream",
-    "token_array",
-    "types",
-    "config",
-    "config_source",
-    "kernels",
-    "names",
-    "precision",
-    "net",
-    "algo",
-    "envs",
-    "data",
-    "observe",
-    "trainer",
-    "runtime",
-    "weight_sync",
-    "rollout",
-    "preflight",
+LAYERS = tuple(
+    (
+        "upstream token_array types config config_source kernels names precision net algo envs data observe trainer "
+        "runtime weight_sync rollout preflight"
+    ).split()
 )
 PROGRAMS = (
     "report",
@@ -56,14 +42,11 @@ CONFINED = {
 }
 OURS = (LIBRARY, "benchmarks", "checkpoint_tools", "examples", "launch", "model_configs")
 NEVER = ("megatron.training", "megatron.rl")
-LIGHT = (
-    "megatron_fp8rl.config",
-    "megatron_fp8rl.types",
-    "megatron_fp8rl.preflight.rules",
-    "megatron_fp8rl.cli",
-    "megatron_fp8rl.preflight.doctor",
-    "megatron_fp8rl.preflight.plan",
-    "model_configs",
+LIGHT = tuple(
+    (
+        "megatron_fp8rl.config megatron_fp8rl.types megatron_fp8rl.preflight.rules megatron_fp8rl.cli "
+        "megatron_fp8rl.preflight.doctor megatron_fp8rl.preflight.plan model_configs"
+    ).split()
 )
 
 

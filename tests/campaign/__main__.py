@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_fp8rl.observe.recording import read_steps
 from tests.campaign import faults
 from tests.campaign.faults import ENDING, MARK, RESTING, RUNNING, Target
+from tests.helpers.fields import options
 
 ROOT = Path(__file__).resolve().parents[2]
 _COMPARED = tuple("reward/ loss/ train/ mismatch/ eval/ rollout/length rollout/surprisal publish/version".split())
@@ -26,21 +27,12 @@ _END_S = 30.0  # for processes of a run that has ended
 _EARLY_SHARE = 0.25  # of starts in which any fault comes before the first step; in others only those that end no run
 _EARLY_FAULTS = 4  # of a start at most: a slow machine starts slowly, and a run has to get somewhere
 _START_S, _STEP_S = (5.0, 20.0), (1.0, 5.0)  # between two faults, while a run starts and while it steps
-_STEPS = {
-    "--num_steps": "40",
-    "--checkpoint.every_steps": "3",
-    "--checkpoint.keep": "3",
-    "--checkpoint.export_hf": "False",
-    "--parallel.world_size": "2",
-    "--engine.num_replicas": "2",
-    "--sampling.prompts_per_step": "16",
-    "--engine.deadline_scale": "0.25",
-    "--engine.max_replica_restarts": "100",
-    "--observe.display": "plain",
-    "--observe.eval_prompts": "8",
-    "--scoring.num_workers": "2",
-    "--scoring.deadline_s": "10",
-}
+_STEPS = options(
+    "--num_steps 40 --checkpoint.every_steps 3 --checkpoint.keep 3 --checkpoint.export_hf False "
+    "--parallel.world_size 2 --engine.num_replicas 2 --sampling.prompts_per_step 16 --engine.deadline_scale 0.25 "
+    "--engine.max_replica_restarts 100 --observe.display plain --observe.eval_prompts 8 --scoring.num_workers 2 "
+    "--scoring.deadline_s 10"
+)
 
 
 @dataclass

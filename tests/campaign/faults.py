@@ -83,28 +83,20 @@ def _signal(role: str, number: int) -> Callable[[Target], str]:
     return strike
 
 
-def pause_trainer(target: Target) -> str:
-    """A rank stands still for some seconds."""
-    found = target.of_role("trainer")
-    if not found:
-        return ""
-    victim, seconds = target.rng.choice(found), target.rng.uniform(1, 6)
-    with contextlib.suppress(psutil.Error):
-        victim.suspend()
-        target.later(seconds, victim.resume)
-    return f"{seconds:.1f} s"
+def _pause(role: str) -> Callable[[Target], str]:
+    """A process is suspended for some seconds, less than its deadline."""
 
+    def pause(target: Target) -> str:
+        processes = target.of_role(role)
+        if not processes:
+            return ""
+        victim, seconds = target.rng.choice(processes), target.rng.uniform(1, 6)
+        with contextlib.suppress(psutil.Error):
+            victim.suspend()
+            target.later(seconds, victim.resume)
+        return f"{seconds:.1f} s"
 
-def slow_scorer(target: Target) -> str:
-    """A scorer stands still for some seconds, less than its deadline."""
-    found = target.of_role("scorer")
-    if not found:
-        return ""
-    victim, seconds = target.rng.choice(found), target.rng.uniform(1, 6)
-    with contextlib.suppress(psutil.Error):
-        victim.suspend()
-        target.later(seconds, victim.resume)
-    return f"{seconds:.1f} s"
+    return pause
 
 
 def kill_all_engines(target: Target) -> str:
@@ -216,9 +208,9 @@ RUNNING: dict[str, tuple[float, Callable[[Target], str]]] = {
     "engine hangs": (1.0, _signal("engine", signal.SIGSTOP)),
     "engine core hangs": (1.0, _signal("core", signal.SIGSTOP)),
     "scorer killed": (2.0, _signal("scorer", signal.SIGKILL)),
-    "scorer is slow": (1.0, slow_scorer),
+    "scorer is slow": (1.0, _pause("scorer")),
     "scorer hangs": (1.0, _signal("scorer", signal.SIGSTOP)),
-    "trainer rank stands still": (2.0, pause_trainer),
+    "trainer rank stands still": (2.0, _pause("trainer")),
     "clock jumps": (2.0, jump_clock),
     "disk full": (0.7, fill_disk),
 }

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp8rl.config import MlaConfig, OptimConfig, PrecisionConfig, RouterConfig
+from megatron_fp8rl.config import OptimConfig, PrecisionConfig
 from megatron_fp8rl.kernels.blockwise import dequantize_weight, quantize_weight
 from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, is_fp8
 from megatron_fp8rl.precision.hardware import Hardware
@@ -20,33 +20,12 @@ from megatron_fp8rl.trainer.optimizer import fp8_params
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import RankError, run_ranks
-from tests.helpers.models import small_model
+from tests.helpers.models import latent, small_model
 from tests.helpers.training import continue_training, run_config
 
 MOE = small_model((3, 256, 2, 1, 128, 62), experts=(4, 2, 128), max_position_embeddings=128, initializer_range=0.08)
-DENSE = replace(
-    MOE,
-    family="qwen3",
-    num_experts=0,
-    experts_per_token=0,
-    moe_ffn_hidden_size=0,
-    ffn_hidden_size=256,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
-# Its kv_a_proj_with_mqa has 192 rows, so that the last block of rows is cut short.
-LATENT = replace(
-    MOE,
-    family="deepseek_v3",
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=192,
-    num_shared_experts=1,
-    first_dense_layers=1,
-    ffn_hidden_size=256,
-    router=RouterConfig(score="sigmoid", correction_bias=True),
-    mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-)
+DENSE = small_model((3, 256, 4, 2, 128, 62), ffn=256, max_position_embeddings=128, initializer_range=0.08)
+LATENT = latent(MOE)
 # Nothing is clipped: the order in which the norm is summed depends on the buffers that parameters lie in.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-2, weight_decay=0.1, clip_grad_norm=0.0)
 PRECISION = PrecisionConfig(trainer="blockwise", bf16_last_layers=1, kernels={"linears": "te", "experts": "te"})

@@ -12,6 +12,7 @@ import pytest
 from megatron_fp8rl.observe.recording import read_steps
 from megatron_fp8rl.runtime.stop import SAVED
 from megatron_fp8rl.types import Completion, Context
+from tests.helpers.fields import options
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 900
@@ -24,18 +25,11 @@ async def rollout(session, row):
     session.say(str(len(call)), role="tool")
     return float(len(await session.ask()) % 2)
 """
-OPTIONS = {
-    "--observe.display": "plain",
-    "--observe.eval_prompts": "0",
-    "--num_steps": "2",
-    "--warm_start.steps": "0",
-    "--model.random": "True",
-    "--sampling.prompts_per_step": "4",
-    "--sampling.completions_per_prompt": "4",
-    "--algo.zero_variance": "keep",
-    "--precision.exact": "True",
-    "--checkpoint.export_hf": "False",
-}
+OPTIONS = options(
+    "--observe.display plain --observe.eval_prompts 0 --num_steps 2 --warm_start.steps 0 --model.random True "
+    "--sampling.prompts_per_step 4 --sampling.completions_per_prompt 4 --algo.zero_variance keep --precision.exact "
+    "True --checkpoint.export_hf False"
+)
 
 
 def test_two_turns_are_trained_exactly(tmp_path):

@@ -26,41 +26,16 @@ def run(*words: str) -> str:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a warm start only, in a folder with a blank in its name."""
     folder = tmp_path_factory.mktemp("runs") / "brief run"
-    run(
-        "megatron_fp8rl",
-        "sft",
-        "tiny_qwen3_moe",
-        "--output_dir",
-        str(folder),
-        "--warm_start.steps",
-        "20",
-        "--observe.eval_prompts",
-        "8",
-        "--observe.display",
-        "none",
-    )
+    args = "sft tiny_qwen3_moe --warm_start.steps 20 --observe.eval_prompts 8 --observe.display none --output_dir"
+    run("megatron_fp8rl", *args.split(), str(folder))
     return folder
 
 
 def evaluate(run_dir: Path, checkpoint: Path, *words: str) -> tuple[dict, list[dict], str]:
     """(eval.json, problems.jsonl, what was printed)."""
-    shown = run(
-        "megatron_fp8rl",
-        "eval",
-        "tiny_qwen3_moe",
-        "--output_dir",
-        str(run_dir),
-        "--checkpoint",
-        str(checkpoint),
-        "--num_problems",
-        "16",
-        "--num_completions",
-        str(NUM_COMPLETIONS),
-        "--ks",
-        "1",
-        "4",
-        *words,
-    )
+    args = f"eval tiny_qwen3_moe --num_problems 16 --num_completions {NUM_COMPLETIONS} --ks 1 4".split()
+    folders = ["--output_dir", str(run_dir), "--checkpoint", str(checkpoint)]
+    shown = run("megatron_fp8rl", *args, *folders, *words)
     (folder,) = [Path(line).parent for line in shown.splitlines() if line.endswith("/eval.json")]
     problems = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
     return json.loads((folder / "eval.json").read_text()), problems, shown

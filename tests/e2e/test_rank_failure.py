@@ -10,25 +10,18 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl.observe.recording import read_step, steps_of
+from tests.helpers.fields import options
 
 ROOT = Path(__file__).resolve().parents[2]
 DYING = Path(__file__).parent / "dying"
 DEADLINE_S = 600
 NUM_STEPS = 4
 KILLED_AT = 3  # the version that is published when the rank dies: dies_publishing.VERSION
-OPTIONS = {
-    "--algo.loss": "dies_publishing:loss",
-    "--parallel.world_size": "2",
-    "--parallel.expert": "2",  # so that both ranks send
-    "--weight_sync.bucket_bytes": "100000",
-    "--sampling.prompts_per_step": "8",
-    "--observe.display": "plain",
-    "--observe.eval_prompts": "4",
-    "--checkpoint.every_steps": "1",
-    "--checkpoint.export_hf": "False",
-    "--warm_start.steps": "5",
-    "--num_steps": str(NUM_STEPS),
-}
+OPTIONS = options(
+    "--algo.loss dies_publishing:loss --parallel.world_size 2 --parallel.expert 2 --weight_sync.bucket_bytes 100000 "
+    "--sampling.prompts_per_step 8 --observe.display plain --observe.eval_prompts 4 --checkpoint.every_steps 1 "
+    "--checkpoint.export_hf False --warm_start.steps 5"
+) | {"--num_steps": str(NUM_STEPS)}
 
 
 def start(run_dir: Path, marks: Path | None, transport: str) -> tuple[int, str]:

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp8rl.config import MlaConfig, ModelConfig, OptimConfig, PrecisionConfig, RouterConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight_in_torch
 from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, is_fp8
 from megatron_fp8rl.precision.hardware import installed_packages
 from megatron_fp8rl.preflight import trainer_memory
 from megatron_fp8rl.preflight.memory import GPUS
 from tests.helpers.hopper import ON_HOPPER
-from tests.helpers.models import small_model
+from tests.helpers.models import latent, small_model
 from tests.helpers.training import alone, continue_training, make_batch, make_loss, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
@@ -24,19 +24,7 @@ pytestmark = [
 
 MOE = small_model((4, 256, 4, 2, 128, 62), experts=(4, 2, 128), max_position_embeddings=128, initializer_range=0.08)
 DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=512)
-# Its kv_a_proj_with_mqa has 192 rows, so that the last block of rows is cut short.
-LATENT = replace(
-    MOE,
-    family="deepseek_v3",
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=192,
-    num_shared_experts=1,
-    first_dense_layers=1,
-    ffn_hidden_size=256,
-    router=RouterConfig(score="sigmoid", correction_bias=True),
-    mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-)
+LATENT = latent(MOE)
 OPTIM = OptimConfig(lr=3e-3, eps=1e-2)
 MIB = 2**20
 

@@ -14,3 +14,9 @@ def set_fields(cfg: RunConfig, **fields: Any) -> RunConfig:
         (section,) = (each for each in SECTIONS if hasattr(getattr(cfg, each), name))
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
     return cfg
+
+
+def options(text: str) -> dict[str, str]:
+    """Command-line options with one value each."""
+    args = text.split()
+    return dict(zip(args[::2], args[1::2], strict=True))

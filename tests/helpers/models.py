@@ -1,6 +1,8 @@
 """Small models for tests."""
 
-from megatron_fp8rl.config import ModelConfig
+from dataclasses import replace
+
+from megatron_fp8rl.config import MlaConfig, ModelConfig, RouterConfig
 
 
 def small_model(
@@ -27,3 +29,12 @@ def small_model(
         **dict(num_experts=experts[0], experts_per_token=experts[1], moe_ffn_hidden_size=experts[2]),
         **fields,
     )
+
+
+def latent(moe: ModelConfig) -> ModelConfig:
+    """DeepSeek-V3 from a mixture. Its kv_a_proj_with_mqa has 192 rows: the last block is cut short."""
+    mla = MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    router = RouterConfig(score="sigmoid", correction_bias=True)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 192, "mla": mla}
+    experts = {"num_shared_experts": 1, "first_dense_layers": 1, "ffn_hidden_size": 256, "router": router}
+    return replace(moe, family="deepseek_v3", **heads, **experts)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_fp8rl.token_array import TokenArray
-from megatron_fp8rl.types import Sample, Segment
+from megatron_fp8rl.types import Completion, Sample, Segment
 
 
 def make_sample(
@@ -33,14 +33,22 @@ def make_sample(
     )
 
 
+def make_completion(ids: Sequence[int], logprobs: Sequence[float] | float = -1.0, **fields) -> Completion:
+    """A completion with ``logprobs`` for each token or for all; by default it stopped, and has version 0."""
+    if isinstance(logprobs, float):
+        logprobs = (logprobs,) * len(ids)
+    fields = {"finish_reason": "stop", "min_version": 0, "max_version": 0} | fields
+    return Completion(token_ids=tuple(ids), rollout_logprobs=tuple(logprobs), **fields)
+
+
 def mask_of(sample: Sample) -> list[bool]:
-    return [one.is_trained for one in sample.segments for _ in one.token_ids]
+    return [segment.is_trained for segment in sample.segments for _ in segment.token_ids]
 
 
 def logprobs_of(sample: Sample) -> list[float]:
     """The engine's log-probabilities; 0 for context tokens."""
-    return [p for one in sample.segments for p in one.rollout_logprobs or [0.0] * len(one.token_ids)]
+    return [p for segment in sample.segments for p in segment.rollout_logprobs or [0.0] * len(segment.token_ids)]
 
 
 def advantages_of(sample: Sample) -> list[float]:
-    return [one.advantage for one in sample.segments for _ in one.token_ids]
+    return [segment.advantage for segment in sample.segments for _ in segment.token_ids]

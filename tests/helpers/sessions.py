@@ -12,8 +12,9 @@ from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
 from megatron_fp8rl.rollout.agents.requests import Requests
 from megatron_fp8rl.rollout.completions import Sampling
 from megatron_fp8rl.rollout.errors import EngineDeadError
-from megatron_fp8rl.types import Completion, Prompt, Rollout
+from megatron_fp8rl.types import Prompt, Rollout
 from model_configs.tiny import tiny_qwen3_moe
+from tests.helpers.samples import make_completion
 
 AGENTS = str(Path(__file__).with_name("session_agents.py"))
 TOKENIZER = character_tokenizer()
@@ -44,16 +45,7 @@ class Engine:
         if not self.chat.uses_chat:
             text = text[: sampling.max_tokens - 1]
         ids = (*tokenizer.encode(text, add_special_tokens=False), self.end)
-        return [
-            Completion(
-                token_ids=ids,
-                rollout_logprobs=tuple(-i / 64 for i in ids),
-                finish_reason="stop",
-                min_version=3,
-                max_version=3,
-                text=text,
-            )
-        ]
+        return [make_completion(ids, [-i / 64 for i in ids], min_version=3, max_version=3, text=text)]
 
 
 class Fleet:

@@ -11,6 +11,7 @@ from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.types import Completion, Prompt
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.fields import set_fields
+from tests.helpers.samples import make_completion
 
 
 class Numbers:
@@ -45,14 +46,7 @@ class Client:
         finally:
             self.num_running -= n
         return [
-            Completion(
-                token_ids=(i,),
-                rollout_logprobs=(-1.0,),
-                finish_reason="stop",
-                min_version=first,
-                max_version=self.version,
-                text=f"{prompt[0]} {i}",
-            )
+            make_completion((i,), min_version=first, max_version=self.version, text=f"{prompt[0]} {i}")
             for i in range(n)
         ]
 

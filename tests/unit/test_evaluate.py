@@ -14,8 +14,9 @@ from megatron_fp8rl.evaluate import EvalOptions
 from megatron_fp8rl.observe.groups import evaluation_metrics
 from megatron_fp8rl.observe.metrics import check_keys, meaning
 from megatron_fp8rl.report.run_report import write_report
-from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
+from megatron_fp8rl.types import Prompt, Rollout, RolloutGroup, single_turn
 from model_configs.tiny import tiny_qwen3_moe
+from tests.helpers.samples import make_completion
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,9 +25,7 @@ def make_group(number: int, rewards: list[float], environment: str = "chain_sum"
     prompt = Prompt(
         prompt_id=f"{environment}/eval-{number}", environment=environment, token_ids=(1,), text=f"{number}?", answer="!"
     )
-    completion = Completion(
-        token_ids=(5, 6), rollout_logprobs=(-1.0, -1.0), finish_reason="stop", min_version=0, max_version=0
-    )
+    completion = make_completion((5, 6))
     rollouts = [
         Rollout(prompt=prompt, index=i, branches=single_turn(prompt, completion), reward=reward, status="scored")
         for i, reward in enumerate(rewards)

@@ -11,9 +11,9 @@ from megatron_fp8rl.algo import samples as algo_samples
 from megatron_fp8rl.algo.load_function import FunctionError, load_advantage
 from megatron_fp8rl.algo.samples import NonFiniteRewardError, RoutedExpertsError, has_signal, overlong_penalty
 from megatron_fp8rl.config import AlgoConfig, RunConfig, SamplingConfig
-from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
+from megatron_fp8rl.types import Prompt, Rollout, RolloutGroup, single_turn
 from tests.helpers.models import small_model
-from tests.helpers.samples import advantages_of, logprobs_of, mask_of
+from tests.helpers.samples import advantages_of, logprobs_of, make_completion, mask_of
 from tests.tolerances import FLOAT64_ORDER
 
 MODEL = small_model((1, 8, 1, 1, 8, 8))
@@ -38,9 +38,9 @@ def group(*rollouts: tuple[float, int], **changes) -> RolloutGroup:
             status="truncated" if length == 10 else "scored",
             branches=single_turn(
                 PROMPT,
-                Completion(
-                    token_ids=tuple(range(length)),
-                    rollout_logprobs=tuple(-0.1 * t for t in range(length)),
+                make_completion(
+                    range(length),
+                    [-0.1 * t for t in range(length)],
                     finish_reason="length" if length == 10 else "stop",
                     min_version=3,
                     max_version=4,
@@ -135,9 +135,7 @@ def test_a_reward_that_is_no_number_is_named(reward):
 
 
 def test_missing_logprobs_are_named():
-    completion = Completion(
-        token_ids=(1, 2), rollout_logprobs=(0.0,), finish_reason="stop", min_version=0, max_version=0
-    )
+    completion = make_completion((1, 2), (0.0,))
     with pytest.raises(ValueError, match="sum/7#0: 1 log-probabilities for 2 tokens"):
         to_samples([group((1.0, 2), (0.0, 2), branches=single_turn(PROMPT, completion))], config(), version=3)
 
@@ -151,14 +149,7 @@ def test_a_record_of_experts_that_cannot_be_replayed_is_named():
 
     def sampled(experts, cfg=cfg):
         tokens = tuple(range(18))
-        completion = Completion(
-            token_ids=tokens,
-            rollout_logprobs=(-0.1,) * 18,
-            finish_reason="stop",
-            min_version=0,
-            max_version=0,
-            routed_experts=experts,
-        )
+        completion = make_completion(tokens, (-0.1,) * 18, routed_experts=experts)
         groups = [group((1.0, 18), (0.0, 0), branches=single_turn(PROMPT, completion))]
         if cfg.algo.router_replay == "rollout":
             algo_samples.require_experts(groups, cfg.model)

@@ -13,7 +13,7 @@ from megatron_fp8rl.algo.turns import turn_of_tokens
 from megatron_fp8rl.config import AlgoConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.types import Completion, Context, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
 from tests.helpers.models import small_model
-from tests.helpers.samples import advantages_of, logprobs_of, mask_of
+from tests.helpers.samples import advantages_of, logprobs_of, make_completion, mask_of
 from tests.unit.algo.algo_cases import LocalReducer, packed, with_logprobs
 
 MODEL = small_model((2, 8, 1, 1, 8, 8), experts=(8, 2, 0))
@@ -25,14 +25,9 @@ def config(**algo) -> RunConfig:
 
 
 def sampled(*token_ids: int, version: int = 0, reason: str = "stop", experts=None) -> Completion:
-    return Completion(
-        token_ids=token_ids,
-        rollout_logprobs=tuple(-token / 128 for token in token_ids),
-        finish_reason=reason,
-        min_version=version,
-        max_version=version,
-        routed_experts=experts,
-    )
+    logprobs = [-token / 128 for token in token_ids]
+    versions = {"min_version": version, "max_version": version}
+    return make_completion(token_ids, logprobs, finish_reason=reason, routed_experts=experts, **versions)
 
 
 def given(*token_ids: int) -> Context:

@@ -14,6 +14,8 @@ from megatron_fp8rl.preflight.memory import GPUS, copied_bytes
 from megatron_fp8rl.preflight.trainer_memory import worst_rank
 from model_configs import qwen3
 
+RATIOS = {1.32, 1.33, 1.39, 1.41, 1.43, 1.44, 1.56, 1.59}  # BF16 over FP8, measured
+
 
 def test_stored_rates_are_those_of_the_rows():
     """Least squares would change no rate by more than a hundredth, rates of publications by five."""
@@ -66,16 +68,7 @@ def test_measured_runs_are_met():
     errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
     assert len(errors["step"]) >= 17 and len(errors["publish"]) >= 18
     assert median(errors["step"]) < 0.02 and max(errors["step"]) < step_time.largest_step_error() == 0.06
-    assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {
-        1.32,
-        1.33,
-        1.39,
-        1.41,
-        1.43,
-        1.44,
-        1.56,
-        1.59,
-    }
+    assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == RATIOS
     assert all(abs(predicted / measured - 1) < 0.05 for _, predicted, measured in against_runs.ratios())
     fitted = [abs(one.error) for one in found if one.phase == "rollouts" and not one.run.startswith("ledger U,")]
     assert median(fitted) < 0.02 and max(errors["rollouts"]) < 0.08

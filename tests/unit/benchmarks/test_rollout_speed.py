@@ -69,19 +69,7 @@ def test_batch_invariant_engines_are_cells_of_their_own_and_never_compiled():
 
 
 def test_the_baseline_is_one_engine_of_each_precision_on_the_kernels_that_vllm_takes():
-    words = [
-        "--engine",
-        "run",
-        "vllm",
-        "--model",
-        "qwen3_8b",
-        "--precision",
-        "bf16",
-        "fp8_kv",
-        "--compile",
-        "on",
-        "off",
-    ]
+    words = "--engine run vllm --model qwen3_8b --precision bf16 fp8_kv --compile on off".split()
     cells = cells_of(*words, "--linear", "deep_gemm", "cutlass")
     alone = [cell for cell in cells if cell.engine == "vllm"]
     assert [(c.precision, c.linear, c.compile) for c in alone] == [("bf16", "auto", True), ("fp8_kv", "auto", True)]

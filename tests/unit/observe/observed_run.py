@@ -5,7 +5,8 @@ from dataclasses import replace
 from megatron_fp8rl.algo.mismatch import MismatchReport, MismatchSlice
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.observe.observer import Observer
-from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
+from megatron_fp8rl.types import Prompt, Rollout, RolloutGroup, single_turn
+from tests.helpers.samples import make_completion
 
 
 def make_config() -> RunConfig:
@@ -25,14 +26,8 @@ def make_groups(step: int) -> tuple[RolloutGroup, ...]:
     )
 
     def rollout(index: int, text: str, reward: float) -> Rollout:
-        completion = Completion(
-            token_ids=tuple(range(len(text) + 1)),
-            rollout_logprobs=(-0.5,) * (len(text) + 1),
-            finish_reason="stop",
-            min_version=step - 1,
-            max_version=step - 1,
-            text=text,
-        )
+        versions = {"min_version": step - 1, "max_version": step - 1}
+        completion = make_completion(range(len(text) + 1), -0.5, text=text, **versions)
         return Rollout(
             prompt=prompt, index=index, branches=single_turn(prompt, completion), reward=reward, status="scored"
         )

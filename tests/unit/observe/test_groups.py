@@ -3,7 +3,8 @@
 import pytest
 
 from megatron_fp8rl.observe.groups import group_metrics
-from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
+from megatron_fp8rl.types import Prompt, Rollout, RolloutGroup, single_turn
+from tests.helpers.samples import make_completion
 
 
 def make_group(environment: str, rewards, lengths, *, finish="stop", status="scored", versions=(3, 3)) -> RolloutGroup:
@@ -11,13 +12,8 @@ def make_group(environment: str, rewards, lengths, *, finish="stop", status="sco
     prompt = Prompt(prompt_id=f"{environment}/0", environment=environment, token_ids=(1,), text="?", answer="!")
     rollouts = []
     for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
-        completion = Completion(
-            token_ids=(7,) * length,
-            rollout_logprobs=(-0.5,) * length,
-            finish_reason=finish,
-            min_version=versions[0],
-            max_version=versions[1],
-        )
+        spans = {"min_version": versions[0], "max_version": versions[1]}
+        completion = make_completion((7,) * length, -0.5, finish_reason=finish, **spans)
         rollouts.append(
             Rollout(prompt=prompt, index=index, branches=single_turn(prompt, completion), reward=reward, status=status)
         )

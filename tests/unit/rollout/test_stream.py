@@ -19,7 +19,7 @@ from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
 from megatron_fp8rl.rollout.window import position_before
 from megatron_fp8rl.types import Completion, single_turn
 from tests.helpers.processes import until
-from tests.helpers.samples import advantages_of, mask_of
+from tests.helpers.samples import advantages_of, make_completion, mask_of
 from tests.helpers.streams import Client, Fleet, Numbers, Ranks, Scorer, build, numbers, publish
 
 
@@ -255,14 +255,7 @@ class Slow(Client):
             await self.held[prompt[0]].wait()
         length = 40 if prompt[0] in self.held else 10
         return [
-            Completion(
-                token_ids=(i,) * length,
-                rollout_logprobs=(-1.0,) * length,
-                finish_reason="stop",
-                min_version=first,
-                max_version=self.version,
-                text=f"{prompt[0]} {i}",
-            )
+            make_completion((i,) * length, min_version=first, max_version=self.version, text=f"{prompt[0]} {i}")
             for i in range(n)
         ]
 
