@@ -118,19 +118,19 @@ def test_modules_import_each_other_without_cycles():
 
 def bound_names(path: Path) -> set[str]:
     """What a module binds at its top level, in branches of conditions and of ``try`` too."""
-    found: set[str] = set()
+    result: set[str] = set()
     statements: list[ast.AST] = [*ast.parse(path.read_text()).body]
     while statements:
         node = statements.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            result.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            result |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            result.add(node.id)
         else:
             statements += ast.iter_child_nodes(node)
-    return found
+    return result
 
 
 def file_of(dotted: str) -> Path | None:

@@ -42,12 +42,12 @@ def library_files() -> list[Path]:
 
 def test_no_machine_is_named():
     """Paths and hosts of one machine work nowhere else."""
-    words = ["/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "pypi" + ".org", "files.python" + "hosted"]
+    args = ["/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "pypi" + ".org", "files.python" + "hosted"]
     wrong = [
         f"{path.relative_to(ROOT)}:{number}: {word}"
         for path in text_files()
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        for word in words
+        for word in args
         if word in line
     ]
     assert not wrong, "\n".join(wrong)

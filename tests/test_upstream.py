@@ -28,10 +28,10 @@ def without_switches(monkeypatch):
 
 
 def test_every_patch_says_what_it_was_tested_with():
-    found = upstream.registered()
-    assert len({patch.name for patch in found}) == len(found) > 30
-    assert {patch.package for patch in found} == {"megatron-core", "torch", "transformer-engine", "vllm"}
-    for patch in found:
+    actual = upstream.registered()
+    assert len({patch.name for patch in actual}) == len(actual) > 30
+    assert {patch.package for patch in actual} == {"megatron-core", "torch", "transformer-engine", "vllm"}
+    for patch in actual:
         operators = {specifier.operator for specifier in SpecifierSet(patch.versions)}
         assert operators == {">=", "<"}, f"{patch.name}: {patch.versions} has to have both ends"
         assert patch.why and patch.remove_when

@@ -81,7 +81,7 @@ class Campaign:
 
     def trial(self, number: int) -> Trial:
         """One disturbed run."""
-        found, began = Trial(number), time.monotonic()
+        result, began = Trial(number), time.monotonic()
         disk = self.work / f"disk-{number}"
         with small_disk(disk) as folder:
             clock = self.work / f"clock-{number}"
@@ -89,37 +89,37 @@ class Campaign:
             target = Target(f"{os.getpid()}-{number}", folder / "run", clock, self.rng)
             before = left_behind(self._tmp.name)
             try:
-                self._until_the_end(target, found, began)
-                if not found.losses:
-                    found.losses += differences(self.expected, contents(target.folder))
-                    found.losses += self._left(target, before)
+                self._until_the_end(target, result, began)
+                if not result.losses:
+                    result.losses += differences(self.expected, contents(target.folder))
+                    result.losses += self._left(target, before)
             finally:
-                if found.losses:
+                if result.losses:
                     keep(target.folder, self.work / f"lost-{number}")
                 faults.end_all(target)
-        found.seconds = time.monotonic() - began
-        return found
+        result.seconds = time.monotonic() - began
+        return result
 
-    def _until_the_end(self, target: Target, found: Trial, began: float) -> None:
+    def _until_the_end(self, target: Target, trial: Trial, began: float) -> None:
         while True:
-            found.num_starts += 1
-            status = self._disturbed(target, found, began)
+            trial.num_starts += 1
+            status = self._disturbed(target, trial, began)
             if status == 0:
                 return
-            if status is None or found.num_starts > 60:
+            if status is None or trial.num_starts > 60:
                 why = f"not at its end after {self.limit_s:g} s" if status is None else "60 starts were not enough"
-                found.losses.append(why)
+                trial.losses.append(why)
                 return
             if self.rng.random() < 0.5:  # else the next start finds what the one before has left
                 self._wait_for_silence(target)
             for name in self.rng.sample(list(RESTING), self.rng.randint(0, 2)):
-                self._strike(found, target, name, RESTING[name])
+                self._strike(trial, target, name, RESTING[name])
 
-    def _disturbed(self, target: Target, found: Trial, began: float) -> int | None:
+    def _disturbed(self, target: Target, trial: Trial, began: float) -> int | None:
         """Start and disturb a run; its exit status, or None after the time limit."""
         environ = self._environ(target.mark) | {"FP8RL_CLOCK": str(target.clock)}
         environ["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests" / "campaign" / "clock"), str(ROOT)))
-        log = self.work / f"trial-{found.number}.log"
+        log = self.work / f"trial-{trial.number}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
                 self._command(self._words(target.folder)), cwd=self.work, env=environ, stdout=output, stderr=output
@@ -134,7 +134,7 @@ class Campaign:
                 return None
             target.do_what_is_due()
             step = last_step(target.folder)
-            self._count(found, step)
+            self._count(trial, step)
             if not is_stepping and step > first:
                 is_stepping, next_s = True, time.monotonic() + self.rng.uniform(*_STEP_S)
             first = min(first, step)  # what came after the checkpoint is cut
@@ -142,27 +142,27 @@ class Campaign:
                 num_early += not is_stepping
                 names = [name for name in RUNNING if is_stepping or is_early or name not in ENDING]
                 (name,) = self.rng.choices(names, weights=[RUNNING[name][0] for name in names])
-                self._strike(found, target, name, RUNNING[name][1])
+                self._strike(trial, target, name, RUNNING[name][1])
                 next_s = time.monotonic() + self.rng.uniform(*(_STEP_S if is_stepping else _START_S))
             time.sleep(0.1)
         target.do_what_is_due(all_of_it=True)
         if process.returncode == 0:
-            self._count(found, None)
+            self._count(trial, None)
         return process.returncode
 
-    def _strike(self, found: Trial, target: Target, name: str, fault) -> None:
+    def _strike(self, trial: Trial, target: Target, name: str, fault) -> None:
         at, step = time.monotonic(), last_step(target.folder)
         if self.faults_left <= 0:
             return
         if details := fault(target):
             self.faults_left -= 1
-            found.struck.append(Struck(name, details, at, step))
+            trial.struck.append(Struck(name, details, at, step))
             with (self.work / "faults.log").open("a") as log:
-                log.write(f"{time.strftime('%H:%M:%S')} run {found.number} after step {step}: {name}, {details}\n")
+                log.write(f"{time.strftime('%H:%M:%S')} run {trial.number} after step {step}: {name}, {details}\n")
 
-    def _count(self, found: Trial, step: int | None) -> None:
+    def _count(self, trial: Trial, step: int | None) -> None:
         """Note the seconds of faults after which a run is further than before; ``step`` None: it is at its end."""
-        for struck in found.struck:
+        for struck in trial.struck:
             if struck.lost_s is None and (step is None or step > struck.step):
                 struck.lost_s = max(0.0, time.monotonic() - struck.at - self.step_s)
 
@@ -179,9 +179,9 @@ class Campaign:
             for name in [*self._wait_for_silence(target), *(left_behind(self._tmp.name) - before)]
         ]
 
-    def _done(self, name: str, words: list[str]) -> None:
+    def _done(self, name: str, args: list[str]) -> None:
         done = subprocess.run(
-            self._command(words), cwd=self.work, env=self._environ(name), capture_output=True, text=True, timeout=900
+            self._command(args), cwd=self.work, env=self._environ(name), capture_output=True, text=True, timeout=900
         )
         if done.returncode:
             raise RuntimeError(f"{name} failed:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
@@ -190,8 +190,8 @@ class Campaign:
         options = _STEPS | {"--model.hf_path": str(self.model), "--output_dir": str(folder)}
         return ["rl", "tiny_qwen3", *(word for pair in options.items() for word in pair)]
 
-    def _command(self, words: list[str]) -> list[str]:
-        return [sys.executable, "-m", "megatron_fp8rl", *words]
+    def _command(self, args: list[str]) -> list[str]:
+        return [sys.executable, "-m", "megatron_fp8rl", *args]
 
     def _environ(self, mark: str) -> dict[str, str]:
         own = {MARK: mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self._tmp.name}
@@ -211,37 +211,37 @@ def last_step(folder: Path) -> int:
 
 def contents(folder: Path) -> dict[str, object]:
     """The results that a run must share with the undisturbed run, by name."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         for key, value in record.items():
             if key.startswith(_COMPARED) and not key.endswith(_TIMES):
-                found[f"step {record['step']}: {key}"] = value
+                result[f"step {record['step']}: {key}"] = value
     for step, groups in read_steps(folder / "rollouts"):
-        found[f"step {step}: rollouts"] = [
+        result[f"step {step}: rollouts"] = [
             (r.name, r.completions[0].token_ids, r.completions[0].rollout_logprobs, r.reward, r.status)
             for group in groups
             for r in group.rollouts
         ]
-    return found
+    return result
 
 
-def differences(expected: dict[str, object], found: dict[str, object]) -> list[str]:
-    names = [name for name in {**expected, **found} if expected.get(name, "nothing") != found.get(name, "nothing")]
-    shown = [f"{name}: {str(found.get(name))[:60]} instead of {str(expected.get(name))[:60]}" for name in names[:4]]
+def differences(expected: dict[str, object], actual: dict[str, object]) -> list[str]:
+    names = [name for name in {**expected, **actual} if expected.get(name, "nothing") != actual.get(name, "nothing")]
+    shown = [f"{name}: {str(actual.get(name))[:60]} instead of {str(expected.get(name))[:60]}" for name in names[:4]]
     return shown + ([f"and {len(names) - 4} more values"] if len(names) > 4 else [])
 
 
 def left_behind(tmp: str) -> set[str]:
     """Shared memory and socket folders in ``tmp`` that no running process uses."""
-    found = {str(path) for path in [*Path("/dev/shm").iterdir(), *Path(tmp).glob("fp8rl-sockets-*")]}
+    result = {str(path) for path in [*Path("/dev/shm").iterdir(), *Path(tmp).glob("fp8rl-sockets-*")]}
     used = [Path("/proc/net/unix").read_text()]
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             used.append((process / "maps").read_text())
             used += [os.readlink(link) for link in (process / "fd").iterdir()]
     text = "\n".join(used)
-    return {path for path in found if path not in text}
+    return {path for path in result if path not in text}
 
 
 def keep(folder: Path, aside: Path) -> None:

@@ -24,14 +24,14 @@ class Target:
         self._later: list[tuple[float, Callable[[], object]]] = []
 
     def processes(self) -> list[psutil.Process]:
-        found = []
+        result = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 environ = process.environ()
                 is_of_run = environ.get(MARK) == self.mark or environ.get("FP8RL_RUN_DIR") == str(self.folder)
                 if is_of_run and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    result.append(process)
+        return result
 
     def of_role(self, role: str) -> list[psutil.Process]:
         return [process for process in self.processes() if _role(process) == role]
@@ -49,8 +49,8 @@ class Target:
                 do()
 
     def newest(self, pattern: str) -> Path | None:
-        found = sorted(self.folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
-        return found[-1] if found else None
+        result = sorted(self.folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+        return result[-1] if result else None
 
 
 def _role(process: psutil.Process) -> str:
@@ -72,10 +72,10 @@ def _role(process: psutil.Process) -> str:
 
 def _signal(role: str, number: int) -> Callable[[Target], str]:
     def strike(target: Target) -> str:
-        found = target.of_role(role)
-        if not found:
+        actual = target.of_role(role)
+        if not actual:
             return ""
-        victim = target.rng.choice(found)
+        victim = target.rng.choice(actual)
         with contextlib.suppress(psutil.Error):
             victim.send_signal(number)
         return f"process {victim.pid}"
@@ -100,11 +100,11 @@ def _pause(role: str) -> Callable[[Target], str]:
 
 
 def kill_all_engines(target: Target) -> str:
-    found = [process for role in ("engine", "core") for process in target.of_role(role)]
-    for process in found:
+    processes = [process for role in ("engine", "core") for process in target.of_role(role)]
+    for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    return f"{len(found)} processes" if found else ""
+    return f"{len(processes)} processes" if processes else ""
 
 
 def kill_in_a_save(target: Target) -> str:

@@ -95,11 +95,11 @@ def test_a_layer_keeps_what_doctor_says(model, modules):
             max_tokens_per_microbatch=_TOKENS,
         ),
     )
-    (found,) = run_ranks(1, _saved_bytes, cfg)
+    (actual,) = run_ranks(1, _saved_bytes, cfg)
     statistics = 2 + (model.num_attention_heads + model.num_key_value_heads if model.qk_norm else 0)
     kernels = KernelChoice.of(cfg, Hardware("cpu")).trainer
     tables = 0 if modules == ("core_attn",) else 2 * model.head_dim // 2
     expected = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels).kept + _TOKENS * 4 * (statistics + tables)
     # On some machines PyTorch keeps the numbers of the chosen experts once more, int64 [tokens, experts per token].
     copies = (0, 8 * _TOKENS * model.experts_per_token) if model.is_moe else (0,)
-    assert found - expected in copies
+    assert actual - expected in copies

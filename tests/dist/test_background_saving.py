@@ -118,9 +118,9 @@ def _gathered_both_ways(cfg):
                 ours = part.get_parameter_state_dp_zero(use_gloo_comm=False, empty_data=False, return_on_all_ranks=True)
         assert ours.keys() == theirs.keys()
         for index in range(len(part.buffers)):
-            ((dtype, found),) = ours[index].items()
+            ((dtype, actual),) = ours[index].items()
             for key, expected in theirs[index][dtype].items():
-                same = torch.equal(found[key], expected) if torch.is_tensor(expected) else found[key] == expected
+                same = torch.equal(actual[key], expected) if torch.is_tensor(expected) else actual[key] == expected
                 assert same, (index, dtype, key)
                 num += expected.numel() if torch.is_tensor(expected) else 0
     return num
@@ -157,8 +157,8 @@ def _dies_while_writing(cfg, folder, victim):
 
 
 def _found(cfg, folder):
-    said, policy = [], _build(cfg)
-    step, _ = checkpoint.resume(folder, policy, said.append)
+    output, policy = [], _build(cfg)
+    step, _ = checkpoint.resume(folder, policy, output.append)
     checkpoint.save(folder, 2, policy, {})
     return step, sorted(path.name for path in Path(folder).iterdir())
 
@@ -169,8 +169,8 @@ def test_a_rank_killed_in_the_background_write_leaves_the_older_checkpoint(victi
     with pytest.raises(RankError, match=f"rank {victim} of 2:\nthe process died without a word"):
         run_ranks(2, _dies_while_writing, cfg, str(tmp_path), victim)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".partial_00000002", "step_00000001"]
-    for found in run_ranks(2, _found, cfg, str(tmp_path)):
-        assert found == (1, ["step_00000001", "step_00000002"])
+    for actual in run_ranks(2, _found, cfg, str(tmp_path)):
+        assert actual == (1, ["step_00000001", "step_00000002"])
 
 
 def _cannot_write(cfg, folder):

@@ -75,7 +75,7 @@ def test_balancing_loss_is_that_of_the_tokens_without_padding():
     """Switch Transformer's: experts x sum of (share of the choices x mean probability), a mean over microbatches."""
     model = replace(MOE, num_layers=1)  # what other layers' losses add does not reach this one's router
     cfg, samples = run_config(model=model, max_tokens=64), make_samples(5, length=19)
-    ((found, weight, microbatches),) = run_ranks(1, _balancing_gradient, cfg, samples)
+    ((actual, weight, microbatches),) = run_ranks(1, _balancing_gradient, cfg, samples)
     assert [num_padding for _, num_padding in microbatches] == [7, 10]
     weight.requires_grad_()
     loss, total = 0.0, sum(len(hidden) for hidden, _ in microbatches)
@@ -87,7 +87,7 @@ def test_balancing_loss_is_that_of_the_tokens_without_padding():
         loss = loss + len(hidden) / total * model.num_experts * (share * mean).sum()
     (AUX.moe_aux_loss_coef * loss).backward()
     assert weight.grad.norm() > 1e-4
-    torch.testing.assert_close(found, weight.grad, **BALANCING_GRADIENT)
+    torch.testing.assert_close(actual, weight.grad, **BALANCING_GRADIENT)
 
 
 def _loads(cfg, embedding_range):

@@ -80,15 +80,15 @@ def test_resume_in_the_same_layout_changes_no_bit(cfg, tmp_path):
         _assert_same_state(state, state_again)
 
 
-def _assert_same_state(expected, found):
+def _assert_same_state(expected, actual):
     for name, (_, weight) in expected[0].items():
-        assert torch.equal(found[0][name][1], weight), name
-    assert found[1].keys() == expected[1].keys()
+        assert torch.equal(actual[0][name][1], weight), name
+    assert actual[1].keys() == expected[1].keys()
     for name, history in expected[1].items():
         assert history.any(), f"{name}: nothing was recorded"
-        assert torch.equal(found[1][name], history), name
-    assert found[2] == expected[2]
-    assert torch.equal(found[3], expected[3]), "random state"
+        assert torch.equal(actual[1][name], history), name
+    assert actual[2] == expected[2]
+    assert torch.equal(actual[3], expected[3]), "random state"
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +140,8 @@ def test_delayed_scaling_state_reaches_another_layout(tmp_path):
     for name, history in saved[1].items():
         parts = [rank[name] for rank in histories]
         # Histories of experts are divided over expert-parallel ranks, others are on every rank.
-        found = torch.cat(parts, dim=-1) if ".experts." in name else parts[0]
-        assert torch.equal(found, history), name
+        actual = torch.cat(parts, dim=-1) if ".experts." in name else parts[0]
+        assert torch.equal(actual, history), name
         assert ".experts." in name or torch.equal(parts[0], parts[1]), name
 
 
@@ -226,9 +226,9 @@ def _flip(file) -> None:
 
 
 def _resumed(cfg, folder):
-    said = []
-    found = checkpoint.resume(folder, _build(cfg), said.append)
-    return found and found[0], said
+    output = []
+    result = checkpoint.resume(folder, _build(cfg), output.append)
+    return result and result[0], output
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -238,10 +238,12 @@ def test_a_flipped_bit_is_found_named_and_the_older_checkpoint_used(tmp_path, wo
     run_ranks(world_size, _saves, cfg, str(tmp_path), (1, 2))
     file = sorted((tmp_path / "step_00000002").glob(name))[-1]
     _flip(file)
-    for step, said in run_ranks(world_size, _resumed, cfg, str(tmp_path)):
-        assert step == 1 and len(said) == 2
-        assert f"step_00000002 is damaged: the CRC-32 of {file.name} is wrong" in said[0]
-        assert "set aside as " in said[0] and said[1] == f"continues after step 1, from {tmp_path / 'step_00000001'}"
+    for step, output in run_ranks(world_size, _resumed, cfg, str(tmp_path)):
+        assert step == 1 and len(output) == 2
+        assert f"step_00000002 is damaged: the CRC-32 of {file.name} is wrong" in output[0]
+        assert (
+            "set aside as " in output[0] and output[1] == f"continues after step 1, from {tmp_path / 'step_00000001'}"
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged_step_00000002", "step_00000001"]
 
 

@@ -48,11 +48,11 @@ def _fits(model: ModelConfig, layout: dict) -> bool:
 
 def _references(folder: str) -> dict[str, list]:
     """transformers' checkpoints and logits, and the converted checkpoints."""
-    found = {}
+    result = {}
     for kind, model in FAMILIES.items():
-        found[kind] = reference_logits(model, f"{folder}/{kind}")
+        result[kind] = reference_logits(model, f"{folder}/{kind}")
         convert(HfFolder.open(f"{folder}/{kind}"), Path(f"{folder}/{kind}.megatron"), WorkerOptions(workers=1))
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def _plain_load(folder: str) -> dict[str, tuple[set[str], set[str]]]:
     """Keys that a model asks for and a converted folder lacks, and the reverse, by Megatron-Core's own strict load."""
     from megatron.core import dist_checkpointing, parallel_state
 
-    found = {}
+    result = {}
     parallel = Parallel.init(ParallelConfig(), deadline_s=60)
     for kind, model in FAMILIES.items():
         (chunk,) = build_chunks(run_config(model=model), parallel)
@@ -92,8 +92,8 @@ def _plain_load(folder: str) -> dict[str, tuple[set[str], set[str]]]:
         state = unwrap(chunk).sharded_state_dict(metadata=metadata | {"singleton_local_shards": False})
         loaded, missing, unexpected = dist_checkpointing.load(state, f"{folder}/{kind}.megatron", strict="return_all")
         unwrap(chunk).load_state_dict({key: loaded[key] for key in state})
-        found[kind] = missing, unexpected
-    return found
+        result[kind] = missing, unexpected
+    return result
 
 
 def test_megatron_core_finds_exactly_its_keys(references):
@@ -127,11 +127,11 @@ def test_the_newest_checkpoint_of_a_run_becomes_a_hugging_face_checkpoint(run, t
     ranks = run_ranks(cfg.parallel.world_size, _train_and_save, cfg, str(run_dir / "checkpoints"))
     options = megatron_to_hf.Options(source=run_dir, target=target, workers=1)
     assert megatron_to_hf.run(options) == 0
-    found = read_tensors(target)
+    actual = read_tensors(target)
     expected = full_weights(cfg.model, ranks)
-    assert set(found) == set(registry.hf_tensors(cfg.model))
+    assert set(actual) == set(registry.hf_tensors(cfg.model))
     for name in registry.weights(cfg.model):
-        assert torch.equal(registry.from_hf(name, found.__getitem__, cfg.model), expected[name]), name
+        assert torch.equal(registry.from_hf(name, actual.__getitem__, cfg.model), expected[name]), name
 
 
 def _load(model: ModelConfig, folder: str) -> None:
@@ -152,8 +152,8 @@ def test_verify_compares_logits(references, capsys):
     folder = Path(references[0])
     options = dict(source=folder / "deepseek_v3", workers=1, num_tokens=40)
     # In a process of its own: Megatron-Core's groups belong to a process.
-    ((status, said),) = run_ranks(1, _verify, options | dict(converted=folder / "deepseek_v3.megatron"))
-    assert status == 0 and "max difference" in said and "within 1.0e-04" in said
+    ((status, output),) = run_ranks(1, _verify, options | dict(converted=folder / "deepseek_v3.megatron"))
+    assert status == 0 and "max difference" in output and "within 1.0e-04" in output
     assert verify.Options(converted=folder, **options).tolerance == LOGITS_FLOAT32["atol"]
 
 

@@ -97,8 +97,8 @@ def test_engines_without_memory_are_told_what_holds_it(monkeypatch):
     import torch
 
     for name, gib in {"mem_get_info": (9, 140), "memory_reserved": 17.5, "memory_allocated": 0.5}.items():
-        found = tuple(x << 30 for x in gib) if isinstance(gib, tuple) else gib * 2**30
-        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+        actual = tuple(x << 30 for x in gib) if isinstance(gib, tuple) else gib * 2**30
+        monkeypatch.setattr(torch.cuda, name, lambda device, actual=actual: actual)
     parallel = SimpleNamespace(
         device=torch.device("cuda", 1), barrier=lambda name: None, broadcast_object=lambda text: text
     )

@@ -54,15 +54,15 @@ def _compare_all(folder: str) -> dict[str, tuple[float, float]]:
     """On a rank: mean logit differences by case: trainer against transformers in FP8, and transformers FP8 against
     FP32."""
     parallel = Parallel.init(ParallelConfig())
-    found = {}
+    result = {}
     for kind, model in CASES.items():
         plain, fp8 = _in_float32_and_fp8(model, f"{folder}/{kind}")
         packed = trainer_logits(model, dict(world_size=1), f"{folder}/{kind}", parallel, "blockwise")
         joined = torch.cat([x for pack in fp8 for x in pack])
         error = torch.cat([x for pack in unpacked(packed, fp8) for x in pack]) - joined
         effect = torch.cat([x for pack in plain for x in pack]) - joined
-        found[kind] = error.abs().mean().item(), effect.abs().mean().item()
-    return found
+        result[kind] = error.abs().mean().item(), effect.abs().mean().item()
+    return result
 
 
 @pytest.fixture(scope="module")

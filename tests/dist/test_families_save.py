@@ -67,9 +67,9 @@ def test_what_is_loaded_is_saved_bit_for_bit(layout, tmp_path):
         folder = tmp_path / f"{kind}-again"
         shards = sorted(folder.glob("*.safetensors"))
         assert len(shards) > 1
-        found = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
-        assert found.keys() == expected[kind].keys(), kind
+        actual = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+        assert actual.keys() == expected[kind].keys(), kind
         for name, tensor in expected[kind].items():
-            assert found[name].dtype == tensor.dtype, f"{kind}: {name}"
-            assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), f"{kind}: {name}"
+            assert actual[name].dtype == tensor.dtype, f"{kind}: {name}"
+            assert torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)), f"{kind}: {name}"
         assert registry.from_hf_config(json.loads((folder / "config.json").read_text())) == model

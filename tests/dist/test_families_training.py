@@ -72,15 +72,15 @@ def _gradients(policy) -> dict[str, tuple[int, torch.Tensor]]:
 
 def _train_all(layout: dict, folder: str, checkpoints: str | None) -> dict[str, tuple]:
     """(gradients, weights after two updates, router biases after them) of every family; saves on the way."""
-    found = {}
+    result = {}
     for kind, policy in _policies(layout, folder):
         gradients = _gradients(policy)
         continue_training(policy, 1)
         if checkpoints is not None:
             checkpoint.save(f"{checkpoints}/{kind}", 1, policy, {})
         continue_training(policy, 1)
-        found[kind] = gradients, weight_pieces(policy), _biases(policy)
-    return found
+        result[kind] = gradients, weight_pieces(policy), _biases(policy)
+    return result
 
 
 def _biases(policy) -> dict[str, torch.Tensor]:
@@ -89,15 +89,15 @@ def _biases(policy) -> dict[str, torch.Tensor]:
 
 def _resume_all(layout: dict, folder: str, checkpoints: str) -> dict[str, tuple]:
     """(weights, router biases) one update after the checkpoint. The policy starts from other weights."""
-    found = {}
+    result = {}
     for kind, policy in _policies(layout, folder):
         with torch.no_grad():
             for _, tensor in policy.named_tensors():
                 tensor.zero_()
         checkpoint.restore(checkpoint.latest(f"{checkpoints}/{kind}"), policy)
         continue_training(policy, 1)
-        found[kind] = weight_pieces(policy), _biases(policy)
-    return found
+        result[kind] = weight_pieces(policy), _biases(policy)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +115,11 @@ def _save_references(folder: str) -> None:
 
 
 def _assert_close(model: ModelConfig, ranks: list[dict], expected: dict, what: str, **tolerance: float) -> None:
-    found, wanted = full_weights(model, ranks), full_weights(model, [expected])
+    actual, wanted = full_weights(model, ranks), full_weights(model, [expected])
     if model.tie_embeddings:  # the last of several stages holds a copy
-        found.pop("output_layer.weight", None)
-    assert found.keys() == wanted.keys() if what == "weight" else found.keys() <= wanted.keys()
-    for name, tensor in found.items():
+        actual.pop("output_layer.weight", None)
+    assert actual.keys() == wanted.keys() if what == "weight" else actual.keys() <= wanted.keys()
+    for name, tensor in actual.items():
         scale = wanted[name].abs().max().clamp(min=1e-6) if what == "gradient" else 1.0
         off, largest = (tensor - wanted[name]).abs().max(), wanted[name].abs().max()
         message = f"{what} of {name}: off by {off:.2e} of {largest:.2e}"

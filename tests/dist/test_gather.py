@@ -46,9 +46,9 @@ def test_updates_are_those_of_the_all_to_all(layout, precision):
     """To the bit on one rank, where each token's outputs are added and rounded alike."""
     world = LAYOUTS[layout]["world_size"]
     expected = run_ranks(world, train, config(layout, precision, "alltoall"), 2)
-    found = run_ranks(world, _trained, config(layout, precision, "gather"), 2)
-    assert all(calls for _, calls in found)
-    ranks = [result for result, _ in found]
+    actual = run_ranks(world, _trained, config(layout, precision, "gather"), 2)
+    assert all(calls for _, calls in actual)
+    ranks = [result for result, _ in actual]
     weights, others = (full_weights(MODEL, [result.pieces for result in run]) for run in (ranks, expected))
     for got, want in zip(ranks, expected, strict=True):
         assert list(got.old_logprobs) == list(want.old_logprobs)
@@ -113,8 +113,8 @@ def _travelling(cfg, num_updates, in_fp8):
 def test_tokens_that_travel_in_fp8_are_the_same_operands():
     """Bit-equal log-probabilities; weight gradients differ only in subnormal values, since scales are powers of two."""
     cfg = config("ep2", "blockwise", "gather")
-    found, expected = run_ranks(2, _travelling, cfg, 1, True), run_ranks(2, _travelling, cfg, 1, False)
-    for (got, in_fp8), (want, in_bf16) in zip(found, expected, strict=True):
+    actual, expected = run_ranks(2, _travelling, cfg, 1, True), run_ranks(2, _travelling, cfg, 1, False)
+    for (got, in_fp8), (want, in_bf16) in zip(actual, expected, strict=True):
         assert (in_fp8, in_bf16) == ({"Packed"}, {"Tensor"})
         assert {name: tensor.tolist() for name, tensor in got.old_logprobs.items()} == {
             name: tensor.tolist() for name, tensor in want.old_logprobs.items()
@@ -137,11 +137,11 @@ def _to_the_first_experts(cfg, num_updates):
 
 @pytest.mark.parametrize("precision", ["blockwise", "bf16"])
 def test_a_rank_whose_experts_get_no_token_takes_part(precision):
-    expected, found = (
+    expected, actual = (
         run_ranks(2, _to_the_first_experts, config("ep2", precision, dispatch), 2)
         for dispatch in ("alltoall", "gather")
     )
-    for got, want in zip(found, expected, strict=True):
+    for got, want in zip(actual, expected, strict=True):
         for ours, theirs in zip(got.metrics, want.metrics, strict=True):
             norms = ours["train/grad_norm/max"], theirs["train/grad_norm/max"]
             assert norms[0] == pytest.approx(norms[1], rel=GATHERED_GRADIENT[precision])

@@ -106,11 +106,11 @@ def test_checkpoints_are_the_same_for_both(saved_by, tmp_path):
         2, _save, replace(cfg, precision=replace(cfg.precision, kernels={"experts": saved_by})), str(tmp_path)
     )
     one = _config("fp8", {})
-    found = run_ranks(
+    actual = run_ranks(
         1, _restore, replace(one, precision=replace(one.precision, kernels={"experts": loaded_by})), str(tmp_path)
     )
-    weights, again = (full_weights(MODEL, [pieces for pieces, _ in ranks]) for ranks in (saved, found))
+    weights, again = (full_weights(MODEL, [pieces for pieces, _ in ranks]) for ranks in (saved, actual))
     assert weights.keys() == again.keys()
     for key, weight in weights.items():
         assert torch.equal(again[key], weight), key
-    assert sum(moments for _, moments in saved) == pytest.approx(sum(moments for _, moments in found), rel=1e-9)
+    assert sum(moments for _, moments in saved) == pytest.approx(sum(moments for _, moments in actual), rel=1e-9)

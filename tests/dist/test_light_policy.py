@@ -42,7 +42,7 @@ def test_every_rank_holds_the_pieces_of_its_model(kind, layout):
     for built, drawn, pieces, (tp, tp_rank, etp, etp_rank) in ranks:
         # A tied output layer is the embedding's copy, which nobody publishes.
         tied = {"output_layer.weight"} if MODELS[kind].tie_embeddings else set()
-        assert drawn == {name: found for name, found in built.items() if name not in tied}
+        assert drawn == {name: actual for name, actual in built.items() if name not in tied}
         for name, piece in pieces.items():
             size, rank = (etp, etp_rank) if registry.is_expert(name) else (tp, tp_rank)
             assert torch.equal(piece, registry.shard(name, whole[name], MODELS[kind], size, rank)), name

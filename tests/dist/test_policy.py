@@ -122,10 +122,10 @@ def test_recompute_changes_no_bit(trainer, model, layout):
         dict(recompute="selective"),
         dict(recompute="selective", recompute_modules=("core_attn",)),
     ):
-        for (gradient, state), (found, found_state) in zip(expected, gradients(**options), strict=True):
+        for (gradient, state), (actual, found_state) in zip(expected, gradients(**options), strict=True):
             assert any(value.any() for value in gradient.values())
             for name, value in (gradient | state).items():
-                assert torch.equal((found | found_state)[name], value), f"{name} with {options}"
+                assert torch.equal((actual | found_state)[name], value), f"{name} with {options}"
 
 
 def _states_around_passes(cfg):

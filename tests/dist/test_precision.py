@@ -66,11 +66,11 @@ def _fp8_weights(cfg: RunConfig) -> set[str]:
 def test_the_layer_table_decides_which_linears_are_fp8(model, trainer, first, last):
     precision = PrecisionConfig(trainer=trainer, bf16_first_layers=first, bf16_last_layers=last)
     table = LayerTable.build(model, precision)
-    found = run_ranks(1, _fp8_weights, _run(model, precision))[0]
-    assert found == {name for name in registry.hf_tensors(model) if table.trainer_format(name).is_quantized}
-    layers = {int(name.split(".")[2]) for name in found}
+    actual = run_ranks(1, _fp8_weights, _run(model, precision))[0]
+    assert actual == {name for name in registry.hf_tensors(model) if table.trainer_format(name).is_quantized}
+    layers = {int(name.split(".")[2]) for name in actual}
     assert layers == (set() if trainer == "bf16" else set(range(first, model.num_layers - last)))
-    assert not any(word in name for name in found for word in ("norm", "mlp.gate.", "embed", "lm_head"))
+    assert not any(word in name for name in actual for word in ("norm", "mlp.gate.", "embed", "lm_head"))
 
 
 def _packed(seed: int, lengths=(8, 24, 16)):
@@ -119,11 +119,11 @@ def _histories(cfg: RunConfig, recompute: bool = False) -> dict[str, torch.Tenso
         logits = chunks[0](tokens[None], None, None, packed_seq_params=packed)
         gather_from_tensor_model_parallel_region(logits).float().logsumexp(-1).sum().backward()
     finish_fp8_step(chunks, parallel)
-    found = {}
+    result = {}
     for weight_names, module in named_linears(chunks, parallel):
         newest = module.history.history[0]  # [3, experts of this rank]
-        found |= {name: newest[:, index].clone() for index, name in enumerate(weight_names)}
-    return found
+        result |= {name: newest[:, index].clone() for index, name in enumerate(weight_names)}
+    return result
 
 
 def test_amax_histories_do_not_depend_on_the_layout_or_recomputation():
@@ -150,7 +150,7 @@ def _held_and_used(cfg: RunConfig) -> list[tuple[str, torch.Tensor, torch.Tensor
     chunks, parallel = _build(cfg)
     identity = torch.eye(cfg.model.hidden_size, dtype=torch.bfloat16)  # exact in FP8, so the product is the weight
     layout = (parallel.tp_size, parallel.tp_rank)
-    found = []
+    result = []
     for (name, *_), module in named_linears(chunks, parallel):
         if "linear_qkv" in name:
             used = (
@@ -164,8 +164,8 @@ def _held_and_used(cfg: RunConfig) -> list[tuple[str, torch.Tensor, torch.Tensor
                 registry.to_hf(name, used, cfg.model, *layout),
                 strict=True,
             )
-            found += [(hf_name, held, used_part) for (hf_name, held), (_, used_part) in pairs]
-    return found
+            result += [(hf_name, held, used_part) for (hf_name, held), (_, used_part) in pairs]
+    return result
 
 
 @pytest.mark.parametrize("head_dim, kv_heads, tensor", [(128, 2, 1), (64, 2, 1), (32, 4, 1), (64, 4, 2), (96, 4, 1)])

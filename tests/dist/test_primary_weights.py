@@ -56,7 +56,7 @@ class _StandIns:
 
 def _values(policy) -> dict[str, torch.Tensor]:
     """Operands of this rank's products: values of FP8 weights, otherwise parameters."""
-    found = {name: None if is_fp8(p) else p.detach().clone() for name, p in policy.named_parameters()}
+    result = {name: None if is_fp8(p) else p.detach().clone() for name, p in policy.named_parameters()}
     for names, linear in named_linears(policy.models, policy.parallel):
         if linear.recipe is None:
             continue
@@ -65,8 +65,8 @@ def _values(policy) -> dict[str, torch.Tensor]:
         for name, matrix in zip(names, matrices, strict=True):
             scales = policy.cfg.precision.scales
             held = fp8_weight(matrix) if is_fp8(matrix) else quantize_weight(matrix.detach(), scales)
-            found[name] = dequantize_weight(*held)
-    return found
+            result[name] = dequantize_weight(*held)
+    return result
 
 
 def _masters(policy) -> list[torch.Tensor]:
@@ -115,10 +115,10 @@ def test_training_does_not_change_by_a_bit(model, layout):
         assert fp8[2] < 0.8 * bf16[2]  # embedding, head and one layer stay BF16
 
 
-def _assert_same_metrics(found, expected):
+def _assert_same_metrics(actual, expected):
     """Bit-equal, except the norm, whose sum has another order."""
     norm = "train/grad_norm/max"
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert a[norm] == pytest.approx(b[norm], rel=1e-5)
         assert a | {norm: 0} == b | {norm: 0}
 
@@ -132,19 +132,19 @@ def test_masters_are_rounded_some_at_a_time(monkeypatch):
 
 def _checkpoints(cfg, folder):
     """On a rank: values and masters when saved, after loading into each kind of parameters, and two updates later."""
-    stand_ins, found = _StandIns(cfg), {}
+    stand_ins, result = _StandIns(cfg), {}
     for saved in ("fp8", "bf16"):
         first = stand_ins.policy(replace(cfg, precision=replace(cfg.precision, params=saved)))
         continue_training(first, 2)
         path = checkpoint.save(f"{folder}/{saved}", 2, first, {})
-        found[saved] = _values(first), _masters(first), continue_training(first, 2)[0]
+        result[saved] = _values(first), _masters(first), continue_training(first, 2)[0]
         for loaded in ("fp8", "bf16"):
             other = replace(cfg, seed=7, precision=replace(cfg.precision, params=loaded))
             second = stand_ins.policy(other)
             checkpoint.restore(path, second)
-            found[saved, loaded] = _values(second), _masters(second), continue_training(second, 2)[0]
+            result[saved, loaded] = _values(second), _masters(second), continue_training(second, 2)[0]
     stand_ins.parallel.barrier("done")
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,11 @@ def _checkpoints(cfg, folder):
     ids=["dp2", "moe_ep2", "tp2"],
 )
 def test_checkpoints_go_both_ways_and_resume_exactly(cfg, tmp_path):
-    for found in run_ranks(2, _checkpoints, cfg, str(tmp_path)):
+    for actual in run_ranks(2, _checkpoints, cfg, str(tmp_path)):
         for saved in ("fp8", "bf16"):
-            values, masters, metrics = found[saved]
+            values, masters, metrics = actual[saved]
             for loaded in ("fp8", "bf16"):
-                other_values, other_masters, other_metrics = found[saved, loaded]
+                other_values, other_masters, other_metrics = actual[saved, loaded]
                 for name, value in values.items():
                     assert torch.equal(other_values[name], value), (saved, loaded, name)
                 # FP8 and BF16 parameters lie in different buffers, so that ranks hold other parts of the masters.

@@ -121,8 +121,8 @@ def test_own_experts_change_no_bit(layout):
     old = run_ranks(size, _passes, _config("old", **layout), samples)
     experts = {name: values for rank in old for name, values in rank[2].items()}
     rollout = run_ranks(size, _passes, _config("rollout", **layout), _with_experts(samples, experts))
-    for found in (old, rollout):
-        for (logprobs, gradients, *_), (want_logprobs, want_gradients, *_) in zip(found, expected, strict=True):
+    for actual in (old, rollout):
+        for (logprobs, gradients, *_), (want_logprobs, want_gradients, *_) in zip(actual, expected, strict=True):
             assert want_gradients and any(value.any() for value in want_gradients.values())
             assert all(torch.equal(logprobs[name], values) for name, values in want_logprobs.items())
             assert all(torch.equal(gradients[name], values) for name, values in want_gradients.items())
@@ -159,11 +159,11 @@ def _trained(overrides: dict) -> bool:
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     samples = _random_experts()
     shares = divide_for(cfg, samples, num_updates=2) if parallel.rank == 0 else None
-    found = build_for(cfg.parallel, parallel.scatter_over_data(shares))
+    result = build_for(cfg.parallel, parallel.scatter_over_data(shares))
     expected = pack_for(cfg, samples, data_rank=parallel.dp_rank, num_updates=2)
-    return len(found) == len(expected) == 2 and all(
+    return len(result) == len(expected) == 2 and all(
         (a is None and b is None) or (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(result, expected, strict=True)
         for mb, same in zip(one.microbatches, other.microbatches, strict=True)
         for a, b in ((getattr(mb, field), getattr(same, field)) for field in mb.__slots__)
     )

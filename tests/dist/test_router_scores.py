@@ -30,7 +30,7 @@ def _routers(**router):
 def test_scores_and_gradients_are_those_of_weights_and_map(router):
     for module in _routers(**router):
         assert module.has_scores
-        found = []
+        actual = []
         for has_scores in (True, False):
             module.has_scores = has_scores
             hidden = torch.randn(40, 1, 128, generator=torch.Generator().manual_seed(3)).bfloat16().requires_grad_()
@@ -38,8 +38,8 @@ def test_scores_and_gradients_are_those_of_weights_and_map(router):
             scores = weights if goes is None else torch.where(goes, weights.float(), -1.0)
             assert (goes is None) == has_scores
             (scores.clamp(min=0) * torch.arange(scores.numel()).view_as(scores).sin()).sum().backward()
-            found.append((scores.detach(), hidden.grad.float()))
-        (ours, our_grad), (theirs, their_grad) = found
+            actual.append((scores.detach(), hidden.grad.float()))
+        (ours, our_grad), (theirs, their_grad) = actual
         assert torch.equal(ours >= 0, theirs >= 0)
         torch.testing.assert_close(ours, theirs)
         torch.testing.assert_close(our_grad, their_grad, rtol=2**-7, atol=1e-4)

@@ -193,9 +193,9 @@ def _in_any_order(cfg):
 
 
 def test_offloaded_gradients_do_not_take_weights_along():
-    (found,) = run_ranks(1, _in_any_order, _config("alone", offload=("params", "gradients")))
+    (actual,) = run_ranks(1, _in_any_order, _config("alone", offload=("params", "gradients")))
     ((metrics, _, _),) = run_ranks(1, _train, _config("alone"), None, True)
-    assert found[0] == metrics[:1]
+    assert actual[0] == metrics[:1]
 
 
 def _shares(cfg) -> bool:

@@ -39,8 +39,8 @@ def _probe(cfg: RunConfig) -> tuple:
 def test_every_operation_is_recorded_and_replayed(linears, kinds):
     precision = PrecisionConfig(trainer="blockwise", params="bf16", kernels={"linears": linears})
     cfg = replace(run_config(model=MODEL), precision=precision)
-    ((recorded, replayed, unwatched, watched, found),) = run_ranks(1, _probe, cfg)
-    assert found == kinds
+    ((recorded, replayed, unwatched, watched, actual),) = run_ranks(1, _probe, cfg)
+    assert actual == kinds
     assert {"layer.1.gate_up", "layer.1.activation", "layer.1.down", "logits"} <= set(recorded)
     assert replayed.keys() == recorded.keys()
     wrong = [name for name in recorded if not torch.equal(recorded[name], replayed[name])]

@@ -110,7 +110,9 @@ def _updates(parallel, kind: str, name: str, change=None, expected=None) -> list
         if change is not None:
             change(patch)
         updates = [products.of_an_update(policy, expected) for _ in range(2)]
-    return [dict(zip(products.PRODUCTS, map(min, zip(*found.values(), strict=True)), strict=True)) for found in updates]
+    return [
+        dict(zip(products.PRODUCTS, map(min, zip(*result.values(), strict=True)), strict=True)) for result in updates
+    ]
 
 
 def _everything() -> tuple[dict, dict, dict]:
@@ -137,5 +139,5 @@ def test_right_products_pass_and_wrong_ones_do_not():
         assert all(min(update.values()) < TE_DECIBELS_FP32_SCALES - 5 for update in updates), (case, updates)
     for what, updates in mistakes.items():
         _, name, spoilt, first = MISTAKES[what]
-        found = [{product for product, ratio in update.items() if not ratio > _limit(name)} for update in updates]
-        assert found == [spoilt if index >= first else set() for index in range(2)], (what, updates)
+        actual = [{product for product, ratio in update.items() if not ratio > _limit(name)} for update in updates]
+        assert actual == [spoilt if index >= first else set() for index in range(2)], (what, updates)

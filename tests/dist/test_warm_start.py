@@ -82,10 +82,10 @@ def test_a_warm_start_that_was_killed_ends_as_one_in_one_go(tmp_path):
     (kept,) = checkpoints.glob("step_*")
     saved = json.loads((kept / "state.json").read_text())["step"]
     assert saved == KILLED_IN - 1
-    found = run_ranks(2, _warm_start, cut, False)[0]
-    assert _files(found) == _files(expected)
+    actual = run_ranks(2, _warm_start, cut, False)[0]
+    assert _files(actual) == _files(expected)
     assert not checkpoints.exists()
-    lines = [(Path(folder).parent / "metrics.jsonl").read_text().splitlines() for folder in (expected, found)]
+    lines = [(Path(folder).parent / "metrics.jsonl").read_text().splitlines() for folder in (expected, actual)]
     losses = [{row["step"]: row["train/loss/mean"] for row in map(json.loads, part)} for part in lines]
     assert losses[0] == losses[1] and list(losses[0]) == list(range(1, 5))
 

@@ -88,22 +88,22 @@ def test_a_loss_that_is_nan_names_the_field(folder):
 
 
 def test_the_command_of_the_page_is_accepted_and_mistakes_in_it_are_not():
-    words = re.search(r"python -m megatron_fp8rl (train .*?)```", PAGE, re.DOTALL)[1].replace("\\\n", " ").split()
+    args = re.search(r"python -m megatron_fp8rl (train .*?)```", PAGE, re.DOTALL)[1].replace("\\\n", " ").split()
     commands = {"train": cli.Command(name="train", summary="", run=lambda _: 0)}
-    algo = cli.parse(words, commands).cfg.algo
+    algo = cli.parse(args, commands).cfg.algo
     assert (algo.loss, algo.loss_options) == ("my_loss:fading", {"temperature": 0.3})
     assert algo.advantage == "my_loss:against_the_others"
-    found = load_names(cli, [*words, "--set", "algo.loss_options.heat=1"], commands)
-    assert found == ["--algo.loss_options"]
-    assert load_names(cli, [word.replace(":fading", ":fadin") for word in words], commands) == ["--algo.loss"]
+    actual = load_names(cli, [*args, "--set", "algo.loss_options.heat=1"], commands)
+    assert actual == ["--algo.loss_options"]
+    assert load_names(cli, [word.replace(":fading", ":fadin") for word in args], commands) == ["--algo.loss"]
 
 
-def load_names(cli, words, commands) -> list[str]:
+def load_names(cli, args, commands) -> list[str]:
     with pytest.raises(ConfigError) as info:
-        cli.parse(words, commands)
+        cli.parse(args, commands)
     return [violation.field for violation in info.value.violations]
 
 
 def test_advantages_of_the_page_by_hand():
-    found = load_advantage(OWN)([1.0, 0.0, 0.0])
-    assert found == pytest.approx([2.0, -1.0, -1.0]) and math.isclose(sum(found), 0, abs_tol=1e-12)
+    actual = load_advantage(OWN)([1.0, 0.0, 0.0])
+    assert actual == pytest.approx([2.0, -1.0, -1.0]) and math.isclose(sum(actual), 0, abs_tol=1e-12)

@@ -33,9 +33,9 @@ OPTIONS = options(
 
 
 def test_two_turns_are_trained_exactly(tmp_path):
-    words = [word for item in (OPTIONS | {"--output_dir": str(tmp_path)}).items() for word in item]
+    args = [word for item in (OPTIONS | {"--output_dir": str(tmp_path)}).items() for word in item]
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_fp8rl", "train", "tiny_calculator", *words],
+        [sys.executable, "-m", "megatron_fp8rl", "train", "tiny_calculator", *args],
         cwd=ROOT,
         text=True,
         capture_output=True,
@@ -109,9 +109,9 @@ def test_the_task_is_learned(tmp_path, config):
     """From the warm start, which copies the right question in two of five answers, to nearly all; every token exact."""
     if config is VERIFIERS:
         pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
-    words = ("--output_dir", str(tmp_path), "--observe.display", "plain", "--num_steps", "12")
+    args = ("--output_dir", str(tmp_path), "--observe.display", "plain", "--num_steps", "12")
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_fp8rl", "train", *config, *words],
+        [sys.executable, "-m", "megatron_fp8rl", "train", *config, *args],
         cwd=ROOT,
         text=True,
         capture_output=True,

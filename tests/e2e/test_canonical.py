@@ -15,9 +15,9 @@ def by_vllm(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
     return data, scale
 
 
-def assert_same(found, expected) -> None:
-    assert torch.equal(found[1], expected[1])
-    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+def assert_same(actual, expected) -> None:
+    assert torch.equal(actual[1], expected[1])
+    assert torch.equal(actual[0].view(torch.uint8), expected[0].view(torch.uint8))
 
 
 def weights(shape: tuple[int, int], seed: int) -> torch.Tensor:
@@ -37,10 +37,10 @@ def test_quantized_weights(shape):
     num_changed = 0
     for seed in range(20):
         data, scale = blockwise.quantize_weight(weights(shape, seed), "pow2")
-        found = blockwise.canonical(data, scale)
-        assert_same(found, by_vllm(data, scale))
-        assert_same(blockwise.canonical(*found), found)
-        num_changed += int((found[1] != scale).sum())
+        actual = blockwise.canonical(data, scale)
+        assert_same(actual, by_vllm(data, scale))
+        assert_same(blockwise.canonical(*actual), actual)
+        num_changed += int((actual[1] != scale).sum())
     assert num_changed > 0
 
 
@@ -54,10 +54,10 @@ def test_every_largest_byte_under_scales_large_and_small():
     data = data.view(torch.float8_e4m3fn)
     for exponent in (-60, -31, -25, -23, -22, -21, -18, -9, 0, 7, 40):
         scale = torch.full((1, 127), 2.0**exponent)
-        found = blockwise.canonical(data, scale)
-        assert_same(found, by_vllm(data, scale))
-        assert_same(blockwise.canonical(*found), found)
-        values = blockwise.dequantize_weight(*found)
+        actual = blockwise.canonical(data, scale)
+        assert_same(actual, by_vllm(data, scale))
+        assert_same(blockwise.canonical(*actual), actual)
+        values = blockwise.dequantize_weight(*actual)
         if exponent >= -9:  # nothing is rounded then: the same values in another form
             assert torch.equal(values, blockwise.dequantize_weight(data, scale))
 

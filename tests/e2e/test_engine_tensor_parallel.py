@@ -28,9 +28,9 @@ def processes_of_group(group: int) -> list[str]:
 def processes_left(group: int, deadline_s: float = 120.0) -> list[str]:
     """Processes that still run after a while: a killed process first frees its memory."""
     end_s = time.monotonic() + deadline_s
-    while (found := processes_of_group(group)) and time.monotonic() < end_s:
+    while (result := processes_of_group(group)) and time.monotonic() < end_s:
         time.sleep(0.1)
-    return found
+    return result
 
 
 def shared_files(group: int) -> set[str]:

@@ -37,10 +37,10 @@ def inspected(how: str, cache: Path) -> tuple[dict, float]:
 
 
 def test_a_fork_finds_the_same_and_sooner(tmp_path):
-    (found, seconds), (expected, others) = (inspected(how, tmp_path) for how in ("fork", "new process"))
-    assert found == expected and seconds < others / 2, (seconds, others)
+    (actual, seconds), (expected, others) = (inspected(how, tmp_path) for how in ("fork", "new process"))
+    assert actual == expected and seconds < others / 2, (seconds, others)
 
 
 def test_where_a_fork_fails_vllms_own_way_is_taken(tmp_path):
-    found, _ = inspected("failing fork", tmp_path)
-    assert "Qwen3Moe" in found["architecture"]
+    actual, _ = inspected("failing fork", tmp_path)
+    assert "Qwen3Moe" in actual["architecture"]

@@ -118,7 +118,7 @@ def damage_and_recover(folder: Path) -> list:
     DamagingTransport.previous = old[NORM].view(torch.uint8)
     policy = policy_of(cfg, old)
     exporter = WeightExporter(policy, fleet, cfg)
-    found = []
+    result = []
     for kind, name, _ in DAMAGES:
         DamagingTransport.damage = ("", "")
         fleet.clients[0].paused = False
@@ -128,15 +128,15 @@ def damage_and_recover(folder: Path) -> list:
         inprocess.set_weights(policy, new)
         try:
             exporter.publish(2)
-            found.append([])
+            result.append([])
         except WeightMismatch as error:
             assert fleet.clients[0].paused, "an engine with wrong weights must not go on"
-            found.append([(m.name, m.kind) for m in error.mismatches])
+            result.append([(m.name, m.kind) for m in error.mismatches])
     exporter.close()
-    return found
+    return result
 
 
 def test_damage_on_the_way_is_named(tmp_path):
-    found = inprocess.call(damage_and_recover, tmp_path)
-    for (kind, name, expected), mismatches in zip(DAMAGES, found, strict=True):
+    actual = inprocess.call(damage_and_recover, tmp_path)
+    for (kind, name, expected), mismatches in zip(DAMAGES, actual, strict=True):
         assert mismatches == [expected], (kind, name)

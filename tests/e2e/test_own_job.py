@@ -42,9 +42,9 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_FP8RL_CACHE": str(folder / "cache")}
-    command = [sys.executable, "-m", "megatron_fp8rl", *words]
+    command = [sys.executable, "-m", "megatron_fp8rl", *args]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
@@ -59,13 +59,13 @@ def test_three_steps_stop_and_go_on_without_a_row_twice(folder: Path):
     few = ("--data.max_dropped", "0.1")
     first = _run(folder, *own, *few, "--num_steps", "2")
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
-    for said in (
+    for output in (
         "37 rows, 4 held out",
         "prompt in 'question', answer in 'answer'",
         "left out: row 30 of train: is not JSON",
         "reference answers score 2, empty answers 0",
     ):
-        assert said in first.stdout, (said, first.stdout)
+        assert output in first.stdout, (output, first.stdout)
     run_dir = folder / "runs" / "model-train"
     again = _run(folder, *own, *few, "--num_steps", "4")
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
@@ -97,7 +97,7 @@ def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         ((), "--model = '': there is no model to train"),
         (("--model", "modle", "--data", "train.jsonl", "--reward", "number"), "did you mean model"),
@@ -112,15 +112,17 @@ def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
         ),
     ],
 )
-def test_mistakes_are_named_before_anything_starts(folder: Path, words, message):
-    found = _run(folder, "grpo", *words)
-    assert found.returncode == 2 and message in found.stderr, found.stderr
+def test_mistakes_are_named_before_anything_starts(folder: Path, args, message):
+    actual = _run(folder, "grpo", *args)
+    assert actual.returncode == 2 and message in actual.stderr, actual.stderr
 
 
 def test_data_that_cannot_be_used_stops_before_engines_start(folder: Path):
     own = ("--model", "model", "--data", "train.jsonl", "--reward", "number", *SHORT, "--name", "stopped")
-    found = _run(folder, "grpo", *own)
-    assert found.returncode != 0 and "1 of 37 prompts cannot be used, more than data.max_dropped = 0.01" in found.stderr
+    actual = _run(folder, "grpo", *own)
+    assert (
+        actual.returncode != 0 and "1 of 37 prompts cannot be used, more than data.max_dropped = 0.01" in actual.stderr
+    )
     assert not (folder / "runs" / "stopped" / "logs").exists()
 
 
@@ -132,5 +134,5 @@ def test_gpus_are_planned_for_without_any(folder: Path):
 
 
 def test_random_weights_are_trained_only_when_asked_for(folder: Path):
-    found = _run(folder, "train", "grpo_qwen3_1_7b", "--parallel.world_size", "1")
-    assert found.returncode == 2 and "grpo_qwen3_1_7b has no weights to start from" in found.stderr, found.stderr
+    actual = _run(folder, "train", "grpo_qwen3_1_7b", "--parallel.world_size", "1")
+    assert actual.returncode == 2 and "grpo_qwen3_1_7b has no weights to start from" in actual.stderr, actual.stderr

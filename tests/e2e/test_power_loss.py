@@ -62,10 +62,10 @@ class Disk:
         self.offsets: dict[tuple[int, str], int] = {}  # by descriptor and path: descriptors are not shared here
 
     def node(self, path: Path) -> Node:
-        found = self.top
+        result = self.top
         for part in path.relative_to(self.root).parts:
-            found = found.names[part]
-        return found
+            result = result.names[part]
+        return result
 
     def apply(self, call: str, arguments: str, result: int, opened: str) -> bool:
         """Whether the call concerned the folder and changed something. Raises AssertionError for calls not modelled."""
@@ -158,19 +158,19 @@ def calls_of(trace: Path) -> Iterator[tuple[str, str, int, str]]:
 
 def problems(folder: Path, acknowledged: int) -> list[str]:
     """Damaged files under final names, and lost steps that had been saved."""
-    found, steps = [], [0]
+    result, steps = [], [0]
     for path in complete(folder / "checkpoints"):
         wrong = missing_part(path) or damaged_files(path, 0, 1)
-        found += [f"{path.name}: {wrong}"] if wrong else []
+        result += [f"{path.name}: {wrong}"] if wrong else []
         steps += [] if wrong else [int(path.name.removeprefix("step_"))]
     if max(steps) < acknowledged:
-        found.append(f"step {acknowledged} was saved, and {max(steps)} is there")
+        result.append(f"step {acknowledged} was saved, and {max(steps)} is there")
     for step, path in steps_of(folder / "rollouts").items():
         try:
             assert len(read_step(path)) == 1
         except ValueError as error:
-            found.append(f"rollouts of step {step}: {error}")
-    return found
+            result.append(f"rollouts of step {step}: {error}")
+    return result
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace, which records the writes, is not installed")

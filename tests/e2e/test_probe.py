@@ -30,14 +30,14 @@ def trainer_side(cfg: RunConfig, weights: dict[str, torch.Tensor], recording: Pa
 
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     chunks = build_chunks(cfg, parallel)
-    engine, found = load_probe(recording), {}
+    engine, result = load_probe(recording), {}
     for name in DAMAGED:
         changed = weights | ({name: weights[name] * 1.25} if name else {})
         load_hf(chunks, changed.__getitem__, cfg.model, parallel)
         probe = TrainerProbe(chunks, cfg, parallel)
-        found[name] = probe.record(PROMPT), probe.replay(engine)
+        result[name] = probe.record(PROMPT), probe.replay(engine)
     parallel.close()
-    return found
+    return result
 
 
 def test_the_operation_that_differs_is_named(fleet, tmp_path):
@@ -49,12 +49,12 @@ def test_the_operation_that_differs_is_named(fleet, tmp_path):
     assert list(sorted(engine)) == sorted(operation_names(cfg.model))
     assert engine["layer.0.qkv"].shape == (len(PROMPT), 8 * 128) and engine["logits"].shape == (1, 128)
 
-    (found,) = run_ranks(1, trainer_side, cfg, weights, recording)
+    (actual,) = run_ranks(1, trainer_side, cfg, weights, recording)
     for name, expected in DAMAGED.items():
-        rows = compare(engine, *found[name], cfg.model)
+        rows = compare(engine, *actual[name], cfg.model)
         # What follows inherits the difference and has none of its own.
         assert [row.name for row in rows if row.is_beyond_rounding] == expected, f"{name}\n{table(rows)}"
-    sound = {row.name: row for row in compare(engine, *found[""], cfg.model)}
+    sound = {row.name: row for row in compare(engine, *actual[""], cfg.model)}
     assert sound["embedding"].total_max == sound["layer.0.input"].isolated_max == 0
     # Our kernels multiply at both ends of a CPU, and the sums of the residual stream are one rounding.
     for name in ("layer.0.qkv", "layer.0.o_proj", "layer.0.middle", "layer.1.qkv", "final"):
@@ -66,7 +66,7 @@ def test_the_operation_that_differs_is_named(fleet, tmp_path):
     router = "layer.1.router"
     chosen = [
         logits.topk(cfg.model.experts_per_token).indices.sort().values
-        for logits in (engine[router], found[""][1][router])
+        for logits in (engine[router], actual[""][1][router])
     ]
     assert (chosen[0] != chosen[1]).any(1).sum() <= 1
 

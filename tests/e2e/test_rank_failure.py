@@ -30,8 +30,8 @@ def start(run_dir: Path, marks: Path | None, transport: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "megatron_fp8rl", "train", "tiny_qwen3_moe"]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(DYING)))}
     environ |= {} if marks is None else {"DIES_PUBLISHING": str(marks)}
-    words = [word for pair in options.items() for word in pair]
-    done = subprocess.run([*command, *words], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    args = [word for pair in options.items() for word in pair]
+    done = subprocess.run([*command, *args], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
     return done.returncode, done.stdout + done.stderr
 
 

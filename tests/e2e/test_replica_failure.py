@@ -69,7 +69,7 @@ def curve(fleet: Fleet, accidents: dict[str, Callable[[], None]]) -> list[list]:
     exporter = WeightExporter(policy, fleet, cfg)
     stream = RolloutStream(cfg, fleet, PromptStream(cfg, character_tokenizer()), DigitShare(), OneRank())
     stream.republish = lambda: exporter.publish(stream.version)
-    found = []
+    result = []
     try:
         for version in range(NUM_STEPS):
             set_weights(policy, random_weights(cfg, version))
@@ -78,10 +78,10 @@ def curve(fleet: Fleet, accidents: dict[str, Callable[[], None]]) -> list[list]:
             stream.after_update(version)
             assert {client.version for client in fleet.clients} == {version}
             accidents.get(f"sample {version}", lambda: None)()
-            found.append(contents(stream.next_groups()))
+            result.append(contents(stream.next_groups()))
     finally:
         exporter.close()
-    return found
+    return result
 
 
 def contents(groups: Groups) -> list:

@@ -61,17 +61,17 @@ def test_scores_are_those_of_transformers_and_a_lost_server_comes_back(folder: P
         prompt_id="train/0", environment="train", token_ids=(1,), text="rendered", answer="3", messages=ASKED
     )
     with reward_server.serving(cfg), ScorePool.build(scoring, data.environments) as pool:
-        found = {text: pool.submit(prompt, text).result() for text in ("3", "I do not know", "<think>so</think>3")}
-        assert all(score.status == "scored" for score in found.values()), found
+        actual = {text: pool.submit(prompt, text).result() for text in ("3", "I do not know", "<think>so</think>3")}
+        assert all(score.status == "scored" for score in actual.values()), actual
         for text in ("3", "I do not know"):
-            assert found[text].reward == pytest.approx(expected(folder, text), abs=0.05), text
-        assert found["<think>so</think>3"].reward == found["3"].reward != found["I do not know"].reward
+            assert actual[text].reward == pytest.approx(expected(folder, text), abs=0.05), text
+        assert actual["<think>so</think>3"].reward == actual["3"].reward != actual["I do not know"].reward
         (file,) = Path(scalar.servers_of(cfg.run_dir)).glob("*.json")
         first = Endpoint.read(file)
         assert file.stat().st_mode & 0o077 == 0
         os.killpg(first.pid, signal.SIGKILL)
         again = pool.submit(prompt, "3").result()
-        assert again.status == "scored" and again.reward == found["3"].reward, again
+        assert again.status == "scored" and again.reward == actual["3"].reward, again
         assert Endpoint.read(file).pid != first.pid
         last = Endpoint.read(file).pid
     until(lambda: not is_running(last), "the server of a reward model to end")
@@ -79,7 +79,7 @@ def test_scores_are_those_of_transformers_and_a_lost_server_comes_back(folder: P
 
 
 def test_a_run_with_a_reward_model_by_one_command(folder: Path):
-    words = tuple(
+    args = tuple(
         (
             "grpo --model model --data train.jsonl --reward model:judge --num_steps 1 "
             "--sampling.prompts_per_step 2 --sampling.completions_per_prompt 2 --sampling.max_prompt_tokens "
@@ -88,7 +88,7 @@ def test_a_run_with_a_reward_model_by_one_command(folder: Path):
         ).split()
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGATRON_FP8RL_CACHE": str(folder / "c")}
-    command = [sys.executable, "-m", "megatron_fp8rl", *words]
+    command = [sys.executable, "-m", "megatron_fp8rl", *args]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     (step,) = [

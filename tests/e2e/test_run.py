@@ -33,11 +33,9 @@ def _start(command: str, config: str, run_dir: Path, **overrides: str | tuple[st
     options = (
         BRIEF | {"--output_dir": str(run_dir)} | {f"--{key.replace('__', '.')}": v for key, v in overrides.items()}
     )
-    words = [
-        word for name, value in options.items() for word in (name, *([value] if isinstance(value, str) else value))
-    ]
+    args = [word for name, value in options.items() for word in (name, *([value] if isinstance(value, str) else value))]
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_fp8rl", command, config, *words],
+        [sys.executable, "-m", "megatron_fp8rl", command, config, *args],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,

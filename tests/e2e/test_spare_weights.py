@@ -68,10 +68,10 @@ async def sampling(fleet: Fleet, published: threading.Event) -> list[Completion]
 
     async def one_after_another(num_tokens: int) -> list[Completion]:
         how = replace(client.sampling, max_tokens=num_tokens, stop_token_ids=())
-        found = []
+        result = []
         while not published.is_set():
-            found += await client.generate(PROMPT, 1, num_tokens + len(found), sampling=how)
-        return found
+            result += await client.generate(PROMPT, 1, num_tokens + len(result), sampling=how)
+        return result
 
     return [made for several in await asyncio.gather(*map(one_after_another, LENGTHS)) for made in several]
 

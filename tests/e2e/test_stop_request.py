@@ -29,11 +29,11 @@ class Alone:
         pass
 
 
-def _start(run_dir: Path, *words: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def _start(run_dir: Path, *args: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     log = run_dir.with_suffix(".log").open("ab")
     command = [sys.executable, "-m", "megatron_fp8rl", "sft", "tiny_qwen3_moe", *BRIEF, "--output_dir", str(run_dir)]
     return subprocess.Popen(
-        [*command, *words], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ | (environment or {})
+        [*command, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ | (environment or {})
     )
 
 
@@ -58,12 +58,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 def _processes(mark: str) -> dict[int, str]:
     """Command lines of a run's descendants, by process."""
-    found = {}
+    result = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get("FP8RL_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = " ".join(process.cmdline())
-    return found
+                result[process.pid] = " ".join(process.cmdline())
+    return result
 
 
 @pytest.mark.parametrize("victim", ["the command", "torchrun"])
@@ -91,8 +91,8 @@ def test_the_ranks_of_a_killed_command_end_with_it(victim, tmp_path: Path):
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 2)])
 def test_a_signal_ends_a_run_after_its_step_and_the_next_one_goes_on(number, ranks, uninterrupted, tmp_path: Path):
     run_dir = tmp_path / "run"
-    words = ("--parallel.world_size", str(ranks))
-    process = _start(run_dir, *words)
+    args = ("--parallel.world_size", str(ranks))
+    process = _start(run_dir, *args)
     warm_start = run_dir / "warm_start"
     _wait_for_steps(process, warm_start / "metrics.jsonl", 3)
     process.send_signal(number)
@@ -104,7 +104,7 @@ def test_a_signal_ends_a_run_after_its_step_and_the_next_one_goes_on(number, ran
 
     if ranks > 1:
         return  # the next one would only show once more how a checkpoint is read
-    assert _start(run_dir, *words).wait(DEADLINE_S) == 0
+    assert _start(run_dir, *args).wait(DEADLINE_S) == 0
     assert (warm_start / "done.json").exists() and not (warm_start / "checkpoints").exists()
     assert _losses(run_dir) == uninterrupted
 

@@ -27,9 +27,9 @@ def test_a_study_runs_from_its_warm_start_to_its_plot(tmp_path):
 
     assert "[2/2] exact, seed 1" in study()
     folder = tmp_path / "runs" / "tiny_qwen3_moe_study"
-    found = json.loads((folder / "study.json").read_text())
-    assert list(found) == ["fp8/fp8 corrected", "exact"]
-    assert all(arm["max abs diff"]["mean"] == 0 and arm["s/step"]["mean"] > 0 for arm in found.values())
+    actual = json.loads((folder / "study.json").read_text())
+    assert list(actual) == ["fp8/fp8 corrected", "exact"]
+    assert all(arm["max abs diff"]["mean"] == 0 and arm["s/step"]["mean"] > 0 for arm in actual.values())
     assert (folder / "study.png").read_bytes().startswith(b"\x89PNG")
     began = time.monotonic()
     assert "[2/2]" not in study() and time.monotonic() - began < 60

@@ -32,10 +32,10 @@ def test_the_quickstart_runs_as_written(tmp_path):
     questions = [json.loads(line)["question"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     make_model(tmp_path / "MODEL", questions)
     (command,) = _RUN.findall(page)
-    words = shlex.split(command.replace("\\\n", " "))
+    args = shlex.split(command.replace("\\\n", " "))
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_FP8RL_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, *words[1:]], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600
+        [sys.executable, *args[1:]], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "10 rows" in done.stdout and "reference answers score 1.1" in done.stdout

@@ -46,15 +46,15 @@ def test_two_data_parallel_ranks_with_two_expert_parallel_ranks(engine_cfg, tmp_
             # Routes are not recorded here, and near ties choose another expert, which costs a token about 1: most
             # tokens agree with the policy that was published, and few with the other one.
             references = [Reference(cfg, policy_weights) for policy_weights in (held, weights[version % 2])]
-            found: list[list[torch.Tensor]] = [[], []]
+            actual: list[list[torch.Tensor]] = [[], []]
             for i, completions in enumerate(fleet.sync(ask(), 200.0)):
                 for completion in completions:
                     tokens = [*PROMPT[: 5 + i], *completion.token_ids]
                     own = -np.ones((len(tokens) - 1, cfg.model.num_layers, cfg.model.experts_per_token))
-                    for reference, differences in zip(references, found, strict=True):
+                    for reference, differences in zip(references, actual, strict=True):
                         expected = reference.logprobs(tokens, 1.0, own)[5 + i - 1 :]
                         differences.append((torch.tensor(completion.rollout_logprobs) - expected).abs())
-            right, wrong = (torch.cat(differences).median().item() for differences in found)
+            right, wrong = (torch.cat(differences).median().item() for differences in actual)
             assert right < ENGINE_LOGPROB_MEAN and wrong > 5 * right, (right, wrong)
             print(f"median difference to the published policy {right:.3f}, to the other one {wrong:.3f}")
         exporter.close()

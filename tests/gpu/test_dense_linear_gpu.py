@@ -88,14 +88,14 @@ def run_exact(kind: str, x, fc1: Matrix, fc2: Matrix, grads: dict) -> dict:
 def test_output_and_gradients(tokens, kind, scales):
     fc1, fc2 = matrices(scales)
     x, grads = draw(tokens, H, seed=2), {n: draw(tokens, n, seed=3, size=1e-3) for n in (H, 2 * FEATURES)}
-    found = run(kind, x, fc1, fc2, grads)
+    actual = run(kind, x, fc1, fc2, grads)
     emulated = run(kind, x.cpu(), on_cpu(fc1), on_cpu(fc2), grads)
     exact = run_exact(kind, x, fc1, fc2, grads)
-    apart, ours, theirs = decibels({key: t.cpu() for key, t in found.items()}, emulated), decibels(found, exact), {}
+    apart, ours, theirs = decibels({key: t.cpu() for key, t in actual.items()}, emulated), decibels(actual, exact), {}
     if "transformer_engine" in installed_packages():
         on_te = run_on_te(kind, x, fc1, fc2, grads)
         theirs = decibels(on_te, exact)
-        same = (found["y"] == on_te["y"]).float().mean().item()
+        same = (actual["y"] == on_te["y"]).float().mean().item()
         print(f"\ndeep_gemm {kind} {tokens} {scales}: {same:.4%} of the outputs equal Transformer Engine's")
         assert scales == "fp32" or same > 0.99
     shown = [f"{key} {ours[key]:.1f} (TE {theirs.get(key, 0):.1f}, CPU apart {apart[key]:.1f})" for key in exact]

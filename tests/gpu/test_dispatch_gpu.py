@@ -23,7 +23,7 @@ def test_updates_are_those_without_it(monkeypatch):
 
     cfg = run_config()  # parameters in FP32
     cfg = replace(cfg, precision=replace(cfg.precision, kernels={"trainer": "emulated"}))
-    found = []
+    actual = []
     with alone(cfg) as parallel:
         assert has_fused_permutation(parallel.device)
         for fused in (True, False):
@@ -31,8 +31,8 @@ def test_updates_are_those_without_it(monkeypatch):
             policy = Policy.build(cfg, parallel)
             assert policy.models[0].config.moe_permute_fusion is fused
             metrics, logprobs = continue_training(policy, 2)
-            found.append((metrics, logprobs, {name: p.detach().clone() for name, p in policy.named_parameters()}))
-    (metrics, logprobs, weights), (other_metrics, other_logprobs, other_weights) = found
+            actual.append((metrics, logprobs, {name: p.detach().clone() for name, p in policy.named_parameters()}))
+    (metrics, logprobs, weights), (other_metrics, other_logprobs, other_weights) = actual
     for ours, theirs in zip(metrics, other_metrics, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     for name, values in logprobs.items():
@@ -62,6 +62,6 @@ def test_sums_are_rounded_once_and_the_same_in_every_run():
     _expert, token = goes.t().nonzero(as_tuple=True)  # experts one after another, tokens in order
     assert torch.equal(rows, x[token]) and torch.equal(dweights, goes.float())
     exact = torch.zeros(x.shape, dtype=torch.float64, device="cuda").index_add_(0, token, outputs.double())
-    for found in (summed, dx):
+    for actual in (summed, dx):
         # Half a step of BF16, and FP32 sums of eight numbers of magnitude up to 4.
-        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=2**-20)
+        torch.testing.assert_close(actual.double(), exact, rtol=2**-8, atol=2**-20)

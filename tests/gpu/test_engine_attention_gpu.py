@@ -85,8 +85,8 @@ def test_sequences_of_an_fp8_cache_have_the_bits_of_decoding_for_narrow_heads_al
     assert torch.equal(packed, decoded) == (heads[2] == 64)
 
 
-def _decibels(found: torch.Tensor, reference: torch.Tensor) -> float:
-    error = (found.double() - reference.double()).norm()
+def _decibels(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    error = (actual.double() - reference.double()).norm()
     return math.inf if error == 0 else float(20 * torch.log10(reference.double().norm() / error))
 
 

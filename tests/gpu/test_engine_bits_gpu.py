@@ -28,9 +28,9 @@ def test_the_norm_has_the_bits_of_a_batch_invariant_engine(shape):
     from megatron_fp8rl.rollout.vllm_plugin import vllm_imports
 
     x, weight = (3 * _randn(*shape, seed=0)).bfloat16(), (1 + _randn(shape[1], seed=1) / 4).bfloat16()
-    found, _ = batch_invariant.rms_norm(x, weight, 1e-6)
-    assert torch.equal(found, vllm_imports.batch_invariant().rms_norm_batch_invariant(x, weight, 1e-6))
-    assert torch.equal(found[:5], batch_invariant.rms_norm(x[:5].contiguous(), weight, 1e-6)[0])
+    actual, _ = batch_invariant.rms_norm(x, weight, 1e-6)
+    assert torch.equal(actual, vllm_imports.batch_invariant().rms_norm_batch_invariant(x, weight, 1e-6))
+    assert torch.equal(actual[:5], batch_invariant.rms_norm(x[:5].contiguous(), weight, 1e-6)[0])
 
 
 def test_the_engines_norm_behind_a_residual_sum_does_not_depend_on_the_batch(monkeypatch):
@@ -167,9 +167,9 @@ def test_a_layer_of_experts_has_the_bits_of_an_engine_on_deep_gemm(kernels):
     for few in (1, 5):
         assert torch.equal(engines_layer(x[:few], logits[:few], w1, w2, top_k)[0], theirs[:few]), few
     x.requires_grad_()
-    grad, found = _randn(num_tokens, hidden, seed=3).bfloat16(), []
+    grad, actual = _randn(num_tokens, hidden, seed=3).bfloat16(), []
     for applies_router_weights in (True, False):
         out, weights = trainers_layer(x, logits, module, top_k, applies_router_weights=applies_router_weights)
-        found.append(torch.autograd.grad(out, (x, weights), grad))
-    for name, weighted, later in zip(("dx", "dweights"), *found):
+        actual.append(torch.autograd.grad(out, (x, weights), grad))
+    for name, weighted, later in zip(("dx", "dweights"), *actual):
         torch.testing.assert_close(later, weighted, rtol=2**-7, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")

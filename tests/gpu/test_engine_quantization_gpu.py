@@ -55,7 +55,7 @@ def _play() -> dict[str, float]:
     normed = (number * (number.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()).bfloat16()
     gate, up = h.float().chunk(2, 1)
     activation = torch.nn.functional.silu(gate).bfloat16() * up.bfloat16()
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for whose in ("theirs", "ours"):
         if whose == "ours":
             patches.quantize_activations_as_the_trainer(BLOCKWISE_POW2)
@@ -67,21 +67,21 @@ def _play() -> dict[str, float]:
         assert torch.equal(stream, total)
         for name, one, ones, expected in (("norm", data, scale, normed), ("swiglu", wide, wide_scale, activation)):
             wanted, wanted_scale = quantize_activation(expected, "pow2")
-            found[f"{whose} {name} scales"] = (ones == wanted_scale).float().mean().item()
+            result[f"{whose} {name} scales"] = (ones == wanted_scale).float().mean().item()
             same = dequantize_activation(one, ones) == dequantize_activation(wanted, wanted_scale)
-            found[f"{whose} {name} values"] = same.float().mean().item()
-        found[f"{whose} norm us"] = 1e3 * _milliseconds(
+            result[f"{whose} {name} values"] = same.float().mean().item()
+        result[f"{whose} norm us"] = 1e3 * _milliseconds(
             lambda: torch.ops._C.rms_norm_per_block_quant(data, x, weight, scale, EPS, None, stream, BLOCK, True)
         )
-        found[f"{whose} swiglu us"] = 1e3 * _milliseconds(
+        result[f"{whose} swiglu us"] = 1e3 * _milliseconds(
             lambda: torch.ops._C.silu_and_mul_per_block_quant(wide, h, wide_scale, BLOCK, None, True)
         )
-    return found
+    return result
 
 
 def test_engines_quantize_the_numbers_of_the_definition():
-    (found,) = run_ranks(1, _play, deadline_s=100)
-    print("\n" + ", ".join(f"{name} {figure:.3f}" for name, figure in found.items()))
+    (actual,) = run_ranks(1, _play, deadline_s=100)
+    print("\n" + ", ".join(f"{name} {figure:.3f}" for name, figure in actual.items()))
     for name in ("norm", "swiglu"):
-        assert found[f"theirs {name} scales"] < 0.1, "vLLM's own kernels make powers of two: ours may go"
-        assert found[f"ours {name} scales"] > 0.999 and found[f"ours {name} values"] > 0.99
+        assert actual[f"theirs {name} scales"] < 0.1, "vLLM's own kernels make powers of two: ours may go"
+        assert actual[f"ours {name} scales"] > 0.999 and actual[f"ours {name} values"] > 0.99

@@ -44,10 +44,10 @@ def random_rows(*shape: int, seed: int = 0, octaves: int = 12) -> torch.Tensor:
     return x.bfloat16()
 
 
-def assert_equal(found: Quantized, expected: Quantized, layout: ExpertPermutation) -> None:
+def assert_equal(actual: Quantized, expected: Quantized, layout: ExpertPermutation) -> None:
     end = int(layout.offsets[-1])
     for name in ("rows", "row_scales", "columns", "column_scales", "bf16"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours, theirs = getattr(actual, name), getattr(expected, name)
         assert (ours is None) == (theirs is None), name
         if ours is None:
             continue
@@ -63,13 +63,13 @@ def assert_equal(found: Quantized, expected: Quantized, layout: ExpertPermutatio
         assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()}, first {where}"
 
 
-def assert_nearly_equal(found: torch.Tensor, expected: torch.Tensor, layout: ExpertPermutation) -> None:
+def assert_nearly_equal(actual: torch.Tensor, expected: torch.Tensor, layout: ExpertPermutation) -> None:
     """Equal but for numbers that a last bit of float32 rounds to the neighbour among BF16 numbers."""
     end = int(layout.offsets[-1])
-    found, expected = found[:end].float(), expected[:end].float()
-    differ = found != expected
+    actual, expected = actual[:end].float(), expected[:end].float()
+    differ = actual != expected
     assert differ.float().mean() < 2e-3, f"{int(differ.sum())} of {differ.numel()} differ"
-    torch.testing.assert_close(found, expected, rtol=2**-6, atol=1e-30)
+    torch.testing.assert_close(actual, expected, rtol=2**-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
@@ -83,8 +83,8 @@ def test_permutation(kind, scales):
     x, probs = random_rows(layout.num_tokens, 1024), torch.rand(layout.num_tokens, device="cuda")
     wanted = dict(rows=True, columns=True, bf16=True)
     for weights in (None, probs):
-        found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), probs=weights, **wanted)
-        assert_equal(found, fused_moe_torch.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
+        actual = fused_moe.permute_quantize(x, layout, blockwise_format(scales), probs=weights, **wanted)
+        assert_equal(actual, fused_moe_torch.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
     rows_alone = fused_moe.permute_quantize(x, layout, blockwise_format(scales))
     assert_equal(
         rows_alone,
@@ -106,41 +106,41 @@ def test_swiglu(kind, scales):
     layout = layout_of(counts_of(kind, 20_000), exact=kind != "skewed")
     h = random_rows(layout.num_rows, 1536, octaves=6)
     h[layout.experts < 0] = torch.nan
-    found = fused_moe.swiglu_quantize(h, layout, blockwise_format(scales), columns=True, bf16=True)
+    actual = fused_moe.swiglu_quantize(h, layout, blockwise_format(scales), columns=True, bf16=True)
     valid = (layout.experts >= 0)[:, None]
-    assert_nearly_equal(found.bf16, fused_moe_torch.swiglu(torch.where(valid, h, 0.0)), layout)
+    assert_nearly_equal(actual.bf16, fused_moe_torch.swiglu(torch.where(valid, h, 0.0)), layout)
     made_of = dict(rows=True, columns=True, bf16=True)
-    assert_equal(found, fused_moe_torch.quantized(found.bf16, layout, scales, **made_of), layout)
+    assert_equal(actual, fused_moe_torch.quantized(actual.bf16, layout, scales, **made_of), layout)
 
     dy, probs = random_rows(layout.num_rows, 768, seed=2), torch.rand(layout.num_tokens, device="cuda")
     dy[layout.experts < 0] = torch.nan
     wanted = made_of | dict(activation_columns=True, activation_bf16=True)
     for weights in (None, probs):
-        found = fused_moe.swiglu_backward_quantize(
+        actual = fused_moe.swiglu_backward_quantize(
             dy, h.clone(), layout, blockwise_format(scales), probs=weights, **wanted
         )
         expected = fused_moe_torch.swiglu_backward_quantize(dy, h, layout, scales, probs=weights, **wanted)
-        assert_nearly_equal(found.dh.bf16, expected.dh.bf16, layout)
-        assert_nearly_equal(found.activation.bf16, expected.activation.bf16, layout)
-        assert_equal(found.dh, fused_moe_torch.quantized(found.dh.bf16, layout, scales, **made_of), layout)
+        assert_nearly_equal(actual.dh.bf16, expected.dh.bf16, layout)
+        assert_nearly_equal(actual.activation.bf16, expected.activation.bf16, layout)
+        assert_equal(actual.dh, fused_moe_torch.quantized(actual.dh.bf16, layout, scales, **made_of), layout)
         of_activation = dict(columns=True, bf16=True)
-        again = fused_moe_torch.quantized(found.activation.bf16, layout, scales, **of_activation)
-        assert_equal(found.activation, again, layout)
+        again = fused_moe_torch.quantized(actual.activation.bf16, layout, scales, **of_activation)
+        assert_equal(actual.activation, again, layout)
         if weights is not None:
             largest = float(expected.dprobs.abs().max())
-            torch.testing.assert_close(found.dprobs, expected.dprobs, rtol=1e-3, atol=largest * 1e-4)
+            torch.testing.assert_close(actual.dprobs, expected.dprobs, rtol=1e-3, atol=largest * 1e-4)
 
 
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_weights_are_those_that_are_published(scales):
     weights = random_rows(3 * 512, 384).view(3, 512, 384)
-    found = gemm.quantized(weights, blockwise_format(scales))
+    actual = gemm.quantized(weights, blockwise_format(scales))
     data, scale = blockwise.quantize_weight(weights.view(-1, 384), scales)
-    assert torch.equal(found.data.view(torch.uint8).view(-1, 384), data.view(torch.uint8))
-    assert torch.equal(found.scale.flatten(0, 1), scale)
-    turned = found.transposed()
-    assert torch.equal(turned.data.view(torch.uint8), found.data.view(torch.uint8).transpose(1, 2))
-    assert torch.equal(turned.scale, found.scale.transpose(1, 2))
+    assert torch.equal(actual.data.view(torch.uint8).view(-1, 384), data.view(torch.uint8))
+    assert torch.equal(actual.scale.flatten(0, 1), scale)
+    turned = actual.transposed()
+    assert torch.equal(turned.data.view(torch.uint8), actual.data.view(torch.uint8).transpose(1, 2))
+    assert torch.equal(turned.scale, actual.scale.transpose(1, 2))
 
 
 def test_forward_bytes_are_those_of_the_engines_kernel():
@@ -149,17 +149,19 @@ def test_forward_bytes_are_those_of_the_engines_kernel():
     h = random_rows(8192, 1536, octaves=6)
     data = torch.empty(8192, 768, dtype=torch.float8_e4m3fn, device="cuda")
     data, scale = fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor(input=h, output=data, use_ue8m0=True)
-    found = fused_moe.swiglu_quantize(h, layout, BLOCKWISE_POW2)
-    assert torch.equal(found.rows.view(torch.uint8), data.view(torch.uint8))
-    is_zero = (found.rows.float().view(8192, 6, 128) == 0).all(-1)  # whose scale means nothing
-    assert torch.equal(found.row_scales[~is_zero], scale[~is_zero])
+    actual = fused_moe.swiglu_quantize(h, layout, BLOCKWISE_POW2)
+    assert torch.equal(actual.rows.view(torch.uint8), data.view(torch.uint8))
+    is_zero = (actual.rows.float().view(8192, 6, 128) == 0).all(-1)  # whose scale means nothing
+    assert torch.equal(actual.row_scales[~is_zero], scale[~is_zero])
 
 
-def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Signs of zeros included; NaN is NaN."""
-    differ = (found.view(torch.int16) != expected.view(torch.int16)) & ~(found.isnan() & expected.isnan())
+    differ = (actual.view(torch.int16) != expected.view(torch.int16)) & ~(actual.isnan() & expected.isnan())
     where = differ.nonzero()[:1].tolist()
-    assert found.shape == expected.shape and not differ.any(), f"{int(differ.sum())} of {differ.numel()}, first {where}"
+    assert actual.shape == expected.shape and not differ.any(), (
+        f"{int(differ.sum())} of {differ.numel()}, first {where}"
+    )
 
 
 def test_swiglu_between_linears_has_the_bits_of_torch():
@@ -177,19 +179,19 @@ def test_gradients_between_linears_are_those_of_float64():
     exact = h.detach().double().requires_grad_()
     gate, up = exact.chunk(2, dim=1)
     (expected,) = torch.autograd.grad(F.silu(gate) * up, exact, dy.double())
-    (found,) = torch.autograd.grad(swiglu.swiglu(h), h, dy)
+    (actual,) = torch.autograd.grad(swiglu.swiglu(h), h, dy)
     # Half a unit of BF16's last place; terms of the slope cancel near gate -1.28, to float32's error.
     size = torch.cat([dy * up.detach(), dy * gate.detach()], 1).abs()
-    assert ((found - expected).abs() <= 2**-8 * 1.01 * expected.abs() + 1e-5 * size).all()
+    assert ((actual - expected).abs() <= 2**-8 * 1.01 * expected.abs() + 1e-5 * size).all()
 
 
 @pytest.mark.parametrize("rows, width", [(4099, 2048), (37, 1000), (0, 64)])
 def test_the_routers_weight_behind_linears(rows, width):
     y, dy = random_rows(rows, width).requires_grad_(), random_rows(rows, width, seed=1)
     probs = torch.rand(rows, device="cuda").requires_grad_()
-    found, expected = swiglu.weighted(y, probs), (y * probs[:, None]).to(y.dtype)
-    assert_same_bits(found, expected)
-    of_y, of_probs = torch.autograd.grad(found, (y, probs), dy)
+    actual, expected = swiglu.weighted(y, probs), (y * probs[:, None]).to(y.dtype)
+    assert_same_bits(actual, expected)
+    of_y, of_probs = torch.autograd.grad(actual, (y, probs), dy)
     assert_same_bits(of_y, torch.autograd.grad(expected, y, dy)[0])
     terms = y.detach().double() * dy.double()
     assert ((of_probs - terms.sum(1)).abs() <= 2e-6 * terms.abs().sum(1)).all()

@@ -26,7 +26,7 @@ def test_tokens_and_sums_are_those_of_a_cpu(tokens, experts, most):
     chosen = torch.rand(tokens, experts, generator=draw).topk(min(most, experts), dim=1).indices
     scores.scatter_(1, chosen, torch.rand(tokens, chosen.shape[1], generator=draw))
     scores = torch.where(torch.rand(tokens, experts, generator=draw) < 0.6, scores, -1.0)  # the rest is on other ranks
-    found = []
+    actual = []
     for device, num_rows in (("cuda", None), ("cuda", int((scores >= 0).sum())), ("cpu", None)):
         own = scores.to(device).requires_grad_()
         slots = Choice.of(own, num_rows).slots(most)
@@ -35,8 +35,8 @@ def test_tokens_and_sums_are_those_of_a_cpu(tokens, experts, most):
         sums = [sum_rows(y, slots.rows_TK, probs).cpu() for probs in (None, slots.probs_R.detach())]
         rows = slice(int(slots.layout.offsets[-1]))
         exact = slots.layout.sources[rows], slots.layout.rows[rows], slots.rows_TK, slots.probs_R.detach(), own.grad
-        found.append(([one.cpu() for one in exact], sums))
-    *ours, (others, expected) = found
+        actual.append(([one.cpu() for one in exact], sums))
+    *ours, (others, expected) = actual
     for exact, sums in ours:
         assert all(torch.equal(a, b) for a, b in zip(exact, others, strict=True))
         assert torch.equal(sums[0], expected[0])
@@ -47,13 +47,13 @@ def test_tokens_and_sums_are_those_of_a_cpu(tokens, experts, most):
 def test_scores_of_a_router_are_those_of_a_cpu(tokens, experts, top_k, normalize):
     logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts))
     logits += 1e-3 * torch.arange(experts)  # BF16 has equal logits, of which a CPU may take others
-    found = []
+    actual = []
     for device in ("cuda", "cpu"):
         own = logits.to(device).requires_grad_()
         scores = routed_scores(own, top_k, RouterConfig(normalize=normalize))
         (scores.clamp(min=0) * torch.arange(experts, device=device).sin()).sum().backward()
-        found.append((scores.detach().cpu(), own.grad.cpu()))
-    for ours, theirs in zip(*found, strict=True):
+        actual.append((scores.detach().cpu(), own.grad.cpu()))
+    for ours, theirs in zip(*actual, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -66,10 +66,10 @@ def test_gradients_of_a_router_are_those_of_float64():
     grad = torch.randn(4000, 128, generator=draw)
     own = [hidden.cuda().requires_grad_(), weight.cuda().requires_grad_()]
     rounded_linear(*own).backward(grad.cuda())
-    for found, expected in zip(
+    for actual, expected in zip(
         own, (grad.double() @ weight.double(), grad.double().t() @ hidden.double()), strict=True
     ):
-        torch.testing.assert_close(found.grad.cpu().double(), expected, rtol=2**-8, atol=2e-4 * expected.std().item())
+        torch.testing.assert_close(actual.grad.cpu().double(), expected, rtol=2**-8, atol=2e-4 * expected.std().item())
 
 
 @pytest.mark.parametrize("columns", [False, True])
@@ -78,7 +78,7 @@ def test_packed_rows_and_their_operands_are_those_of_a_cpu(columns):
     x = (torch.randn(1000, 2048, generator=draw) * torch.exp(4 * torch.randn(1000, 1, generator=draw))).bfloat16()
     scores = torch.rand(1000, 16, generator=draw)
     scores = torch.where(scores < 0.3, scores, -1.0)
-    found = []
+    actual = []
     for device in ("cuda", "cpu"):
         packed = pack(x.to(device))
         layout = Choice.of(scores.to(device)).slots(16).layout
@@ -86,8 +86,8 @@ def test_packed_rows_and_their_operands_are_those_of_a_cpu(columns):
         parts = [packed.data[:, :2064], made.rows.view(torch.uint8), made.row_scales]
         parts += [made.columns.view(torch.uint8), made.column_scales] if columns else []
         real = (layout.rows >= 0).cpu()
-        found.append([part.cpu() if len(part) != len(real) else part.cpu()[real] for part in parts])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        actual.append([part.cpu() if len(part) != len(real) else part.cpu()[real] for part in parts])
+    assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "blockwise"])
@@ -98,11 +98,11 @@ def test_updates_are_those_of_sorted_copies(precision):
     cfg = replace(
         run_config(model=model), precision=PrecisionConfig(trainer=precision, kernels={"experts": "deep_gemm"})
     )
-    found = []
+    actual = []
     with alone(cfg) as parallel:
         for dispatch in ("alltoall", "gather"):
             policy = Policy.build(replace(cfg, parallel=replace(cfg.parallel, dispatch=dispatch)), parallel)
-            found.append(continue_training(policy, 2)[0])
-    for ours, theirs in zip(*found, strict=True):
+            actual.append(continue_training(policy, 2)[0])
+    for ours, theirs in zip(*actual, strict=True):
         assert ours["train/loss/mean"] == pytest.approx(theirs["train/loss/mean"], abs=FP8_FIRST_LOSS)
         assert ours["train/grad_norm/max"] == pytest.approx(theirs["train/grad_norm/max"], rel=0.02)

@@ -58,11 +58,11 @@ def test_output_and_gradients(name, shape):
     counts = COUNTS[shape]
     module = build(name)
     tokens = draw_tokens(counts, H, "cuda")
-    found = run_experts(module, counts, *tokens)
+    actual = run_experts(module, counts, *tokens)
     emulated = run_experts(on_cpu(module), counts, *(t.detach().cpu().requires_grad_() for t in tokens))
     exact = exact_experts(module, counts, *tokens)
-    apart = decibels({key: t.cpu() for key, t in found.items()}, emulated)
-    ours, theirs = decibels(found, exact), None
+    apart = decibels({key: t.cpu() for key, t in actual.items()}, emulated)
+    ours, theirs = decibels(actual, exact), None
     if "transformer_engine" in installed_packages():
         precision = replace(PRECISIONS[name], kernels={"experts": "te"})
         reference = build_experts(E, H, FEATURES, precision, kernels="te")
@@ -79,7 +79,7 @@ def test_output_and_gradients(name, shape):
         assert ours[key] > ratio - (2.5 if key == "dprobs" else 0.5), key
     for key in ("dW1", "dW2"):
         empty = [index for index, count in enumerate(counts) if not count]
-        assert not found[key][empty].any()
+        assert not actual[key][empty].any()
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
@@ -107,7 +107,7 @@ def test_the_forward_pass_is_that_of_the_engine():
     module = build("fp8")
     x, probs, _ = draw_tokens(counts, H, "cuda")
     with torch.no_grad():
-        found, _ = module(x, torch.tensor(counts), probs)
+        actual, _ = module(x, torch.tensor(counts), probs)
     padded = [-(-count // 128) * 128 for count in counts]
     x_PH = torch.cat(
         [torch.cat([part, part.new_zeros(rows - len(part), H)]) for part, rows in zip(x.detach().split(counts), padded)]
@@ -129,7 +129,7 @@ def test_the_forward_pass_is_that_of_the_engine():
     h = multiply(*fp8_utils.per_token_group_quant_fp8(x_PH, 128, column_major_scales=True, use_ue8m0=True), w1)
     y_PH = multiply(*fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor(h, use_ue8m0=True), w2)
     y = torch.cat([part[:count] for part, count in zip(y_PH.split(padded), counts)])
-    assert torch.equal(found, (y * probs.detach()[:, None]).bfloat16())
+    assert torch.equal(actual, (y * probs.detach()[:, None]).bfloat16())
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -142,9 +142,9 @@ def test_weight_gradients_are_added_to_main_grad(name, monkeypatch):
     give_gradient_buffers(module, fill=0.5)
     monkeypatch.setattr(torch, "zeros", None)  # gradients that are not adjacent would need a buffer
     for _ in range(2):
-        found = run_experts(module, counts, *tokens)
+        actual = run_experts(module, counts, *tokens)
     for key in ("dW1", "dW2"):
-        assert torch.allclose(found[key] - 0.5, 2 * once[key], rtol=1e-5, atol=5e-7)
+        assert torch.allclose(actual[key] - 0.5, 2 * once[key], rtol=1e-5, atol=5e-7)
     assert all(parameter.grad_added_to_main_grad for parameter in module.parameters())
 
 
@@ -153,9 +153,9 @@ def test_no_token_at_all(name):
     counts = [0] * E
     module = build(name)
     give_gradient_buffers(module, fill=3.0)
-    found = run_experts(module, counts, *draw_tokens(counts, H, "cuda"))
-    assert found["y"].shape == found["dx"].shape == (0, H)
-    assert (found["dW1"] == 3).all() and (found["dW2"] == 3).all()
+    actual = run_experts(module, counts, *draw_tokens(counts, H, "cuda"))
+    assert actual["y"].shape == actual["dx"].shape == (0, H)
+    assert (actual["dW1"] == 3).all() and (actual["dW2"] == 3).all()
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -191,11 +191,11 @@ def test_what_is_not_finite_shows_in_its_own_expert_alone(name, value):
     x, probs, grad = draw_tokens(counts, H, "cuda")
     with torch.no_grad():
         x[350, 7] = value
-    found = run_experts(module, counts, x, probs, grad)
-    is_bad = ~torch.isfinite(found["y"]).all(dim=1)
+    actual = run_experts(module, counts, x, probs, grad)
+    is_bad = ~torch.isfinite(actual["y"]).all(dim=1)
     assert is_bad.nonzero().flatten().tolist() == [350]
     for key in ("dW1", "dW2"):
-        assert [bool(torch.isfinite(dw).all()) for dw in found[key]] == [True, True, False, True]
+        assert [bool(torch.isfinite(dw).all()) for dw in actual[key]] == [True, True, False, True]
 
 
 @pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine")
@@ -221,7 +221,7 @@ def test_memory_is_no_more_than_on_transformer_engine(trainer):
             torch.autograd.grad(y, [*tokens[:2], *weights], tokens[2])
             peaks[kind] = torch.cuda.max_memory_allocated() - before, kept
         del module, y, weights
-    shown = {kind: [num_bytes >> 20 for num_bytes in found] for kind, found in peaks.items()}
+    shown = {kind: [num_bytes >> 20 for num_bytes in actual] for kind, actual in peaks.items()}
     print(f"\ngrouped {trainer}: MiB at the peak and between passes", shown)
     # In BF16 Transformer Engine fills no expert up, and needs no copy of the outputs' gradients that does.
     copy = tokens[2].nbytes if trainer == "bf16" else 0

@@ -151,8 +151,8 @@ def test_rows_have_the_bits_of_deep_gemms(shape, counts, scales):
             launch.multiply_rows(*x, *weights, layout.offsets, layout.experts, ours)
         assert torch.equal(ours, theirs)
         for p in (probs, None):
-            found = multiply_fp8_to_tokens(x, weights, layout, p)
-            assert torch.equal(found, unpermute(theirs, layout, p))
+            actual = multiply_fp8_to_tokens(x, weights, layout, p)
+            assert torch.equal(actual, unpermute(theirs, layout, p))
 
 
 @pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")
@@ -190,10 +190,10 @@ def test_the_gradient_of_swiglu_is_tritons(counts, weighted, monkeypatch):
     print(f"\n{sum(counts)} tokens: {ms:.3f} ms, Triton {tritons_ms:.3f} ms")
     names = [("dh", "rows"), ("dh", "row_scales"), ("dh", "columns"), ("dh", "column_scales")]
     for part, name in [*names, ("activation", "columns"), ("activation", "column_scales")]:
-        found, expected = (getattr(getattr(x, part), name) for x in (ours, theirs))
-        if found.dtype == torch.float8_e4m3fn:
-            found, expected = found.view(torch.uint8), expected.view(torch.uint8)
-        differ = (found != expected).float().mean().item() if found.numel() else 0.0
+        actual, expected = (getattr(getattr(x, part), name) for x in (ours, theirs))
+        if actual.dtype == torch.float8_e4m3fn:
+            actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
+        differ = (actual != expected).float().mean().item() if actual.numel() else 0.0
         assert differ < 2e-3, f"{part} {name}: {differ:.2%} differ"
     if weighted:
         torch.testing.assert_close(ours.dprobs, theirs.dprobs, rtol=1e-4, atol=1e-3)

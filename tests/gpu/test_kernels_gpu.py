@@ -32,12 +32,12 @@ def assert_equals_definition(weight: torch.Tensor, scales: str, data: torch.Tens
         if where == "cpu" and weight.numel() > 1 << 22:
             continue
         expected, expected_scale = blockwise.quantize_weight_in_torch(weight.to(where), scales)
-        found, found_scale = data.to(where).view(torch.uint8), scale.to(where)
+        actual, found_scale = data.to(where).view(torch.uint8), scale.to(where)
         assert torch.equal(found_scale.isnan(), expected_scale.isnan()), where
         same = (found_scale == expected_scale) | expected_scale.isnan()
         assert same.all(), f"{where}: {(~same).sum().item()} of {same.numel()} scales differ"
         expected = expected.view(torch.uint8)
-        same = (found == expected) | ((found & 0x7F == 0x7F) & (expected & 0x7F == 0x7F))
+        same = (actual == expected) | ((actual & 0x7F == 0x7F) & (expected & 0x7F == 0x7F))
         assert same.all(), f"{where}: {(~same).sum().item()} of {same.numel()} bytes differ"
 
 
@@ -94,10 +94,10 @@ def test_many_strided_matrices_into_one_buffer(scales):
 def test_canonical_form_is_the_same_as_on_a_cpu():
     for seed in range(3):
         data, scale = blockwise.quantize_weight(heavy_tailed(1024, 512, dtype=torch.bfloat16, seed=seed), "pow2")
-        found = blockwise.canonical(data, scale)
+        actual = blockwise.canonical(data, scale)
         expected = blockwise.canonical(data.cpu(), scale.cpu())
-        assert torch.equal(found[0].view(torch.uint8).cpu(), expected[0].view(torch.uint8))
-        assert torch.equal(found[1].cpu(), expected[1])
+        assert torch.equal(actual[0].view(torch.uint8).cpu(), expected[0].view(torch.uint8))
+        assert torch.equal(actual[1].cpu(), expected[1])
 
 
 def test_digests_are_those_of_a_cpu():

@@ -33,8 +33,8 @@ def test_values_and_gradients(temperature, with_entropy):
     torch.testing.assert_close(entropy.detach().double(), disorder.detach(), **LOGPROBS_FLOAT32)
     on_hidden = logits.grad @ weight.detach()[:VOCAB].double()
     on_weight = logits.grad.t() @ hidden.detach().double()
-    for found, wanted in ((hidden.grad, on_hidden), (weight.grad[:VOCAB], on_weight)):
-        assert (found.double() - wanted).norm() < 2**-7 * wanted.norm()
+    for actual, wanted in ((hidden.grad, on_hidden), (weight.grad[:VOCAB], on_weight)):
+        assert (actual.double() - wanted).norm() < 2**-7 * wanted.norm()
     assert not weight.grad[VOCAB:].any(), "padding rows got a gradient"
 
 

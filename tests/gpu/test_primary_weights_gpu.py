@@ -52,11 +52,11 @@ def _logprobs(policy) -> torch.Tensor:
 
 
 def _require_bytes_of_masters(policy) -> None:
-    scales, found = policy.cfg.precision.scales, 0
+    scales, actual = policy.cfg.precision.scales, 0
     for name, parameter in policy.named_parameters():
         if not is_fp8(parameter):
             continue
-        found += 1
+        actual += 1
         master = parameter.main_param.view(parameter.shape).bfloat16()
         data, scale = quantize_weight_in_torch(master, scales)
         held = fp8_weight(parameter)
@@ -69,7 +69,7 @@ def _require_bytes_of_masters(policy) -> None:
             assert differing < 0.01, name
         if parameter._columnwise_data is not None:
             assert torch.equal(parameter._columnwise_data, parameter._rowwise_data.t()), name
-    assert found
+    assert actual
 
 
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
@@ -87,18 +87,18 @@ def test_bytes_are_the_quantized_masters_at_every_step(model, scales):
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
 def test_training_follows_bf16_parameters(model, overlap):
-    cfg, found = _cfg(model, "fp8", overlap_grad_reduce=overlap), {}
+    cfg, actual = _cfg(model, "fp8", overlap_grad_reduce=overlap), {}
     with alone(cfg) as parallel:
         for params in ("fp8", "bf16"):
             policy = _policy(_cfg(model, params, overlap_grad_reduce=overlap), parallel)
             first = _logprobs(policy)
             metrics, _ = continue_training(policy, 20)
-            found[params] = first, [step["train/loss/mean"] for step in metrics]
-    losses = [found[params][1] for params in ("fp8", "bf16")]
+            actual[params] = first, [step["train/loss/mean"] for step in metrics]
+    losses = [actual[params][1] for params in ("fp8", "bf16")]
     print(f"\nprimary weights {'moe' if model.is_moe else 'dense'} losses {losses[0][::5]} with BF16 {losses[1][::5]}")
     # The same bytes in the same products. Expert outputs are summed by atomic additions, in any order.
     if not model.is_moe:
-        assert torch.equal(found["fp8"][0], found["bf16"][0])
+        assert torch.equal(actual["fp8"][0], actual["bf16"][0])
     assert losses[0][0] == pytest.approx(losses[1][0], abs=FP8_FIRST_LOSS)
     assert losses[0][1:] == pytest.approx(losses[1][1:], abs=FP8_LOSS_NOISE)
 
@@ -144,7 +144,7 @@ def test_what_is_published_are_the_bytes():
         continue_training(policy, 2)
         parameters = dict(policy.named_tensors())
         shards = LocalShards(parameters, TrainerLayout(), cfg.model, 0)
-        found = {}
+        actual = {}
         for number in PlanInputs.of(cfg).slices().rounds:
             (message,) = number.messages
             slot = torch.zeros(message.num_bytes, dtype=torch.uint8, device=parallel.device)
@@ -153,8 +153,8 @@ def test_what_is_published_are_the_bytes():
                 data = (
                     slot[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype)).view(part.shape)
                 )
-                found.setdefault(part.name, []).append(data)
-        whole = {name: torch.cat(parts) for name, parts in found.items()}
+                actual.setdefault(part.name, []).append(data)
+        whole = {name: torch.cat(parts) for name, parts in actual.items()}
         sent = {name: (data, whole.get(f"{name}_scale_inv")) for name, data in whole.items()}
         for layer in range(cfg.model.num_layers - 1):
             ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
@@ -217,11 +217,11 @@ def _expected_states(cfg) -> int:
 def test_memory_is_lower_as_the_doctor_says():
     """An FP8 weight takes 2 bytes where a BF16 one and its FP8 copies take 4; the optimizer's step adds none."""
     model = replace(DENSE, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, num_key_value_heads=4)
-    found, expected, count = {}, {}, 0
+    actual, expected, count = {}, {}, 0
     with alone(_cfg(model, "fp8")) as parallel:
         for params in ("fp8", "bf16"):
             continue_training(_policy(_cfg(DENSE, params), parallel), 1)  # for workspaces, which stay
-            memory = found[params] = _Memory()
+            memory = actual[params] = _Memory()
             policy = _policy(_cfg(model, params, edges=0), parallel)
             memory.mark("build")
             continue_training(policy, 1)
@@ -232,10 +232,10 @@ def test_memory_is_lower_as_the_doctor_says():
             print(f"\nprimary weights {params}, MiB: {memory}; doctor's gradients {expected[params] / MIB:.0f}")
             del policy
     assert count > 6e7
-    saved = {phase: (held - found["fp8"].held[phase]) / count for phase, held in found["bf16"].held.items()}
-    peaks = {params: max(memory.peak.values()) for params, memory in found.items()}
+    saved = {phase: (held - actual["fp8"].held[phase]) / count for phase, held in actual["bf16"].held.items()}
+    peaks = {params: max(memory.peak.values()) for params, memory in actual.items()}
     print(f"\nprimary weights save {saved} bytes of a weight, {(peaks['bf16'] - peaks['fp8']) / count:.2f} at the peak")
-    for params, memory in found.items():
+    for params, memory in actual.items():
         assert memory.held["gradients"] == pytest.approx(expected[params], rel=0.02), params
     assert saved["log-probs"] == pytest.approx(1, abs=0.1)  # 2 + 1 in rows, and 1 in rows + 1 in columns
     assert saved["gradients"] == pytest.approx(2, abs=0.1)

@@ -65,14 +65,14 @@ def test_heads_in_one_piece_are_those_of_one_after_the_other():
         "one piece": lambda: split_heads(mixed, groups, norms, eps, cos, sin),
         "one by one": lambda: separately(mixed, groups, norms, eps, rotary, cos, sin),
     }
-    found = []
+    actual = []
     for name, way in ways.items():
         out = way()
-        found.append([*out, *torch.autograd.grad(out, (mixed, *norms), grads, retain_graph=True)])
+        actual.append([*out, *torch.autograd.grad(out, (mixed, *norms), grads, retain_graph=True)])
         forward = milliseconds(way, 20)
         both = milliseconds(lambda: torch.autograd.grad(way(), (mixed, *norms), grads), 20)
         print(f"\n{name}: forward {forward:.3f} ms, with backward {both:.3f} ms", end="")
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*actual, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
         away = (ours.float() - theirs.float()).norm() / theirs.float().norm()
         assert away < 2e-3, away

@@ -136,8 +136,8 @@ def test_sleeping_changes_memory_and_nothing_else(kind, fleets, parallel):
             policy.update()  # the first weights again
             version += 1
             exporter.publish(version)
-            found = _difference(first, sample_prompts(fleet, PROMPTS))
-            print(f"  log-probabilities after level {level}: largest difference {found:.2e}")
-            assert found < SAME_LOGPROB
+            actual = _difference(first, sample_prompts(fleet, PROMPTS))
+            print(f"  log-probabilities after level {level}: largest difference {actual:.2e}")
+            assert actual < SAME_LOGPROB
     finally:
         exporter.close()

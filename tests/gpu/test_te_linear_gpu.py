@@ -62,7 +62,7 @@ def _exact(x, weights, splits, grad):
     return _products(y, x64, w64, grad.double())
 
 
-def _decibels(found: list, reference: list) -> list[float]:
+def _decibels(actual: list, reference: list) -> list[float]:
     """Signal over error of y, dx, and all dW together; infinite where nothing differs."""
 
     def ratio(ours, theirs):
@@ -70,7 +70,9 @@ def _decibels(found: list, reference: list) -> list[float]:
         return math.inf if error == 0 else 10 * math.log10(theirs.norm() ** 2 / error)
 
     groups = [slice(0, 1), slice(1, 2), slice(2, None)]
-    flat = [[torch.cat([t.double().flatten() for t in side[group]]) for group in groups] for side in (found, reference)]
+    flat = [
+        [torch.cat([t.double().flatten() for t in side[group]]) for group in groups] for side in (actual, reference)
+    ]
     return [ratio(ours, theirs) for ours, theirs in zip(*flat)]
 
 
@@ -84,15 +86,15 @@ def test_forward_and_gradients(name, shape):
     histories = [AmaxHistory(2, len(weights), torch.device("cuda")) for _ in range(2)]
     emulated = quantized_linear(x, weights, recipe, splits=splits, history=histories[0])
     emulated = _products(emulated, x, weights, grad)
-    found = te_linear(x, weights, recipe, splits=splits, history=histories[1])
-    found = _products(found, x, weights, grad)
-    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(found, emulated, strict=True))
+    actual = te_linear(x, weights, recipe, splits=splits, history=histories[1])
+    actual = _products(actual, x, weights, grad)
+    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(actual, emulated, strict=True))
     assert torch.equal(histories[0].current, histories[1].current)
     if not x.numel():
-        assert not any(dw.any() for dw in found[2:])
+        assert not any(dw.any() for dw in actual[2:])
         return
     exact = _exact(x, weights, splits, grad)
-    against_emulation, ours, theirs = _decibels(found, emulated), _decibels(found, exact), _decibels(emulated, exact)
+    against_emulation, ours, theirs = _decibels(actual, emulated), _decibels(actual, exact), _decibels(emulated, exact)
     shown = "  ".join(
         f"{what} {a:.1f} (emulated {b:.1f}, apart {c:.1f})"
         for what, a, b, c in zip(("y", "dx", "dW"), ours, theirs, against_emulation)
@@ -177,11 +179,11 @@ def test_an_order_of_rows_changes_the_blocks_and_nothing_else():
     order = torch.randperm(weights[0].shape[0], device="cuda")
     y = quantized_linear(x, (weights[0][order],), recipe)[:, order.argsort()]
     emulated = _products(y, x, weights, grad)
-    found = _products(te_linear(x, weights, recipe, block_rows=order), x, weights, grad)
-    assert min(_decibels(found, emulated)) > TE_DECIBELS
+    actual = _products(te_linear(x, weights, recipe, block_rows=order), x, weights, grad)
+    assert min(_decibels(actual, emulated)) > TE_DECIBELS
     weights[0].main_grad, weights[0].grad_added_to_main_grad = torch.zeros_like(weights[0], dtype=torch.float32), False
     _products(te_linear(x, weights, recipe, block_rows=order), x, weights, grad)
-    assert torch.allclose(weights[0].main_grad.bfloat16(), found[2], rtol=2**-7, atol=1e-6)
+    assert torch.allclose(weights[0].main_grad.bfloat16(), actual[2], rtol=2**-7, atol=1e-6)
 
 
 def test_delayed_scaling_over_steps():
@@ -200,11 +202,11 @@ def test_delayed_scaling_over_steps():
             with torch.no_grad():
                 te_linear(x * 5, weights, recipe, splits=splits, history=histories[1], cache=cache)
             assert torch.equal(before, histories[1].current)
-            found = te_linear(x, weights, recipe, splits=splits, history=histories[1], cache=cache)
-            found = _products(found, x, weights, grad)
+            actual = te_linear(x, weights, recipe, splits=splits, history=histories[1], cache=cache)
+            actual = _products(actual, x, weights, grad)
             emulated = quantized_linear(x, weights, recipe, splits=splits, history=histories[0])
             emulated = _products(emulated, x, weights, grad)
-            assert min(_decibels(found, emulated)) > TE_DECIBELS
+            assert min(_decibels(actual, emulated)) > TE_DECIBELS
         for history in histories:
             finish_step([history], lambda flat: None)
         clear_weight_caches()
@@ -221,18 +223,18 @@ def test_the_norm_rounds_once(shape):
     weight = (1 + torch.randn(shape[-1], generator=generator, device="cuda") / 4).bfloat16().requires_grad_()
     grad = torch.randn(shape, generator=generator, device="cuda").bfloat16()
     plain = (torch.nn.functional.rms_norm(x.float(), weight.shape, eps=1e-6) * weight.float()).to(x.dtype)
-    found = te_rms_norm(x, weight, 1e-6)
-    equal = (found == plain).float().mean().item()
-    ours = torch.autograd.grad(found, [x, weight], grad)
+    actual = te_rms_norm(x, weight, 1e-6)
+    equal = (actual == plain).float().mean().item()
+    ours = torch.autograd.grad(actual, [x, weight], grad)
     theirs = torch.autograd.grad(plain, [x, weight], grad)
     print(f"\nTE norm {shape}: {equal:.2%} of the outputs equal")
     assert equal > 0.99
-    assert torch.allclose(found.float(), plain.float(), rtol=2**-7, atol=0)  # one rounding
+    assert torch.allclose(actual.float(), plain.float(), rtol=2**-7, atol=0)  # one rounding
     for a, b in zip(ours, theirs):
         assert torch.allclose(a.float(), b.float(), rtol=2**-6, atol=2**-7 * float(b.abs().max()))
     stream = torch.randn(shape, generator=generator, device="cuda").bfloat16()
     both = te_rms_norm(x, weight, 1e-6, with_input=True)
-    assert torch.equal(both[0], found) and torch.equal(both[1], x)
+    assert torch.equal(both[0], actual) and torch.equal(both[1], x)
     dx, dweight = torch.autograd.grad(both, [x, weight], [grad, stream])
     assert torch.equal(dweight, ours[1])
     torch.testing.assert_close(dx.float(), ours[0].float() + stream.float(), rtol=2**-6, atol=2**-6)  # rounded once

@@ -57,15 +57,15 @@ def test_every_product_of_an_update_is_that_of_the_recipe(model):
             cfg = _cfg(model, replace(precision, kernels={"linears": "te", "experts": "te"}))
             policy = _policy(cfg, parallel, "auto")
             for update in range(3):
-                found = products.of_an_update(policy)
-                columns = list(zip(*found.values(), strict=True))
+                actual = products.of_an_update(policy)
+                columns = list(zip(*actual.values(), strict=True))
                 typical = [statistics.median(column) for column in columns]
                 shown = "  ".join(
                     f"{what} {middle:.1f}, least {min(column):.1f}"
                     for what, middle, column in zip(products.PRODUCTS, typical, columns, strict=True)
                 )
                 print(f"\nTE products {'moe' if model.is_moe else 'dense'} {name:20s} update {update} dB: {shown}")
-                least = {linear: min(ratios) for linear, ratios in found.items()}
+                least = {linear: min(ratios) for linear, ratios in actual.items()}
                 limit = TE_DECIBELS_FP32_SCALES if precision.scales == "fp32" else TE_DECIBELS
                 wrong = {linear: ratio for linear, ratio in least.items() if not ratio > limit}
                 assert not wrong, f"{name}, update {update}: {wrong}"
@@ -126,9 +126,9 @@ def _save_and_resume(cfg: RunConfig, folder: str) -> dict:
 
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
 def test_delayed_scaling_resumes_exactly(model, tmp_path):
-    found = _save_and_resume(_cfg(model, RECIPES["delayed"]), str(tmp_path))
-    assert found["history"] and not found["differing"]
+    actual = _save_and_resume(_cfg(model, RECIPES["delayed"]), str(tmp_path))
+    assert actual["history"] and not actual["differing"]
     # Expert outputs are summed by atomic additions, in any order.
-    assert found["logprobs"] == 0.0 if not model.is_moe else found["logprobs"] < 0.1
-    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-4, abs=1e-5)
-    assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-2)
+    assert actual["logprobs"] == 0.0 if not model.is_moe else actual["logprobs"] < 0.1
+    assert actual["losses"][0] == pytest.approx(actual["losses"][1], rel=1e-4, abs=1e-5)
+    assert actual["norms"][0] == pytest.approx(actual["norms"][1], rel=1e-2)

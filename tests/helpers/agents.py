@@ -18,12 +18,12 @@ FAKE = str(Path(__file__).with_name("fake_role.py"))
 HOLD = ("--hold-at", "5", "--for", "go")  # step 5, until the test says so
 
 
-def trainer(*words: str, nodes: tuple[int, ...] = (0,), kind: str = "command") -> Role:
-    return Role(name="trainer", kind=kind, nodes=nodes, command=(FAKE, "train", *words))
+def trainer(*args: str, nodes: tuple[int, ...] = (0,), kind: str = "command") -> Role:
+    return Role(name="trainer", kind=kind, nodes=nodes, command=(FAKE, "train", *args))
 
 
-def replica(index: int, node: int, *words: str) -> Role:
-    command = (FAKE, "serve", *words)
+def replica(index: int, node: int, *args: str) -> Role:
+    command = (FAKE, "serve", *args)
     return Role(name=f"rollout-{index}", kind="replica", nodes=(node,), command=command, restart=True, essential=False)
 
 
@@ -91,14 +91,14 @@ class Job:
 
 def fake_processes(run_dir: Path) -> list[str]:
     """Commands of processes that the job started and that still run."""
-    found = []
+    result = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"FAKE_RUN={run_dir}".encode() in environment.read_bytes().split(b"\0"):
-                found.append((environment.parent / "cmdline").read_text())
+                result.append((environment.parent / "cmdline").read_text())
         except OSError:
             continue
-    return found
+    return result
 
 
 def nothing_is_left(run_dir: Path) -> bool:

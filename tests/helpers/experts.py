@@ -115,10 +115,10 @@ def exact_experts(module, counts: Sequence[int], x: Tensor, probs: Tensor, grad:
     return {"y": y.detach(), **dict(zip(("dx", "dprobs", "dW1", "dW2"), gradients))}
 
 
-def decibels(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+def decibels(actual: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
     """Signal over error of each; infinite where nothing differs."""
     ratios = {}
     for name, reference in exact.items():
-        error = (found[name].double() - reference.double()).norm() ** 2
+        error = (actual[name].double() - reference.double()).norm() ** 2
         ratios[name] = math.inf if error == 0 else float(10 * torch.log10(reference.double().norm() ** 2 / error))
     return ratios

@@ -17,9 +17,9 @@ from torch import Tensor
 
 
 def _of_all_ranks(group: Any, value: Any) -> list[Any]:
-    found = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
+    result = [None] * group.size()
+    dist.all_gather_object(result, value, group=group)
+    return result
 
 
 def _sent_back(group: Any, handle: list[Tensor], num_tokens: int, rows: Tensor) -> Tensor:
@@ -151,10 +151,10 @@ class HybridEPBuffer:
             maps = _of_all_ranks(self.group, routing_map[:, :])
             assert len({len(each) for each in maps}) == 1, "HybridEP wants as many tokens of every rank"
             # By expert, then by rank, then by token.
-            found = torch.stack(maps)[:, :, first : first + self.num_local].permute(2, 0, 1).nonzero()
-            handle = (found, first, len(routing_map), routing_map.shape[1])
-        found, first, _, _ = handle
-        expert, rank, token = found.unbind(1)
+            actual = torch.stack(maps)[:, :, first : first + self.num_local].permute(2, 0, 1).nonzero()
+            handle = (actual, first, len(routing_map), routing_map.shape[1])
+        actual, first, _, _ = handle
+        expert, rank, token = actual.unbind(1)
         tokens = torch.stack(_of_all_ranks(self.group, hidden))[rank, token]
         weights = None if probs is None else torch.stack(_of_all_ranks(self.group, probs))[rank, token, first + expert]
         return tokens, weights, None, torch.bincount(expert, minlength=self.num_local), handle
@@ -164,8 +164,8 @@ class HybridEPBuffer:
     ) -> tuple:
         _, _, num_tokens, num_experts = handle
         summed, weights = torch.zeros(num_tokens, hidden.shape[1]), torch.zeros(num_tokens, num_experts)
-        for (found, first, _, _), rows, theirs in _of_all_ranks(self.group, (handle, hidden, probs)):
-            expert, rank, token = found.unbind(1)
+        for (actual, first, _, _), rows, theirs in _of_all_ranks(self.group, (handle, hidden, probs)):
+            expert, rank, token = actual.unbind(1)
             mine = rank == self.group.rank()
             summed.index_add_(0, token[mine], rows[mine].float())
             if theirs is not None:

@@ -28,10 +28,10 @@ def _count(name: str) -> int:
     return marks
 
 
-def say(*words: object) -> None:
+def say(*args: object) -> None:
     """Print a line, even when no process reads it."""
     with contextlib.suppress(OSError):
-        print(*words, flush=True)
+        print(*args, flush=True)
 
 
 def _has_crashed_elsewhere() -> bool:
@@ -55,8 +55,8 @@ def _save(step: int) -> str:
 
 def train(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it asks for the same as the file
-    found = sorted(CHECKPOINTS.glob("step_*"))
-    step = int(found[-1].name[5:]) if found else 0
+    actual = sorted(CHECKPOINTS.glob("step_*"))
+    step = int(actual[-1].name[5:]) if actual else 0
     say(f"begins after step {step}")
     while step < arguments.steps:
         if (BOARD / "stop.json").exists() and not arguments.deaf:

@@ -116,9 +116,9 @@ def _product(A, B, layout: str) -> Tensor:
             return operand.product_values(by_rows)
         if isinstance(operand, Tensor):
             return operand.float()
-        found = operand.rows if by_rows else operand.columns
-        assert found is not None, f"{layout}: an operand lacks its {'rows' if by_rows else 'columns'}"
-        return found
+        result = operand.rows if by_rows else operand.columns
+        assert result is not None, f"{layout}: an operand lacks its {'rows' if by_rows else 'columns'}"
+        return result
 
     a, b = values(A, layout[0] == "T"), values(B, layout[1] == "N")
     return {"TN": lambda: b @ a.T, "NN": lambda: b @ a, "NT": lambda: b.T @ a}[layout]()

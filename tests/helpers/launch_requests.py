@@ -8,9 +8,9 @@ CPU = Cluster(gpu=None, gpus_per_node=0, ranks_per_node=4, run_root="/shared")
 GPU = Cluster(run_root="/shared")
 
 
-def request(config: str, *words: str, cluster: Cluster = GPU, **changes) -> Request:
-    cfg = cli.parse_overrides(cli.load_config(config), list(words))
-    values = {"job": "train", "cluster": cluster, "config_name": config, "cfg": cfg, "overrides": words}
+def request(config: str, *args: str, cluster: Cluster = GPU, **changes) -> Request:
+    cfg = cli.parse_overrides(cli.load_config(config), list(args))
+    values = {"job": "train", "cluster": cluster, "config_name": config, "cfg": cfg, "overrides": args}
     return Request(**values | changes)
 
 

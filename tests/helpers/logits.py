@@ -119,11 +119,11 @@ def trainer_logits(
 
 def unpacked(packed: list[torch.Tensor], reference: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     """Packed logits cut into those of each sequence of ``reference``, without padding."""
-    found = []
+    result = []
     for full, pack in zip(packed, reference, strict=True):
         starts = torch.tensor([0] + [-(-s.shape[0] // ALIGNMENT) * ALIGNMENT for s in pack]).cumsum(0)
-        found.append([full[start : start + len(logits)] for start, logits in zip(starts, pack)])
-    return found
+        result.append([full[start : start + len(logits)] for start, logits in zip(starts, pack)])
+    return result
 
 
 def assert_logits_equal(trainer: list[torch.Tensor], reference: list[list[torch.Tensor]], **tolerance: float) -> None:

@@ -92,14 +92,14 @@ def of_an_update(policy, precision=None) -> dict[str, tuple[float, float, float]
         linear: recipe if table.trainer_format(registry.hf_names_of(name, policy.cfg.model)[0]).is_quantized else None
         for linear, name in linears.items()
     }
-    found, step = {}, policy.optimizer.step
+    result, step = {}, policy.optimizer.step
 
     def compare_and_step(lr: float) -> float:  # gradients are whole here, and not clipped yet
         assert all(call.linear in linears for call in calls)
         for linear, name in linears.items():
             own = [call for call in calls if call.linear is linear]
             if own:
-                found[name] = _decibels(linear, own, recipes[linear])
+                result[name] = _decibels(linear, own, recipes[linear])
             else:
                 assert recipes[linear] is None and not isinstance(linear, GroupedLinear), f"{name} is not in FP8"
         return step(lr)
@@ -107,7 +107,7 @@ def of_an_update(policy, precision=None) -> dict[str, tuple[float, float, float]
     with _watched(linears) as calls, pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy.optimizer, "step", compare_and_step)
         continue_training(policy, 1)
-    return {name: ratios for name, ratios in found.items() if ratios is not None}
+    return {name: ratios for name, ratios in result.items() if ratios is not None}
 
 
 def _decibels(linear, calls: list[_Call], recipe: Recipe | None) -> tuple[float, float, float] | None:

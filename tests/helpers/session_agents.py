@@ -50,8 +50,8 @@ async def endless_by_url(session, row):
 async def many(session, row):
     """10,000 requests at once."""
     asides = [session.aside({"role": "user", "content": "?"}) for _ in range(3)]
-    found = await asyncio.gather(*(session.ask() for _ in range(10_000)), return_exceptions=True)
-    assert any(isinstance(one, SessionLimit) for one in found)
+    actual = await asyncio.gather(*(session.ask() for _ in range(10_000)), return_exceptions=True)
+    assert any(isinstance(one, SessionLimit) for one in actual)
     return float(len(asides) == 3)
 
 
@@ -150,7 +150,7 @@ async def misbehaving_client(session, row):
     """Invalid requests, each rejected by name, and a withdrawn one."""
     import openai
 
-    said = []
+    output = []
     async with openai_client(session) as client:
         chat = client.chat.completions.create
         ask = {"model": "any", "messages": list(session.messages)}
@@ -166,18 +166,18 @@ async def misbehaving_client(session, row):
             try:
                 await chat(**ask | wrong)
             except openai.BadRequestError as error:
-                said.append(error.body["message"])
+                output.append(error.body["message"])
         try:
             await chat(**ask, timeout=0.2, max_tokens=9)  # the engine answers it later
         except openai.APITimeoutError:
-            said.append("withdrawn")
+            output.append("withdrawn")
         client.api_key = "session-of-another"
         try:
             await client.models.list()
         except openai.AuthenticationError as error:
-            said.append(error.body["message"])
+            output.append(error.body["message"])
     with open(row["file"], "w") as file:
-        file.write("\n".join(said))
+        file.write("\n".join(output))
     return 1.0
 
 

@@ -49,7 +49,7 @@ class Traffic:
     def rail_imbalance(self) -> float:
         """The most bytes that the cards of one rail send or receive, as a multiple of the mean."""
         both = [self.rails.sum(axis) for axis in (0, 1)]
-        return float(max(found.max() / found.mean() for found in both))
+        return float(max(result.max() / result.mean() for result in both))
 
 
 def bytes_that_must_move(plan: Plan, num_replicas: int) -> int:

@@ -113,12 +113,12 @@ def make_loss(cfg: RunConfig) -> Callable:
 
 def token_values(batch: TrainBatch, values: list[Tensor]) -> dict[str, Tensor]:
     """Values of the loss tokens by sequence name, so that they compare between ways to pack."""
-    found = {}
+    result = {}
     for mb, values_T in zip(batch.microbatches, values, strict=True):
         for index, name in enumerate(mb.names):
             if name:
-                found[name] = values_T[(mb.sequence_ids_T == index) & mb.loss_mask_T].detach().clone()
-    return found
+                result[name] = values_T[(mb.sequence_ids_T == index) & mb.loss_mask_T].detach().clone()
+    return result
 
 
 @dataclass
@@ -190,9 +190,9 @@ def weight_pieces(policy) -> dict[str, tuple[int, Tensor]]:
 def full_weights(model: ModelConfig, ranks: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
     """Whole tensors by global name. Raises if two ranks with the same piece differ in a bit."""
 
-    found: dict[str, dict[int, Tensor]] = {}
+    result: dict[str, dict[int, Tensor]] = {}
     for pieces in ranks:
         for name, (index, piece) in pieces.items():
-            known = found.setdefault(name, {}).setdefault(index, piece)
+            known = result.setdefault(name, {}).setdefault(index, piece)
             assert torch.equal(known, piece), f"{name}: replicas of piece {index} differ"
-    return {name: unshard(name, [parts[i] for i in sorted(parts)], model) for name, parts in found.items()}
+    return {name: unshard(name, [parts[i] for i in sorted(parts)], model) for name, parts in result.items()}

@@ -62,9 +62,9 @@ def test_a_run_means_its_newest_whole_checkpoint_and_hf_without_one(cfg: RunConf
     write_checkpoint(run_dir / "checkpoints", 60)
     (run_dir / "checkpoints" / "step_00000060" / ".metadata").write_bytes(b"1")  # torn
     for given in (run_dir, run_dir / "checkpoints", newest):
-        found = evaluate.plan(cfg, EvalOptions(checkpoint=str(given)))
-        assert found.checkpoint == newest and found.cfg.model.hf_path == str(newest)
-        assert found.folder == run_dir / "evaluations" / "step_00000040"
+        actual = evaluate.plan(cfg, EvalOptions(checkpoint=str(given)))
+        assert actual.checkpoint == newest and actual.cfg.model.hf_path == str(newest)
+        assert actual.folder == run_dir / "evaluations" / "step_00000040"
     assert evaluate.plan(cfg, EvalOptions(checkpoint=str(hf))).checkpoint == hf
 
 
@@ -114,9 +114,9 @@ def test_every_mistake_is_named_at_once(cfg: RunConfig, tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_command_line_refuses_before_anything_starts():
-    words = ["eval", "tiny_qwen3_moe", "--checkpoint", "/no/such place", "--num_completions", "4", "--ks", "1", "8"]
+    args = ["eval", "tiny_qwen3_moe", "--checkpoint", "/no/such place", "--num_completions", "4", "--ks", "1", "8"]
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_fp8rl", *words], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "megatron_fp8rl", *args], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2
     assert "--checkpoint = '/no/such place': is not a folder" in done.stderr and "pass@8" in done.stderr

@@ -101,11 +101,11 @@ def test_pins_are_what_is_installed(install):
     differing = []
     for requirement in wanted:
         try:
-            found = version(install.name_of(requirement))
+            actual = version(install.name_of(requirement))
         except PackageNotFoundError:
             continue  # the other engine build
-        if found.partition("+")[0] != requirement.partition("==")[2]:
-            differing.append(f"{requirement}, installed {found}")
+        if actual.partition("+")[0] != requirement.partition("==")[2]:
+            differing.append(f"{requirement}, installed {actual}")
     assert not differing, differing
 
 
@@ -126,11 +126,11 @@ def test_pip_settings_reach_uv(install, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
     monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
     options, environment = install.uv_indexes()
-    words = " ".join(options)
-    assert "--default-index https://mirror.example/simple" in words
-    assert "--index https://a.example --index https://b.example --index-strategy unsafe-best-match" in words
-    assert "--find-links /wheels" in words
-    assert "--allow-insecure-host a.example" in words
+    args = " ".join(options)
+    assert "--default-index https://mirror.example/simple" in args
+    assert "--index https://a.example --index https://b.example --index-strategy unsafe-best-match" in args
+    assert "--find-links /wheels" in args
+    assert "--allow-insecure-host a.example" in args
     assert environment["SSL_CERT_FILE"] == "/certificates.pem"
     monkeypatch.setenv("UV_INDEX", "https://own.example")
     assert "https://a.example" not in install.uv_indexes()[0]

@@ -134,11 +134,11 @@ def test_dimensions_are_the_published_ones(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_parameter_counts_are_the_published_ones(name):
     make, _, total, total_shown, active_shown = MODELS[name]
-    found = parameters.count(make())
-    assert found.total == total
+    actual = parameters.count(make())
+    assert actual.total == total
     digits = len(total_shown.partition(".")[2])
-    assert f"{found.total / 1e9:.{digits}f}" == total_shown
-    assert f"{found.active / 1e9:.{len(active_shown.partition('.')[2])}f}" == active_shown
+    assert f"{actual.total / 1e9:.{digits}f}" == total_shown
+    assert f"{actual.active / 1e9:.{len(active_shown.partition('.')[2])}f}" == active_shown
 
 
 def test_deepseek_total_is_the_sum_of_its_parts():
@@ -171,15 +171,15 @@ def test_runs_have_no_mistakes(name, accelerator):
 def test_runs_fit_the_gpus_that_they_name(name):
     function = cli.config_functions()[name]
     num_gpus, kind = re.search(r"on (\d+) (H\d+)", function.__doc__).groups()
-    found = diagnose(function(), DoctorOptions(gpu=kind.lower()))
-    assert found.num_gpus == int(num_gpus)
-    assert [f for f in found.findings if f.severity == "error"] == []
+    actual = diagnose(function(), DoctorOptions(gpu=kind.lower()))
+    assert actual.num_gpus == int(num_gpus)
+    assert [f for f in actual.findings if f.severity == "error"] == []
     # The only thing missing is a checkpoint to start from. An FP8 cache is always warned of; packages depend on the
     # machine that tests.
-    warnings = {f.subject for f in found.findings if f.severity == "warning"}
-    known = {p.name for p in found.packages} | {"python", "--engine.kv_cache_dtype"}
+    warnings = {f.subject for f in actual.findings if f.severity == "warning"}
+    known = {p.name for p in actual.packages} | {"python", "--engine.kv_cache_dtype"}
     assert warnings - known == {"--model.hf_path"}
-    assert found.trainer.share < 0.92 and found.engine.full_sequences >= 32
+    assert actual.trainer.share < 0.92 and actual.engine.full_sequences >= 32
 
 
 def test_half_billion_models_are_what_they_say():
@@ -202,13 +202,13 @@ def test_half_billion_models_are_what_they_say():
 def test_half_billion_models_fit_one_gpu_with_their_engine(function):
     cfg = function()
     assert rules.check(cfg, accelerator="hopper") == [] and rules.check(cfg, accelerator="cpu") == []
-    found = diagnose(cfg)
+    actual = diagnose(cfg)
     assert "on 1 H200" in function.__doc__ and cfg.parallel.world_size == cfg.engine.num_replicas == 1
     assert cfg.engine.placement == "colocated"
-    assert [f for f in found.findings if f.severity == "error"] == []
+    assert [f for f in actual.findings if f.severity == "error"] == []
     # Both ends live on one GPU.
-    assert found.trainer.share + cfg.engine.gpu_memory_utilization < 0.92
-    assert found.engine.full_sequences >= cfg.engine.max_num_sequences
+    assert actual.trainer.share + cfg.engine.gpu_memory_utilization < 0.92
+    assert actual.engine.full_sequences >= cfg.engine.max_num_sequences
 
 
 @pytest.mark.parametrize("function", SMALL)

@@ -21,8 +21,8 @@ def claims() -> list[tuple[str, str, str | None]]:
     """(text, file of rows, letter of the run) of each claim."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text.partition("## On GPUs")[2].partition("### What has not been measured")[0]
-    found = [" ".join(part.partition("\n\n")[0].split()) for part in re.split(r"\n- ", section)[1:]]
-    return [(part, *SOURCE.search(part).groups()) for part in found]
+    result = [" ".join(part.partition("\n\n")[0].split()) for part in re.split(r"\n- ", section)[1:]]
+    return [(part, *SOURCE.search(part).groups()) for part in result]
 
 
 def numbers_in(value: Any) -> Iterator[float]:
@@ -38,8 +38,8 @@ def numbers_in(value: Any) -> Iterator[float]:
 
 def missing(text: str, rows: list[dict[str, Any]]) -> list[str]:
     """Figures that differ from the rows at their precision; an "x" is a ratio of median steps."""
-    found = [number for row in rows for number in numbers_in(row)]
-    found += [number / 1e9 for number in found if number > 1e8]
+    actual = [number for row in rows for number in numbers_in(row)]
+    actual += [number / 1e9 for number in actual if number > 1e8]
     steps = [statistics.median(row["step_s"]) for row in rows if row.get("step_s")]
     ratios = [a / b for one, other in combinations(steps, 2) for a, b in ((one, other), (other, one))]
     wrong = []
@@ -47,7 +47,7 @@ def missing(text: str, rows: list[dict[str, Any]]) -> list[str]:
         figure, is_ratio = match[1].rstrip(","), text[match.end() : match.end() + 1] == "x"
         digits = len(figure.partition(".")[2])
         value = float(figure.replace(",", ""))
-        if not any(abs(number - value) <= 0.5000001 * 10**-digits for number in (ratios if is_ratio else found)):
+        if not any(abs(number - value) <= 0.5000001 * 10**-digits for number in (ratios if is_ratio else actual)):
             wrong.append(figure)
     return wrong
 

@@ -38,20 +38,20 @@ BROKEN = "def test_broken():\n    assert 1 == 2\n"
 MANY = "import pytest\n@pytest.mark.parametrize('n', range(11))\ndef test_n(n):\n    assert n < 0\n"
 
 
-def run(folder: Path, *words: str, **files: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *args: str, **files: str) -> subprocess.CompletedProcess[str]:
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra\n")
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, SCRIPT, "-n", "1", *words]
+    command = [sys.executable, SCRIPT, "-n", "1", *args]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_what_passes_only_alone_fails_with_its_name(tmp_path: Path):
     done = run(tmp_path, test_lonely=LONELY, test_broken=BROKEN)
     assert done.returncode == 1
-    first, said, second = done.stdout.partition("8 failed while others shared the cores; again, alone")
-    assert said and "7 failed, 2 passed, 1 error" in first, done.stdout
+    first, output, second = done.stdout.partition("8 failed while others shared the cores; again, alone")
+    assert output and "7 failed, 2 passed, 1 error" in first, done.stdout
     for name in ("two words", "it's", 'a "quote"', "a::b [c] - d", "-n 3"):
         assert f"FAILS ONLY BESIDE OTHERS: test_lonely.py::test_ids[{name}]\n" in second
     assert "FAILS ONLY BESIDE OTHERS: test_lonely.py::test_setup\n" in second and "test_fine" not in second
@@ -60,7 +60,7 @@ def test_what_passes_only_alone_fails_with_its_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "name", "text", "status"),
+    ("args", "name", "text", "status"),
     [
         ((), "test_many", MANY, 1),
         ((), "test_syntax", "def test(:\n", 1),
@@ -68,6 +68,6 @@ def test_what_passes_only_alone_fails_with_its_name(tmp_path: Path):
     ],
     ids=["too many", "collection error", "usage error"],
 )
-def test_nothing_else_is_repeated(tmp_path: Path, words: tuple[str, ...], name: str, text: str, status: int):
-    done = run(tmp_path, *words, **{name: text})
+def test_nothing_else_is_repeated(tmp_path: Path, args: tuple[str, ...], name: str, text: str, status: int):
+    done = run(tmp_path, *args, **{name: text})
     assert (done.returncode, "alone" in done.stdout) == (status, False), done.stdout + done.stderr

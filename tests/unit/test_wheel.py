@@ -28,14 +28,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, *BUILD, "-w", str(folder), str(source)], check=True, timeout=300)
     [wheel] = folder.glob("*.whl")
     target = folder / "site-packages"
-    words = ("-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel))
-    subprocess.run([sys.executable, *words], check=True, timeout=300)
+    args = ("-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel))
+    subprocess.run([sys.executable, *args], check=True, timeout=300)
     return target
 
 
-def run(installed: Path, folder: Path, *words: str) -> str:
+def run(installed: Path, folder: Path, *args: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(args, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

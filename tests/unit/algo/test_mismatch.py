@@ -233,12 +233,12 @@ def test_a_sequence_is_limited_after_its_sum():
     """Log ratios 30 and -29.5, of which each alone is beyond 20, are those of a sequence whose ratio is e^0.5."""
     log_ratios, ids = torch.tensor([30.0, -29.5, 19.0, 19.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     cfg = AlgoConfig(correction="sequence_truncate", correction_high=1e12, veto_below=None)
-    found = weights(log_ratios, torch.ones(4, dtype=torch.bool), ids, cfg).weights_T
+    actual = weights(log_ratios, torch.ones(4, dtype=torch.bool), ids, cfg).weights_T
     expected = [math.exp(0.5)] * 2 + [math.exp(20)] * 2
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), **FLOAT64_EXP)
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), **FLOAT64_EXP)
     cfg = AlgoConfig(correction="geometric_mask", correction_low=1.2, correction_high=1.3, veto_below=None)
-    found = weights(log_ratios, torch.ones(4, dtype=torch.bool), ids, cfg).weights_T
-    torch.testing.assert_close(found, torch.tensor([2, math.exp(-20), 0, 0], dtype=torch.float64), **FLOAT64_EXP)
+    actual = weights(log_ratios, torch.ones(4, dtype=torch.bool), ids, cfg).weights_T
+    torch.testing.assert_close(actual, torch.tensor([2, math.exp(-20), 0, 0], dtype=torch.float64), **FLOAT64_EXP)
 
 
 def test_a_logprob_of_0_may_be_rounded_up():

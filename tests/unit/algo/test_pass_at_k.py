@@ -50,15 +50,15 @@ def test_wilson_agrees_with_published_intervals():
         (0, 20, 0.0, 0.1611),
         (1, 29, 0.0061, 0.1718),
     ):
-        found = wilson(successes, trials)
-        assert (round(found.low, 4), round(found.high, 4)) == (low, high)
+        actual = wilson(successes, trials)
+        assert (round(actual.low, 4), round(actual.high, 4)) == (low, high)
     assert wilson(20, 20).high == 1.0
 
 
 def test_accuracy_of_single_completions_is_wilsons_and_equal_completions_count_once():
     assert accuracy([(1, 1)] * 30 + [(1, 0)] * 70) == wilson(30, 100)
-    found = accuracy([(8, 8)] * 30 + [(8, 0)] * 70)
-    assert (found.low, found.high) == pytest.approx((wilson(30, 100).low, wilson(30, 100).high))
+    actual = accuracy([(8, 8)] * 30 + [(8, 0)] * 70)
+    assert (actual.low, actual.high) == pytest.approx((wilson(30, 100).low, wilson(30, 100).high))
 
 
 def test_the_design_effect_is_1_for_independent_and_m_for_equal_completions():
@@ -77,20 +77,20 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
     num_tries = 100
     for _ in range(num_tries):
         counts = [(8, int(rng.binomial(8, p))) for p in rng.beta(1, 2, size=60)]
-        found = {"accuracy": accuracy(counts), "pass@4": pass_at_ks(counts, [4])[4]}
+        actual = {"accuracy": accuracy(counts), "pass@4": pass_at_ks(counts, [4])[4]}
         for name, truth in (("accuracy", 1 / 3), ("pass@4", 2 / 3)):
-            hits[name] += found[name].low <= truth <= found[name].high
+            hits[name] += actual[name].low <= truth <= actual[name].high
     assert all(0.88 <= hit / num_tries <= 1.0 for hit in hits.values()), hits
 
 
 def test_estimates_over_problems_are_means_and_repeat_exactly():
     counts = [(8, 0), (8, 1), (8, 4), (8, 8), (8, 2)]
-    found = pass_at_ks(counts, (1, 4, 8))
-    assert found[1].value == pytest.approx(accuracy(counts).value) == pytest.approx(15 / 40)
-    assert found[8].value == pytest.approx(4 / 5)
-    assert all(one.low < one.value < one.high for one in found.values())
-    assert found == pass_at_ks(counts, (1, 4, 8))
-    assert found[4] == pass_at_ks(counts, (4,))[4], "other k do not change an interval"
+    actual = pass_at_ks(counts, (1, 4, 8))
+    assert actual[1].value == pytest.approx(accuracy(counts).value) == pytest.approx(15 / 40)
+    assert actual[8].value == pytest.approx(4 / 5)
+    assert all(one.low < one.value < one.high for one in actual.values())
+    assert actual == pass_at_ks(counts, (1, 4, 8))
+    assert actual[4] == pass_at_ks(counts, (4,))[4], "other k do not change an interval"
 
 
 def test_problems_that_all_agree_get_no_interval_of_width_zero():

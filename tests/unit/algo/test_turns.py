@@ -61,10 +61,10 @@ def test_what_was_sampled_is_trained_and_what_was_given_is_not():
 def test_branches_are_samples_of_their_own_with_the_same_advantage():
     kept = Trajectory(segments=(given(1, 2, 3), sampled(40)))
     rewritten = Trajectory(segments=(given(1, 2, 9, 9), sampled(41, 42)))
-    found = samples_of(rollout(0, 1.0, kept, rewritten), rollout(1, 0.0, kept))
-    assert [one.name for one in found] == ["sum/7#0/0", "sum/7#0/1", "sum/7#1"]
-    assert advantages_of(found[0])[-1] == advantages_of(found[1])[-1] == -advantages_of(found[2])[-1] > 0
-    assert found[1].token_ids == (1, 2, 9, 9, 41, 42) and found[1].num_prompt_tokens == 4
+    actual = samples_of(rollout(0, 1.0, kept, rewritten), rollout(1, 0.0, kept))
+    assert [one.name for one in actual] == ["sum/7#0/0", "sum/7#0/1", "sum/7#1"]
+    assert advantages_of(actual[0])[-1] == advantages_of(actual[1])[-1] == -advantages_of(actual[2])[-1] > 0
+    assert actual[1].token_ids == (1, 2, 9, 9, 41, 42) and actual[1].num_prompt_tokens == 4
 
 
 def test_advantages_by_turn_compare_the_reward_from_that_turn_on():
@@ -74,9 +74,9 @@ def test_advantages_by_turn_compare_the_reward_from_that_turn_on():
             segments += [sampled(40), given(50)]
         return rollout(index, sum(turns), Trajectory(segments=tuple(segments)), turns=turns)
 
-    found = samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0), of(2, 0.5), advantage="dr_grpo", advantage_unit="turn")
+    actual = samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0), of(2, 0.5), advantage="dr_grpo", advantage_unit="turn")
     # Returns: turn 1: 1, 1, 0.5; turn 2: 0, 1.
-    by_turn = [[a for a, is_loss in zip(advantages_of(one), mask_of(one), strict=True) if is_loss] for one in found]
+    by_turn = [[a for a, is_loss in zip(advantages_of(one), mask_of(one), strict=True) if is_loss] for one in actual]
     assert by_turn[0] == pytest.approx([1 / 6, -0.5]) and by_turn[1] == pytest.approx([1 / 6, 0.5])
     assert by_turn[2] == pytest.approx([-1 / 3])
     whole = samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0), of(2, 0.5), advantage="dr_grpo")

@@ -10,8 +10,8 @@ from megatron_fp8rl.report.run_data import RunData
 BENCHMARK = agent_turns.AgentTurns()
 
 
-def steps(tmp_path, *found, skip=1):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+def steps(tmp_path, *actual, skip=1):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in actual))
     return agent_turns.row_of(RunData(tmp_path), skip)
 
 
@@ -45,13 +45,13 @@ def test_a_row_has_the_largest_difference_of_each_turn_and_medians_without_the_f
 
 def test_throughput_is_of_all_counted_steps_together_and_of_trained_tokens_alone(tmp_path):
     sampled = {"rollout/num_completions/sum": 8.0, "rollout/staleness/mean": 3.0}
-    found = [step(1, 30.0), step(2, 30.0), step(3, 1.0) | sampled, step(4, 9.0) | sampled]
-    found[2]["rollout/window_stale_tokens/mean"] = 0.5
-    row = steps(tmp_path, {"step": 0}, *found, skip=2)
+    actual = [step(1, 30.0), step(2, 30.0), step(3, 1.0) | sampled, step(4, 9.0) | sampled]
+    actual[2]["rollout/window_stale_tokens/mean"] = 0.5
+    row = steps(tmp_path, {"step": 0}, *actual, skip=2)
     assert row["num_counted"] == 2 and row["median_step_s"] == 10.0 and row["staleness"] == 3.0
     assert row["trained_tokens_per_s"] == (50 + 100) / 20 and row["trainer_waits"] == 2 / 20
     assert row["sessions_in_model"] == (8 * 5.0 + 8 * 5.0) / 20
-    assert steps(tmp_path, {"step": 0}, *found, skip=4) is None
+    assert steps(tmp_path, {"step": 0}, *actual, skip=4) is None
     assert BENCHMARK.line(row | {"config": "c", "fields": []})["largest d"] == ""  # not asked for, so not zero
 
 

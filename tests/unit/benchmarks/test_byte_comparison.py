@@ -64,11 +64,11 @@ def compare(cfg: RunConfig, held, te=fake_te) -> byte_comparison.Tally:
 @pytest.mark.parametrize("trainer", ["single", "tp2", "ep2", "tp2ep2", "pp2"])
 def test_everything_is_the_same_in_every_layout(trainer):
     cfg = config(trainer)
-    found = compare(cfg, held_by_an_engine(cfg))
+    actual = compare(cfg, held_by_an_engine(cfg))
     num_fp8 = 2 * (4 + 3 * cfg.model.num_experts)
-    assert found.fp8 == found.equal_to_definition == found.equal_to_te == num_fp8
-    assert found.tensors == found.equal_in_engine == len(registry.hf_tensors(cfg.model))
-    assert not found.exceptions
+    assert actual.fp8 == actual.equal_to_definition == actual.equal_to_te == num_fp8
+    assert actual.tensors == actual.equal_in_engine == len(registry.hf_tensors(cfg.model))
+    assert not actual.exceptions
 
 
 def test_a_wrong_slice_of_one_worker_is_named():
@@ -77,9 +77,9 @@ def test_a_wrong_slice_of_one_worker_is_named():
     name = "model.layers.1.self_attn.o_proj.weight"
     held[0][0]["digests"][f"{name}_scale_inv"] = "0" * 16
     del held[0][1]["digests"]["model.norm.weight"]
-    found = compare(cfg, held)
-    assert found.tensors - found.equal_in_engine == 2
-    assert found.exceptions == {byte_comparison.ENGINE_DIFFERS: [name, "model.norm.weight"]}
+    actual = compare(cfg, held)
+    assert actual.tensors - actual.equal_in_engine == 2
+    assert actual.exceptions == {byte_comparison.ENGINE_DIFFERS: [name, "model.norm.weight"]}
 
 
 def test_other_bytes_of_transformer_engine_are_named():
@@ -90,18 +90,18 @@ def test_other_bytes_of_transformer_engine_are_named():
         return data, scale
 
     cfg = config("single")
-    found = compare(cfg, held_by_an_engine(cfg), damaged)
-    names_found = found.exceptions.pop(byte_comparison.TE_DIFFERS)
-    assert not found.exceptions and found.bytes_unlike_te == len(names_found) == 16
+    actual = compare(cfg, held_by_an_engine(cfg), damaged)
+    names_found = actual.exceptions.pop(byte_comparison.TE_DIFFERS)
+    assert not actual.exceptions and actual.bytes_unlike_te == len(names_found) == 16
     assert all(name.endswith("up_proj.weight") for name in names_found)
 
 
 def test_parts_that_are_not_whole_blocks_are_explained():
     # A rank holds one group of 64 queries, keys and values: 192 rows.
     cfg = config("tp2", 1, head_dim=64, num_key_value_heads=2, num_attention_heads=2)
-    found = compare(cfg, held_by_an_engine(cfg))
-    assert found.equal_in_engine == found.tensors and found.fp8 > found.equal_to_te
-    assert set(found.exceptions) == {byte_comparison.NOT_BLOCKS}
+    actual = compare(cfg, held_by_an_engine(cfg))
+    assert actual.equal_in_engine == actual.tensors and actual.fp8 > actual.equal_to_te
+    assert set(actual.exceptions) == {byte_comparison.NOT_BLOCKS}
 
 
 def test_rows_become_a_table_with_numbered_reasons():

@@ -29,8 +29,8 @@ def test_every_default_cell_is_a_valid_run_that_fits_an_h200_and_keeps_its_logit
 @pytest.mark.skipif(num_gpus() > 0, reason="measures on the CPU")
 @pytest.mark.parametrize("model", ["tiny", "tiny_moe"])
 def test_a_policy_accumulates_gradients_of_four_microbatches(model):
-    found = layers.measure(layers.Cell(model, 2, 64, "blockwise", "none"), rounds=1)
-    assert found["ms"] > 0 and found["first_s"] > 0 and "busy_ms" not in found
+    actual = layers.measure(layers.Cell(model, 2, 64, "blockwise", "none"), rounds=1)
+    assert actual["ms"] > 0 and actual["first_s"] > 0 and "busy_ms" not in actual
 
 
 def test_layers_are_the_difference_of_two_depths(monkeypatch):

@@ -30,8 +30,8 @@ def test_flops_are_those_of_the_matrices_and_of_causal_attention():
 
 def job(tmp_path, arm="fp8", **fields):
     options = parse(ledger.LEDGER, ["--shape", "tiny", "--arm", arm, "--folder", str(tmp_path)])
-    found = ledger.job_of(options, "tiny", arm)
-    return replace(found, cfg=replace(found.cfg, output_dir=str(tmp_path / arm), **fields))
+    result = ledger.job_of(options, "tiny", arm)
+    return replace(result, cfg=replace(result.cfg, output_dir=str(tmp_path / arm), **fields))
 
 
 def written(tmp_path, arm: str, seconds: list[float]) -> ledger_rows.Job:
@@ -76,8 +76,8 @@ def test_ratios_are_formed_within_one_run_alone(tmp_path):
     for run, arm, second in (("A", "bf16", 6.0), ("A", "fp8", 4.0), ("B", "fp8", 3.0)):
         folder = tmp_path / f"{run}{arm}"
         folder.mkdir()
-        found = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, second]), PowerMeter(), 3)
-        rows.append(found | {"run": run, "device": "x", "stamp": record.stamp()})
+        actual = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, second]), PowerMeter(), 3)
+        rows.append(actual | {"run": run, "device": "x", "stamp": record.stamp()})
     text = section(ledger.LEDGER, rows)
     (of_a,) = [line for line in text.splitlines() if line.startswith("| A") and "| fp8 |" in line]
     (of_b,) = [line for line in text.splitlines() if line.startswith("| B")]
@@ -94,8 +94,8 @@ def test_a_ratio_is_to_the_fastest_bf16_of_a_run_whatever_its_fields(tmp_path):
     ):
         folder = tmp_path / f"{arm}{len(fields)}"
         folder.mkdir()
-        found = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, seconds]), PowerMeter(), 3)
-        rows.append(found | {"run": "A", "fields": fields, "device": "x", "stamp": record.stamp()})
+        actual = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, seconds]), PowerMeter(), 3)
+        rows.append(actual | {"run": "A", "fields": fields, "device": "x", "stamp": record.stamp()})
     lines = [line for line in section(ledger.LEDGER, rows).splitlines() if line.startswith("| A")]
     assert [line.split(" | ")[2] for line in lines] == ["bf16", "bf16 --precision.kernels.experts deep_gemm", "fp8"]
     assert "| 1.25 |" in lines[2]
@@ -105,23 +105,23 @@ def test_arms_take_turns_and_rounds_are_rows_of_their_own(tmp_path):
     options = parse(
         ledger.LEDGER, ["--shape", "tiny", "--arm", "bf16", "fp8", "--rounds", "2", "--folder", str(tmp_path)]
     )
-    found = [(arm["arm"], arm["round"]) for arm in ledger.LEDGER.arms(options)]
-    assert found == [("bf16", 1), ("fp8", 1), ("bf16", 2), ("fp8", 2)] and "round" in ledger_rows.KEYS
+    actual = [(arm["arm"], arm["round"]) for arm in ledger.LEDGER.arms(options)]
+    assert actual == [("bf16", 1), ("fp8", 1), ("bf16", 2), ("fp8", 2)] and "round" in ledger_rows.KEYS
 
 
 @pytest.mark.slow
 def test_a_shape_that_does_not_fit_is_refused_with_a_depth_that_does(tmp_path, capsys):
-    words = ["--plan", "--gpu", "h100", "--shape", "8b_separate", "--arm", "bf16", "--folder", str(tmp_path)]
+    args = ["--plan", "--gpu", "h100", "--shape", "8b_separate", "--arm", "bf16", "--folder", str(tmp_path)]
     with pytest.raises(SystemExit, match="2"):
-        ledger.main(words)
-    said = capsys.readouterr().err
-    assert "8b_separate, bf16" in said and "of 79.1 GiB (H100)" in said
-    fits = int(said.rsplit("--layers ", 1)[1].split()[0])
+        ledger.main(args)
+    output = capsys.readouterr().err
+    assert "8b_separate, bf16" in output and "of 79.1 GiB (H100)" in output
+    fits = int(output.rsplit("--layers ", 1)[1].split()[0])
     assert 4 < fits < 20
-    assert ledger.main([*words, "--layers", str(fits)]) == 0
+    assert ledger.main([*args, "--layers", str(fits)]) == 0
     assert f"8b_separate bf16: {fits} layers, 1 trainer ranks, separate" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        ledger.main([*words, "--layers", str(fits + 1)])
+        ledger.main([*args, "--layers", str(fits + 1)])
 
 
 @pytest.mark.slow
@@ -134,10 +134,10 @@ def test_every_shape_can_be_planned_for_h200(name, tmp_path):
             with pytest.raises(ConfigError, match="engine_experts.*the model is dense"):
                 ledger.job_of(options, name, arm)
             continue
-        found = ledger.job_of(options, name, arm)
-        assert found.cfg.num_steps > options.steps and found.cfg.checkpoint.every_steps == 0
-        assert found.cfg.precision.exact == (arm == "exact")
-        assert (found.cfg.engine.kv_cache_dtype == "fp8") == (arm == "fp8_kv")
+        actual = ledger.job_of(options, name, arm)
+        assert actual.cfg.num_steps > options.steps and actual.cfg.checkpoint.every_steps == 0
+        assert actual.cfg.precision.exact == (arm == "exact")
+        assert (actual.cfg.engine.kv_cache_dtype == "fp8") == (arm == "fp8_kv")
 
 
 @pytest.mark.parametrize(

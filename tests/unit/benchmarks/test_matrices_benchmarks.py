@@ -108,9 +108,9 @@ def test_rows_of_deep_gemms_path_have_times():
     assert ours["arm"] == "ours deep_gemm" and "error" not in ours and ours["ms"] > 0 and ours["first_s"] > 0
     assert te["error"].startswith("ModuleNotFoundError")
     mlp = list(linears.measure_linears(Linear("mlp", 100, 256, 384), arms[:2], CEILINGS, 1))
-    assert [found["arm"] for found in mlp] == arms[:2] and not any("error" in found for found in mlp)
+    assert [actual["arm"] for actual in mlp] == arms[:2] and not any("error" in actual for actual in mlp)
 
 
 def test_a_shape_that_the_kernels_do_not_divide_is_refused_before_it_reaches_them():
-    (found,) = linears.measure_linears(Linear("linear", 100, 192, 256), ["ours deep_gemm"], CEILINGS, 1)
-    assert "192 x 256 are no multiples of 128" in found["error"]
+    (actual,) = linears.measure_linears(Linear("linear", 100, 192, 256), ["ours deep_gemm"], CEILINGS, 1)
+    assert "192 x 256 are no multiples of 128" in actual["error"]

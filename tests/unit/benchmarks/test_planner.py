@@ -29,28 +29,28 @@ def test_passes_for_old_log_probabilities_are_a_third_of_an_update():
     """Run A, the last with such a pass; no rate is fitted to it."""
     of_run = [(row, cfg, lengths) for row, cfg, lengths in fit.known_rows() if row["run"] == "A"]
     for row, cfg, lengths in of_run:
-        found = fit.seconds_with(
+        actual = fit.seconds_with(
             {}, row, replace(cfg, algo=replace(cfg.algo, updates_per_step=2)), lengths
         ).old_logprobs
-        assert found == pytest.approx(median(row["phases_s"]["old_logprobs"]), rel=0.06), row["arm"]
+        assert actual == pytest.approx(median(row["phases_s"]["old_logprobs"]), rel=0.06), row["arm"]
     assert len(of_run) == 2
 
 
 def test_a_trainer_goes_to_the_host_and_back_as_fast_as_it_did():
     """In run U, all of its state on four GPUs at once; T is of older code."""
-    found = [
+    actual = [
         (row, cfg, lengths) for row, cfg, lengths in fit.known_rows() if row["layout"]["offload"] and row["run"] != "T"
     ]
-    errors = [fit.seconds_with({}, *one).handover / median(one[0]["phases_s"]["colocated"]) - 1 for one in found]
-    assert len(found) == 2 and max(map(abs, errors)) < 0.08 and abs(sum(errors)) < 0.01
+    errors = [fit.seconds_with({}, *one).handover / median(one[0]["phases_s"]["colocated"]) - 1 for one in actual]
+    assert len(actual) == 2 and max(map(abs, errors)) < 0.08 and abs(sum(errors)) < 0.01
 
 
 def test_a_plan_moves_the_bytes_that_the_doctor_counts():
     """A mixture (run U) and a dense model (T). The doctor counts two copies of some weights."""
     gpu = GPUS["h200"]
-    found = [(row, cfg, lengths) for row, cfg, lengths in fit.known_rows() if row["layout"]["offload"]]
-    assert len(found) >= 3
-    for row, cfg, lengths in found:
+    actual = [(row, cfg, lengths) for row, cfg, lengths in fit.known_rows() if row["layout"]["offload"]]
+    assert len(actual) >= 3
+    for row, cfg, lengths in actual:
         moved = (fit.seconds_with({"sleep_s": 0.0}, row, cfg, lengths).handover) * fit.H200.host_bytes_per_s / 2
         counted = sum(copied_bytes(cfg, worst_rank(cfg, gpu, gpu.memory_bytes)).values())
         assert counted == pytest.approx(moved, rel=0.03), (row["run"], row["arm"])
@@ -64,13 +64,15 @@ def test_operations_are_those_of_the_ledger():
 
 def test_measured_runs_are_met():
     """The errors of the arithmetic; a change that increases them must change these bounds."""
-    found = list(against_runs.comparisons())
-    errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
+    actual = list(against_runs.comparisons())
+    errors = {
+        phase: [abs(one.error) for one in actual if one.phase == phase] for phase in {one.phase for one in actual}
+    }
     assert len(errors["step"]) >= 17 and len(errors["publish"]) >= 18
     assert median(errors["step"]) < 0.02 and max(errors["step"]) < step_time.largest_step_error() == 0.06
     assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == RATIOS
     assert all(abs(predicted / measured - 1) < 0.05 for _, predicted, measured in against_runs.ratios())
-    fitted = [abs(one.error) for one in found if one.phase == "rollouts" and not one.run.startswith("ledger U,")]
+    fitted = [abs(one.error) for one in actual if one.phase == "rollouts" and not one.run.startswith("ledger U,")]
     assert median(fitted) < 0.02 and max(errors["rollouts"]) < 0.08
     assert median(errors["update"]) < 0.01 and max(errors["update"]) < 0.07 and median(errors["publish"]) < 0.02
 
@@ -78,9 +80,9 @@ def test_measured_runs_are_met():
 @pytest.mark.parametrize("run", ["M", "Q"])
 def test_runs_of_which_no_rate_comes_are_met(run):
     """M, 17 layers of a mixture on four GPUs, and Q, Qwen3-4B on one."""
-    found = [one for one in against_runs.comparisons() if one.run.startswith(f"ledger {run},")]
+    actual = [one for one in against_runs.comparisons() if one.run.startswith(f"ledger {run},")]
     errors = {
-        phase: [abs(one.error) for one in found if one.phase == phase] for phase in ("step", "update", "rollouts")
+        phase: [abs(one.error) for one in actual if one.phase == phase] for phase in ("step", "update", "rollouts")
     }
     assert len(errors["step"]) == 2 and max(errors["step"]) < 0.05
     assert max(errors["update"]) < 0.07 and max(errors["rollouts"]) < 0.03
@@ -90,9 +92,11 @@ def test_runs_of_which_no_rate_comes_are_met(run):
 
 def test_rollouts_of_a_whole_mixture_are_met():
     """Run U, 48 layers on four GPUs; no engine rate is fitted to it."""
-    found = [one for one in against_runs.comparisons() if one.run.startswith("ledger U,")]
+    actual = [one for one in against_runs.comparisons() if one.run.startswith("ledger U,")]
     assert (
-        {one.phase for one in found} == {"rollouts"} and len(found) == 2 and max(abs(one.error) for one in found) < 0.05
+        {one.phase for one in actual} == {"rollouts"}
+        and len(actual) == 2
+        and max(abs(one.error) for one in actual) < 0.05
     )
 
 
@@ -103,5 +107,5 @@ def test_the_host_takes_what_it_took_for_the_layers_of_a_mixture():
         seconds = median(row["phases_s"]["update"])
         of_gpus = fit.seconds_with(fit.free(fit.HOST), row, cfg, lengths).update
         assert of_gpus < 0.82 * seconds
-        found = fit.seconds_with({}, row, cfg, lengths).update
-        assert found == pytest.approx(seconds, rel=0.005 if row["arm"] == "fp8_kv" else 0.04)
+        actual = fit.seconds_with({}, row, cfg, lengths).update
+        assert actual == pytest.approx(seconds, rel=0.005 if row["arm"] == "fp8_kv" else 0.04)

@@ -42,19 +42,19 @@ def test_the_large_mixture_of_experts_can_be_published_in_every_layout(text):
     arm = {"model": "qwen3_30b_a3b", "layers": 2, "precision": "fp8", "layout": text, "transport": "ipc", "rounds": 1}
     cfg = publish.run_config(arm)
     assert PUBLISH.ranks(arm) == 2 and PUBLISH.gpus(arm) == 4
-    found = plan(
+    actual = plan(
         cfg.model,
         LayerTable.build(cfg.model, cfg.precision),
         TrainerLayout.from_config(cfg.parallel),
         EngineLayout.from_config(cfg.engine),
     )
-    assert {s.rank for t in found.transfers for s in t.sources} == {0, 1}  # both ranks have something to send
+    assert {s.rank for t in actual.transfers for s in t.sources} == {0, 1}  # both ranks have something to send
 
 
 def test_cases_that_cannot_exist_are_left_out():
-    words = ["--model", "qwen3_8b", "--layout", "colocated", "1+1", "ep2+ep2", "--transport", "ipc", "nccl"]
-    found = [(arm["layout"], arm["transport"]) for arm in PUBLISH.arms(parse(PUBLISH, words))]
-    assert found == [("colocated", "ipc"), ("1+1", "ipc"), ("1+1", "nccl")]
+    args = ["--model", "qwen3_8b", "--layout", "colocated", "1+1", "ep2+ep2", "--transport", "ipc", "nccl"]
+    actual = [(arm["layout"], arm["transport"]) for arm in PUBLISH.arms(parse(PUBLISH, args))]
+    assert actual == [("colocated", "ipc"), ("1+1", "ipc"), ("1+1", "nccl")]
 
 
 def test_rows_give_the_first_publication_and_the_median_of_the_others():

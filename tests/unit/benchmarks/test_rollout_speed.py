@@ -38,8 +38,8 @@ def test_a_small_batch_reads_only_the_experts_that_it_reaches():
     assert everyone.weight_bytes - one.weight_bytes == pytest.approx((128 - 8) * expert_bytes, rel=1e-6)
 
 
-def cells_of(*words: str) -> list[speed.Cell]:
-    return [speed.Cell(**arm) for arm in SPEED.arms(parse(SPEED, words))]
+def cells_of(*args: str) -> list[speed.Cell]:
+    return [speed.Cell(**arm) for arm in SPEED.arms(parse(SPEED, args))]
 
 
 def shown(cell: speed.Cell) -> dict:
@@ -48,8 +48,8 @@ def shown(cell: speed.Cell) -> dict:
 
 
 def test_cells_that_would_be_the_same_engine_run_once():
-    words = ["--model", "qwen3_8b", "--precision", "bf16", "fp8", "--linear", "deep_gemm", "cutlass"]
-    assert [(c.precision, c.linear, c.moe) for c in cells_of(*words, "--moe", "auto", "triton")] == [
+    args = ["--model", "qwen3_8b", "--precision", "bf16", "fp8", "--linear", "deep_gemm", "cutlass"]
+    assert [(c.precision, c.linear, c.moe) for c in cells_of(*args, "--moe", "auto", "triton")] == [
         ("bf16", "auto", "auto"),
         ("fp8", "deep_gemm", "auto"),
         ("fp8", "cutlass", "auto"),
@@ -57,9 +57,9 @@ def test_cells_that_would_be_the_same_engine_run_once():
 
 
 def test_batch_invariant_engines_are_cells_of_their_own_and_never_compiled():
-    words = ["--model", "qwen3_8b", "--precision", "fp8", "--compile"]
-    (invariant,) = cells_of(*words, "on", "off", "--batch-invariant")
-    (plain,) = cells_of(*words, "off")
+    args = ["--model", "qwen3_8b", "--precision", "fp8", "--compile"]
+    (invariant,) = cells_of(*args, "on", "off", "--batch-invariant")
+    (plain,) = cells_of(*args, "off")
     assert invariant != plain and not invariant.compile
     cfg = speed.run_config(invariant, [speed.SHAPES["short"]])
     assert cfg.engine.batch_invariant and rules.check(cfg, accelerator="hopper") == []
@@ -69,8 +69,8 @@ def test_batch_invariant_engines_are_cells_of_their_own_and_never_compiled():
 
 
 def test_the_baseline_is_one_engine_of_each_precision_on_the_kernels_that_vllm_takes():
-    words = "--engine run vllm --model qwen3_8b --precision bf16 fp8_kv --compile on off".split()
-    cells = cells_of(*words, "--linear", "deep_gemm", "cutlass")
+    args = "--engine run vllm --model qwen3_8b --precision bf16 fp8_kv --compile on off".split()
+    cells = cells_of(*args, "--linear", "deep_gemm", "cutlass")
     alone = [cell for cell in cells if cell.engine == "vllm"]
     assert [(c.precision, c.linear, c.compile) for c in alone] == [("bf16", "auto", True), ("fp8_kv", "auto", True)]
     assert len(cells) == 2 + 4 + 2
@@ -86,16 +86,16 @@ INFO [fp8.py:405] Using TRITON Fp8 MoE backend out of potential backends: ['TRIT
 INFO [model_runner.py:303] Model loading took 29.13 GiB and 6.1 seconds
 INFO [kv_cache_utils.py:2146] GPU KV cache size: 1,234,560 tokens
 """
-    found = read_log(log)
-    assert found["kv_tokens"] == 1_234_560 and found["weights_gib"] == 29.13
-    assert found["kernels"] == ["DeepGemmFp8BlockScaledMMKernel", "TRITON", "FLASH_ATTN"]
+    actual = read_log(log)
+    assert actual["kv_tokens"] == 1_234_560 and actual["weights_gib"] == 29.13
+    assert actual["kernels"] == ["DeepGemmFp8BlockScaledMMKernel", "TRITON", "FLASH_ATTN"]
     assert read_log("")["kv_tokens"] is None
 
 
 @pytest.mark.parametrize("model", ["qwen3_8b", "qwen3_30b_a3b"])
 @pytest.mark.parametrize("linear", ["auto", "deep_gemm", "cutlass", "triton"])
 def test_engines_that_are_measured_are_engines_that_runs_may_have(model, linear):
-    words = ["--model", model, "--linear", linear, "--moe", "auto", "deep_gemm", "--compile", "on", "off"]
-    for cell in cells_of(*words):
+    args = ["--model", model, "--linear", linear, "--moe", "auto", "deep_gemm", "--compile", "on", "off"]
+    for cell in cells_of(*args):
         cfg = speed.run_config(cell, list(speed.SHAPES.values()))
         assert rules.check(cfg, accelerator="hopper") == [], cell

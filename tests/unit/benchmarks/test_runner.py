@@ -80,14 +80,14 @@ def pretended(tmp_path, monkeypatch):
     python.write_text(_PRETENDED)
     python.chmod(0o755)
     monkeypatch.setattr(runner.sys, "executable", str(python))
-    return lambda *words: runner.main(Example(), [*words, "--folder", str(tmp_path / "out")])
+    return lambda *args: runner.main(Example(), [*args, "--folder", str(tmp_path / "out")])
 
 
 def test_rows_are_kept_and_failures_are_told(pretended, tmp_path, capsys):
     assert pretended("--arm", "first", "second", "third", "--run-limit-s", "3") == 1
-    said = capsys.readouterr().out
-    assert "FAILED first: no kernel" in said and "FAILED second: ValueError: no such thing" in said
-    assert "FAILED third: no result within 3 s; see" in said and "line before" in said
+    output = capsys.readouterr().out
+    assert "FAILED first: no kernel" in output and "FAILED second: ValueError: no such thing" in output
+    assert "FAILED third: no result within 3 s; see" in output and "line before" in output
     (row,) = map(json.loads, (tmp_path / "out" / "example.jsonl").read_text().splitlines())
     assert (row["arm"], row["value"], row["run"]) == ("first", 1, "A") and row["device"] and "stamp" in row
     text = (tmp_path / "out" / "performance.md").read_text()
@@ -154,9 +154,9 @@ def test_programs_explain_themselves(program, capsys):
 
 
 @NO_GPU
-@pytest.mark.parametrize("program, words", [(linears.Linears, ["--quick"]), (publish.Publish, ["--layout", "tp2+tp2"])])
-def test_without_a_gpu_real_models_are_refused(program, words, tmp_path, capsys):
-    assert runner.main(program(), [*words, "--folder", str(tmp_path)]) == 2
+@pytest.mark.parametrize("program, args", [(linears.Linears, ["--quick"]), (publish.Publish, ["--layout", "tp2+tp2"])])
+def test_without_a_gpu_real_models_are_refused(program, args, tmp_path, capsys):
+    assert runner.main(program(), [*args, "--folder", str(tmp_path)]) == 2
     assert "GPU" in capsys.readouterr().err and not list(Path(tmp_path).glob("*.jsonl"))
 
 

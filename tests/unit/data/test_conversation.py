@@ -72,8 +72,8 @@ def test_dropped_reasoning_is_noticed_at_the_next_question_and_not_before(family
 
 def test_tools_that_move_to_the_last_question_are_noticed():
     chat = format_of("mistral")
-    found = list(converse(chat, random.Random(1), {"user": "</s>"}, ["user"], TOOLS))
-    assert [rendered is not None for _, _, rendered, _ in found] == [True, False]
+    actual = list(converse(chat, random.Random(1), {"user": "</s>"}, ["user"], TOOLS))
+    assert [rendered is not None for _, _, rendered, _ in actual] == [True, False]
     assert all(r is not None for _, _, r, _ in converse(chat, random.Random(1), {"user": "</s>"}, ["user"]))
 
 
@@ -89,9 +89,9 @@ def test_calls_of_tools_that_the_template_writes_anew_keep_their_tokens():
         "content": "",
         "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}],
     }
-    found = chat.extend(rendered.text, [*first, answer], sampled, [{"role": "tool", "content": "4"}], TOOLS)
-    assert call not in found.text
-    told = chat.tokenizer.decode([*rendered.new_ids, *sampled, *found.new_ids])
+    actual = chat.extend(rendered.text, [*first, answer], sampled, [{"role": "tool", "content": "4"}], TOOLS)
+    assert call not in actual.text
+    told = chat.tokenizer.decode([*rendered.new_ids, *sampled, *actual.new_ids])
     assert call + "<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n4<|eot_id|>" in told
     assert told.count("<|eot_id|>") == 3
 
@@ -112,10 +112,10 @@ def test_without_a_template_a_conversation_is_its_contents():
     rendered = chat.begin(first)
     assert list(rendered.new_ids) == tokenizer.encode("1+2=")
     sampled = [*tokenizer.encode("add", add_special_tokens=False), tokenizer.eos_token_id]
-    found = chat.extend(
+    actual = chat.extend(
         rendered.text, [*first, {"role": "assistant", "content": "add"}], sampled, [{"role": "tool", "content": "3"}]
     )
-    assert list(found.new_ids) == tokenizer.encode("3", add_special_tokens=False)
+    assert list(actual.new_ids) == tokenizer.encode("3", add_special_tokens=False)
     with pytest.raises(ConversationError, match="does not know 'é'"):
         chat.begin([{"role": "user", "content": "é"}])
 

@@ -46,8 +46,8 @@ def holder(tmp_path):
 
 def test_a_second_run_is_refused_and_a_killed_ones_folder_is_taken_over(tmp_path, holder):
     cfg = config(tmp_path / "run")
-    said = f"another run uses it: process {holder.pid} on {socket.gethostname()}, since 20"
-    with pytest.raises(ConfigError, match=said), run_folder.locked(cfg):
+    output = f"another run uses it: process {holder.pid} on {socket.gethostname()}, since 20"
+    with pytest.raises(ConfigError, match=output), run_folder.locked(cfg):
         pass
     assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == str(holder.pid)
     holder.send_signal(signal.SIGKILL)
@@ -117,8 +117,8 @@ def test_a_folder_that_is_no_runs_is_refused_before_anything_starts(tmp_path):
         with run_folder.locked(config(tmp_path)):
             pass
     assert (tmp_path / "model" / "my_weights.bin").read_text() == "precious"
-    (found,) = [str(violation) for violation in rules.check(config(tmp_path)) if violation.field == "--output_dir"]
-    assert "not a run folder" in found and "Name another" in found
+    (actual,) = [str(violation) for violation in rules.check(config(tmp_path)) if violation.field == "--output_dir"]
+    assert "not a run folder" in actual and "Name another" in actual
     (tmp_path / "launch").mkdir()  # a folder of that name makes it no run's
     assert run_folder.violations(config(tmp_path))
     (tmp_path / "versions.json").write_text("{}")  # of a run from before there were locks
@@ -135,8 +135,8 @@ def test_a_start_from_0_beside_checkpoints_is_refused(tmp_path, name):
     (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert not run_folder.violations(config(tmp_path))
     anew = config(tmp_path, checkpoint=CheckpointConfig(resume=False))
-    (found,) = run_folder.violations(anew)
-    assert f"contains {name}, which a run from step 0 would overwrite" in str(found) and "Name another" in str(found)
+    (actual,) = run_folder.violations(anew)
+    assert f"contains {name}, which a run from step 0 would overwrite" in str(actual) and "Name another" in str(actual)
 
 
 def test_what_an_earlier_run_left_standing_still_is_killed(tmp_path):

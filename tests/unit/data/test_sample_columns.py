@@ -29,15 +29,15 @@ def sample(number: int, *, experts: bool = False) -> Sample:
 @pytest.mark.parametrize("experts", [False, True])
 def test_samples_are_what_they_were(experts):
     given = [sample(number, experts=experts) for number in range(5)]
-    found = SampleColumns.from_samples(given).samples()
-    for one, other in zip(found, given, strict=True):
+    actual = SampleColumns.from_samples(given).samples()
+    for one, other in zip(actual, given, strict=True):
         assert (one.name, one.environment, one.staleness) == (other.name, other.environment, other.staleness)
         assert one.token_ids == other.token_ids and logprobs_of(one) == logprobs_of(other)
         assert mask_of(one) == mask_of(other) and advantages_of(one) == advantages_of(other)
         assert (one.num_tokens, one.num_prompt_tokens, one.num_loss_tokens) == (107, 100, 3)
         assert [segment.rollout_logprobs is None for segment in one.segments] == [True, False, True, False]
         assert np.array_equal(one.routed_experts, other.routed_experts) if experts else one.routed_experts is None
-    assert len({id(one.segments[0].token_ids) for one in found}) == 1
+    assert len({id(one.segments[0].token_ids) for one in actual}) == 1
     assert SampleColumns.from_samples([]).samples() == []
     without = Sample(name="sft", environment="e", segments=(Segment(PROMPT), Segment(PROMPT[:2], is_trained=True)))
     (again,) = SampleColumns.from_samples([without]).samples()
@@ -50,8 +50,8 @@ def test_a_message_of_a_share_is_its_columns_and_not_a_copy():
     message = pack(first)
     numbers = 4 * (100 + 32 * 3 * 2 + 32) + 4 * 32 * 3 * 2
     assert len(message) < 12 and numbers < sum(part.numel() for part in message) < numbers + 8000
-    found = unpack(message)
-    assert found == first and found != second
+    actual = unpack(message)
+    assert actual == first and actual != second
     received = {part.numpy().ctypes.data: part.numel() for part in message}
-    row = np.asarray(found.microbatches[0][0].segments[1].rollout_logprobs).ctypes.data
+    row = np.asarray(actual.microbatches[0][0].segments[1].rollout_logprobs).ctypes.data
     assert any(start <= row < start + size for start, size in received.items())

@@ -52,10 +52,10 @@ def test_it_cannot_be_changed():
 
 def test_a_completion_keeps_eight_bytes_a_token():
     ids, logprobs = np.arange(10_000, dtype=np.int32), np.linspace(-9, 0, 10_000, dtype=np.float32)
-    found = completion(token_ids=ids.tolist(), rollout_logprobs=logprobs.tolist())
-    assert found == completion(token_ids=ids, rollout_logprobs=logprobs) == replace(found)
-    assert 80_000 < len(pickle.dumps(found)) < 81_000 and pickle.loads(pickle.dumps(found)) == found
-    assert found != completion(token_ids=ids[:-1], rollout_logprobs=logprobs[:-1])
+    actual = completion(token_ids=ids.tolist(), rollout_logprobs=logprobs.tolist())
+    assert actual == completion(token_ids=ids, rollout_logprobs=logprobs) == replace(actual)
+    assert 80_000 < len(pickle.dumps(actual)) < 81_000 and pickle.loads(pickle.dumps(actual)) == actual
+    assert actual != completion(token_ids=ids[:-1], rollout_logprobs=logprobs[:-1])
 
 
 def test_a_trajectory_joins_its_segments():

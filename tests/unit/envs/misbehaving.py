@@ -47,8 +47,8 @@ class Judge:
                 file.write(str(child.pid))
             time.sleep(600)
         elif command == "session":
-            words = [sys.executable, "-c", "import time; time.sleep(600)"]
-            child = subprocess.Popen(words, start_new_session=True)
+            args = [sys.executable, "-c", "import time; time.sleep(600)"]
+            child = subprocess.Popen(args, start_new_session=True)
             with open(argument, "w") as file:
                 file.write(str(child.pid))
             time.sleep(600)

@@ -24,10 +24,10 @@ def lengths(median: int, limit: int) -> list[int]:
 
 
 def test_long_tailed_lengths_are_the_same_for_the_same_sessions_and_end_at_the_limit():
-    found = lengths(median=400, limit=100_000)
-    assert found == lengths(median=400, limit=100_000)
-    assert 380 < statistics.median(found) < 425
-    assert 0.006 < found.count(100_000) / len(found) < 0.015  # 1 %; what is drawn stays below
-    below = [length for length in found if length < 100_000]
+    actual = lengths(median=400, limit=100_000)
+    assert actual == lengths(median=400, limit=100_000)
+    assert 380 < statistics.median(actual) < 425
+    assert 0.006 < actual.count(100_000) / len(actual) < 0.015  # 1 %; what is drawn stays below
+    below = [length for length in actual if length < 100_000]
     assert 600 < statistics.fmean(below) < 720  # 400 exp(1/2) = 659
     assert max(lengths(median=400, limit=1000)) == 1000

@@ -30,7 +30,7 @@ def score(reward: RewardConfig, completion: str, answer: str = "", **row):
 
 
 @pytest.mark.parametrize(
-    ("completion", "found"),
+    ("completion", "actual"),
     [
         ("so <answer> 4 </answer>", "4"),
         ("<answer>3</answer> no, <answer>4</answer>", "4"),
@@ -41,8 +41,8 @@ def score(reward: RewardConfig, completion: str, answer: str = "", **row):
         ("work\n#### 42", "42"),
     ],
 )
-def test_the_answer_of_a_completion(completion, found):
-    assert answers.answer_in(completion) == found
+def test_the_answer_of_a_completion(completion, actual):
+    assert answers.answer_in(completion) == actual
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ class TestFunctions:
 
     def test_parts_and_weights(self):
         both = (RewardConfig(function=f"{FUNCTIONS}:everything", weight=0.5), RewardConfig(weight=2.0))
-        found = RowRewards(both).score(prompt("2", level=3), "2")
-        assert found == {"has_answer": 1.0, "level": 3.0, "plus": 1.0, "exact": 1.0, "reward": 0.5 * 5.0 + 2.0}
+        actual = RowRewards(both).score(prompt("2", level=3), "2")
+        assert actual == {"has_answer": 1.0, "level": 3.0, "plus": 1.0, "exact": 1.0, "reward": 0.5 * 5.0 + 2.0}
         own = RowRewards((RewardConfig(function=f"{FUNCTIONS}:weighted"),)).score(prompt(), "x")
         assert own == {"style": 1.0, "reward": 0.25}
 
@@ -164,8 +164,8 @@ class TestFunctions:
         bad = EnvironmentConfig(dataset="b.jsonl", rewards=(RewardConfig(function=f"{FUNCTIONS}:nothing"),))
         sources = {"t": EnvironmentConfig(dataset="t.jsonl", rewards=rewards), "b": bad}
         with ScorePool(sources, num_workers=1, deadline_s=20.0) as pool:
-            found = pool.submit(prompt("2"), "2").result(100)
-            assert found.parts == {"exact": 1.0, "length_share": 0.1} and found.reward == pytest.approx(1.01)
+            actual = pool.submit(prompt("2"), "2").result(100)
+            assert actual.parts == {"exact": 1.0, "length_share": 0.1} and actual.reward == pytest.approx(1.01)
             other = Prompt(prompt_id="b/0", environment="b", token_ids=(), text="", answer="")
             assert "returned None, which is not a number" in pool.submit(other, "x").result(100).detail
 
@@ -176,10 +176,10 @@ class TestFunctions:
         )
         with ScorePool({"t": source}, num_workers=1, deadline_s=20.0) as pool:
             scores = [pool.submit(prompt(str(i)), str(i % 5)) for i in range(40)]
-            found = [score.result(100) for score in scores]
-        assert [one.parts["right"] for one in found] == [float(i < 5) for i in range(40)]
-        assert [one.reward - one.parts["calls"] for one in found] == [2.0 * (i < 5) for i in range(40)]
-        assert max(one.parts["calls"] for one in found) >= 20
+            actual = [score.result(100) for score in scores]
+        assert [one.parts["right"] for one in actual] == [float(i < 5) for i in range(40)]
+        assert [one.reward - one.parts["calls"] for one in actual] == [2.0 * (i < 5) for i in range(40)]
+        assert max(one.parts["calls"] for one in actual) >= 20
 
     @pytest.mark.parametrize(("function", "detail"), [("of_a_batch", "exit code 3"), ("too_few", "1 rewards of")])
     def test_a_call_that_fails_costs_one_completion_its_score(self, function, detail):
@@ -188,12 +188,12 @@ class TestFunctions:
             {"t": EnvironmentConfig(dataset="t.jsonl", rewards=(reward,))}, num_workers=1, deadline_s=20.0
         ) as pool:
             texts = ["1", "2", "stop", "4", "5"]
-            found = [score.result(100) for score in [pool.submit(prompt("4"), text) for text in texts]]
+            actual = [score.result(100) for score in [pool.submit(prompt("4"), text) for text in texts]]
         if function == "too_few":  # with one completion it is right
-            assert [one.status for one in found] == ["scored"] * 5
+            assert [one.status for one in actual] == ["scored"] * 5
         else:
-            assert [one.status == "scored" for one in found] == [text != "stop" for text in texts]
-            assert detail in found[2].detail and found[3].parts["right"] == 1.0
+            assert [one.status == "scored" for one in actual] == [text != "stop" for text in texts]
+            assert detail in actual[2].detail and actual[3].parts["right"] == 1.0
 
     def test_a_function_with_too_few_rewards_is_named(self):
         many = RowRewards((RewardConfig(function=f"{FUNCTIONS}:too_few"),))

@@ -38,12 +38,12 @@ def test_an_attack_ends_alone(name):
     program, expected = ATTACKS[name]
     started = time.monotonic()
     limits = sandbox.Limits(cpu_s=2, tmp_bytes=32 << 20)
-    found = sandbox.run([sys.executable, "-I", "-c", program], deadline_s=4.0, limits=limits)
+    actual = sandbox.run([sys.executable, "-I", "-c", program], deadline_s=4.0, limits=limits)
     seconds = time.monotonic() - started
-    print(f"\n| {name} | {found.reason.splitlines()[-1] if found.reason else 'ends'} | {seconds:.2f} s |")
-    assert found.status != 0 and seconds < 20
-    assert any(part in found.reason for part in expected.split("|")), found
-    assert len(found.stdout) <= limits.file_bytes
+    print(f"\n| {name} | {actual.reason.splitlines()[-1] if actual.reason else 'ends'} | {seconds:.2f} s |")
+    assert actual.status != 0 and seconds < 20
+    assert any(part in actual.reason for part in expected.split("|")), actual
+    assert len(actual.stdout) <= limits.file_bytes
     assert sandbox.run(["/bin/echo", "on"], deadline_s=20).stdout == "on\n"
 
 
@@ -54,16 +54,16 @@ def test_files_of_others_are_not_there(tmp_path):
         folder.chmod(0o755)  # so that permissions are not what protects it
     read = f"print(open({str(secret)!r}).read())"
     assert subprocess.run([sys.executable, "-c", read], capture_output=True, text=True).stdout == "key\n"
-    found = sandbox.run([sys.executable, "-I", "-c", read], deadline_s=20)
-    assert found.stdout == "" and "No such file" in found.reason
+    actual = sandbox.run([sys.executable, "-I", "-c", read], deadline_s=20)
+    assert actual.stdout == "" and "No such file" in actual.reason
 
 
 def test_the_environment_is_empty(monkeypatch):
     monkeypatch.setenv("SECRET", "x")
-    found = sandbox.run(
+    actual = sandbox.run(
         [sys.executable, "-I", "-c", "import os; print(sorted(os.environ), os.getuid())"], deadline_s=20
     )
-    names = found.stdout.rpartition(" ")
+    names = actual.stdout.rpartition(" ")
     assert "SECRET" not in names[0] and (os.getuid() != 0 or names[2].strip() == "65534")
 
 
@@ -71,8 +71,8 @@ def test_input_packages_and_readable_folders(tmp_path):
     tmp_path.chmod(0o755)  # programs of root run as nobody
     (tmp_path / "data.txt").write_text("here")
     program = f"import numpy, sys; print(sys.stdin.read(), open({str(tmp_path / 'data.txt')!r}).read())"
-    found = sandbox.run([sys.executable, "-I", "-c", program], stdin="in", deadline_s=20, readable=(str(tmp_path),))
-    assert found.stdout == "in here\n", found
+    actual = sandbox.run([sys.executable, "-I", "-c", program], stdin="in", deadline_s=20, readable=(str(tmp_path),))
+    assert actual.stdout == "in here\n", actual
 
 
 def test_without_user_namespaces_it_is_refused_by_name(monkeypatch):

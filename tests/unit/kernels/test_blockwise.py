@@ -176,11 +176,11 @@ def test_every_e4m3_number_is_read_as_torch_reads_it():
     for columns in (256, 200):  # whole blocks, and a shorter one
         scale = torch.tensor([[0.3, 7.0]])
         expected = data[:, :columns].float() * scale.repeat_interleave(128, 1)[:, :columns]
-        found = blockwise.dequantize_weight(data[:, :columns], scale)
-        assert torch.equal(found.isnan(), expected.isnan()) and found.isnan().any()
-        assert torch.equal(found.nan_to_num(7e7), expected.nan_to_num(7e7))
+        actual = blockwise.dequantize_weight(data[:, :columns], scale)
+        assert torch.equal(actual.isnan(), expected.isnan()) and actual.isnan().any()
+        assert torch.equal(actual.nan_to_num(7e7), expected.nan_to_num(7e7))
         numbers = ~expected.isnan()
-        assert torch.equal(found[numbers].signbit(), expected[numbers].signbit())  # of zeros, too
+        assert torch.equal(actual[numbers].signbit(), expected[numbers].signbit())  # of zeros, too
 
 
 def _spread(dtype: torch.dtype) -> torch.Tensor:

@@ -46,10 +46,10 @@ def test_sums_and_gradients_are_those_of_weighted_outputs():
     weights = weights.double().requires_grad_()
     token, expert = (each.flatten() for each in goes.t().nonzero(as_tuple=True)[::-1])  # in the dispatcher's order
 
-    found = combine_experts(weighted_in_combine(rows.tanh(), weights[token, expert]), weights, goes, TOP_K)
+    actual = combine_experts(weighted_in_combine(rows.tanh(), weights[token, expert]), weights, goes, TOP_K)
     plain = torch.zeros_like(grad).index_add(0, token, rows.tanh() * weights[token, expert][:, None])
-    torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-6)  # sums are float32
-    ours, theirs = (torch.autograd.grad(out, (rows, weights), grad) for out in (found, plain))
+    torch.testing.assert_close(actual, plain, rtol=1e-6, atol=1e-6)  # sums are float32
+    ours, theirs = (torch.autograd.grad(out, (rows, weights), grad) for out in (actual, plain))
     for mine, other in zip(ours, theirs):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
@@ -59,10 +59,10 @@ def test_a_sum_is_rounded_once():
     rows = torch.randn(NUM_TOKENS * TOP_K, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     values, experts = slots(weights, goes, TOP_K)
     exact = (rows[rows_of(experts)].double() * values.double()[..., None]).sum(dim=1)
-    found = combine_experts(rows, weights, goes, TOP_K)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)
-    assert (found == exact.bfloat16()).double().mean() > 0.999
+    actual = combine_experts(rows, weights, goes, TOP_K)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.double(), exact, rtol=2**-8, atol=1e-6)
+    assert (actual == exact.bfloat16()).double().mean() > 0.999
 
 
 def test_two_parts_are_rounded_before_they_are_added():
@@ -73,9 +73,9 @@ def test_two_parts_are_rounded_before_they_are_added():
     terms = rows[rows_of(experts)].double() * values.double()[..., None]
     first = experts < NUM_EXPERTS // 2
     parts = [(terms * mine[..., None]).sum(dim=1).bfloat16() for mine in (first, ~first)]
-    found = combine_experts(rows, weights, goes, TOP_K, num_parts=2)
-    assert torch.equal(found, parts[0] + parts[1])
-    assert not torch.equal(found, combine_experts(rows, weights, goes, TOP_K))
+    actual = combine_experts(rows, weights, goes, TOP_K, num_parts=2)
+    assert torch.equal(actual, parts[0] + parts[1])
+    assert not torch.equal(actual, combine_experts(rows, weights, goes, TOP_K))
     rows, grad = rows.float().requires_grad_(), torch.randn(NUM_TOKENS, HIDDEN)
     for_one, for_two = (torch.autograd.grad(combine_experts(rows, weights, goes, TOP_K, n), rows, grad) for n in (1, 2))
     assert torch.equal(for_one[0], for_two[0])

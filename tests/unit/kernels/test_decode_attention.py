@@ -67,9 +67,9 @@ def test_compiled_it_reads_the_cache_asynchronously_and_converts_bytes_by_pairs(
         return kind.startswith("*") or name.endswith("_stride")
 
     how = dict(default="i32", is_aligned=is_aligned, num_warps=4)
-    found = instructions(compile_kernel(decode_attention._attend, types, constants, **how)["ptx"])
+    actual = instructions(compile_kernel(decode_attention._attend, types, constants, **how)["ptx"])
     # 128 keys and 128 values of 128 bytes, by 128 threads: 32 bytes of each for a conversion, 2 bytes at a time.
-    assert found["cvt.rn.f16x2.e4m3x2"] == 2 * 128 // 2
+    assert actual["cvt.rn.f16x2.e4m3x2"] == 2 * 128 // 2
     # A product of 16 x 8 x 16 needs 2,048 multiplications: 128 x 8 x 128, twice, by 4 warps.
-    assert found["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] == 2 * 128 * 8 * 128 // 2048 // 4
-    assert found["cp.async.cg.shared.global"] > 0
+    assert actual["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] == 2 * 128 * 8 * 128 // 2048 // 4
+    assert actual["cp.async.cg.shared.global"] > 0

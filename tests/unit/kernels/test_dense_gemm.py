@@ -59,13 +59,13 @@ def test_linear_and_feed_forward_part_call_the_kernels_as_they_want_it(tokens, m
     x, grads = draw(tokens, 256).requires_grad_(), {n: draw(tokens, n, size=1e-3) for n in (256, 768)}
 
     def run():
-        found = []
+        result = []
         for y, weights in (
             (linear_deep_gemm.linear(x, fc1), [fc1.weight]),
             (linear_deep_gemm.mlp(x, fc1, fc2), [fc1.weight, fc2.weight]),
         ):
-            found += [y.detach(), *torch.autograd.grad(y, [x, *weights], grads[y.shape[1]])]
-        return found
+            result += [y.detach(), *torch.autograd.grad(y, [x, *weights], grads[y.shape[1]])]
+        return result
 
     expected, stand_in = run(), StandIn()
     monkeypatch.setattr(gemm, "_is_on_gpu", lambda x: True)

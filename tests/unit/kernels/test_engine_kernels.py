@@ -30,10 +30,10 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
     return x.clamp(-60, 60).bfloat16()
 
 
-def assert_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> None:
     """Half a unit of BF16's last place, and float32's own errors, which are larger where terms cancel."""
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.double(), exact, rtol=2**-8 * 1.01, atol=1e-5)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.double(), exact, rtol=2**-8 * 1.01, atol=1e-5)
 
 
 @in_interpreter
@@ -43,13 +43,13 @@ def test_swiglu(rows, width):
 
     wide = numbers(rows, 2 * width + 8, seed=0).requires_grad_()
     h, grad = wide[:, : 2 * width], numbers(width, rows, seed=1).t()
-    found = swiglu.swiglu(h)
+    actual = swiglu.swiglu(h)
     gate, up = h.detach().chunk(2, dim=1)
     expected = F.silu(gate) * up
-    differ = found != expected  # exp of numpy and of torch may differ in the last bit of float32
-    assert differ.float().mean() < 2e-3 and found.is_contiguous()
-    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
-    (ours,) = torch.autograd.grad(found, wide, grad)
+    differ = actual != expected  # exp of numpy and of torch may differ in the last bit of float32
+    assert differ.float().mean() < 2e-3 and actual.is_contiguous()
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=0)
+    (ours,) = torch.autograd.grad(actual, wide, grad)
     exact = h.detach().double().requires_grad_()
     gate, up = exact.chunk(2, dim=1)
     (theirs,) = torch.autograd.grad(F.silu(gate) * up, exact, grad.double())
@@ -65,10 +65,10 @@ def test_the_routers_weight(rows, width, dtype):
 
     y, grad = numbers(rows, width, seed=0).requires_grad_(), numbers(width, rows, seed=1).t()
     probs = torch.rand(rows, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
-    found = swiglu.weighted(y, probs)
+    actual = swiglu.weighted(y, probs)
     expected = (y * probs[:, None]).to(y.dtype)
-    assert torch.equal(found, expected)
-    dy, dprobs = torch.autograd.grad(found, (y, probs), grad)
+    assert torch.equal(actual, expected)
+    dy, dprobs = torch.autograd.grad(actual, (y, probs), grad)
     assert torch.equal(dy, torch.autograd.grad(expected, y, grad)[0])
     exact = (y.detach().double() * grad.double()).sum(1)
     tolerance = 2**-8 if dtype == torch.bfloat16 else 2e-6
@@ -94,10 +94,10 @@ def test_the_norm(shape):
     generator = torch.Generator().manual_seed(0)
     x = 3 * torch.randn(shape, generator=generator)  # float32: Triton's interpreter does not round to BF16 as GPUs do
     weight = 1 + torch.randn(shape[1], generator=generator) / 4
-    found, scales = batch_invariant.rms_norm(x, weight, 1e-6)
+    actual, scales = batch_invariant.rms_norm(x, weight, 1e-6)
     exact = (x.double().square().mean(dim=1) + 1e-6).rsqrt()
     torch.testing.assert_close(scales.double(), exact, rtol=1e-6, atol=0)
-    assert torch.equal(found, x * scales[:, None] * weight)
+    assert torch.equal(actual, x * scales[:, None] * weight)
 
 
 @in_interpreter
@@ -124,8 +124,8 @@ def test_the_sum_of_experts(sizes):
     total = torch.zeros(num_tokens, hidden)
     for slot in range(top_k):
         total += outputs[rows[:, slot]] * weights[:, slot, None]
-    found = batch_invariant.weighted_sum(outputs, rows, weights)
-    assert torch.equal(found, total)  # the interpreter rounds products, too: no fused multiply-add
+    actual = batch_invariant.weighted_sum(outputs, rows, weights)
+    assert torch.equal(actual, total)  # the interpreter rounds products, too: no fused multiply-add
 
 
 # Of each kernel: vLLM's, what its arguments are called here, constants of both, warps and stages.
@@ -193,13 +193,13 @@ def test_arithmetic_is_that_of_vllms_kernel(name, tmp_path):
     other, constants, theirs, options = KERNELS[name]
     ours = _compiled(getattr(batch_invariant, name), constants, options)
     reference = _compiled(_vllms(other, tmp_path), theirs, options)
-    words = [_ARITHMETIC.findall(each["ptx"]) for each in (ours, reference)]
+    args = [_ARITHMETIC.findall(each["ptx"]) for each in (ours, reference)]
     if name == "_weighted_sum":  # a chain of one instruction; the compiler puts the loop before or behind the store
-        words = [sorted(each) for each in words]
+        args = [sorted(each) for each in args]
     layout = re.compile(r" = #ttg\.((?:blocked|nvidia_mma)<.*>)")
     layouts = [set(layout.findall(each["ttgir"])) for each in (ours, reference)]
     wanted = {"_rms_norm": "sqrt", "_product": "wgmma", "_weighted_sum": "fma"}[name]
-    assert any(wanted in word for word in words[0])
-    assert words[0] == words[1]
+    assert any(wanted in word for word in args[0])
+    assert args[0] == args[1]
     assert layouts[0] == layouts[1] or name == "_weighted_sum"  # nothing is added across threads there
     assert batch_invariant._NORM_BLOCK == 1024 and batch_invariant._TILE == 128 and batch_invariant._TERMS == 64

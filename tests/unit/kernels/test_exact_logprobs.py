@@ -16,19 +16,19 @@ def logits_of(vocab: int, dtype: torch.dtype) -> torch.Tensor:
 def test_they_are_those_of_float64(vocab):
     logits, ids = logits_of(vocab, torch.bfloat16), torch.arange(14).view(7, 2) % vocab
     expected = torch.log_softmax(logits.double(), dim=-1)
-    found = exact_logprobs.token_logprobs(logits, ids)
-    torch.testing.assert_close(found.double(), expected.gather(1, ids), **LOGPROBS_FLOAT32)
-    assert torch.equal(exact_logprobs.log_softmax(logits).gather(1, ids), found)
+    actual = exact_logprobs.token_logprobs(logits, ids)
+    torch.testing.assert_close(actual.double(), expected.gather(1, ids), **LOGPROBS_FLOAT32)
+    assert torch.equal(exact_logprobs.log_softmax(logits).gather(1, ids), actual)
 
 
 def test_neither_the_dtype_nor_the_order_nor_shards_change_a_bit():
     logits = logits_of(5000, torch.bfloat16)
     ids = torch.full((7, 1), 123)
-    found = exact_logprobs.token_logprobs(logits, ids)
-    assert torch.equal(found, exact_logprobs.token_logprobs(logits.float(), ids))
+    actual = exact_logprobs.token_logprobs(logits, ids)
+    assert torch.equal(actual, exact_logprobs.token_logprobs(logits.float(), ids))
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
     place = (order == 123).nonzero().expand(7, 1)
-    assert torch.equal(found, exact_logprobs.token_logprobs(logits[:, order].contiguous(), place))
+    assert torch.equal(actual, exact_logprobs.token_logprobs(logits[:, order].contiguous(), place))
     shifted = logits.float() - logits.float().amax(-1, keepdim=True)
     shards = sum(exact_logprobs.exp_sum(part) for part in shifted.split(1250, dim=1))
     assert torch.equal(shards, exact_logprobs.exp_sum(shifted))
@@ -38,8 +38,8 @@ def test_neither_the_dtype_nor_the_order_nor_shards_change_a_bit():
 def test_a_nan_stays_one_and_masked_logits_are_impossible():
     logits = logits_of(50, torch.float32)
     logits[0, 3], logits[1, 4] = torch.nan, -torch.inf
-    found = exact_logprobs.log_softmax(logits)
-    assert found[0].isnan().all() and found[1, 4] == -torch.inf and found[1:].isfinite().sum() == 6 * 50 - 1
+    actual = exact_logprobs.log_softmax(logits)
+    assert actual[0].isnan().all() and actual[1, 4] == -torch.inf and actual[1:].isfinite().sum() == 6 * 50 - 1
 
 
 def test_attention_does_not_depend_on_the_rest_of_the_batch():

@@ -74,11 +74,11 @@ def expected_padded(x: torch.Tensor, counts: list[int], num_rows: int) -> torch.
     return out
 
 
-def assert_equal(found: Quantized, expected: Quantized, layout: ExpertPermutation) -> None:
+def assert_equal(actual: Quantized, expected: Quantized, layout: ExpertPermutation) -> None:
     """Bytes, scales and numbers of all rows up to the end of the last expert."""
     end = int(layout.offsets[-1])
     for name in ("rows", "row_scales", "columns", "column_scales", "bf16"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours, theirs = getattr(actual, name), getattr(expected, name)
         assert (ours is None) == (theirs is None), name
         if ours is None:
             continue
@@ -127,30 +127,30 @@ def test_no_counts_need_more_rows_than_the_bound():
 def test_columns_are_the_rows_of_each_experts_transpose(scales):
     counts = COUNTS["ragged"]
     layout, x = layout_of(counts, exact=True), random_rows(sum(counts), 256)
-    found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), columns=True, bf16=True)
+    actual = fused_moe.permute_quantize(x, layout, blockwise_format(scales), columns=True, bf16=True)
     padded = expected_padded(x, counts, layout.num_rows)
-    assert torch.equal(found.bf16, padded)
+    assert torch.equal(actual.bf16, padded)
     data, scale = blockwise.quantize_activation(padded, scales)
-    assert torch.equal(found.rows.view(torch.uint8), data.view(torch.uint8)) and torch.equal(found.row_scales, scale)
-    assert found.row_scales.stride() == (1, layout.num_rows)
+    assert torch.equal(actual.rows.view(torch.uint8), data.view(torch.uint8)) and torch.equal(actual.row_scales, scale)
+    assert actual.row_scales.stride() == (1, layout.num_rows)
     offsets = layout.offsets.tolist()
     for begin, end in itertools.pairwise(offsets):
         data, scale = blockwise.quantize_activation(padded[begin:end].t(), scales)
         mine = slice(begin // 128, end // 128)
-        pieces = found.columns.view(torch.uint8)[mine].reshape(-1, 256, 8, 16)
+        pieces = actual.columns.view(torch.uint8)[mine].reshape(-1, 256, 8, 16)
         for feature in range(256):
             line = pieces[:, feature, [piece ^ (feature % 8) for piece in range(8)]]
             assert torch.equal(line.flatten(), data.view(torch.uint8)[feature])
-        assert torch.equal(found.column_scales[mine].t(), scale)
+        assert torch.equal(actual.column_scales[mine].t(), scale)
 
 
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_columns_of_one_expert_may_be_a_matrix(scales):
     layout, x = expert_permutation(torch.tensor([300]), 300, [300], in_matrix=True), random_rows(300, 256)
-    found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), columns=True)
+    actual = fused_moe.permute_quantize(x, layout, blockwise_format(scales), columns=True)
     data, scale = blockwise.quantize_activation(expected_padded(x, [300], 384).t(), scales)
-    assert torch.equal(found.columns.view(torch.uint8), data.view(torch.uint8)) and found.columns.is_contiguous()
-    assert torch.equal(found.column_scales, scale) and found.column_scales.stride() == (1, 256)
+    assert torch.equal(actual.columns.view(torch.uint8), data.view(torch.uint8)) and actual.columns.is_contiguous()
+    assert torch.equal(actual.column_scales, scale) and actual.column_scales.stride() == (1, 256)
     with pytest.raises(ValueError, match="in_matrix needs 1 expert, but tokens_per_expert has 2 experts"):
         expert_permutation(torch.tensor([300, 5]), 305, [300, 5], in_matrix=True)
 
@@ -162,20 +162,20 @@ def test_interpreted_matrices(scales, monkeypatch):
     layout = expert_permutation(torch.tensor([200]), 200, [200], in_matrix=True)
     x, h = random_rows(200, 256), random_gates(256, 128)
     wanted = dict(rows=True, columns=True, bf16=False)
-    found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), **wanted)
-    assert_equal_matrices(found, fused_moe_torch.permute_quantize(x, layout, scales, probs=None, **wanted))
+    actual = fused_moe.permute_quantize(x, layout, blockwise_format(scales), **wanted)
+    assert_equal_matrices(actual, fused_moe_torch.permute_quantize(x, layout, scales, probs=None, **wanted))
     wanted |= dict(activation_columns=True, activation_bf16=False, probs=None)
     dy = random_rows(256, 128, seed=1)
-    found = fused_moe.swiglu_backward_quantize(dy, h, layout, blockwise_format(scales), **wanted)
+    actual = fused_moe.swiglu_backward_quantize(dy, h, layout, blockwise_format(scales), **wanted)
     expected = fused_moe_torch.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
-    assert_equal_matrices(found.dh, expected.dh)
-    assert_equal_matrices(found.activation, expected.activation)
+    assert_equal_matrices(actual.dh, expected.dh)
+    assert_equal_matrices(actual.activation, expected.activation)
 
 
-def assert_equal_matrices(found: Quantized, expected: Quantized) -> None:
-    assert torch.equal(found.columns.view(torch.uint8), expected.columns.view(torch.uint8))
-    assert torch.equal(found.column_scales, expected.column_scales)
-    for ours, theirs in ((found.columns, expected.columns), (found.column_scales, expected.column_scales)):
+def assert_equal_matrices(actual: Quantized, expected: Quantized) -> None:
+    assert torch.equal(actual.columns.view(torch.uint8), expected.columns.view(torch.uint8))
+    assert torch.equal(actual.column_scales, expected.column_scales)
+    for ours, theirs in ((actual.columns, expected.columns), (actual.column_scales, expected.column_scales)):
         assert ours.shape == theirs.shape and ours.stride() == theirs.stride()
 
 
@@ -185,16 +185,16 @@ def test_interpreted_permutation(counts, scales):
     layout = layout_of(counts, exact=scales == "fp32", dropped=1)
     x = random_rows(max(2, layout.num_tokens), width_of(scales))[: layout.num_tokens]
     wanted = dict(rows=True, columns=True, bf16=True)
-    found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), **wanted)
+    actual = fused_moe.permute_quantize(x, layout, blockwise_format(scales), **wanted)
     expected = fused_moe_torch.permute_quantize(x, layout, scales, probs=None, **wanted)
-    assert_equal(found, expected, layout)
+    assert_equal(actual, expected, layout)
     weights = torch.rand(layout.num_tokens)
-    found = fused_moe.permute_quantize(x, layout, blockwise_format(scales), probs=weights, **wanted)
-    assert_equal(found, fused_moe_torch.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
+    actual = fused_moe.permute_quantize(x, layout, blockwise_format(scales), probs=weights, **wanted)
+    assert_equal(actual, fused_moe_torch.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
     garbage = torch.where(layout.experts[:, None] < 0, torch.nan, expected.bf16)
-    found = fused_moe.quantize_rows_columns(garbage, layout, blockwise_format(scales))
+    actual = fused_moe.quantize_rows_columns(garbage, layout, blockwise_format(scales))
     again = fused_moe_torch.quantize_rows_columns(garbage, layout, scales, rows=True, columns=True)
-    assert_equal(found, again, layout)
+    assert_equal(actual, again, layout)
 
 
 @in_interpreter
@@ -205,8 +205,8 @@ def test_interpreted_swiglu(counts, scales, monkeypatch):
     h = random_gates(layout.num_rows, width_of(scales))
     h[layout.experts < 0] = torch.nan
     wanted = dict(rows=True, columns=True, bf16=True)
-    found = fused_moe.swiglu_quantize(h, layout, blockwise_format(scales), **wanted)
-    assert_equal(found, fused_moe_torch.swiglu_quantize(h, layout, scales, **wanted), layout)
+    actual = fused_moe.swiglu_quantize(h, layout, blockwise_format(scales), **wanted)
+    assert_equal(actual, fused_moe_torch.swiglu_quantize(h, layout, scales, **wanted), layout)
 
 
 @in_interpreter
@@ -221,14 +221,14 @@ def test_interpreted_swiglu_backward(counts, scales, monkeypatch):
         x[layout.experts < 0] = torch.nan
     wanted = dict(rows=True, columns=True, bf16=True, activation_columns=True, activation_bf16=True)
     wanted["probs"] = torch.rand(layout.num_tokens) if weighted else None
-    found = fused_moe.swiglu_backward_quantize(dy, h.clone(), layout, blockwise_format(scales), **wanted)
+    actual = fused_moe.swiglu_backward_quantize(dy, h.clone(), layout, blockwise_format(scales), **wanted)
     expected = fused_moe_torch.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
-    assert_equal(found.dh, expected.dh, layout)
-    assert_equal(found.activation, expected.activation, layout)
-    assert (found.dprobs is None) == (expected.dprobs is None) == (not weighted)
+    assert_equal(actual.dh, expected.dh, layout)
+    assert_equal(actual.activation, expected.activation, layout)
+    assert (actual.dprobs is None) == (expected.dprobs is None) == (not weighted)
     if weighted:
         largest = expected.dprobs.abs().max()
-        torch.testing.assert_close(found.dprobs, expected.dprobs, rtol=1e-5, atol=float(largest) * 1e-6)
+        torch.testing.assert_close(actual.dprobs, expected.dprobs, rtol=1e-5, atol=float(largest) * 1e-6)
 
 
 @in_interpreter
@@ -238,9 +238,9 @@ def test_interpreted_unpermutation(counts, weighted):
     layout = layout_of(counts, exact=False, dropped=3)
     y = random_rows(max(2, layout.num_rows), 640)[: layout.num_rows]
     weights = torch.rand(layout.num_tokens) if weighted else None
-    found = fused_moe.unpermute(y, layout, weights)
-    assert torch.equal(found, fused_moe_torch.unpermute(y, layout, weights))
-    assert not found[sum(counts) :].any()
+    actual = fused_moe.unpermute(y, layout, weights)
+    assert torch.equal(actual, fused_moe_torch.unpermute(y, layout, weights))
+    assert not actual[sum(counts) :].any()
 
 
 @in_interpreter
@@ -249,11 +249,11 @@ def test_what_is_not_finite_makes_its_blocks_nan(bad):
     counts = [130, 5]
     layout, x = layout_of(counts, exact=True), torch.ones(135, 256, dtype=torch.bfloat16)
     x[129, 200] = bad
-    found = fused_moe.permute_quantize(x, layout, BLOCKWISE_POW2, columns=True)
-    assert found.row_scales.isnan().nonzero().tolist() == [[129, 1]]
-    assert found.column_scales.isnan().nonzero().tolist() == [[1, 200]]
+    actual = fused_moe.permute_quantize(x, layout, BLOCKWISE_POW2, columns=True)
+    assert actual.row_scales.isnan().nonzero().tolist() == [[129, 1]]
+    assert actual.column_scales.isnan().nonzero().tolist() == [[1, 200]]
     expected = fused_moe_torch.permute_quantize(x, layout, "pow2", rows=True, columns=True, bf16=False, probs=None)
-    assert_equal(found, expected, layout)
+    assert_equal(actual, expected, layout)
 
 
 @in_interpreter
@@ -264,11 +264,11 @@ def test_weights_are_those_of_the_definition(scales):
     weights = random_rows(2 * 256, 384, seed=3).view(2, 256, 384)
     weights[1, :128, 128:256] = 0
     weights[0, 200, 130] = torch.nan
-    found, found_scale = quantize_weights(weights, scales)
+    actual, found_scale = quantize_weights(weights, scales)
     for index, weight in enumerate(weights):
         data, scale = blockwise.quantize_weight(weight, scales)
         torch.testing.assert_close(found_scale[index], scale, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(found[index].float(), data.float(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(actual[index].float(), data.float(), rtol=0, atol=0, equal_nan=True)
     with pytest.raises(ValueError, match=r"multiples of 128, not torch.bfloat16 \[2, 256, 380\]"):
         quantize_weights(weights[:, :, :380].contiguous(), scales)
 
@@ -291,17 +291,17 @@ def test_swiglu_and_its_gradient_are_those_of_autograd():
     (activation[layout.positions.long()] * p[:, None] * dout.double()).sum().backward()
     dy = torch.zeros(256, 256)
     dy[layout.positions.long()] = dout
-    found = fused_moe.swiglu_backward_quantize(
+    actual = fused_moe.swiglu_backward_quantize(
         dy.bfloat16(), h.clone(), layout, BLOCKWISE_POW2, bf16=True, activation_bf16=True, probs=weights
     )
-    torch.testing.assert_close(found.dh.bf16.double(), exact.grad, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(found.dprobs.double(), p.grad, rtol=0.02, atol=0.3)
+    torch.testing.assert_close(actual.dh.bf16.double(), exact.grad, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(actual.dprobs.double(), p.grad, rtol=0.02, atol=0.3)
     expected = activation.detach()[layout.positions.long()] * weights[:, None]
-    found_activation = found.activation.bf16[layout.positions.long()].double()
+    found_activation = actual.activation.bf16[layout.positions.long()].double()
     torch.testing.assert_close(found_activation, expected, rtol=0.02, atol=1e-3)
     forward = fused_moe.swiglu_quantize(h, layout, BLOCKWISE_POW2, bf16=True).bf16
     padding = layout.experts < 0
-    assert not forward[padding].any() and not found.dh.bf16[padding].any()
+    assert not forward[padding].any() and not actual.dh.bf16[padding].any()
 
 
 @in_torch
@@ -335,9 +335,9 @@ def test_bytes_are_those_of_the_tensors():
         return size(q.rows, q.row_scales, q.columns, q.column_scales, q.bf16)
 
     wanted = dict(rows=True, columns=True, bf16=True)
-    found = fused_moe.permute_quantize(x, layout, BLOCKWISE_POW2, **wanted)
+    actual = fused_moe.permute_quantize(x, layout, BLOCKWISE_POW2, **wanted)
     moved = moved_bytes.permute_quantize_bytes(384, 384, 512, **wanted)
-    assert moved == size(x, layout.rows) + size_of(found)
+    assert moved == size(x, layout.rows) + size_of(actual)
     dy = x[:, :256].contiguous()
     gradients = fused_moe.swiglu_backward_quantize(dy, x, layout, BLOCKWISE_POW2, activation_columns=True, **wanted)
     moved = moved_bytes.swiglu_backward_bytes(384, 384, 256, activation_columns=True, **wanted)

@@ -169,9 +169,9 @@ def test_of_equal_logits_the_first_are_chosen_and_gradients_have_the_dtype_of_th
     logits[2, 5] = -200.0  # its share is 0
     logits.requires_grad_()
     scores = routed_scores(logits, 3, RouterConfig(score="softmax", normalize=True))
-    found = [(row >= 0).nonzero().flatten().tolist() for row in scores.detach()]
+    actual = [(row >= 0).nonzero().flatten().tolist() for row in scores.detach()]
     if scores.grad_fn.name().startswith("_Routed"):  # torch.topk on a CPU takes any of equals
-        assert found == [[0, 1, 2], [0, 4, 7], [0, 1, 2]]
-    assert [len(row) for row in found] == [3, 3, 3] and {4, 7} < set(found[1])
+        assert actual == [[0, 1, 2], [0, 4, 7], [0, 1, 2]]
+    assert [len(row) for row in actual] == [3, 3, 3] and {4, 7} < set(actual[1])
     scores.sum().backward()
     assert logits.grad.dtype == torch.bfloat16

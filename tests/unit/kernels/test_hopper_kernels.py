@@ -201,12 +201,12 @@ def test_the_gradient_of_swiglu_is_torchs_in_bytes(swiglu_backward, counts, exac
     wanted = [of_dh.rows, of_dh.row_scales, of_dh.columns, of_dh.column_scales]
     wanted += [of_activation.columns, of_activation.column_scales]
     dh[1] = dh[1].t()
-    for found, right, last in zip(dh, wanted, [end, end] + [end // 128] * 4, strict=True):
-        if found.dtype == torch.uint8:
-            found, right = (torch.where(x & 0x7F == 0x7F, 0x7F, x) for x in (found, right.view(torch.uint8)))
-        same = (found == right) | (found.isnan() & right.isnan())
+    for actual, right, last in zip(dh, wanted, [end, end] + [end // 128] * 4, strict=True):
+        if actual.dtype == torch.uint8:
+            actual, right = (torch.where(x & 0x7F == 0x7F, 0x7F, x) for x in (actual, right.view(torch.uint8)))
+        same = (actual == right) | (actual.isnan() & right.isnan())
         assert same[:last].all(), same[:last].logical_not().nonzero()[:3]
-        assert not found[last:].any(), "rows behind the last expert are left alone"
+        assert not actual[last:].any(), "rows behind the last expert are left alone"
     if weighted:
         dprobs = sums.sum(0)[layout.positions.clamp(min=0).long()]
         torch.testing.assert_close(dprobs, expected.dprobs, rtol=1e-5, atol=1e-6, equal_nan=True)

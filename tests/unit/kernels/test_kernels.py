@@ -32,10 +32,10 @@ def assert_equals_definition(weight: torch.Tensor, scales: str, data: torch.Tens
     expected, expected_scale = blockwise.quantize_weight(weight, scales)
     assert torch.equal(scale.isnan(), expected_scale.isnan())
     assert torch.equal(scale.nan_to_num(-1), expected_scale.nan_to_num(-1))
-    found, expected = data.view(torch.uint8), expected.view(torch.uint8)
+    actual, expected = data.view(torch.uint8), expected.view(torch.uint8)
     is_nan = (expected & 0x7F) == 0x7F
-    assert torch.equal((found & 0x7F) == 0x7F, is_nan)
-    assert torch.equal(found[~is_nan], expected[~is_nan])  # NaN has no sign that means anything
+    assert torch.equal((actual & 0x7F) == 0x7F, is_nan)
+    assert torch.equal(actual[~is_nan], expected[~is_nan])  # NaN has no sign that means anything
 
 
 @in_interpreter
@@ -120,8 +120,8 @@ def test_transposed_bytes():
     from megatron_fp8rl.kernels.triton import quantize
 
     data = torch.randint(0, 256, (3, 256, 384), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    found = quantize.transposed(data.view(torch.float8_e4m3fn))
-    assert found.is_contiguous() and torch.equal(found.view(torch.uint8), data.transpose(1, 2))
+    actual = quantize.transposed(data.view(torch.float8_e4m3fn))
+    assert actual.is_contiguous() and torch.equal(actual.view(torch.uint8), data.transpose(1, 2))
 
 
 EPS = 1e-6

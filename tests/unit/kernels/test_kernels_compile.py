@@ -25,22 +25,22 @@ def test_a_block_is_read_and_written_once_in_vectors(bits, loads, pow2):
 
     constants = {"SOURCE": getattr(triton.language, bits), "POW2": pow2, "ALIGNED": True, "HARDWARE": True}
     types = {"table": "*i64", "matrix_of_block": "*i32"}
-    found = instructions(compile_kernel(quantize._quantize_blocks, types, constants, num_warps=8)["ptx"])
+    actual = instructions(compile_kernel(quantize._quantize_blocks, types, constants, num_warps=8)["ptx"])
     # A thread of 256 has 64 numbers of a block.
-    assert found["ld.global.v4.b32"] == loads and found["st.global.v4.b32"] == 4
-    assert found["cvt.rn.satfinite.e4m3x2.f32"] == 32
+    assert actual["ld.global.v4.b32"] == loads and actual["st.global.v4.b32"] == 4
+    assert actual["cvt.rn.satfinite.e4m3x2.f32"] == 32
     # Divisions round as IEEE says, and nothing flushes subnormal numbers.
-    assert found["div.rn.f32"] == (0 if pow2 else 65) and found["div.full.f32"] == 0
-    assert not [name for name in found if "ftz" in name]
+    assert actual["div.rn.f32"] == (0 if pow2 else 65) and actual["div.full.f32"] == 0
+    assert not [name for name in actual if "ftz" in name]
 
 
 def test_the_digest_adds_in_64_bits():
     from megatron_fp8rl.kernels.triton import digest_tensors
 
     types = {"table": "*i64", "tensor_of_chunk": "*i32", "totals": "*i64"}
-    found = instructions(compile_kernel(digest_tensors._add_chunks, types, {"NARROW": False}, num_warps=4)["ptx"])
-    assert sum(found[name] for name in found if name.startswith("atom") and name.endswith("add.u64")) == 1
-    assert found["ld.global.b64"] == 4 + 4  # of the table, and 4 words a thread in each turn of the loop
+    actual = instructions(compile_kernel(digest_tensors._add_chunks, types, {"NARROW": False}, num_warps=4)["ptx"])
+    assert sum(actual[name] for name in actual if name.startswith("atom") and name.endswith("add.u64")) == 1
+    assert actual["ld.global.b64"] == 4 + 4  # of the table, and 4 words a thread in each turn of the loop
 
 
 def test_bytes_are_transposed_in_vectors():
@@ -48,8 +48,8 @@ def test_bytes_are_transposed_in_vectors():
 
     types = {"data": "*u8", "turned": "*i32", "num_rows": "i32", "num_columns": "i32"}
     how = dict(is_aligned=lambda *_: True, num_warps=8)
-    found = instructions(compile_kernel(quantize._transpose_tiles, types, {}, **how)["ptx"])
-    assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == 4  # a thread of 256 has 64 bytes
+    actual = instructions(compile_kernel(quantize._transpose_tiles, types, {}, **how)["ptx"])
+    assert actual["ld.global.v4.b32"] == actual["st.global.v4.b32"] == 4  # a thread of 256 has 64 bytes
 
 
 _POINTERS = {
@@ -112,16 +112,16 @@ def test_memory_moves_in_vectors_and_registers_suffice(name, constants, launch, 
 
     is_given = isinstance(launch, dict)
     how = launch if is_given else getattr(permute, launch).options(constants["COLUMNS"])
-    found, said = compiled(name, constants, how, tmp_path)
+    actual, output = compiled(name, constants, how, tmp_path)
     size = 4 * how.get("Q", 32) * 128 // (32 * how["num_warps"])  # numbers of a tile that a thread has
-    assert found["ld.global.v4.b32"] == numbers * size // 8
-    assert 16 * found["st.global.v4.b32"] + 8 * found["st.global.v2.b32"] == quantized * size
-    assert found["cvt.rn.satfinite.e4m3x2.f32"] == quantized * size // 2
-    assert not [instruction for instruction in found if instruction.endswith((".b8", ".u8"))]
+    assert actual["ld.global.v4.b32"] == numbers * size // 8
+    assert 16 * actual["st.global.v4.b32"] + 8 * actual["st.global.v2.b32"] == quantized * size
+    assert actual["cvt.rn.satfinite.e4m3x2.f32"] == quantized * size // 2
+    assert not [instruction for instruction in actual if instruction.endswith((".b8", ".u8"))]
     # SwiGLU's gradient is faster on an H200 with four warps that spill a little than with eight that do not.
-    spilled = max(int(size) for size in re.findall(r"(\d+) bytes spill", said))
-    assert spilled <= (352 if launch == "_BACKWARD" else 0), said
-    assert {instruction for instruction in found if "ftz" in instruction} <= {"ex2.approx.ftz.f32"}
+    spilled = max(int(size) for size in re.findall(r"(\d+) bytes spill", output))
+    assert spilled <= (352 if launch == "_BACKWARD" else 0), output
+    assert {instruction for instruction in actual if "ftz" in instruction} <= {"ex2.approx.ftz.f32"}
 
 
 @pytest.mark.parametrize(
@@ -130,35 +130,39 @@ def test_memory_moves_in_vectors_and_registers_suffice(name, constants, launch, 
 def test_experts_on_the_linears_kernels_move_vectors(name, loads, stores, tmp_path):
     """A tile has 8 rows of 256 numbers. Each thread reads its 16 numbers once and writes them once."""
     constants = {"ROWS": 8, "COLUMNS": 256, "HARDWARE": True}
-    found, said = compiled(name, constants, {"num_warps": 4}, tmp_path)
-    assert found["ld.global.v4.b32"] == loads and found["st.global.v4.b32"] == stores
-    assert " 0 bytes spill stores" in said, said
+    actual, output = compiled(name, constants, {"num_warps": 4}, tmp_path)
+    assert actual["ld.global.v4.b32"] == loads and actual["st.global.v4.b32"] == stores
+    assert " 0 bytes spill stores" in output, output
     if name == "_swiglu":
-        assert found["div.rn.f32"] == 16 and not found["div.full.f32"]
+        assert actual["div.rn.f32"] == 16 and not actual["div.full.f32"]
 
 
 def test_engines_quantize_in_vectors(tmp_path):
     """Rows of 4,096 numbers, and tiles of 16 rows and 128 features: a thread has 16 of each tensor."""
     constants = {"BLOCKS": 32, "ADDS": True, "POW2": True, "HARDWARE": True}
-    found, said = compiled("_norm_quantize", constants, {"num_warps": 8}, tmp_path)
-    assert found["ld.global.v4.b32"] == 6 and found["st.global.v4.b32"] == 3 and " 0 bytes spill stores" in said, said
+    actual, output = compiled("_norm_quantize", constants, {"num_warps": 8}, tmp_path)
+    assert actual["ld.global.v4.b32"] == 6 and actual["st.global.v4.b32"] == 3 and " 0 bytes spill stores" in output, (
+        output
+    )
     constants = {"ROWS": 16, "POW2": True, "HARDWARE": True}
-    found, said = compiled("_swiglu_quantize_rows", constants, {"num_warps": 4}, tmp_path)
-    assert found["ld.global.v4.b32"] == 4 and found["st.global.v4.b32"] == 1 and " 0 bytes spill stores" in said, said
+    actual, output = compiled("_swiglu_quantize_rows", constants, {"num_warps": 4}, tmp_path)
+    assert actual["ld.global.v4.b32"] == 4 and actual["st.global.v4.b32"] == 1 and " 0 bytes spill stores" in output, (
+        output
+    )
 
 
 def test_unpermuting_moves_vectors(tmp_path):
     constants = {"WEIGHTED": True, "ROWS": 8, "COLUMNS": 512, "HARDWARE": True}
-    found, said = compiled("_unpermute", constants, {"num_warps": 4}, tmp_path)
-    assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == 4 and " 0 bytes spill stores" in said
+    actual, output = compiled("_unpermute", constants, {"num_warps": 4}, tmp_path)
+    assert actual["ld.global.v4.b32"] == actual["st.global.v4.b32"] == 4 and " 0 bytes spill stores" in output
 
 
 def test_sums_of_a_tokens_rows_move_vectors(tmp_path):
     constants = {"MOST": 8, "WEIGHTED": True, "ROWS": 4, "COLUMNS": 512, "HARDWARE": True}
-    found, said = compiled("_sum_rows", constants, {"num_warps": 4}, tmp_path)
-    assert found["ld.global.v4.b32"] == 2 * 8 and found["st.global.v4.b32"] == 2 and " 0 bytes spill stores" in said, (
-        said
-    )
+    actual, output = compiled("_sum_rows", constants, {"num_warps": 4}, tmp_path)
+    assert (
+        actual["ld.global.v4.b32"] == 2 * 8 and actual["st.global.v4.b32"] == 2 and " 0 bytes spill stores" in output
+    ), output
 
 
 @pytest.mark.parametrize("name", ["_count", "_place", "_scores_gradient"])
@@ -166,8 +170,8 @@ def test_tokens_are_placed_by_small_kernels(name, tmp_path, monkeypatch):
     constants = {"NUM_EXPERTS": 128, "EXPERTS": 128, "TOKENS": 32, "MOST": 8, "SLOTS": 8}
     if name == "_scores_gradient":
         monkeypatch.setitem(TYPES, "out", "*fp32")
-    _, said = compiled(name, constants, {"num_warps": 4}, tmp_path)
-    assert " 0 bytes spill stores" in said, said
+    _, output = compiled(name, constants, {"num_warps": 4}, tmp_path)
+    assert " 0 bytes spill stores" in output, output
 
 
 @pytest.mark.parametrize("columns", [False, True])
@@ -176,17 +180,17 @@ def test_packed_rows_are_read_in_vectors(columns, tmp_path, monkeypatch):
 
     monkeypatch.setitem(TYPES, "x", "*u8")
     how = (permute._QUANTIZE_BOTH if columns else permute._QUANTIZE_ROWS).options(columns)
-    found, said = compiled("_quantize", _QUANTIZED | {"PACKED": True, "COLUMNS": columns}, how, tmp_path)
+    actual, output = compiled("_quantize", _QUANTIZED | {"PACKED": True, "COLUMNS": columns}, how, tmp_path)
     size = 4 * how["Q"] * 128 // (32 * how["num_warps"])  # numbers of a tile that a thread has
-    assert found["ld.global.v4.b32"] * 16 + found["ld.global.v2.b32"] * 8 == size, found
-    assert " 0 bytes spill stores" in said, said
+    assert actual["ld.global.v4.b32"] * 16 + actual["ld.global.v2.b32"] * 8 == size, actual
+    assert " 0 bytes spill stores" in output, output
 
 
 def test_rows_are_packed_in_vectors(tmp_path, monkeypatch):
     monkeypatch.setitem(TYPES, "out", "*u8")
-    found, said = compiled("_pack", {"ROWS": 16, "HARDWARE": True}, {"num_warps": 4}, tmp_path)
-    assert found["ld.global.v4.b32"] == 2 and found["st.global.v4.b32"] + found["st.global.v2.b32"] >= 1, found
-    assert " 0 bytes spill stores" in said, said
+    actual, output = compiled("_pack", {"ROWS": 16, "HARDWARE": True}, {"num_warps": 4}, tmp_path)
+    assert actual["ld.global.v4.b32"] == 2 and actual["st.global.v4.b32"] + actual["st.global.v2.b32"] >= 1, actual
+    assert " 0 bytes spill stores" in output, output
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -195,13 +199,13 @@ def test_experts_are_chosen_by_one_small_kernel(name, normalize, tmp_path, monke
     for argument, kind in (("logits", "*fp32"), ("factor", "fp32"), ("out", "*fp32")):
         monkeypatch.setitem(TYPES, argument, kind)
     constants = {"NUM_EXPERTS": 128, "EXPERTS": 128, "TOKENS": 16, "NORMALIZE": normalize, "MOST": 8}
-    _, said = compiled(name, constants, {"num_warps": 4}, tmp_path)
-    assert " 0 bytes spill stores" in said, said
+    _, output = compiled(name, constants, {"num_warps": 4}, tmp_path)
+    assert " 0 bytes spill stores" in output, output
 
 
 def test_the_layout_is_one_small_kernel(tmp_path):
-    _, said = compiled("_build_layout", {"NUM_EXPERTS": 128, "EXPERTS": 128}, {"num_warps": 4}, tmp_path)
-    assert " 0 bytes spill stores" in said, said
+    _, output = compiled("_build_layout", {"NUM_EXPERTS": 128, "EXPERTS": 128}, {"num_warps": 4}, tmp_path)
+    assert " 0 bytes spill stores" in output, output
 
 
 @pytest.fixture
@@ -213,11 +217,11 @@ def launches(monkeypatch):
 
     from megatron_fp8rl.kernels.triton import permute
 
-    found, compile_and_launch = [], JITFunction.run
+    actual, compile_and_launch = [], JITFunction.run
 
     def compile_alone(self, *args, grid, warmup, **options):
         made = compile_and_launch(self, *args, grid=grid, warmup=True, **options)
-        found.append((self.__name__, grid, made.metadata.shared))
+        actual.append((self.__name__, grid, made.metadata.shared))
 
     kernels = [x for x in vars(permute).values() if isinstance(x, JITFunction)]
     hopper = SimpleNamespace(
@@ -227,7 +231,7 @@ def launches(monkeypatch):
     )
     monkeypatch.setattr(driver, "_active", hopper)
     monkeypatch.setattr(JITFunction, "run", compile_alone)
-    yield found
+    yield actual
     for kernel in kernels:
         kernel.device_caches.clear()
 
@@ -314,8 +318,8 @@ def test_numbers_of_tokens_are_not_specialized(module, argument, number):
     """A run would compile in the middle of a step, for numbers that are divisible by 16 or 1."""
     from triton.runtime.jit import JITFunction
 
-    found = vars(importlib.import_module(f"megatron_fp8rl.kernels.triton.{module}")).values()
-    kernels = [x for x in found if isinstance(x, JITFunction)]
+    actual = vars(importlib.import_module(f"megatron_fp8rl.kernels.triton.{module}")).values()
+    kernels = [x for x in actual if isinstance(x, JITFunction)]
     launched = [kernel for kernel in kernels if kernel.__module__.endswith(module) and "tl.store" in kernel.src]
     params = [param for kernel in launched for param in kernel.params if param.name == argument]
     assert len(params) == number and all(param.do_not_specialize for param in params)

@@ -67,16 +67,16 @@ def test_the_whole_function_is_that_of_torch(monkeypatch, with_entropy):
     hidden, weight = (torch.randn(size, 16, generator=generator).bfloat16() for size in (NUM, 50))
     targets, on = torch.randint(0, 50, (NUM,), generator=generator), torch.randn(NUM, generator=generator)
     shard = logprobs.HeadShard.of(num_rows=50, vocab_size=48, temperature=0.7, chunk_tokens=2, group=None)
-    found = []
+    actual = []
     for kernels in (logprobs._kernels, lambda logits: None):
         monkeypatch.setattr(logprobs, "_kernels", kernels)
         x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         values, entropy = logprobs.token_logprobs(x, w, targets, shard)
         ((values * on).sum() + with_entropy * entropy.sum()).backward()
-        found.append((values.detach(), entropy.detach(), x.grad.float(), w.grad.float()))
-    for ours, theirs in zip(found[0][:2], found[1][:2]):
+        actual.append((values.detach(), entropy.detach(), x.grad.float(), w.grad.float()))
+    for ours, theirs in zip(actual[0][:2], actual[1][:2]):
         torch.testing.assert_close(ours, theirs, **LOGPROBS_FLOAT32)
-    for ours, theirs in zip(found[0][2:], found[1][2:]):
+    for ours, theirs in zip(actual[0][2:], actual[1][2:]):
         assert (ours - theirs).norm() < 2**-8 * theirs.norm()
 
 
@@ -97,5 +97,5 @@ def test_they_compile_without_spilling(tmp_path, name, temperature):
     how = dict(default="*fp32", is_aligned=is_aligned, num_warps=8)
     ptx = compile_kernel(getattr(log_softmax, name), types, constants, **how)["ptx"]
     assert "ld.global.v4.b32" in ptx and (name == "_sum_rows" or "st.global.v4.b32" in ptx)
-    said = register_report(ptx, tmp_path)
-    assert " 0 bytes spill stores" in said, said
+    output = register_report(ptx, tmp_path)
+    assert " 0 bytes spill stores" in output, output

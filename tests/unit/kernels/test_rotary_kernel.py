@@ -45,11 +45,11 @@ def test_bits_are_those_of_torch(name):
     wide, cos, sin, grad, rotary = rotation(name)
     x = wide[..., : grad.shape[-1]]
     expected = rotary.rotate(x, cos, sin)
-    found = rotate.rotate(x, cos, sin, rotary.first_feature, rotary.interleaved)
-    assert torch.equal(found, expected) and found.dtype == torch.bfloat16 and found.is_contiguous()
+    actual = rotate.rotate(x, cos, sin, rotary.first_feature, rotary.interleaved)
+    assert torch.equal(actual, expected) and actual.dtype == torch.bfloat16 and actual.is_contiguous()
     strided = grad.transpose(0, 1).contiguous().transpose(0, 1)
     for gradient in (grad, strided):
-        ours, theirs = (torch.autograd.grad(y, wide, gradient, retain_graph=True)[0] for y in (found, expected))
+        ours, theirs = (torch.autograd.grad(y, wide, gradient, retain_graph=True)[0] for y in (actual, expected))
         assert torch.equal(ours, theirs)
 
 
@@ -72,8 +72,8 @@ def test_products_are_not_fused_with_sums(tmp_path: Path):
     ptx = compile_kernel(_rotate_heads, types, constants, **how)["ptx"]
     assert "fma.rn.f32" not in ptx and "mul" in ptx
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
-    said = register_report(ptx, tmp_path, "--fmad=false")
-    assert " 0 bytes spill stores" in said, said
+    output = register_report(ptx, tmp_path, "--fmad=false")
+    assert " 0 bytes spill stores" in output, output
 
 
 # (tokens, key heads, query heads of each, features of a head)
@@ -126,18 +126,18 @@ def expected(mixed, groups, norms, cos, sin, grads):
         x if w is None else x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * w
         for x, w in zip((query, key), weights)
     ]
-    found = torch.autograd.grad(plain, wanted, turned)
-    parts = (*found[:2], grads[2].float())
+    result = torch.autograd.grad(plain, wanted, turned)
+    parts = (*result[:2], grads[2].float())
     dmixed = torch.cat([part.unflatten(1, (groups, -1)) for part in parts], dim=2).flatten(1)
-    return out, dmixed, found[2:]
+    return out, dmixed, result[2:]
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, share: float = 0.01) -> None:
+def assert_close(actual: torch.Tensor, wanted: torch.Tensor, share: float = 0.01) -> None:
     """Equal but for one in a hundred values, which may be the next BF16 number."""
-    assert found.dtype == torch.bfloat16 and found.shape == wanted.shape
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=2**-9)
-    if found.numel():
-        assert (found != wanted.bfloat16()).float().mean() <= share
+    assert actual.dtype == torch.bfloat16 and actual.shape == wanted.shape
+    torch.testing.assert_close(actual.float(), wanted.float(), rtol=2**-7, atol=2**-9)
+    if actual.numel():
+        assert (actual != wanted.bfloat16()).float().mean() <= share
 
 
 @in_interpreter
@@ -147,14 +147,14 @@ def test_heads_and_gradients_are_those_of_torch(name, has_norms):
     from megatron_fp8rl.kernels.triton import rotate
 
     mixed, groups, norms, cos, sin, grads = heads_case(name, has_norms)
-    found = rotate.split_heads(mixed, groups, norms, EPS, cos, sin)
+    actual = rotate.split_heads(mixed, groups, norms, EPS, cos, sin)
     heads, dmixed, dweights = expected(mixed, groups, norms, cos, sin, grads)
-    for ours, theirs in zip(found, heads, strict=True):
+    for ours, theirs in zip(actual, heads, strict=True):
         assert ours.is_contiguous()
         assert_close(ours, theirs, 0.01 if has_norms else 0.0)
     strided = [grad.transpose(0, 1).contiguous().transpose(0, 1) for grad in grads]
     for gradients in (grads, strided):
-        ours, *of_weights = torch.autograd.grad(found, (mixed, *(norms or ())), gradients, retain_graph=True)
+        ours, *of_weights = torch.autograd.grad(actual, (mixed, *(norms or ())), gradients, retain_graph=True)
         assert_close(ours, dmixed, 0.02 if has_norms else 0.0)
         for one, theirs in zip(of_weights, dweights, strict=True):
             assert_close(one, theirs, 0.05)

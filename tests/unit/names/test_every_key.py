@@ -108,11 +108,11 @@ def test_a_key_that_changes_the_model_is_honoured_or_refused(name):
                 assert not value or named in str(error), (key, value, str(error))
                 continue
             try:
-                found, _ = _logits(changed, state)
+                actual, _ = _logits(changed, state)
             except Exception:  # transformers does not build it either
                 continue
             num_judged += 1
-            assert torch.allclose(found, expected, atol=1e-5), (
+            assert torch.allclose(actual, expected, atol=1e-5), (
                 f"{name}: {key} = {value!r} is read as nothing and changes logits"
             )
     assert num_judged > 10

@@ -122,8 +122,8 @@ def test_an_error_is_told_even_if_its_record_cannot_be_written(tmp_path, monkeyp
     with pytest.raises(RuntimeError, match="what ended the run"), Observer(cfg, True, tmp_path) as observer:
         with observer.step(1):
             raise RuntimeError("what ended the run")
-    said = capsys.readouterr()
-    assert "failure.json could not be written: [Errno 28]" in said.out + said.err
+    output = capsys.readouterr()
+    assert "failure.json could not be written: [Errno 28]" in output.out + output.err
 
 
 @pytest.mark.parametrize("is_there", [True, False])

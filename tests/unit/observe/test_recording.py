@@ -50,11 +50,11 @@ def test_sessions_of_several_turns_and_branches_read_back_equal(tmp_path):
     group = RolloutGroup(prompt=prompt, rollouts=(session, lost, replace(whole, index=2)))
     with closing(RolloutWriter(tmp_path)) as writer:
         writer.write(1, [group])
-    ((_, (found,)),) = read_steps(tmp_path)
-    for read, written in zip(found.rollouts, group.rollouts, strict=True):
+    ((_, (actual,)),) = read_steps(tmp_path)
+    for read, written in zip(actual.rollouts, group.rollouts, strict=True):
         for ours, theirs in zip(read.completions, written.completions, strict=True):
             np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
-    assert _without_experts(found) == _without_experts(group)
+    assert _without_experts(actual) == _without_experts(group)
 
 
 def _without_experts(group: RolloutGroup) -> list:

@@ -22,11 +22,11 @@ def test_arms_differ_in_precision_and_correction_and_share_start_and_seed(tmp_pa
     arms = ["bf16/bf16 corrected", "bf16/bf16 uncorrected", "exact"]
     assert [(one.arm, one.seed) for one in runs] == [(arm, seed) for seed in (4, 5) for arm in arms]
     assert len({one.run_dir for one in runs}) == 6 and not any(one.is_done for one in runs)
-    found = [cli.parse_overrides(TINY, one.overrides) for one in runs[:3]]
-    assert [one.precision.rollout for one in found] == ["bf16", "bf16", "blockwise"]
-    assert [one.precision.exact for one in found] == [False, False, True]
-    assert [one.algo.correction for one in found] == [TINY.algo.correction, "off", TINY.algo.correction]
-    for one in found:
+    actual = [cli.parse_overrides(TINY, one.overrides) for one in runs[:3]]
+    assert [one.precision.rollout for one in actual] == ["bf16", "bf16", "blockwise"]
+    assert [one.precision.exact for one in actual] == [False, False, True]
+    assert [one.algo.correction for one in actual] == [TINY.algo.correction, "off", TINY.algo.correction]
+    for one in actual:
         assert one.model.hf_path == str(tmp_path / "tiny_qwen3_moe_study" / "warm_start" / "warm_start" / "hf")
         assert (one.seed, one.num_steps, one.warm_start.steps) == (4, 2, 0)
 
@@ -41,7 +41,7 @@ def test_a_model_of_ones_own_is_where_all_arms_start(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "changes", "said"),
+    ("options", "changes", "output"),
     [
         ({"arms": ("fp16",)}, (), r"--arms = 'fp16': is not a pair .*bf16/bf16, fp8/bf16, fp8/fp8, exact"),
         ({"seeds": (1, 1)}, (), "--seeds = '1 1': is empty or has duplicates"),
@@ -51,8 +51,8 @@ def test_a_model_of_ones_own_is_where_all_arms_start(tmp_path, monkeypatch):
         ({"arms": ("exact",)}, ("--algo.router_replay", "rollout"), "in arm exact"),
     ],
 )
-def test_what_makes_no_study_is_refused_before_it_starts(options, changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_makes_no_study_is_refused_before_it_starts(options, changes, output):
+    with pytest.raises(ConfigError, match=output):
         plan_runs(cli.parse_overrides(TINY, changes), changes, StudyOptions(**options))
 
 

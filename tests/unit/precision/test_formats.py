@@ -35,8 +35,8 @@ def test_blockwise_is_the_format_of_published_checkpoints():
     published = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     for fmt in (BLOCKWISE_POW2, BLOCKWISE_FP32):
-        found = fmt.hf_quantization_config(["lm_head"])
-        assert found.pop("modules_to_not_convert") == ["lm_head"] and found == published
+        actual = fmt.hf_quantization_config(["lm_head"])
+        assert actual.pop("modules_to_not_convert") == ["lm_head"] and actual == published
         wire = [(t.name, t.dtype, t.shape) for t in fmt.wire_tensors(name, (576, 7168))]
         assert wire == [(name, "float8_e4m3fn", (576, 7168)), (f"{name}_scale_inv", "float32", (5, 56))]
 
@@ -46,13 +46,13 @@ def test_blockwise_is_the_format_of_published_checkpoints():
 def test_quantized_tensors_are_those_that_the_format_describes(shape, scales):
     fmt = formats.rollout_format(PrecisionConfig(scales=scales))
     weight = torch.randn(shape)
-    found = quantizers.quantize(weight, fmt)
+    actual = quantizers.quantize(weight, fmt)
     described = [(getattr(torch, t.dtype), t.shape) for t in fmt.wire_tensors("w", shape)]
-    assert [(t.dtype, tuple(t.shape)) for t in found] == described
-    assert fmt.num_bytes(shape) == sum(t.nbytes for t in found)
-    for tensor, expected in zip(found, quantize_weight(weight, scales), strict=True):
+    assert [(t.dtype, tuple(t.shape)) for t in actual] == described
+    assert fmt.num_bytes(shape) == sum(t.nbytes for t in actual)
+    for tensor, expected in zip(actual, quantize_weight(weight, scales), strict=True):
         assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
-    error = (quantizers.dequantize(*found, fmt) - weight).abs().max()
+    error = (quantizers.dequantize(*actual, fmt) - weight).abs().max()
     assert error <= weight.abs().max() / 16
 
 
@@ -87,12 +87,12 @@ def test_another_format_travels_without_changes_elsewhere(tensor):
     assert len(quantized) == model.num_layers * (4 + 3 * model.num_experts)
     assert {t.quantize for t in quantized} == {"at_source"}
     schedule = plan_schedule(made, model, bucket_bytes=50_000)
-    found: dict[tuple[int, str], int] = {}
+    actual: dict[tuple[int, str], int] = {}
     for messages in schedule.rounds:
         for message in messages.messages:
             for part in message.parts:
                 for rank in message.engine_ranks:
-                    found[rank, part.name] = found.get((rank, part.name), 0) + part.num_bytes
+                    actual[rank, part.name] = actual.get((rank, part.name), 0) + part.num_bytes
     expected = {}
     for transfer in made.transfers:
         for rank, kept in enumerate(transfer.slices):
@@ -104,7 +104,7 @@ def test_another_format_travels_without_changes_elsewhere(tensor):
             expected[rank, transfer.name] = size if transfer.is_fp8 else 2 * size
             if transfer.is_fp8:
                 expected[rank, f"{transfer.name}_scale_inv"] = shape[0] * (shape[1] // 32)
-    assert found == expected
+    assert actual == expected
     assert made.num_bytes == sum(
         math.prod(t.shape) * (33 / 32 if t.is_fp8 else 2) for t in made.transfers
     )  # every side is a multiple of 32

@@ -40,13 +40,13 @@ def test_experts_of_a_rank():
 
 def test_linears_of_a_rank():
     """Qwen3-8B: 32 query heads and 2 x 8 of keys and values, 128 wide."""
-    found = linears_of(make(grpo_qwen3_8b(), world_size=2, tensor=2))
-    assert [(use.name, use.shape) for use in found] == [
+    actual = linears_of(make(grpo_qwen3_8b(), world_size=2, tensor=2))
+    assert [(use.name, use.shape) for use in actual] == [
         ("self_attention.linear_qkv", Linear("linear", 16_384, (32 + 16) * 128 // 2, 4096)),
         ("self_attention.linear_proj", Linear("linear", 16_384, 4096, 4096 // 2)),
         ("mlp.linear_fc1", Linear("mlp", 16_384, 4096, 12_288 // 2)),
     ]
-    assert {use.num_layers for use in found} == {36}
+    assert {use.num_layers for use in actual} == {36}
     assert [use.shape.what for use in linears_of(grpo_qwen3_30b_a3b())] == ["linear", "linear"]
 
 
@@ -76,7 +76,7 @@ def test_operations_match_the_parameters():
 
 def test_auto_is_what_was_faster_on_an_h200():
     moe = make(grpo_qwen3_30b_a3b())
-    for trainer, tokens, found in (
+    for trainer, tokens, actual in (
         ("blockwise", 16_384, "deep_gemm"),
         ("blockwise", 512, "deep_gemm"),
         ("delayed", 16_384, "te"),
@@ -85,7 +85,7 @@ def test_auto_is_what_was_faster_on_an_h200():
         ("bf16", 65_536, "te"),
     ):
         cfg = replace(make(moe, tokens), precision=PrecisionConfig(trainer=trainer))
-        assert chosen("experts", cfg) == found, (trainer, tokens)
+        assert chosen("experts", cfg) == actual, (trainer, tokens)
     assert [chosen("linears", make(grpo_qwen3_8b(), tokens)) for tokens in (1024, 16_384)] == ["te", "deep_gemm"]
 
 
@@ -94,14 +94,14 @@ def test_auto_follows_the_thresholds_in_tokens_and_sides(monkeypatch, field):
     # Of 16,384 tokens each of 128 experts receives 1,024; the largest linear of attention multiplies all.
     tokens = {"linears": 16_384, "experts": 1024}[field]
     cfg = make(grpo_qwen3_30b_a3b())
-    for found, expected in (
+    for actual, expected in (
         (Range(first=tokens), "deep_gemm"),
         (Range(first=tokens + 1), "te"),
         (Range(first=0, last=tokens), "deep_gemm"),
         (Range(first=0, last=tokens - 1), "te"),
         (Range(first=0, smallest_side=4096), "te"),
     ):
-        monkeypatch.setitem(kernel_choice.DEEP_GEMM_IS_FASTER, (field, "blockwise"), found)
+        monkeypatch.setitem(kernel_choice.DEEP_GEMM_IS_FASTER, (field, "blockwise"), actual)
         assert chosen(field, cfg) == expected
         assert chosen(field, replace(cfg, precision=PrecisionConfig(kernels={field: "te"}))) == "te"
     assert chosen(field, replace(cfg, precision=PrecisionConfig(kernels={field: "deep_gemm"}))) == "deep_gemm"

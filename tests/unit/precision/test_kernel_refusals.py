@@ -53,7 +53,7 @@ def build(cfg: RunConfig, generation: Generation, monkeypatch) -> list[Violation
         server_process.vllm_args.engine_environment(cfg, kernels)
         raise Built
 
-    hardware, found = Hardware(generation), []
+    hardware, result = Hardware(generation), []
     parallel = SimpleNamespace(device=torch.device("cpu"), tp_size=cfg.parallel.tensor, tp_rank=0, config=cfg.parallel)
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "local_hardware", lambda: hardware)
@@ -72,12 +72,12 @@ def build(cfg: RunConfig, generation: Generation, monkeypatch) -> list[Violation
             try:
                 entry()
             except ConfigError as error:
-                found += error.violations
+                result += error.violations
             except Built:
                 pass
             else:
                 raise AssertionError("built without its layers or its engines")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(result))
 
 
 def values(group: type, name: str) -> list:
@@ -238,17 +238,17 @@ def _really_built(precisions: list[dict]) -> list[tuple[str, list[str]]]:
     from megatron_fp8rl.trainer.model.build import build_chunks, named_linears
     from megatron_fp8rl.trainer.parallel import Parallel
 
-    parallel, found = Parallel.init(_tiny().parallel, deadline_s=60), []
+    parallel, result = Parallel.init(_tiny().parallel, deadline_s=60), []
     for precision in precisions:
         try:
             chunks = build_chunks(_tiny(**precision), parallel)
         except ConfigError as error:
-            found.append(("refused", [str(v) for v in error.violations]))
+            result.append(("refused", [str(v) for v in error.violations]))
             continue
         linears = [linear for _, linear in named_linears(chunks, parallel) if linear.recipe is not None]
-        found.append(("built", sorted({getattr(linear.gemm, "__name__", "grouped") for linear in linears})))
+        result.append(("built", sorted({getattr(linear.gemm, "__name__", "grouped") for linear in linears})))
     parallel.close()
-    return found
+    return result
 
 
 @pytest.mark.slow
@@ -267,9 +267,9 @@ def test_models_are_built_with_the_kernels_that_were_chosen_or_refused_as_prefli
         {"params": "fp8"},
         {"kernels": {"attention": "engine"}},
     ]
-    (found,) = run_ranks(1, _really_built, precisions)
-    built = [names for status, names in found if status == "built"]
+    (actual,) = run_ranks(1, _really_built, precisions)
+    built = [names for status, names in actual if status == "built"]
     assert built == [["in_torch"], [], ["in_torch"], ["in_torch", "on_deep_gemm"], ["grouped", "in_torch"]]
-    for precision, (status, texts) in zip(precisions, found, strict=True):
+    for precision, (status, texts) in zip(precisions, actual, strict=True):
         kernels = [str(v) for v in rules.check(_tiny(**precision), accelerator="cpu") if v.field in KERNEL_FIELDS]
         assert kernels == (texts if status == "refused" else []), precision

@@ -55,22 +55,22 @@ EXPECTED = {  # by layer; the last of four is for multi-token prediction
 
 def fp8_names(model: ModelConfig, precision: PrecisionConfig) -> set[str]:
     table = LayerTable.build(model, precision)
-    found = {name for name in registry.hf_tensors(model) if table.rollout_format(name).is_quantized}
-    assert found == {name for name in registry.hf_tensors(model) if table.trainer_format(name).is_quantized}
-    return found
+    result = {name for name in registry.hf_tensors(model) if table.rollout_format(name).is_quantized}
+    assert result == {name for name in registry.hf_tensors(model) if table.trainer_format(name).is_quantized}
+    return result
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_projections_of_every_layer_and_nothing_else(family):
     layers = enumerate(EXPECTED[family])
-    expected = {f"model.layers.{layer}.{name}.weight" for layer, found in layers for name in found}
+    expected = {f"model.layers.{layer}.{name}.weight" for layer, actual in layers for name in actual}
     assert fp8_names(MODELS[family], PrecisionConfig()) == expected
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_edges_stay_bf16(family):
-    found = fp8_names(MODELS[family], PrecisionConfig(bf16_first_layers=1, bf16_last_layers=1))
-    layers = {int(name.split(".")[2]) for name in found}
+    actual = fp8_names(MODELS[family], PrecisionConfig(bf16_first_layers=1, bf16_last_layers=1))
+    layers = {int(name.split(".")[2]) for name in actual}
     assert layers == ({1} if MODELS[family].num_mtp_layers == 0 else {1, 3})
 
 

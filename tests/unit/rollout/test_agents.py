@@ -36,12 +36,12 @@ MARK = "MEGATRON_FP8RL_TEST_OF_AGENTS"  # agents inherit such variables
 
 def descendants(mark: str) -> list[psutil.Process]:
     """Agent workers of this test, and what they have started."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark and process.pid != os.getpid():
-                found.append(process)
-    return [one for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+                result.append(process)
+    return [one for one in result if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_two_turns_and_a_tool_are_one_trajectory():
@@ -210,8 +210,8 @@ class AgentServer(BaseHTTPRequestHandler):
         extra_body = json.loads(parameters["metadata"]["extra_body"])
         answer = client.chat.completions.create(model="policy", messages=parameters["input"], extra_body=extra_body)
         text = answer.choices[0].message.content
-        found = {"reward": float(text == row["sum"])} if row["sum"] else {"error": "no reward"}
-        content = json.dumps(row | found).encode()
+        actual = {"reward": float(text == row["sum"])} if row["sum"] else {"error": "no reward"}
+        content = json.dumps(row | actual).encode()
         self.send_response(500 if row["sum"] == "breaks" else 200)
         self.send_header("content-length", str(len(content)))
         self.end_headers()

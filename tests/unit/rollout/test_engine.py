@@ -109,11 +109,11 @@ def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
 
 def test_graphs_without_a_compiler():
     cfg = tiny_qwen3_moe()
-    found = gpu_arguments(cfg, graphs="plain")["compilation-config"]
-    assert found == {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
+    actual = gpu_arguments(cfg, graphs="plain")["compilation-config"]
+    assert actual == {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
     assert "compilation-config" not in gpu_arguments(cfg, graphs="none")
     assert "compilation-config" not in gpu_arguments(cfg, graphs="compiled")
-    assert gpu_arguments(cfg, batch_invariant=True, graphs="compiled")["compilation-config"] == found
+    assert gpu_arguments(cfg, batch_invariant=True, graphs="compiled")["compilation-config"] == actual
 
 
 def test_sleeping_and_expert_parallelism():
@@ -141,8 +141,8 @@ def test_vllm_takes_every_option():
         expert=2,
         graphs="plain",
     )
-    words = vllm_args.server_command(arguments, listen_fd=3)[5:]
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    args = vllm_args.server_command(arguments, listen_fd=3)[5:]
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(args)
     assert parsed.enable_sleep_mode and parsed.enable_expert_parallel
     assert (parsed.linear_backend, parsed.moe_backend) == ("deep_gemm", "triton")
     assert AttentionConfig.validate_backend_before(parsed.attention_backend).name == "FLASH_ATTN"
@@ -225,7 +225,7 @@ def test_only_ranks_of_this_host_count():
 
 
 @pytest.mark.parametrize(
-    ("world", "replicas", "tensor", "where", "shown", "field", "words"),
+    ("world", "replicas", "tensor", "where", "shown", "field", "args"),
     [
         (4, 5, 1, "colocated", 8, "--engine.num_replicas = 5", "Lower it to 4, or --engine.placement separate"),
         (1, 1, 2, "colocated", 8, "--engine.num_replicas = 1", "Lower --engine.tensor to 1"),
@@ -234,11 +234,11 @@ def test_only_ranks_of_this_host_count():
         (4, 1, 1, "separate", 2, "--parallel.world_size = 4", "which shows 2 GPUs (0, 1). Lower it to 2"),
     ],
 )
-def test_too_few_gpus_are_refused_with_a_remedy(world, replicas, tensor, where, shown, field, words):
+def test_too_few_gpus_are_refused_with_a_remedy(world, replicas, tensor, where, shown, field, args):
     cfg = run(world=world, replicas=replicas, tensor=tensor, where=where)
     with pytest.raises(ConfigError) as error:
         placement.assign(cfg.engine, gpus(shown), local_ranks=world, world_size=cfg.parallel.world_size)
-    assert field in str(error.value) and words in str(error.value)
+    assert field in str(error.value) and args in str(error.value)
 
 
 def test_an_engine_sees_its_gpus_and_nothing_of_the_trainers_settings(monkeypatch, tmp_path):

@@ -88,8 +88,8 @@ def test_one_that_neither_lives_nor_ends_is_given_up(tmp_path, monkeypatch):
     ],
 )
 def test_the_end_of_a_process_has_its_code_or_its_signal(script, exit_, text):
-    found = Exit.from_returncode(subprocess.run(["bash", "-c", script], check=False).returncode)
-    assert (found, str(found), found.was_killed) == (exit_, text, exit_.signal == 9)
+    actual = Exit.from_returncode(subprocess.run(["bash", "-c", script], check=False).returncode)
+    assert (actual, str(actual), actual.was_killed) == (exit_, text, exit_.signal == 9)
 
 
 class FakeEngine(EngineClient):

@@ -50,12 +50,12 @@ def test_what_would_change_the_distribution_is_refused_by_name(tmp_path):
 
     engine = Slow(None)
     (rollout,) = play(config("misbehaving_client"), prompt(file=str(tmp_path / "said")), engines=[engine])
-    said = (tmp_path / "said").read_text()
-    assert rollout.detail == "the agent has asked for nothing", said
+    output = (tmp_path / "said").read_text()
+    assert rollout.detail == "the agent has asked for nothing", output
     for name in ("n = 2", "frequency_penalty = 0.5", "response_format", "max_tokens = -1", "not a list of messages"):
-        assert name in said, said
+        assert name in output, output
     for name in ("is not a message", "min_p = 0.1", "withdrawn", "names no session"):
-        assert name in said, said
+        assert name in output, output
     assert engine.cancelled == 1
 
 

@@ -37,10 +37,10 @@ class Mortal(Client):
     dies_at = 0
 
     async def generate(self, prompt, n, seed, *, sampling=None):
-        found = await super().generate(prompt, n, seed, sampling=sampling)
+        result = await super().generate(prompt, n, seed, sampling=sampling)
         if self.dies_at and len(self.prompts) >= self.dies_at:
             raise EngineDeadError("rollout-0 died with exit code -9")
-        return found
+        return result
 
 
 class MortalFleet(Fleet):
@@ -188,9 +188,9 @@ class Frail(Source):
         self.ends = [*ends]
 
     async def next(self, index: int) -> Replica | None:
-        if (found := await super().next(index)) is not None and self.ends:
-            found.exited.set_result(self.ends.pop(0))
-        return found
+        if (result := await super().next(index)) is not None and self.ends:
+            result.exited.set_result(self.ends.pop(0))
+        return result
 
 
 def test_one_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypatch, started):
@@ -303,8 +303,8 @@ def test_a_question_that_is_late_because_the_trainer_was_suspended_ends_no_repli
     client = fleet.clients[0]
     monkeypatch.setattr(fleet_module, "_PROBE_S", 600.0)
     monkeypatch.setattr(fleet_module.EngineClient, "_call", call)
-    found = [fleet.sync(client.is_silent(20.0), 60.0) for _ in range(3)]
-    assert found == [False, False, True] and not answers
+    actual = [fleet.sync(client.is_silent(20.0), 60.0) for _ in range(3)]
+    assert actual == [False, False, True] and not answers
 
 
 def test_requests_that_wait_for_weights_hear_of_the_end_of_their_replica(started):

@@ -30,7 +30,7 @@ def config(tmp_path_factory):
     from vllm.v1.core.kv_cache_utils import init_none_hash
 
     model = write_model_dir(tiny.tiny_qwen3(), tmp_path_factory.mktemp("scheduler") / "model")
-    found = EngineArgs(
+    result = EngineArgs(
         model=str(model),
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=16,
@@ -38,9 +38,9 @@ def config(tmp_path_factory):
         dtype="bfloat16",
         skip_tokenizer_init=True,
     ).create_engine_config()
-    found.scheduler_config.async_scheduling = True
+    result.scheduler_config.async_scheduling = True
     init_none_hash(sha256)
-    return found
+    return result
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_steps_and_completions_are_vllms(config, case):
     options = {"spread": 0, "common": 0, "max_tokens": 40, "num_blocks": 4000, "stops_one_in": 0} | CASES[case]
-    found = {}
+    actual = {}
     for kind in ("vllm", "holding", "ours"):
         rng = random.Random(case)
         requests = [
@@ -203,17 +203,17 @@ def test_steps_and_completions_are_vllms(config, case):
             one.max_tokens = min(one.max_tokens, MAX_MODEL_LEN - one.num_prompt_tokens)
         arrivals = sorted(rng.randrange(options["spread"] + 1) for _ in requests)
         aborts = {rng.randrange(5, 60): f"r{i}" for i in range(0, 24, 3)} if options.get("aborts") else {}
-        found[kind] = drive(
+        actual[kind] = drive(
             make(config, kind, options["num_blocks"]),
             requests,
             arrivals=arrivals,
             aborts=aborts,
             stops_one_in=options["stops_one_in"],
         )
-    (theirs, their_messages) = found["vllm"]
+    (theirs, their_messages) = actual["vllm"]
     assert len(theirs) > 30
     ended = {name for name, messages in their_messages.items() if messages[-1].finish_reason is not None}
-    for ours, our_messages in (found["holding"], found["ours"]):
+    for ours, our_messages in (actual["holding"], actual["ours"]):
         for number, (expected, step) in enumerate(zip(theirs, ours, strict=True)):
             assert step == expected, f"step {number}"
         assert set(our_messages) == ended and len(ended) >= 16

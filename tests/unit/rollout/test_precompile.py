@@ -92,11 +92,11 @@ def environment_on(generation: str, cfg) -> dict[str, str]:
 def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     cfg = grpo_qwen3_8b()
     fp8 = replace(cfg, precision=replace(cfg.precision, rollout="blockwise"))
-    said = environment_on("hopper", fp8)[deep_gemm_warmup.LINEARS_VARIABLE]
-    assert said.split()[:3] == ["--deadline-s=720", "--sizes", "4096,4096"]
+    output = environment_on("hopper", fp8)[deep_gemm_warmup.LINEARS_VARIABLE]
+    assert output.split()[:3] == ["--deadline-s=720", "--sizes", "4096,4096"]
     asked: list = []
     monkeypatch.setattr(deep_gemm_warmup, "ensure", lambda *words, **more: asked.append((*words, more)) or True)
-    assert deep_gemm_warmup.main(said.split()) == 0
+    assert deep_gemm_warmup.main(output.split()) == 0
     trained = tuple(deep_gemm_warmup.trainer_sizes(fp8.model, fp8.precision, fp8.parallel.tensor))
     work = Work(tuple(deep_gemm_warmup.linear_sizes(fp8.model, fp8.precision, fp8.engine)), 8192, trained, 8192)
     assert asked == [(work, {"deadline_s": 720.0})] and trained

@@ -30,14 +30,14 @@ _AGENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c',
 @pytest.mark.parametrize("end", ["agent", "server", "asked"])
 def test_replica_and_server_end_together(end, tmp_path):
     path = tmp_path / "replicas" / "rollout-0.json"
-    words = ["replica", "tiny_qwen3_moe", "--engine.placement", "remote", "--replica", "0", "--endpoint", str(path)]
+    args = ["replica", "tiny_qwen3_moe", "--engine.placement", "remote", "--replica", "0", "--endpoint", str(path)]
     environment = os.environ | {
         "LAUNCH_ADDRESS": "127.0.0.1",
         "LAUNCH_INCARNATION": "2001",
         "LAUNCH_LOG": "/l/rollout-0.log",
     }
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    agent = subprocess.Popen([sys.executable, "-c", _AGENT, _REPLICA, *words], env=environment, start_new_session=True)
+    agent = subprocess.Popen([sys.executable, "-c", _AGENT, _REPLICA, *args], env=environment, start_new_session=True)
     try:
         until(lambda: Endpoint.read(path) is not None, "the endpoint file")
         endpoint = Endpoint.read(path)

@@ -166,12 +166,12 @@ def test_a_replay_goes_on_in_the_prompts_where_the_recorded_run_was(tmp_path):
             positions.append(live.position)
     cfg = replace(live.cfg, sampling=replace(live.cfg.sampling, replay=str(recording)))
     replayed = RolloutStream(cfg, None, Numbers(), None, live._parallel)
-    found = []
+    actual = []
     for step in (1, 2, 3):
         replayed.next_groups()
-        found.append(replayed.position)
+        actual.append(replayed.position)
         replayed.after_update(step)
-    assert found == positions == [4, 8, 12]
+    assert actual == positions == [4, 8, 12]
 
 
 def test_a_run_that_ends_early_gives_up_what_it_has_begun():
@@ -315,8 +315,8 @@ def test_tokens_beyond_the_bound_are_context_and_not_trained():
         for i, one in enumerate(group.rollouts)
     )
     cfg, groups = stream.cfg, [replace(group, rollouts=rollouts)]
-    found = to_samples(groups, load_advantage(cfg.algo), cfg.algo, cfg.sampling, stream.version)
-    for sample in found:
+    actual = to_samples(groups, load_advantage(cfg.algo), cfg.algo, cfg.sampling, stream.version)
+    for sample in actual:
         assert mask_of(sample) == [False] * 26 + [True] * 15 and sample.num_prompt_tokens == 1
         assert sample.staleness == 1 and not any(advantages_of(sample)[:26]) and all(advantages_of(sample)[26:])
 

@@ -110,9 +110,9 @@ def test_a_residual_sum_is_rounded_and_then_normalized(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     x, stream, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((7, 96), (7, 96), (96,)))
     before = x.clone(), stream.clone()
-    found, summed = layernorm.rms_norm_batch_invariant(x, weight, 1e-5, residual=stream)
+    actual, summed = layernorm.rms_norm_batch_invariant(x, weight, 1e-5, residual=stream)
     assert torch.equal(summed, (x.float() + stream.float()).bfloat16())
-    assert torch.equal(found, kernel(summed, weight, 1e-5)) and calls == [1e-5, 1e-5]
+    assert torch.equal(actual, kernel(summed, weight, 1e-5)) and calls == [1e-5, 1e-5]
     assert torch.equal(x, before[0]) and torch.equal(stream, before[1])
     assert torch.equal(layernorm.rms_norm_batch_invariant(x, weight, 1e-5), kernel(x, weight, 1e-5))
 

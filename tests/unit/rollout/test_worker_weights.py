@@ -21,22 +21,22 @@ def placed() -> list:
     made = plan(DENSE, table(DENSE, "fp8"), LAYOUTS[0], EngineLayout())
     rounds = plan_schedule(made, DENSE, bucket_bytes=1 << 15).rounds
     parts = [part for number in rounds for message in number.messages for part in message.parts]
-    generator, scales, found = torch.Generator().manual_seed(2), {}, []
+    generator, scales, result = torch.Generator().manual_seed(2), {}, []
     for part in (p for p in parts if not p.is_scale):
         data = torch.randn(part.shape, generator=generator).bfloat16()
         if part.transfer.is_fp8:
             data, scales[part.name, part.start // 128] = quantize_weight(data, "pow2")
-        found.append((part, data.clone(), data))
+        result.append((part, data.clone(), data))
     for part in (p for p in parts if p.is_scale):
         scale = scales[part.transfer.name, part.start]
-        found.append((part, scale.clone(), scale))
-    return found
+        result.append((part, scale.clone(), scale))
+    return result
 
 
 def pieces(placed: list, name: str) -> list:
-    found = [one for one in placed if one[0].name == name]
-    assert len(found) > 2
-    return found
+    result = [one for one in placed if one[0].name == name]
+    assert len(result) > 2
+    return result
 
 
 def test_equal_kernels_pass(placed):

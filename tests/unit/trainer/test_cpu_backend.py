@@ -46,9 +46,9 @@ def test_the_gradient_of_a_bf16_embedding_is_rounded_once():
     gradient = torch.rand(3000, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight = torch.randn(4, 8, dtype=torch.bfloat16).requires_grad_()
     ids = torch.full((3000,), 2)
-    found = layers.F.embedding(ids, weight)
-    assert torch.equal(found, weight[ids])
-    found.backward(gradient)
+    actual = layers.F.embedding(ids, weight)
+    assert torch.equal(actual, weight[ids])
+    actual.backward(gradient)
     assert torch.equal(weight.grad[2], gradient.double().sum(0).bfloat16())
     assert not weight.grad[[0, 1, 3]].any()
 

@@ -45,12 +45,12 @@ def products(y, inputs, grad) -> dict:
     return {"y": y.detach(), "dx": gradients[0]} | {f"dW{i}": dw for i, dw in enumerate(gradients[1:], 1)}
 
 
-def assert_as_close(found: dict, reference: dict, exact: dict) -> None:
+def assert_as_close(actual: dict, reference: dict, exact: dict) -> None:
     """Gradients are as close to float64 as those of the recipe's reference path."""
-    assert torch.equal(found["y"], reference["y"])
-    ours, theirs = decibels(found, exact), decibels(reference, exact)
+    assert torch.equal(actual["y"], reference["y"])
+    ours, theirs = decibels(actual, exact), decibels(reference, exact)
     for key, tensor in reference.items():
-        assert found[key].shape == tensor.shape and found[key].dtype == tensor.dtype, key
+        assert actual[key].shape == tensor.shape and actual[key].dtype == tensor.dtype, key
         assert ours[key] > theirs[key] - 0.3, (key, ours, theirs)
 
 
@@ -64,10 +64,10 @@ def exact_linear(x, weight, grad) -> dict:
 def test_a_linear_is_that_of_the_recipe(tokens, scales):
     ours, grad = matrix(N, K, scales), draw(tokens, N, seed=3, size=1e-3)
     x, recipe = draw(tokens, K, seed=2).requires_grad_(), make_recipe(PrecisionConfig(scales=scales))
-    found = products(linear_deep_gemm.linear(x, ours), [x, ours.weight], grad)
+    actual = products(linear_deep_gemm.linear(x, ours), [x, ours.weight], grad)
     reference = products(quantized_linear(x, (ours.weight,), recipe), [x, ours.weight], grad)
-    assert_as_close(found, reference, exact_linear(x, ours.weight, grad))
-    assert torch.equal(found["dx"], reference["dx"])
+    assert_as_close(actual, reference, exact_linear(x, ours.weight, grad))
+    assert torch.equal(actual["dx"], reference["dx"])
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
@@ -79,10 +79,10 @@ def test_an_order_of_rows_changes_the_blocks_and_nothing_else(is_fused):
     reference = products(y, [x, ours.weight], grad)
     if is_fused:
         give_buffer(ours.weight, 0.0)
-    found = products(linear_deep_gemm.linear(x, ours), [x, ours.weight], grad)
+    actual = products(linear_deep_gemm.linear(x, ours), [x, ours.weight], grad)
     if is_fused:
-        found["dW1"] = ours.weight.main_grad.bfloat16()
-    assert_as_close(found, reference, exact_linear(x, ours.weight, grad))
+        actual["dW1"] = ours.weight.main_grad.bfloat16()
+    assert_as_close(actual, reference, exact_linear(x, ours.weight, grad))
 
 
 def plain_mlp(x, w1, w2, recipe) -> torch.Tensor:
@@ -102,10 +102,10 @@ def test_a_feed_forward_part_is_that_of_two_linears(tokens, scales):
     fc1, fc2 = matrix(2 * FEATURES, K, scales, seed=4), matrix(K, FEATURES, scales, seed=5)
     x, grad = draw(tokens, K, seed=2).requires_grad_(), draw(tokens, K, seed=3, size=1e-3)
     inputs = [x, fc1.weight, fc2.weight]
-    found = products(linear_deep_gemm.mlp(x, fc1, fc2), inputs, grad)
+    actual = products(linear_deep_gemm.mlp(x, fc1, fc2), inputs, grad)
     recipe = make_recipe(PrecisionConfig(scales=scales))
     reference = products(plain_mlp(*inputs, recipe), inputs, grad)
-    assert_as_close(found, reference, exact_mlp(*inputs, grad))
+    assert_as_close(actual, reference, exact_mlp(*inputs, grad))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,9 +133,9 @@ def test_no_token_at_all():
         (linear_deep_gemm.linear(x, fc1), [x, fc1.weight]),
         (linear_deep_gemm.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight]),
     ):
-        found = products(y, inputs, y.detach())
-        assert len(found["y"]) == 0 and found["dx"].shape == x.shape
-        assert not any(found[key].any() for key in found if key.startswith("dW"))
+        actual = products(y, inputs, y.detach())
+        assert len(actual["y"]) == 0 and actual["dx"].shape == x.shape
+        assert not any(actual[key].any() for key in actual if key.startswith("dW"))
     give_buffer(fc1.weight, 3.0)
     linear_deep_gemm.linear(x, fc1).sum().backward()
     assert (fc1.weight.main_grad == 3).all() and fc1.weight.grad_added_to_main_grad

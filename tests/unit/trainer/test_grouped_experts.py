@@ -52,18 +52,18 @@ def test_output_and_gradients(name, shape):
     counts = COUNTS[shape]
     grouped, plain = build(name, counts)
     tokens = draw_tokens(counts, H)
-    found, reference = run_experts(grouped, counts, *tokens), run_experts(plain, counts, *tokens)
-    assert torch.equal(found["y"], reference["y"])
+    actual, reference = run_experts(grouped, counts, *tokens), run_experts(plain, counts, *tokens)
+    assert torch.equal(actual["y"], reference["y"])
     for key, tensor in reference.items():
-        assert found[key].shape == tensor.shape and found[key].dtype == tensor.dtype, key
+        assert actual[key].shape == tensor.shape and actual[key].dtype == tensor.dtype, key
     exact = exact_experts(grouped, counts, *tokens)
-    ours, theirs = decibels(found, exact), decibels(reference, exact)
+    ours, theirs = decibels(actual, exact), decibels(reference, exact)
     for key, ratio in ours.items():
         # There are few of dprobs, and they come from what reaches fc2's input here, from fc2's output there.
         assert ratio > theirs[key] - (2.5 if key == "dprobs" else 0.3), (key, ours, theirs)
     for key in ("dW1", "dW2"):
         empty = [index for index, count in enumerate(counts) if not count]
-        assert not found[key][empty].any()
+        assert not actual[key][empty].any()
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -75,9 +75,9 @@ def test_weight_gradients_are_added_to_main_grad_without_a_copy(name, monkeypatc
     give_gradient_buffers(grouped, fill=2.0)
     monkeypatch.setattr(torch, "zeros", None)  # gradients that are not adjacent would need a buffer
     for _ in range(2):
-        found = run_experts(grouped, counts, *tokens)
+        actual = run_experts(grouped, counts, *tokens)
     for key in ("dW1", "dW2"):
-        assert torch.allclose((found[key] - 2).bfloat16(), (2 * once[key].float()).bfloat16(), rtol=2**-7, atol=1e-6)
+        assert torch.allclose((actual[key] - 2).bfloat16(), (2 * once[key].float()).bfloat16(), rtol=2**-7, atol=1e-6)
     assert all(parameter.grad_added_to_main_grad for parameter in grouped.parameters())
 
 
@@ -124,10 +124,10 @@ def test_gradient_buffers_that_lie_apart(dtype):
     once = run_experts(grouped, counts, *tokens)
     for parameter in grouped.parameters():
         parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones_like(parameter, dtype=dtype), False
-    found = run_experts(grouped, counts, *tokens)
+    actual = run_experts(grouped, counts, *tokens)
     for key in ("dW1", "dW2"):
         atol = 2**-8 if dtype == torch.bfloat16 else 1e-6
-        assert torch.allclose(found[key].float() - 1, once[key].float(), rtol=2**-7, atol=atol)
+        assert torch.allclose(actual[key].float() - 1, once[key].float(), rtol=2**-7, atol=atol)
 
 
 def test_a_view_of_tensors_that_lie_one_behind_the_other():
@@ -188,9 +188,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(name):
 def test_no_token_at_all(name):
     grouped, _ = build(name, [0, 0, 0])
     tokens = draw_tokens([0, 0, 0], H)
-    found = run_experts(grouped, [0, 0, 0], *tokens)
-    assert found["y"].shape == found["dx"].shape == (0, H) and found["dprobs"].shape == (0,)
-    assert found["dW1"].shape == (3, 2 * FEATURES, H) and not found["dW1"].any() and not found["dW2"].any()
+    actual = run_experts(grouped, [0, 0, 0], *tokens)
+    assert actual["y"].shape == actual["dx"].shape == (0, H) and actual["dprobs"].shape == (0,)
+    assert actual["dW1"].shape == (3, 2 * FEATURES, H) and not actual["dW1"].any() and not actual["dW2"].any()
     give_gradient_buffers(grouped, fill=3.0)
     assert (run_experts(grouped, [0, 0, 0], *tokens)["dW1"] == 3).all()
     assert all(parameter.grad_added_to_main_grad for parameter in grouped.parameters())
@@ -204,11 +204,11 @@ def test_what_is_not_finite_shows_in_its_own_expert_alone(name, value):
     x, probs, grad = draw_tokens(counts, H)
     with torch.no_grad():
         x[50, 7] = value
-    found = run_experts(grouped, counts, x, probs, grad)
-    is_bad = ~torch.isfinite(found["y"]).all(dim=1)
+    actual = run_experts(grouped, counts, x, probs, grad)
+    is_bad = ~torch.isfinite(actual["y"]).all(dim=1)
     assert is_bad.nonzero().flatten().tolist() == [50]
     for key in ("dW1", "dW2"):
-        assert [bool(torch.isfinite(dw).all()) for dw in found[key]] == [True, True, False]
+        assert [bool(torch.isfinite(dw).all()) for dw in actual[key]] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

@@ -36,11 +36,11 @@ def test_gradients_of_a_norm_and_its_stream_are_added(monkeypatch):
     expected = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
     assert torch.equal(same, x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    for found, wanted in [((y, same), (expected, x)), ((y,), (expected,)), ((same,), (x,))]:
-        grads = (up, stream) if len(found) == 2 else (stream,)
+    for actual, wanted in [((y, same), (expected, x)), ((y,), (expected,)), ((same,), (x,))]:
+        grads = (up, stream) if len(actual) == 2 else (stream,)
         ours, theirs = (
             torch.autograd.grad(ends, [x, weight], grads, retain_graph=True, allow_unused=True)
-            for ends in (found, wanted)
+            for ends in (actual, wanted)
         )
         for a, b in zip(ours, theirs, strict=True):
             assert (a is None) == (b is None)

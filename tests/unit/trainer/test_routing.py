@@ -122,8 +122,8 @@ def test_weights_of_given_experts(router):
     torch.testing.assert_close(weights, expected, **ROUTER_FLOAT32)
     assert torch.equal(weights[~recorded], own_weights[~recorded])
     slopes = torch.randn(weights.shape, generator=generator)
-    found, wanted = (torch.autograd.grad((x * slopes).sum(), logits)[0] for x in (weights, expected))
-    torch.testing.assert_close(found, wanted, **ROUTER_FLOAT32)
+    actual, wanted = (torch.autograd.grad((x * slopes).sum(), logits)[0] for x in (weights, expected))
+    torch.testing.assert_close(actual, wanted, **ROUTER_FLOAT32)
     same = [set(a) == set(b) for a, b, is_there in zip(given.tolist(), own.tolist(), recorded) if is_there]
     assert counts.tolist() == [[0, 0], [sum(same), len(same)]] and 0 < sum(same) < len(same)
 
@@ -142,14 +142,14 @@ def test_logits_are_rounded_and_their_gradients_are_not(monkeypatch):
         router.rounds, router.match_engine = rounds, False
         logits = router.gating(hidden)
         assert logits.dtype == torch.float32 and torch.equal(logits, expected)
-        (found,) = torch.autograd.grad(logits, router.weight, grad)
-        assert torch.equal(found, straight)
+        (actual,) = torch.autograd.grad(logits, router.weight, grad)
+        assert torch.equal(actual, straight)
     assert not torch.equal(exact.float(), exact.bfloat16().float())
     logits = rounded_linear(hidden, router.weight)  # what a GPU takes
     assert logits.dtype == torch.float32 and torch.equal(logits, logits.bfloat16().float())
     torch.testing.assert_close(logits.double(), exact, rtol=2**-7, atol=1e-3)
-    (found,) = torch.autograd.grad(logits, router.weight, grad)
-    assert torch.equal(found, straight)
+    (actual,) = torch.autograd.grad(logits, router.weight, grad)
+    assert torch.equal(actual, straight)
 
 
 def test_gradients_in_bf16_parts_keep_sixteen_bits():

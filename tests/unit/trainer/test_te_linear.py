@@ -73,9 +73,9 @@ def test_weight_gradients_are_added_to_main_grad_and_to_nothing_else(te_linear, 
     cache = WeightCache()
     for microbatch in (1, 2):
         y = te_linear(x, weights, recipe, splits=splits, block_rows=order, cache=cache)
-        found = _gradients(y, x, weights, grad)
+        actual = _gradients(y, x, weights, grad)
         assert torch.allclose(y, expected[0], **FLOAT32_ACCUMULATION | {"rtol": 1e-5})
-        for weight, dw, dummy in zip(weights, expected[2:], found[2:], strict=True):
+        for weight, dw, dummy in zip(weights, expected[2:], actual[2:], strict=True):
             assert torch.allclose(weight.main_grad - 2, microbatch * dw, rtol=1e-4, atol=1e-5)
             assert weight.grad_added_to_main_grad and dummy.shape == weight.shape
 
@@ -92,8 +92,8 @@ def test_bf16_results_are_rounded_once(te_linear):
     recipe = make_recipe(RECIPES["blockwise"])
     x, weights, splits, grad = _case("experts", dtype=torch.bfloat16)
     expected = _gradients(quantized_linear(x, weights, recipe, splits=splits), x, weights, grad)
-    found = _gradients(te_linear(x, weights, recipe, splits=splits), x, weights, grad)
-    for ours, theirs in zip(found, expected, strict=True):
+    actual = _gradients(te_linear(x, weights, recipe, splits=splits), x, weights, grad)
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.dtype == torch.bfloat16
         assert torch.allclose(ours.float(), theirs.float(), **BF16_ROUNDING)
 

@@ -82,7 +82,7 @@ def test_prepared_sums_follow_the_content_of_the_memory():
 def places() -> list[tuple[torch.Tensor, Extent]]:
     """Parts of one buffer, as they lie in a message: 64-byte steps, tensors that end anywhere."""
     buffer = torch.randint(0, 256, (1 << 18,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found, start = [], 0
+    result, start = [], 0
     for num_bytes, dtype, layout in (
         (128 * 1024, torch.float8_e4m3fn, (5, 16, 48)),
         (64 * 3 * 8, torch.bfloat16, (1000, 192, 192)),
@@ -91,9 +91,9 @@ def places() -> list[tuple[torch.Tensor, Extent]]:
         (4 * 3001, torch.float32, (0, 3001, 3001)),
         (8, torch.bfloat16, ((1 << 40), 1, 1)),
     ):
-        found.append((buffer[start : start + num_bytes].view(dtype), extent_of(num_bytes, dtype, *layout)))
+        result.append((buffer[start : start + num_bytes].view(dtype), extent_of(num_bytes, dtype, *layout)))
         start += -(-num_bytes // 64) * 64
-    return found
+    return result
 
 
 def extent_of(num_bytes: int, dtype: torch.dtype, first: int, row: int, pitch: int) -> Extent:

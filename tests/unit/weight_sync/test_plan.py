@@ -186,16 +186,16 @@ def test_ranks_cards_and_rails_share_the_bytes(name, trainer, engine):
     model = dataclasses.replace(MODELS[name], num_layers=16, first_dense_layers=1)
     made = plan(model, LayerTable.build(model, PrecisionConfig()), trainer, engine)
     planned = plan_schedule(made, model, bucket_bytes=256 << 20)
-    found = traffic.count(made, planned, num_replicas=4)
-    assert 1.0 <= found.overhead < 1.001  # alignment alone; the target is 1.1
+    actual = traffic.count(made, planned, num_replicas=4)
+    assert 1.0 <= actual.overhead < 1.001  # alignment alone; the target is 1.1
     # An embedding and an output head to each engine rank weigh more beside 16 layers than beside 61.
-    assert found.imbalance[0] < 1.6 and found.imbalance[1] < 1.01
-    assert found.rail_imbalance < 1.02
+    assert actual.imbalance[0] < 1.6 and actual.imbalance[1] < 1.01
+    assert actual.rail_imbalance < 1.02
     # A round lasts as long as its busiest card: together they take little longer than the bytes of one engine rank.
-    floor = found.received.max() / 50e9
-    assert floor < traffic.seconds(found, 50e9) < 1.5 * floor
+    floor = actual.received.max() / 50e9
+    assert floor < traffic.seconds(actual, 50e9) < 1.5 * floor
     # What all data-parallel ranks keep is filled once.
-    assert found.packed < 1.01 * made.num_bytes * (1 if engine is WIDE else 1.1)
+    assert actual.packed < 1.01 * made.num_bytes * (1 if engine is WIDE else 1.1)
 
 
 _MEASURED = """
@@ -243,11 +243,11 @@ def test_a_plan_at_full_size_takes_seconds_and_little_memory(name):
     """Seconds of the processor, because tests share theirs."""
     done = subprocess.run([sys.executable, "-c", _MEASURED, name], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    print(found)
-    assert found["planned_s"] < 10.0  # every rank, both schedules
-    assert found["first_s"] < 15.0  # trainer rank 0, which also finds where the digests' sums belong
-    assert found["memory_gb"] < 1.0
-    assert found["overhead"] < 1.1
-    assert max(found["imbalance"]) < 1.2 and found["rail_imbalance"] < 1.01
-    assert found["whole_received_gb"] < 8  # for vLLM's loaders: of a layer of each kind, the experts that a rank keeps
+    actual = json.loads(done.stdout)
+    print(actual)
+    assert actual["planned_s"] < 10.0  # every rank, both schedules
+    assert actual["first_s"] < 15.0  # trainer rank 0, which also finds where the digests' sums belong
+    assert actual["memory_gb"] < 1.0
+    assert actual["overhead"] < 1.1
+    assert max(actual["imbalance"]) < 1.2 and actual["rail_imbalance"] < 1.01
+    assert actual["whole_received_gb"] < 8  # for vLLM's loaders: of a layer of each kind, the experts that a rank keeps

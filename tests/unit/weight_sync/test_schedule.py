@@ -91,10 +91,10 @@ def test_every_kept_byte_arrives_once_and_the_sums_of_its_parts_are_its_digest(m
         assert digest_of(sums[key], tensor) == digest(widened(tensor)), key
 
 
-def digest_of(found: list[tuple[Part, torch.Tensor]], whole: torch.Tensor) -> str:
+def digest_of(actual: list[tuple[Part, torch.Tensor]], whole: torch.Tensor) -> str:
     """From what senders take of their parts, as trainer rank 0 puts it together."""
     total, words = 0, {}
-    for part, numbers in found:
+    for part, numbers in actual:
         first, *cut = numbers.tolist()
         total += first
         for word, value in zip(part.cut_words, cut, strict=True):
@@ -211,13 +211,13 @@ def test_any_parts_of_a_tensor_have_its_digest(seed):
         format=QuantFormat(name="w", element=dtype),
         slices=(),
     )
-    found = []
+    actual = []
     for start, stop in itertools.pairwise(edges):
         part_shape = list(shape)
         part_shape[axis] = stop - start
         part = Part(transfer, False, start, stop, (0, length), tuple(part_shape), 0)
-        found.append((part, PartSums([(part_of(tensor, part), part.extent)])()))
-    assert digest_of(found, tensor) == digest(widened(tensor))
+        actual.append((part, PartSums([(part_of(tensor, part), part.extent)])()))
+    assert digest_of(actual, tensor) == digest(widened(tensor))
 
 
 def test_words_that_parts_cut_are_few_and_known_to_both_ends():

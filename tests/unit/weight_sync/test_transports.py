@@ -128,7 +128,7 @@ def test_values_pass_between_those_who_know_the_secret(store):
 
 def test_it_listens_on_its_address_alone(store):
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
-    listening = {words[1] for words in lines if words[3] == "0A" and words[1].endswith(f":{store.port:04X}")}
+    listening = {args[1] for args in lines if args[3] == "0A" and args[1].endswith(f":{store.port:04X}")}
     assert listening == {f"0100007F:{store.port:04X}"}  # 127.0.0.1
 
 
