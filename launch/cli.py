@@ -140,15 +140,8 @@ def read_request(options: Options) -> Request:
     """Load configuration and cluster. Raises their loaders' errors, and SystemExit for an unknown field."""
     cluster = clusters.load(options.cluster)
     target = jobs.read(options.job, options.config_name, options.args)
-    return Request(
-        job=options.job,
-        cluster=cluster,
-        config_name=options.config_name,
-        cfg=target.cfg,
-        overrides=target.overrides,
-        nodes=options.nodes,
-        args=target.args,
-    )
+    chosen = {"job": options.job, "config_name": options.config_name, "nodes": options.nodes}
+    return Request(cluster=cluster, **chosen, **vars(target))
 
 
 def launch(options: Options, request: Request) -> int:
@@ -194,7 +187,7 @@ def _show(problems: Sequence[str], warnings: Sequence[str]) -> bool:
 
 def _start(options: Options, spec: JobSpec, request: Request) -> int:
     if options.dry_run:
-        _show_dry_run(options, spec, request)
+        print(_dry_run_text(options, spec, request))
         return 0
     try:
         launch_dir(spec.run_dir).mkdir(parents=True, exist_ok=True)
@@ -206,18 +199,17 @@ def _start(options: Options, spec: JobSpec, request: Request) -> int:
 
 def _sweep(options: Options) -> int:
     """Queue one job per combination of values, after all combinations pass the checks."""
-    first = read_request(
-        dataclasses.replace(options, config_name=dict(options.over).get("config", (options.config_name,))[0])
-    )
+    first_name = dict(options.over).get("config", (options.config_name,))[0]
+    first = read_request(dataclasses.replace(options, config_name=first_name))
     assert first.cfg is not None
+    is_local = first.cluster.kind == "local"
     folder = f"{absolute_run_dir(first.cfg, first.cluster).rstrip('/')}_sweep"
     ready, problems, warnings = [], [], []
     for index, label in enumerate(sweep.labels(options.over)):
         args = (*options.args, *sweep.overrides(label, folder, index))
         config_name = dict(label).get("config", options.config_name)
-        single = dataclasses.replace(options, over=(), args=args, config_name=config_name)
-        # Local runs share the GPUs, so they run one after another.
-        single = dataclasses.replace(single, wait=single.wait or first.cluster.kind == "local")
+        # Local runs share the GPUs, so they run one after another. Slurm jobs are awaited together below.
+        single = dataclasses.replace(options, over=(), args=args, config_name=config_name, wait=is_local)
         request = read_request(single)
         plan, new_problems, new_warnings = check(single, request)
         problems += [f"{sweep.format_label(label)}: {text}" for text in new_problems]
@@ -227,14 +219,10 @@ def _sweep(options: Options) -> int:
         return 2
     if not options.dry_run:
         sweep.note(folder, options.over)
-    status = max(
-        _start(dataclasses.replace(single, wait=False) if first.cluster.kind == "slurm" else single, spec, request)
-        for single, spec, request in ready
-        if spec is not None
-    )
+    status = max(_start(single, spec, request) for single, spec, request in ready if spec is not None)
     if not options.dry_run:
         print(f"table:  {_PROGRAM}.sweep {shlex.quote(folder)}")
-    if options.wait and first.cluster.kind == "slurm":
+    if options.wait and not is_local:
         job_ids = [read_jobs(spec.run_dir)[-1]["job_id"] for _, spec, _ in ready if spec is not None]
         return _show_states(slurm.wait(job_ids))
     return status
@@ -246,17 +234,15 @@ def _show_states(states: dict[str, str]) -> int:
     return int(any(state != "COMPLETED" for state in states.values()))
 
 
-def _show_dry_run(options: Options, spec: JobSpec, request: Request) -> None:
-    """Print the script with a description of the job after the first line (the shebang)."""
+def _dry_run_text(options: Options, spec: JobSpec, request: Request) -> str:
+    """The script with a description of the job after the first line (the shebang)."""
     # Escape line breaks so that a value cannot add a command to the script.
     comments = ["# " + line.replace("\r", "\\r").replace("\n", "\\n") for line in lines(spec)]
     if request.cluster.kind == "local":
         agents = "1 agent" if spec.nodes == 1 else f"{spec.nodes} agents"
-        print("\n".join([*comments, f"# {agents} on this machine: python -m launch.agent JOB.json"]))
-        return
-    script = slurm.dry_run(spec, request.cluster, id=_id(options, spec))
-    first, _, rest = script.partition("\n")
-    print("\n".join([first, "#", *comments, rest]), end="")
+        return "\n".join([*comments, f"# {agents} on this machine: python -m launch.agent JOB.json"])
+    first, _, rest = slurm.dry_run(spec, request.cluster, id=_id(options, spec)).partition("\n")
+    return "\n".join([first, "#", *comments, rest.removesuffix("\n")])
 
 
 def _id(options: Options, spec: JobSpec) -> str | None:

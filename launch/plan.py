@@ -174,8 +174,8 @@ def job_spec(
         max_restarts=cluster.max_restarts,
         save_signal_s=cluster.save_signal_s,
         env={"PYTHONUNBUFFERED": "1", **cluster.env},
-        own_files=() if cfg is None else user_files.reward_files(cfg),
-        own_modules=() if cfg is None else user_files.modules(cfg, request.config_name),
+        user_files=() if cfg is None else user_files.reward_files(cfg),
+        user_modules=() if cfg is None else user_files.modules(cfg, request.config_name),
     )
 
 

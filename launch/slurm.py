@@ -128,7 +128,7 @@ def submit(spec: JobSpec, cluster: Cluster, *, cluster_name: str, id: str | None
 
 def write(submission: Submission) -> None:
     """Write the code and the job's file."""
-    copy_code(submission.code_dir, submission.spec.own_files, submission.spec.own_modules)
+    copy_code(submission.code_dir, submission.spec.user_files, submission.spec.user_modules)
     submission.spec.save(submission.folder / "job.json")
 
 
@@ -161,7 +161,7 @@ def _sbatch(script: Path, cluster: Cluster, cluster_name: str) -> str:
     return done.stdout.strip().splitlines()[-1].partition(";")[0]  # in a federation "123;name"
 
 
-def copy_code(folder: Path, own_files: Sequence[str] = (), own_modules: Sequence[str] = ()) -> None:
+def copy_code(folder: Path, user_files: Sequence[str] = (), user_modules: Sequence[str] = ()) -> None:
     """Copy this code and the user's files, so that later edits do not change a queued or requeued job."""
     folder.mkdir(parents=True)
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
@@ -170,12 +170,12 @@ def copy_code(folder: Path, own_files: Sequence[str] = (), own_modules: Sequence
         shutil.copytree(roots.get(package, _ROOT) / package, folder / package, ignore=ignore)
     if (_ROOT / "requirements.toml").is_file():
         shutil.copy(_ROOT / "requirements.toml", folder)
-    for module in map(Path, own_modules):
+    for module in map(Path, user_modules):
         if module.is_dir():
             shutil.copytree(module, folder / module.name, ignore=ignore, dirs_exist_ok=True)
         else:
             shutil.copy(module, folder / module.name)
-    for file in own_files:
+    for file in user_files:
         target = folder / _COPIES / file.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)

@@ -75,8 +75,8 @@ class JobSpec:
     max_restarts: int = 3  # attempts after the first, for any reason
     save_signal_s: int = 300  # seconds before the time limit to request a save
     env: dict[str, str] = field(default_factory=dict)  # for every role
-    own_files: tuple[str, ...] = ()  # absolute paths of user reward files; a queued job uses copies
-    own_modules: tuple[str, ...] = ()  # absolute paths of user Python modules; a queued job uses copies
+    user_files: tuple[str, ...] = ()  # absolute paths of user reward files; a queued job uses copies
+    user_modules: tuple[str, ...] = ()  # absolute paths of user Python modules; a queued job uses copies
 
     def on_node(self, node: int) -> tuple[Role, ...]:
         """The roles on a node, in the job's order."""
@@ -121,7 +121,7 @@ class JobSpec:
         """Read a file written by :meth:`save`. Raises ValueError for other content."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
-            sequences = {name: tuple(values.get(name, ())) for name in ("own_files", "own_modules")}
+            sequences = {name: tuple(values.get(name, ())) for name in ("user_files", "user_modules")}
             return cls(**{**values, **sequences, "roles": tuple(map(_role, values["roles"]))})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not a job file: {error}") from error

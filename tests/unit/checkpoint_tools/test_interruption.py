@@ -24,7 +24,7 @@ from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.checkpoints import assert_same_tensors, random_tensors, read_tensors, write_folder
 from tests.helpers.processes import DEADLINE_S, until
 
-HERE = WorkerOptions(workers=1)
+ONE_WORKER = WorkerOptions(workers=1)
 MODEL = replace(tiny_qwen3_moe().model, num_experts=4, vocab_size=100)
 
 
@@ -55,7 +55,7 @@ def convert_until(monkeypatch, source: Path, target: Path, num_buckets: int) -> 
     with monkeypatch.context() as patch:
         patch.setattr(hf_to_megatron.ToMegatron, "run", counted)
         try:
-            hf_to_megatron.convert(HfFolder.open(source), target, HERE)
+            hf_to_megatron.convert(HfFolder.open(source), target, ONE_WORKER)
         except Stop:
             assert not target.exists()
     return indices
@@ -70,7 +70,7 @@ def test_an_interrupted_conversion_goes_on(monkeypatch, source, tmp_path, capsys
     assert rest[0] == 3 and len(rest) > 3
     assert "continues after" in capsys.readouterr().err
     assert not (tmp_path / ".megatron.partial").exists()
-    megatron_to_hf.convert(MegatronFolder.open(target), tmp_path / "back", HERE, target)
+    megatron_to_hf.convert(MegatronFolder.open(target), tmp_path / "back", ONE_WORKER, target)
     assert_same_tensors(read_tensors(tmp_path / "back"), read_tensors(source))
 
 
@@ -100,8 +100,8 @@ sys.exit(__main__.main(sys.argv[1:]))
 @pytest.mark.slow
 def test_kill_9_leaves_no_folder_and_the_same_command_finishes(source, tmp_path):
     target, journal = tmp_path / "megatron", tmp_path / ".megatron.partial" / ".journal"
-    words = ["hf_to_megatron", str(source), str(target), "--workers", "1"]
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *words], stderr=subprocess.DEVNULL)
+    args = ["hf_to_megatron", str(source), str(target), "--workers", "1"]
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *args], stderr=subprocess.DEVNULL)
 
     def has_begun() -> bool:
         assert process.poll() is None, "it was to be killed"
@@ -113,7 +113,7 @@ def test_kill_9_leaves_no_folder_and_the_same_command_finishes(source, tmp_path)
     assert not target.exists()
     finished = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     times = {file.name: file.stat().st_mtime_ns for file in journal.parent.glob("*.distcp")}
-    hf_to_megatron.convert(HfFolder.open(source), target, HERE)
+    hf_to_megatron.convert(HfFolder.open(source), target, ONE_WORKER)
     MegatronFolder.open(target)
     # What was finished before the kill was not done again.
     for entry in finished:
@@ -136,9 +136,9 @@ def test_a_full_disk_leaves_no_folder_and_goes_on(monkeypatch, source, tmp_path)
         with pytest.raises(
             CheckpointError, match=r"the disk is full: \S+ GB are needed in all.*the same command again"
         ):
-            hf_to_megatron.convert(HfFolder.open(source), target, HERE)
+            hf_to_megatron.convert(HfFolder.open(source), target, ONE_WORKER)
     assert not target.exists()
-    hf_to_megatron.convert(HfFolder.open(source), target, HERE)
+    hf_to_megatron.convert(HfFolder.open(source), target, ONE_WORKER)
     assert len(list(target.glob("*.distcp"))) > 3
 
 
@@ -146,7 +146,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_work(monkeypatch, source, 
     monkeypatch.setattr("checkpoint_tools.output.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     monkeypatch.setattr(hf_to_megatron.ToMegatron, "run", lambda *args: pytest.fail("work was begun"))
     with pytest.raises(CheckpointError, match="the disk is full"):
-        hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", HERE)
+        hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", ONE_WORKER)
     assert not (tmp_path / "megatron").exists()
 
 
@@ -156,7 +156,7 @@ def test_two_programs_do_not_write_one_folder(source, tmp_path):
     with open(partial / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(CheckpointError, match="another program is writing it"):
-            hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", HERE)
+            hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", ONE_WORKER)
 
 
 @pytest.mark.parametrize("convert", ["to_megatron", "to_hf"])
@@ -170,14 +170,14 @@ def test_bytes_that_did_not_reach_the_disk_are_found(convert, monkeypatch, sourc
             lambda stream, data, *rest: append(stream, data * 2 if hasattr(data, "shape") else data, *rest),
         )
         with pytest.raises(CheckpointError, match=r"__0_0.distcp:\n .*the disk has other bytes than were written"):
-            hf_to_megatron.convert(HfFolder.open(source), tmp_path / "target", HERE)
+            hf_to_megatron.convert(HfFolder.open(source), tmp_path / "target", ONE_WORKER)
     else:
-        hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", HERE)
+        hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", ONE_WORKER)
         from checkpoint_tools.hf_files import HfWriter
 
         monkeypatch.setattr(HfWriter, "write", lambda *args: None)
         with pytest.raises(CheckpointError, match=r"model.safetensors:\n  \S+: the disk has other bytes"):
-            megatron_to_hf.convert(MegatronFolder.open(tmp_path / "megatron"), tmp_path / "target", HERE, source)
+            megatron_to_hf.convert(MegatronFolder.open(tmp_path / "megatron"), tmp_path / "target", ONE_WORKER, source)
     assert not (tmp_path / "target").exists()
 
 

@@ -1,10 +1,11 @@
-"""Mistakes of users: what would be destroyed, what would be dropped, options without a meaning. No tracebacks."""
+"""Mistakes of users are refused with a message: overwritten folders, lost data, invalid options."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tests.helpers.checkpoints import random_tensors, read_tensors, save_with_tr
 from tests.helpers.families import MODELS
 
 MODEL = replace(tiny_qwen3_moe().model, num_experts=2, vocab_size=100)
-HERE = WorkerOptions(workers=1)
+ONE_WORKER = WorkerOptions(workers=1)
 
 
 @pytest.fixture
@@ -32,39 +33,42 @@ def source(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "hf", random_tensors(MODEL), registry.to_hf_config(MODEL))
 
 
-def refused(capsys, *words: object) -> str:
-    assert program.main([*map(str, words), "--workers", "1"]) == 2
+def run(*args: object) -> int:
+    return program.main([*map(str, args), "--workers", "1"])
+
+
+def refused(capsys, *args: object) -> str:
+    assert run(*args) == 2
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", [".", "..", "link"])
-def test_a_source_is_not_overwritten(target, source, capsys):
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (".", "is or contains the source {}; choose another name"),
+        ("..", "is or contains the source {}; choose another name"),
+        ("link", "is or contains the source {}; choose another name"),
+        ("out", "is inside the source {}; choose another folder"),
+    ],
+)
+def test_a_source_is_not_overwritten(target, message, source, capsys):
     (source / "link").symlink_to(source)
     before = sorted(path.name for path in source.iterdir())
-    said = refused(capsys, "hf_to_megatron", source, source / target, "--overwrite")
-    assert f"is or contains the source {source}; choose another name" in said
+    assert message.format(source) in refused(capsys, "hf_to_megatron", source, source / target, "--overwrite")
     assert sorted(path.name for path in source.iterdir()) == before
-
-
-def test_a_target_inside_the_source_is_refused(source, capsys):
-    said = refused(capsys, "hf_to_megatron", source, source / "out")
-    assert f"is inside the source {source}; choose another folder" in said
 
 
 def test_a_target_may_be_a_link_and_be_overwritten_again(source, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "real")
-    for words in ((), ("--overwrite",), ("--overwrite",)):
-        command = ["hf_to_megatron", str(source), str(tmp_path / "link"), "--workers", "1", *words]
-        assert program.main(command) == 0
+    for options in ((), ("--overwrite",), ("--overwrite",)):
+        assert run("hf_to_megatron", source, tmp_path / "link", *options) == 0
     assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "real").is_dir()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "hf", "link"]
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real"]
 
 
 def test_scales_of_another_type_are_refused(tmp_path, capsys):
-    import torch
-
     name = "model.layers.0.self_attn.o_proj.weight"
     tensors = random_tensors(MODEL)
     blocks = tuple(-(-n // 128) for n in tensors[name].shape)
@@ -92,18 +96,19 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(source, tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["hf_to_fp8", "--tensor", "0"], "--tensor 0: at least 1 is needed"),
         (["hf_to_fp8", "--bf16_first_layers", "-1"], "--bf16_first_layers -1: at least 0 is needed"),
         (["hf_to_fp8", "--bf16_last_layers", "9"], "no matrix would be FP8"),
         (["hf_to_fp8", "--shard_gb", "nan"], "--shard_gb nan: expected GB of a file, more than 0"),
         (["hf_to_megatron", "--workers", "0"], "--workers 0: at least 1 is needed"),
+        (["hf_to_megatron", "--max_memory", "1M"], "--max_memory '1M': at least 64M are needed"),
         (["verify", "--num_tokens", "0"], "--num_tokens 0: at least 1 is needed"),
     ],
 )
-def test_options_without_a_meaning_are_refused(words, message, source, tmp_path, capsys):
-    command, *options = words
+def test_options_without_a_meaning_are_refused(args, message, source, tmp_path, capsys):
+    command, *options = args
     try:
         assert program.main([command, str(source), str(tmp_path / "target"), *options]) == 2
     except SystemExit as end:  # of tyro, which reads the options
@@ -120,34 +125,23 @@ def test_a_stored_head_is_left_out_only_if_it_is_the_embedding(equal, tmp_path):
     head = tensors["model.embed_tokens.weight"].clone()
     if not equal:
         head[-1, -1] += 1
-    source = HfFolder.open(
-        write_folder(tmp_path / "hf", tensors | {"lm_head.weight": head}, registry.to_hf_config(tied))
-    )
-    if equal:
-        hf_to_megatron.convert(source, tmp_path / "megatron", HERE)
-        return
-    with pytest.raises(CheckpointError, match=r"model-0000\d-of-00002.safetensors:\n  lm_head.weight: differs from"):
-        hf_to_megatron.convert(source, tmp_path / "megatron", HERE)
+    folder = write_folder(tmp_path / "hf", tensors | {"lm_head.weight": head}, registry.to_hf_config(tied))
+    error = r"model-0000\d-of-00002.safetensors:\n  lm_head.weight: differs from"
+    with nullcontext() if equal else pytest.raises(CheckpointError, match=error):
+        hf_to_megatron.convert(HfFolder.open(folder), tmp_path / "megatron", ONE_WORKER)
 
 
-def test_numbers_that_are_not_finite_are_kept_and_said(tmp_path, capsys):
+def test_non_finite_weights_are_kept_and_reported(tmp_path, capsys):
     name, tensors = "model.layers.1.self_attn.k_proj.weight", random_tensors(MODEL)
     tensors[name][3, 5] = float("nan")
     source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(MODEL))
-    for words in (["hf_to_megatron", source, tmp_path / "m"], ["megatron_to_hf", tmp_path / "m", tmp_path / "back"]):
-        assert program.main([*map(str, words), "--workers", "1"]) == 0
-        assert f"{words[0]}: warning: 1 tensors have NaN or infinity: {name}\n" in capsys.readouterr().err
+    for args in (["hf_to_megatron", source, tmp_path / "m"], ["megatron_to_hf", tmp_path / "m", tmp_path / "back"]):
+        assert run(*args) == 0
+        assert f"{args[0]}: warning: 1 tensors have NaN or infinity: {name}\n" in capsys.readouterr().err
     assert torch.equal(read_tensors(tmp_path / "back")[name].view(torch.int16), tensors[name].view(torch.int16))
-
-
-def test_logits_of_numbers_that_are_not_finite_are_called_so(tmp_path, capsys):
-    tensors = random_tensors(MODEL)
-    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = float("nan")
-    source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(MODEL))
-    assert program.main(["hf_to_megatron", str(source), str(tmp_path / "m"), "--workers", "1"]) == 0
-    assert program.main(["verify", str(source), str(tmp_path / "m"), "--workers", "1", "--num_tokens", "8"]) == 1
-    said = capsys.readouterr().out
-    assert "the digests of" in said and "are not finite" in said and "both checkpoints have the same" in said
+    assert run("verify", source, tmp_path / "m", "--num_tokens", "8") == 1
+    shown = capsys.readouterr().out
+    assert "the digests of" in shown and "are not finite" in shown and "both checkpoints have the same" in shown
 
 
 def test_code_and_mixed_types_of_a_source_are_said(tmp_path, capsys):
@@ -157,7 +151,7 @@ def test_code_and_mixed_types_of_a_source_are_said(tmp_path, capsys):
     config = registry.to_hf_config(MODEL) | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
     source = write_folder(tmp_path / "hf", tensors, config)
     (source / "modeling_own.py").write_text("raise SystemExit('this ran')\n")
-    assert program.main(["hf_to_megatron", str(source), str(tmp_path / "m"), "--workers", "1"]) == 0
+    assert run("hf_to_megatron", source, tmp_path / "m") == 0
     said = capsys.readouterr().out
     assert "skipped: custom code of the folder (modeling_own.Own, modeling_own.py)" in said
     assert "types: parts of 1 tensors differ; each takes its widest type (decoder.layers." in said
@@ -167,7 +161,7 @@ def test_large_numbers_are_not_taken_for_infinity(tmp_path, capsys):
     tensors = random_tensors(MODEL)
     tensors["model.norm.weight"].fill_(torch.finfo(torch.bfloat16).max)  # a sum of them overflows
     source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(MODEL))
-    assert program.main(["hf_to_megatron", str(source), str(tmp_path / "m"), "--workers", "1"]) == 0
+    assert run("hf_to_megatron", source, tmp_path / "m") == 0
     assert "warning" not in capsys.readouterr().err
 
 
@@ -187,7 +181,7 @@ def test_the_folder_is_locked_until_it_has_its_name(source, tmp_path, monkeypatc
         rename(old, new)
 
     monkeypatch.setattr(os, "rename", observed)
-    hf_to_megatron.convert(HfFolder.open(source), tmp_path / "m", HERE)
+    hf_to_megatron.convert(HfFolder.open(source), tmp_path / "m", ONE_WORKER)
     assert locked[-1] and not (tmp_path / "m" / ".lock").exists()
 
 
@@ -211,7 +205,7 @@ def test_a_single_file_may_have_an_index(tmp_path):
 
 def test_a_config_of_another_model_is_refused_by_the_fields_that_differ(source, tmp_path, capsys):
     megatron = tmp_path / "megatron"
-    hf_to_megatron.convert(HfFolder.open(source), megatron, HERE)
+    hf_to_megatron.convert(HfFolder.open(source), megatron, ONE_WORKER)
     state = json.loads((megatron / "state.json").read_text())
     del state["files"]["config.json"]
     (megatron / "state.json").write_text(json.dumps(state))

@@ -25,7 +25,7 @@ from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.checkpoints import assert_same_tensors, random_tensors, read_tensors, write_folder
 
-HERE = WorkerOptions(workers=1)
+ONE_WORKER = WorkerOptions(workers=1)
 MODEL = replace(tiny_qwen3_moe().model, num_experts=4, vocab_size=100)
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -37,8 +37,8 @@ def healthy(tmp_path_factory) -> Path:
     """hf (two files), megatron, and back (with digests)."""
     folder = tmp_path_factory.mktemp("healthy")
     source = write_folder(folder / "hf", random_tensors(MODEL), registry.to_hf_config(MODEL))
-    hf_to_megatron.convert(HfFolder.open(source), folder / "megatron", HERE)
-    megatron_to_hf.convert(MegatronFolder.open(folder / "megatron"), folder / "back", HERE, folder / "megatron")
+    hf_to_megatron.convert(HfFolder.open(source), folder / "megatron", ONE_WORKER)
+    megatron_to_hf.convert(MegatronFolder.open(folder / "megatron"), folder / "back", ONE_WORKER, folder / "megatron")
     return folder
 
 
@@ -60,6 +60,15 @@ def rewrite(folder: Path, name: str, change) -> None:
     save_file(tensors, file)
 
 
+def edit_config(folder: Path, **fields) -> None:
+    edit_json(folder / "config.json", lambda config: config.update(fields))
+
+
+def edit_expert(folder: Path, change) -> None:
+    """Replace the tensor of an expert."""
+    rewrite(folder, EXPERT, lambda tensors: tensors.update({EXPERT: change(tensors[EXPERT])}))
+
+
 def edit_json(file: Path, change) -> None:
     content = json.loads(file.read_text())
     change(content)
@@ -71,16 +80,9 @@ def cut(file: Path, num_bytes: int) -> None:
 
 
 def rename_tensor(folder: Path) -> None:
-    def change(tensors):
-        tensors["model.layers.1.mlp.experts.2.downproj.weight"] = tensors.pop(EXPERT)
-
-    rewrite(folder, EXPERT, change)
-    edit_json(
-        folder / INDEX,
-        lambda index: index["weight_map"].update(
-            {"model.layers.1.mlp.experts.2.downproj.weight": index["weight_map"].pop(EXPERT)}
-        ),
-    )
+    new = EXPERT.replace("down_proj", "downproj")
+    rewrite(folder, EXPERT, lambda tensors: tensors.update({new: tensors.pop(EXPERT)}))
+    edit_json(folder / INDEX, lambda index: index["weight_map"].update({new: index["weight_map"].pop(EXPERT)}))
 
 
 HF_DAMAGES = {
@@ -107,15 +109,12 @@ HF_DAMAGES = {
         rf"is it {re.escape(EXPERT)}, which is missing\?",
     ),
     "misshaped_tensor": (
-        lambda f: rewrite(f, EXPERT, lambda t: t.update({EXPERT: t[EXPERT][1:].clone()})),
+        lambda f: edit_expert(f, lambda t: t[1:].clone()),
         rf"{EXPERT}: shape \(\d+, \d+\) in model-\S+, but config.json says",
     ),
-    "integers": (
-        lambda f: rewrite(f, EXPERT, lambda t: t.update({EXPERT: t[EXPERT].to(torch.int32)})),
-        rf"{EXPERT}: type torch.int32; supported are",
-    ),
+    "integers": (lambda f: edit_expert(f, lambda t: t.to(torch.int32)), rf"{EXPERT}: type torch.int32; supported are"),
     "fp8_without_scale": (
-        lambda f: rewrite(f, EXPERT, lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})),
+        lambda f: edit_expert(f, lambda t: t.to(torch.float8_e4m3fn)),
         rf"{EXPERT}_scale_inv: missing",
     ),
     "folder_for_file": (
@@ -147,16 +146,10 @@ HF_DAMAGES = {
     "index": (lambda f: (f / INDEX).write_text("{"), rf"{INDEX}:\n  damaged"),
     "config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
     "no_weights": (lambda f: [p.unlink() for p in f.glob("model*")], "neither model.safetensors nor"),
-    "unknown_family": (
-        lambda f: edit_json(f / "config.json", lambda c: c.update(model_type="gpt_neox")),
-        "model_type 'gpt_neox'.* is not supported",
-    ),
-    "unsupported_field": (
-        lambda f: edit_json(f / "config.json", lambda c: c.update(attention_bias=True)),
-        "attention_bias = True is not supported",
-    ),
+    "unknown_family": (lambda f: edit_config(f, model_type="gpt_neox"), "model_type 'gpt_neox'.* is not supported"),
+    "unsupported_field": (lambda f: edit_config(f, attention_bias=True), "attention_bias = True is not supported"),
     "layers": (
-        lambda f: edit_json(f / "config.json", lambda c: c.update(num_hidden_layers=MODEL.num_layers + 1)),
+        lambda f: edit_config(f, num_hidden_layers=MODEL.num_layers + 1),
         rf"model.layers.{MODEL.num_layers}.self_attn.q_proj.weight: missing; no file holds it",
     ),
 }
@@ -178,9 +171,7 @@ def test_all_problems_are_named_at_once(copy):
     with pytest.raises(CheckpointError) as refused:
         HfFolder.open(copy / "hf")
     assert len(refused.value.problems) == 3
-    assert {"downproj", other, EXPERT} == {
-        part for part in ("downproj", other, EXPERT) if part in "\n".join(refused.value.problems)
-    }
+    assert all(part in str(refused.value) for part in ("downproj", other, EXPERT))
 
 
 def flip(file: Path, position: int) -> None:
@@ -195,17 +186,13 @@ def tensor_position(file: Path, name: str) -> int:
     return 8 + length + json.loads(content[8 : 8 + length])[name]["data_offsets"][0] + 100
 
 
-@pytest.mark.parametrize("command", ["hf_to_megatron", "hf_to_fp8"])
+@pytest.mark.parametrize("command", [hf_to_megatron, hf_to_fp8])
 def test_a_flipped_bit_in_a_tensor_is_found_by_its_digest(command, copy, tmp_path):
     source = copy / "back"
     flip(source / "model.safetensors", tensor_position(source / "model.safetensors", EXPERT))
     target = tmp_path / "target"
     with pytest.raises(CheckpointError, match=rf"{EXPERT}: damaged: SHA-256 \w+... instead of \w+"):
-        if command == "hf_to_megatron":
-            hf_to_megatron.convert(HfFolder.open(source), target, HERE)
-        else:
-            options = hf_to_fp8.Options(source=source, target=target, workers=1)
-            hf_to_fp8.convert(HfFolder.open(source), target, options)
+        command.run(command.Options(source=source, target=target, workers=1))
     assert not target.exists()
 
 
@@ -219,7 +206,7 @@ def test_a_flipped_bit_in_a_megatron_file_is_found_by_its_crc(copy, tmp_path):
     (piece,) = folder._pieces(*folder.locations[name])
     flip(file, piece.position + piece.length // 2)
     with pytest.raises(CheckpointError, match=rf"__0_0.distcp:\n  {name}: damaged piece at byte {piece.position}"):
-        megatron_to_hf.convert(folder, tmp_path / "target", HERE, copy / "megatron")
+        megatron_to_hf.convert(folder, tmp_path / "target", ONE_WORKER, copy / "megatron")
     assert not (tmp_path / "target").exists()
 
 
@@ -229,7 +216,7 @@ def test_exchanged_pieces_are_found_by_digests(copy, tmp_path):
     one, other = (f"decoder.layers.1.mlp.experts.{expert}.linear_fc2.weight" for expert in (1, 2))
     folder.locations[one], folder.locations[other] = folder.locations[other], folder.locations[one]
     with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.experts.1.down_proj.weight: damaged: SHA-256"):
-        megatron_to_hf.convert(folder, tmp_path / "target", HERE, copy / "megatron")
+        megatron_to_hf.convert(folder, tmp_path / "target", ONE_WORKER, copy / "megatron")
 
 
 def _in_the_cache(folder: Path, file: Path, digest: str) -> None:
@@ -250,13 +237,13 @@ def test_a_flipped_bit_in_a_download_is_found_by_the_hubs_digest(download, copy,
     source = copy / "hf"
     for file in (source / FIRST, source / SECOND):
         download(source, file, hashlib.sha256(file.read_bytes()).hexdigest())
-    words = ["hf_to_megatron", str(source), str(tmp_path / "target"), "--workers", "1"]
-    assert program.main(words) == 0
+    args = ["hf_to_megatron", str(source), str(tmp_path / "target"), "--workers", "1"]
+    assert program.main(args) == 0
     assert "source: 2 of 2 files have the digest of the Hub" in capsys.readouterr().out
     before = (source / SECOND).stat()
     flip((source / SECOND).resolve(), 5000)
     os.utime(source / SECOND, ns=(before.st_atime_ns, before.st_mtime_ns))  # a disk that forgets leaves no date
-    assert program.main([*words, "--overwrite"]) == 2
+    assert program.main([*args, "--overwrite"]) == 2
     assert re.search(rf"{SECOND}: damaged: SHA-256 \w+... instead of \w+... on the Hub", capsys.readouterr().err)
 
 
@@ -299,18 +286,18 @@ def test_damaged_megatron_folders(kind, copy):
 
 
 def test_existing_results_are_replaced_only_on_demand(copy, capsys):
-    words = ["megatron_to_hf", str(copy / "megatron"), str(copy / "back"), "--workers", "1"]
-    assert program.main(words) == 2
+    args = ["megatron_to_hf", str(copy / "megatron"), str(copy / "back"), "--workers", "1"]
+    assert program.main(args) == 2
     assert "exists already" in capsys.readouterr().err
     (copy / "back" / "model.safetensors").write_bytes(b"old")
-    assert program.main([*words, "--overwrite"]) == 0
+    assert program.main([*args, "--overwrite"]) == 0
     assert_same_tensors(read_tensors(copy / "back"), read_tensors(copy / "hf"))
     assert sorted(path.name for path in copy.iterdir()) == ["back", "hf", "megatron"]
 
 
 def test_matrices_that_an_engine_cannot_hold_are_refused(copy, tmp_path, capsys):
-    words = ["hf_to_fp8", str(copy / "hf"), str(tmp_path / "fp8"), "--tensor", "4", "--workers", "1"]
-    assert program.main(words) == 2
+    args = ["hf_to_fp8", str(copy / "hf"), str(tmp_path / "fp8"), "--tensor", "4", "--workers", "1"]
+    assert program.main(args) == 2
     said = capsys.readouterr().err
     assert "_proj.weight: an engine rank keeps" in said and "lower --tensor or keep its layer BF16" in said
     assert not (tmp_path / "fp8").exists()
@@ -323,9 +310,3 @@ def test_a_matrix_that_no_degree_helps_is_refused_with_what_does(tmp_path, capsy
     said = capsys.readouterr().err
     assert "experts.0.gate_proj.weight: an engine rank keeps 200 of axis 0" in said
     assert "multiple of 128; keep its layer BF16 (--bf16_first_layers" in said and "lower" not in said
-
-
-def test_too_little_memory_is_refused(copy, tmp_path, capsys):
-    words = ["hf_to_megatron", str(copy / "hf"), str(tmp_path / "m"), "--max_memory", "1M"]
-    assert program.main(words) == 2
-    assert "--max_memory '1M': at least 64M are needed" in capsys.readouterr().err

@@ -29,7 +29,7 @@ from tests.helpers.checkpoints import (
 )
 from tests.helpers.families import MODELS
 
-HERE = WorkerOptions(workers=1)
+ONE_WORKER = WorkerOptions(workers=1)
 _QWEN3 = dict(
     num_layers=3,
     hidden_size=40,
@@ -49,9 +49,11 @@ MTP = replace(FAMILIES["deepseek_v3"], num_mtp_layers=1)
 
 def there_and_back(source: Path, folder: Path, *, keep_mtp: bool = False) -> Path:
     """Convert to Megatron-Core and back; the folder of the result."""
-    hf_to_megatron.convert(HfFolder.open(source, keep_mtp=keep_mtp), folder / "megatron", HERE)
+    hf_to_megatron.convert(HfFolder.open(source, keep_mtp=keep_mtp), folder / "megatron", ONE_WORKER)
     back = folder / "back"
-    megatron_to_hf.convert(MegatronFolder.open(folder / "megatron"), back, HERE, folder / "megatron", shard_gb=5e-5)
+    megatron_to_hf.convert(
+        MegatronFolder.open(folder / "megatron"), back, ONE_WORKER, folder / "megatron", shard_gb=5e-5
+    )
     return back
 
 
@@ -82,7 +84,7 @@ def test_megatron_tensors_are_those_of_the_name_table(tmp_path):
     """Strips put together are what the name table builds from whole tensors."""
     tensors = random_tensors(TINY)
     source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(TINY))
-    hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", HERE)
+    hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", ONE_WORKER)
     converted = MegatronFolder.open(tmp_path / "megatron")
     for name, weight in registry.weights(TINY).items():
         expected = registry.from_hf(name, tensors.__getitem__, TINY)
@@ -94,9 +96,9 @@ def test_megatron_tensors_are_those_of_the_name_table(tmp_path):
 def test_types_can_be_changed(tmp_path):
     model = FAMILIES["deepseek_v3"]
     source = save_with_transformers(model, tmp_path / "hf", torch.float32)
-    hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", HERE, dtype="bfloat16")
+    hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", ONE_WORKER, dtype="bfloat16")
     megatron = MegatronFolder.open(tmp_path / "megatron")
-    megatron_to_hf.convert(megatron, tmp_path / "back", HERE, tmp_path / "megatron")
+    megatron_to_hf.convert(megatron, tmp_path / "back", ONE_WORKER, tmp_path / "megatron")
     for name, tensor in read_tensors(tmp_path / "back").items():
         # The correction bias of a router stays FP32: it is a sum of many small steps.
         expected = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
@@ -151,8 +153,8 @@ def test_prediction_layers_that_only_config_json_has_are_not_missed(family, tmp_
     back = there_and_back(source, tmp_path)
     assert_same_tensors(read_tensors(back), tensors)
     for converted in (tmp_path / "megatron", back):
-        words = ["verify", str(source), str(converted), "--logits", "no", "--workers", "1"]
-        assert program.main(words) == 0
+        args = ["verify", str(source), str(converted), "--logits", "no", "--workers", "1"]
+        assert program.main(args) == 0
     assert program.main(["inspect", str(source)]) == 0
     assert "but no file has their tensors" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match=r"model.layers.3.eh_proj.weight: missing"):
@@ -189,7 +191,7 @@ def test_digests_are_those_of_the_bytes(tmp_path):
 def test_a_run_may_remove_the_checkpoint_that_is_being_converted(tmp_path, monkeypatch):
     source = write_folder(tmp_path / "hf", random_tensors(TINY), registry.to_hf_config(TINY))
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000003"
-    hf_to_megatron.convert(HfFolder.open(source), checkpoint, HERE)
+    hf_to_megatron.convert(HfFolder.open(source), checkpoint, ONE_WORKER)
     convert_bucket = megatron_to_hf.ToHf.run
 
     def removed_first(self, bucket):
@@ -197,7 +199,7 @@ def test_a_run_may_remove_the_checkpoint_that_is_being_converted(tmp_path, monke
         return convert_bucket(self, bucket)
 
     monkeypatch.setattr(megatron_to_hf.ToHf, "run", removed_first)
-    megatron_to_hf.convert(MegatronFolder.open(tmp_path / "run"), tmp_path / "back", HERE, source)
+    megatron_to_hf.convert(MegatronFolder.open(tmp_path / "run"), tmp_path / "back", ONE_WORKER, source)
     assert not checkpoint.exists()
     assert_same_tensors(read_tensors(tmp_path / "back"), read_tensors(source))
 

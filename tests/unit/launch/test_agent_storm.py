@@ -20,8 +20,8 @@ from tests.helpers.agents import FAKE, ROOT, Job, replica, trainer
 from tests.helpers.launching import saved
 from tests.helpers.processes import until
 
-STORM_S = float(os.environ.get("FP8RL_STORM_S", "60"))
-NODES, TRAINERS, SAVE_EVERY, BETWEEN_S = 32, 4, 10, (4.0, 12.0)
+STORM_S = float(os.environ.get("FP8RL_STORM_S", "30"))
+NODES, TRAINERS, SAVE_EVERY, BETWEEN_S = 32, 4, 10, (2.0, 6.0)
 _OWN = ["unshare", "--net", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc"]
 
 

@@ -1,4 +1,4 @@
-"""What happens to agents and roles in the field: parts that die, disks that fill up, signals that come early or twice."""
+"""Failures of agents and roles: parts that die, full disks, and signals that come early or twice."""
 
 from __future__ import annotations
 

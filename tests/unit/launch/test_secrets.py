@@ -1,4 +1,4 @@
-"""Values of CLUSTER.env reach the roles, and nobody else: no command line, no script, no log, no file that others read."""
+"""Values of CLUSTER.env reach only the roles: no command line, script, log or public file contains them."""
 
 import os
 import sys
@@ -11,9 +11,13 @@ from launch import cli, local
 from launch.spec import JobSpec, Role, log_file, read_jobs
 
 MARK = "s3cret-of-nobody"
-ROLE = (
-    "import os, time, pathlib; pathlib.Path(os.environ['SEEN']).write_text(os.environ['WANDB_API_KEY']); time.sleep(6)"
-)
+ROLE = """
+import os, time, pathlib
+seen = pathlib.Path(os.environ["SEEN"])
+seen.write_text(os.environ["WANDB_API_KEY"])
+while seen.exists():
+    time.sleep(0.1)
+"""
 
 
 def _command_lines() -> str:
@@ -37,6 +41,7 @@ def test_a_job_of_this_machine_shows_no_value_to_others(tmp_path: Path):
         time.sleep(0.1)
     assert (tmp_path / "seen").read_text() == MARK, "the role has it"
     assert "launch.agent" in (shown := _command_lines()) and MARK not in shown
+    (tmp_path / "seen").unlink()
     assert process.wait(60) == 0
     holders = [
         path for path in (tmp_path / "run").rglob("*") if path.is_file() and MARK in path.read_text(errors="replace")

@@ -35,7 +35,7 @@ def test_modules_and_what_they_import_beside_them_travel(tmp_path: Path, monkeyp
     found = user_files.modules(cfg, "my_runs:config")
     assert found == (str(tmp_path / "my_losses"), str(tmp_path / "my_task.py"), str(tmp_path / "my_words.py"))
     assert not {"my_task", "my_losses.short"} & set(sys.modules), "nothing is imported to be found"
-    slurm.copy_code(tmp_path / "code", own_modules=found)
+    slurm.copy_code(tmp_path / "code", user_modules=found)
     (tmp_path / "my_words.py").write_text("raise RuntimeError('an edit after submission')\n")
     assert (tmp_path / "code" / "my_words.py").read_text() == "WORDS = ()\n"
     assert (tmp_path / "code" / "my_losses" / "table.csv").is_file() and not (
