@@ -132,16 +132,16 @@ def _engine_findings(cfg: RunConfig, engine: EngineEstimate) -> list[Finding]:
         return [Finding("error", title, problem, code="memory")]
     findings = []
     if spare < update:
-        enough = round((estimate.capacity_bytes - update) / estimate.capacity_bytes - 0.01, 2)
+        fitting = round((estimate.capacity_bytes - update) / estimate.capacity_bytes - 0.01, 2)
         problem = f"a weight update takes {update / GIB:.1f} GiB beside a GPU that is "
         problem += f"{cfg.engine.gpu_memory_utilization:.0%} full"
-        change = (("engine.gpu_memory_utilization", enough),)
+        change = (("engine.gpu_memory_utilization", fitting),)
         findings.append(Finding("warning", title, problem, change=change, is_of_layout=True))
     if engine.full_sequences < engine.num_sequences:
         problem = f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, and up to "
         problem += f"{engine.num_sequences} are decoded at once; vLLM makes the others wait"
-        is_idle = engine.is_idle
-        findings.append(Finding("warning" if is_idle else "note", title, problem, is_of_layout=is_idle))
+        severity = "warning" if engine.is_idle else "note"
+        findings.append(Finding(severity, title, problem, is_of_layout=engine.is_idle))
     return findings
 
 
@@ -151,14 +151,14 @@ def _machine_findings(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
     parallel, engine = cfg.parallel, cfg.engine
     if options.num_gpus is not None and wanted > options.num_gpus:
         engines = f"engines {engine.num_replicas} replicas x {engine.ranks}"
-        there = f"{wanted} GPUs, and there are {options.num_gpus}"
+        limit = f"{wanted} GPUs, and there are {options.num_gpus}"
+        subject, problem = "--engine.num_replicas", f"trainer {parallel.world_size} + {engines} = {limit}"
+        remedy = "The trainer leaves no GPU for an engine: lower --parallel.world_size"
         if engine.placement == "colocated":
-            subject, problem = "--parallel.world_size", f"trainer {parallel.world_size} and {engines} on {there}"
+            subject, problem = "--parallel.world_size", f"trainer {parallel.world_size} and {engines} on {limit}"
             remedy = "Lower the ranks of trainer and engines"
-        else:
-            subject, problem = "--engine.num_replicas", f"trainer {parallel.world_size} + {engines} = {there}"
-            fits = options.num_gpus - parallel.world_size >= engine.ranks
-            remedy = "" if fits else "The trainer leaves no GPU for an engine: lower --parallel.world_size"
+        elif options.num_gpus - parallel.world_size >= engine.ranks:
+            remedy = ""
         findings.append(Finding("error", subject, problem, remedy))
     if wanted > node and cfg.weight_sync.transport == "ipc":
         problem = f"{wanted} GPUs are on more than one node of {node}, and CUDA IPC ends at a node"

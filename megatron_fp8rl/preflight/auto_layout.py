@@ -488,9 +488,8 @@ def all_layouts(
 def fastest(start: RunConfig, machines: DoctorOptions, override: Override) -> tuple[RunConfig, Change, str]:
     """(configuration, difference from ``start``, reason).
 
-    A dense model gets the layout nearest to ``start``. Experts may be divided over any number of a node's ranks. Of the
-    layouts nearest to each number, the one with the fastest steps by the arithmetic of ``plan`` is chosen: with fewer
-    experts, a rank may offload less and have longer microbatches.
+    A dense model gets the layout nearest to ``start``. Experts may be divided over any number of a node's ranks: of the
+    layouts nearest to each number, the layout with the fastest steps by the arithmetic of ``plan`` is chosen.
     """
     degrees = math.gcd(start.parallel.world_size, max(1, start.model.num_experts), machines.gpus_per_node)
     starts: dict[ParallelConfig, RunConfig] = {}  # a single entry, if the user has set the degree
@@ -530,12 +529,11 @@ def _nearest_job(start: RunConfig, machines: DoctorOptions, override: Override) 
 
 
 def in_place(cfg: RunConfig, machines: DoctorOptions, override: Override = lambda cfg: cfg) -> Change:
-    """The change after which engines share the trainer's GPUs and the least of their memory moves in every step.
+    """The change after which engines share the trainer's GPUs and as little memory as possible moves in every step.
 
-    Best of all nothing moves, else engines sleep, with microbatches of half as many tokens or selective recompute if
-    needed. Empty if all of these need offloading, or a KV cache for less than half of the sequences that are decoded
-    at once. To move the contents of an 80 GB GPU takes seconds, more than the recompute of a step. A smaller KV cache
-    costs nothing while it holds all sequences.
+    It tries awake engines, then sleeping engines, with shorter microbatches or selective recompute if needed. Empty if
+    all of these need offloading, or a KV cache for less than half of the sequences that are decoded at once: moving the
+    contents of an 80 GB GPU takes seconds, more than the recompute of a step.
     """
     tokens, wanted = cfg.optim.max_tokens_per_microbatch, _decoded_at_once(cfg) / 2
     sizes = (tokens, tokens // 2) if tokens // 2 >= max(_SHORTEST, cfg.max_sequence_tokens) else (tokens,)
@@ -558,8 +556,8 @@ def longer_microbatches(cfg: RunConfig, machines: DoctorOptions, override: Overr
     """The change after which a microbatch has 4, 2 or 1.5 times as many tokens, whose logits exist at once.
 
     Engines on the trainer's GPUs may give up KV cache that no sequence needs. Empty if nothing longer fits, if few
-    microbatches would be left, or if the configuration does not work as it is. The host launches as many kernels for a
-    long microbatch as for a short one, and each reads and writes all gradients.
+    microbatches would be left, or if the configuration does not work. A long microbatch launches as many kernels as a
+    short one, and each microbatch reads and writes all gradients.
     """
     engine, parallel = cfg.engine, cfg.parallel
     if not assess(override(cfg), machines).works:

@@ -46,20 +46,20 @@ def run(cfg: RunConfig, options: DoctorOptions, config_name: str, overrides: Seq
         lines, findings = look_at_data(cfg)
         diagnosis = dataclasses.replace(diagnosis, findings=(*findings, *diagnosis.findings))
     if options.json:
-        sys.stdout.write(to_json(diagnosis) + "\n")
+        print(to_json(diagnosis))
     else:
-        print("\n".join([*lines, ""]) if lines else "", end="\n" if lines else "")
-        print(_colored(plain(diagnosis)) if sys.stdout.isatty() else plain(diagnosis))
+        report = _colored(plain(diagnosis)) if sys.stdout.isatty() else plain(diagnosis)
+        print("\n".join([*lines, "", report] if lines else [report]))
     return diagnosis.status
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Table:
     """Text in columns; numbers are right-aligned."""
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: Sequence[tuple[str, ...]]
     right: frozenset[int] = frozenset()  # columns of numbers
     notes: tuple[str, ...] = ()  # lines below
 
@@ -75,13 +75,16 @@ def tables(diagnosis: Diagnosis) -> list[Table]:
 
 def headline(diagnosis: Diagnosis) -> str:
     """The model and the layout, in two lines."""
-    cfg, gpu, parameters = diagnosis.cfg, diagnosis.gpu, diagnosis.parameters
+
+    def short(number: int) -> str:
+        return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
+
+    cfg, gpu, parameters, parallel = diagnosis.cfg, diagnosis.gpu, diagnosis.parameters, diagnosis.cfg.parallel
     lines = []
     if parameters is not None:
-        active = f", {_short(parameters.active)} active for a token" if cfg.model.is_moe else ""
-        total = f"{parameters.total:,} parameters ({_short(parameters.total)})"
+        active = f", {short(parameters.active)} active for a token" if cfg.model.is_moe else ""
+        total = f"{parameters.total:,} parameters ({short(parameters.total)})"
         lines.append(f"{cfg.name}: {cfg.model.family}, {total}{active}")
-    parallel = cfg.parallel
     names = {"TP": "tensor", "PP": "pipeline", "VP": "virtual_stages", "CP": "context", "EP": "expert"}
     degrees = {short: getattr(parallel, name) for short, name in (names | {"ETP": "expert_tensor"}).items()}
     layout = " ".join(f"{short}{degree}" for short, degree in degrees.items() if degree > 1) or "data parallel"
@@ -93,10 +96,6 @@ def headline(diagnosis: Diagnosis) -> str:
     return "\n".join(lines)
 
 
-def _short(number: int) -> str:
-    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
-
-
 def _memory(estimate: Estimate, *notes: str) -> Table:
     rows = [(part.name, f"{part.num_bytes / GIB:.2f}", part.formula) for part in estimate.parts if part.num_bytes]
     total = f"{estimate.share:.0%} of {estimate.capacity_bytes / GIB:.1f} GiB"
@@ -104,13 +103,7 @@ def _memory(estimate: Estimate, *notes: str) -> Table:
         total += "; " + " and ".join(", ".join(p.name for p in estimate.parts if p.name in t) for t in estimate.turns)
         total += " take turns"
     rows.append(("total", f"{estimate.total_bytes / GIB:.2f}", total))
-    return Table(
-        title=f"Memory per GPU: {estimate.title}",
-        columns=("part", "GiB", "how"),
-        rows=tuple(rows),
-        right=frozenset({1}),
-        notes=notes,
-    )
+    return Table(f"Memory per GPU: {estimate.title}", ("part", "GiB", "how"), rows, frozenset({1}), notes)
 
 
 def _phases(diagnosis: Diagnosis) -> Table:
@@ -123,15 +116,14 @@ def _phases(diagnosis: Diagnosis) -> Table:
     assert diagnosis.trainer is not None and diagnosis.engine is not None
     host = host_bytes(diagnosis.cfg, diagnosis.trainer, diagnosis.engine.estimate)
     offload = ", ".join(diagnosis.cfg.optim.offload) or "nothing"
+    note = f"engine.sleep_level {diagnosis.cfg.engine.sleep_level}; the trainer offloads {offload}: "
+    note += f"{host / GIB:.1f} GiB of host memory for each GPU"
     return Table(
-        title="Memory per GPU that trainer and engine share",
-        columns=("phase", "trainer GiB", "engine GiB", "total GiB", "of the GPU"),
-        rows=tuple((e.title, gib(e, "trainer"), gib(e, "engine"), gib(e), f"{e.share:.0%}") for e in diagnosis.phases),
-        right=frozenset({1, 2, 3, 4}),
-        notes=(
-            f"engine.sleep_level {diagnosis.cfg.engine.sleep_level}; the trainer offloads {offload}: "
-            f"{host / GIB:.1f} GiB of host memory for each GPU",
-        ),
+        "Memory per GPU that trainer and engine share",
+        ("phase", "trainer GiB", "engine GiB", "total GiB", "of the GPU"),
+        [(e.title, gib(e, "trainer"), gib(e, "engine"), gib(e), f"{e.share:.0%}") for e in diagnosis.phases],
+        frozenset({1, 2, 3, 4}),
+        (note,),
     )
 
 
@@ -157,16 +149,14 @@ def _tiling(diagnosis: Diagnosis) -> Table:
         for matrix in diagnosis.matrices
     ]
     precision = diagnosis.cfg.precision
-    tiles = trainer_format(precision).tile, rollout_format(precision).tile
+    tiles = f"trainer {trainer_format(precision).tile}, engine {rollout_format(precision).tile}"
+    common = tiling.common_degrees(diagnosis.matrices)
     return Table(
-        title=f"FP8 matrices (tiles: trainer {tiles[0]}, engine {tiles[1]}), and the degrees that tile up to 64",
-        columns=("matrix", "number", "shape", "trainer rank", "its degrees", "engine worker", "engine.tensor"),
-        rows=tuple(rows),
-        right=frozenset({1}),
-        notes=tuple(
-            f"every matrix tiles at {option} {', '.join(map(str, degrees)) or 'none'}"
-            for option, degrees in tiling.common_degrees(diagnosis.matrices).items()
-        ),
+        f"FP8 matrices (tiles: {tiles}), and the degrees that tile up to 64",
+        ("matrix", "number", "shape", "trainer rank", "its degrees", "engine worker", "engine.tensor"),
+        rows,
+        frozenset({1}),
+        tuple(f"every matrix tiles at {option} {', '.join(map(str, n)) or 'none'}" for option, n in common.items()),
     )
 
 
@@ -174,31 +164,24 @@ def _agreement(diagnosis: Diagnosis) -> Table:
     cfg = diagnosis.cfg
     rows = [(row.kind, row.trainer, row.engine, "same" if row.agree else "differ") for row in diagnosis.agreement]
     rows.append(("scales", precision_table.scales(cfg, "trainer"), precision_table.scales(cfg, "engine"), ""))
-    return Table(
-        title=f"Precision of both ends on {diagnosis.gpu.name.upper()}",
-        columns=("tensors", "trainer", "engine", "weights"),
-        rows=tuple(rows),
-    )
+    title = f"Precision of both ends on {diagnosis.gpu.name.upper()}"
+    return Table(title, ("tensors", "trainer", "engine", "weights"), rows)
 
 
 def _packages(diagnosis: Diagnosis) -> Table:
     """The packages that differ from the pins."""
     listed = [package for package in diagnosis.packages if package.state != "ok"]
-    return Table(
-        title="Packages in this environment",
-        columns=("package", "wanted", "installed", "", "for"),
-        rows=tuple((p.name, p.wanted, p.installed or "-", p.shown_state, p.extra or "core") for p in listed),
-        notes=(f"{len(diagnosis.packages) - len(listed)} others are installed as wanted",),
-    )
+    rows = [(p.name, p.wanted, p.installed or "-", p.shown_state, p.extra or "core") for p in listed]
+    note = f"{len(diagnosis.packages) - len(listed)} others are installed as wanted"
+    columns = ("package", "wanted", "installed", "", "for")
+    return Table("Packages in this environment", columns, rows, notes=(note,))
 
 
 def plain(diagnosis: Diagnosis) -> str:
     """The report as text without control characters."""
-    blocks = [headline(diagnosis)]
-    for table in tables(diagnosis):
-        blocks.append("\n".join([plain_table(table), *(f"  {line}" for line in table.notes)]))
-    blocks.append("Findings\n" + "\n".join(_finding_lines(diagnosis)))
-    return "\n\n".join([*blocks, _VERDICTS[diagnosis.status]])
+    texts = ["\n".join([plain_table(table), *(f"  {line}" for line in table.notes)]) for table in tables(diagnosis)]
+    findings = "\n".join(["Findings", *_finding_lines(diagnosis)])
+    return "\n\n".join([headline(diagnosis), *texts, findings, _VERDICTS[diagnosis.status]])
 
 
 def _cache_line(engine: EngineEstimate) -> str:
@@ -222,27 +205,24 @@ def plain_table(table: Table) -> str:
     return "\n".join([table.title, "  " + lines[0], *(f"  {line}" for line in lines[1:])])
 
 
+def wrapped(line: str) -> str:
+    """An indented line of a report, within ``WIDTH`` columns."""
+    return textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+
+
 def _finding_lines(diagnosis: Diagnosis) -> Iterable[str]:
+    """The findings, and the change that makes the run work or a description of the search."""
     if not diagnosis.findings:
         yield "  none"
     for finding in diagnosis.findings:
-        text = f"{finding.severity}: {finding.subject}: {finding.problem}."
-        if finding.remedy:
-            text += f" {finding.remedy}."
-        yield textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+        remedy = f" {finding.remedy}." if finding.remedy else ""
+        yield wrapped(f"{finding.severity}: {finding.subject}: {finding.problem}.{remedy}")
         if finding.command:
             yield f"      $ {finding.command}"
-    yield from (f"  {line}" for line in _remedy_lines(diagnosis))
-
-
-def _remedy_lines(diagnosis: Diagnosis) -> list[str]:
-    """The change that makes the run work, or a description of what was tried."""
     if diagnosis.command:
-        return ["with this change the run can work:", f"    $ {diagnosis.command}"]
-    if diagnosis.tried:
-        text = f"No automatic fix found. Tried: {diagnosis.tried}."
-        return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-    return []
+        yield f"  with this change the run can work:\n      $ {diagnosis.command}"
+    elif diagnosis.tried:
+        yield wrapped(f"No automatic fix found. Tried: {diagnosis.tried}.")
 
 
 def _colored(text: str) -> str:
@@ -267,9 +247,8 @@ def to_json(diagnosis: Diagnosis) -> str:
             if estimate is not None
         },
         "phases": [{"total_bytes": e.total_bytes, **dataclasses.asdict(e)} for e in diagnosis.phases],
-        "kv_cache": None
-        if engine is None
-        else {
+        "kv_cache": engine
+        and {
             "bytes": engine.kv_bytes,
             "token_bytes": engine.kv_token_bytes,
             "tokens": engine.kv_tokens,

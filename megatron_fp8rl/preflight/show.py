@@ -7,7 +7,6 @@ that would be refused there. Needs neither a GPU nor torch.
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import astuple, dataclass
 from typing import Literal
 
@@ -19,7 +18,7 @@ from megatron_fp8rl.precision.kernel_choice import TABLE, KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.parameters import entries
 from megatron_fp8rl.preflight import rules
-from megatron_fp8rl.preflight.doctor import WIDTH, Table, plain_table
+from megatron_fp8rl.preflight.doctor import Table, plain_table, wrapped
 from megatron_fp8rl.preflight.findings import Checks
 from megatron_fp8rl.preflight.memory import GPUS
 from megatron_fp8rl.preflight.precision_table import kind_of
@@ -69,7 +68,7 @@ def text(cfg: RunConfig, options: ShowOptions, violations: list[Violation]) -> s
         choice = KernelChoice.of(cfg, Hardware(options.generation))
         rows = tuple(astuple(group) for group in groups(cfg, choice))
         title = f"{cfg.name} on {options.gpu.upper()}: what computes what"
-        blocks = [plain_table(Table(title=title, columns=_COLUMNS, rows=rows)), _lines("Why", reasons(cfg, choice))]
+        blocks = [plain_table(Table(title, _COLUMNS, rows)), _lines("Why", reasons(cfg, choice))]
         if cfg.precision.rollout != "bf16":
             blocks[0] += "\n  scales on the wire: FP32, one for each 128x128 block of a matrix; pow2 are powers of two"
     if violations:
@@ -78,11 +77,7 @@ def text(cfg: RunConfig, options: ShowOptions, violations: list[Violation]) -> s
 
 
 def _lines(title: str, lines: list[str]) -> str:
-    wrapped = (
-        textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
-        for line in lines
-    )
-    return "\n".join([title, *wrapped])
+    return "\n".join([title, *map(wrapped, lines)])
 
 
 def groups(cfg: RunConfig, choice: KernelChoice) -> list[Group]:
