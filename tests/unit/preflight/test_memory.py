@@ -108,7 +108,7 @@ def test_optimizer_states_are_sharded_over_data_and_context_ranks():
 
 
 def test_parameters_by_precision():
-    """FP32 parameters are their own master weights; BF16 layers have no FP8 copies; a reference model has all weights."""
+    """FP32 parameters are master weights, BF16 layers have no FP8 copies, a reference model has all weights."""
     cfg, everything = run(precision=replace(BF16, params="fp32")), on_trainer_rank(run(), 0)
     total = everything.trained
     assert (part(cfg, "weights"), part(cfg, "optimizer states"), part(cfg, "FP8 copies")) == (4 * total, 8 * total, 0)

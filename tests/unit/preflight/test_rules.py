@@ -1,8 +1,10 @@
 """All mistakes at once, each with option, value and remedy; sound configurations pass."""
 
+import ast
 import json
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,18 @@ from tests.helpers.rollouts import make_group
 
 ROUTER = RouterConfig(score="sigmoid", correction_bias=True)
 EXACT = RewardConfig()
+
+
+def changes_of(*texts: str) -> dict[str, Any]:
+    """Keywords for ``make`` from texts such as "parallel.tensor=2"."""
+    changes = {}
+    for text in texts:
+        path, _, value = text.partition("=")
+        try:
+            changes[path.replace(".", "__")] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):  # a name
+            changes[path.replace(".", "__")] = value
+    return changes
 
 
 @pytest.mark.parametrize(
@@ -83,55 +97,43 @@ def test_five_mistakes_give_five_violations():
     assert "Lower the product to 4 or less" in message
 
 
+# Refused alone, by the field that is set.
+SINGLE = """
+    parallel.virtual_stages=2 engine.tensor=3 optim.min_lr=1.0 optim.beta2=1.0 sampling.max_completion_tokens=5000
+    optim.max_tokens_per_microbatch=100 sampling.temperature=0.0 sampling.top_p=0.0
+    engine.record_routed_experts=True sampling.replay=missing model.embedding_range=0.0 output_dir=/proc/x
+    engine.deadline_scale=0.0 sampling.temperature=1e-09 engine.num_replicas=100000 scoring.num_workers=100000
+    engine.kv_cache_bytes=1000 algo.updates_per_step=1000 algo.loss=nowhere:loss algo.advantage=nowhere
+    observe.eval_prompts=-1 algo.veto_below=1.5 algo.correction_high=0.9 algo.overlong_buffer_tokens=4
+    data.chat_template=True data.tokenizer=no/such/folder model.hf_path=no/such/folder model.num_key_value_heads=3
+    checkpoint.keep=0 name=a/b
+"""
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
+        *((changes_of(text), f"--{text.partition('=')[0]}") for text in SINGLE.split()),
         ({"parallel__tensor": 2}, "--parallel.world_size"),
-        ({"parallel__virtual_stages": 2}, "--parallel.virtual_stages"),
         ({"parallel__expert": 2, "parallel__world_size": 2}, "--parallel.expert"),
-        ({"engine__tensor": 3}, "--engine.tensor"),
         ({"precision__bf16_first_layers": 3, "precision__bf16_last_layers": 2}, "--precision.bf16_first_layers"),
-        ({"optim__min_lr": 1.0}, "--optim.min_lr"),
-        ({"optim__beta2": 1.0}, "--optim.beta2"),
         ({"optim__recompute": "selective", "optim__recompute_modules": ()}, "--optim.recompute_modules"),
         ({"optim__recompute": "selective", "optim__recompute_modules": ("moe",)}, "--optim.recompute_modules"),
-        ({"sampling__max_completion_tokens": 5000}, "--sampling.max_completion_tokens"),
-        ({"optim__max_tokens_per_microbatch": 100}, "--optim.max_tokens_per_microbatch"),
-        ({"sampling__temperature": 0.0}, "--sampling.temperature"),
-        ({"sampling__top_p": 0.0}, "--sampling.top_p"),
         ({"sampling__stop_strings": ("\n", "")}, "--sampling.stop_strings"),
         ({"sampling__stop_token_ids": (512,)}, "--sampling.stop_token_ids"),
-        ({"engine__record_routed_experts": True}, "--engine.record_routed_experts"),
-        ({"sampling__replay": "missing"}, "--sampling.replay"),
         ({"seed": 2**70}, "--seed"),
         ({"model__embedding_range": 1.0, "model__tie_embeddings": True}, "--model.embedding_range"),
-        ({"model__embedding_range": 0.0}, "--model.embedding_range"),
-        ({"output_dir": "/proc/x"}, "--output_dir"),
-        ({"engine__deadline_scale": 0.0}, "--engine.deadline_scale"),
-        ({"sampling__temperature": 1e-9}, "--sampling.temperature"),
         ({"sampling__prompts_per_step": 10**9}, "--sampling.prompts_per_step"),
-        ({"engine__num_replicas": 100_000}, "--engine.num_replicas"),
         ({"sampling__max_staleness": 10**6}, "--sampling.max_staleness"),
         ({"sampling__max_staleness": 1, "sampling__window_groups": 129}, "--sampling.window_groups"),
         ({"sampling__max_completion_tokens": 1, "algo__overlong": "mask"}, "--algo.overlong"),
-        ({"scoring__num_workers": 100_000}, "--scoring.num_workers"),
         ({"data__environments": (EnvironmentConfig(weight=float("inf")),)}, "--data.environments.0.weight"),
-        ({"engine__kv_cache_bytes": 1000}, "--engine.kv_cache_bytes"),
-        ({"algo__updates_per_step": 1000}, "--algo.updates_per_step"),
         ({"algo__loss_options": {"dual_clip": 1.1}}, "--algo.loss_options.dual_clip"),
-        ({"algo__loss_options": {"aggregate": "token"}}, "--algo.loss_options"),  # dapo has none
-        ({"algo__loss": "nowhere:loss"}, "--algo.loss"),
-        ({"algo__advantage": "nowhere"}, "--algo.advantage"),
-        ({"observe__eval_prompts": -1}, "--observe.eval_prompts"),
+        ({"algo__loss_options": {"aggregate": "token"}}, "--algo.loss_options"),
         ({"observe__eval_prompts": 0, "warm_start__stop_pass_rate": 0.5}, "--warm_start.stop_pass_rate"),
-        ({"algo__veto_below": 1.5}, "--algo.veto_below"),
         ({"algo__correction": "mask", "algo__correction_low": 3.0}, "--algo.correction_low"),
-        ({"algo__correction_high": 0.9}, "--algo.correction_high"),
         ({"algo__overlong": "penalty"}, "--algo.overlong_buffer_tokens"),
-        ({"algo__overlong_buffer_tokens": 4}, "--algo.overlong_buffer_tokens"),
         ({"algo__clip_high": float("nan")}, "--algo.clip_high"),
-        ({"data__chat_template": True}, "--data.chat_template"),
-        ({"data__tokenizer": "no/such/folder"}, "--data.tokenizer"),
         ({"data__environments": (EnvironmentConfig(template="plain"),)}, "--data.environments.0.template"),
         (
             {"data__environments": (EnvironmentConfig(dataset="no.jsonl", rewards=(EXACT,)),)},
@@ -151,13 +153,9 @@ def test_five_mistakes_give_five_violations():
             },
             "--data.environments.0.rewards.0.function",
         ),
-        ({"model__hf_path": "no/such/folder"}, "--model.hf_path"),
-        ({"model__num_key_value_heads": 3}, "--model.num_key_value_heads"),
         ({"model__family": "qwen3_moe"}, "--model.num_experts"),
-        ({"checkpoint__keep": 0}, "--checkpoint.keep"),
         ({"output_dir": "/dev/null/{name}"}, "--output_dir"),
         ({"output_dir": "runs/{step}"}, "--output_dir"),
-        ({"name": "a/b"}, "--name"),
     ],
 )
 def test_one_mistake_gives_its_violation_alone(changes, field):
@@ -370,105 +368,77 @@ def test_what_starts_all_the_same_is_doubted():
 
 
 WIDE_MOE = replace(MOE, hidden_size=256, moe_ffn_hidden_size=256)
-GROUPED, LINEARS = {"precision__kernels__experts": "deep_gemm"}, {"precision__kernels__linears": "deep_gemm"}
-TE, EMULATED = {"precision__kernels__trainer": "te"}, {"precision__kernels__trainer": "emulated"}
-GROUPED_BF16 = GROUPED | {"precision__trainer": "bf16", "precision__rollout": "bf16"}
-SPLIT = {"parallel__world_size": 4, "parallel__expert_tensor": 4}
-INVARIANT = {"engine__batch_invariant": True}
-ENGINE_EXPERTS = {"precision__kernels__engine_experts": "deep_gemm"}
-ENGINE_ATTENTION = {"precision__kernels__attention": "engine"} | INVARIANT
+# accelerator, model, changes -> refused fields
+CHOICES = """
+    blackwell dense precision.scales=fp32 -> precision.scales
+    hopper dense precision.scales=fp32
+    blackwell dense
+    ampere dense -> precision.trainer
+    hopper dense engine.num_replicas=2 -> engine.num_replicas
+    hopper dense engine.num_replicas=2 engine.placement=separate
+    hopper dense engine.sleep_level=1 sampling.max_staleness=1 -> engine.sleep_level
+    hopper dense engine.sleep_level=1 engine.placement=separate -> engine.sleep_level
+    hopper dense optim.offload=('params',) sampling.max_staleness=1 -> optim.offload
+    hopper dense optim.offload=('params','params') -> optim.offload
+    hopper dense engine.sleep_level=2 optim.offload=('optimizer',)
+    hopper dense engine.expert=2 -> engine.expert
+    hopper moe engine.expert=2 -> engine.expert
+    hopper moe parallel.world_size=2 engine.tensor=2 engine.expert=2 precision.kernels.engine_experts=deep_gemm
+    hopper moe precision.kernels.engine_experts=deep_gemm precision.bf16_last_layers=1 \
+        -> precision.kernels.engine_experts
+    hopper dense precision.kernels.engine_experts=triton -> precision.kernels.engine_experts
+    hopper dense precision.kernels.engine_linears=cutlass -> precision.kernels.engine_linears
+    hopper dense precision.kernels.engine_linears=cutlass precision.scales=fp32
+    hopper dense precision.kernels.engine_attention=FLASHINFER engine.kv_cache_dtype=fp8 \
+        -> precision.kernels.engine_attention
+    hopper dense weight_sync.transport=nccl -> weight_sync.transport
+    hopper dense weight_sync.transport=nccl engine.placement=separate
+    hopper dense weight_sync.transport=ipc
+    cpu dense weight_sync.transport=nccl -> weight_sync.transport
+    cpu dense weight_sync.transport=ipc
+    cpu dense weight_sync.transport=gloo
+    cpu dense precision.kernels.trainer=te -> precision.kernels.trainer
+    hopper dense precision.kernels.trainer=te
+    hopper dense precision.kernels.trainer=emulated
+    cpu wide_moe precision.kernels.experts=deep_gemm
+    hopper wide_moe precision.kernels.experts=deep_gemm
+    blackwell wide_moe precision.kernels.experts=deep_gemm -> precision.kernels.experts
+    hopper wide_moe precision.kernels.experts=deep_gemm precision.trainer=delayed -> precision.kernels.experts
+    hopper wide_moe precision.kernels.experts=deep_gemm precision.gradients=e5m2 -> precision.gradients
+    hopper wide_moe precision.kernels.experts=deep_gemm precision.params=fp32 -> precision.params
+    hopper wide_moe precision.kernels.experts=deep_gemm precision.kernels.trainer=emulated -> precision.kernels.experts
+    hopper wide_moe model.hidden_size=192 precision.kernels.experts=deep_gemm precision.trainer=bf16 \
+        precision.rollout=bf16 -> model.hidden_size
+    hopper wide_moe precision.kernels.experts=deep_gemm precision.trainer=bf16 precision.rollout=bf16 parallel.world_size=4 \
+        parallel.expert_tensor=4 -> parallel.expert_tensor
+    cpu dense precision.kernels.linears=deep_gemm
+    hopper dense precision.kernels.linears=deep_gemm
+    blackwell dense precision.kernels.linears=deep_gemm -> precision.kernels.linears
+    cpu dense precision.kernels.linears=deep_gemm precision.kernels.trainer=emulated
+    hopper dense precision.kernels.linears=deep_gemm precision.kernels.trainer=emulated -> precision.kernels.linears
+    hopper dense precision.kernels.linears=deep_gemm precision.gradients=e5m2 -> precision.gradients
+    hopper dense precision.kernels.linears=deep_gemm precision.params=fp32 -> precision.params
+    hopper dense precision.kernels.linears=deep_gemm precision.trainer=bf16 -> precision.kernels.linears
+    hopper dense precision.kernels.linears=deep_gemm precision.trainer=delayed -> precision.kernels.linears
+    hopper dense precision.kernels.linears=deep_gemm precision.trainer=tensorwise -> precision.kernels.linears
+    cpu dense model.head_dim=128 precision.kernels.attention=engine engine.batch_invariant=True \
+        -> precision.kernels.attention engine.batch_invariant
+    hopper dense model.head_dim=128 precision.kernels.attention=engine engine.batch_invariant=True
+    hopper dense precision.kernels.attention=engine engine.batch_invariant=True -> precision.kernels.attention
+    hopper moe engine.batch_invariant=True precision.kernels.engine_experts=deep_gemm
+    hopper moe engine.batch_invariant=True precision.kernels.engine_experts=deep_gemm precision.scales=fp32 \
+        -> precision.kernels.engine_experts
+    hopper dense engine.batch_invariant=True weight_sync.transport=nccl engine.placement=separate \
+        -> weight_sync.transport
+"""
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "model", "changes", "fields"),
-    [
-        ("blackwell", DENSE, {"precision__scales": "fp32"}, ["--precision.scales"]),
-        ("hopper", DENSE, {"precision__scales": "fp32"}, []),
-        ("blackwell", DENSE, {}, []),
-        ("ampere", DENSE, {}, ["--precision.trainer"]),
-        ("hopper", DENSE, {"engine__num_replicas": 2}, ["--engine.num_replicas"]),
-        ("hopper", DENSE, {"engine__num_replicas": 2, "engine__placement": "separate"}, []),
-        ("hopper", DENSE, {"engine__sleep_level": 1, "sampling__max_staleness": 1}, ["--engine.sleep_level"]),
-        ("hopper", DENSE, {"engine__sleep_level": 1, "engine__placement": "separate"}, ["--engine.sleep_level"]),
-        ("hopper", DENSE, {"optim__offload": ("params",), "sampling__max_staleness": 1}, ["--optim.offload"]),
-        ("hopper", DENSE, {"optim__offload": ("params", "params")}, ["--optim.offload"]),
-        ("hopper", DENSE, {"engine__sleep_level": 2, "optim__offload": ("optimizer",)}, []),
-        ("hopper", DENSE, {"engine__expert": 2}, ["--engine.expert"]),
-        ("hopper", MOE, {"engine__expert": 2}, ["--engine.expert"]),
-        ("hopper", MOE, {"parallel__world_size": 2, "engine__tensor": 2, "engine__expert": 2} | ENGINE_EXPERTS, []),
-        ("hopper", MOE, ENGINE_EXPERTS | {"precision__bf16_last_layers": 1}, ["--precision.kernels.engine_experts"]),
-        (
-            "hopper",
-            DENSE,
-            {"precision__kernels__engine_experts": "triton"},
-            ["--precision.kernels.engine_experts"],
-        ),
-        (
-            "hopper",
-            DENSE,
-            {"precision__kernels__engine_linears": "cutlass"},
-            ["--precision.kernels.engine_linears"],
-        ),
-        ("hopper", DENSE, {"precision__kernels__engine_linears": "cutlass", "precision__scales": "fp32"}, []),
-        (
-            "hopper",
-            DENSE,
-            {"precision__kernels__engine_attention": "FLASHINFER", "engine__kv_cache_dtype": "fp8"},
-            ["--precision.kernels.engine_attention"],
-        ),
-        ("hopper", DENSE, {"weight_sync__transport": "nccl"}, ["--weight_sync.transport"]),
-        ("hopper", DENSE, {"weight_sync__transport": "nccl", "engine__placement": "separate"}, []),
-        ("hopper", DENSE, {"weight_sync__transport": "ipc"}, []),
-        ("cpu", DENSE, {"weight_sync__transport": "nccl"}, ["--weight_sync.transport"]),
-        ("cpu", DENSE, {"weight_sync__transport": "ipc"}, []),
-        ("cpu", DENSE, {"weight_sync__transport": "gloo"}, []),
-        ("cpu", DENSE, TE, ["--precision.kernels.trainer"]),
-        ("hopper", DENSE, TE, []),
-        ("hopper", DENSE, EMULATED, []),
-        ("cpu", WIDE_MOE, GROUPED, []),
-        ("hopper", WIDE_MOE, GROUPED, []),
-        ("blackwell", WIDE_MOE, GROUPED, ["--precision.kernels.experts"]),
-        ("hopper", WIDE_MOE, GROUPED | {"precision__trainer": "delayed"}, ["--precision.kernels.experts"]),
-        ("hopper", WIDE_MOE, GROUPED | {"precision__gradients": "e5m2"}, ["--precision.gradients"]),
-        ("hopper", WIDE_MOE, GROUPED | {"precision__params": "fp32"}, ["--precision.params"]),
-        ("hopper", WIDE_MOE, GROUPED | EMULATED, ["--precision.kernels.experts"]),
-        ("hopper", replace(WIDE_MOE, hidden_size=192), GROUPED_BF16, ["--model.hidden_size"]),
-        ("hopper", WIDE_MOE, GROUPED_BF16 | SPLIT, ["--parallel.expert_tensor"]),  # 64 features
-        ("cpu", DENSE, LINEARS, []),
-        ("hopper", DENSE, LINEARS, []),
-        ("blackwell", DENSE, LINEARS, ["--precision.kernels.linears"]),
-        ("cpu", DENSE, LINEARS | EMULATED, []),
-        ("hopper", DENSE, LINEARS | EMULATED, ["--precision.kernels.linears"]),
-        ("hopper", DENSE, LINEARS | {"precision__gradients": "e5m2"}, ["--precision.gradients"]),
-        ("hopper", DENSE, LINEARS | {"precision__params": "fp32"}, ["--precision.params"]),
-        ("hopper", DENSE, LINEARS | {"precision__trainer": "bf16"}, ["--precision.kernels.linears"]),
-        ("hopper", DENSE, LINEARS | {"precision__trainer": "delayed"}, ["--precision.kernels.linears"]),
-        ("hopper", DENSE, LINEARS | {"precision__trainer": "tensorwise"}, ["--precision.kernels.linears"]),
-        (
-            "cpu",
-            replace(DENSE, head_dim=128),
-            ENGINE_ATTENTION,
-            ["--precision.kernels.attention", "--engine.batch_invariant"],
-        ),
-        ("hopper", replace(DENSE, head_dim=128), ENGINE_ATTENTION, []),
-        ("hopper", DENSE, ENGINE_ATTENTION, ["--precision.kernels.attention"]),
-        ("hopper", MOE, INVARIANT | ENGINE_EXPERTS, []),
-        (
-            "hopper",
-            MOE,
-            INVARIANT | ENGINE_EXPERTS | {"precision__scales": "fp32"},
-            ["--precision.kernels.engine_experts"],
-        ),
-        (
-            "hopper",
-            DENSE,
-            INVARIANT | {"weight_sync__transport": "nccl", "engine__placement": "separate"},
-            ["--weight_sync.transport"],
-        ),
-    ],
-)
-def test_choices_fit_the_accelerator(accelerator, model, changes, fields):
-    assert fields_of(make(model, **changes), accelerator) == fields
+@pytest.mark.parametrize("line", CHOICES.strip().splitlines())
+def test_choices_fit_the_accelerator(line):
+    start, _, fields = line.partition("->")
+    accelerator, model, *changes = start.split()
+    cfg = make({"dense": DENSE, "moe": MOE, "wide_moe": WIDE_MOE}[model], **changes_of(*changes))
+    assert fields_of(cfg, accelerator) == [f"--{field}" for field in fields.split()]
 
 
 @pytest.mark.parametrize(
