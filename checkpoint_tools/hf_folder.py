@@ -74,8 +74,10 @@ class HfFolder:
         entries, problems, unreadable = read_entries(path)
         if problems and not (path / INDEX).is_file():
             raise CheckpointError(path, problems)  # the list of tensors is incomplete
-        if keep_mtp is None and not _has_mtp(entries.keys() | unreadable, model):
-            model = replace(model, num_mtp_layers=0)
+        without_mtp = replace(model, num_mtp_layers=0)
+        mtp = registry.hf_tensors(model).keys() - registry.hf_tensors(without_mtp).keys()
+        if keep_mtp is None and mtp.isdisjoint(entries.keys() | unreadable):
+            model = without_mtp
         skipped, table_problems = _compare(entries, model, unreadable)
         problems += table_problems
         if problems:
@@ -241,12 +243,6 @@ def _missing_numbers(shards: Sequence[str], listed: dict[str, str]) -> list[str]
     total, digits = max(int(match[2]) for match in series), len(series[0][1])
     wanted = {f"model-{i:0{digits}}-of-{total:0{digits}}.safetensors" for i in range(1, total + 1)}
     return [f"{name}: the file is missing. Fetch it" for name in sorted(wanted - set(shards))]
-
-
-def _has_mtp(stored: Iterable[str], model: ModelConfig) -> bool:
-    """Whether any tensor of multi-token prediction layers is stored."""
-    mtp = registry.hf_tensors(model).keys() - registry.hf_tensors(replace(model, num_mtp_layers=0)).keys()
-    return not mtp.isdisjoint(stored)
 
 
 def _compare(entries: dict[str, Entry], model: ModelConfig, unreadable: set[str]) -> tuple[dict[str, str], list[str]]:

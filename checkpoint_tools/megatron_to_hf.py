@@ -56,7 +56,9 @@ class Options(WorkerOptions):
 def run(options: Options) -> int:
     """Convert and print a report; returns 0."""
     path = find_checkpoint(options.source)
-    model = _read_architecture(options.hf_config) if options.hf_config is not None else None
+    model = None
+    if options.hf_config is not None:
+        model = registry.from_hf_config(read_config(options.hf_config), fp8_weights=True)
     source = MegatronFolder.open(path, model, check_crc=not options.skip_crc)
     with report_conversion(path, options.target) as report:
         config_dir = options.hf_config or find_config_dir(path)
@@ -176,10 +178,6 @@ def find_config_dir(path: Path) -> Path | None:
     run_dir = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     candidates = [path, *([Path(hf_path)] if hf_path else []), run_dir / _MODEL_DIR]
     return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
-
-
-def _read_architecture(folder: Path) -> ModelConfig:
-    return registry.from_hf_config(read_config(folder), fp8_weights=True)
 
 
 def _config(model: ModelConfig, config_dir: Path | None, dtypes: set[torch.dtype]) -> dict[str, Any]:

@@ -58,7 +58,8 @@ class Options(WorkerOptions):
 
 def run(options: Options) -> int:
     """Compare and print the result; returns 0 when all is equal, else 1."""
-    source, converted = HfFolder.open(options.source, keep_mtp=None), open_converted(options.converted)
+    source, path = HfFolder.open(options.source, keep_mtp=None), options.converted
+    converted = MegatronFolder.open(path) if is_megatron(path) else HfFolder.open(path, keep_mtp=None)
     source = _same_architecture(source, converted)
     different, num_tensors = compare_tensors(source, converted, options)
     for name in different[:_MAX_SHOWN]:
@@ -85,11 +86,6 @@ def run(options: Options) -> int:
         f"(standard deviation of the logits {spread:.2f})"
     )
     return 0 if difference <= bound else 1
-
-
-def open_converted(path: Path) -> HfFolder | MegatronFolder:
-    """Open a Megatron-Core or Hugging Face folder. Raises CheckpointError when it is neither, or incomplete."""
-    return MegatronFolder.open(path) if is_megatron(path) else HfFolder.open(path, keep_mtp=None)
 
 
 def _same_architecture(source: HfFolder, converted: HfFolder | MegatronFolder) -> HfFolder:
