@@ -141,7 +141,8 @@ class Experts(runner.Benchmark):
         if options.config:
             from megatron_fp8rl.cli import load_config
 
-            if (shape := experts_of(load_config(options.config))) is None:
+            cfg = load_config(options.config)
+            if (shape := experts_of(cfg.model, cfg.parallel, cfg.optim)) is None:
                 parser.error(f"--config {options.config}: the model is dense; use python -m benchmarks.linears")
             options.shape = [shape]
         if options.quick:

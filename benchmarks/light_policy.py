@@ -24,6 +24,7 @@ from megatron_fp8rl.names.table import Weight, split_indices
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
     from megatron_fp8rl.weight_sync.publish import WeightExporter
 
 
@@ -85,7 +86,7 @@ def publishing(cfg: RunConfig, parallel: Parallel) -> Iterator[tuple[LightPolicy
             fleet = stack.enter_context(Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir))
         start_s = time.perf_counter() - started
         parallel.barrier("engines")
-        exporter = WeightExporter(policy, fleet, cfg)
+        exporter = WeightExporter(policy, fleet, PlanInputs.of(cfg))
         stack.callback(exporter.close)
         yield policy, exporter, fleet, start_s
 

@@ -55,7 +55,9 @@ def plan_training(request: Request) -> Plan:
     layout, layout_problems, transport_problems = None, [], []
     if not cluster.violations():
         layout, layout_problems = _lay_out(request, needs_engines)
-        transport_problems = [] if layout is None else _transport_problems(cfg, layout, needs_engines)
+        transport_problems = (
+            [] if layout is None else _transport_problems(cfg.weight_sync.transport, layout, needs_engines)
+        )
     # The doctor checks GPU counts; only this planner knows the nodes.
     problems, warnings = preflight(request, without="--weight_sync.transport" if transport_problems else None)
     if request.job == "rl" and cfg.model.hf_path is None:
@@ -174,8 +176,8 @@ def job_spec(
         max_restarts=cluster.max_restarts,
         save_signal_s=cluster.save_signal_s,
         env={"PYTHONUNBUFFERED": "1", **cluster.env},
-        user_files=() if cfg is None else user_files.reward_files(cfg),
-        user_modules=() if cfg is None else user_files.modules(cfg, request.config_name),
+        user_files=() if cfg is None else user_files.reward_files(cfg.data),
+        user_modules=() if cfg is None else user_files.modules(cfg.algo, cfg.data, request.config_name),
     )
 
 
@@ -210,12 +212,12 @@ def lines(spec: JobSpec) -> list[str]:
     return text + ([f"  variables: {', '.join(sorted(spec.env))}"] if spec.env else [])
 
 
-def _transport_problems(cfg: RunConfig, layout: Layout, needs_engines: bool) -> list[str]:
+def _transport_problems(transport: str, layout: Layout, needs_engines: bool) -> list[str]:
     """Problems of transports that do not work between nodes."""
     nodes = {node for place in layout.replicas for node in place.nodes} | set(layout.trainer_nodes)
-    if needs_engines and len(nodes) > 1 and cfg.weight_sync.transport == "ipc":
+    if needs_engines and len(nodes) > 1 and transport == "ipc":
         return [
-            f"--weight_sync.transport = {cfg.weight_sync.transport!r}: works within one node only, but trainer and "
+            f"--weight_sync.transport = {transport!r}: works within one node only, but trainer and "
             f"replicas are on {layout.nodes} nodes. Use --weight_sync.transport auto."
         ]
     return []

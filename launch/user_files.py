@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import Cluster
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import AlgoConfig, DataConfig, RunConfig
 from megatron_fp8rl.envs.rewards.functions import parse
 from megatron_fp8rl.envs.source_kind import CLASS, kind_of
 
@@ -24,19 +24,19 @@ _ROOT = Path(__file__).absolute().parents[1]
 _SHARED = tuple("nfs lustre gpfs beegfs ceph wekafs panfs pvfs2 cifs smb3 9p afs fuse. virtiofs".split())
 
 
-def reward_files(cfg: RunConfig) -> tuple[str, ...]:
+def reward_files(data: DataConfig) -> tuple[str, ...]:
     """Files of the user's reward functions."""
-    functions = (reward.function for source in cfg.data.environments for reward in source.rewards)
+    functions = (reward.function for source in data.environments for reward in source.rewards)
     return tuple(dict.fromkeys(str(parse(name)[0].absolute()) for name in functions if ".py:" in name))
 
 
-def modules(cfg: RunConfig, config_name: str = "") -> tuple[str, ...]:
-    """Packages (folders) and modules (files) that ``cfg`` names, and their imports from the same folder.
+def modules(algo: AlgoConfig, data: DataConfig, config_name: str = "") -> tuple[str, ...]:
+    """Packages (folders) and modules (files) that the arguments name, and their imports from the same folder.
 
     Omits installed modules and this code. Missing modules are reported by the configuration check.
     """
-    names = [config_name, cfg.algo.loss, cfg.algo.advantage]
-    for source in cfg.data.environments:
+    names = [config_name, algo.loss, algo.advantage]
+    for source in data.environments:
         names += [source.dataset.removeprefix(CLASS)] if kind_of(source.dataset) == "class" else []
         names += [reward.function for reward in source.rewards if ".py:" not in reward.function]
     paths: dict[str, None] = {}

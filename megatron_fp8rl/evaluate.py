@@ -25,7 +25,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fp8rl.config import ConfigError, EngineConfig, ObserveConfig, RunConfig, Violation
+from megatron_fp8rl.config import (
+    ConfigError,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    ObserveConfig,
+    RunConfig,
+    Violation,
+)
 from megatron_fp8rl.data.checkpoint_dir import STATE_FILE, latest, missing_part
 
 if TYPE_CHECKING:
@@ -83,7 +91,7 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
         refuse("sampling.replay", cfg.sampling.replay, "an evaluation samples by itself", "Leave it out")
     model_dir = None
     if checkpoint is not None:
-        model_dir, errors = _model_dir(cfg, checkpoint)
+        model_dir, errors = _model_dir(cfg.model, cfg.data, checkpoint)
         violations += errors
     if checkpoint is None or violations:
         raise ConfigError(violations)
@@ -176,11 +184,12 @@ def _publish(
     import torch
 
     from megatron_fp8rl.trainer.frozen import FrozenPolicy
+    from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
     from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     policy = FrozenPolicy.build(cfg, parallel)
     scales = policy.kv_scales(prompts[: cfg.sampling.prompts_per_step])
-    exporter = WeightExporter(policy, fleet, cfg)
+    exporter = WeightExporter(policy, fleet, PlanInputs.of(cfg))
     if fleet is not None:
         fleet.wait_until_ready()
         if cfg.engine.sleep_level:
@@ -352,7 +361,7 @@ def _step_of(checkpoint: Path) -> int | None:
     return None if state.get("weights_only") else state.get("step")
 
 
-def _model_dir(cfg: RunConfig, checkpoint: Path) -> tuple[Path | None, list[Violation]]:
+def _model_dir(model: ModelConfig, data: DataConfig, checkpoint: Path) -> tuple[Path | None, list[Violation]]:
     """(folder with the checkpoint's config.json and tokenizer, violations if it cannot be determined).
 
     Searches the weights' folder, the run's initial weights and the run's folder. None for a run from random weights,
@@ -363,17 +372,17 @@ def _model_dir(cfg: RunConfig, checkpoint: Path) -> tuple[Path | None, list[Viol
     run_dir = checkpoint.parent.parent if checkpoint.parent.name == _CHECKPOINTS else checkpoint.parent
     candidates = [
         checkpoint,
-        *(Path(folder) for folder in (initial, cfg.model.hf_path) if folder),
+        *(Path(folder) for folder in (initial, model.hf_path) if folder),
         run_dir / _MODEL_DIR,
     ]
     model_dir = next((folder for folder in candidates if (folder / "config.json").is_file()), None)
     if model_dir is None and initial is not None:
         problem = f"is unknown for this checkpoint: its run started from {initial}, which does not exist here"
-        return None, [Violation("--model.hf_path", cfg.model.hf_path, problem, "Name the folder with its tokenizer")]
-    tokenizer = recorded.get("data", {}).get("tokenizer", cfg.data.tokenizer)
-    if model_dir is None and tokenizer != cfg.data.tokenizer:
+        return None, [Violation("--model.hf_path", model.hf_path, problem, "Name the folder with its tokenizer")]
+    tokenizer = recorded.get("data", {}).get("tokenizer", data.tokenizer)
+    if model_dir is None and tokenizer != data.tokenizer:
         problem = f"is not the checkpoint's tokenizer, {tokenizer!r}"
-        return None, [Violation("--data.tokenizer", cfg.data.tokenizer, problem, f"Pass --data.tokenizer {tokenizer}")]
+        return None, [Violation("--data.tokenizer", data.tokenizer, problem, f"Pass --data.tokenizer {tokenizer}")]
     return model_dir, []
 
 

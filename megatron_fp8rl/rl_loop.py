@@ -40,6 +40,7 @@ from megatron_fp8rl.trainer.optimizer.optimizer import adam_name
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import RolloutGroup, Sample, TrainBatch
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.save_hf import save_hf
 
@@ -109,7 +110,7 @@ class Trainer:
         stop.at_boundary(parallel, self.step)
         self.exporter = None  # stays None in a replay, which has no engines to update
         if cfg.sampling.replay is None:  # planned while engines start
-            self.exporter = WeightExporter(self.policy, fleet, cfg)
+            self.exporter = WeightExporter(self.policy, fleet, PlanInputs.of(cfg))
             stack.callback(self.exporter.close)
         if not self.is_complete:
             self._wait_for_engines()
@@ -268,7 +269,7 @@ class Trainer:
 
     def _wait_for_engines(self) -> None:
         """Warm up the trainer, then wait for the engines; rank 0 compares their kernels with the plan."""
-        if warm_up.is_worthwhile(self.cfg, self.parallel.device.type):
+        if warm_up.is_worthwhile(self.cfg.precision, self.cfg.engine, self.cfg.sampling, self.parallel.device.type):
             with span("start_warm_up"):
                 warm_up.warm_up(self.policy, self.prompts.upcoming(self.cfg.sampling.prompts_per_step))
         if self.fleet is None:

@@ -73,7 +73,7 @@ class SourceReport:
 
 def inspect_sources(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[SourceReport]:
     """Inspect every source. Raises any error of opening or rendering it, with its field."""
-    source = ProblemSource(cfg, tokenizer)
+    source = ProblemSource.from_run(cfg, tokenizer)
     return [_inspect(source, key) for key in source.configs]
 
 

@@ -100,7 +100,7 @@ def _limits(cfg: RunConfig) -> dict[str, Any]:
         # The interleaved schedule needs a multiple of the pipeline ranks.
         "num_microbatches_multiple": cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1,
         # Gathering tokens across ranks requires equal lengths.
-        "equal_lengths": cfg.parallel.expert > 1 and may_gather(cfg),
+        "equal_lengths": cfg.parallel.expert > 1 and may_gather(cfg.parallel, cfg.precision),
     }
 
 

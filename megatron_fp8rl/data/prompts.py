@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_fp8rl.config import EnvironmentConfig, RunConfig
+from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.data.columns import ColumnError, Columns, find_columns
 from megatron_fp8rl.data.conversation import ChatFormat
 from megatron_fp8rl.data.dropped import DroppedLog, RowError, row_errors
@@ -88,28 +88,42 @@ class RowSource:
 class ProblemSource:
     """Draws problems from all sources by weight and renders them as prompts."""
 
-    def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase):
-        if len(tokenizer) > cfg.model.vocab_size:
+    def __init__(
+        self,
+        data: DataConfig,
+        sampling: SamplingConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        vocab_size: int,
+        seed: int,
+    ):
+        if len(tokenizer) > vocab_size:
             raise ValueError(
-                f"data.tokenizer = {cfg.data.tokenizer!r} has {len(tokenizer)} tokens, model.vocab_size is only "
-                f"{cfg.model.vocab_size}"
+                f"data.tokenizer = {data.tokenizer!r} has {len(tokenizer)} tokens, "
+                f"model.vocab_size is only {vocab_size}"
             )
-        wanted = cfg.data.chat_template
+        wanted = data.chat_template
         if wanted and not tokenizer.chat_template:
-            raise ValueError(f"data.chat_template is set, but tokenizer {cfg.data.tokenizer!r} has no chat template")
+            raise ValueError(f"data.chat_template is set, but tokenizer {data.tokenizer!r} has no chat template")
         self._uses_chat = bool(tokenizer.chat_template) if wanted is None else wanted
-        stop_ids = frozenset({tokenizer.eos_token_id, *cfg.sampling.stop_token_ids})
-        self.chat_format = ChatFormat(tokenizer, self._uses_chat, cfg.data.chat_template_arguments, stop_ids)
-        self.cfg, self.tokenizer = cfg, tokenizer
-        self.configs = environments_by_key(cfg.data.environments)
+        stop_ids = frozenset({tokenizer.eos_token_id, *sampling.stop_token_ids})
+        self.chat_format = ChatFormat(tokenizer, self._uses_chat, data.chat_template_arguments, stop_ids)
+        self.tokenizer = tokenizer
+        self._max_prompt_tokens, self._seed = sampling.max_prompt_tokens, seed
+        self._template_arguments = data.chat_template_arguments
+        self.configs = environments_by_key(data.environments)
         rows = {key: env for key, env in self.configs.items() if has_rows(env.dataset)}
         self.rows = {key: RowSource(env, env.dataset) for key, env in rows.items()}
         self.held_out_rows = {key: RowSource(env, env.eval) for key, env in rows.items() if env.eval}
         self.environments = {key: build_environment(env) for key, env in self.configs.items() if key not in rows}
 
+    @classmethod
+    def from_run(cls, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ProblemSource:
+        return cls(cfg.data, cfg.sampling, tokenizer, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
+
     def draw(self, stream: str, position: int) -> tuple[str, Problem]:
         """(source, training problem) at a position of a named stream. Raises RowError for an unusable row."""
-        rng = random.Random(f"{self.cfg.seed}/{stream}/{position}")
+        rng = random.Random(f"{self._seed}/{stream}/{position}")
         if not self.rows:
             key = rng.choices(list(self.configs), weights=[cfg.weight for cfg in self.configs.values()])[0]
             return key, self._generated(key, rng)
@@ -117,7 +131,7 @@ class ProblemSource:
         if key not in self.rows:
             return key, self._generated(key, rng)
         source = self.rows[key]
-        row = source.order(f"{self.cfg.seed}/{stream}/{key}", ordinal)
+        row = source.order(f"{self._seed}/{stream}/{key}", ordinal)
         try:
             problem = source.problem(row)
         except RowError as error:
@@ -167,7 +181,7 @@ class ProblemSource:
             # A chat template writes the special tokens itself.
             token_ids = encode(self.tokenizer, text, add_special_tokens=not self._uses_chat)
             json.dumps([problem.answer, problem.metadata], ensure_ascii=False).encode()  # rejects lone surrogates
-        limit = self.cfg.sampling.max_prompt_tokens
+        limit = self._max_prompt_tokens
         if len(token_ids) > limit:
             raise PromptTooLongError(
                 f"prompt {prompt_id} has {len(token_ids)} tokens, more than sampling.max_prompt_tokens = {limit}; "
@@ -193,7 +207,7 @@ class ProblemSource:
     def _text(self, messages: list[dict[str, str]]) -> str:
         if self._uses_chat:
             return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self.cfg.data.chat_template_arguments
+                messages, add_generation_prompt=True, tokenize=False, **self._template_arguments
             )
         if len(messages) > 1:
             raise RowError("has several messages, or a system prompt, and needs a tokenizer with a chat template")
@@ -210,7 +224,7 @@ class ProblemSource:
         """(source of a position, number of earlier positions of that source)."""
         block, place = divmod(position, _BLOCK)
         shares = apportion(_BLOCK, {key: cfg.weight for key, cfg in self.configs.items()})
-        turns = _turns(tuple(shares.values()), f"{self.cfg.seed}/{stream}/block {block}")
+        turns = _turns(tuple(shares.values()), f"{self._seed}/{stream}/block {block}")
         index = int(turns[place])
         key = list(shares)[index]
         return key, block * shares[key] + int((turns[:place] == index).sum())
@@ -230,7 +244,7 @@ class PromptStream:
 
     def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, position: int = 0, log: bool = False):
         """``log``: write skipped prompts to ``data/dropped.jsonl`` in the run's folder; set it on one rank only."""
-        self._source = ProblemSource(cfg, tokenizer)
+        self._source = ProblemSource.from_run(cfg, tokenizer)
         self._dropped = DroppedLog(Path(cfg.run_dir) if log else None, cfg.data.max_dropped)
         self.chat_format = self._source.chat_format
         self._next = position

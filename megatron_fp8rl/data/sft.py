@@ -23,7 +23,7 @@ class SftSource:
     def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase):
         self._cfg = cfg
         self._tokenizer = tokenizer
-        self._source = ProblemSource(cfg, tokenizer)
+        self._source = ProblemSource.from_run(cfg, tokenizer)
         self._dropped = DroppedLog(None, cfg.data.max_dropped)
 
     def samples(self, step: int) -> list[Sample]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
-from megatron_fp8rl.config import ConfigError, RunConfig, Violation
+from megatron_fp8rl.config import ConfigError, EngineConfig, PrecisionConfig, RunConfig, Violation
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision import kernel_support as support
 from megatron_fp8rl.precision.hardware import Hardware
@@ -69,9 +69,9 @@ def _base(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     return ("te", "a GPU multiplies in FP8") if hardware.is_gpu else ("emulated", "a CPU does not multiply in FP8")
 
 
-def is_invariant(cfg: RunConfig, hardware: Hardware) -> bool:
+def is_invariant(engine: EngineConfig, precision: PrecisionConfig, hardware: Hardware) -> bool:
     """Whether engines are batch-invariant; ``precision.exact`` requires it on a GPU."""
-    return cfg.engine.batch_invariant or (cfg.precision.exact and hardware.is_gpu)
+    return engine.batch_invariant or (precision.exact and hardware.is_gpu)
 
 
 def _faster(name: Field) -> Auto:
@@ -103,7 +103,7 @@ def _always(kernel: str, why: str) -> Auto:
 
 def _norms(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     kernels, why = _base(cfg, hardware)
-    if kernels == "te" and is_invariant(cfg, hardware) and cfg.precision.params != "fp32":
+    if kernels == "te" and is_invariant(cfg.engine, cfg.precision, hardware) and cfg.precision.params != "fp32":
         return "batch_invariant", "the engine is batch-invariant"
     return kernels, why
 
@@ -119,7 +119,7 @@ def _attention(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 
 def _router(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    if hardware.is_gpu and is_invariant(cfg, hardware):
+    if hardware.is_gpu and is_invariant(cfg.engine, cfg.precision, hardware):
         return "batch_invariant", "the engine is batch-invariant"
     return "torch", "float32 is cheap here"
 
@@ -154,7 +154,7 @@ def _engine(on_gpu: str, why: str) -> Auto:
 
 
 def _engine_norms(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    invariant = is_invariant(cfg, hardware)
+    invariant = is_invariant(cfg.engine, cfg.precision, hardware)
     return ("batch_invariant", "engine.batch_invariant") if invariant else ("vllm", "vLLM's own")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_fp8rl import upstream
-from megatron_fp8rl.config import RunConfig, Violation
+from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RunConfig, Violation
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision.hardware import Hardware, Package
 from megatron_fp8rl.precision.matmul_shapes import linears_of
@@ -154,9 +154,9 @@ def _deep_gemm_is_there(cfg: RunConfig, hardware: Hardware, name: str) -> Violat
     return None
 
 
-def may_gather(cfg: RunConfig) -> bool:
+def may_gather(parallel: ParallelConfig, precision: PrecisionConfig) -> bool:
     """Whether some hardware could gather tokens; packing and plans do not know the hardware."""
-    return cfg.parallel.dispatch in ("auto", "gather") and cfg.parallel.expert_tensor == 1 and not cfg.precision.exact
+    return parallel.dispatch in ("auto", "gather") and parallel.expert_tensor == 1 and not precision.exact
 
 
 def gather(cfg: RunConfig, hardware: Hardware) -> Violation | None:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.registry import FAMILIES
@@ -86,14 +86,13 @@ DEEP_GEMM_IS_FASTER: dict[tuple[Field, str], Range] = {
 }
 
 
-def experts_of(cfg: RunConfig) -> Experts | None:
+def experts_of(model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig) -> Experts | None:
     """The GEMM shapes of a rank's experts under balanced routing; None for a dense model."""
-    model, parallel = cfg.model, cfg.parallel
     if not model.is_moe:
         return None
     return Experts(
         experts=model.num_experts // parallel.expert,
-        tokens=_own_tokens(cfg) * model.experts_per_token * parallel.expert_tensor,
+        tokens=_tokens_per_rank(parallel, optim) * model.experts_per_token * parallel.expert_tensor,
         hidden=model.hidden_size,
         width=model.moe_ffn_hidden_size // parallel.expert_tensor,
     )
@@ -108,7 +107,7 @@ def linears_of(cfg: RunConfig) -> list[Use]:
         layers = [layer for layer in in_fp8 if model.is_moe_layer(layer) == is_moe]
         for name, weight in _linears_of_layer(model, layers[0]) if layers else ():
             if table.is_quantizable(weight.parts[0][0]) and not name.endswith("linear_fc2"):
-                key = name, _shape(cfg, name, weight)
+                key = name, _shape(model, cfg.parallel, cfg.optim, name, weight)
                 num_layers_of[key] = num_layers_of.get(key, 0) + len(layers)
     return [Use(name, shape, num_layers) for (name, shape), num_layers in num_layers_of.items()]
 
@@ -116,7 +115,7 @@ def linears_of(cfg: RunConfig) -> list[Use]:
 def deciding_work(name: str, cfg: RunConfig) -> tuple[float, tuple[int, ...]]:
     """(tokens of a full microbatch, sides) that the choice depends on; no sides if there is no such matrix."""
     if name == "experts":
-        experts = experts_of(cfg)
+        experts = experts_of(cfg.model, cfg.parallel, cfg.optim)
         assert experts is not None  # the model has experts
         return experts.tokens / experts.experts, (experts.hidden, experts.width)
     shapes = [use.shape for use in linears_of(cfg)]
@@ -137,15 +136,15 @@ def _linears_of_layer(model: ModelConfig, layer: int) -> list[tuple[str, Weight]
     return linears
 
 
-def _shape(cfg: RunConfig, name: str, weight: Weight) -> Linear:
+def _shape(model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig, name: str, weight: Weight) -> Linear:
     """Number of tokens of a linear: a tensor-parallel rank's share if the linear is replicated, else all."""
-    rows, columns = slicing.shard_shape(weight, cfg.model, cfg.parallel.tensor)
-    tokens = _own_tokens(cfg) * (1 if weight.cut == "none" else cfg.parallel.tensor)
+    rows, columns = slicing.shard_shape(weight, model, parallel.tensor)
+    tokens = _tokens_per_rank(parallel, optim) * (1 if weight.cut == "none" else parallel.tensor)
     if name.endswith("linear_fc1"):
         return Linear("mlp", tokens, columns, rows // 2)
     return Linear("linear", tokens, rows, columns)
 
 
-def _own_tokens(cfg: RunConfig) -> int:
+def _tokens_per_rank(parallel: ParallelConfig, optim: OptimConfig) -> int:
     """Tokens of a microbatch that belong to one rank."""
-    return math.ceil(cfg.optim.max_tokens_per_microbatch / (cfg.parallel.tensor * cfg.parallel.context))
+    return math.ceil(optim.max_tokens_per_microbatch / (parallel.tensor * parallel.context))

@@ -193,7 +193,7 @@ def _check_transport(checks: Checks, accelerator: Generation) -> None:
         problem = "NCCL does not take two processes on one GPU, and the engines are colocated with the trainer"
         checks.refuse(path, problem, "Choose ipc, gloo across hosts, or --engine.placement separate", ("ipc", "gloo"))
     uses_nccl = transport == "nccl" or (transport == "auto" and placement == "remote")
-    if uses_nccl and is_invariant(cfg, Hardware(accelerator)):
+    if uses_nccl and is_invariant(cfg.engine, cfg.precision, Hardware(accelerator)):
         problem = (
             "takes NCCL. Batch-invariant vLLM sets another NCCL algorithm and protocol than the trainer, and ranks "
         )

@@ -306,7 +306,7 @@ class _Step:
             copies = model.experts_per_token * others / parallel.expert  # of a token for other ranks, by an all-to-all
             item = ITEM_BYTES["bfloat16"]
             sent = item  # of a number on its way to experts
-            if may_gather(cfg) and others <= copies:
+            if may_gather(cfg.parallel, cfg.precision) and others <= copies:
                 copies = others
                 if trainer_format(cfg.precision) is BLOCKWISE_POW2:
                     sent = ITEM_BYTES[BLOCKWISE_POW2.element]

@@ -28,7 +28,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.endpoint import replica_name
 from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.precision.kernel_choice import choose
-from megatron_fp8rl.rollout import placement
+from megatron_fp8rl.rollout import placement, vllm_args
 from megatron_fp8rl.rollout.client import EngineClient, Tag
 from megatron_fp8rl.rollout.completions import Sampling
 from megatron_fp8rl.rollout.errors import EngineDeadError, EngineDeadlineError, EngineError, Exit
@@ -92,7 +92,10 @@ class Fleet:
                 gpus = placement.assign(
                     cfg.engine, placement.visible_gpus(), local_ranks=local_ranks, world_size=cfg.parallel.world_size
                 )
-            fleet = cls(cfg, hf_dir, LocalReplicas(cfg, Path(hf_dir), run_dir / "logs", gpus, kernels))
+            arguments = vllm_args.engine_arguments(cfg, hf_dir, kernels)
+            environment = vllm_args.engine_environment(cfg, kernels)
+            replicas = LocalReplicas(cfg.engine, arguments, environment, run_dir / "logs", gpus)
+            fleet = cls(cfg, hf_dir, replicas)
         atexit.register(fleet.shutdown)
         try:
             fleet._keep_all()

@@ -35,6 +35,7 @@ from megatron_fp8rl.net.address import local_address
 from megatron_fp8rl.net.endpoint import Endpoint, replica_name
 from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.precision.kernel_choice import choose
+from megatron_fp8rl.rollout import vllm_args
 from megatron_fp8rl.rollout.server_process import kill_group, start_server, stop
 
 _POLL_S = 0.2
@@ -78,7 +79,11 @@ def main(cfg: RunConfig, part: Part) -> int:
         # The address over which the parts coordinate. vLLM would otherwise ask for the route to a public name server.
         os.environ.setdefault("VLLM_HOST_IP", host)
     process, url = start_server(
-        cfg, _model_dir(cfg, part), host=host, token=token, gpus=None, kernels=kernels, more=_nodes(cfg.engine, part)
+        vllm_args.engine_arguments(cfg, _model_dir(cfg, part), kernels) | _nodes(cfg.engine, part),
+        vllm_args.engine_environment(cfg, kernels),
+        host=host,
+        token=token,
+        gpus=None,
     )
     try:
         if has_server and _wait_until_ready(cfg.engine.start_s, process, url, token, parent):

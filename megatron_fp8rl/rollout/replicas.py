@@ -1,7 +1,7 @@
 """Sources of replicas: processes that the fleet starts on this host, or endpoint files of replicas on other hosts.
 
-In: the run's configuration. Out: successive incarnations of each replica as :class:`Replica` objects, which report
-their end. Runs on trainer rank 0, on the fleet's event loop.
+In: the servers' options, or a run's folder. Out: successive incarnations of each replica as :class:`Replica` objects,
+which report their end. Runs on trainer rank 0, on the fleet's event loop.
 
     local    started by :class:`LocalReplicas`; restarted after a death, at most ``engine.max_replica_restarts`` times
     remote   started by agents (``rollout/replica.py``); :class:`RemoteReplicas` reads their endpoint files and pings
@@ -17,16 +17,16 @@ import logging
 import re
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import EngineConfig
 from megatron_fp8rl.net.address import LOOPBACK
 from megatron_fp8rl.net.auth import new_token
 from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path, replica_name
-from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.rollout.errors import Exit
 from megatron_fp8rl.rollout.server_process import is_stopped, kill_group, shared_memory_of, start_server, stop
 
@@ -106,16 +106,22 @@ class LocalReplicas:
 
     starts_here = True
 
-    def __init__(self, cfg: RunConfig, hf_dir: Path, log_dir: Path, gpus: list[str], kernels: KernelChoice) -> None:
-        self.cfg = cfg
-        self._hf_dir = hf_dir
+    def __init__(
+        self,
+        engine: EngineConfig,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log_dir: Path,
+        gpus: list[str],
+    ) -> None:
+        """``arguments`` and ``environment`` of the servers come from ``vllm_args``."""
+        self._hang_s = engine.hang_s
+        self._arguments, self._environment = arguments, environment
         self._log_dir = log_dir
         self._gpus = gpus
-        self._kernels = kernels
         # Colocated: the trainer now uses the GPU memory that a restarted replica would need.
-        self._num_restarts_left = (
-            cfg.engine.max_replica_restarts if not kernels.hardware.is_gpu or cfg.engine.placement != "colocated" else 0
-        )
+        may_restart = not gpus or engine.placement != "colocated"
+        self._num_restarts_left = engine.max_replica_restarts if may_restart else 0
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._num_starts: dict[int, int] = {}
         self._shared_memory: dict[int, set[str]] = {}  # by process group; killed workers of vLLM leave these files
@@ -141,7 +147,7 @@ class LocalReplicas:
         with log_path.open("wb") as log:
             gpus = self._gpus[index] if self._gpus else None
             process, url = start_server(
-                self.cfg, self._hf_dir, host=LOOPBACK, token=token, gpus=gpus, kernels=self._kernels, log=log
+                self._arguments, self._environment, host=LOOPBACK, token=token, gpus=gpus, log=log
             )
         self._processes[index] = process
         exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
@@ -167,7 +173,7 @@ class LocalReplicas:
             await asyncio.sleep(_STILL_POLL_S)
             if not is_stopped(process.pid):
                 moved = time.monotonic()
-            elif (still_s := time.monotonic() - moved) > self.cfg.engine.hang_s:
+            elif (still_s := time.monotonic() - moved) > self._hang_s:
                 _log.warning("%s was stopped for %.0f s during startup: killed", name, still_s)
                 return kill_group(process.pid)
 

@@ -1,6 +1,6 @@
 """Starts and stops the server process of one rollout replica.
 
-In: the run's configuration, the model folder, an address to listen on. Out: a process group and a URL. Runs on trainer
+In: vLLM's options and environment, an address to listen on. Out: a process group and a URL. Runs on trainer
 rank 0 for replicas of the same host, and in ``rollout/replica.py`` on other hosts.
 """
 
@@ -19,9 +19,7 @@ from typing import IO, Any
 import psutil
 
 import megatron_fp8rl
-from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.auth import TOKEN_VARIABLE
-from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.rollout import vllm_args
 
 TERM_GRACE_S = 5.0
@@ -34,22 +32,19 @@ _TRAINER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEV
 
 
 def start_server(
-    cfg: RunConfig,
-    hf_dir: Path,
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str],
     *,
     host: str,
     token: str,
     gpus: str | None,
-    kernels: KernelChoice,
     log: IO[bytes] | None = None,
-    more: Mapping[str, Any] = {},
 ) -> tuple[subprocess.Popen[bytes], str]:
     """Start a server as leader of a process group, with a socket bound here; return (process, url).
 
-    ``gpus`` is its ``CUDA_VISIBLE_DEVICES``, None for that of this process. Without ``log`` it writes to this process's
-    output. ``more`` are further options of vLLM.
+    ``arguments`` and ``environment`` come from ``vllm_args``. ``gpus`` is its ``CUDA_VISIBLE_DEVICES``; None: that of
+    this process. Without ``log`` it writes to this process's output.
     """
-    arguments = vllm_args.engine_arguments(cfg, hf_dir, kernels) | more
     with socket.socket() as sock:
         sock.bind((host, 0))
         process = subprocess.Popen(
@@ -58,7 +53,7 @@ def start_server(
             stdout=log,
             stderr=subprocess.STDOUT if log is not None else None,
             pass_fds=(sock.fileno(),),
-            env=_environment(cfg, token, gpus, kernels),
+            env=_environment(environment, token, gpus),
             start_new_session=True,
         )
         return process, f"http://{host}:{sock.getsockname()[1]}"
@@ -76,11 +71,11 @@ def inherited() -> dict[str, str]:
     return environment
 
 
-def _environment(cfg: RunConfig, token: str, gpus: str | None, kernels: KernelChoice) -> dict[str, str]:
+def _environment(engine: Mapping[str, str], token: str, gpus: str | None) -> dict[str, str]:
     environment = inherited() | {TOKEN_VARIABLE: token}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
-    return environment | vllm_args.engine_environment(cfg, kernels)
+    return environment | engine
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

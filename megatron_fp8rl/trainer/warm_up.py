@@ -12,17 +12,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_fp8rl.algo.losses import sft
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import EngineConfig, PrecisionConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.data.packing import Alignment, pack_for
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import Prompt, Sample, Segment, TrainBatch
 
 
-def is_worthwhile(cfg: RunConfig, device_type: str) -> bool:
+def is_worthwhile(precision: PrecisionConfig, engine: EngineConfig, sampling: SamplingConfig, device_type: str) -> bool:
     """Whether engines start meanwhile on other GPUs. Delayed scaling would remember the tokens."""
-    waits = cfg.engine.placement == "separate" and cfg.sampling.replay is None
-    return device_type == "cuda" and waits and cfg.precision.trainer != "delayed"
+    waits = engine.placement == "separate" and sampling.replay is None
+    return device_type == "cuda" and waits and precision.trainer != "delayed"
 
 
 def warm_up(policy: Policy, prompts: Sequence[Prompt]) -> None:

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.types import KVScales, PublishReport
 from megatron_fp8rl.weight_sync.agreement import TrainerRankError, together
 from megatron_fp8rl.weight_sync.digest import combine
@@ -77,11 +76,10 @@ class WeightExporter:
     may be incomplete.
     """
 
-    def __init__(self, policy: Policy, fleet: Receivers | None, cfg: RunConfig):
-        parallel, engine = policy.parallel, cfg.engine
-        self.cfg = cfg
+    def __init__(self, policy: Policy, fleet: Receivers | None, inputs: PlanInputs):
+        parallel, engine = policy.parallel, inputs.engine
+        self.inputs = inputs
         self.rank = parallel.rank
-        inputs = PlanInputs.of(cfg)
         self.plan: Plan = inputs.plan
         self._group = None
         if parallel.world_size > 1:
@@ -95,7 +93,7 @@ class WeightExporter:
         self._num_publications = 0
         one_host = _one_host(parallel.world_size)
         kind = resolve(
-            cfg.weight_sync.transport,
+            inputs.weight_sync.transport,
             on_gpu=parallel.device.type == "cuda",
             one_host=one_host and engine.placement != "remote",
             colocated=engine.placement == "colocated",
@@ -123,7 +121,7 @@ class WeightExporter:
             return None
         if fleet is None:
             raise ValueError("WeightExporter on trainer rank 0: fleet is None; pass the fleet of engines")
-        return Engines(fleet, self.cfg.engine.update_s)
+        return Engines(fleet, self.inputs.engine.update_s)
 
     def publish(self, version: int, kv_scales: KVScales | None = None) -> PublishReport:
         """Collective: send the current weights to all engines, as policy ``version``; return a report on every rank.
@@ -188,7 +186,7 @@ class WeightExporter:
     def _modes(self) -> tuple[str, ...]:
         if self._has_new:
             return "reload", "compare"
-        return ("direct",) if self.cfg.weight_sync.spare_weights == "none" else ("stage",)
+        return ("direct",) if self.inputs.weight_sync.spare_weights == "none" else ("stage",)
 
     def _prepare(self, sent: _Sent) -> None:
         """Collective: do all preparation that does not need paused engines."""
@@ -245,7 +243,7 @@ class WeightExporter:
         if sent.kv_scales is not None:  # vLLM resets them to 1 when an update finishes
             scales_of_rank = self._engines.call("set_kv_scales", lambda _, client: client.set_kv_scales(sent.kv_scales))
             verify_kv_scales(scales_of_rank, sent.kv_scales, sent.version)
-        every = self.cfg.weight_sync.verify_every
+        every = self.inputs.weight_sync.verify_every
         if every and (self._has_new or self._num_publications % every == 0):
             started = time.perf_counter()
             reports = self._engines.call("weight_digests", lambda _, client: client.weight_digests(names=False))

@@ -72,7 +72,7 @@ def _publish(cfg: RunConfig, is_fp8: bool, nan: str = "") -> dict[str, torch.Ten
     if nan and policy.parallel.rank == policy.parallel.world_size - 1:
         policy.tensors[nan]._rowwise_data[3, 5] = 0xFF
     client = Replica(cfg)
-    exporter = WeightExporter(policy, Fleet(client) if policy.parallel.rank == 0 else None, cfg)
+    exporter = WeightExporter(policy, Fleet(client) if policy.parallel.rank == 0 else None, PlanInputs.of(cfg))
     exporter.publish(1)
     exporter.publish(2)
     exporter.close()

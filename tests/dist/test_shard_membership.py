@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.dist import run_ranks
 from tests.helpers.exports import Fleet, build
@@ -38,7 +39,7 @@ def publish_through_changes(cfg: RunConfig):
     policy = build(cfg)
     members = [Member(cfg) for _ in range(3)]
     fleet = Changing(members[:2])
-    exporter = WeightExporter(policy, fleet if policy.parallel.rank == 0 else None, cfg)
+    exporter = WeightExporter(policy, fleet if policy.parallel.rank == 0 else None, PlanInputs.of(cfg))
     reports = [exporter.publish(1)]
 
     async def die(info) -> None:

@@ -58,7 +58,7 @@ def exporter_of(cfg: RunConfig):
     policy = build(cfg)
     replicas = [Replica(cfg) for _ in range(cfg.engine.num_replicas)]
     fleet = Fleet(*replicas) if policy.parallel.rank == 0 else None
-    exporter = WeightExporter(policy, fleet, cfg)
+    exporter = WeightExporter(policy, fleet, PlanInputs.of(cfg))
     exporter.sender.warm_up()  # not collective, and of no consequence
     return exporter, policy, replicas
 

@@ -57,8 +57,8 @@ def test_training_is_the_same_after_it(layout):
 
 def test_it_runs_where_a_gpu_would_wait_for_engines_on_others():
     def asked(device: str = "cuda", precision: str = "blockwise", **rollout) -> bool:
-        cfg = run_config(trainer=precision)
-        return warm_up.is_worthwhile(set_fields(cfg, **rollout), device)
+        cfg = set_fields(run_config(trainer=precision), **rollout)
+        return warm_up.is_worthwhile(cfg.precision, cfg.engine, cfg.sampling, device)
 
     assert asked(placement="separate")
     assert not asked(placement="colocated") and not asked("cpu", placement="separate")

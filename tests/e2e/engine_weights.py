@@ -27,6 +27,7 @@ from megatron_fp8rl.names.registry import hf_tensors, to_hf_config
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.types import Completion, Prompt
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 
 PROMPT = list(range(20, 40))
@@ -69,7 +70,7 @@ def policy_of(cfg: RunConfig, tensors: Mapping[str, Tensor]) -> SimpleNamespace:
 
 
 def publish(fleet: Fleet, weights: dict[str, Tensor], version: int) -> None:
-    exporter = WeightExporter(policy_of(fleet.cfg, weights), fleet, fleet.cfg)
+    exporter = WeightExporter(policy_of(fleet.cfg, weights), fleet, PlanInputs.of(fleet.cfg))
     try:
         exporter.publish(version)
     finally:

@@ -11,6 +11,7 @@ from engine_weights import policy_of
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig, WeightSyncConfig
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.family_configs import DEEPSEEK, GLM, LLAMA, MIXTRAL
 from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
@@ -48,7 +49,7 @@ def update_and_score(family: str, rollout: str, folder: Path) -> dict:
     weights = random_weights(cfg.model)
     inprocess.write_checkpoint(cfg, weights, folder)
     llm = inprocess.build_engine(cfg, folder, load_format="dummy")
-    exporter = WeightExporter(policy_of(cfg, weights), inprocess.InProcessFleet(llm), cfg)
+    exporter = WeightExporter(policy_of(cfg, PlanInputs.of(weights)), inprocess.InProcessFleet(llm), PlanInputs.of(cfg))
     result = {"report": exporter.publish(1)}
     exporter.close()
     result["online"] = inprocess.prompt_logprobs(llm)

@@ -18,6 +18,7 @@ from test_remote_replicas import START_S, other_host, remote_cfg, words  # noqa:
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path
 from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.processes import until
 from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
@@ -67,7 +68,7 @@ def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path, layo
         assert [part.poll() for part in parts] == [None, None], (tmp_path / "logs" / "rollout-0.node0.log").read_text()
         fleet.wait_until_ready()
         weights = random_weights(cfg, 1)
-        exporter = WeightExporter(policy_of(cfg, weights), fleet, cfg)
+        exporter = WeightExporter(policy_of(cfg, PlanInputs.of(weights)), fleet, PlanInputs.of(cfg))
         exporter.publish(1)  # raises unless every worker holds what was sent to it
         (client,) = fleet.clients
         reports = fleet.sync(client.weight_digests(), 120.0)

@@ -10,6 +10,7 @@ from test_online_update import DENSE, MOE
 
 from megatron_fp8rl.config import PrecisionConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.family_configs import DEEPSEEK, MIXTRAL
 
@@ -45,7 +46,7 @@ def load_and_update(case: str, folder: Path) -> dict:
     llm = inprocess.build_engine(cfg, options.target, load_format="auto")
     loaded = inprocess.prompt_logprobs(llm)
     held = llm.collective_rpc("weight_digests")[0]["digests"]
-    exporter = WeightExporter(policy_of(cfg, weights), inprocess.InProcessFleet(llm), cfg)
+    exporter = WeightExporter(policy_of(cfg, PlanInputs.of(weights)), inprocess.InProcessFleet(llm), PlanInputs.of(cfg))
     exporter.publish(1)
     exporter.close()
     again = llm.collective_rpc("weight_digests")[0]["digests"]

@@ -16,6 +16,7 @@ from engine_weights import policy_of
 from megatron_fp8rl.config import EngineConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.precision.hardware import cpu_has_avx512
 from megatron_fp8rl.types import KVScales, Prompt
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.verify import KVScaleMismatch
 from tests.helpers.dist import run_ranks
@@ -61,7 +62,9 @@ def logprobs_under(folder: str, scales: KVScales) -> dict:
         cfg = config(dtype)
         llm = inprocess.build_engine(cfg, Path(folder), load_format="dummy")
         fleet = inprocess.InProcessFleet(llm)
-        exporter = WeightExporter(policy_of(cfg, inprocess.random_weights(cfg, 1)), fleet, cfg)
+        exporter = WeightExporter(
+            policy_of(cfg, inprocess.random_weights(cfg, PlanInputs.of(1))), fleet, PlanInputs.of(cfg)
+        )
         if dtype == "auto":
             exporter.publish(1)
             found["bf16"] = inprocess.prompt_logprobs(llm)

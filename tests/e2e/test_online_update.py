@@ -9,6 +9,7 @@ import torch
 from engine_weights import policy_of
 
 from megatron_fp8rl.config import PrecisionConfig, RunConfig, WeightSyncConfig
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.transports import choose
 from megatron_fp8rl.weight_sync.transports.cuda_ipc import IpcTransport
@@ -42,7 +43,7 @@ def update_and_reload(case: str, folder: Path) -> dict:
     llm = inprocess.build_engine(cfg, folder, load_format="dummy")
     result = {}
     policy = policy_of(cfg, first)
-    exporter = WeightExporter(policy, inprocess.InProcessFleet(llm), cfg)
+    exporter = WeightExporter(policy, inprocess.InProcessFleet(llm), PlanInputs.of(cfg))
     for version, weights in ((1, first), (2, second)):  # by vLLM's loaders and then directly; directly alone
         inprocess.set_weights(policy, weights)
         result["report"] = exporter.publish(version)
@@ -117,7 +118,7 @@ def damage_and_recover(folder: Path) -> list:
     choose.TRANSPORTS["ipc"] = DamagingTransport  # in this process alone
     DamagingTransport.previous = old[NORM].view(torch.uint8)
     policy = policy_of(cfg, old)
-    exporter = WeightExporter(policy, fleet, cfg)
+    exporter = WeightExporter(policy, fleet, PlanInputs.of(cfg))
     result = []
     for kind, name, _ in DAMAGES:
         DamagingTransport.damage = ("", "")

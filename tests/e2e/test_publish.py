@@ -13,6 +13,7 @@ from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.weight_sync.engines import NoReplicaError
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.transports import choose
 from megatron_fp8rl.weight_sync.transports.process_group import GlooTransport
@@ -23,7 +24,7 @@ def test_publications_over_http(fleet):
     cfg = replace(fleet.cfg, weight_sync=replace(fleet.cfg.weight_sync, bucket_bytes=1 << 20))
     weights = [random_weights(cfg, seed) for seed in (1, 2)]
     policy = policy_of(cfg, weights[0])
-    exporter = WeightExporter(policy, fleet, cfg)
+    exporter = WeightExporter(policy, fleet, PlanInputs.of(cfg))
     reports, completions = [], []
     for version, index in ((11, 0), (12, 1), (13, 0)):
         set_weights(policy, weights[index])
@@ -59,7 +60,7 @@ def test_an_engine_killed_in_the_middle_is_named(engine_cfg, tmp_path, monkeypat
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         monkeypatch.setitem(choose.TRANSPORTS, "gloo", KillingTransport)
         KillingTransport.fleet = fleet
-        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, 1)), fleet, cfg)
+        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, PlanInputs.of(1))), fleet, PlanInputs.of(cfg))
         exporter.publish(1)
         assert len(sample(fleet).token_ids) == 8
         KillingTransport.kill_at = 2

@@ -6,6 +6,7 @@ from engine_weights import policy_of, sample, write_hf_dir
 from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 
 
@@ -19,7 +20,7 @@ def test_two_workers_get_their_slices(engine_cfg, tmp_path):
         for transport in ("ipc", "gloo"):
             chosen = replace(cfg, weight_sync=replace(cfg.weight_sync, transport=transport))
             policy = policy_of(chosen, weights[0])
-            exporter = WeightExporter(policy, fleet, chosen)
+            exporter = WeightExporter(policy, fleet, PlanInputs.of(chosen))
             for version, index in ((1, 0), (2, 1), (3, 0)):
                 set_weights(policy, weights[index])
                 report = exporter.publish(version)

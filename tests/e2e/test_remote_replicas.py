@@ -22,6 +22,7 @@ from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path
 from megatron_fp8rl.rollout.completions import GENERATE_PATH
 from megatron_fp8rl.rollout.errors import EngineDeadlineError
 from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.processes import until
@@ -123,7 +124,7 @@ def test_a_remote_replica_is_found_published_to_lost_and_found_again(other_host,
         assert status_of(endpoint.url + "/reset_prefix_cache", endpoint.token) == 200
 
         policy = policy_of(cfg, random_weights(cfg, 1))
-        exporter = WeightExporter(policy, fleet, cfg)
+        exporter = WeightExporter(policy, fleet, PlanInputs.of(cfg))
         exporter.publish(1)
         before = sample(fleet)
         os.kill(endpoint.pid, signal.SIGKILL)  # the server; what the agent started ends by itself

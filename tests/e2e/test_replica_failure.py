@@ -16,6 +16,7 @@ from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import Groups, RolloutStream
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.processes import until
 
@@ -66,7 +67,7 @@ def curve(fleet: Fleet, accidents: dict[str, Callable[[], None]]) -> list[list]:
     """Per step (name, reward, tokens, log-probabilities) of all rollouts; weights differ at every step."""
     cfg = fleet.cfg
     policy = policy_of(cfg, random_weights(cfg, 0))
-    exporter = WeightExporter(policy, fleet, cfg)
+    exporter = WeightExporter(policy, fleet, PlanInputs.of(cfg))
     stream = RolloutStream(cfg, fleet, PromptStream(cfg, character_tokenizer()), DigitShare(), OneRank())
     stream.republish = lambda: exporter.publish(stream.version)
     result = []
@@ -132,7 +133,7 @@ def test_a_replica_that_dies_in_the_middle_of_a_publication_costs_a_repetition(p
     cfg = replace(pair.cfg, weight_sync=weight_sync)
     policy = policy_of(cfg, random_weights(cfg, 0))
     until(lambda: len(pair.clients) + len(pair._joining) == 2, "two replicas", BACK_S)
-    exporter = WeightExporter(policy, pair, cfg)
+    exporter = WeightExporter(policy, pair, PlanInputs.of(cfg))
     send_rounds = exporter.sender.send
 
     def send(version, sent_mode):

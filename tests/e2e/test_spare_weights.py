@@ -17,6 +17,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.types import Completion
 from megatron_fp8rl.weight_sync.engines import TransportError
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.transports import choose
 from megatron_fp8rl.weight_sync.transports.base import Transport
@@ -89,7 +90,7 @@ def test_an_engine_samples_while_weights_arrive(engine_cfg, tmp_path: Path, slow
     weights = [random_weights(cfg, seed) for seed in (1, 2)]
     policy = policy_of(cfg, weights[0])
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
-        exporter = WeightExporter(policy, fleet, cfg)
+        exporter = WeightExporter(policy, fleet, PlanInputs.of(cfg))
         exporter.publish(1)  # new: through vLLM's loaders, while it pauses
 
         set_weights(policy, weights[1])
@@ -117,12 +118,12 @@ def test_an_engine_samples_while_weights_arrive(engine_cfg, tmp_path: Path, slow
             difference = (torch.tensor(completion.rollout_logprobs) - expected).abs()[start:stop]
             assert difference.mean() < ENGINE_LOGPROB_MEAN and difference.max() < ENGINE_LOGPROB_MAX
 
-        exporter.cfg = replace(cfg, weight_sync=replace(cfg.weight_sync, spare_weights="none"))
+        exporter.inputs = replace(PlanInputs.of(cfg), weight_sync=replace(cfg.weight_sync, spare_weights="none"))
         set_weights(policy, weights[0])
         direct = exporter.publish(3)
         assert direct.pause_s > NETWORK_S
         print(f"\n{kind}: pause {direct.pause_s:.3f} s without, {staged.pause_s:.3f} s with spare memory")
-        exporter.cfg = cfg
+        exporter.inputs = PlanInputs.of(cfg)
 
         transport.before = staticmethod(flip)
         set_weights(policy, weights[1])
@@ -135,7 +136,7 @@ def test_an_engine_that_dies_while_weights_arrive_is_named(engine_cfg, tmp_path:
     kind, _transport = slow
     cfg = with_spare(engine_cfg, "host", kind)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
-        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, 1)), fleet, cfg)
+        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, PlanInputs.of(1))), fleet, PlanInputs.of(cfg))
         exporter.publish(1)
         exporter.publish(2)  # from host memory
         group = fleet.clients[0].replica.process_group

@@ -11,6 +11,7 @@ from engine_weights import Reference, policy_of, random_weights, write_hf_dir
 from inprocess import set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.tolerances import ENGINE_LOGPROB_MEAN
 
@@ -27,7 +28,7 @@ def test_two_data_parallel_ranks_with_two_expert_parallel_ranks(engine_cfg, tmp_
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         (client,) = fleet.clients
         assert fleet.sync(client.world_size(), 60.0) == 2
-        exporter = WeightExporter(policy, fleet, cfg)
+        exporter = WeightExporter(policy, fleet, PlanInputs.of(cfg))
         how = replace(client.sampling, stop_token_ids=(), max_tokens=24)
 
         async def ask() -> list:

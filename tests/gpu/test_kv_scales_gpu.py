@@ -15,6 +15,7 @@ from megatron_fp8rl.config import EngineConfig, PrecisionConfig, RunConfig, Samp
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.types import Completion, KVScales
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from model_configs.tiny import tiny_qwen3
 from tests.e2e.engine_weights import policy_of, random_weights, write_hf_dir
@@ -101,7 +102,7 @@ def test_scales_reach_the_kernels(attention, tmp_path):
     cfg = _cfg(attention)
     weights = _weights(cfg)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path), tmp_path) as fleet:
-        exporter = WeightExporter(policy_of(cfg, weights), fleet, cfg)
+        exporter = WeightExporter(policy_of(cfg, PlanInputs.of(weights)), fleet, PlanInputs.of(cfg))
         reference = _Reference(cfg, weights)
         errors = {}
         exporter.publish(1)

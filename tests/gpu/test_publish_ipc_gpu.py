@@ -47,6 +47,7 @@ def test_direct_updates_equal_reloads(kind, tmp_path):
     from benchmarks.light_policy import light_policy
     from megatron_fp8rl.kernels.compat import expand_segments
     from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
     from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     started = time.monotonic()
@@ -61,12 +62,12 @@ def test_direct_updates_equal_reloads(kind, tmp_path):
         policy = light_policy(fleets[0].cfg, parallel)
         for fleet in fleets:
             fleet.wait_until_ready()
-        exporters.append(WeightExporter(policy, fleets[0], fleets[0].cfg))
+        exporters.append(WeightExporter(policy, fleets[0], PlanInputs.of(fleets[0].cfg)))
         print(f"\n{kind}: engines after {time.monotonic() - started:.1f} s")
         seen = []
         for version in range(1, NUM_UPDATES + 1):
             # A new exporter knows no engine: it goes through vLLM's loaders first, here over gloo and the host.
-            exporters.append(WeightExporter(policy, fleets[1], fleets[1].cfg))
+            exporters.append(WeightExporter(policy, fleets[1], PlanInputs.of(fleets[1].cfg)))
             reports = [exporters[0].publish(version), exporters[-1].publish(version)]
             exporters.pop().close()
             assert reports[0].checksum == reports[1].checksum

@@ -100,12 +100,13 @@ def _timed(what: str, call) -> None:
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_sleeping_changes_memory_and_nothing_else(kind, fleets, parallel):
     from benchmarks.light_policy import light_policy
+    from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
     from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     fleet = fleets[kind]
     cfg, client = fleet.cfg, fleet.clients[0]
     policy = light_policy(cfg, parallel)
-    exporter = WeightExporter(policy, fleet, cfg)
+    exporter = WeightExporter(policy, fleet, PlanInputs.of(cfg))
     version = 1
     print(f"\n{kind}: {fleet.kernels()}")
     try:

@@ -32,7 +32,7 @@ def test_modules_and_what_they_import_beside_them_travel(tmp_path: Path, monkeyp
     (tmp_path / "my_losses" / "table.csv").write_text("1,2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     cfg = config("env:my_task:Task", loss="my_losses.short:loss")
-    found = user_files.modules(cfg, "my_runs:config")
+    found = user_files.modules(cfg.algo, cfg.data, "my_runs:config")
     assert found == (str(tmp_path / "my_losses"), str(tmp_path / "my_task.py"), str(tmp_path / "my_words.py"))
     assert not {"my_task", "my_losses.short"} & set(sys.modules), "nothing is imported to be found"
     slurm.copy_code(tmp_path / "code", user_modules=found)
@@ -44,7 +44,8 @@ def test_modules_and_what_they_import_beside_them_travel(tmp_path: Path, monkeyp
 
 
 def test_modules_of_this_code_and_installed_ones_stay():
-    assert user_files.modules(config("env:reasoning_gym:X"), "model_configs.tiny:tiny_qwen3") == ()
+    cfg = config("env:reasoning_gym:X")
+    assert user_files.modules(cfg.algo, cfg.data, "model_configs.tiny:tiny_qwen3") == ()
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,15 @@ def make(cfg, tokens: int = 16_384, **parallel):
 
 def test_experts_of_a_rank():
     cfg = make(grpo_qwen3_30b_a3b(), world_size=16, tensor=2, expert=8)
-    assert experts_of(cfg) == Experts(16, 8192 * 8, 2048, 768)
-    assert experts_of(make(grpo_qwen3_30b_a3b(), world_size=2, context=2)) == Experts(128, 8192 * 8, 2048, 768)
+    assert experts_of(cfg.model, cfg.parallel, cfg.optim) == Experts(16, 8192 * 8, 2048, 768)
+    split = make(grpo_qwen3_30b_a3b(), world_size=2, context=2)
+    assert experts_of(split.model, split.parallel, split.optim) == Experts(128, 8192 * 8, 2048, 768)
     divided = make(grpo_qwen3_30b_a3b(), world_size=2, expert_tensor=2)
-    assert experts_of(divided) == Experts(128, 16_384 * 8 * 2, 2048, 384)  # both ranks see the tokens of both
-    assert experts_of(grpo_qwen3_8b()) is None
+    assert experts_of(divided.model, divided.parallel, divided.optim) == Experts(
+        128, 16_384 * 8 * 2, 2048, 384
+    )  # both ranks see the tokens of both
+    dense = grpo_qwen3_8b()
+    assert experts_of(dense.model, dense.parallel, dense.optim) is None
 
 
 def test_linears_of_a_rank():

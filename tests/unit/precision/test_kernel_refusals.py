@@ -34,7 +34,6 @@ GENERATIONS: tuple[Generation, ...] = typing.get_args(Generation)
 
 def build(cfg: RunConfig, generation: Generation, monkeypatch) -> list[Violation]:
     """What the trainer and the engines say when they are built, short of weights and processes."""
-    from megatron_fp8rl.rollout import server_process
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.model import build as trainer
 
@@ -47,10 +46,7 @@ def build(cfg: RunConfig, generation: Generation, monkeypatch) -> list[Violation
                 self.layer(layer)
             raise Built
 
-    def start(*arguments, **_):
-        kernels = arguments[-1]
-        server_process.vllm_args.engine_arguments(cfg, "model", kernels)
-        server_process.vllm_args.engine_environment(cfg, kernels)
+    def start(*_):
         raise Built
 
     hardware, result = Hardware(generation), []

@@ -257,8 +257,8 @@ def test_an_engine_sees_its_gpus_and_nothing_of_the_trainers_settings(monkeypatc
     monkeypatch.setattr(fleet_module, "local_hardware", lambda: Hardware("hopper"))
     environments: list[dict[str, str]] = []
 
-    def start_server(cfg, hf_dir, *, gpus, kernels, token, **unused):
-        environments.append(server_process._environment(cfg, token, gpus, kernels))
+    def start_server(arguments, environment, *, gpus, token, **unused):
+        environments.append(server_process._environment(environment, token, gpus))
         raise FileNotFoundError("no engine is wanted here")
 
     monkeypatch.setattr(replicas, "start_server", start_server)

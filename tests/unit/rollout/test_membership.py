@@ -17,8 +17,6 @@ from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.net.address import local_address
 from megatron_fp8rl.net.auth import TOKEN_VARIABLE, RequireToken, headers
 from megatron_fp8rl.net.endpoint import Endpoint
-from megatron_fp8rl.precision.hardware import local_hardware
-from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout import fleet as fleet_module
 from megatron_fp8rl.rollout import replicas
 from megatron_fp8rl.rollout.errors import EngineDeadError, EngineDeadlineError, Exit
@@ -212,9 +210,7 @@ def test_one_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypat
 def test_one_that_stands_still_while_it_starts_is_killed(tmp_path, monkeypatch, caplog, is_ready):
     monkeypatch.setattr(replicas, "_STILL_POLL_S", 0.1)
     caplog.set_level("WARNING", logger="megatron_fp8rl")
-    cfg = tiny_qwen3_moe()
-    cfg = replace(cfg, engine=replace(cfg.engine, deadline_scale=0.5 / 30))
-    source = replicas.LocalReplicas(cfg, tmp_path, tmp_path, [], choose(cfg, local_hardware(), "engine"))
+    source = replicas.LocalReplicas(replace(tiny_qwen3_moe().engine, deadline_scale=0.5 / 30), {}, {}, tmp_path, [])
     server = subprocess.Popen(["sh", "-c", "sleep 100 & wait"], start_new_session=True)
     try:
         until(lambda: psutil.Process(server.pid).children(), "a child")

@@ -15,8 +15,9 @@ from tests.helpers.processes import DEADLINE_S, is_running, until
 _REPLICA = """
 import subprocess, sys
 from megatron_fp8rl.rollout import replica
-def start_server(cfg, hf_dir, *, host, **_):
-    assert cfg.engine.placement == "remote" and (hf_dir / "config.json").exists()
+def start_server(arguments, environment, *, host, **_):
+    import pathlib
+    assert (pathlib.Path(arguments["model"]) / "config.json").exists()
     return subprocess.Popen(["sleep", "300"], start_new_session=True), f"http://{host}:7"
 replica.start_server = start_server
 replica._is_healthy = lambda url, token: True
