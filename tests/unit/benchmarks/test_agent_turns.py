@@ -22,24 +22,15 @@ def step(number: int, update: float, *turns: float):
         for kind in ("mean", "max")
     }
     more = {"session/tools/s": 2.0, "session/model/s": 5.0, "session/turns/mean": 2.0, "rollout/num_tokens/sum": 100.0}
-    return {
-        "step": number,
-        "time/update/s": update,
-        "time/step/s": 2 * update,
-        "time/rollouts/s": 1.0,
-        **more,
-        **of_turns,
-    }
+    times = {"time/update/s": update, "time/step/s": 2 * update, "time/rollouts/s": 1.0}
+    return {"step": number, **times, **more, **of_turns}
 
 
 def test_a_row_has_the_largest_difference_of_each_turn_and_medians_without_the_first_step(tmp_path):
     row = steps(tmp_path, {"step": 0}, step(1, 30.0, 0.1, 0.2), step(2, 4.0, 0.3), step(3, 6.0, 0.0, 0.1))
     assert row["difference_by_turn"] == [[0.3, 0.3], [0.2, 0.2]]
-    assert (
-        row["phases_s"] == {"rollouts": 1.0, "update": 5.0}
-        and row["first_update_s"] == 30.0
-        and row["session_s"] == {"tools": 2.0, "model": 5.0}
-    )
+    assert row["phases_s"] == {"rollouts": 1.0, "update": 5.0} and row["first_update_s"] == 30.0
+    assert row["session_s"] == {"tools": 2.0, "model": 5.0}
     assert steps(tmp_path, {"step": 0}, step(1, 30.0)) is None
 
 

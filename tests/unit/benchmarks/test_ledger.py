@@ -35,8 +35,8 @@ def job(tmp_path, arm="fp8", **fields):
 
 
 def written(tmp_path, arm: str, seconds: list[float]) -> ledger_rows.Job:
-    """A run whose steps took so long."""
-    one = job(tmp_path, arm)
+    """A run with steps of these seconds."""
+    run = job(tmp_path, arm)
     (tmp_path / arm).mkdir()
     zero = {"step": 0, "time/start_engines/s": 20.0, "time/publish/s": 1.0, "time/step/s": 1.0}
     steps = [
@@ -57,27 +57,33 @@ def written(tmp_path, arm: str, seconds: list[float]) -> ledger_rows.Job:
     ]
     lines = "".join(json.dumps(line) + "\n" for line in [zero, *steps])
     (tmp_path / arm / "metrics.jsonl").write_text(lines)
-    return one
+    return run
 
 
 def test_a_row_leaves_out_the_first_steps_and_those_after_the_last(tmp_path):
-    one = written(tmp_path, "fp8", [90.0, 50.0, 4.0, 6.0, 5.0, 99.0])
-    row = ledger_rows.row_of(one, PowerMeter(), 5)
+    run = written(tmp_path, "fp8", [90.0, 50.0, 4.0, 6.0, 5.0, 99.0])
+    row = ledger_rows.row_of(run, PowerMeter(), 5)
     assert row["step_s"] == [5.0, 4.0, 6.0] and row["steps"] == 3 and row["phases_s"]["update"] == [2.5, 2.0, 3.0]
     assert row["start_s"] == {"engines": 20.0, "publish": 1.0} and row["first_updates_s"] == [45.0, 25.0]
     assert row["tokens_per_s_gpu"] == pytest.approx(128 / 5) and row["sequences"] == 8
-    per_token = 3 * ledger_rows.flops(one.cfg.model, [25.0] * 8)
+    per_token = 3 * ledger_rows.flops(run.cfg.model, [25.0] * 8)
     assert row["update_tflops_gpu"] == pytest.approx(per_token / 2.5 / 1e12)
-    assert ledger_rows.row_of(one, PowerMeter(), 2) is None
+    assert ledger_rows.row_of(run, PowerMeter(), 2) is None
+
+
+def rows_of(tmp_path, *runs: tuple[str, str, list[str], float]) -> list[dict]:
+    """Rows of runs of (letter, arm, fields, seconds of the last step)."""
+    rows = []
+    for number, (letter, arm, fields, seconds) in enumerate(runs):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        row = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, seconds]), PowerMeter(), 3)
+        rows.append(row | {"run": letter, "fields": fields, "device": "x", "stamp": record.stamp()})
+    return rows
 
 
 def test_ratios_are_formed_within_one_run_alone(tmp_path):
-    rows = []
-    for run, arm, second in (("A", "bf16", 6.0), ("A", "fp8", 4.0), ("B", "fp8", 3.0)):
-        folder = tmp_path / f"{run}{arm}"
-        folder.mkdir()
-        actual = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, second]), PowerMeter(), 3)
-        rows.append(actual | {"run": run, "device": "x", "stamp": record.stamp()})
+    rows = rows_of(tmp_path, ("A", "bf16", [], 6.0), ("A", "fp8", [], 4.0), ("B", "fp8", [], 3.0))
     text = section(ledger.LEDGER, rows)
     (of_a,) = [line for line in text.splitlines() if line.startswith("| A") and "| fp8 |" in line]
     (of_b,) = [line for line in text.splitlines() if line.startswith("| B")]
@@ -86,25 +92,16 @@ def test_ratios_are_formed_within_one_run_alone(tmp_path):
 
 
 def test_a_ratio_is_to_the_fastest_bf16_of_a_run_whatever_its_fields(tmp_path):
-    rows = []
-    for arm, fields, seconds in (
-        ("bf16", [], 6.0),
-        ("bf16", ["--precision.kernels.experts", "deep_gemm"], 5.0),
-        ("fp8", [], 4.0),
-    ):
-        folder = tmp_path / f"{arm}{len(fields)}"
-        folder.mkdir()
-        actual = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, seconds]), PowerMeter(), 3)
-        rows.append(actual | {"run": "A", "fields": fields, "device": "x", "stamp": record.stamp()})
+    fields = ["--precision.kernels.experts", "deep_gemm"]
+    rows = rows_of(tmp_path, ("A", "bf16", [], 6.0), ("A", "bf16", fields, 5.0), ("A", "fp8", [], 4.0))
     lines = [line for line in section(ledger.LEDGER, rows).splitlines() if line.startswith("| A")]
     assert [line.split(" | ")[2] for line in lines] == ["bf16", "bf16 --precision.kernels.experts deep_gemm", "fp8"]
     assert "| 1.25 |" in lines[2]
 
 
 def test_arms_take_turns_and_rounds_are_rows_of_their_own(tmp_path):
-    options = parse(
-        ledger.LEDGER, ["--shape", "tiny", "--arm", "bf16", "fp8", "--rounds", "2", "--folder", str(tmp_path)]
-    )
+    args = "--shape tiny --arm bf16 fp8 --rounds 2 --folder".split()
+    options = parse(ledger.LEDGER, [*args, str(tmp_path)])
     actual = [(arm["arm"], arm["round"]) for arm in ledger.LEDGER.arms(options)]
     assert actual == [("bf16", 1), ("fp8", 1), ("bf16", 2), ("fp8", 2)] and "round" in ledger_rows.KEYS
 
@@ -149,17 +146,12 @@ def test_a_trainer_takes_the_memory_that_the_doctor_predicts(runs, least, most, 
     rows = [row for row in rows if row["run"] in runs]
     assert len(rows) == 2 * len(runs)
     for row in rows:
-        given = parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path), "--layers", str(row["layers"])])
-        given.overrides = [
-            *row["fields"],
-            "--optim.max_tokens_per_microbatch",
-            f"{row['layout']['microbatch']}",
-            "--optim.recompute",
-            row["layout"]["recompute"],
-            "--optim.logprob_chunk_tokens",
-            f"{max(8192, row['layout']['microbatch'])}",
-        ]
-        cfg = ledger.job_of(given, row["shape"], row["arm"]).cfg
+        options = parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path), "--layers", str(row["layers"])])
+        tokens, recompute = row["layout"]["microbatch"], row["layout"]["recompute"]
+        fields = f"--optim.max_tokens_per_microbatch {tokens} --optim.recompute {recompute}"
+        fields += f" --optim.logprob_chunk_tokens {max(8192, tokens)}"
+        options.overrides = [*row["fields"], *fields.split()]
+        cfg = ledger.job_of(options, row["shape"], row["arm"]).cfg
         predicted = trainer_memory.worst_rank(cfg, GPUS["h200"], GPUS["h200"].memory_bytes).total_bytes
         assert least < predicted / GIB / row["memory_gib"]["train_device"] < most, (row["run"], row["arm"])
 
@@ -170,12 +162,10 @@ def test_a_trainer_that_offloads_takes_the_memory_that_the_doctor_predicts(tmp_p
     rows = [row for row in rows if row["run"] == "U"]
     assert len(rows) == 2
     for row in rows:
-        cfg = ledger.job_of(
-            parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path)]), row["shape"], row["arm"]
-        ).cfg
-        assert cfg.optim.max_tokens_per_microbatch == row["layout"]["microbatch"] and set(cfg.optim.offload) == set(
-            row["layout"]["offload"]
-        )
+        options = parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path)])
+        cfg = ledger.job_of(options, row["shape"], row["arm"]).cfg
+        assert cfg.optim.max_tokens_per_microbatch == row["layout"]["microbatch"]
+        assert set(cfg.optim.offload) == set(row["layout"]["offload"])
         estimate = trainer_memory.worst_rank(cfg, GPUS["h200"], GPUS["h200"].memory_bytes)
         predicted = estimate.total_bytes - estimate.part("communication, CUDA").num_bytes
         assert predicted / GIB == pytest.approx(row["memory_gib"]["train_allocated"], rel=0.01), row["arm"]
@@ -184,4 +174,4 @@ def test_a_trainer_that_offloads_takes_the_memory_that_the_doctor_predicts(tmp_p
 def test_a_mistake_of_the_user_is_named(tmp_path):
     options = parse(ledger.LEDGER, ["--model", str(tmp_path / "none"), "--data", "x.jsonl", "--reward", "math"])
     with pytest.raises(ConfigError, match="is not a folder"):
-        ledger.job_of(options, "own", "fp8")
+        ledger.job_of(options, "user", "fp8")

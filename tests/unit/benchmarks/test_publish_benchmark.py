@@ -59,21 +59,12 @@ def test_cases_that_cannot_exist_are_left_out():
 
 def test_rows_give_the_first_publication_and_the_median_of_the_others():
     reports = [
-        PublishReport(
-            version=v,
-            num_tensors=3,
-            num_fp8_tensors=2,
-            num_bytes=8_000_000_000,
-            seconds=2 * pause,
-            pause_s=pause,
-            checksum="",
-        )
+        PublishReport(v, 3, 2, 8_000_000_000, seconds=2 * pause, pause_s=pause, checksum="")
         for v, pause in enumerate([9.0, 0.5, 0.25, 4.0], 1)
     ]
     row = publish.summary(30.0, reports, ("copy to the peer GPU", 0.02))
     assert row["first"]["pause_s"] == 9.0 and row["later"]["pause_s"] == 0.5
     assert row["floor_share_of_pause"] == pytest.approx(0.04) and row["gb_per_s_of_pause"] == 16.0
-    line = PUBLISH.line(
-        row | {"model": "qwen3_8b", "layers": 0, "precision": "fp8", "layout": "1+1", "transport": "ipc"}
-    )
+    keys = {"model": "qwen3_8b", "layers": 0, "precision": "fp8", "layout": "1+1", "transport": "ipc"}
+    line = PUBLISH.line(row | keys)
     assert (line["pause s"], line["share"], line["model"]) == ("0.500", "4.0%", "qwen3_8b, fp8")

@@ -10,33 +10,13 @@ COMMON = dict(num_layers=3, hidden_size=64, num_attention_heads=4, num_key_value
 EXPERTS = dict(num_experts=2, experts_per_token=1, moe_ffn_hidden_size=32)
 ROUTER = RouterConfig(score="sigmoid", correction_bias=True)
 MLA = MlaConfig(q_lora_rank=32, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16)
+SHARING = dict(ffn_hidden_size=96, num_shared_experts=1, first_dense_layers=1, router=ROUTER, num_mtp_layers=1)
+SHARING |= EXPERTS | COMMON
 MODELS = {
     "qwen2": ModelConfig(family="qwen2", ffn_hidden_size=96, qkv_bias=True, **COMMON),
     "mixtral": ModelConfig(family="mixtral", **EXPERTS, **COMMON),
-    "glm4_moe": ModelConfig(
-        family="glm4_moe",
-        ffn_hidden_size=96,
-        num_shared_experts=1,
-        first_dense_layers=1,
-        qkv_bias=True,
-        qk_norm=True,
-        rotary_fraction=0.5,
-        router=ROUTER,
-        num_mtp_layers=1,
-        **EXPERTS,
-        **COMMON,
-    ),
-    "deepseek_v3": ModelConfig(
-        family="deepseek_v3",
-        ffn_hidden_size=96,
-        num_shared_experts=1,
-        first_dense_layers=1,
-        mla=MLA,
-        router=ROUTER,
-        num_mtp_layers=1,
-        **EXPERTS,
-        **COMMON,
-    ),
+    "glm4_moe": ModelConfig(family="glm4_moe", qkv_bias=True, qk_norm=True, rotary_fraction=0.5, **SHARING),
+    "deepseek_v3": ModelConfig(family="deepseek_v3", mla=MLA, **SHARING),
 }
 QKVO = {f"self_attn.{x}_proj" for x in "qkvo"}
 DENSE = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}

@@ -10,41 +10,24 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_fp8rl.config import MlaConfig, ModelConfig, RopeScaling, RouterConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table, softmax_scale
+from tests.helpers.models import small_model
 from tests.tolerances import ROTARY_FREQUENCY, ROTARY_TABLE
 
-_SIZES = dict(
-    num_layers=1,
-    hidden_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=64,
-    ffn_hidden_size=64,
-    max_position_embeddings=4096,
-)
+_SIZES = {"ffn": 64, "max_position_embeddings": 4096}
 
 
 def _llama(**scaling) -> ModelConfig:
     stretch = RopeScaling(kind="llama3", original_max_position_embeddings=256, **scaling)
-    return ModelConfig(family="llama", head_dim=48, rope_theta=5e5, rope_scaling=stretch, **_SIZES)
+    return small_model((1, 64, 4, 4, 48, 64), family="llama", rope_theta=5e5, rope_scaling=stretch, **_SIZES)
 
 
 def _deepseek(**scaling) -> ModelConfig:
     stretch = RopeScaling(kind="yarn", original_max_position_embeddings=128, **scaling)
     mla = MlaConfig(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=10, qk_rope_head_dim=36, v_head_dim=8)
-    return ModelConfig(
-        family="deepseek_v3",
-        head_dim=46,
-        rope_theta=1e4,
-        rope_scaling=stretch,
-        mla=mla,
-        num_experts=2,
-        experts_per_token=1,
-        moe_ffn_hidden_size=8,
-        first_dense_layers=1,
-        num_shared_experts=1,
-        router=RouterConfig(score="sigmoid", correction_bias=True),
-        **_SIZES,
-    )
+    router = RouterConfig(score="sigmoid", correction_bias=True)
+    mixture = {"experts": (2, 1, 8), "first_dense_layers": 1, "num_shared_experts": 1, "router": router}
+    rope = {"rope_theta": 1e4, "rope_scaling": stretch, "mla": mla}
+    return small_model((1, 64, 4, 4, 46, 64), family="deepseek_v3", **rope, **mixture, **_SIZES)
 
 
 def _hf_rotary_module(model: ModelConfig):
