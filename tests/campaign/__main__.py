@@ -272,11 +272,11 @@ def table(trials: list[Trial]) -> str:
     for name in sorted({struck.name for trial in trials for struck in trial.struck}):
         struck = [struck for trial in trials for struck in trial.struck if struck.name == name]
         runs = [trial for trial in trials if any(struck.name == name for struck in trial.struck)]
-        lost = [one.lost_s for one in struck if one.lost_s is not None] or [float("nan")]
+        lost = [strike.lost_s for strike in struck if strike.lost_s is not None] or [float("nan")]
         survived = sum(not trial.losses for trial in runs)
         seconds = f"{statistics.median(lost):.0f} | {max(lost):.0f}"
         rows.append(f"| {name} | {len(struck)} | {survived} of {len(runs)} | {seconds} |")
-    lost = [one.lost_s for trial in trials for one in trial.struck if one.lost_s is not None] or [float("nan")]
+    lost = [strike.lost_s for trial in trials for strike in trial.struck if strike.lost_s is not None] or [float("nan")]
     num_survived, num_struck = sum(not trial.losses for trial in trials), sum(len(trial.struck) for trial in trials)
     rows.append(
         f"| all | {num_struck} | {num_survived} of {len(trials)} | {statistics.median(lost):.0f} | {max(lost):.0f} |"
@@ -302,7 +302,7 @@ def main() -> int:
     while time.monotonic() < end and campaign.faults_left > 0:
         trials.append(trial := campaign.trial(len(trials) + 1))
         outcome = "; ".join(trial.losses) or "as undisturbed"
-        faults_told = ", ".join(one.name for one in trial.struck)
+        faults_told = ", ".join(strike.name for strike in trial.struck)
         what = f"{trial.num_starts} starts, {len(trial.struck)} faults, {trial.seconds:.0f} s"
         print(f"run {trial.number}: {what}: {faults_told}: {outcome}\n{table(trials)}", flush=True)
     seconds, num_struck = sum(trial.seconds for trial in trials), sum(len(trial.struck) for trial in trials)

@@ -47,7 +47,10 @@ def learn(folder: str, algo: AlgoConfig, world_size: int) -> list[dict[str, floa
     policy, loss, samples = Policy.build(cfg, parallel), load_loss(algo), make_samples()
     advantages = load_advantage(algo)([float(index % 2) for index in range(len(samples))])
     samples = [
-        replace(s, segments=tuple(one._replace(advantage=a) if one.is_trained else one for one in s.segments))
+        replace(
+            s,
+            segments=tuple(segment._replace(advantage=a) if segment.is_trained else segment for segment in s.segments),
+        )
         for s, a in zip(samples, advantages, strict=True)
     ]
     batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank, samples))

@@ -48,12 +48,14 @@ def test_two_turns_are_trained_exactly(tmp_path):
     assert len(trained) == 2 and any("mismatch/abs_logprob_diff_turn_2/max" in line for line in trained)
     for line in trained:
         assert all(value == 0.0 for key, value in line.items() if key.startswith("mismatch/abs_logprob_diff")), line
-    rollouts = [one for _, groups in read_steps(tmp_path / "rollouts") for group in groups for one in group.rollouts]
-    sessions = [one for one in rollouts if len(one.completions) == 2]
-    assert sessions and all(one.status != "score_failed" for one in rollouts)
-    for one in sessions:
-        kinds = [type(segment) for segment in one.branches[0].segments]
-        assert kinds == [Context, Completion, Context, Completion] and one.branches[0].segments[2].role == "tool"
+    rollouts = [
+        rollout for _, groups in read_steps(tmp_path / "rollouts") for group in groups for rollout in group.rollouts
+    ]
+    sessions = [rollout for rollout in rollouts if len(rollout.completions) == 2]
+    assert sessions and all(rollout.status != "score_failed" for rollout in rollouts)
+    for session in sessions:
+        kinds = [type(segment) for segment in session.branches[0].segments]
+        assert kinds == [Context, Completion, Context, Completion] and session.branches[0].segments[2].role == "tool"
     assert "policy, turn 2" in (tmp_path / "report.html").read_text()
 
 

@@ -52,8 +52,8 @@ def test_an_evaluation_is_right_and_the_same_for_every_format_and_layout(run_dir
     for problem in problems:
         assert len(problem["completions"]) == NUM_COMPLETIONS
         # Problems of this model read "4 - 5 = ", so that the judge can be judged.
-        right = [one["text"].strip() == problem["answer"] for one in problem["completions"]]
-        assert [one["reward"] >= 1 for one in problem["completions"]] == right
+        right = [item["text"].strip() == problem["answer"] for item in problem["completions"]]
+        assert [item["reward"] >= 1 for item in problem["completions"]] == right
         assert problem["num_passed"] == sum(right)
     passed = [problem["num_passed"] for problem in problems]
     assert overall["accuracy"]["value"] == pytest.approx(sum(passed) / 64)

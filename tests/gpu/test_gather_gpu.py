@@ -35,7 +35,7 @@ def test_tokens_and_sums_are_those_of_a_cpu(tokens, experts, most):
         sums = [sum_rows(y, slots.rows_TK, probs).cpu() for probs in (None, slots.probs_R.detach())]
         rows = slice(int(slots.layout.offsets[-1]))
         exact = slots.layout.sources[rows], slots.layout.rows[rows], slots.rows_TK, slots.probs_R.detach(), own.grad
-        actual.append(([one.cpu() for one in exact], sums))
+        actual.append(([tensor.cpu() for tensor in exact], sums))
     *ours, (others, expected) = actual
     for exact, sums in ours:
         assert all(torch.equal(a, b) for a, b in zip(exact, others, strict=True))

@@ -51,7 +51,7 @@ async def many(session, row):
     """10,000 requests at once."""
     asides = [session.aside({"role": "user", "content": "?"}) for _ in range(3)]
     actual = await asyncio.gather(*(session.ask() for _ in range(10_000)), return_exceptions=True)
-    assert any(isinstance(one, SessionLimit) for one in actual)
+    assert any(isinstance(item, SessionLimit) for item in actual)
     return float(len(asides) == 3)
 
 

@@ -53,7 +53,7 @@ class Fleet:
         self.clients = tuple(engines)
 
     def remove(self, client, reason, *, num_retried=0) -> None:
-        self.clients = tuple(one for one in self.clients if one is not client)
+        self.clients = tuple(item for item in self.clients if item is not client)
 
 
 class Scorer:

@@ -24,9 +24,10 @@ class ProductTasks(vf.Taskset[ProductTask]):
         problems = map(Products().make_problem, range(4096))
         return [
             ProductTask(
-                ProductData(prompt=one.question, answer=one.answer, result=one.metadata["result"]), self.config.task
+                ProductData(prompt=problem.question, answer=problem.answer, result=problem.metadata["result"]),
+                self.config.task,
             )
-            for one in problems
+            for problem in problems
         ]
 
 

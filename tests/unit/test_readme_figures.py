@@ -30,7 +30,7 @@ def numbers_in(value: Any) -> Iterator[float]:
         return
     if isinstance(value, int | float):
         yield float(value)
-    if isinstance(value, list) and value and all(isinstance(one, int | float) for one in value):
+    if isinstance(value, list) and value and all(isinstance(item, int | float) for item in value):
         yield statistics.median(value)
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from numbers_in(inner)

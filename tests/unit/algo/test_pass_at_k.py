@@ -88,7 +88,7 @@ def test_estimates_over_problems_are_means_and_repeat_exactly():
     actual = pass_at_ks(counts, (1, 4, 8))
     assert actual[1].value == pytest.approx(accuracy(counts).value) == pytest.approx(15 / 40)
     assert actual[8].value == pytest.approx(4 / 5)
-    assert all(one.low < one.value < one.high for one in actual.values())
+    assert all(value.low < value.value < value.high for value in actual.values())
     assert actual == pass_at_ks(counts, (1, 4, 8))
     assert actual[4] == pass_at_ks(counts, (4,))[4], "other k do not change an interval"
 

@@ -11,7 +11,7 @@ BENCHMARK = agent_turns.AgentTurns()
 
 
 def steps(tmp_path, *actual, skip=1):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in actual))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(item) + "\n" for item in actual))
     return agent_turns.row_of(RunData(tmp_path), skip)
 
 

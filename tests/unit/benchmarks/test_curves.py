@@ -26,7 +26,7 @@ def test_a_row_has_both_ends_of_the_curve_the_worst_difference_and_seconds_witho
         for number, seconds in zip(range(1, 13), [40.0] + 11 * [2.0], strict=True)
     ]
     steps = [{"step": 0, "eval/pass_rate/mean": 0.25}, *steps[:-1], steps[-1] | {"eval/pass_rate/mean": 0.5}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     row = curves.row_of(RunData(tmp_path))
     assert (row["num_steps"], row["held_out"], row["sampled_tokens"]) == (12, [0.25, 0.5], 600)
     assert row["reward"] == pytest.approx([sum(range(1, 11)) / 200, sum(range(3, 13)) / 200])
@@ -40,8 +40,8 @@ def test_a_row_has_both_ends_of_the_curve_the_worst_difference_and_seconds_witho
 def test_its_runs_are_those_of_the_study_that_it_starts(tmp_path):
     options = runner.parse(CURVES, ["--folder", str(tmp_path), "--config", "tiny_qwen3_moe", "--", "--num_steps", "4"])
     folder, runs = curves.planned(options)
-    assert [one.arm for one in runs] == ["bf16/bf16 corrected", "fp8/fp8 corrected", "exact"]
-    assert {one.run_dir.parent for one in runs} == {folder} == {tmp_path / "run_study"}
+    assert [run.arm for run in runs] == ["bf16/bf16 corrected", "fp8/fp8 corrected", "exact"]
+    assert {run.run_dir.parent for run in runs} == {folder} == {tmp_path / "run_study"}
     assert curves.study_args(options)[:4] == ["--num_steps", "4", "--output_dir", str(tmp_path / "run")]
 
 

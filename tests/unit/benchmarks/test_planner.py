@@ -41,7 +41,7 @@ def test_a_trainer_goes_to_the_host_and_back_as_fast_as_it_did():
     actual = [
         (row, cfg, lengths) for row, cfg, lengths in fit.known_rows() if row["layout"]["offload"] and row["run"] != "T"
     ]
-    errors = [fit.seconds_with({}, *one).handover / median(one[0]["phases_s"]["colocated"]) - 1 for one in actual]
+    errors = [fit.seconds_with({}, *row).handover / median(row[0]["phases_s"]["colocated"]) - 1 for row in actual]
     assert len(actual) == 2 and max(map(abs, errors)) < 0.08 and abs(sum(errors)) < 0.01
 
 
@@ -66,13 +66,13 @@ def test_measured_runs_are_met():
     """The errors of the arithmetic; a change that increases them must change these bounds."""
     actual = list(against_runs.comparisons())
     errors = {
-        phase: [abs(one.error) for one in actual if one.phase == phase] for phase in {one.phase for one in actual}
+        phase: [abs(row.error) for row in actual if row.phase == phase] for phase in {row.phase for row in actual}
     }
     assert len(errors["step"]) >= 17 and len(errors["publish"]) >= 18
     assert median(errors["step"]) < 0.02 and max(errors["step"]) < step_time.largest_step_error() == 0.06
     assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == RATIOS
     assert all(abs(predicted / measured - 1) < 0.05 for _, predicted, measured in against_runs.ratios())
-    fitted = [abs(one.error) for one in actual if one.phase == "rollouts" and not one.run.startswith("ledger U,")]
+    fitted = [abs(row.error) for row in actual if row.phase == "rollouts" and not row.run.startswith("ledger U,")]
     assert median(fitted) < 0.02 and max(errors["rollouts"]) < 0.08
     assert median(errors["update"]) < 0.01 and max(errors["update"]) < 0.07 and median(errors["publish"]) < 0.02
 
@@ -80,9 +80,9 @@ def test_measured_runs_are_met():
 @pytest.mark.parametrize("run", ["M", "Q"])
 def test_runs_of_which_no_rate_comes_are_met(run):
     """M, 17 layers of a mixture on four GPUs, and Q, Qwen3-4B on one."""
-    actual = [one for one in against_runs.comparisons() if one.run.startswith(f"ledger {run},")]
+    actual = [row for row in against_runs.comparisons() if row.run.startswith(f"ledger {run},")]
     errors = {
-        phase: [abs(one.error) for one in actual if one.phase == phase] for phase in ("step", "update", "rollouts")
+        phase: [abs(row.error) for row in actual if row.phase == phase] for phase in ("step", "update", "rollouts")
     }
     assert len(errors["step"]) == 2 and max(errors["step"]) < 0.05
     assert max(errors["update"]) < 0.07 and max(errors["rollouts"]) < 0.03
@@ -92,11 +92,11 @@ def test_runs_of_which_no_rate_comes_are_met(run):
 
 def test_rollouts_of_a_whole_mixture_are_met():
     """Run U, 48 layers on four GPUs; no engine rate is fitted to it."""
-    actual = [one for one in against_runs.comparisons() if one.run.startswith("ledger U,")]
+    actual = [row for row in against_runs.comparisons() if row.run.startswith("ledger U,")]
     assert (
-        {one.phase for one in actual} == {"rollouts"}
+        {row.phase for row in actual} == {"rollouts"}
         and len(actual) == 2
-        and max(abs(one.error) for one in actual) < 0.05
+        and max(abs(row.error) for row in actual) < 0.05
     )
 
 

@@ -37,7 +37,7 @@ def test_samples_are_what_they_were(experts):
         assert (one.num_tokens, one.num_prompt_tokens, one.num_loss_tokens) == (107, 100, 3)
         assert [segment.rollout_logprobs is None for segment in one.segments] == [True, False, True, False]
         assert np.array_equal(one.routed_experts, other.routed_experts) if experts else one.routed_experts is None
-    assert len({id(one.segments[0].token_ids) for one in actual}) == 1
+    assert len({id(item.segments[0].token_ids) for item in actual}) == 1
     assert SampleColumns.from_samples([]).samples() == []
     without = Sample(name="sft", environment="e", segments=(Segment(PROMPT), Segment(PROMPT[:2], is_trained=True)))
     (again,) = SampleColumns.from_samples([without]).samples()

@@ -16,7 +16,7 @@ def lengths(median: int, limit: int) -> list[int]:
 
     async def play() -> list[float]:
         sessions = [SimpleNamespace(name=f"p/{i}", ask=ask) for i in range(4000)]
-        return [await long_tail(one, {}, median=median, limit=limit, tool_s=0.0) for one in sessions]
+        return [await long_tail(session, {}, median=median, limit=limit, tool_s=0.0) for session in sessions]
 
     rewards = asyncio.run(play())
     assert rewards == [float(length % 2) for length in asked]

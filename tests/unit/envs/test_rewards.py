@@ -177,9 +177,9 @@ class TestFunctions:
         with ScorePool({"t": source}, num_workers=1, deadline_s=20.0) as pool:
             scores = [pool.submit(prompt(str(i)), str(i % 5)) for i in range(40)]
             actual = [score.result(100) for score in scores]
-        assert [one.parts["right"] for one in actual] == [float(i < 5) for i in range(40)]
-        assert [one.reward - one.parts["calls"] for one in actual] == [2.0 * (i < 5) for i in range(40)]
-        assert max(one.parts["calls"] for one in actual) >= 20
+        assert [score.parts["right"] for score in actual] == [float(i < 5) for i in range(40)]
+        assert [score.reward - score.parts["calls"] for score in actual] == [2.0 * (i < 5) for i in range(40)]
+        assert max(score.parts["calls"] for score in actual) >= 20
 
     @pytest.mark.parametrize(("function", "detail"), [("of_a_batch", "exit code 3"), ("too_few", "1 rewards of")])
     def test_a_call_that_fails_costs_one_completion_its_score(self, function, detail):
@@ -190,9 +190,9 @@ class TestFunctions:
             texts = ["1", "2", "stop", "4", "5"]
             actual = [score.result(100) for score in [pool.submit(prompt("4"), text) for text in texts]]
         if function == "too_few":  # with one completion it is right
-            assert [one.status for one in actual] == ["scored"] * 5
+            assert [score.status for score in actual] == ["scored"] * 5
         else:
-            assert [one.status == "scored" for one in actual] == [text != "stop" for text in texts]
+            assert [score.status == "scored" for score in actual] == [text != "stop" for text in texts]
             assert detail in actual[2].detail and actual[3].parts["right"] == 1.0
 
     def test_a_function_with_too_few_rewards_is_named(self):

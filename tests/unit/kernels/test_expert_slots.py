@@ -127,7 +127,7 @@ def test_operands_have_the_values_of_rows_that_did_not_travel(columns):
     ours = permute_quantize(packed, layout, BLOCKWISE_POW2, columns=columns)
     theirs = permute_quantize(x, layout, BLOCKWISE_POW2, columns=columns)
     real = layout.rows >= 0
-    values = [dequantize_activation(one.rows, one.row_scales)[real] for one in (ours, theirs)]
+    values = [dequantize_activation(item.rows, item.row_scales)[real] for item in (ours, theirs)]
     assert torch.equal(*values)
     if columns:
         again = permute_quantize(fused_moe_torch.unpacked(packed), layout, BLOCKWISE_POW2, columns=True)

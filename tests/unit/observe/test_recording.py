@@ -87,7 +87,7 @@ def test_log_probabilities_take_four_bytes_only_where_that_loses_nothing(tmp_pat
         writer.write(1, [group])
         writer.write(2, [make_group(0)])
     types = [pyarrow.parquet.read_schema(path).field("rollout_logprobs").type for path in steps_of(tmp_path).values()]
-    assert [str(one.value_type) for one in types] == ["float", "double"]
+    assert [str(type_.value_type) for type_ in types] == ["float", "double"]
     assert list(read_steps(tmp_path)) == [(1, (group,)), (2, (make_group(0),))]
 
 

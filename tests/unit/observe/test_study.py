@@ -20,24 +20,24 @@ def test_arms_differ_in_precision_and_correction_and_share_start_and_seed(tmp_pa
     cfg = replace(TINY, output_dir=str(tmp_path / "{name}"))
     runs = plan_runs(cfg, ("--num_steps", "2"), StudyOptions(seeds=(4, 5), arms=("bf16/bf16", "exact")))
     arms = ["bf16/bf16 corrected", "bf16/bf16 uncorrected", "exact"]
-    assert [(one.arm, one.seed) for one in runs] == [(arm, seed) for seed in (4, 5) for arm in arms]
-    assert len({one.run_dir for one in runs}) == 6 and not any(one.is_done for one in runs)
-    actual = [cli.parse_overrides(TINY, one.overrides) for one in runs[:3]]
-    assert [one.precision.rollout for one in actual] == ["bf16", "bf16", "blockwise"]
-    assert [one.precision.exact for one in actual] == [False, False, True]
-    assert [one.algo.correction for one in actual] == [TINY.algo.correction, "off", TINY.algo.correction]
-    for one in actual:
-        assert one.model.hf_path == str(tmp_path / "tiny_qwen3_moe_study" / "warm_start" / "warm_start" / "hf")
-        assert (one.seed, one.num_steps, one.warm_start.steps) == (4, 2, 0)
+    assert [(run.arm, run.seed) for run in runs] == [(arm, seed) for seed in (4, 5) for arm in arms]
+    assert len({run.run_dir for run in runs}) == 6 and not any(run.is_done for run in runs)
+    actual = [cli.parse_overrides(TINY, run.overrides) for run in runs[:3]]
+    assert [cfg.precision.rollout for cfg in actual] == ["bf16", "bf16", "blockwise"]
+    assert [cfg.precision.exact for cfg in actual] == [False, False, True]
+    assert [cfg.algo.correction for cfg in actual] == [TINY.algo.correction, "off", TINY.algo.correction]
+    for cfg in actual:
+        assert cfg.model.hf_path == str(tmp_path / "tiny_qwen3_moe_study" / "warm_start" / "warm_start" / "hf")
+        assert (cfg.seed, cfg.num_steps, cfg.warm_start.steps) == (4, 2, 0)
 
 
 def test_a_model_of_ones_own_is_where_all_arms_start(tmp_path, monkeypatch):
     monkeypatch.setattr(rules, "check", lambda cfg: [])  # nothing looks at weights
     cfg = replace(TINY, model=replace(TINY.model, hf_path=str(tmp_path)))
     runs = plan_runs(cfg, ("--model.hf_path", str(tmp_path)), StudyOptions(seeds=(1,), corrected_only=True))
-    assert [one.arm for one in runs] == ["bf16/bf16 corrected", "fp8/bf16 corrected", "fp8/fp8 corrected"]
-    assert {of(one.overrides, "--model.hf_path") for one in runs} == {str(tmp_path)}
-    assert not any("/warm_start" in word for one in runs for word in one.overrides)
+    assert [run.arm for run in runs] == ["bf16/bf16 corrected", "fp8/bf16 corrected", "fp8/fp8 corrected"]
+    assert {of(run.overrides, "--model.hf_path") for run in runs} == {str(tmp_path)}
+    assert not any("/warm_start" in word for run in runs for word in run.overrides)
 
 
 @pytest.mark.parametrize(

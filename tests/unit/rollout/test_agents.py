@@ -41,7 +41,7 @@ def descendants(mark: str) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark and process.pid != os.getpid():
                 result.append(process)
-    return [one for one in result if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return [item for item in result if item.is_running() and item.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_two_turns_and_a_tool_are_one_trajectory():
@@ -91,7 +91,7 @@ def test_an_agent_that_never_stops_ends_at_its_limit(limits, agent):
 def test_ten_thousand_requests_cost_their_session_only():
     engine = Engine(lambda text: "5")
     rollouts = play(config("many", max_turns=4), prompt(0), prompt(1), engines=[engine])
-    assert [one.status for one in rollouts] == ["scored"] * 2 and len(engine.prompts) <= 8
+    assert [rollout.status for rollout in rollouts] == ["scored"] * 2 and len(engine.prompts) <= 8
 
 
 def test_a_replica_that_dies_in_mid_turn_costs_nothing():
@@ -161,8 +161,8 @@ def test_two_thousand_sessions_leave_nothing(monkeypatch):
         for part in range(4):
             prompts = [prompt(i, kind=kinds[i // 100 % 4] if i % 100 == 7 else "works") for i in range(500)]
             rollouts = await asyncio.gather(*(pool.run_session(one, i, i) for i, one in enumerate(prompts)))
-            bad = [one for one in rollouts if one.status == "score_failed"]
-            assert len(bad) == 3, [one.detail for one in bad]  # raises, exits, raises again; the others are answered
+            bad = [rollout for rollout in rollouts if rollout.status == "score_failed"]
+            assert len(bad) == 3, [item.detail for item in bad]  # raises, exits, raises again; the others are answered
             seen.append((me.num_fds(), len(asyncio.all_tasks()), me.memory_info().rss >> 20))
             assert len(descendants(mark)) <= 2, part
         await pool.close()
@@ -233,7 +233,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
 def rows_file(folder: Path, *sums: str) -> Path:
     path = folder / "rows.jsonl"
     message = {"role": "user", "content": "2+3="}
-    rows = [{PARAMETERS: {"input": [message], "metadata": {"extra_body": '{"seed": 1}'}}, "sum": one} for one in sums]
+    rows = [{PARAMETERS: {"input": [message], "metadata": {"extra_body": '{"seed": 1}'}}, "sum": item} for item in sums]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path
 
@@ -252,7 +252,7 @@ def test_rows_are_problems(tmp_path):
     file = tmp_path / "rows.jsonl"
     parts = [{"type": "input_text", "text": "2+"}, {"type": "input_text", "text": "3="}]
     inputs = ["1+1=", [{"role": "system", "content": "Add."}, {"role": "user", "content": parts}]]
-    file.write_text("\n".join(json.dumps({PARAMETERS: {"input": one}}) for one in inputs))
+    file.write_text("\n".join(json.dumps({PARAMETERS: {"input": input_}}) for input_ in inputs))
     first, second = (Rows(file=str(file)).make_problem(index) for index in (2, 1))
     assert first.messages == ({"role": "user", "content": "1+1="},) and first.metadata == {"row": 0}
     assert second.messages == ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+3="})
@@ -268,11 +268,13 @@ def test_runs_are_rewarded_and_their_turns_are_trained(server, tmp_path):
     prompts: list[Prompt] = [prompt(number, row=number) for number in range(4)]
     right, wrong, *lost = play(cfg, *prompts, engines=[Engine(lambda text: "5")])
     assert (right.reward, wrong.reward) == (1.0, 0.0), right.detail + wrong.detail
-    for one in (right, wrong):
-        (branch,) = one.branches
+    for item in (right, wrong):
+        (branch,) = item.branches
         assert [type(segment) is Completion for segment in branch.segments] == [False, True]
-        assert branch.segments[1].text == "5" and branch.token_ids[: len(one.prompt.token_ids)] == one.prompt.token_ids
-    assert [one.status for one in lost] == ["score_failed"] * 2
+        assert (
+            branch.segments[1].text == "5" and branch.token_ids[: len(item.prompt.token_ids)] == item.prompt.token_ids
+        )
+    assert [rollout.status for rollout in lost] == ["score_failed"] * 2
     assert "answered without a reward" in lost[0].detail and "status 500" in lost[1].detail
 
 
@@ -302,8 +304,8 @@ def test_the_agents_of_the_page(name, tmp_path):
 
 
 def test_the_fields_and_metrics_that_the_page_names_exist():
-    known = {f"session.{one.name}" for one in fields(SessionConfig)} | {
-        f"sampling.{one.name}" for one in fields(SamplingConfig)
+    known = {f"session.{field_.name}" for field_ in fields(SessionConfig)} | {
+        f"sampling.{field_.name}" for field_ in fields(SamplingConfig)
     }
     for name in re.findall(r"`(?:--)?((?:session|sampling)\.\w+)", PAGE):
         assert name in known | {"session.messages", "session.base_url", "session.api_key", "session.finish_reason"} or (

@@ -168,4 +168,4 @@ def test_calls_that_come_back_written_otherwise_do_not_fork(tmp_path):
         "                {'role': 'tool', 'content': 'added', 'tool_call_id': call.id}]\n"
     )
     branch = solved_with_tools(agent, 2000, Engine(answer, chat=chat), chat)
-    assert sum(isinstance(one, Completion) for one in branch.segments) == 4
+    assert sum(isinstance(segment, Completion) for segment in branch.segments) == 4

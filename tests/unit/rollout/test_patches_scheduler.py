@@ -199,8 +199,8 @@ def test_steps_and_completions_are_vllms(config, case):
             )
             for i in range(24)
         ]
-        for one in requests:
-            one.max_tokens = min(one.max_tokens, MAX_MODEL_LEN - one.num_prompt_tokens)
+        for item in requests:
+            item.max_tokens = min(item.max_tokens, MAX_MODEL_LEN - item.num_prompt_tokens)
         arrivals = sorted(rng.randrange(options["spread"] + 1) for _ in requests)
         aborts = {rng.randrange(5, 60): f"r{i}" for i in range(0, 24, 3)} if options.get("aborts") else {}
         actual[kind] = drive(

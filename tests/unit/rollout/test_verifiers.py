@@ -40,10 +40,10 @@ def test_a_single_turn_task_gives_its_reward():
     source = replace(source, agent_options={"taskset": FILE})
     cfg = replace(cfg, data=replace(cfg.data, environments=(source,)))
     rollouts = play(cfg, prompt(0, task=10), prompt(1, task=11), engines=[Engine(lambda text: "2")])
-    assert [one.reward for one in rollouts] == [1.0, 0.0], [one.detail for one in rollouts]
-    assert [one.reward_parts for one in rollouts] == [{"right": 1.0}, {"right": 0.0}]
-    for one in rollouts:
-        (branch,) = one.branches
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0], [rollout.detail for rollout in rollouts]
+    assert [rollout.reward_parts for rollout in rollouts] == [{"right": 1.0}, {"right": 0.0}]
+    for rollout in rollouts:
+        (branch,) = rollout.branches
         assert isinstance(branch.segments[1], Completion) and branch.segments[1].text == "2"
     assert TOKENIZER.decode(rollouts[0].branches[0].token_ids) == "<bos>1+1=2<eos>"
 
@@ -58,7 +58,7 @@ def test_a_tool_that_keeps_a_state_is_called_over_several_turns():
     (rollout,) = play(of_taskset(COUNTER), prompt(0, task=3), engines=[Engine(answer, chat=QWEN)], chat=QWEN)
     assert rollout.reward == 1.0 and rollout.reward_parts == {"reached": 1.0}, rollout.detail
     (branch,) = rollout.branches
-    assert [one.text for one in branch.segments if isinstance(one, Completion)] == [
+    assert [segment.text for segment in branch.segments if isinstance(segment, Completion)] == [
         answer(""),
         answer("the counter shows 2"),
         "done",
@@ -77,5 +77,5 @@ def test_of_a_simulated_user_nothing_is_trained():
     (rollout,) = play(cfg, prompt(0, task=10), engines=[Engine(answer, chat=QWEN)], chat=QWEN)
     assert rollout.status == "scored", rollout.detail
     (branch,) = rollout.branches
-    assert [one.text for one in branch.segments if isinstance(one, Completion)] == ["That is 2."]
+    assert [segment.text for segment in branch.segments if isinstance(segment, Completion)] == ["That is 2."]
     assert "role-playing a USER" not in QWEN.tokenizer.decode(branch.token_ids)

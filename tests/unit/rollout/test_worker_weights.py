@@ -34,7 +34,7 @@ def placed() -> list:
 
 
 def pieces(placed: list, name: str) -> list:
-    result = [one for one in placed if one[0].name == name]
+    result = [item for item in placed if item[0].name == name]
     assert len(result) > 2
     return result
 
