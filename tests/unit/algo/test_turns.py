@@ -138,5 +138,5 @@ def test_the_mismatch_is_known_by_turn():
     assert [(part.label, part.num_tokens) for part in report.by_turn] == [("1", 3), ("2", 1)]
     (mb,) = batch.microbatches
     (t,) = [t for t in range(len(mb.targets_T)) if mb.targets_T[t] == 42 and mb.loss_mask_T[t]]
-    d = abs(mb.old_logprobs_T[t].double() - mb.rollout_logprobs_T[t].double()).sample()
+    d = abs(mb.old_logprobs_T[t].double() - mb.rollout_logprobs_T[t].double()).item()
     assert report.by_turn[1].abs_logprob_diff_max == d > 0

@@ -58,8 +58,9 @@ def test_cases_that_cannot_exist_are_left_out():
 
 
 def test_rows_give_the_first_publication_and_the_median_of_the_others():
+    counts = {"num_tensors": 3, "num_fp8_tensors": 2, "num_bytes": 8_000_000_000, "checksum": ""}
     reports = [
-        PublishReport(v, 3, 2, 8_000_000_000, seconds=2 * pause, pause_s=pause, checksum="")
+        PublishReport(version=v, seconds=2 * pause, pause_s=pause, **counts)
         for v, pause in enumerate([9.0, 0.5, 0.25, 4.0], 1)
     ]
     row = publish.summary(30.0, reports, ("copy to the peer GPU", 0.02))
