@@ -10,8 +10,8 @@ from megatron_fp8rl.precision.hardware import Generation, cpu_has_avx512
 from megatron_fp8rl.preflight.findings import Finding
 from megatron_fp8rl.preflight.rules import local_accelerator
 
-_OF_GPUS = {f"precision.kernels.{role}": "auto" for role in KERNELS if role.startswith("engine_")}
-_OF_GPUS |= {"engine.sleep_level": 0}
+_GPU_FIELDS = {f"precision.kernels.{role}": "auto" for role in KERNELS if role.startswith("engine_")}
+_GPU_FIELDS |= {"engine.sleep_level": 0}
 
 
 def check_data(cfg: RunConfig) -> None:
@@ -71,27 +71,24 @@ def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
 
 def doubts(cfg: RunConfig, accelerator: Generation) -> list[Finding]:
     """Warnings about settings that work and are probably not intended."""
-    warnings: list[tuple[str, str]] = []
+    warnings: dict[str, str] = {}  # by field
     num_updates, engine, sampling = cfg.num_steps * cfg.algo.updates_per_step, cfg.engine, cfg.sampling
-    if 0 < num_updates <= cfg.optim.warmup_steps:
-        share = num_updates / cfg.optim.warmup_steps
-        problem = f"--optim.warmup_steps {cfg.optim.warmup_steps} is longer than the run of {num_updates} updates, "
-        warnings.append(("optim.warmup_steps", f"{problem}which ends at {share:.2g} of the learning rate"))
-    for path, default in _OF_GPUS.items() if accelerator == "cpu" and engine.placement != "remote" else ():
+    if 0 < num_updates <= (warmup := cfg.optim.warmup_steps):
+        problem = f"--optim.warmup_steps {warmup} is longer than the run of {num_updates} updates, "
+        warnings["optim.warmup_steps"] = f"{problem}which ends at {num_updates / warmup:.2g} of the learning rate"
+    for path, default in _GPU_FIELDS.items() if accelerator == "cpu" and engine.placement != "remote" else ():
         if (value := cfg.value(path)) != default:
-            warnings.append((path, f"--{path} {value} has no effect without a GPU"))
+            warnings[path] = f"--{path} {value} has no effect without a GPU"
     if accelerator == "cpu" and engine.kv_cache_dtype == "fp8" and not cpu_has_avx512():
         problem = "vLLM supports an FP8 KV cache on GPUs and on CPUs with AVX-512, which this machine lacks"
-        warnings.append(("engine.kv_cache_dtype", problem))
+        warnings["engine.kv_cache_dtype"] = problem
     if sampling.window_groups > (most := sampling.max_staleness * sampling.prompts_per_step) > 0:
-        problem = (
+        warnings["sampling.window_groups"] = (
             f"groups stay {sampling.window_groups / sampling.prompts_per_step:g} steps in a window of "
             f"{sampling.window_groups} on average, and tokens older than --sampling.max_staleness "
             f"{sampling.max_staleness} are not trained; up to {most} groups most are (docs/agents.md)"
         )
-        warnings.append(("sampling.window_groups", problem))
     if engine.placement == "remote" and "LAUNCH_DIR" not in os.environ:
         problem = "--engine.placement remote: this command starts no engines and waits for them "
-        problem += f"{engine.start_s:g} s; `python -m launch` starts them"
-        warnings.append(("engine.placement", problem))
-    return [Finding("warning", f"--{path}", problem) for path, problem in warnings]
+        warnings["engine.placement"] = f"{problem}{engine.start_s:g} s; `python -m launch` starts them"
+    return [Finding("warning", f"--{path}", problem) for path, problem in warnings.items()]

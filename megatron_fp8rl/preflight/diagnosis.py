@@ -27,7 +27,7 @@ class Diagnosis(Assessment):
     cfg: RunConfig
     gpu: Gpu
     packages: tuple[Package, ...]
-    change: Change  # empty if the run works already, or if no change was found
+    change: Change  # empty if the run works already, or if no change helps
     command: str  # that applies ``change``
     tried: str  # description of an unsuccessful search; empty otherwise
 
@@ -64,13 +64,10 @@ def diagnose(
     findings += packages.findings(rules.local_accelerator() != "cpu")
     findings.sort(key=lambda finding: ("error", "warning", "note").index(finding.severity))
     return Diagnosis(
+        **vars(result) | {"findings": tuple(findings)},
         cfg=cfg,
         gpu=options.hardware,
-        trainer=result.trainer,
-        engine=result.engine,
-        phases=result.phases,
         packages=tuple(packages.packages()),
-        findings=tuple(findings),
         change=outcome.change,
         command=command(outcome.change) if outcome.change else "",
         tried=outcome.tried,

@@ -85,11 +85,11 @@ def test_a_run_that_cannot_work_and_the_command_that_makes_it_work():
     assert diagnosis.status == 2
     assert {"--parallel.tensor", "--engine.tensor"} & set(errors(diagnosis))
     # The command is the diagnosed one with other values; it is run through the parser that a user would meet.
-    words = shlex.split(diagnosis.command)
-    assert words[:5] == ["python", "-m", "megatron_fp8rl", "doctor", "grpo_qwen3_30b_a3b"]
+    args = shlex.split(diagnosis.command)
+    assert args[:5] == ["python", "-m", "megatron_fp8rl", "doctor", "grpo_qwen3_30b_a3b"]
     assert "--parallel.tensor 3" not in diagnosis.command
     by_name = {command.name: command for command in program.COMMANDS}
-    fixed = cli.parse(words[3:], by_name)
+    fixed = cli.parse(args[3:], by_name)
     assert diagnose(fixed.cfg).status < 2
 
 
@@ -249,10 +249,10 @@ def test_which_optimizer_and_norm_are_used(changed, used):
     assert used in result["apex"].problem
 
 
-def run(*words: str) -> tuple[subprocess.CompletedProcess, float]:
+def run(*args: str) -> tuple[subprocess.CompletedProcess, float]:
     """What the command said, and the processor's seconds that it took: neighbours do not count."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "megatron_fp8rl", "doctor", *words]
+    command = [sys.executable, "-m", "megatron_fp8rl", "doctor", *args]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -329,11 +329,11 @@ def test_offloading_is_typed_as_several_words():
 
 def test_host_memory_of_what_waits():
     diagnosis = diagnose(grpo_qwen3_8b_colocated())
-    held = diagnosis.trainer.part("weights").num_bytes + diagnosis.trainer.part("optimizer states").num_bytes
-    assert host_bytes(diagnosis.cfg, diagnosis.trainer, diagnosis.engine.estimate) == held
-    one = change(diagnosis.cfg, engine__sleep_level=1)
+    offloaded = diagnosis.trainer.part("weights").num_bytes + diagnosis.trainer.part("optimizer states").num_bytes
+    assert host_bytes(diagnosis.cfg, diagnosis.trainer, diagnosis.engine.estimate) == offloaded
+    sleeping = change(diagnosis.cfg, engine__sleep_level=1)
     weights = sum(diagnosis.engine.estimate.part(f"weights, {kind}").num_bytes for kind in ("FP8", "scales", "BF16"))
-    assert host_bytes(one, diagnosis.trainer, diagnosis.engine.estimate) == held + weights
+    assert host_bytes(sleeping, diagnosis.trainer, diagnosis.engine.estimate) == offloaded + weights
 
 
 def test_expert_parallel_engines_keep_experts_whole():
@@ -357,14 +357,14 @@ def test_the_last_percents_of_a_gpu_are_the_allocators(share, severity):
 
 
 def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
-    """An own job on separate GPUs, in the tightest layout as well."""
+    """A ``grpo`` job on separate GPUs, in the tightest layout as well."""
     model = write_model_dir(small_qwen3(), tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
-    own = grpo.GrpoOptions(
+    options = grpo.GrpoOptions(
         model=str(model), data=(str(tmp_path / "rows.jsonl"),), reward=("exact",), gpus=2, gpu="h100"
     )
     for layers in (4, 110):
-        words = ["--engine.placement", "separate", "--parallel.world_size", "1", "--engine.num_replicas", "1"]
-        words += ["--model.random", "True", "--model.num_layers", str(layers)]
-        cfg, _ = grpo.configure(own, cli.overriding(words))
+        args = ["--engine.placement", "separate", "--parallel.world_size", "1", "--engine.num_replicas", "1"]
+        args += ["--model.random", "True", "--model.num_layers", str(layers)]
+        cfg, _ = grpo.configure(options, cli.overriding(args))
         assert cfg.engine.sleep_level == 0 and not rules.check(cfg, accelerator="hopper")

@@ -186,8 +186,8 @@ def test_experts_keep_every_copy_of_a_token():
 
 
 def test_the_last_stage_keeps_inputs_of_the_last_norm_and_of_the_head():
-    one = run(parallel=ParallelConfig(world_size=2, pipeline=2))
-    first, last = (trainer_memory.estimate_stage(one, H200, H200.memory_bytes, 1.0, stage) for stage in (0, 1))
+    cfg = run(parallel=ParallelConfig(world_size=2, pipeline=2))
+    first, last = (trainer_memory.estimate_stage(cfg, H200, H200.memory_bytes, 1.0, stage) for stage in (0, 1))
     assert last.part("activations").num_bytes == first.part("activations").num_bytes // 2 + 2 * 4096 * 512 * 2
 
 

@@ -133,11 +133,11 @@ def test_a_model_of_which_only_the_first_layers_do_not_tile_keeps_these_in_bf16(
 
 def test_a_degree_that_tiles_is_no_remedy_where_memory_is_short():
     """29,568 columns of Qwen2.5-72B are 231 blocks: tensor parallelism is left out, and a pipeline takes its place."""
-    found = fixed(run("qwen25_72b", dict(world_size=16, tensor=8, pipeline=2), dict(num_replicas=4, tensor=4)))
-    assert found.parallel.tensor == 1 and found.parallel.pipeline >= 8
+    cfg = fixed(run("qwen25_72b", dict(world_size=16, tensor=8, pipeline=2), dict(num_replicas=4, tensor=4)))
+    assert cfg.parallel.tensor == 1 and cfg.parallel.pipeline >= 8
     # A whole copy of the weights in FP8 leaves an H100 no room, so the engines can be divided in BF16 alone.
-    found = fixed(run("qwen25_72b", dict(world_size=32), dict(num_replicas=4)), gpu="h100", num_gpus=64)
-    assert found.precision.rollout == found.precision.trainer == "bf16" and found.engine.tensor > 1
+    cfg = fixed(run("qwen25_72b", dict(world_size=32), dict(num_replicas=4)), gpu="h100", num_gpus=64)
+    assert cfg.precision.rollout == cfg.precision.trainer == "bf16" and cfg.engine.tensor > 1
 
 
 def test_a_pipeline_is_tried():
@@ -192,6 +192,6 @@ def test_what_was_tried_is_said(monkeypatch):
 
 def test_a_command_can_be_typed_again():
     cfg = grpo_deepseek_v3()
-    found = diagnose(cfg, DoctorOptions(gpu="h100"), config_name="grpo_deepseek_v3", overrides=["--seed", "3"])
-    parsed = cli.parse(shlex.split(found.command)[3:], {command.name: command for command in program.COMMANDS})
-    assert parsed.options.gpu == "h100" and parsed.cfg == findings.apply(replace(cfg, seed=3), found.change)
+    diagnosis = diagnose(cfg, DoctorOptions(gpu="h100"), config_name="grpo_deepseek_v3", overrides=["--seed", "3"])
+    parsed = cli.parse(shlex.split(diagnosis.command)[3:], {command.name: command for command in program.COMMANDS})
+    assert parsed.options.gpu == "h100" and parsed.cfg == findings.apply(replace(cfg, seed=3), diagnosis.change)

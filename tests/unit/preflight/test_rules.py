@@ -464,8 +464,8 @@ def test_fp8_parameters_that_cannot_be(accelerator, changes, field, problem):
     wide = replace(MOE, hidden_size=256, moe_ffn_hidden_size=256, head_dim=128)
     changed = {f"precision__{name}": value for name, value in ({"params": "fp8"} | changes).items()}
     assert fields_of(make(wide, precision__params="fp8", precision__scales="fp32"), "hopper") == []
-    (found,) = check(make(wide, **changed), accelerator=accelerator)
-    assert found.field == f"--precision.{field}" and problem in found.problem
-    assert "--precision.params bf16" in found.remedy
-    (found,) = check(make(replace(wide, head_dim=64), precision__params="fp8"), accelerator="hopper")
-    assert found.field == "--precision.params" and "heads of 64 rows" in found.problem
+    (error,) = check(make(wide, **changed), accelerator=accelerator)
+    assert error.field == f"--precision.{field}" and problem in error.problem
+    assert "--precision.params bf16" in error.remedy
+    (error,) = check(make(replace(wide, head_dim=64), precision__params="fp8"), accelerator="hopper")
+    assert error.field == "--precision.params" and "heads of 64 rows" in error.problem

@@ -32,14 +32,14 @@ def shown(cfg, hardware: Hardware = HOPPER) -> dict[tuple[str, str], Group]:
     return {(group.name, group.layers): group for group in groups(cfg, choose(cfg, hardware))}
 
 
-def said(capsys, *words: str) -> tuple[int, str]:
-    status = cli.main(program.COMMANDS, ["show", *words])
+def said(capsys, *args: str) -> tuple[int, str]:
+    status = cli.main(program.COMMANDS, ["show", *args])
     return status, capsys.readouterr().out
 
 
 def test_groups_of_a_mixture_of_experts_on_a_hopper_gpu():
-    found = shown(grpo_qwen3_30b_a3b())
-    assert list(found) == [
+    rows = shown(grpo_qwen3_30b_a3b())
+    assert list(rows) == [
         ("embedding", "-"),
         ("attention projections", "0-47"),
         ("routed experts", "0-47"),
@@ -48,7 +48,7 @@ def test_groups_of_a_mixture_of_experts_on_a_hopper_gpu():
         ("attention", "0-47"),
         ("output head", "-"),
     ]
-    assert found["routed experts", "0-47"] == Group(
+    assert rows["routed experts", "0-47"] == Group(
         name="routed experts",
         layers="0-47",
         trainer="FP8 blockwise",
@@ -56,32 +56,32 @@ def test_groups_of_a_mixture_of_experts_on_a_hopper_gpu():
         wire="E4M3 + pow2 scales",
         engine_kernel="Triton",
     )
-    linears = found["attention projections", "0-47"]
+    linears = rows["attention projections", "0-47"]
     assert linears.trainer_kernel == linears.engine_kernel == "DeepGEMM" and linears.wire == "E4M3 + pow2 scales"
-    assert found["router", "0-47"].trainer == found["embedding", "-"].wire == found["output head", "-"].wire == "BF16"
-    assert found["attention", "0-47"].trainer_kernel == "cuDNN" and found["attention", "0-47"].wire == "-"
+    assert rows["router", "0-47"].trainer == rows["embedding", "-"].wire == rows["output head", "-"].wire == "BF16"
+    assert rows["attention", "0-47"].trainer_kernel == "cuDNN" and rows["attention", "0-47"].wire == "-"
 
 
 def test_first_and_last_layers_are_groups_of_their_own():
-    found = shown(change(grpo_qwen3_30b_a3b(), precision__bf16_first_layers=2, precision__bf16_last_layers=1))
+    rows = shown(change(grpo_qwen3_30b_a3b(), precision__bf16_first_layers=2, precision__bf16_last_layers=1))
     for kind in ("attention projections", "routed experts"):
-        formats = {layers: (g.trainer, g.wire) for (name, layers), g in found.items() if name == kind}
+        formats = {layers: (g.trainer, g.wire) for (name, layers), g in rows.items() if name == kind}
         assert formats == {
             "0-1": ("BF16", "BF16"),
             "2-46": ("FP8 blockwise", "E4M3 + pow2 scales"),
             "47": ("BF16", "BF16"),
         }
-    assert found["attention projections", "0-1"].trainer_kernel == "PyTorch"
-    assert found["routed experts", "47"].trainer_kernel == "DeepGEMM (grouped)"  # in BF16, too
-    assert ("norms, biases", "0-47") in found and list(found)[1:3] == [
+    assert rows["attention projections", "0-1"].trainer_kernel == "PyTorch"
+    assert rows["routed experts", "47"].trainer_kernel == "DeepGEMM (grouped)"  # in BF16, too
+    assert ("norms, biases", "0-47") in rows and list(rows)[1:3] == [
         ("attention projections", "0-1"),
         ("routed experts", "0-1"),
     ]
 
 
 def test_both_ends_may_differ_in_format_and_the_wire_is_the_engine_s():
-    found = shown(change(grpo_qwen3_8b(), precision__trainer="delayed", precision__scales="fp32"))
-    group = found["feed-forward, dense", "0-35"]
+    rows = shown(change(grpo_qwen3_8b(), precision__trainer="delayed", precision__scales="fp32"))
+    group = rows["feed-forward, dense", "0-35"]
     assert (group.trainer, group.trainer_kernel) == ("FP8 delayed", "Transformer Engine")
     assert (group.wire, group.engine_kernel) == ("E4M3 + fp32 scales", "DeepGEMM")
     bf16 = shown(change(grpo_qwen3_8b(), precision__trainer="bf16", precision__rollout="bf16"))
@@ -90,16 +90,16 @@ def test_both_ends_may_differ_in_format_and_the_wire_is_the_engine_s():
 
 def test_a_matrix_that_deep_gemm_does_not_multiply_shows_the_other_kernel():
     cfg = grpo_deepseek_v3()  # kv_a_proj_with_mqa has 576 rows
-    found = shown(cfg)
-    assert found["attention projections", "0-60"].trainer_kernel == "DeepGEMM, Transformer Engine"
+    rows = shown(cfg)
+    assert rows["attention projections", "0-60"].trainer_kernel == "DeepGEMM, Transformer Engine"
     for key in (("shared experts", "3-60"), ("feed-forward, dense", "0-2")):
-        assert found[key].trainer_kernel == "DeepGEMM"
+        assert rows[key].trainer_kernel == "DeepGEMM"
 
 
 def test_a_cpu_computes_in_torch():
-    found = shown(tiny_qwen3_moe(), CPU)
-    assert {g.trainer_kernel for g in found.values()} == {"PyTorch", "PyTorch (emulated)"}
-    assert found["routed experts", "0-1"].engine_kernel == "PyTorch (emulated)"
+    rows = shown(tiny_qwen3_moe(), CPU)
+    assert {g.trainer_kernel for g in rows.values()} == {"PyTorch", "PyTorch (emulated)"}
+    assert rows["routed experts", "0-1"].engine_kernel == "PyTorch (emulated)"
     edge = replace(tiny_qwen3_moe(), precision=replace(tiny_qwen3_moe().precision, bf16_last_layers=1))
     assert shown(edge, CPU)["routed experts", "1"].engine_kernel == "PyTorch"
 
@@ -108,9 +108,9 @@ def test_a_cpu_computes_in_torch():
 def test_formats_are_those_of_doctor_for_every_configuration(name):
     """Doctor's table is made kind by kind, not layer by layer."""
     cfg = cli.config_functions()[name]()
-    found = groups(cfg, KernelChoice.of(cfg, HOPPER))
+    rows = groups(cfg, KernelChoice.of(cfg, HOPPER))
     for row in agreement(cfg):
-        mine = [g for g in found if g.name == row.kind]
+        mine = [g for g in rows if g.name == row.kind]
         assert mine, row.kind
         assert any(g.trainer.startswith("FP8") for g in mine) == row.trainer.startswith("FP8"), row.kind
         assert any(g.wire.startswith("E4M3") for g in mine) == row.engine.startswith("FP8"), row.kind

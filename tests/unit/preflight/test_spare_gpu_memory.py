@@ -41,10 +41,10 @@ def test_what_shares_a_gpu_moves_as_little_as_fits(gib, tokens, sleeps, recomput
     """``sleeps``: None where weights or states would have to be offloaded."""
     options = DoctorOptions(num_gpus=1, memory_gib=gib)
     cfg = change(colocated(tokens), precision__kernels__linears="te")
-    found = auto_layout.in_place(cfg, options)
-    after = findings.apply(cfg, found)
-    assert bool(found) == (sleeps is not None)
-    if found:
+    proposed = auto_layout.in_place(cfg, options)
+    after = findings.apply(cfg, proposed)
+    assert bool(proposed) == (sleeps is not None)
+    if proposed:
         assert (after.engine.sleep_level > 0) == sleeps and not after.optim.offload
         assert (after.optim.recompute, after.optim.max_tokens_per_microbatch) == (recompute, size)
         assert not assess(after, options).errors
@@ -97,10 +97,10 @@ def test_engines_give_up_cache_that_no_sequence_needs_for_longer_microbatches():
     assert assess(after, machines).engine.full_sequences >= 64
 
 
-def _fastest(gpus, *words):
+def _fastest(gpus, *args):
     """The layout that ``grpo`` chooses for Qwen3-30B-A3B on so many H200s."""
     cfg = RunConfig(
-        name="own",
+        name="job",
         model=qwen3_30b_a3b(),
         parallel=ParallelConfig(world_size=gpus),
         engine=EngineConfig(placement="colocated", num_replicas=gpus, sleep_level=2),
@@ -109,7 +109,7 @@ def _fastest(gpus, *words):
         ),
         optim=OptimConfig(max_tokens_per_microbatch=8192),
     )
-    override = cli.overriding(list(words))
+    override = cli.overriding(list(args))
     return auto_layout.fastest(override(cfg), DoctorOptions(gpu="h200", num_gpus=gpus), override)
 
 
@@ -127,6 +127,6 @@ def test_experts_are_divided_where_steps_are_fastest():
 
 def test_four_gpus_hold_all_of_a_mixture_of_thirty_billion():
     cfg, _, _ = _fastest(4)
-    found = assess(cfg, DoctorOptions(gpu="h200", num_gpus=4))
-    assert found.works and not found.num_layout_warnings
+    result = assess(cfg, DoctorOptions(gpu="h200", num_gpus=4))
+    assert result.works and not result.num_layout_warnings
     assert cfg.optim.offload and cfg.optim.recompute == "none" and cfg.optim.max_tokens_per_microbatch >= 16384
