@@ -22,12 +22,7 @@ SCHEDULERS = "megatron_fp8rl.rollout.vllm_plugin.patches_scheduler"
 def leave(monkeypatch):
     monkeypatch.delenv(upstream.SKIP, raising=False)
     monkeypatch.setenv(upstream.GO_ON, "1")  # before a test leaves a range, the installed versions do not matter
-
-    def leave(*packages: str) -> None:
-        monkeypatch.delenv(upstream.GO_ON)
-        leave_range(*packages, set_attribute=monkeypatch.setattr)
-
-    yield leave
+    yield lambda *packages: leave_range(*packages, set_attribute=monkeypatch.setattr)
     monkeypatch.undo()
     upstream._applies.cache_clear()
     compat.vllm_topk_softmax.cache_clear()
