@@ -49,7 +49,7 @@ def update_and_score(family: str, rollout: str, folder: Path) -> dict:
     weights = random_weights(cfg.model)
     inprocess.write_checkpoint(cfg, weights, folder)
     llm = inprocess.build_engine(cfg, folder, load_format="dummy")
-    exporter = WeightExporter(policy_of(cfg, PlanInputs.of(weights)), inprocess.InProcessFleet(llm), PlanInputs.of(cfg))
+    exporter = WeightExporter(policy_of(cfg, weights), inprocess.InProcessFleet(llm), PlanInputs.of(cfg))
     result = {"report": exporter.publish(1)}
     exporter.close()
     result["online"] = inprocess.prompt_logprobs(llm)

@@ -68,7 +68,7 @@ def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path, layo
         assert [part.poll() for part in parts] == [None, None], (tmp_path / "logs" / "rollout-0.node0.log").read_text()
         fleet.wait_until_ready()
         weights = random_weights(cfg, 1)
-        exporter = WeightExporter(policy_of(cfg, PlanInputs.of(weights)), fleet, PlanInputs.of(cfg))
+        exporter = WeightExporter(policy_of(cfg, weights), fleet, PlanInputs.of(cfg))
         exporter.publish(1)  # raises unless every worker holds what was sent to it
         (client,) = fleet.clients
         reports = fleet.sync(client.weight_digests(), 120.0)

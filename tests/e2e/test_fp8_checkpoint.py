@@ -46,7 +46,7 @@ def load_and_update(case: str, folder: Path) -> dict:
     llm = inprocess.build_engine(cfg, options.target, load_format="auto")
     loaded = inprocess.prompt_logprobs(llm)
     held = llm.collective_rpc("weight_digests")[0]["digests"]
-    exporter = WeightExporter(policy_of(cfg, PlanInputs.of(weights)), inprocess.InProcessFleet(llm), PlanInputs.of(cfg))
+    exporter = WeightExporter(policy_of(cfg, weights), inprocess.InProcessFleet(llm), PlanInputs.of(cfg))
     exporter.publish(1)
     exporter.close()
     again = llm.collective_rpc("weight_digests")[0]["digests"]

@@ -62,9 +62,7 @@ def logprobs_under(folder: str, scales: KVScales) -> dict:
         cfg = config(dtype)
         llm = inprocess.build_engine(cfg, Path(folder), load_format="dummy")
         fleet = inprocess.InProcessFleet(llm)
-        exporter = WeightExporter(
-            policy_of(cfg, inprocess.random_weights(cfg, PlanInputs.of(1))), fleet, PlanInputs.of(cfg)
-        )
+        exporter = WeightExporter(policy_of(cfg, inprocess.random_weights(cfg, 1)), fleet, PlanInputs.of(cfg))
         if dtype == "auto":
             exporter.publish(1)
             found["bf16"] = inprocess.prompt_logprobs(llm)

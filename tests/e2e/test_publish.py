@@ -60,7 +60,7 @@ def test_an_engine_killed_in_the_middle_is_named(engine_cfg, tmp_path, monkeypat
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         monkeypatch.setitem(choose.TRANSPORTS, "gloo", KillingTransport)
         KillingTransport.fleet = fleet
-        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, PlanInputs.of(1))), fleet, PlanInputs.of(cfg))
+        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, 1)), fleet, PlanInputs.of(cfg))
         exporter.publish(1)
         assert len(sample(fleet).token_ids) == 8
         KillingTransport.kill_at = 2

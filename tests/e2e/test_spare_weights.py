@@ -136,7 +136,7 @@ def test_an_engine_that_dies_while_weights_arrive_is_named(engine_cfg, tmp_path:
     kind, _transport = slow
     cfg = with_spare(engine_cfg, "host", kind)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
-        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, PlanInputs.of(1))), fleet, PlanInputs.of(cfg))
+        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, 1)), fleet, PlanInputs.of(cfg))
         exporter.publish(1)
         exporter.publish(2)  # from host memory
         group = fleet.clients[0].replica.process_group

@@ -102,7 +102,7 @@ def test_scales_reach_the_kernels(attention, tmp_path):
     cfg = _cfg(attention)
     weights = _weights(cfg)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path), tmp_path) as fleet:
-        exporter = WeightExporter(policy_of(cfg, PlanInputs.of(weights)), fleet, PlanInputs.of(cfg))
+        exporter = WeightExporter(policy_of(cfg, weights), fleet, PlanInputs.of(cfg))
         reference = _Reference(cfg, weights)
         errors = {}
         exporter.publish(1)
