@@ -16,6 +16,7 @@ import pytest
 from launch import local, outcome
 from launch.peers import Board, Place
 from launch.spec import JobSpec, Role, endpoint_file, log_file
+from megatron_fp8rl.runtime.stop import ChangeFlag
 from tests.helpers.agents import FAKE, HOLD, Job, fake_processes, nothing_is_left, replica, trainer
 from tests.helpers.launching import saved
 from tests.helpers.processes import DEADLINE_S, until
@@ -106,7 +107,8 @@ def test_who_is_asked_to_end_before_all_are_there_has_not_failed(number: int | N
     job.agents = job.agents[:1]
     job.until(lambda: (job.board / "node-0.json").exists())
     if number is None:
-        (job.board / "cancel").touch()  # what ``python -m launch cancel`` leaves
+        (job.board / "cancel").touch()  # as ``python -m launch cancel`` does
+        ChangeFlag.mark(job.board)
     else:
         os.kill(job.agents[0].pid, number)
     statuses, outputs = job.wait()
