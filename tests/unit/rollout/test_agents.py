@@ -268,12 +268,11 @@ def test_runs_are_rewarded_and_their_turns_are_trained(server, tmp_path):
     prompts: list[Prompt] = [prompt(number, row=number) for number in range(4)]
     right, wrong, *lost = play(cfg, *prompts, engines=[Engine(lambda text: "5")])
     assert (right.reward, wrong.reward) == (1.0, 0.0), right.detail + wrong.detail
-    for item in (right, wrong):
-        (branch,) = item.branches
+    for played in (right, wrong):
+        (branch,) = played.branches
         assert [type(segment) is Completion for segment in branch.segments] == [False, True]
-        assert (
-            branch.segments[1].text == "5" and branch.token_ids[: len(item.prompt.token_ids)] == item.prompt.token_ids
-        )
+        prompt_ids = played.prompt.token_ids
+        assert branch.segments[1].text == "5" and branch.token_ids[: len(prompt_ids)] == prompt_ids
     assert [rollout.status for rollout in lost] == ["score_failed"] * 2
     assert "answered without a reward" in lost[0].detail and "status 500" in lost[1].detail
 
