@@ -39,7 +39,7 @@ from megatron_fp8rl.kernels.blockwise import (
     round_blocks_,
     round_to_grid_,
 )
-from megatron_fp8rl.kernels.types import BLOCK
+from megatron_fp8rl.kernels.types import BLOCK, Scales
 from megatron_fp8rl.precision.formats import QuantFormat, trainer_format
 
 INPUT, WEIGHT, GRAD = 0, 1, 2  # the tensors of a linear, in the order of AmaxHistory
@@ -146,7 +146,8 @@ class Blockwise:
         if fmt.scale_kind is None or fmt.weight_block is None or fmt.activation_block is None:
             raise ValueError(f"format {fmt.name}: it has no blocks; choose a blockwise format")
         self.fmt, self.grad_format = fmt, grad_format
-        self._scales, self._weight_block, self._size = fmt.scale_kind, fmt.weight_block, fmt.activation_block[1]
+        self._scales: Scales = fmt.scale_kind
+        self._weight_block, self._size = fmt.weight_block, fmt.activation_block[1]
 
     def _round_rows(self, x_PK: Tensor, fmt: Format) -> Operand:
         blocks = float32_copy(x_PK, columns_to=self._size).unflatten(1, (-1, self._size))
