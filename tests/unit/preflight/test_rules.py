@@ -409,8 +409,8 @@ CHOICES = """
     hopper wide_moe precision.kernels.experts=deep_gemm precision.kernels.trainer=emulated -> precision.kernels.experts
     hopper wide_moe model.hidden_size=192 precision.kernels.experts=deep_gemm precision.trainer=bf16 \
         precision.rollout=bf16 -> model.hidden_size
-    hopper wide_moe precision.kernels.experts=deep_gemm precision.trainer=bf16 precision.rollout=bf16 parallel.world_size=4 \
-        parallel.expert_tensor=4 -> parallel.expert_tensor
+    hopper wide_moe precision.kernels.experts=deep_gemm precision.trainer=bf16 precision.rollout=bf16 \
+        parallel.world_size=4 parallel.expert_tensor=4 -> parallel.expert_tensor
     cpu dense precision.kernels.linears=deep_gemm
     hopper dense precision.kernels.linears=deep_gemm
     blackwell dense precision.kernels.linears=deep_gemm -> precision.kernels.linears

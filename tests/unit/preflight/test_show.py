@@ -136,8 +136,8 @@ def test_refused_configurations_show_the_refusals(capsys):
     assert status == 2 and "embedding" in text
     refused = text.partition("Refused\n")[2]
     assert " ".join(refused.split()) == (
-        "--precision.kernels.linears = 'deep_gemm': DeepGEMM's linear kernels need Hopper; this machine is 'blackwell'. "
-        "Choose te."
+        "--precision.kernels.linears = 'deep_gemm': DeepGEMM's linear kernels need Hopper; this machine is "
+        "'blackwell'. Choose te."
     )
     status, text = said(capsys, "grpo_qwen3_30b_a3b", "--parallel.tensor", "3")  # divides nothing: no group
     assert status == 2 and text.startswith("Refused") and "does not divide the 32 attention heads" in text
