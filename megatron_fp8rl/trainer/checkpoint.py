@@ -9,8 +9,8 @@ parallel layout. Runs on: every trainer rank; only rank 0 commits a checkpoint.
     .partial_00000080/        being written, or left over from a killed run
     damaged_step_00000040/    renamed at a start because a file's size or CRC-32 was wrong
 
-A checkpoint is copied to host memory, written by a thread to a partial folder, synced, verified against its list of
-files, and then renamed. A killed run never damages complete checkpoints. Every file is verified before it is loaded.
+A checkpoint is copied to host memory, written by a thread to a partial folder, synced, verified and renamed. Every file
+is verified before it is loaded.
 """
 
 from __future__ import annotations
@@ -94,12 +94,10 @@ class Saver:
         self._newest: Path | None = None
 
     def begin(self, step: int, extra: dict[str, Any]) -> None:
-        """Take the checkpoint of this moment; waits first for the one before.
+        """Copy the present state and begin to write it, after the checkpoint before is on disk.
 
-        ``step`` names the checkpoint; :func:`restore` returns ``extra`` (JSON: data position, counters). Saving a step
-        again writes a new checkpoint next to the old one before removing the old one.
-
-        Raises CheckpointError if ``extra`` is not JSON, or if the one before could not be written.
+        ``extra`` is JSON that :func:`restore` returns. Saving a step again writes a new checkpoint before removing the
+        old one. Raises CheckpointError if ``extra`` is not JSON, or if the checkpoint before could not be written.
         """
         self.finish()
         policy = self._policy
@@ -122,16 +120,14 @@ class Saver:
         self._open = _Writing(partial, state, staged)
 
     def poll(self) -> None:
-        """Name the checkpoint if all ranks have written it; raise CheckpointError on all ranks if one could not."""
+        """Name the checkpoint if all ranks have written it; raise CheckpointError on all ranks if a rank could not."""
         if self._open is not None and all(self._policy.parallel.gather_from_all(self._open.is_done)):
             with span("checkpoint"):
                 self.finish()
 
     def finish(self) -> Path | None:
-        """Wait until the checkpoint that was begun is on disk; the newest of this saver, None if there is none.
-
-        Raises CheckpointError, on all ranks, if one could not write its part.
-        """
+        """Wait for the current write; returns the path of this saver's newest checkpoint, or None. Raises
+        CheckpointError, on all ranks, if a rank could not write its part."""
         if self._open is None:
             return self._newest
         parallel, writing, self._open = self._policy.parallel, self._open, None
@@ -170,8 +166,6 @@ class Saver:
 
 
 class _Writing:
-    """A checkpoint that a thread of this rank is writing."""
-
     def __init__(self, partial: Path, state: dict[str, Any], staged: StagedShards):
         self.partial, self.state, self.staged = partial, state, staged
         self._digests: dict[str, str] = {}
@@ -200,9 +194,7 @@ def resume(folder: str | Path, policy: Policy, say: Callable[[str], None]) -> tu
     """Collective: restore the newest complete checkpoint of ``folder``; returns (step, extra), or None without
     checkpoints.
 
-    Damaged checkpoints are renamed. ``say`` gets a line for each, and a line with the step from which the run
-    continues.
-
+    Renames damaged checkpoints. ``say`` gets a line for each, and a line with the step from which the run continues.
     Raises CheckpointError if all checkpoints are damaged, because a start at step 0 would overwrite the run's records.
     """
     folder, parallel = Path(folder), policy.parallel
@@ -228,11 +220,9 @@ def resume(folder: str | Path, policy: Policy, say: Callable[[str], None]) -> tu
 def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     """Collective: load a checkpoint of any parallel layout into ``policy``; returns (step, extra).
 
-    Weights, optimizer and FP8 state are restored exactly. RNG states are per rank, so they are restored only under the
-    layout that wrote them.
-
-    Raises, on all ranks: DamagedError if a file is missing or its CRC-32 is wrong; UnsafeError if a file could run
-    code; CheckpointError if the model differs from ``policy``.
+    RNG states are per rank, so they are restored only under the layout that wrote them. Raises, on all ranks:
+    DamagedError if a file is missing or its CRC-32 is wrong; UnsafeError if a file could run code; CheckpointError if
+    the model differs from ``policy``.
     """
     path, parallel = Path(path), policy.parallel
     if (missing := parallel.broadcast_object(missing_part(path))) is not None:
@@ -285,7 +275,6 @@ def _keeps_reference(policy: Policy) -> bool:
 
 
 def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) -> dict[str, Any]:
-    """Megatron-Core's sharded state dict of everything that is saved."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
@@ -316,9 +305,8 @@ def _sharded_models(name: str, models: Sequence[torch.nn.Module], metadata: dict
 def _write_in_bf16(models: dict[str, dict[str, Any]]) -> None:
     """Replace FP8 parameters in the state dict by their BF16 values in host memory.
 
-    The checkpoint format is then independent of ``precision.params``. Nothing is lost: FP8 parameters are rebuilt from
-    their FP32 master weights (:func:`restore`). Build the optimizer's state dict first, because it identifies
-    parameters by the tensors that are replaced here.
+    The checkpoint format is then independent of ``precision.params``; :func:`restore` rebuilds FP8 parameters from FP32
+    master weights. Build the optimizer's state dict first: it identifies parameters by the tensors replaced here.
     """
     for model in models.values():
         for entry in model.values():
@@ -346,10 +334,8 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def _commit(folder: Path, partial: Path, state: dict[str, Any], digests: dict[str, str]) -> Path:
-    """Sync, verify and rename, on rank 0. The rename is atomic: the checkpoint is either absent or complete.
-
-    ``digests``: CRC-32 of the shards; those of other files are computed here.
-    """
+    """Sync, verify and atomically rename, on rank 0. ``digests`` has the CRC-32 of the shards; those of other files are
+    computed here."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in files:
         sync_to_disk(path)
@@ -373,10 +359,8 @@ def _commit(folder: Path, partial: Path, state: dict[str, Any], digests: dict[st
 
 
 def _prune(folder: Path, keep: int, written: Path) -> None:
-    """Remove all but the newest ``keep`` whole ones, by the time of writing; never ``written``, nor damaged ones.
-
-    Each is renamed to a partial name first, in case the run is killed.
-    """
+    """Remove all but the newest ``keep`` complete checkpoints by time of writing, but never ``written``. Each is
+    renamed to a partial name first, in case the run is killed."""
     whole = [path for path in complete(folder) if missing_part(path) is None and path != written]
     whole.sort(key=lambda path: (path / STATE_FILE).stat().st_mtime_ns)
     for path in whole[: max(0, len(whole) + 1 - keep)]:

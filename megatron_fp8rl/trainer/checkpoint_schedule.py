@@ -24,7 +24,7 @@ class CheckpointSchedule:
         return self._is_regular(step) or self._is_due_by_time()
 
     def is_missing(self, step: int) -> bool:
-        """Whether a run that ends early after a step still has to save it: the end of the step did not."""
+        """Whether a run that ends early after a step still has to save it."""
         return not self._is_regular(step) and self._step != step
 
     def _is_regular(self, step: int) -> bool:

@@ -25,7 +25,6 @@ _NO_PART_OF_THE_MODEL = ("hf_path", "initializer_range", "embedding_range", "max
 
 
 def is_distributed(folder: str | Path) -> bool:
-    """Whether a folder holds a distributed checkpoint."""
     return (Path(folder) / ".metadata").is_file()
 
 
@@ -33,7 +32,7 @@ def is_distributed(folder: str | Path) -> bool:
 def load_distributed(models: Sequence[GPTModel], folder: str | Path, model: ModelConfig) -> None:
     """Collective: load this rank's model chunks from a distributed checkpoint of any layout.
 
-    Raises ValueError if the folder is incomplete or holds a different model, KeyError if a weight is missing, and
+    Raises ValueError if the folder is incomplete or has a different model, KeyError for a missing weight, and
     UnsafeError if reading could run code.
     """
     folder = Path(folder)

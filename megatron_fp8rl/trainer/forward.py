@@ -1,11 +1,10 @@
 """Run packed microbatches through Megatron-Core's pipeline schedules.
 
-In: microbatches (the same on every rank of a data-parallel replica) and the model chunks of this pipeline rank.
-Out: log-probabilities of every microbatch on every rank of the replica, or gradients in the chunks' buffers and the
-losses and metrics on the ranks of the last pipeline stage. Runs on: every trainer rank.
+In: microbatches (the same on every rank of a data-parallel replica) and the model chunks of this pipeline rank. Out:
+log-probabilities on every rank of the replica, or gradients in the chunks' buffers, and losses and metrics on the ranks
+of the last pipeline stage. Runs on: every trainer rank.
 
-Megatron-Core chooses the schedule: none, 1F1B, or interleaved 1F1B over virtual stages. This module adds the input of
-a stage: packed-sequence parameters and this context-parallel rank's tokens. On the last stage it computes per-token
+Megatron-Core chooses the schedule: none, 1F1B, or interleaved 1F1B over virtual stages. The last stage computes
 log-probabilities without materializing all logits. Loss functions get the whole microbatch in every parallel layout.
 The output head runs on loss tokens only; elsewhere both values are 0.
 
@@ -38,8 +37,6 @@ type LossFn = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchResult:
-    """Results of one microbatch on the last pipeline stage."""
-
     index: int
     loss: Tensor  # scalar, detached
     entropy_sum: Tensor  # scalar, detached, over loss tokens
@@ -49,8 +46,6 @@ class MicrobatchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class _Input:
-    """One microbatch on the device, sliced for this context-parallel rank."""
-
     index: int
     microbatch: Microbatch
     tokens: Tensor  # int64 [1, T / cp]
@@ -66,8 +61,6 @@ class _Input:
 
 
 class Forward:
-    """Runs microbatches through the model chunks of this rank."""
-
     def __init__(self, cfg: RunConfig, parallel: Parallel) -> None:
         self.cfg = cfg
         self.parallel = parallel
@@ -78,11 +71,12 @@ class Forward:
         microbatches: Sequence[Microbatch],
         routes: Sequence[Routes | None] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Collective over the data-parallel replica: log-probabilities of the targets, FP32 [T] for each microbatch.
+        """Collective over the data-parallel replica: log-probabilities of the targets, FP32 [T] per microbatch on every
+        rank.
 
-        Computed at ``sampling.temperature`` without gradients and in evaluation mode, which leaves FP8 scaling state
-        unchanged. Every rank of the replica gets all of them. ``routes``, one for each microbatch, are the experts to
-        replay, compare or record; without them every router chooses.
+        Computed at ``sampling.temperature`` without gradients, in evaluation mode, which leaves FP8 scaling state
+        unchanged. ``routes`` has the experts to replay, compare or record for each microbatch; without them every
+        router chooses.
         """
         training = [chunk.training for chunk in chunks]
         try:
@@ -100,7 +94,7 @@ class Forward:
     ) -> list[MicrobatchResult]:
         """Collective over all ranks: accumulate the gradients of the batch's loss in the chunks' gradient buffers.
 
-        Returns one result per microbatch on the ranks of the last pipeline stage, and an empty list elsewhere.
+        Returns one result per microbatch on the last pipeline stage, and an empty list elsewhere.
         """
         routes = [for_update(self.cfg.algo, self.parallel, mb) for mb in batch.microbatches]
         return self._run(chunks, batch.microbatches, routes, partial(self._loss, batch, loss_fn), forward_only=False)
@@ -152,8 +146,8 @@ class Forward:
     def _padding(self, item: _Input, chunk: torch.nn.Module) -> Tensor | None:
         """bool [1, tokens], True at padding, for the load-balancing loss; None if the model has none.
 
-        Megatron-Core 0.19 shards the mask over tensor-parallel ranks, as sequence parallelism shards the hidden states,
-        on the first stage only; other stages need it sharded already. Remove once GPTModel shards it on every stage.
+        Megatron-Core 0.19 shards the mask over tensor-parallel ranks on the first stage only; other stages need it
+        sharded already. Remove once GPTModel shards it on every stage.
         """
         if not self.cfg.optim.moe_aux_loss_coef:
             return None
@@ -262,7 +256,6 @@ class Forward:
 
 
 def to_device(mb: Microbatch, device: torch.device) -> Microbatch:
-    """Move all tensors of the microbatch to a device."""
     tensors = {field.name: value for field in fields(mb) if isinstance(value := getattr(mb, field.name), Tensor)}
     moved = {name: upload(tensor, device) for name, tensor in tensors.items()}
     return replace(mb, **moved) if any(moved[name] is not tensors[name] for name in tensors) else mb

@@ -21,7 +21,7 @@ from megatron_fp8rl.types import KVScales, Prompt, TrainBatch
 
 @dataclass(kw_only=True)
 class FrozenPolicy:
-    """Replaces :class:`megatron_fp8rl.trainer.policy.Policy` where weights are only read. Create it with
+    """Replaces :class:`megatron_fp8rl.trainer.policy.Policy` where weights are only read; create it with
     :meth:`build`."""
 
     cfg: RunConfig

@@ -3,15 +3,15 @@
 In: model chunks that run forward. Out: for every layer of the model, the factors by which an engine divides queries,
 keys and values before rounding them to E4M3. Runs on: every trainer rank.
 
-The trainer measures on sampled tokens, with weights one update older than the next published ones. It measures amax
-after rotary embedding, where the engine quantizes; padding is excluded.
+Amax is measured on sampled tokens without padding, with weights one update older than the next published ones, and
+after rotary embedding, where the engine quantizes.
 
     scale = the smallest power of two of at least MARGIN * amax / 448
 
 E4M3 has constant relative precision over 15 binades. A margin of 2 to 4 costs only one or two binades at the bottom,
-where values are 2^-13 of the maximum. In return, later tokens above the measured maximum are not clipped. Division by a
-power of two is exact, so trainer and engine round equally (``kernels/kv_rounding.py``). Scales measured on other tokens
-are valid, because a scale only affects how the cache is written and read.
+where values are 2^-13 of the maximum, and later tokens above the measured maximum are not clipped. Division by a power
+of two is exact, so trainer and engine round equally (``kernels/kv_rounding.py``). Scales measured on other tokens are
+valid, because a scale only affects how the cache is written and read.
 
 The trainer's attention rounds keys and values by the engines' current scales (:func:`set_scales`), and queries if the
 engine's kernel does. Both ends then compute the same quantized function.
@@ -58,11 +58,8 @@ def measure_amax(chunks: Sequence[nn.Module], num_layers: int, device: torch.dev
 
 
 def max_over_ranks(amax: Tensor, world_size: int) -> list[list[float]]:
-    """Collective over all trainer ranks: amax over the whole model and batch.
-
-    One max-reduction suffices in every layout: ranks hold different heads, tokens or layers, with zeros for the layers
-    they do not have.
-    """
+    """Collective over all trainer ranks: amax over the whole model and batch, by one max-reduction in every layout.
+    Ranks have zeros for layers of other stages."""
     if world_size > 1:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)
     return amax.tolist()

@@ -1,16 +1,16 @@
 """Log-probabilities and entropy of target tokens, chunkwise from the last hidden states.
 
 In: hidden states and the vocabulary shard of the output head on the ranks of the last pipeline stage, packed tokens.
-Out: one FP32 log-probability and entropy per token, equal on all tensor-parallel ranks and, after
+Out: an FP32 log-probability and entropy per token, equal on all tensor-parallel ranks and, after
 :func:`gather_context`, for the whole microbatch on all context-parallel ranks.
 
-Logits exist for one chunk of tokens at a time. If one chunk holds all tokens, forward keeps its logits, and backward
-overwrites them with their gradient; with more chunks, forward keeps three values per token, and backward computes each
-chunk again. Peak memory is about three FP32 chunks of ``chunk_tokens * vocabulary / tensor parallel`` values; for BF16
-parameters on a GPU it is one BF16 chunk, which the Triton kernels in log_softmax.py read and overwrite. The gradient of
-the head is accumulated in its FP32 gradient buffer, unless the embedding shares it.
+Logits exist for one chunk of tokens at a time. If one chunk holds all tokens, backward overwrites its logits with their
+gradient; with more chunks, forward keeps three values per token and backward computes each chunk again. Peak memory is
+about three FP32 chunks of ``chunk_tokens * vocabulary / tensor parallel`` values. For BF16 parameters on a GPU it is
+one BF16 chunk, which the Triton kernels in log_softmax.py overwrite. The gradient of the head is accumulated in its
+FP32 gradient buffer, unless the embedding shares it.
 
-Logits are rounded to the parameters' dtype and then cast to FP32, as in the engine, so trainer and engine round alike.
+Logits are rounded to the parameters' dtype and then cast to FP32, as in the engine.
 
 Shapes: N = tokens, H = hidden size, V = vocabulary rows of this rank, T = packed tokens of one microbatch.
 """
@@ -76,11 +76,9 @@ def token_logprobs(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, shar
     """Collective over ``shard.group``: log-probability of each target and entropy of its distribution, FP32 [N] each.
 
     With logits ``z = hidden @ weight.T / temperature`` over the real vocabulary: ``logprob = z[target] - logsumexp(z)``
-    and ``entropy = logsumexp(z) - sum(softmax(z) * z)``, in nats. Both are differentiable; an entropy that is not part
-    of the loss costs nothing in backward. The gradient of ``hidden_NH`` is this shard's partial sum: the caller's
-    gather or copy into the tensor-parallel region reduces it over ``shard.group``.
-
-    ``targets_N`` are int64 vocabulary ids, equal on all ranks of the group.
+    and ``entropy = logsumexp(z) - sum(softmax(z) * z)``, in nats, both differentiable. The gradient of ``hidden_NH`` is
+    this shard's partial sum: the caller's gather or copy into the tensor-parallel region reduces it. ``targets_N`` are
+    int64 vocabulary ids, equal on all ranks of the group.
     """
     return _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, shard, torch.is_grad_enabled())
 
@@ -145,7 +143,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _add_product(sum_VH: Tensor, a_Vn: Tensor, b_nH: Tensor) -> None:
-    """Add a product to an FP32 sum; on a GPU the product's kernel adds, and nothing is rounded to BF16 in between."""
+    """Add a product to an FP32 sum; on a GPU nothing is rounded to BF16 in between."""
     if sum_VH.is_cuda and a_Vn.dtype != torch.float32:
         torch.addmm(sum_VH, a_Vn, b_nH, out_dtype=torch.float32, out=sum_VH)
     else:
@@ -175,10 +173,8 @@ def _owned(targets_n: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
 def _chunk_statistics(
     logits: Tensor | None, hidden_nH: Tensor, targets_n: Tensor, shard: HeadShard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probability, entropy, logsumexp) of each token over the whole vocabulary, FP32 [n] each.
-
-    ``logits`` [n, V] are this shard's; None if the shard has only padding.
-    """
+    """(log-probability, entropy, logsumexp) of each token over the whole vocabulary, FP32 [n] each. ``logits`` [n, V]
+    are this shard's; None if the shard has only padding."""
     num = hidden_nH.shape[0]
     if logits is not None:
         max_n = logits.amax(-1).float().div_(shard.temperature)
@@ -244,10 +240,8 @@ def _chunk_logit_gradient(
 def zigzag_indices(cu_seqlens_S: Tensor, context_size: int, context_rank: int) -> Tensor:
     """Packed positions [T / context_size] of a context-parallel rank, in local order (Transformer Engine's layout).
 
-    Every sequence is split into ``2 * context_size`` chunks. Rank r gets chunks r and ``2 * context_size - 1 - r``,
-    which balances causal attention across ranks.
-
-    Raises ValueError if a padded length is not a multiple of ``2 * context_size``.
+    Rank r gets chunks r and ``2 * context_size - 1 - r`` of the ``2 * context_size`` chunks of every sequence, which
+    balances causal attention. Raises ValueError if a padded length is not a multiple of ``2 * context_size``.
     """
     starts = cu_seqlens_S.long()
     lengths = starts[1:] - starts[:-1]
@@ -266,8 +260,7 @@ def gather_context(values: Tensor, order_T: Tensor, group: dist.ProcessGroup) ->
     """Collective over ``group``: gather the values of all context-parallel ranks in packed order.
 
     ``values`` [..., T / size] are this rank's, ``order_T`` [T] the concatenation of all ranks' :func:`zigzag_indices`.
-    Returns [..., T]. Every rank must compute the same loss from the result, because backward slices the gradient
-    without a reduction.
+    Returns [..., T]. Every rank must compute the same loss from it: backward slices the gradient without a reduction.
     """
     return _GatherContext.apply(values, order_T, group)
 

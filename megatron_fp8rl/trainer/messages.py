@@ -1,7 +1,7 @@
 """Convert objects with arrays to and from uint8 tensors, for a process group that sends tensors. Pure.
 
-Arrays are sent and received without a copy, as pickle's out-of-band buffers (PEP 574). ``torch.distributed`` would
-pickle the whole object and pad all parts of a scatter to the longest.
+Arrays are not copied: they are pickle's out-of-band buffers (PEP 574). ``torch.distributed`` would pickle the whole
+object and pad all parts of a scatter to the longest.
 """
 
 from __future__ import annotations

@@ -109,8 +109,9 @@ class Parallel:
     def scatter_over_data(self, shares: Sequence[_T] | None) -> _T:
         """Collective over all trainer ranks: each gets rank 0's share for its ``dp_rank``.
 
-        ``shares`` must be picklable; only rank 0's are used. Rank 0 sends each share to one rank of a data-parallel
-        replica, which broadcasts it to the replica's other ranks."""
+        ``shares`` must be picklable; only rank 0's are used. Rank 0 sends each share once per data-parallel replica,
+        whose first rank broadcasts it.
+        """
         message, share = None, None
         if self.rank == 0:
             in_flight: list[tuple[dist.Work, Tensor]] = []
@@ -171,7 +172,7 @@ class Parallel:
         return {key: how([part[key] for part in parts if key in part]) for key in keys}
 
     def close(self) -> None:
-        """Destroy the process groups; :meth:`init` may be called again in the same process."""
+        """Destroy the process groups; :meth:`init` may be called again."""
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -224,10 +225,11 @@ def _device() -> torch.device:
 
 
 def limit_host_threads(device: torch.device) -> None:
-    """On GPU machines, use one host thread per operation, as torchrun does, unless OMP_NUM_THREADS is set.
+    """On GPU machines, use one host thread per operation, unless OMP_NUM_THREADS is set.
 
-    PyTorch otherwise starts one thread per core even for a few thousand numbers. With two processes of 64 threads on
-    two cores, such an operation took up to 0.13 s instead of 0.1 ms."""
+    PyTorch otherwise starts one thread per core even for a few thousand numbers: up to 0.13 s instead of 0.1 ms with
+    two processes of 64 threads on two cores.
+    """
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 

@@ -1,6 +1,6 @@
 """The trained policy: a Megatron-Core model, its optimizer, log-probabilities and updates.
 
-In: a :class:`TrainBatch` of packed microbatches. Out: the same batch with the log-probabilities of the current weights
+In: a :class:`TrainBatch` of packed microbatches. Out: the same batch with the current log-probabilities
 (:meth:`Policy.with_old_logprobs`), or new weights and metrics (:meth:`Policy.update`). Runs on: every trainer rank;
 every method is a collective over all of them.
 """
@@ -67,10 +67,8 @@ class Policy:
 
     @classmethod
     def build(cls, cfg: RunConfig, parallel: Parallel, host: HostMemory | None = None) -> Policy:
-        """Collective: build the model from ``cfg.model.hf_path`` or with random weights, and its optimizer.
-
-        The reference model, needed if ``algo.kl_coef`` > 0, is a second copy of these weights without gradients.
-        """
+        """Collective: build the model from ``cfg.model.hf_path`` or with random weights, and its optimizer. If
+        ``algo.kl_coef`` > 0, also a reference model: a second copy of these weights without gradients."""
         if cfg.optim.offload and parallel.device.type == "cuda":
             expand_segments()  # otherwise small resident tensors pin the segments of offloaded ones
         models = build_chunks(cfg, parallel)
@@ -102,7 +100,6 @@ class Policy:
         return self.cfg.num_steps * self.cfg.algo.updates_per_step
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's parameters under their global names."""
         return named_global_parameters(self.models, self.parallel)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -121,9 +118,9 @@ class Policy:
         """Collective: add ``old_logprobs_T`` to the batch, and ``ref_logprobs_T`` if there is a reference model.
 
         FP32 [T] on the device of each microbatch's tokens, on every rank of the data-parallel replica, at
-        ``sampling.temperature``; 0 outside the loss mask. Computed from the current weights with the training recipe;
-        neither weights nor FP8 scaling history change. With ``algo.router_replay`` = "old", ``routed_experts_T`` is set
-        to the experts of this pass.
+        ``sampling.temperature``; 0 outside the loss mask. Computed with the training recipe; neither weights nor FP8
+        scaling history change. With ``algo.router_replay`` = "old", sets ``routed_experts_T`` to the experts of this
+        pass.
 
         Args:
             are_rollout: copy the engine's log-probabilities, which are bitwise equal, instead of computing them.
@@ -162,8 +159,8 @@ class Policy:
         """Collective: scales for the engines' FP8 KV cache, measured since the last call; None for BF16 caches.
 
         :meth:`with_old_logprobs`, :meth:`calibrate_kv` and, without a pass for old log-probabilities, :meth:`update`
-        measure them. If none has run, returns the last scales. Later forward passes round keys and values by them.
-        Raises ValueError on all ranks if a query, key or value was not finite.
+        measure. If none has run, returns the last scales. Later forward passes round keys and values by them. Raises
+        ValueError on all ranks if a query, key or value was not finite.
         """
         if self._kv_amax is not None:
             amax = kv_scales.max_over_ranks(self._kv_amax, self.parallel.world_size)
@@ -172,15 +169,12 @@ class Policy:
         return self._kv_scales
 
     def router_metrics(self) -> dict[str, float]:
-        """Collective: agreement of the trainer's experts with the engine's since the last call; empty without a record.
-
-        Measured by :meth:`with_old_logprobs` on the choice that a router makes before replay.
-        """
+        """Collective: agreement of the trainer's experts, before replay, with the engine's since the last call; empty
+        without a record. :meth:`with_old_logprobs` measures it."""
         counts, self._agreement_L2 = self._agreement_L2, None
         return {} if counts is None else router_replay.agreement_metrics(counts, self.parallel.world_size)
 
     def _routes(self, microbatches: Sequence[Microbatch]) -> list[Routes | None]:
-        """Routes of the pass for old log-probabilities."""
         if self._agreement_L2 is None and any(mb.routed_experts_T is not None for mb in microbatches):
             shape = (self.cfg.model.num_layers, 2)
             self._agreement_L2 = torch.zeros(shape, dtype=torch.int64, device=self.parallel.device)
@@ -207,7 +201,6 @@ class Policy:
 
     @contextmanager
     def _kv_measured(self) -> Iterator[None]:
-        """Record the amax values of an FP8 KV cache in the block's forward passes."""
         if self.cfg.engine.kv_cache_dtype != "fp8" or self.cfg.sampling.replay is not None:
             yield
             return
@@ -220,13 +213,11 @@ class Policy:
     ) -> dict[str, float]:
         """Collective: run one optimizer update; returns metrics that are equal on all ranks.
 
-        ``inspect``, a collective, is called before the weights change with the batch whose ``old_logprobs_T`` are the
-        log-probabilities of this forward pass; it may raise.
+        ``inspect``, a collective that may raise, is called before the weights change with the batch whose
+        ``old_logprobs_T`` are the log-probabilities of this forward pass.
 
-        ``train/loss/mean`` is the loss of the global batch, ``train/entropy/mean`` the mean entropy of the policy at
-        loss tokens in nats, ``train/grad_norm/max`` the norm before clipping. Metrics of the loss function are reduced
-        according to the suffix of their keys.
-
+        ``train/loss/mean`` is the loss of the global batch, ``train/entropy/mean`` the mean entropy at loss tokens in
+        nats, ``train/grad_norm/max`` the norm before clipping. The suffix of a loss metric's key selects its reduction.
         Raises NonFiniteError on all ranks, leaving the weights unchanged, if the loss or a gradient is not finite.
         """
         self.offload.require("params", "gradients")
@@ -268,11 +259,9 @@ class Policy:
         return self._forward.gradients(self.chunks, batch, loss_fn)
 
     def _scale_auxiliary_loss(self, microbatches: Sequence[Microbatch]) -> None:
-        """Collective if the model has a load-balancing loss: normalize it by the tokens of the global batch.
-
-        Megatron-Core multiplies a microbatch's load-balancing loss by its number of tokens and leaves the division to
-        the caller. The result is a mean over tokens without padding, like the main loss.
-        """
+        """Collective if the model has a load-balancing loss: normalize it to a mean over the global batch's tokens
+        without padding. Megatron-Core multiplies a microbatch's loss by its tokens and leaves the division to the
+        caller."""
         if not self.cfg.optim.moe_aux_loss_coef:
             return
         num_tokens = float(sum(int(is_token(mb).sum()) for mb in microbatches))
@@ -317,7 +306,6 @@ class Policy:
 
 
 def _remedy(loss: str) -> str:
-    """Advice for a non-finite loss."""
     remedy = "Look at the recorded rollouts of these sequences, or lower optim.lr and resume from the last checkpoint"
     if ":" in loss:
         remedy = (

@@ -1,13 +1,13 @@
 """Router replay: gives the routers of a pass the experts that another pass chose for the same tokens.
 
-In: expert ids of a microbatch (``routed_experts_T``), from the engine or from the trainer's own earlier pass. Out: one
+In: expert ids of a microbatch (``routed_experts_T``), from the engine or from the trainer's earlier pass. Out: one
 :class:`Routes` per microbatch, which the layers get with the packed-sequence parameters, and the share of tokens for
 which both passes choose the same experts. Runs on: every trainer rank.
 
-``algo.router_replay`` = "rollout" replays the engine's experts in the pass for old log-probabilities and in the update.
-With "old" the update replays the experts of the pass for old log-probabilities. The ids belong to a microbatch, not to
-a layer: several microbatches are in flight at once, and recomputation in backward needs the same ids. The reference
-model always uses its choice.
+``algo.router_replay`` = "rollout" replays the engine's experts in the pass for old log-probabilities and in the update;
+"old" replays the experts of that pass in the update. The ids belong to a microbatch, not to a layer: several
+microbatches are in flight at once, and recomputation in backward needs the same ids. The reference model always uses
+its choice.
 
 Shapes: T = tokens of a packed microbatch, R = tokens that this rank routes (its slice under context and sequence
 parallelism), L = layers of the whole model, K = experts of a token.
@@ -31,10 +31,8 @@ _NO_EXPERT = -1
 def for_old_logprobs(
     algo: AlgoConfig, parallel: Parallel, mb: Microbatch, agreement_L2: Tensor | None
 ) -> Routes | None:
-    """Routes of the pass for old log-probabilities; None if nothing is replayed, compared or recorded.
-
-    Counts agreement with the engine in ``agreement_L2`` if the microbatch has the engine's experts.
-    """
+    """Routes of the pass for old log-probabilities; None if nothing is replayed, compared or recorded. Counts agreement
+    in ``agreement_L2`` if the microbatch has the engine's experts."""
     mode = algo.router_replay
     if mb.routed_experts_T is None and mode != "old":
         return None
@@ -62,10 +60,8 @@ def _routes(mb: Microbatch, parallel: Parallel, **fields) -> Routes:
 
 
 def recorded(routes: Routes, num_tokens: int, model: ModelConfig, parallel: Parallel) -> Tensor:
-    """Collective over the data-parallel replica: the routers' choices of all tokens and layers, int16 [T, L, K].
-
-    Each rank has routed other tokens or layers. -1 for layers without experts.
-    """
+    """Collective over the data-parallel replica: the routers' choices of all tokens and layers, int16 [T, L, K]; -1 for
+    layers without experts."""
     shape = (num_tokens, model.num_layers, model.experts_per_token)
     whole_TLK = torch.full(shape, _NO_EXPERT, dtype=torch.int32, device=parallel.device)  # NCCL has no int16
     for layer, router_RK in routes.own.items():
@@ -82,10 +78,8 @@ def recorded(routes: Routes, num_tokens: int, model: ModelConfig, parallel: Para
 
 
 def agreement_metrics(agreement_L2: Tensor, world_size: int) -> dict[str, float]:
-    """Collective over all trainer ranks: share of tokens whose set of experts agrees, over all layers and of each.
-
-    ``agreement_L2`` counts this rank's layers and tokens; no two ranks count the same.
-    """
+    """Collective over all trainer ranks: share of tokens whose set of experts agrees, over all layers and of each. No
+    two ranks may count the same layer and token in ``agreement_L2``."""
     if world_size > 1:
         dist.all_reduce(agreement_L2)
     counts = enumerate(agreement_L2.tolist())

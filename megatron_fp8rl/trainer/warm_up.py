@@ -1,8 +1,8 @@
 """Compile the trainer's kernels while engines start: one forward and backward pass without an update.
 
-In: a policy, and prompts, on whose text the token counts per expert depend. Out: compiled Triton, DeepGEMM and cuDNN
-kernels for full microbatches, and connections between ranks. The first update would otherwise wait for both. Runs on:
-every trainer rank that shares its GPU with no engine.
+In: a policy, and prompts, because token counts per expert depend on the text. Out: compiled Triton, DeepGEMM and cuDNN
+kernels for full microbatches, and connections between ranks. Runs on: every trainer rank that shares its GPU with no
+engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Uses of private Megatron-Core and PyTorch APIs, with the versions tested.
 
-These are private names, and classes that override private methods. :mod:`megatron_fp8rl.upstream` lists the tested
-versions and rejects others. Overrides of public methods are in ``trainer/model/`` and ``trainer/optimizer/``, marked in
-the same way.
+:mod:`megatron_fp8rl.upstream` lists the tested versions and rejects others. Overrides of public methods are in
+``trainer/model/`` and ``trainer/optimizer/``, marked in the same way.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ class RowLinearBase(RowParallelLinear):
 class GradientBuffers(DistributedDataParallel):
     """Megatron-Core's gradient buffers, with minimal hooks that do not keep the model alive.
 
-    An autograd function that accumulates in ``main_grad`` itself need not take every parameter as an input: it may call
-    ``parameter.gradients_ready(parameters)`` instead, for parameters whose gradients it has accumulated.
+    An autograd function that accumulates in ``main_grad`` may call ``parameter.gradients_ready(parameters)`` instead of
+    taking every parameter as an input.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -190,7 +189,7 @@ class ConstantBiasRouter(TopKRouter):
         self.register_buffer("expert_bias", torch.zeros(self.num_experts, device=self.weight.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ConstantBiasRouter:
-        """Move with the model to another device, but keep the bias in FP32 when the model is cast to BF16."""
+        """Keep the bias in FP32 when the model is cast to BF16."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
@@ -221,5 +220,4 @@ class LatentAttentionBase(MultiLatentAttention):
     remove_when="nn.Module has a public way to ask whether it has hooks",
 )
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks."""
     return bool(module._forward_hooks)

@@ -1,12 +1,12 @@
 """Run unmodified Megatron-Core on CPUs with gloo.
 
-Every training program calls ``install()`` before importing Megatron-Core. It rejects untested versions. With a GPU it
-changes nothing else. Without a GPU, the global ``torch`` of modules in ``megatron.core``, and only there, becomes a
-proxy whose current CUDA device is the CPU. The real ``torch`` is unchanged, so vLLM and transformers in the same
-process are not affected. Two methods change for the whole process once Megatron-Core is imported: ``Tensor.cuda()``,
-which would raise without a driver, and ``Tensor.type()``, whose result differs for callers in ``megatron.core``.
+Every training program calls ``install()`` before importing Megatron-Core. It rejects untested versions; with a GPU it
+changes nothing else. Without a GPU, the global ``torch`` of modules in ``megatron.core`` becomes a proxy whose current
+CUDA device is the CPU. The real ``torch`` is unchanged, so vLLM and transformers in the same process are not affected.
 
-The rest are small patches of Megatron-Core modules, applied right after a module is loaded.
+Two methods change for the whole process once Megatron-Core is imported: ``Tensor.cuda()``, which would raise without a
+driver, and ``Tensor.type()``, whose result differs for callers in ``megatron.core``. The rest are small patches,
+applied right after a module is loaded.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Event:
 
 
 class _Proxy(types.ModuleType):
-    """A module with some attributes replaced; all others are read from the real module and cached."""
+    """A module with some attributes replaced."""
 
     def __init__(self, real: types.ModuleType, **replaced: Any):
         super().__init__(real.__name__)
@@ -164,8 +164,6 @@ def _torch_view() -> _Proxy:
     remove_when="Megatron-Core gets its device from one place that can be the CPU",
 )
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module of megatron.core, replaces its ``torch`` by the view, and patches it."""
-
     view: _Proxy
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -284,7 +282,6 @@ def _repair_embedding_gradient(layers: types.ModuleType) -> None:
     remove_when="maybe_move_tensor_to_cpu also converts CPU tensors",
 )
 def _repair_token_splits(token_dispatcher: types.ModuleType) -> None:
-    """Convert split sizes to numbers."""
     real = token_dispatcher.maybe_move_tensor_to_cpu
 
     def move(tensor, as_numpy=False, record_stream=False):
@@ -299,10 +296,9 @@ def _repair_token_splits(token_dispatcher: types.ModuleType) -> None:
     remove_when="Megatron-Core tests the distributed optimizer with torch.optim.AdamW",
 )
 def _repair_optimizer_state(distrib_optimizer: types.ModuleType) -> None:
-    """``state_dict`` asserts before the first step, and on ranks without parameters (of experts, if all layers of a
-    stage are dense); loading omits ``step``, and shares one ``step`` tensor among all parameters, which AdamW then
-    increments once per parameter.
-    """
+    """``state_dict`` asserts before the first step and on ranks without parameters (of experts, if all layers of a
+    stage are dense). Loading omits ``step``, and shares one ``step`` tensor among all parameters, which AdamW then
+    increments once per parameter."""
     DistributedOptimizer = distrib_optimizer.DistributedOptimizer
     save, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -360,8 +356,7 @@ _installed = False
 def install() -> None:
     """Check versions and, without a GPU, make Megatron-Core run on the CPU. Idempotent.
 
-    Raises upstream.UntestedVersion for untested versions and, without a GPU, RuntimeError if Megatron-Core is already
-    imported.
+    Raises upstream.UntestedVersion, and without a GPU RuntimeError if Megatron-Core is already imported.
     """
     global _installed
     if _installed:
@@ -376,7 +371,6 @@ def install() -> None:
 
 
 def require_installed() -> None:
-    """Raise RuntimeError if the program has not called :func:`install`."""
     if not _installed:
         raise RuntimeError(
             "this program has not called megatron_fp8rl.trainer.compat.megatron_on_cpu.install(), which checks "

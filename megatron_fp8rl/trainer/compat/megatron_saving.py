@@ -63,8 +63,7 @@ def gathered_on_device(optimizer: Any) -> Iterator[None]:
 
 
 def _gathered(part: Any, use_gloo_comm: bool, empty_data: bool, return_on_all_ranks: bool) -> dict[Any, Any]:
-    """The result of get_parameter_state_dp_zero on every rank: float32 [buffer] by buffer, dtype and key, on the
-    CPU."""
+    """get_parameter_state_dp_zero on every rank: float32 [buffer] by buffer, dtype and key, on the CPU."""
     assert return_on_all_ranks and not use_gloo_comm and not empty_data
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for index, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
@@ -84,9 +83,10 @@ def _gathered(part: Any, use_gloo_comm: bool, empty_data: bool, return_on_all_ra
 
 
 def _gather_bucket(part: Any, like: Tensor, param_map: dict[Any, Any], key: str, out: Tensor) -> None:
-    """Collective over data-parallel ranks: one kind of state of a bucket, into ``out``, float32 [bucket] on the CPU.
+    """Collective over data-parallel ranks: gather a kind of state of a bucket into ``out``, float32 [bucket] on the
+    CPU.
 
-    Gathered on the device of ``like``, at most :data:`_PIECE` numbers at a time: a GPU in training has little to spare.
+    Gathers at most :data:`_PIECE` numbers at a time, because a GPU in training has little free memory.
     """
     group = part.data_parallel_group
     shard = like.numel() // group.size()
@@ -135,8 +135,8 @@ def live_storages(models: Sequence[nn.Module], optimizer: Any) -> set[int]:
 class StagedShards:
     """This rank's shards of a checkpoint, copied to host memory so that training can continue.
 
-    ``request``: Megatron-Core's request of this save. Tensors on a GPU and storages with addresses in ``live`` are
-    copied; nothing else changes the other tensors.
+    ``request`` is Megatron-Core's. Only tensors on a GPU and storages with addresses in ``live`` are copied; nothing
+    else changes the others.
     """
 
     def __init__(self, request: Any, live: Collection[int]):
