@@ -220,9 +220,9 @@ def resume(folder: str | Path, policy: Policy, say: Callable[[str], None]) -> tu
 def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     """Collective: load a checkpoint of any parallel layout into ``policy``; returns (step, extra).
 
-    RNG states are per rank, so they are restored only under the layout that wrote them. Raises, on all ranks:
-    DamagedError if a file is missing or its CRC-32 is wrong; UnsafeError if a file could run code; CheckpointError if
-    the model differs from ``policy``.
+    Exact but for RNG states, which are per rank and restored only under the layout that wrote them. Raises, on all
+    ranks: DamagedError if a file is missing or its CRC-32 is wrong; UnsafeError if a file could run code;
+    CheckpointError if the model differs from ``policy``.
     """
     path, parallel = Path(path), policy.parallel
     if (missing := parallel.broadcast_object(missing_part(path))) is not None:

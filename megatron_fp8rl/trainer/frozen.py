@@ -1,8 +1,4 @@
-"""A policy that is not trained: checkpoint weights without gradients and optimizer.
-
-In: a configuration whose ``model.hf_path`` names weights of any format and layout. Out: the tensors and scales needed
-to publish them. Runs on: every trainer rank.
-"""
+"""A policy that is not trained: weights of any format and layout, without gradients and optimizer, to publish."""
 
 from __future__ import annotations
 
@@ -21,8 +17,7 @@ from megatron_fp8rl.types import KVScales, Prompt, TrainBatch
 
 @dataclass(kw_only=True)
 class FrozenPolicy:
-    """Replaces :class:`megatron_fp8rl.trainer.policy.Policy` where weights are only read; create it with
-    :meth:`build`."""
+    """Replaces ``trainer.policy.Policy`` where weights are only read. Create it with :meth:`build`."""
 
     cfg: RunConfig
     parallel: Parallel

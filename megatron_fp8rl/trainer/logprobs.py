@@ -76,9 +76,9 @@ def token_logprobs(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, shar
     """Collective over ``shard.group``: log-probability of each target and entropy of its distribution, FP32 [N] each.
 
     With logits ``z = hidden @ weight.T / temperature`` over the real vocabulary: ``logprob = z[target] - logsumexp(z)``
-    and ``entropy = logsumexp(z) - sum(softmax(z) * z)``, in nats, both differentiable. The gradient of ``hidden_NH`` is
-    this shard's partial sum: the caller's gather or copy into the tensor-parallel region reduces it. ``targets_N`` are
-    int64 vocabulary ids, equal on all ranks of the group.
+    and ``entropy = logsumexp(z) - sum(softmax(z) * z)``, in nats, both differentiable; an entropy outside the loss
+    costs nothing in backward. The gradient of ``hidden_NH`` is this shard's partial sum: the caller's gather or copy
+    into the tensor-parallel region reduces it. ``targets_N`` are int64 vocabulary ids, equal on all ranks of the group.
     """
     return _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, shard, torch.is_grad_enabled())
 

@@ -1,8 +1,4 @@
-"""Compute the logits of a model on a single rank.
-
-In: an architecture and a folder of weights, in Hugging Face format or converted for Megatron-Core. Out: logits.
-Runs on: a single process without torchrun; nothing is trained.
-"""
+"""Compute the logits of a model on a single rank, without torchrun or training."""
 
 from __future__ import annotations
 

@@ -1,16 +1,13 @@
-"""Causal attention over packed sequences with rotary embedding and context parallelism.
+"""Causal attention over packed sequences with rotary embedding, grouped-query heads and context parallelism.
 
-In: query, key and value of one packed microbatch from Megatron-Core's SelfAttention. They are rotated already if one
-kernel splits, norms and rotates heads. Out: attention outputs in the same order. Supports grouped-query attention.
-
-Queries and keys are rotated here because this module has the sequence lengths, and so the positions. Everything that
-depends only on lengths is computed once per microbatch, for all layers, and kept on the device.
+Queries and keys are rotated here, because this module has the sequence lengths, unless one kernel splits, norms and
+rotates heads. Everything that depends only on lengths is computed once per microbatch, for all layers, on the device.
 
 On a GPU a single varlen kernel processes all sequences. On a CPU, and for shapes without a varlen kernel, sequences of
 similar length are processed as a batch. Under context parallelism keys and values are gathered; queries are not.
 
-Shapes: T = packed tokens of this rank, H = query heads, G = key and value heads, D = features of a query or key head,
-V = features of a value head.
+Shapes: T = packed tokens of this rank, H = query heads, G = key and value heads, D = features of a query or key head, V
+= features of a value head.
 """
 
 from __future__ import annotations
@@ -72,8 +69,8 @@ class PackedAttention(MegatronModule):
         **unused,
     ):
         """``attend``: a varlen kernel for shapes that :func:`attention_te.supports`; None for torch's attention.
-        Without ``has_fallback``, unsupported shapes raise ValueError. ``rounds_queries``: round queries to E4M3 if the
-        cache is FP8, as the engine's kernel does."""
+        Without ``has_fallback``, other shapes raise ValueError. ``rounds_queries``: to E4M3 if the cache is FP8, as in
+        the engine."""
         super().__init__(config=config)
         self.attend, self.has_fallback = attend, has_fallback
         self.rotary, self.softmax_scale, self.window = rotary, scale, window
@@ -125,7 +122,7 @@ class PackedAttention(MegatronModule):
         eps: float,
         packed: PackedSeqParams,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads as :meth:`forward` takes them rotated, of a fused projection: ``kernels/triton/rotate.split_heads``."""
+        """Rotated heads for :meth:`forward` from a fused projection: ``kernels/triton/rotate.split_heads``."""
         from megatron_fp8rl.kernels.triton import rotate  # imports Triton
 
         cos, sin = _cos_and_sin(self._plan(packed, mixed_TW.device), self.rotary, mixed_TW.dtype)
@@ -185,10 +182,10 @@ class PackedAttention(MegatronModule):
     remove_when="SelfAttention passes packed_seq_params to get_query_key_value_tensors",
 )
 class PackedSelfAttention(SelfAttention):
-    """SelfAttention with one kernel that splits, norms and rotates heads.
+    """SelfAttention in which one kernel splits, norms and rotates heads.
 
-    The kernel runs if ``splits_heads`` is set, tensors are BF16 on a GPU, and rotated pairs are the halves of a
-    head."""
+    The kernel runs if ``splits_heads`` is set, tensors are BF16 on a GPU, and rotated pairs are the halves of a head.
+    """
 
     def __init__(self, *args: Any, splits_heads: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -1,16 +1,12 @@
-"""Causal varlen attention on a GPU, by Transformer Engine's cuDNN or the engine's kernel.
+"""Causal varlen attention on a Hopper or newer GPU, by Transformer Engine's cuDNN or the engine's kernel.
 
-In: rotated queries, keys and values of one packed microbatch and its segments. Out: attention outputs in the order of
-the queries, with gradients. Runs on: every trainer rank with a Hopper or newer GPU.
-
-The engine uses FlashAttention 3, which vLLM ships without a backward pass. With ``match_engine`` FlashAttention 3 also
-computes the outputs here, and cuDNN's backward uses them: both kernels save only the logsumexp of every row. One split
-of the keys (``num_splits=1``) makes a query's sums independent of the rest of the batch, as under
-``engine.batch_invariant``.
+The engine uses FlashAttention 3, which vLLM ships without a backward pass. With ``match_engine`` it also computes the
+outputs here, and cuDNN's backward uses them: both kernels save only the logsumexp of every row. One split of the keys
+(``num_splits=1``) makes a query's sums independent of the rest of the batch, as under ``engine.batch_invariant``.
 
 Transformer Engine's functions are called directly. Its DotProductAttention could silently select a kernel that
-materializes all scores. It also compares lengths on the device in every layer, and runs a ring over context-parallel
-ranks with one call per rank.
+materializes all scores, compares lengths on the device in every layer, and runs a ring over context-parallel ranks with
+one call per rank.
 
 Shapes: T = packed tokens of this rank, K = keys of all segments, H = query heads, G = key and value heads, D = features
 of a query or key head, V = features of a value head.
@@ -53,9 +49,9 @@ def attend(
 ) -> Tensor:
     """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
 
-    ``match_engine`` uses the engine's kernel in forward; requires V = D and vLLM, and raises RuntimeError without it.
-    ``cache_scales``: FP32 [3] of the FP8 KV cache to which the inputs are already rounded. The engine's kernel then
-    multiplies inputs and probabilities in E4M3.
+    ``match_engine``: forward by the engine's kernel; requires V = D, and raises RuntimeError without vLLM.
+    ``cache_scales``: FP32 [3] of the FP8 KV cache to which the inputs are rounded; the engine's kernel then multiplies
+    in E4M3.
     """
     tensors = query.contiguous(), key.contiguous(), value.contiguous()
     return _Attention.apply(*tensors, segments, scale, cache_scales, match_engine)

@@ -1,7 +1,4 @@
-"""Build Megatron-Core GPTModel chunks with per-layer precision, and load their weights.
-
-In: a RunConfig and this rank's Parallel. Out: the model chunks of this pipeline rank, with random weights or those of a
-Hugging Face checkpoint. Runs on: every trainer rank.
+"""Build this rank's Megatron-Core GPTModel chunks with per-layer precision, and load their weights.
 
 Random weights depend only on the seed and the parameter's global name, so every parallel layout starts from the same
 model.
@@ -166,11 +163,11 @@ def _plain_torch_settings() -> dict:
 
 
 def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
-    """Build this rank's model chunks, one per virtual pipeline stage, in the precision of ``cfg``. Raises ConfigError
-    if the configured kernels do not support the model on this hardware.
+    """Build this rank's model chunks, one per virtual pipeline stage, in the precision of ``cfg``.
 
     Weights are random; with ``cfg.model.hf_path`` they are uninitialized until :func:`load_hf`. BF16 chunks are wrapped
-    in Megatron-Core's Float16Module, which returns FP32 logits on the last stage.
+    in Megatron-Core's Float16Module, which returns FP32 logits on the last stage. Raises ConfigError if the configured
+    kernels do not support the model on this hardware.
     """
     model_parallel_cuda_manual_seed(cfg.seed, force_reset_rng=True)
     factory = LayerFactory(cfg.model, cfg.precision, cfg.engine, parallel, choose(cfg, local_hardware(), "trainer"))
@@ -201,8 +198,8 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
 def finish_fp8_step(chunks: Sequence[nn.Module], parallel: Parallel) -> None:
     """Collective over all trainer ranks: advance the amax histories of delayed scaling; call after an optimizer step.
 
-    The step's amax is reduced over the ranks that hold shards of the same tensors: tensor, context and data parallel,
-    or for experts expert tensor and expert data parallel. A no-op under other recipes.
+    Reduces the step's amax over ranks with shards of the same tensors: tensor, context and data parallel, or for
+    experts expert tensor and expert data parallel. A no-op under other recipes.
     """
     plain, expert = [], []
     for module in (module for chunk in chunks for module in chunk.modules()):  # not named_modules: names are slow
@@ -240,9 +237,8 @@ def named_global_tensors(chunks: Sequence[nn.Module], parallel: Parallel) -> Ite
 def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, model: ModelConfig, parallel: Parallel) -> None:
     """Load the chunks from a Hugging Face checkpoint folder, or from a function that returns tensors by name.
 
-    Reads only the tensors of this rank's layers and experts. Also accepts a folder that checkpoint_tools converted for
-    Megatron-Core; reading that is collective. Raises FileNotFoundError or KeyError for missing files or tensors and
-    ValueError for a wrong shape, each with the name.
+    Reads only the tensors of this rank's layers and experts. A folder that checkpoint_tools converted for Megatron-Core
+    also works, but collectively. Raises FileNotFoundError, KeyError or ValueError (wrong shape), with the name.
     """
     clear_weight_caches()
     if not callable(source) and is_distributed(source):
@@ -296,9 +292,8 @@ def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: 
 def _fill_randomly(chunks: Sequence[nn.Module], model: ModelConfig, seed: int, parallel: Parallel) -> None:
     """Norms 1, biases 0, matrices normal; std / sqrt(2 * layers) for outputs to the residual stream (GPT-2).
 
-    A matrix has the same values in every parallel layout, but CPU and GPU values differ. In a wide random model,
-    attention outputs, averages over tokens, exceed embeddings of std 0.02 after one layer. Routers then choose the same
-    few experts for all tokens. ``embedding_range = 1`` avoids this.
+    CPU and GPU values differ. In a wide random model, attention outputs, averages over tokens, exceed embeddings of std
+    0.02 after one layer, and routers choose the same few experts for all tokens; ``embedding_range = 1`` avoids this.
     """
     device = parallel.device
     residual_std = model.initializer_range / math.sqrt(2 * model.num_layers)
@@ -320,7 +315,6 @@ def _fill_randomly(chunks: Sequence[nn.Module], model: ModelConfig, seed: int, p
 
 
 def _open_checkpoint(folder: Path) -> Get:
-    """Read tensors lazily from ``folder``'s safetensors."""
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"

@@ -3,23 +3,23 @@
 In: hidden states, the routing map and router weights. Out of dispatch: tokens for the experts of this rank. Out of
 combine: each token's weighted sum of expert outputs in the original order. Runs on: every trainer rank.
 
-**all-to-all** is Megatron-Core's. On a GPU, Transformer Engine's permutation kernels move the tokens. They sum expert
-outputs and gradients of copies in FP32, expert by expert, and round once. Megatron-Core's fallback scatters with BF16
-atomic adds, which round after each expert, in a different order in every run. If the engine applies router weights in
-combine, ``combine.py`` computes the sum. If a rank has all experts, the redundant sort by local expert is skipped,
-which saves two copies of all routed tokens in each direction.
+**all-to-all** is Megatron-Core's. On a GPU, Transformer Engine's permutation kernels sum expert outputs and gradients
+of copies in FP32, expert by expert, and round once. Megatron-Core's fallback scatters with BF16 atomic adds, which
+round after each expert, in a different order in every run. If the engine applies router weights in combine,
+``combine.py`` computes the sum. If a rank has all experts, the redundant sort by local expert is skipped, which saves
+two copies of all routed tokens in each direction.
 
-**gather** is for grouped experts. The all-to-all sends a token once for each of its experts, and sorts before and
-after. Here every rank gets every token of its expert parallel group once. Grouped kernels read tokens by index and sum
-a token's outputs (``kernels/expert_slots.py``). An exchange returns each rank's BF16 sum, and the token's rank adds
-these in FP32. This moves fewer bytes if the group has fewer ranks than a token has experts.
+**gather** is for grouped experts. Every rank gets every token of its expert parallel group once, unsorted; the
+all-to-all sends a token once for each of its experts. Grouped kernels read tokens by index and sum a token's outputs
+(``kernels/expert_slots.py``). An exchange returns each rank's BF16 sum, and the token's rank adds these in FP32. This
+moves fewer bytes if the group has fewer ranks than a token has experts.
 
     forward   tokens -> all-gather -> experts, sums over local experts -> exchange, added
     backward  gradients of sums -> all-gather -> experts, sums over local experts -> exchange, added
 
 FP8 experts with power-of-two scales quantize along rows before the all-gather, which halves its bytes. The operands of
-forward and dgrad keep their values. Operands of wgrad, quantized along tokens, do too, except where a number is
-subnormal under one of its scales: rounding to four significant bits does not depend on a power-of-two scale.
+forward and dgrad keep their values. So do those of wgrad, quantized along tokens, except where a number is subnormal
+under one of its scales: rounding to four significant bits does not depend on a power-of-two scale.
 
 Router weights are sent to the ranks of their experts, and their gradients are sent back. All ranks have the same number
 of tokens, because packing pads their microbatches equally.
@@ -143,7 +143,8 @@ class GatherDispatcher(MoETokenDispatcher):
 
     Experts exchange tokens and gradients, except for the first all-gather, which overlaps counting the choice.
     ``in_fp8``: gather tokens quantized. ``reads_counts``: experts need their token counts on the host, even on one
-    rank."""
+    rank.
+    """
 
     def __init__(self, config: Any, pg_collection: Any, *, in_fp8: bool, reads_counts: bool):
         super().__init__(config, pg_collection=pg_collection)
@@ -176,15 +177,12 @@ class GatherDispatcher(MoETokenDispatcher):
         return tokens, choice, scores
 
     def combine_preprocess(self, sums: Tensor) -> Tensor:
-        """sums [T, H] over all experts, as they are."""
         return sums
 
     def token_combine(self, sums: Tensor) -> Tensor:
-        """sums [T, H], as they are."""
         return sums
 
     def combine_postprocess(self, sums: Tensor) -> Tensor:
-        """-> [s, b, H]."""
         return sums.view(self._shape)
 
 

@@ -11,12 +11,12 @@ Parameters are those of ``GroupedLinear``, so checkpoints and the exporter are u
 ``fused_moe.py`` permutes and quantizes, ``gemm.py`` multiplies; on a CPU both use torch, with the same rounding.
 Forward matches the engine: the same bytes enter the same DeepGEMM kernels, a row's bits do not depend on other rows,
 and p is applied to an expert's output. Backward computes the gradient of p as fc2's input gradient times fc2's input,
-not from fc2's output. So only h and columnwise FP8 x are saved.
+so only h and columnwise FP8 x are saved.
 
-With ``GatherDispatcher`` tokens are not sorted: quantization reads them by index. A token's outputs and the gradients
-of its copies are summed here, and ranks that share experts exchange sums and gradients here.
+With ``GatherDispatcher`` quantization reads unsorted tokens by index. A token's outputs and the gradients of its copies
+are summed here, and ranks that share experts exchange sums and gradients here.
 
-Ranks that exchange tokens, and BF16 wgrad, need the tokens per expert on the host. Other work is queued before that
+Ranks that exchange tokens, and BF16 wgrad, need the tokens per expert on the host; other work is queued before that
 wait. Nothing else here waits for the GPU, and no kernel is launched per expert. In blockwise FP8, NaN or infinity turns
 its whole block into NaN, and every output that depends on the block.
 
@@ -71,9 +71,9 @@ _dummies: dict[tuple, Tensor] = {}
     remove_when="TEGroupedMLP supports DeepGEMM's grouped GEMMs",
 )
 class GroupedExperts(TEGroupedMLP):
-    """The experts of this rank.
+    """The experts of this rank, whose operands have format ``fmt``; ``wgrad`` is the operand dtype of wgrad if they are
+    FP8.
 
-    ``fmt``: format of both linears' operands. ``wgrad``: operand dtype of wgrad if the linears are FP8.
     ``applies_router_weights``: apply router weights here, not in combine; the gradients are equal
     (``kernels/combine.py``).
     """
@@ -121,7 +121,6 @@ class GroupedExperts(TEGroupedMLP):
         ), None
 
     def _matrices(self, linear: Any, weights: Sequence[Tensor]) -> _Weights:
-        """What GEMMs read of a linear, made once for its present weights."""
         return linear.cache.get(weights, partial(_Weights, weights, self.fmt))
 
     @property
@@ -173,11 +172,10 @@ class _Call:
         return self.wgrad_fp8 and self.fmt.is_quantized
 
     def gathered(self, x_TH: Tensor) -> Tensor | Packed:
-        """The rows of all ranks that share experts."""
         return x_TH.contiguous() if self.exchange is None else self.exchange.gathered(x_TH)
 
     def added(self, sums: Tensor) -> Tensor:
-        """Own tokens' sums over the experts of all ranks."""
+        """This rank's tokens' sums over the experts of all ranks."""
         return sums if self.exchange is None else self.exchange.added(sums)
 
     def empty_sum(self, like_TH: Tensor) -> Tensor:
@@ -194,9 +192,8 @@ class _Call:
     def multiply_to_tokens(
         self, x: Quantized, weights: _Weights, probs: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
-        """BF16 [T, N] without padding rows, or with ``rows_TK`` the sums of each token's rows, [tokens, N].
-
-        Applies ``probs``, if not None, to rows or in sums, unless combine does."""
+        """BF16 [T, N] without padding rows, or with ``rows_TK`` the sums of each token's rows, [tokens, N]. Applies
+        ``probs``, if not None, unless combine does."""
         of_rows, of_sums = (probs, None) if self.applies_router_weights else (None, probs)
         if not self.fmt.is_quantized:
             out = unpermute(self.multiply(x, weights, transposed=transposed), self.layout, of_rows)
@@ -217,8 +214,8 @@ class _GroupedExperts(torch.autograd.Function):
         all_tokens: Tensor | Packed | None,
         *edges: Tensor,
     ) -> Tensor:
-        """``linears`` and ``halves``: the matrices and the weights of fc1 and of fc2. ``all_tokens``: x of all ranks
-        that share experts, of several. ``edges``: the weights autograd tracks, equally many of each."""
+        """``linears`` and ``halves``: the matrices and the weights of fc1 and of fc2. ``all_tokens``: x of all ranks,
+        if several share experts. ``edges``: the weights autograd tracks, equally many of each."""
         layout, fmt = call.layout, call.fmt
         needs_dw = call.record and any(ctx.needs_input_grad[6:])
         ctx.call, ctx.halves = call, halves
@@ -320,11 +317,8 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _edges(fc1: Sequence[Tensor], fc2: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The weights passed to autograd: one per linear if the gradient buffers can be notified about the others.
-
-    Autograd calls a function and a hook per input weight in every backward pass: for hundreds of small experts that
-    takes the host longer than their GEMMs take the GPU.
-    """
+    """The weights passed to autograd: one per linear if the gradient buffers can be notified about the others. For
+    hundreds of small experts, a function and a hook per weight take the host longer than their GEMMs take the GPU."""
     is_told = all(is_fused(half[0]) and hasattr(half[0], "gradients_ready") for half in (fc1, fc2))
     if is_told and all(map(_LEARNS, (*fc1, *fc2))):
         return fc1[0], fc2[0]
@@ -334,10 +328,10 @@ def _edges(fc1: Sequence[Tensor], fc2: Sequence[Tensor]) -> Sequence[Tensor]:
 def _add_to_gradients(
     weights: Sequence[Tensor], num_edges: int, add: Callable[[Tensor], None] | None = None
 ) -> list[Tensor]:
-    """Let ``add`` accumulate weight gradients [E, N, K] in the parameters' ``main_grad``; returns placeholder gradients
-    for autograd, for the first ``num_edges`` weights.
+    """Let ``add`` accumulate weight gradients [E, N, K] in the parameters' ``main_grad``; None adds nothing.
 
-    Without Megatron-Core's gradient buffer, returns the gradients in the parameters' dtype. None adds nothing.
+    Returns placeholder gradients for the first ``num_edges`` weights; without Megatron-Core's gradient buffer, the
+    gradients in the parameters' dtype.
     """
     first = weights[0]
     fused = is_fused(first)
@@ -362,8 +356,8 @@ def _add_to_gradients(
 
 
 def _dummy(weight: Tensor) -> Tensor:
-    """Placeholder gradient that is never read: Megatron-Core's hooks require one when reductions overlap with backward.
-    Shared by all experts, because one each would take as much memory as all their weights."""
+    """Placeholder gradient that is never read: Megatron-Core's hooks require it when reductions overlap with backward.
+    All experts share its memory, which would otherwise be as large as their weights."""
     key = weight.shape, weight.dtype, weight.device
     if key not in _dummies:
         _dummies[key] = torch.empty_like(weight).detach()

@@ -1,8 +1,4 @@
-"""Megatron-Core layer specs: the modules of each layer, with their precision and kernels.
-
-A module is fully configured when it is built: its precision comes from the layer table, its kernel from
-``precision/kernel_choice.py``.
-"""
+"""Megatron-Core layer specs: the modules of each layer, with their precision (layer table) and kernels."""
 
 from __future__ import annotations
 
@@ -75,7 +71,6 @@ class Experts(TEGroupedMLP):
     """
 
     def __init__(self, *args: Any, applies_router_weights: bool = True, **kwargs: Any):
-        """``applies_router_weights``: apply router weights in the experts, not in combine."""
         super().__init__(*args, **kwargs)
         self.applies_router_weights = applies_router_weights
 
@@ -114,8 +109,8 @@ class DeepGemmMlp(MLP):
     """A fused dense MLP if both linears run on DeepGEMM, with the parameters and checkpoints of Megatron-Core's MLP."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> tuple:
-        """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); under sequence parallelism s counts
-        this rank's tokens."""
+        """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); s is local under sequence
+        parallelism."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         if has_forward_hooks(fc1) or has_forward_hooks(fc2):  # the fused MLP would not call their hooks
             return super().forward(hidden_states, per_token_scale, **kwargs)
@@ -129,8 +124,6 @@ _GEMMS = {"te": on_transformer_engine, "emulated": in_torch, "deep_gemm": on_dee
 
 
 class LayerFactory:
-    """Builds the layers of one rank with the kernels of ``choice``."""
-
     def __init__(
         self,
         model: ModelConfig,
@@ -281,7 +274,6 @@ class LayerFactory:
         )
 
     def stage(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-        """The layers of one pipeline stage."""
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
         layers = [self.layer(layer) for layer in range(first, first + num_layers)]
@@ -297,10 +289,11 @@ def _norm(kernel: str) -> Norm:
 
 
 def _block_rows(weight: registry.Weight, model: ModelConfig, parallel: Parallel, fmt: QuantFormat) -> Tensor | None:
-    """Row order of the Hugging Face tensors, if Megatron-Core's row order would mix tensors in one FP8 block.
+    """Row order of the Hugging Face tensors, if Megatron-Core's row order would mix tensors in one FP8 block; else
+    None.
 
     Megatron-Core interleaves q, k and v group by group. In the engine a block never spans two of them, so the trainer
-    must form blocks in the engine's order. None if heads fill whole blocks, so that both orders agree.
+    must form blocks in the engine's order unless heads fill whole blocks.
     """
     if weight.axis != 0 or weight.join != "qkv":
         return None

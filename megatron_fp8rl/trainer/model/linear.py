@@ -1,8 +1,5 @@
-"""Linears with pluggable FP8 GEMMs, and RMSNorm.
-
-Parameters are named and laid out as in Transformer Engine, so checkpoints are interchangeable. A linear is built with
-its :class:`LinearSpec`, a norm with the function that computes it; ``trainer/model/layers.py`` chooses both.
-"""
+"""Linears with pluggable FP8 GEMMs, and RMSNorm, with the parameter names and layout of Transformer Engine's
+checkpoints."""
 
 from __future__ import annotations
 
@@ -37,9 +34,9 @@ Norm = Callable[[Tensor, Tensor, float], Tensor | tuple[Tensor, Tensor]]
 class RMSNorm(nn.Module):
     """RMSNorm with statistics in FP32 (on a CPU, float64), rounded where the engine rounds.
 
-    On a CPU that is both before and after the multiplication by the weight, as in the published models. vLLM's GPU
-    kernels multiply in FP32 and round once, and so do Transformer Engine's. ``compute`` may return its input behind the
-    result, which a layer takes as its residual stream.
+    On a CPU that is both before and after the multiplication by the weight, as in the published models. GPU kernels of
+    vLLM and Transformer Engine multiply in FP32 and round once. ``compute`` may return its input behind the result,
+    which a layer takes as its residual stream.
     """
 
     def __init__(
@@ -71,8 +68,6 @@ Gemm = Callable[["QuantizableLinear", Tensor, Sequence[Tensor], "Sequence[int] |
 
 @dataclass(frozen=True, eq=False)
 class LinearSpec:
-    """Precision and kernel of one linear."""
-
     recipe: Recipe | None = None  # None: the dtype of the parameters, such as BF16
     gemm: Gemm | None = None  # None: Megatron-Core's GEMM, or experts whose module multiplies
     block_rows: Tensor | None = None  # int64 [N] row order in which FP8 blocks are formed; None: the weight's order
@@ -158,8 +153,8 @@ def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
 def in_torch(
     linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
 ) -> Tensor:
-    """A :data:`Gemm`: emulated FP8 (``precision/recipes.py``), or BF16 accumulated as in the engine if ``recipe`` is
-    None."""
+    """A :data:`Gemm`: emulated FP8 (``precision/recipes.py``), or BF16 accumulated as in the engine without a
+    recipe."""
     rows = linear.block_rows
     if rows is not None:
         weights = tuple(weight[rows] for weight in weights)
@@ -183,7 +178,6 @@ def matrix_of(linear: QuantizableLinear, weight: Tensor) -> linear_deep_gemm.Mat
 def on_transformer_engine(
     linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
 ) -> Tensor:
-    """A :data:`Gemm` on Transformer Engine."""
     from megatron_fp8rl.trainer.model.linear_te import te_linear
 
     return te_linear(
@@ -227,10 +221,8 @@ class ReplicatedLinear(QuantizableLinear, nn.Module):
 
 
 class GroupedLinear(QuantizableLinear, nn.Module):
-    """The linears of all experts of this rank: parameters ``weight{i}``, named as in TEGroupedLinear.
-
-    The parameters are uninitialized; ``build_chunks`` fills every parameter of a model.
-    """
+    """The linears of all experts of this rank: parameters ``weight{i}`` as in TEGroupedLinear, filled by
+    ``build_chunks``."""
 
     def __init__(
         self,

@@ -1,22 +1,21 @@
 """Dense linears and MLPs on DeepGEMM in blockwise FP8, with fused quantization.
 
-In: BF16 activations and parameters. Out: y = x W^T and its input gradient. Wgrad GEMMs accumulate directly in
-Megatron-Core's FP32 gradient buffer. A matrix is read once and quantized rowwise, for fprop and dgrad, and columnwise,
-for wgrad. Only the columnwise FP8 data is kept for backward.
+Wgrad GEMMs accumulate directly in Megatron-Core's FP32 gradient buffer. A matrix is read once and quantized rowwise,
+for fprop and dgrad, and columnwise, for wgrad. Only the columnwise FP8 data is kept for backward.
 
     linear    x, quantized -> y                           g, quantized -> dx;  dW += g^T x
     mlp       x, quantized -> fc1 -> h -> SwiGLU,         g, quantized -> fc2 -> da -> SwiGLU backward with h: dh and
               quantized -> fc2 -> y                       a, quantized -> fc1 -> dx;  dW2 += g^T a;  dW1 += dh^T x
 
-The forward pass of ``mlp`` gives the same result as two linears with SwiGLU between them; the input of fc2 is never
-written in BF16, and only h is kept between the two. Reuses the kernels of ``fused_moe.py`` to quantize, with
-num_experts = 1; ``gemm.py`` multiplies. On a CPU both use torch, with the same rounding.
+``mlp`` gives the same result as two linears with SwiGLU between them, without writing fc2's input in BF16; only h is
+kept. ``fused_moe.py`` quantizes, with num_experts = 1; ``gemm.py`` multiplies. On a CPU both use torch, with the same
+rounding.
 
 Weights are quantized once per optimizer step; the first backward pass transposes them. NaN or infinity turns its whole
 block into NaN, and every output that depends on the block.
 
-Shapes: T = tokens, P = tokens padded with zeros to a multiple of 128, N = output features, K = input features,
-H = hidden size, F = features between the two linears of an MLP on this rank.
+Shapes: T = tokens, P = tokens padded with zeros to a multiple of 128, N = output features, K = input features, H =
+hidden size, F = features between the two linears of an MLP on this rank.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class _Quantized:
 
 
 def _first(transposed: Fp8) -> Fp8:
-    """The first matrix, with contiguous scales."""
     return Fp8(transposed.data[0], transposed.scale[0].contiguous())
 
 
@@ -197,8 +195,7 @@ def _columns(x: Quantized) -> Fp8:
 
 
 def _multiply(x: Quantized, weight: Fp8, num_tokens: int) -> Tensor:
-    """BF16 [T, N], without padding. Detached, because autograd forbids in-place writes to a view that a function
-    returns."""
+    """BF16 [T, N], without padding. Detached: autograd forbids in-place writes to a view that a function returns."""
     return multiply_dense(_rows(x), weight)[:num_tokens].detach()
 
 

@@ -1,8 +1,7 @@
 """The FP8 recipes of ``precision/recipes.py`` on Transformer Engine's kernels.
 
-In: activations and BF16 (or FP32) parameters on a GPU. Out: y = x W^T and its input gradient. Wgrad GEMMs accumulate
-directly in Megatron-Core's FP32 gradient buffer. Only this module, ``norm.py`` and ``attention_te.py`` import
-Transformer Engine's kernels, and only if it is installed.
+Wgrad GEMMs accumulate directly in Megatron-Core's FP32 gradient buffer. Only this module, ``norm.py`` and
+``attention_te.py`` import Transformer Engine's kernels, and only if it is installed.
 
     fprop  y  = x W^T     TN     x rowwise, W rowwise            quantized once, W once per optimizer step
     dgrad  dx = g W       NN     g rowwise, W columnwise
@@ -12,10 +11,8 @@ A tensor quantized columnwise is transposed in memory, because Hopper's FP8 GEMM
 blockwise scaling it has separate scales. All GEMMs accumulate in FP32 (``use_split_accumulator``): Hopper's fast
 accumulation keeps 14 bits between tensor core instructions, fewer than the engine's kernels keep.
 
-Infinity saturates to the FP8 maximum here, while the emulation turns its whole block into NaN. NaN stays NaN.
-
-Each expert's tokens are padded with zero rows to the kernels' alignment, and the padding is removed from the output.
-Zeros change no amax and no result.
+Infinity saturates to the FP8 maximum here, while the emulation turns its whole block into NaN. NaN stays NaN. Each
+expert's tokens are padded with zero rows, which change no amax and no result, to the kernels' alignment.
 
 Shapes: T = tokens, P = tokens including every expert's padding, E = experts (1 for a plain linear), N = output
 features, K = input features.
@@ -56,8 +53,6 @@ _TE_TYPE = {E4M3: tex.DType.kFloat8E4M3, E5M2: tex.DType.kFloat8E5M2}
 
 @dataclass(frozen=True)
 class _Call:
-    """The non-differentiable arguments of one call."""
-
     recipe: Recipe | None
     splits: list[int]  # [E] tokens per expert
     is_grouped: bool
@@ -90,10 +85,8 @@ def te_linear(
 
     ``weights`` are E matrices [N, K], ``splits`` [E] the tokens of each, in order. ``cache`` keeps the quantized
     weights for the next call; ``block_rows`` int64 [N] is the row order of W in which blocks are formed. Without a
-    recipe the operands are BF16. The gradient of a weight with a ``main_grad`` is accumulated there, and the weight is
-    marked as in Megatron-Core's linears (``grad_added_to_main_grad``).
-
-    Raises ValueError for shapes that FP8 tensor cores do not support.
+    recipe the operands are BF16. A gradient accumulated in ``main_grad`` sets ``grad_added_to_main_grad``, as in
+    Megatron-Core's linears. Raises ValueError for shapes that FP8 tensor cores do not support.
     """
     num_rows, num_columns = weights[0].shape
     call = _Call(
@@ -288,8 +281,8 @@ class _QuantizedWeights:
 
 
 def _quantized_weights(weights: Sequence[Tensor], call: _Call) -> list:
-    """The weights in FP8, from the cache; columnwise data is added by the first backward pass. FP8 parameters are used
-    directly."""
+    """The weights in FP8: FP8 parameters themselves, or the cache, to which the first backward pass adds columnwise
+    data."""
     if is_fp8(weights[0]):
         return list(weights)
 
@@ -312,9 +305,8 @@ def _quantized_weights(weights: Sequence[Tensor], call: _Call) -> list:
 
 @torch.no_grad()
 def fp8_tensor(weight: Tensor, recipe: Blockwise) -> Tensor:
-    """Quantize a BF16 matrix [N, K] to an FP8 tensor for a parameter (``kernels/fp8_parameter.py``). Rowwise only:
-    Megatron-Core makes the columnwise data after it gathers new rows, and an earlier backward pass makes it on
-    demand."""
+    """Quantize a BF16 matrix [N, K] to an FP8 tensor for a parameter (``kernels/fp8_parameter.py``), rowwise only.
+    Megatron-Core makes columnwise data after it gathers new rows; an earlier backward pass makes it on demand."""
     (quantizer,), _ = _quantizers(recipe, E4M3, 1, columns=False, is_weight=True)
     quantizer.internal = False  # a tensor subclass, because a parameter must be a tensor
     return quantizer(weight.detach().contiguous())

@@ -1,15 +1,11 @@
 """Multi-head latent attention (MLA, arXiv:2412.19437).
 
-In: hidden states of one packed microbatch in Megatron-Core's layout. Out: the attention output to add to them.
-Runs on: every trainer rank.
-
 Down-projections into the latent space are replicated on every tensor-parallel rank and applied to the rank's tokens;
 up-projections are sharded by heads. Core attention rotates the keys; all heads share one rotated part.
 
-Megatron-Core 0.19's MLA layer without Transformer Engine cannot be used. Its column-parallel down-projections gather
-their outputs, but the gradient of the keys' shared rotated part is not summed over tensor-parallel ranks (relative
-errors of 11 to 38 % in ``linear_kv_down_proj``). It rotates by the length of the pack. It pads values to the size of
-keys, which truncates larger values.
+Megatron-Core 0.19's MLA layer without Transformer Engine cannot be used. The gradient of the keys' shared rotated part
+is not summed over tensor-parallel ranks (relative errors of 11 to 38 % in ``linear_kv_down_proj``). It rotates by the
+length of the pack. It pads values to the size of keys, which truncates larger values.
 
 Shapes: T = packed tokens, S = T / tensor-parallel size, H = heads of this rank.
 """
@@ -37,8 +33,6 @@ _NORM_EPS = 1e-6  # latent norms always use this: the published model's code doe
 
 @dataclass
 class LatentSubmodules:
-    """The submodules that Megatron-Core's base class builds."""
-
     core_attention: Any
     linear_proj: Any
 

@@ -1,8 +1,8 @@
 """RMSNorm on a GPU as in the engine: computed in FP32, rounded once after the weight.
 
-Forward uses Transformer Engine's kernel, or a kernel with a batch-invariant engine's summation order; backward always
-uses Transformer Engine's. A norm at the start of a layer's branch also returns its input, the residual stream. Its
-backward kernel then adds the stream's gradient in FP32, which saves one pass over memory.
+Forward is Transformer Engine's kernel, or one with a batch-invariant engine's summation order; backward always
+Transformer Engine's. A norm at the start of a layer's branch also returns its input, the residual stream. Backward then
+adds the stream's gradient in FP32, which saves one pass over memory.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Attention plans for the sequences of one packed microbatch, computed once for all layers.
 
-In: padded sequence lengths and this rank's context-parallel rank. Out: positions and row indices, on the compute
-device. Lengths are on the host, so nothing synchronizes with a GPU.
-
+Plans are positions and row indices on the compute device. Lengths are on the host, so nothing synchronizes with a GPU.
 Under context parallelism each sequence is split into 2 * cp chunks; rank r gets chunks r and 2 * cp - 1 - r. Keys and
 values are gathered in rank order; queries are not.
 
 A rectangular kernel gets batches of sequences of similar length; a varlen kernel gets segments. A segment is a run of
 queries with all keys up to the last query: a whole sequence, or one chunk and everything before its end.
 
-Shapes: T = packed tokens of this rank, L = longest sequence of a batch, K = keys of all segments. In :class:`Routes`:
-R = tokens that this rank routes, L = layers of the whole model, K = experts of a token.
+Shapes: T = packed tokens of this rank, L = longest sequence of a batch, K = keys of all segments. In :class:`Routes`: R
+= tokens that this rank routes, L = layers of the whole model, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -48,10 +46,11 @@ class Routes:
     own: dict[int, Tensor] | None = None  # layer -> int64 [R, K]; if not None, filled with the routers' choices
 
     def experts(self, layer: int, router_RK: Tensor) -> Tensor:
-        """The experts that a layer uses, int64 [R, K]; ``router_RK`` are the choice of its router.
+        """The experts that a layer uses, int64 [R, K]; ``router_RK`` are its router's choice, ``layer`` its index in
+        the whole model.
 
-        ``layer`` is the index in the whole model. A token without a record keeps its router's choice. Equal ids are no
-        record: an engine returns zeros for tokens that it has not routed.
+        A token without a record keeps its router's choice. Equal ids are no record: an engine returns zeros for tokens
+        that it has not routed.
         """
         if self.own is not None:
             self.own[layer] = router_RK
@@ -149,7 +148,6 @@ class Segments:
 
     @cached_property
     def pages(self) -> Pages:
-        """For a kernel that reads a paged cache."""
         num_pages = [-(-n // PAGE_TOKENS) for n in self.key_lengths]
         rows = [
             (start + torch.arange(pages * PAGE_TOKENS)).clamp(max=start + n - 1)
@@ -167,8 +165,6 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)  # compared by identity: a plan is a cache key
 class PackPlan:
-    """How to attend to the sequences of one microbatch."""
-
     lengths: tuple[int, ...]
     cp_size: int
     cp_rank: int
@@ -177,7 +173,6 @@ class PackPlan:
 
     @cached_property
     def batches(self) -> Batches:
-        """For a rectangular kernel."""
         lengths, cp_size = self.lengths, self.cp_size
         starts, gathered = _starts(lengths), _gathered_rows(lengths, cp_size)
         positions = [_zigzag(n, cp_size, self.cp_rank) for n in lengths]
@@ -206,7 +201,6 @@ class PackPlan:
 
     @cached_property
     def segments(self) -> Segments:
-        """For a varlen kernel."""
         if self.cp_size == 1:
             queries = keys = list(self.lengths)
             key_rows = None

@@ -1,9 +1,7 @@
 """Rotary embedding: frequencies, scaling and rotation, as pure tensor functions.
 
-In: a ModelConfig, positions, query and key heads. Out: the same heads, rotated. Runs on: every trainer rank.
-
-Frequencies follow transformers, so that converted checkpoints agree, by the operations of vLLM in their order. Cosines
-and sines are rounded to the model's dtype; the rotation is computed in FP32 and rounded once, as in the engine.
+Frequencies follow transformers, so that converted checkpoints agree, by vLLM's operations in their order. Cosines and
+sines are rounded to the model's dtype; the rotation is computed in FP32 and rounded once, as in the engine.
 
 Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated features.
 """
@@ -25,8 +23,6 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """The rotary embedding of one model."""
-
     num_features: int  # R
     first_feature: int  # offset of the rotated features in a head
     theta: float
@@ -66,7 +62,6 @@ class Rotary:
         """Stretch low frequencies by ``factor`` and keep high ones, with a linear ramp between (arXiv:2309.00071)."""
 
         def pair_index(rotations: float) -> float:
-            """Index of the pair that makes this many rotations over the original context length."""
             wavelength = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
             return self.num_features * math.log(wavelength) / (2 * math.log(self.theta))
 
@@ -78,10 +73,8 @@ class Rotary:
         return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
     def rotate(self, x_THD: Tensor, cos_T1r: Tensor, sin_T1r: Tensor) -> Tensor:
-        """Rotate the rotary features of ``x``, in the dtype of ``x``; r = R / 2.
-
-        Interleaved pairs are returned half-split: queries and keys change alike, so their dot products do not.
-        """
+        """Rotate the rotary features of ``x``, in its dtype; r = R / 2. Interleaved pairs are returned half-split:
+        queries and keys change alike, so their dot products do not."""
         if x_THD.is_cuda and x_THD.dtype == torch.bfloat16:
             from megatron_fp8rl.kernels.triton import rotate  # bitwise identical, in one pass
 
@@ -129,8 +122,8 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """(cosines, sines) of every position and pair, [num_positions, R / 2], rounded to ``dtype``.
 
-    Computed on ``device`` by the engine's operations, because GPU and host differ in the last bit. An angle's error
-    grows with the position until its rounded cosine differs, too.
+    Computed on ``device`` by the engine's operations: GPU and host differ in the last bit, and the error of an angle
+    grows with the position until its rounded cosine differs.
     """
     angles = torch.arange(num_positions, dtype=torch.float32, device=device)[:, None] * rotary.frequencies(device)
     cos, sin = angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude

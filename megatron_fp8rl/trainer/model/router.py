@@ -1,16 +1,13 @@
 """MoE routing: expert choice and router weights for all routers of :class:`RouterConfig`.
 
-In: router logits of this rank's tokens. Out: router weights of every token and expert, 0 where not routed, and the
-routing map. Runs on: every trainer rank; the only communication is Megatron-Core's for the load-balancing loss.
-
 Megatron-Core's routing differs from the published models. It scores a group of experts by its best ``top-k / groups per
 token`` experts; the models use two. It always divides sigmoid scores by their sum, except for one expert per token. It
 updates the correction bias after every step; here the bias is a constant part of the policy.
 
-Logits are rounded as in the engine: its router is a linear in the dtype of the activations, except for GLM-4.5, whose
-router runs in FP32. Rounded logits often tie. vLLM's GPU kernel breaks ties by the lower expert index, its CPU path
-like torch.topk. To match a batch-invariant engine, a GPU computes router weights with vLLM's kernel if vLLM is
-installed, because a different order of the softmax sum changes the last bits of FP32.
+Logits are rounded as in the engine, whose router is a linear in the dtype of the activations, except for GLM-4.5's in
+FP32. Rounded logits often tie. vLLM's GPU kernel breaks ties by the lower expert index, its CPU path like torch.topk.
+To match a batch-invariant engine, a GPU computes router weights with vLLM's kernel if vLLM is installed: another order
+of the softmax sum changes the last bits of FP32.
 
 Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 """
@@ -44,9 +41,10 @@ def _is_plain(router: RouterConfig) -> bool:
 
 
 def engine_router_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, router: RouterConfig) -> Tensor:
-    """The engine's bits of ``weights_TK``, with the gradient of ours; unchanged if vLLM has no kernel for this router.
+    """The engine's bits of ``weights_TK``, with the gradient of ours.
 
-    Also unchanged for tokens where the kernel chooses different experts, as it may if logits are NaN.
+    Unchanged if vLLM has no kernel for this router, and for tokens where it chooses different experts, as it may if
+    logits are NaN.
     """
     if not _is_plain(router) or not engine_ops.has_topk_softmax():
         return weights_TK
@@ -69,9 +67,8 @@ class _Replaced(torch.autograd.Function):
 
 
 def rounded_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden [..., H] times weight [E, H] in their dtype, as FP32 [..., E].
-
-    Output gradients, FP32 [..., E], are multiplied as the sum of two BF16 numbers, which keeps 16 bits of mantissa."""
+    """hidden [..., H] times weight [E, H] in their dtype, as FP32 [..., E]. FP32 output gradients are multiplied as the
+    sum of two BF16 numbers, which keeps 16 bits of mantissa."""
     return _RoundedLinear.apply(hidden, weight)
 
 
@@ -95,8 +92,7 @@ class _RoundedLinear(torch.autograd.Function):
 
 
 def bf16_parts(x_TE: Tensor) -> Tensor:
-    """BF16 [T, 2 E]: rounded FP32 ``x_TE``, then the rounding errors. The relative error of their sum is at most
-    2**-17."""
+    """BF16 [T, 2 E]: rounded FP32 ``x_TE``, then rounding errors; the relative error of their sum is at most 2**-17."""
     num = x_TE.shape[1]
     parts = x_TE.new_empty(len(x_TE), 2 * num, dtype=torch.bfloat16)
     parts[:, :num] = x_TE
@@ -163,10 +159,8 @@ class Router(ConstantBiasRouter):
         return _Replaced.apply(logits, value.to(logits.dtype))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [S, B, E] -> (router weights [T, E], routing map, bool [T, E]), T = S * B.
-
-        ``padding_mask``, bool [S, B], is True at padding, which is routed but not counted as load.
-        """
+        """logits [S, B, E] -> (router weights [T, E], 0 where not routed; routing map, bool [T, E]), T = S * B.
+        ``padding_mask``, bool [S, B], is True at padding, which is routed but not counted as load."""
         logits = logits.view(-1, self.num_experts)
         replay = None if self.routes is None else partial(self.routes.experts, self.layer_number - 1)
         weights_TK, experts_TK = choose_experts(logits, self.topk, self.router, self.expert_bias, replay)
@@ -214,7 +208,6 @@ class RoutedLayer(TransformerLayer):
     """A Megatron-Core layer that passes its microbatch's routes to its experts, also when it is recomputed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Arguments and results as in TransformerLayer."""
         packed = kwargs.get("packed_seq_params")
         self.mlp.routes = packed.routes if isinstance(packed, PackedSequences) else None
         return super().forward(*args, **kwargs)

@@ -1,9 +1,8 @@
 """Cache of quantized weights: quantized once per optimizer step, shared by all passes.
 
 A copy is valid while the parameters are the same objects at the same tensor versions. Megatron-Core's distributed
-optimizer writes new weights through the flat parameter buffer, which does not change their versions: code that updates
-weights that way must call :func:`clear_weight_caches`. A cache whose weights have left their memory (:meth:`pin`)
-has the only copy.
+optimizer writes weights through the flat parameter buffer, which changes no version: call :func:`clear_weight_caches`.
+A cache whose weights have left their memory (:meth:`pin`) has the only copy.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class WeightCache:
         self._is_pinned = True
 
     def renew(self) -> None:
-        """There are new weights."""
         self.clear()
         self._is_pinned = False
 

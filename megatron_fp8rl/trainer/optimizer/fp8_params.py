@@ -1,12 +1,10 @@
 """FP8 primary weights (``precision.params = "fp8"``): FP8 linears without BF16 weights.
 
-In: a model with loaded weights, before it has gradient buffers. Out: the same model with FP8 parameters in every FP8
-linear (``kernels/fp8_parameter.py``). Runs on: every trainer rank; no communication.
-
-From then on Megatron-Core and Transformer Engine manage them. A parameter's data is in a uint8 buffer. After a step the
-FP32 master weights, sharded over data-parallel ranks, are rounded to BF16 and quantized directly into the buffer. Block
-amax values are first reduced over the ranks, so that all use the same scales; the all-gather moves FP8 bytes. Data and
-scales equal ``quantize_weight`` of a BF16 parameter.
+Convert a model with loaded weights before it has gradient buffers; Megatron-Core and Transformer Engine then manage its
+FP8 parameters (``kernels/fp8_parameter.py``), whose data is in a uint8 buffer. After a step the FP32 master weights,
+sharded over data-parallel ranks, are rounded to BF16 and quantized directly into the buffer. Block amax values are
+first reduced over the ranks, so that all use the same scales; the all-gather moves FP8 bytes. Data and scales equal
+``quantize_weight`` of a BF16 parameter.
 
 Transformer Engine rounds all masters of a call to BF16 before quantizing the first: 2 bytes each, as much as FP8
 parameters save on one rank. :func:`limit_master_copies` calls it in chunks.
@@ -29,10 +27,10 @@ _MASTERS_AT_A_TIME = 2**24  # elements: 32 MiB in BF16, and one amax reduction
 
 
 def quantize_parameters(models: Sequence[nn.Module], parallel: Parallel) -> None:
-    """Convert the weights of all FP8 linears on this rank to FP8 parameters.
+    """Convert the weights of all FP8 linears on this rank to FP8 parameters; no communication.
 
-    The optimizer creates its FP32 master weights from their BF16 values, kept in host memory until then.
-    Raises ValueError if a linear does not support FP8 parameters.
+    The optimizer creates its FP32 master weights from their BF16 values, kept in host memory until then. Raises
+    ValueError if a linear does not support FP8 parameters.
     """
     for names, linear in named_linears(models, parallel):
         if linear.recipe is None:
@@ -50,8 +48,7 @@ def quantize_parameters(models: Sequence[nn.Module], parallel: Parallel) -> None
 def limit_master_copies() -> AbstractContextManager[None]:
     """In the block, Megatron-Core's optimizer rounds master weights to BF16 and quantizes them in groups.
 
-    Collective over the ranks that shard the masters, once per group of parameters; all ranks form the same groups.
-    This lowers peak memory and changes no value.
+    Collective over the ranks that shard the masters, once per group; all ranks form the same groups. Changes no value.
     """
     return quantized_in_groups(_groups) if upstream.applies("quantized_in_groups") else nullcontext()
 

@@ -1,8 +1,7 @@
 """Accumulate weight gradients directly in Megatron-Core's buffers (``main_grad``).
 
-Code that accumulates there marks the parameter (``grad_added_to_main_grad``), as Megatron-Core's linears do, and
-returns a placeholder to autograd that is never read. Parameters with ``gradients_ready(parameters)``, which reports
-many gradients in one call, need not be autograd inputs (trainer/compat/megatron.py).
+Code that accumulates there marks the parameter (``grad_added_to_main_grad``) and returns a placeholder to autograd that
+is never read. Parameters with ``gradients_ready(parameters)`` need not be autograd inputs (trainer/compat/megatron.py).
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from torch import Tensor
 
 
 def is_fused(weight: Tensor) -> bool:
-    """Whether the gradient of a parameter is accumulated in a Megatron-Core buffer."""
     return hasattr(weight, "grad_added_to_main_grad") and getattr(weight, "main_grad", None) is not None
 
 
 def no_gradients(weights: Sequence[Tensor]) -> list[Tensor]:
     """Gradients to return to autograd for weights of one shape that are already accumulated, or are zero.
 
-    Megatron-Core's hook requires gradients when reductions overlap with backward, and discards them: all share the same
-    uninitialized memory. It is not expanded from a scalar, because autograd would then keep a full copy per weight.
+    Megatron-Core's hook requires them when reductions overlap with backward, and discards them: all share uninitialized
+    memory. It is not expanded from a scalar, because autograd would then keep a full copy per weight.
     """
     if not is_fused(weights[0]):
         return [torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) for weight in weights]
@@ -36,8 +34,8 @@ def no_gradients(weights: Sequence[Tensor]) -> list[Tensor]:
 def add_gradient(
     weight: Tensor, add: Callable[[Tensor], None], block_rows: Tensor | None = None, *, is_shared: bool = False
 ) -> Tensor:
-    """Let ``add`` accumulate dW in contiguous FP32 memory [N, K]: the weight's ``main_grad`` if it is contiguous FP32.
-    Returns the gradient for autograd.
+    """Let ``add`` accumulate dW [N, K] in the weight's ``main_grad``, or other contiguous FP32; returns the gradient
+    for autograd.
 
     ``block_rows`` int64 [N]: row i of dW from ``add`` belongs to row ``block_rows[i]`` of the weight. ``is_shared``:
     autograd adds another gradient of the weight to this one, so that neither may be a placeholder.

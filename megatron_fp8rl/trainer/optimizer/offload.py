@@ -1,7 +1,4 @@
-"""Offload weights, gradients and optimizer state of a policy to the host, and restore them.
-
-In: a policy on one rank. Out: the same policy, bitwise identical, with its GPU memory freed while engines need it.
-Runs on: every trainer rank; nothing here is a collective.
+"""Offload weights, gradients and optimizer state of a policy to the host, and restore them bitwise; no collectives.
 
 It moves storages, not tensors: every view of a buffer becomes valid again once its storage is restored. Megatron-Core's
 helper for the optimizer replaces ``tensor.data`` instead, which would detach FP32 parameters from their buffers.
@@ -42,10 +39,8 @@ _ALLOCATION_DEADLINE_S = 600.0
 
 
 class HostMemory:
-    """Host memory for offloading, ``sizes`` in bytes by part.
-
-    A thread allocates it while the process waits for engines, because locking tens of GiB takes longer than filling
-    them."""
+    """Host memory for offloading, ``sizes`` in bytes by part. A thread allocates it while the process waits for
+    engines: locking tens of GiB takes longer than filling them."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         self._ready: dict[str, Tensor] = {}
@@ -113,7 +108,6 @@ class _Storages:
             offset += _aligned(kept)
 
     def _reserve(self, num_bytes: int) -> None:
-        """Ensure a host buffer of ``num_bytes``."""
         if self._memory is not None and not self._host.numel():
             self._host = self._memory.take(self._part)
         if self._host.numel() < num_bytes:
@@ -145,7 +139,6 @@ class Offload:
 
     @property
     def offloaded(self) -> tuple[Part, ...]:
-        """The parts that are currently offloaded."""
         return tuple(part for part, storages in self._parts.items() if storages)
 
     def release(self, *parts: Part) -> None:
@@ -160,7 +153,6 @@ class Offload:
             torch.cuda.empty_cache()
 
     def restore(self, *parts: Part) -> None:
-        """Restore ``parts``, or everything that is offloaded."""
         for part in parts or self.offloaded:
             if memory := self._parts.get(part):
                 if part == "optimizer":
@@ -230,7 +222,6 @@ class Offload:
 
 
 def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Unique storages by memory address."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -240,9 +231,8 @@ def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage
 
 
 def _allocated(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes] of host memory, page-locked for a GPU.
-
-    PyTorch's pinned allocator rounds up to powers of two, which may double a node's memory use."""
+    """uint8 [num_bytes] of host memory, page-locked for a GPU. PyTorch's pinned allocator rounds up to powers of two,
+    which may double a node's memory use."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
@@ -251,7 +241,6 @@ def _allocated(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """A uint8 tensor view of the storage."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 

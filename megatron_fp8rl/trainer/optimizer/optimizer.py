@@ -1,7 +1,4 @@
-"""Gradient buffers and distributed AdamW over FP32 master weights, by Megatron-Core.
-
-In: model chunks whose gradients a pipeline schedule has accumulated. Out: updated parameters on every rank, and the
-gradient norm. Runs on: every trainer rank; master weights are sharded over data-parallel ranks.
+"""Gradient buffers and distributed AdamW over FP32 master weights, sharded over data-parallel ranks, by Megatron-Core.
 
 Losses are already divided by the denominators of the global batch, so gradients are summed over ranks and microbatches
 and never divided.
@@ -74,10 +71,8 @@ def _reduce_gradients(chunks, num_tokens=None, pg_collection=None, force_all_red
 
 
 def learning_rate(optim: OptimConfig, update: int, num_updates: int) -> float:
-    """Learning rate of an update, counted from 1.
-
-    Warms up linearly from 0 over ``warmup_steps`` updates, then is constant or decays to ``min_lr`` at ``num_updates``.
-    """
+    """Learning rate of an update, counted from 1: a linear warm-up from 0 over ``warmup_steps``, then constant or a
+    decay to ``min_lr`` at ``num_updates``."""
     if update < 1:
         raise ValueError(f"updates are counted from 1, not {update}")
     if update <= optim.warmup_steps:
@@ -140,8 +135,7 @@ class Optimizer:
     def step(self, lr: float) -> float:
         """Collective: clip the reduced gradients, update the weights, and return the norm before clipping.
 
-        Raises NonFiniteError on all ranks, before any weight changes, naming the parameters whose gradients are not
-        finite.
+        Raises NonFiniteError on all ranks, before any weight changes, naming the parameters with non-finite gradients.
         """
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
@@ -168,7 +162,6 @@ class Optimizer:
         self._gather_parameters()
 
     def _gather_parameters(self) -> None:
-        """Collective: gather the new parameters that each rank has written."""
         for chunk in self._chunks:
             chunk.start_param_sync()
         self._memory.take_weights()
@@ -176,15 +169,11 @@ class Optimizer:
 
     @property
     def has_weights(self) -> bool:
-        """Whether all parameters are in memory."""
         return not self._memory.holds_gradients
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Set Adam's update count before a checkpoint is written.
-
-        A checkpoint stores the first rank's count. Adam does not count expert updates there if all layers of the first
-        pipeline stage are dense.
-        """
+        """Set Adam's update count before a checkpoint is written, which stores the first rank's. Adam does not count
+        expert updates there if all layers of the first pipeline stage are dense."""
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 if not group["params"]:

@@ -1,7 +1,6 @@
 """BF16 weights of FP8 linears in the memory of their gradients: they are never needed at the same time.
 
-In: model chunks with gradient buffers, before they have an optimizer. Out: the same chunks, with BF16 weights in
-gradient memory if only FP8 copies of them are read, by DeepGEMM. This saves 2 of 20 bytes per weight. No collectives.
+Applies if DeepGEMM reads only FP8 copies of the weights, and saves 2 of 20 bytes per weight. No collectives.
 
     while gradients are computed    FP32 gradients. GEMMs read FP8 copies of weights, made before the first gradient
     otherwise                       BF16 weights in the first half: for publications, checkpoints and forward passes
@@ -62,9 +61,8 @@ class SharedMemory:
 
     @torch.no_grad()
     def _share(self, buffer: Any, copied: Collection[nn.Parameter]) -> None:
-        """Move the weights of a buffer into its gradient memory, which contains zeros.
-
-        Weights that are not in ``copied`` are also copied to separate memory, in the same order."""
+        """Move the weights of a buffer into its gradient memory, which contains zeros. Weights outside ``copied`` are
+        also copied to separate memory, in the same order."""
         weights: Tensor = buffer.grad_data.view(buffer.param_dtype)[: buffer.numel]
         weights.copy_(buffer.param_data)
         for bucket in buffer.buckets:
