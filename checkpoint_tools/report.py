@@ -12,6 +12,7 @@ from pathlib import Path
 from checkpoint_tools import digests
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.workers import Volume, format_rate
+from megatron_fp8rl.names import registry
 
 
 @dataclass
@@ -28,6 +29,8 @@ class Report:
         for reason, count in Counter(source.skipped.values()).items():
             example = next(name for name, why in source.skipped.items() if why == reason)
             self.notes.append(f"skipped: {count} tensors ({example}{', ...' if count > 1 else ''}): {reason}")
+        if ignored := registry.ignored_keys(source.config):
+            self.notes.append(ignored)
         if source.custom_code:
             self.notes.append(f"skipped: custom code of the folder ({', '.join(source.custom_code)})")
         if source.recorded_digests:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"]
-_QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
+QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.qk_norm is None:
-            object.__setattr__(self, "qk_norm", self.family in _QK_NORM_FAMILIES)
+            object.__setattr__(self, "qk_norm", self.family in QK_NORM_FAMILIES)
 
     @property
     def is_moe(self) -> bool:

@@ -1,7 +1,7 @@
 """The description of a model family, and the conversion between config.json and ModelConfig. Pure; no torch.
 
 Every field of config.json must map to a field of ModelConfig, have the only supported value, or be known not to change
-the model. Other fields are errors.
+the model (``neutral_keys.py``). Other fields are errors.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron_fp8rl.config import MlaConfig, ModelConfig, RouterConfig
+from megatron_fp8rl.config import QK_NORM_FAMILIES, MlaConfig, ModelConfig, RouterConfig
 from megatron_fp8rl.kernels.types import BLOCK
-from megatron_fp8rl.names import rope
+from megatron_fp8rl.names import neutral_keys, rope
 from megatron_fp8rl.names.table import Row
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -79,7 +79,7 @@ _NEEDED = {
     "num_key_value_heads": "fewer key/value heads than query heads, which latent attention does not have",
     "quantization_config": "weights that are dequantized first: 128x128 block FP8 is read by checkpoint_tools",
 }
-_UNKNOWN = "a check: if it does not change the model, remove it from config.json, or ignore it in names/family.py"
+_UNKNOWN = "a check: if it does not change the model, remove it from config.json, or list it in names/neutral_keys.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,7 @@ class Family:
     defaults: Mapping[str, Any] = _NOTHING  # key -> the value that transformers assumes if it is missing
     aliases: Mapping[str, str] = _NOTHING  # key used by some releases -> key in ``fields``
     ignored: frozenset[str] = frozenset()  # further keys that follow from others
+    routing: Mapping[str, Any] = _NOTHING  # keys of other families' routers -> values that mean this family's router
     rope_scalings: tuple[str, ...] = ()  # kinds of RopeScaling
     rope_theta: float = 10_000.0  # if missing
     rotary_fraction: float | None = None  # if missing; None: the family always rotates whole heads
@@ -231,11 +232,54 @@ def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -
     if quantization and not (fp8_weights and is_block_fp8(quantization)):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         problems.append(_refusal("quantization_config", method, "supported: BF16, FP16 and FP32 weights"))
-    known = {*fixed, *family.fields, *family.ignored, *rope.KEYS, *_IGNORED}
-    known |= {"model_type", "layer_types", "quantization_config"}
-    for key, value in config.items():
-        if key not in known:
-            problems.append(f"{key} = {value!r} is not known in this family; it needs {_UNKNOWN}")
+    return problems + _unknown(family, config)
+
+
+def _foreign(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """The keys of ``config`` that the family does not read."""
+    known = {"hidden_act", "is_causal", "use_mrope", "num_key_value_heads", "model_type", "layer_types"}
+    known |= {"quantization_config", *family.fixed, *family.fields, *family.ignored, *rope.KEYS, *_IGNORED}
+    return [key for key in config if key not in known]
+
+
+def _traits(family: Family) -> neutral_keys.Traits:
+    has_latent = any(name.startswith("mla.") for name in family.fields.values())
+    return neutral_keys.Traits(
+        has_experts=family.has_experts,
+        qkv_bias=bool(family.implied.get("qkv_bias")),
+        qk_norm=None if has_latent else family.model_type in QK_NORM_FAMILIES,
+        routing=family.routing,
+    )
+
+
+def without_effect(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """The keys of ``config``, each with its value, that the family does not read and that do not change the model."""
+    config = {family.aliases.get(key, key): value for key, value in config.items()}
+    traits = _traits(family)
+    keys = [key for key in _foreign(family, config) if neutral_keys.has_no_effect(key, config, traits)]
+    return [f"{key} = {config[key]!r}" for key in keys]
+
+
+def _unknown(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """Keys that the family does not read and that may change the model."""
+    traits, problems = _traits(family), []
+    for key in _foreign(family, config):
+        value = config[key]
+        if key == "use_sliding_window" and "sliding_window" in family.fields:
+            window = config.get("sliding_window", family.defaults.get("sliding_window"))
+            if value is not None and value is not (window is not None):
+                problems.append(
+                    f"{key} = {value!r} disagrees with sliding_window = {window!r}; remove {key}, which "
+                    "transformers does not read in this family"
+                )
+            continue
+        if not neutral_keys.has_no_effect(key, config, traits):
+            neutral = neutral_keys.neutral_values(key, config, traits)
+            neutral_text = f" (without effect: {' or '.join(map(repr, neutral))})" if neutral else ""
+            needed = neutral_keys.NEEDED.get(
+                key, "its part of the model in trainer and engine" if neutral else _UNKNOWN
+            )
+            problems.append(f"{key} = {value!r} is not known in this family{neutral_text}; it needs {needed}")
     return problems
 
 

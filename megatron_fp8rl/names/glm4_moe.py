@@ -12,6 +12,7 @@ GLM4_MOE = Family(
     implied=ROUTER,
     defaults={"attention_bias": False, "use_qk_norm": False, "norm_topk_prob": True, "num_key_value_heads": 8},
     aliases=ALIASES,
+    routing={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     rotary_fraction=0.5,
     mtp=blocks.MTP,
 )

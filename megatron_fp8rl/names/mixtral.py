@@ -25,5 +25,6 @@ MIXTRAL = Family(
     },
     defaults={"sliding_window": None, "num_key_value_heads": 8},
     aliases={"num_experts": "num_local_experts"},
+    routing={"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": True},
     rope_theta=1_000_000.0,
 )

@@ -30,4 +30,5 @@ QWEN3_MOE = Family(
     defaults={"norm_topk_prob": False, "num_key_value_heads": 4},
     aliases={"num_local_experts": "num_experts"},
     ignored=_IGNORED,
+    routing={"scoring_func": "softmax", "topk_method": "greedy"},
 )

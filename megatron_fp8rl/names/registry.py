@@ -47,15 +47,29 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
     ``keep_mtp``: keep multi-token prediction layers. ``fp8_weights``: the caller reads block FP8 weights with their
     scales. Raises ValueError for an unsupported family or feature, with what it needs.
     """
-    name = config.get("model_type")
-    name = _SAME_AS.get(name, name) if isinstance(name, str) else None
-    if name not in FAMILIES:
+    described = _family_of(config)
+    if described is None:
         raise ValueError(
             f"config.json: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is "
             f"not supported; supported are {', '.join(sorted(FAMILIES))}. Add a file to megatron_fp8rl/names: see "
             "docs/extending.md"
         )
-    return family.read(FAMILIES[name], config, keep_mtp=keep_mtp, fp8_weights=fp8_weights)
+    return family.read(described, config, keep_mtp=keep_mtp, fp8_weights=fp8_weights)
+
+
+def _family_of(config: dict[str, Any]) -> Family | None:
+    name = config.get("model_type")
+    return FAMILIES.get(_SAME_AS.get(name, name)) if isinstance(name, str) else None
+
+
+def ignored_keys(config: dict[str, Any]) -> str:
+    """One line that names the keys of config.json which its family does not read and which do not change the model.
+
+    Empty if there are none.
+    """
+    described = _family_of(config)
+    names = family.without_effect(described, config) if described is not None else []
+    return f"config.json: without effect on this model and ignored: {', '.join(names)}" if names else ""
 
 
 @functools.lru_cache(maxsize=8)

@@ -49,7 +49,7 @@ def read(
     if kind in scalings:
         values["rope_scaling"], errors = _read_scaling(kind, rope, config)
         problems += errors
-    elif kind != "default":
+    elif kind != "default" and not (kind == "linear" and rope.get("factor") == 1):
         supported = ", ".join(("default", *scalings))
         problems.append(
             f"rope_type = {kind!r} is not supported (supported: {supported}); it needs its formula in the trainer's "
