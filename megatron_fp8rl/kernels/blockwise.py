@@ -5,9 +5,9 @@
     data      = x / scale_inv, rounded to the nearest E4M3 number, ties to even
     x         ~ data * scale_inv
 
-This is the only definition. The trainer's linears, the weight exporter and the engine's CPU kernels all call these
-functions, in whichever process they run, so weights can be compared by comparing bytes. With power-of-two scales, the
-bytes and scales also match Transformer Engine's ``Float8BlockScaling`` and DeepGEMM's ``ue8m0`` casts.
+This is the only definition, for the trainer's linears, the weight exporter and the engine's CPU kernels, so weights can
+be compared by bytes. With power-of-two scales, bytes and scales also match Transformer Engine's ``Float8BlockScaling``
+and DeepGEMM's ``ue8m0`` casts.
 
 Blocks start at index 0 of each axis; the last block of an axis may be shorter. Quantizing a shard whose edges are
 multiples of 128 gives the same bytes as slicing the quantized full tensor. A NaN or infinity turns its whole block into
@@ -52,10 +52,8 @@ _BELOW_MAX_MANTISSA = 0x1FFFFF  # added to float32 bits: increments the exponent
 
 
 def scale_of(amax: Tensor, scales: Scales, fmt: Format = E4M3) -> Tensor:
-    """Dequantization scale of a block. ``amax`` is float32 of any shape; an all-zero block gets scale 1.
-
-    ``pow2`` is 2^ceil(log2(amax / max)), computed from the exponent bits, so no logarithm can round it to a neighbor.
-    """
+    """Dequantization scale of a block. ``amax`` is float32 of any shape; an all-zero block gets scale 1. ``pow2`` is
+    2^ceil(log2(amax / max)) from the exponent bits, so no logarithm can round it to a neighbor."""
     if scales == "pow2":
         # The sum never reaches the sign bit for a finite amax. NaN and infinity are handled below.
         exponent = (amax.view(torch.int32) + _BELOW_MAX_MANTISSA >> 23) - fmt.max_exponent
@@ -71,9 +69,9 @@ def scale_of(amax: Tensor, scales: Scales, fmt: Format = E4M3) -> Tensor:
 def round_to_grid_(x: Tensor, scale: Tensor, fmt: Format = E4M3) -> Tensor:
     """Round x in place to the nearest ``fmt`` value times ``scale``, ties to even: FP8 rounding without the bytes.
 
-    x is float32 with no magnitude above ``fmt.max * scale``; scale is float32, powers of two, broadcast over x.
-    Adding and subtracting 1.5 * 2^(e + 23 - mantissa bits), where 2^e <= |x| < 2^(e + 1), makes the float32 adder round
-    x. On CPUs this is several times faster than converting to FP8 and back, with the same result.
+    x is float32 with no magnitude above ``fmt.max * scale``; scale is float32, powers of two, broadcast over x. Adding
+    and subtracting 1.5 * 2^(e + 23 - mantissa bits), where 2^e <= |x| < 2^(e + 1), makes the float32 adder round x. On
+    CPUs this is several times faster than converting to FP8 and back.
     """
     shift = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     torch.maximum(shift, scale * 2.0**fmt.min_exponent, out=shift)
@@ -110,10 +108,8 @@ def _row_blocks(x: Tensor) -> Tensor:
 
 
 def quantize_weight(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix in 128x128 blocks: (data float8_e4m3fn [N, K], scale_inv float32 [Nb, Kb]).
-
-    On a GPU, a single kernel reads the matrix once and writes the same bytes; torch needs several passes.
-    """
+    """Quantize a matrix in 128x128 blocks: (data float8_e4m3fn [N, K], scale_inv float32 [Nb, Kb]); one kernel on a
+    GPU."""
     if weight_NK.is_cuda and weight_NK.dtype in (torch.bfloat16, torch.float32):
         from megatron_fp8rl.kernels.triton import quantize  # imports Triton
 
@@ -144,10 +140,10 @@ def dequantize_weight(data_NK: Tensor, scale_inv: Tensor) -> Tensor:
 def canonical(data_NK: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
     """Requantize E4M3 blocks with power-of-two scales to the canonical form that vLLM produces for DeepGEMM.
 
-    data_NK float8_e4m3fn [N, K] and scale_inv float32 [Nb, Kb], powers of two; returns the same types and shapes.
-    The representation is not unique: a block whose E4M3 amax is at most 224 can also store doubled values with half the
-    scale. vLLM chooses the smallest scale, computed from an amax clamped to at least 1e-4; in blocks below that, values
-    are rounded to the grid of that scale.
+    data_NK float8_e4m3fn [N, K] and scale_inv float32 [Nb, Kb], powers of two; returns the same types and shapes. A
+    block whose E4M3 amax is at most 224 can also store doubled values with half the scale. vLLM chooses the smallest
+    scale, computed from an amax clamped to at least 1e-4; in blocks below that, values are rounded to the grid of that
+    scale.
     """
     num_rows, num_columns = data_NK.shape
     padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
@@ -164,11 +160,8 @@ def canonical(data_NK: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _float32_of(data: Tensor) -> Tensor:
-    """Convert E4M3 to contiguous float32.
-
-    On CPUs, torch converts E4M3 one element at a time, but vectorizes FP16. E4M3 bits shifted left by seven are an FP16
-    number 2^(15 - 7) times smaller; only NaN is a special case.
-    """
+    """Convert E4M3 to contiguous float32. On CPUs, torch converts one element at a time, but vectorizes FP16: E4M3 bits
+    shifted left by seven are an FP16 number 2^(15 - 7) times smaller, except NaN."""
     if data.device.type != "cpu":
         return data.float()
     bits = data.contiguous().view(torch.int8).to(torch.int16)  # sign extension sets the FP16 sign bit
@@ -192,9 +185,8 @@ def dequantize_activation(data: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def operand_dtype(dtype: torch.dtype, scales: Scales) -> torch.dtype:
-    """Dtype that represents a dequantized operand exactly.
-
-    An E4M3 number has 4 significant bits, so its product with a power of two is exact in BF16."""
+    """Dtype that represents a dequantized operand exactly. E4M3 has 4 significant bits, so its product with a power of
+    two is exact in BF16."""
     return torch.bfloat16 if scales == "pow2" and dtype == torch.bfloat16 else torch.float32
 
 

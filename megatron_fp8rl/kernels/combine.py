@@ -1,15 +1,12 @@
 """Combine expert outputs as DeepGEMM engines and CPU engines do: a router-weighted sum, rounded once.
 
-In: expert outputs without router weights, in dispatcher order. Out: one sum per token. Runs on: every trainer rank if
-engines run on a CPU or have ``precision.kernels.engine_experts = deep_gemm``. Other engines round each weighted output
-to BF16 before adding; for those, the experts apply the router weights and ``dispatcher.py`` sums.
+Used if engines run on a CPU or have ``precision.kernels.engine_experts = deep_gemm``. Other engines round each weighted
+output to BF16 before adding; for those, the experts apply the router weights and ``dispatcher.py`` sums.
 
-Router weights can only be applied after the all-to-all has gathered a token's rows, so experts return unweighted
-outputs. Gradients are still those of weighted outputs. Backward of the sum copies its gradient to each row of the
-token; the experts apply router weights there and compute their gradients.
-
-If two ranks divide an engine's experts, each rounds its partial sum before the two are added, and so does this module.
-The sum of two rounded numbers does not depend on their order; a sum of more would.
+Router weights can only be applied after the all-to-all has gathered a token's rows. Gradients are still those of
+weighted outputs: backward copies the sum's gradient to each row, and the experts apply router weights there and compute
+their gradients. If two ranks divide an engine's experts, each rounds its partial sum, and so does this module. The sum
+of two rounded numbers does not depend on their order; a sum of more would.
 
 Shapes: T = tokens of this rank, E = experts, K = experts per token, H = hidden size; rows: T * K, the tokens of the
 first expert in order, followed by those of the second, and so on.
@@ -63,9 +60,8 @@ def combine_experts(
 ) -> Tensor:
     """outputs [rows, H] -> [T, H]: weighted sum of each token's outputs, in float32, rounded once per part.
 
-    A token's experts are summed in the engine's order: descending weight, ties broken by the lower expert index. Each
-    output receives its token's gradient unweighted (:func:`weighted_in_combine`). ``num_parts``: ranks that divide an
-    engine's experts in order; each part's sum is rounded before the parts are added.
+    A token's experts are summed in the engine's order: descending weight, ties broken by the lower expert index.
+    ``num_parts``: ranks that divide an engine's experts in order; each part's sum is rounded before they are added.
     """
     weights_TK, experts_TK = slots(weights_TE.detach(), routing_map_TE, top_k)
     weights = [weights_TK]

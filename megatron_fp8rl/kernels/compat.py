@@ -1,7 +1,6 @@
-"""Wrappers for private APIs of PyTorch, Transformer Engine and vLLM.
+"""Wrappers for private APIs of PyTorch, Transformer Engine and vLLM, with the versions tested.
 
-Kernels and higher layers use them. Each declares the versions it was tested with; :mod:`megatron_fp8rl.upstream` lists
-them and rejects other versions.
+:mod:`megatron_fp8rl.upstream` lists the versions and rejects others.
 """
 
 from __future__ import annotations
@@ -105,17 +104,15 @@ def _set_allocator(settings: str) -> None:
 
 
 def expand_segments() -> None:
-    """Allocate GPU memory in expandable segments from now on; ``PYTORCH_ALLOC_CONF`` takes precedence.
-
-    ``empty_cache`` returns every free page of them. It cannot return any other segment that still contains a tensor."""
+    """Allocate GPU memory in expandable segments from now on, so that ``empty_cache`` returns every free page; other
+    segments stay while they contain a tensor. ``PYTORCH_ALLOC_CONF`` takes precedence."""
     _set_allocator(_settings("expandable_segments:True", _ALLOCATOR[0]))
 
 
 @contextlib.contextmanager
 def shareable_segments() -> Iterator[None]:
-    """Within the block, allocate GPU memory that any process of this host can open by its handle.
-
-    Handles of expandable segments are file descriptors, which another process can open only if ptrace is allowed."""
+    """Within the block, allocate GPU memory that any process of this host can open by its handle. Handles of expandable
+    segments are file descriptors, which another process can open only if ptrace is allowed."""
     before = _ALLOCATOR[0]
     _set_allocator(_settings(before, "expandable_segments:False"))
     try:
@@ -151,9 +148,8 @@ _BYTES_OF_HANDLE = ("handle", "reference", "event")
     remove_when="rebuild_cuda_tensor takes the opening device as a named argument",
 )
 def handle_of(tensor: Tensor) -> dict[str, Any]:
-    """The handle by which another process of this host opens a contiguous GPU tensor: numbers, and bytes as hex text.
-
-    These are the arguments that ``reduce_tensor`` gives to pickle, without classes."""
+    """The handle by which another process of this host opens a contiguous GPU tensor: the arguments that
+    ``reduce_tensor`` gives to pickle, as numbers and hex text, without classes."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(tensor)
@@ -177,8 +173,8 @@ def open_on(handle: Mapping[str, Any], shape: tuple[int, int], device: int) -> T
     remove_when="Float8BlockwiseQTensor exposes them publicly",
 )
 def rowwise(parameter: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(bytes uint8 [N, K], float32 scales with rows padded to a multiple of four) of a blockwise FP8 tensor; None for
-    any other tensor. Does not import Transformer Engine."""
+    """(bytes uint8 [N, K], float32 scales with rows padded to a multiple of four) of a blockwise FP8 tensor; else None.
+    Does not import Transformer Engine."""
     data = getattr(parameter, "_rowwise_data", None)
     return None if data is None else (data, parameter._rowwise_scale_inv)
 

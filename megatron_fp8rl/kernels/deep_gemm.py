@@ -1,7 +1,6 @@
 """Finds DeepGEMM, whose kernels run in the trainer and in vLLM's engines.
 
-DeepGEMM compiles each kernel on first use, which takes seconds, and caches it in a folder shared by trainer and
-engines.
+DeepGEMM compiles each kernel on first use, in seconds, to a folder shared by trainer and engines.
 """
 
 from __future__ import annotations

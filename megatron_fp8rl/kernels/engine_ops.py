@@ -60,7 +60,6 @@ def flash_attention(
 
 
 def has_topk_softmax() -> bool:
-    """Whether vLLM's router kernel is installed."""
     return vllm_topk_softmax() is not None
 
 

@@ -1,8 +1,8 @@
 """Log-softmax of sampled tokens whose bits depend neither on the order of the sum nor on how it is divided.
 
-Trainer and engine compute log-probabilities in different kernels, from logits of different dtypes, over whole rows or
-vocabulary shards. In floating point these sum the exponentials in different orders, and the last bit of the result
-differs. Here each exponential is rounded down to a multiple of 1 / UNIT and the sum is an integer:
+Trainer and engine use different kernels, dtypes of logits, and whole rows or vocabulary shards. Floating-point sums of
+exponentials in different orders differ in the last bit. Here each exponential is rounded down to a multiple of 1 / UNIT
+and the sum is an integer:
 
     logprob(target) = (z[target] - max) - log(sum_v floor(exp(z[v] - max) UNIT) / UNIT)
 

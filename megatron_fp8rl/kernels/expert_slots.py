@@ -1,12 +1,9 @@
 """Assign tokens to a rank's experts by index, without copies, and sum each token's expert outputs.
 
-In:  the router weights of the tokens for the experts of this rank, -1 if an expert was not chosen.
-Out: the layout of the grouped GEMMs with the token of each row; the rows of each token; sums over the rows of a token.
-Runs on: trainer ranks, with Triton on a GPU or under TRITON_INTERPRET=1 (triton/slots.py), in torch elsewhere.
-
 Rows are sorted by expert, and by token within an expert. On a rank with all experts the number of rows is known. On
 other ranks it depends on the router: :meth:`Choice.of` starts its copy to the host and :meth:`Choice.slots` waits.
-Kernels launched in between, such as an exchange of tokens, hide the copy.
+Kernels launched in between, such as an exchange of tokens, hide the copy. Triton runs on a GPU or under
+TRITON_INTERPRET=1 (triton/slots.py), torch elsewhere.
 
 Shapes: T = tokens, E = experts of this rank, R = rows (one per token and expert of this rank), P = rows with each
 expert's padded to multiples of 128, K = most experts of a token here, H = features.
@@ -27,8 +24,6 @@ from megatron_fp8rl.kernels.types import ExpertPermutation, Packed
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where the tokens of a rank's experts are."""
-
     layout: ExpertPermutation  # of R rows; its ``sources`` are tokens
     rows_TK: Tensor  # int32, the rows of a token in the order of their experts, then -1
     probs_R: Tensor  # float32 router weights, with the gradient of ``scores_TE``
@@ -49,8 +44,7 @@ class Choice:
 
     @classmethod
     def of(cls, scores_TE: Tensor, num_rows: int | None = None) -> Choice:
-        """Count the chosen experts of at least one token, and start the copy of the counts to the host.
-
+        """Count the chosen experts (score not -1) of at least one token, and start the copy of the counts to the host.
         With ``num_rows``, the total number of rows, nothing is copied and P is an upper bound."""
         ends, counts_E = _implementation(scores_TE).count(scores_TE.detach())
         if num_rows is not None:

@@ -1,11 +1,10 @@
 """Operations of a forward pass on a CPU: accumulated in float64 and rounded once, so that trainer and engine agree.
 
-On a CPU the order of a sum depends on the shapes: decoding one token uses a different kernel than a packed microbatch.
-In float32 the sums then differ in the last bits, some round to other BF16 values, and a router may choose another
-expert. In float64 the difference is 2^-29 times as large. Results rounded once are then equal, unless a sum is that
-close to the midpoint of two BF16 values. Products of E4M3 blocks with power-of-two scales are exact.
-
-On a GPU separate kernels have a fixed order (``batch_invariant.py``); :func:`matmul` is torch's there.
+On a CPU the order of a sum depends on the shapes. In float32, decoding one token and a packed microbatch then differ in
+the last bits, and a router may choose another expert. In float64 the difference is 2^-29 times as large: results
+rounded once are equal, unless a sum is that close to the midpoint of two BF16 values. Products of E4M3 blocks with
+power-of-two scales are exact. On a GPU separate kernels have a fixed order (``batch_invariant.py``); :func:`matmul` is
+torch's there.
 
 Shapes: M, K, N = dimensions of a product; T = tokens, H = hidden size, Q = query heads, G = key and value heads, D =
 features of a query or key head, V = of a value head.

@@ -1,8 +1,7 @@
 """FP8 parameters: E4M3 data and one float32 scale per 128x128 block, without a BF16 copy.
 
-Such a parameter is a Transformer Engine ``Float8BlockwiseQTensor``. Its nominal dtype is BF16, to which it can be
-dequantized; it stores rowwise data with scales, and a transposed copy of both for dgrad. This module reads the rowwise
-copy without importing Transformer Engine, so that weights can be published without requantization.
+They are Transformer Engine ``Float8BlockwiseQTensor`` of nominal dtype BF16, with rowwise data and a transposed copy
+for dgrad. This module reads rowwise data without importing Transformer Engine, to publish it without requantization.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ class Fp8Weight(NamedTuple):
 
 
 def is_fp8(parameter: Tensor) -> bool:
-    """Whether a parameter is stored in FP8."""
     return rowwise(parameter) is not None
 
 
@@ -42,8 +40,6 @@ def has_nan(data: Tensor) -> Tensor:
 
 
 def plain(parameter: Tensor) -> Tensor:
-    """The detached parameter itself, or a dequantized BF16 copy of an FP8 parameter.
-
-    BF16 is exact for power-of-two scales; with float32 scales, values are rounded once more.
-    """
+    """The detached parameter itself, or a dequantized BF16 copy of an FP8 parameter: exact for power-of-two scales,
+    rounded once more with float32 scales."""
     return parameter.dequantize() if is_fp8(parameter) else parameter.detach()

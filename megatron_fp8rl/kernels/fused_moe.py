@@ -1,13 +1,12 @@
 """Permute, quantize, SwiGLU and unpermute around the grouped GEMMs of FP8 experts.
 
-In:  BF16 rows sorted by expert, token counts per expert on the device, outputs of grouped GEMMs.
-Out: FP8 data and scales in the layouts of DeepGEMM's Hopper kernels; each tensor is read once and written once.
-Runs on: trainer ranks, with Triton on a GPU or under TRITON_INTERPRET=1 (triton/permute.py), and torch elsewhere
-(fused_moe_torch.py, the reference that the kernels match byte for byte).
+Inputs are BF16 rows sorted by expert, token counts on the device and outputs of grouped GEMMs; results are FP8 data and
+scales in the layouts of DeepGEMM's Hopper kernels. Triton runs on a GPU or under TRITON_INTERPRET=1
+(triton/permute.py); elsewhere torch (fused_moe_torch.py), the reference that the kernels match byte for byte.
 
 Padding. The m-grouped GEMMs require each expert to start at a multiple of 128 rows, and wgrad uses one scale per 128
-tokens. ``ExpertPermutation`` therefore maps T rows to P padded rows. Padded rows are zero in all outputs of this file.
-If P is an upper bound, row blocks remain after the last expert; they are neither read nor written, and GEMMs skip them.
+tokens. ``ExpertPermutation`` maps T rows to P padded rows, which are zero in all outputs of this file. If P is an upper
+bound, row blocks remain after the last expert; they are neither read nor written, and GEMMs skip them.
 
 Quantization is ``blockwise.quantize_activation``, along rows for the rowwise copy and along the tokens of an expert for
 the columnwise copy:
@@ -15,10 +14,10 @@ the columnwise copy:
     rows     float8_e4m3fn [P, K]                    row_scales     float32 [P, K / 128], strides (1, P)
     columns  float8_e4m3fn [P / 128, K, 128]         column_scales  float32 [P / 128, K]
 
-The columnwise layout is that of cuda/grouped_wgrad.cu. Within a block of 128 rows of one expert, each feature is a line
-of 128 values. The eight 16-byte chunks of a line are swizzled to chunk ^ (feature % 8) for the tensor cores. A tile is
-thus contiguous in memory. For dense layers, DeepGEMM computes wgrad from a single matrix [K, P] with scales [K, P /
-128] of strides (1, K); set ``in_matrix`` in the layout to get this form.
+The columnwise layout is that of cuda/grouped_wgrad.cu. In a block of 128 rows of one expert, each feature is a line of
+128 values, whose eight 16-byte chunks are swizzled to chunk ^ (feature % 8) for the tensor cores. A tile is thus
+contiguous. For dense layers, DeepGEMM's wgrad needs a single matrix [K, P] with scales [K, P / 128] of strides (1, K):
+set ``in_matrix`` in the layout.
 
 Shapes: T = incoming tokens (a token counts once for each of its experts), P = rows with padding, E = experts, K =
 features of the permuted rows (a multiple of 128), F = features of each half of the gated pair ``h_P2F``: gate | up.
@@ -50,11 +49,10 @@ if TYPE_CHECKING:
 def expert_permutation(
     tokens_per_expert: Tensor, num_tokens: int, counts: Sequence[int] | None = None, in_matrix: bool = False
 ) -> ExpertPermutation:
-    """Build the layout for ``tokens_per_expert`` (int32 or int64 [E], on the device of the tokens).
+    """Build the layout for ``tokens_per_expert`` (int32 or int64 [E], on the device of the tokens); never synchronizes.
 
-    Never synchronizes with the device. ``counts`` are the same numbers on the host, if the dispatcher has copied
-    them; without them, P is an upper bound, and BF16 wgrad, which needs host counts, is unavailable. Tokens beyond
-    the sum of the counts belong to no expert.
+    ``counts`` are the same numbers on the host; without them, P is an upper bound, and BF16 wgrad is unavailable.
+    Tokens beyond the sum of the counts belong to no expert.
     """
     if tokens_per_expert.dim() != 1 or tokens_per_expert.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"tokens_per_expert must be an integer tensor [E], not {_described(tokens_per_expert)}")
@@ -131,10 +129,8 @@ def swiglu_quantize(
     columns: bool = False,
     bf16: bool = False,
 ) -> Quantized:
-    """silu(gate), rounded to BF16, times up, rounded to BF16, quantized: [P, F].
-
-    Byte-identical to the kernel between the two GEMMs of vLLM's DeepGEMM experts.
-    """
+    """silu(gate), rounded to BF16, times up, rounded to BF16, quantized: [P, F]. Byte-identical to the kernel between
+    the two GEMMs of vLLM's DeepGEMM experts."""
     _require_matrix("h_P2F", h_P2F, layout.num_rows, halves=2)
     return _implementation(h_P2F).swiglu_quantize(h_P2F, layout, _scales(fmt), rows=rows, columns=columns, bf16=bf16)
 
@@ -153,12 +149,10 @@ def swiglu_backward_quantize(
     probs: Tensor | None = None,
 ) -> SwigluGradients:
     """Compute the gradient dh of h from the gradient ``dy_PF`` of silu(gate) * up: in float32, rounded once to BF16.
-    The BF16 result may overwrite h.
 
-    The activation is recomputed here, where its inputs are read anyway, so forward need not save it.
-    ``probs`` (float32 [T]) are for experts with outputs times router weights: y = p fc2(a). Let dy be the gradient of
-    fc2(a) without p. Then dh uses p dy, the fc2 wgrad uses (p a) instead of a, and dp = sum_F(a dy), so that forward
-    need not save fc2(a).
+    The BF16 result may overwrite h. The activation is recomputed here, so forward need not save it. ``probs`` (float32
+    [T]) are for outputs times router weights, y = p fc2(a). Let dy be the gradient of fc2(a) without p. Then dh uses p
+    dy, the fc2 wgrad uses (p a) instead of a, and dp = sum_F(a dy), so forward need not save fc2(a).
     """
     _require_matrix("h_P2F", h_P2F, layout.num_rows, halves=2)
     _require_matrix("dy_PF", dy_PF, layout.num_rows)
@@ -194,7 +188,6 @@ def _scales(fmt: QuantFormat) -> Scales:
 
 
 def _implementation(tensor: Tensor):
-    """The module that implements these functions for this tensor."""
     if runs_triton(tensor):
         from megatron_fp8rl.kernels.triton import permute  # imports Triton
 

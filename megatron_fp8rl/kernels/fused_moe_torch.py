@@ -1,7 +1,6 @@
-"""Data movement of grouped experts in pure torch: reference for triton/permute.py, CPU path.
+"""Data movement of grouped experts in pure torch: reference for triton/permute.py, CPU path of fused_moe.py.
 
-Functions, inputs and outputs are those of fused_moe.py. These versions synchronize with the device to read counts and
-make several passes over memory. Row blocks after the last expert are zeros here, with scales of 1.
+Synchronizes with the device to read counts. Row blocks after the last expert are zeros here, with scales of 1.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def quantized(
 
 
 def swizzled(lines: Tensor) -> Tensor:
-    """Swizzle bytes [..., K, 128]: each 16-byte chunk moves to chunk ^ (feature % 8). Applied twice, it does
-    nothing."""
+    """Swizzle bytes [..., K, 128]: each 16-byte chunk moves to chunk ^ (feature % 8). The inverse is the same
+    function."""
     pieces = lines.contiguous().view(torch.uint8).unflatten(-1, (8, 16))
     features = torch.arange(lines.shape[-2], device=lines.device)
     piece = torch.arange(8, device=lines.device) ^ (features[:, None] % 8)

@@ -12,16 +12,13 @@
     dW += g^T x (FP8)    cuda/grouped_wgrad.cu                 g, x columnwise              FP32 [E, N, K]
     dW += g^T x (BF16)   k_grouped_bf16_gemm_tn_contiguous     g, x rowwise                 FP32 [E, N, K]
 
-vLLM's linears and experts use the same DeepGEMM forward kernels. A row's result does not depend on other rows, so the
-forward pass is bitwise equal to the engine's. FP8 partial sums are promoted to float32 every 128 terms. DeepGEMM
-compiles a kernel on the first GEMM with a new weight shape, which takes seconds, and caches it in DG_JIT_CACHE_DIR, by
-default the cache of vLLM's engines. The number of tokens is not a compile-time constant.
+vLLM's linears and experts use the same DeepGEMM forward kernels, and a row's result does not depend on other rows, so
+the forward pass is bitwise equal to the engine's. FP8 partial sums are promoted to float32 every 128 terms. DeepGEMM
+compiles a kernel on the first GEMM with a new weight shape, in seconds, and caches it in DG_JIT_CACHE_DIR, by default
+the cache of vLLM's engines. Padded rows are zero.
 
-Each expert's rows start at a multiple of 128 (``types.ExpertPermutation``); padded rows are zero and contribute
-nothing to a GEMM.
-
-Shapes: P = rows with padding (of all experts, or of one dense matrix), a multiple of 128; E = experts of this rank;
-N = output features and K = input features, multiples of 128.
+Shapes: P = rows with padding (of all experts, or of one dense matrix), a multiple of 128; E = experts of this rank; N =
+output features and K = input features, multiples of 128.
 """
 
 from __future__ import annotations
@@ -177,14 +174,14 @@ def _restored_columns(x: Fp8, layout: ExpertPermutation) -> list[Tensor]:
 
 
 def _emulated_product(x_PK: Tensor, weights_ENK: Tensor, layout: ExpertPermutation) -> Tensor:
-    """Set rows after the last expert's rows to zero."""
+    """Each expert's rows times its matrix; rows after the last expert's rows are zero."""
     parts = zip(_of_experts(x_PK, layout), weights_ENK)
     products = torch.cat([float64.matmul(rows, matrix.t()) for rows, matrix in parts])
     return torch.nn.functional.pad(products, (0, 0, 0, len(x_PK) - len(products)))
 
 
 def _of_experts(x: Tensor, layout: ExpertPermutation, rows_of_one: int = 1) -> tuple[Tensor, ...]:
-    """The part of each expert, of a tensor whose first dimension is rows, or so many of them together."""
+    """The part of each expert, of a tensor whose first dimension counts rows, or ``rows_of_one`` rows together."""
     sizes = [rows // rows_of_one for rows in layout.padded_counts.tolist()]
     return x[: sum(sizes)].split(sizes)
 

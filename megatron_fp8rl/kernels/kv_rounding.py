@@ -1,10 +1,8 @@
 """Queries, keys and values rounded to E4M3 as an engine with an FP8 KV cache reads them.
 
-In: tensors after rotary embedding and a scale per tensor. Out: the cache's E4M3 values, or the same values in the
-input's dtype, with a straight-through gradient. Runs on trainer ranks, and in engines on a CPU.
-
-vLLM divides keys and values by their scale and multiplies queries by the reciprocal of theirs; for the powers of two of
-``trainer/kv_scales.py`` both are exact, so the only rounding is that to E4M3 (to nearest, saturating at 448).
+Inputs are tensors after rotary embedding. vLLM divides keys and values by their scale and multiplies queries by the
+reciprocal of theirs; for the powers of two of ``trainer/kv_scales.py`` both are exact, so the only rounding is that to
+E4M3 (to nearest, saturating at 448).
 """
 
 from __future__ import annotations

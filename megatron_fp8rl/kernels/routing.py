@@ -1,8 +1,6 @@
 """Expert choice and router weights, the same function at both ends, for all routers of :class:`RouterConfig`.
 
-In: router logits. Out: the experts of each token and their weights. Runs on trainer ranks, and in engines on a CPU.
-
-Shapes: T = tokens, E = experts, K = experts of a token.
+Runs on trainer ranks, and in engines on a CPU. Shapes: T = tokens, E = experts, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """(router weights FP32 [T, K], experts int64 [T, K]); only the weights are differentiable.
 
-    ``bias_E`` is added to the scores only for choosing experts. ``replay`` maps the chosen experts, int64 [T, K], to
-    those that are used; their weights are computed in the same way.
+    ``bias_E`` is added to the scores only for choosing. ``replay`` maps the chosen experts, int64 [T, K], to the used
+    ones, whose weights are computed in the same way.
     """
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.sigmoid() if router.score == "sigmoid" else logits_TE.softmax(dim=-1)
@@ -48,10 +46,11 @@ def choose_experts(
 
 
 def routed_scores(logits_TE: Tensor, top_k: int, router: RouterConfig) -> Tensor:
-    """float32 [T, E]: the weights of :func:`choose_experts` where a token goes, -1 elsewhere; differentiable, with
-    gradients in the dtype of ``logits_TE``. For softmax routers without groups and without bias.
+    """float32 [T, E]: the weights of :func:`choose_experts` where a token goes, -1 elsewhere; for softmax without
+    groups and bias.
 
-    On a GPU the weights differ from those in their last bits: sums have another order.
+    Differentiable, with gradients in the dtype of ``logits_TE``. On a GPU the weights differ from those in their last
+    bits: sums have another order.
     """
     if runs_triton(logits_TE):
         from megatron_fp8rl.kernels.triton import route  # imports Triton

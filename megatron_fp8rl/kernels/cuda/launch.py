@@ -3,18 +3,16 @@
 They replace Triton and DeepGEMM kernels that leave the GPU idle:
 
     add_weight_gradients   dW[e] += g[e]^T x[e] for all experts, from columnwise FP8. DeepGEMM's kernel rewrites its
-                           tensor map for the next expert while TMA copies may still read it: if experts have 128 rows
-                           or fewer, some tiles of the result are wrong, and different ones on each run. It also waits
-                           at the end of each tile until the sums are in memory; ours continues with the next tile. The
-                           sums and their order are those that DeepGEMM intends.
+                           tensor map for the next expert while TMA copies may still read it: with 128 rows or fewer
+                           per expert, some tiles are wrong, and different ones on each run. It also waits at the end
+                           of each tile until the sums are in memory. The sums and their order are as in DeepGEMM.
     multiply_rows          y = x W^T per expert, with each row weighted and written to its token's position. Bitwise
-                           equal to DeepGEMM, which writes all rows including padding and so needs another kernel to
-                           copy them.
+                           equal to DeepGEMM, which writes all rows with padding and needs another kernel to copy them.
     swiglu_backward        fused_moe.swiglu_backward_quantize for rowwise and columnwise FP8 with power-of-two scales.
                            The Triton version does not overlap memory accesses with compute.
 
-The algorithms are documented in the ``.cu`` files. NVRTC, which PyTorch ships, compiles each file on the first call in
-less than a second. On other GPUs, and for other formats, callers use Triton or raise an error.
+The ``.cu`` files document the algorithms. NVRTC, which PyTorch ships, compiles each on the first call in less than a
+second. On other GPUs, and for other formats, callers use Triton or raise an error.
 
 Shapes: P = rows of all experts with padding, E = experts, N, K and F = features, multiples of 128.
 """
@@ -187,7 +185,6 @@ def _cluster(num_experts: int, num_rows: int, num_columns: int, num_tokens: int)
 
 @functools.cache
 def _weight_gradients(device: int, down: int, across: int) -> _Kernel:
-    """The wgrad kernel for clusters of ``down`` x ``across`` thread blocks."""
     stages = 4
     shared_bytes = 2 * 1024 + stages * 2 * BLOCK * BLOCK + (stages + 1) * 1024 + BLOCK * (4 * BLOCK + 32)
     options = [f"-DDOWN={down}", f"-DACROSS={across}", f"-DSTAGES={stages}", f"-DLONG={_LONG}"]
@@ -230,7 +227,6 @@ def _encoder() -> Callable[..., int]:
 
 
 def encoder(library: ctypes.CDLL) -> Callable[..., int]:
-    """The library's cuTensorMapEncodeTiled, with argument types set."""
     encode = library.cuTensorMapEncodeTiled
     words, pointer = ctypes.c_uint32, ctypes.c_void_p
     encode.argtypes = [pointer, words, words, pointer, *[pointer] * 4, *[words] * 4]
@@ -238,7 +234,6 @@ def encoder(library: ctypes.CDLL) -> Callable[..., int]:
 
 
 def launcher(library: ctypes.CDLL) -> Callable[..., int]:
-    """The library's cuLaunchKernel, which takes (function, six sizes, shared bytes, stream, arguments, options)."""
     launch = library.cuLaunchKernel
     launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
     return launch

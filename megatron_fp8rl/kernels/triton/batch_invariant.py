@@ -1,8 +1,7 @@
 """Bit-exact counterparts of the engine's batch-invariant norm, router GEMM and expert sum.
 
-In: BF16 rows on a GPU. Out: the bits of vLLM's own Triton kernels; norm and GEMM are those of
-``engine.batch_invariant``. They add the same terms in the same order regardless of the rest of the batch. The order is
-part of the definition:
+The bits are those of vLLM's Triton kernels; norm and GEMM are those of ``engine.batch_invariant``. They add the same
+terms in the same order regardless of the rest of the batch:
 
     norm       squares of a row in blocks of 1024 columns, each block summed by 128 threads, blocks added in sequence;
                1 / sqrt(sum / columns + eps); x times that, times the weight, in float32, rounded once
@@ -68,7 +67,6 @@ def _product(x, weight, out, num_rows, num_outputs, num_terms, TILE: tl.constexp
 
 @triton.jit
 def _weighted_sum(outputs, rows, weights, out, num_columns, TERMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (t, b) sums a block of token t's columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns

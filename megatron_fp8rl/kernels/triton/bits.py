@@ -44,7 +44,6 @@ def factor_of(amax_bits, scale_bits, POW2: tl.constexpr):
 
 @triton.jit
 def quotient(x, factor, POW2: tl.constexpr):
-    """float32 ``x`` divided by its block's scale."""
     if POW2:
         return x * factor
     return tl.div_rn(x, tl.zeros_like(x) + factor)
@@ -52,11 +51,8 @@ def quotient(x, factor, POW2: tl.constexpr):
 
 @triton.jit
 def e4m3_bytes(x, HARDWARE: tl.constexpr):
-    """Bytes (uint8) of the E4M3 values nearest to float32 ``x``, ties to even; no magnitude may round above 448.
-
-    Triton's interpreter rounds conversions to FP8 differently, so there a float32 addition rounds, as in
-    ``blockwise.round_to_grid_``.
-    """
+    """Bytes (uint8) of the E4M3 values nearest to float32 ``x``, ties to even; no magnitude may round above 448. In the
+    interpreter a float32 addition rounds, as in ``blockwise.round_to_grid_``."""
     if HARDWARE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = x.to(tl.int32, bitcast=True)
@@ -84,7 +80,6 @@ def quantized_rows(x, POW2: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def e4m3_values(byte, HARDWARE: tl.constexpr):
-    """float32 values of E4M3 bytes (uint8)."""
     if HARDWARE:
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     bits = byte.to(tl.int32)

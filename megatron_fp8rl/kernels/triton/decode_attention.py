@@ -1,14 +1,11 @@
 """Attention of one new token per sequence over a paged KV cache in E4M3, with queries in BF16.
 
-In: a query of each sequence, vLLM's cache, its page table, and scales per tensor. Out: attention in BF16. Keys and
-values are rounded only in the cache. Products are FP16, which represents every E4M3 number, and queries and
+Keys and values are rounded only in the cache. Products are FP16, which represents every E4M3 number, and queries and
 probabilities more precisely than BF16; sums are float32. FlashAttention 3 in E4M3 also rounds queries and
-probabilities.
-
-The kernel saves arithmetic per cached byte:
+probabilities. The kernel saves arithmetic per cached byte:
 
 - keys are the rows of matrix products, and the few queries of a group the 8 columns, so that no product is only
-padding;
+  padding;
 - bytes are read in pairs of features, because 16-bit matrices can be transposed on the way from shared memory. A pair
   becomes an even and an odd FP16 number in registers; even and odd features are multiplied separately.
 
@@ -141,9 +138,8 @@ def decode(
 
     ``query`` BF16 [S, Q, D] with adjacent heads; ``cache`` bytes [pages, tokens of a page, G, 2 D] of any strides, key
     before value; ``pages`` int32 [S or more, pages of a sequence]; ``lengths`` int32 [S or more], including the new
-    token, whose key and value are in the cache; scales float32 with one element.
-
-    Raises ValueError unless D is one of :data:`HEAD_DIMS` and a group has at most :data:`MAX_GROUP` query heads.
+    token, whose key and value are in the cache; scales float32 with one element. Raises ValueError unless D is one of
+    :data:`HEAD_DIMS` and a group has at most :data:`MAX_GROUP` query heads.
     """
     num_sequences, num_heads, head_dim = query.shape
     group = num_heads // cache.shape[2]

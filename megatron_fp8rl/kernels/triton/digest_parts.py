@@ -1,6 +1,6 @@
 """Digest sums of tensor parts on a GPU (``weight_sync/part_sums.py``): one launch reads every part once.
 
-Runs on trainer ranks. Imports Triton; under TRITON_INTERPRET=1 the same kernel runs on the CPU for tests.
+Imports Triton; under TRITON_INTERPRET=1 the same kernel runs on the CPU for tests.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ _COLUMNS: tl.constexpr = tl.constexpr(7)
 @triton.jit
 def _add_sums(table, of_chunk, sums, NARROW: tl.constexpr, CHUNK: tl.constexpr):
     """Table rows: address, bytes, first word, words per row of the part and of the whole, index of the sum, first
-    chunk.
-
-    A part may end within its last word, whose missing bytes are zeros.
-    """
+    chunk. Missing bytes of a part's last word are zeros."""
     chunk = tl.program_id(0).to(tl.int64)
     row = table + tl.load(of_chunk + chunk).to(tl.int64) * _COLUMNS
     address = tl.load(row)

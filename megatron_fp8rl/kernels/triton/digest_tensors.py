@@ -1,6 +1,5 @@
 """Digest sums of whole tensors on a GPU (``weight_sync/digest.py``): one launch for all, every byte read once.
 
-In:  tensors on one device. Out: for each the sum of its mixed words modulo 2^64, as digest.py defines it.
 Runs on trainer ranks and in engine workers. Import only for CUDA tensors, or under TRITON_INTERPRET=1.
 """
 
@@ -72,19 +71,16 @@ def _add_chunks(
 
 
 def sums(tensors: Sequence[Tensor], *, widen: bool = False) -> list[int]:
-    """Sum of mixed words of each tensor, signed 64-bit. All tensors are on one device, of any dtype and layout.
-
-    With ``widen``, a float32 value is a word by itself: the sum of ``digest.widened(tensor)``.
-    """
+    """Sum of mixed words of each tensor modulo 2^64, signed, as digest.py defines it; tensors of any dtype and layout
+    on one device. With ``widen``, a float32 value is a word by itself: the sum of ``digest.widened(tensor)``."""
     return prepare(tensors, widen=widen)().tolist() if tensors else []
 
 
 def prepare(tensors: Sequence[Tensor], *, widen: bool = False) -> Callable[[], Tensor]:
-    """:func:`sums` as a function for repeated calls as the content of the memory changes: int64 [len(tensors)].
+    """:func:`sums` as a function for repeated calls as the memory changes: int64 [len(tensors)] on their device.
 
-    Everything that depends only on addresses and shapes is computed once: for hundreds of tensors it takes the host
-    longer than the GPU takes to read them. The result is on the device of the tensors, and overwritten by the next
-    call.
+    The next call overwrites the result. Work that depends only on addresses and shapes is done once: for hundreds of
+    tensors it takes the host longer than the GPU takes to read them.
     """
     # A view may begin anywhere and its rows may be strided; words are read in order and aligned.
     narrow = [widen and t.dtype == torch.float32 for t in tensors]

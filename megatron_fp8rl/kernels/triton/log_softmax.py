@@ -1,8 +1,7 @@
 """Log-softmax of a chunk of BF16 logits on a GPU, and its gradient.
 
-Each logit is read once for the sums; for the gradient it is read once more and written once. torch would make FP32
-copies of all logits and read and write them a dozen times. The sum of exponentials is the order-independent one of
-``kernels/exact_logprobs.py``; everything else except input and output is FP32.
+Each logit is read once for the sums, and read and written once for the gradient. The sum of exponentials is the
+order-independent one of ``kernels/exact_logprobs.py``; everything else except input and output is FP32.
 
 Shapes: n = tokens of the chunk, V = vocabulary rows of this rank.
 """
@@ -94,10 +93,10 @@ def _gradient(
 def sums(
     logits_nV: Tensor, max_n: Tensor, targets_n: Tensor, first_token: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """(int64 [n], float32 [2, n]) of z = logits / temperature: the sum of exp(z - max) in units of 1 / UNIT; then
-    sum exp(z - max) * (z - max), and z[target] - max, which is 0 if the target is not in this shard.
+    """(int64 [n], float32 [2, n]) of z = logits / temperature, for BF16 or float32 logits with adjacent columns.
 
-    Logits are BF16 or float32 with adjacent columns, ``max_n`` float32.
+    The sum of exp(z - max) in units of 1 / UNIT; then sum exp(z - max) * (z - max), and z[target] - max, which is 0 if
+    the target is not in this shard. ``max_n`` is float32.
     """
     num, num_columns = logits_nV.shape
     exp_sums = torch.empty(num, dtype=torch.int64, device=logits_nV.device)

@@ -18,7 +18,6 @@ _ROWS = 16  # of a program
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _pack(x, out, num_rows, num_columns, width, ROWS: tl.constexpr, HARDWARE: tl.constexpr):
-    """Program (i, j) quantizes 128 features of some rows."""
     blocks = num_columns // SIDE
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(0) % blocks

@@ -1,9 +1,8 @@
 """The data movement of grouped experts in Triton: fused_moe_torch.py with memory read once and written once.
 
-Functions, inputs and outputs are those of fused_moe.py. SwiGLU's backward is a CUDA kernel (cuda/launch.py) for FP8
-with power-of-two scales, rowwise and columnwise. A program processes one tile of triton/tiles.py: 128 features of one
-expert's 128 rows, or of fewer rows without a columnwise copy. Programs of row blocks after the last expert write
-nothing. Grids use only the first axis, because the others allow at most 65,535 programs.
+SwiGLU's backward is a CUDA kernel (cuda/launch.py) for FP8 with power-of-two scales, rowwise and columnwise. A program
+processes a tile of triton/tiles.py: 128 features of one expert's 128 rows, or of fewer rows without a columnwise copy.
+Grids use only the first axis, because the others allow at most 65,535 programs.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class _Launch(NamedTuple):
     gathered: int = 1  # tiles side by side, if rows are gathered
 
     def options(self, columns: bool) -> dict[str, int | None]:
-        """Arguments of a launch; columns are quantized in tiles of 128 rows."""
         assert not columns or 4 * self.quads == BLOCK
         return {"Q": self.quads, "num_warps": self.num_warps, "maxnreg": self.maxnreg}
 
@@ -243,7 +241,6 @@ def _unpermute(
 
 
 def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) -> tuple[Tensor, ...]:
-    """(offsets, padded_counts, experts, rows, positions) of a ``ExpertPermutation``, in one launch."""
     num_experts = len(tokens_per_expert)
     sizes = (num_experts + 1, num_experts, num_rows, num_rows, num_tokens)
     tensors = tuple(torch.empty(size, dtype=torch.int32, device=tokens_per_expert.device) for size in sizes)
@@ -258,7 +255,6 @@ def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) ->
 def _outputs(
     layout: ExpertPermutation, num_columns: int, device: torch.device, rows: bool, columns: bool, bf16: bool
 ) -> Quantized:
-    """Allocate the requested outputs: rowwise, columnwise, BF16."""
     num_rows, num_blocks = layout.num_rows, layout.num_rows // BLOCK
     data = scales = None
 

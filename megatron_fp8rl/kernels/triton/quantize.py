@@ -1,13 +1,11 @@
 """Blockwise FP8 quantization of weights on a GPU: memory is read once and written once.
 
-In:  BF16 or FP32 matrices, any number of them, in any storage; rows may be strided.
-Out: for each the E4M3 bytes and the float32 scales of ``blockwise.quantize_weight``, bit for bit, in tensors of the
-     caller: a bucket, or the memory that an engine's kernels read.
-Runs on trainer ranks. Import only for CUDA tensors, or under TRITON_INTERPRET=1, where the same kernel runs on the CPU
-for tests.
+Bytes and float32 scales equal ``blockwise.quantize_weight``, for any number of BF16 or FP32 matrices whose rows may be
+strided. They are written to the caller's tensors: a bucket, or the memory that an engine's kernels read. Import only
+for CUDA tensors, or under TRITON_INTERPRET=1, where the same kernel runs on the CPU for tests.
 
 One program quantizes one block. All matrices of a call are one launch, through a table of their addresses, so the
-hundreds of expert matrices of a layer cost as much as one matrix of their total size. Stacked matrices need no table.
+hundreds of expert matrices of a layer cost as much as one matrix of their total size.
 """
 
 from __future__ import annotations
@@ -86,10 +84,8 @@ def quantize_weight_into(weight_NK: Tensor, data_out: Tensor, scale_out: Tensor,
 def quantize_weights_into(
     weights: Sequence[Tensor], data_outs: Sequence[Tensor], scale_outs: Sequence[Tensor], scales: Scales
 ) -> None:
-    """:func:`quantize_weight_into` of many matrices on one device, in one launch per dtype.
-
-    Shapes may differ. Raises ValueError that names the list position of a matrix that cannot be quantized.
-    """
+    """:func:`quantize_weight_into` of many matrices on one device, in one launch per dtype. Raises ValueError with the
+    list position of a matrix that cannot be quantized."""
     prepare_weights_into(weights, data_outs, scale_outs, scales)()
 
 
@@ -98,8 +94,8 @@ def prepare_weights_into(
 ) -> Callable[[], None]:
     """:func:`quantize_weights_into` as a function for repeated calls as the content of the memory changes.
 
-    Everything that depends only on addresses and shapes is computed once: for hundreds of matrices it takes the host
-    longer than the GPU takes to quantize them. A matrix with strided columns is copied here, and only here.
+    Work that depends only on addresses and shapes is done once: for hundreds of matrices it takes the host longer than
+    the GPU takes to quantize them. A matrix with strided columns is copied here, and only here.
     """
     by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for index, (weight, data, scale) in enumerate(zip(weights, data_outs, scale_outs, strict=True)):
@@ -184,9 +180,7 @@ def _byte_row(place):
 
 @triton.jit
 def _transpose_tiles(data, turned, num_rows, num_columns):
-    """Program (c, r, e) transposes one tile of [128, 128] bytes of matrix e, as words of four rows; ``turned`` has
-    words.
-    """
+    """Program (c, r, e) transposes a tile of [128, 128] bytes of matrix e; ``turned`` has words of four rows."""
     base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
     quad = tl.program_id(1) * (SIDE // 4) + tl.arange(0, SIDE // 4)
     column = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
@@ -197,10 +191,8 @@ def _transpose_tiles(data, turned, num_rows, num_columns):
 
 
 def transposed(data_ENK: Tensor) -> Tensor:
-    """float8 [E, N, K], contiguous, N and K multiples of 128 -> contiguous [E, K, N] with the same bytes.
-
-    Blocks of 128x128 stay blocks: with transposed scales these are the bytes of the quantized transposed matrices.
-    """
+    """float8 [E, N, K], contiguous, N and K multiples of 128 -> contiguous [E, K, N] with the same bytes. With
+    transposed scales these are the bytes of the quantized transposed matrices."""
     num_matrices, num_rows, num_columns = data_ENK.shape
     out = torch.empty(num_matrices, num_columns, num_rows, dtype=data_ENK.dtype, device=data_ENK.device)
     with torch.cuda.device_of(data_ENK):
@@ -227,7 +219,6 @@ def _quantize_weights(weights, data, scales, num_rows, num_columns, POW2: tl.con
 
 
 def can_quantize(weights_ENK: Tensor) -> bool:
-    """Whether :func:`quantize_weights` accepts them: contiguous BF16 matrices of whole blocks."""
     is_whole = not any(size % BLOCK for size in weights_ENK.shape[1:])
     return weights_ENK.dtype == torch.bfloat16 and weights_ENK.is_contiguous() and is_whole
 

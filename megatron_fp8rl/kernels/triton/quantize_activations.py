@@ -1,11 +1,9 @@
 """RMSNorm or SwiGLU with blockwise quantization of the result, in one launch: for engines on a GPU.
 
-In:  BF16 rows, from an operation that the engine's compiler has fused. Out: E4M3 bytes and float32 scales of
-``blockwise.quantize_activation``, of either kind, in the caller's tensors. Results
-     are rounded to BF16 before quantization, as by separate kernels, so that engine and trainer quantize equal numbers.
-
-vLLM's fused kernels ignore power-of-two scales (vllm-project/vllm#51477), and keep float32 between norm and
-quantization. Import only for CUDA tensors, or under TRITON_INTERPRET=1.
+Outputs equal ``blockwise.quantize_activation``. Results are rounded to BF16 before quantization, as by separate
+kernels, so that engine and trainer quantize equal numbers. vLLM's fused kernels ignore power-of-two scales
+(vllm-project/vllm#51477), and keep float32 between norm and quantization. Import only for CUDA tensors, or under
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -71,10 +69,9 @@ def norm_quantize(
     x_TH: Tensor, weight_H: Tensor, eps: float, data_TH: Tensor, scales_TB: Tensor, scales: Scales,
     residual_TH: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Quantize the RMSNorm of BF16 x [T, H] into E4M3 ``data_TH`` and float32 ``scales_TB`` [T, ceil(H / 128)].
-
-    With ``residual_TH``, it becomes residual + x, of which the norm is computed. ``scales_TB`` may have any strides and
-    rows of x any distance; other tensors are contiguous."""
+    """Quantize the RMSNorm of BF16 x [T, H] into E4M3 ``data_TH`` and float32 ``scales_TB`` [T, ceil(H / 128)]. With
+    ``residual_TH``, it becomes residual + x, which is normalized. ``scales_TB`` may have any strides and rows of x any
+    distance; other tensors are contiguous."""
     num_rows, num_columns = x_TH.shape
     contiguous = [data_TH, weight_H] + ([] if residual_TH is None else [residual_TH])
     _require(x_TH, scales_TB, contiguous, num_columns)
@@ -91,10 +88,10 @@ def norm_quantize(
 
 
 def swiglu_quantize(h_T2F: Tensor, data_TF: Tensor, scales_TB: Tensor, scales: Scales) -> None:
-    """Quantize silu(gate) * up of BF16 h [T, 2 F] into E4M3 ``data_TF`` and float32 ``scales_TB`` [T, F / 128].
+    """Quantize silu(gate) * up, both rounded to BF16, of BF16 h [T, 2 F] into E4M3 ``data_TF``, contiguous like h.
 
-    silu and product are rounded to BF16. ``scales_TB`` may have any strides; F is a multiple of 128; h and data are
-    contiguous."""
+    ``scales_TB``, float32 [T, F / 128], may have any strides; F is a multiple of 128.
+    """
     num_rows, width = data_TF.shape
     _require(h_T2F, scales_TB, [h_T2F, data_TF], width)
     if width % BLOCK or h_T2F.shape != (num_rows, 2 * width):
@@ -111,7 +108,6 @@ def swiglu_quantize(h_T2F: Tensor, data_TF: Tensor, scales_TB: Tensor, scales: S
 
 
 def _require(x: Tensor, scales_TB: Tensor, contiguous: list[Tensor], num_columns: int) -> None:
-    """Raise ValueError for tensors whose layout the kernels do not support."""
     expected = (x.shape[0], -(-num_columns // BLOCK))
     if x.dtype != torch.bfloat16 or x.dim() != 2 or x.stride(1) != 1:
         raise ValueError(f"BF16 rows are needed, not {x.dtype} {list(x.shape)} of strides {x.stride()}")

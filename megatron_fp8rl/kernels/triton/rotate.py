@@ -1,10 +1,8 @@
 """Rotary embedding on a GPU: reads queries and keys once and writes them once, forward and backward.
 
 The bits are torch's: products and sums are rounded to float32 one by one, and the result is rounded once. Backward
-rotates by -angle and swaps the half-split and interleaved layouts.
-
-:func:`split_heads` also splits the output of a fused projection into queries, keys and values, and computes the RMSNorm
-of query and key heads, if whole heads are rotated. It needs one launch per direction instead of about fifteen.
+rotates by -angle and swaps the half-split and interleaved layouts. :func:`split_heads` also splits a fused projection
+and computes the RMSNorm of query and key heads, if whole heads are rotated, in one launch instead of about fifteen.
 
 Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated features, r = R / 2. A projection has G groups
 of Q query heads, a key head and a value head: W = G (Q + 2) D.
@@ -154,9 +152,8 @@ def _split_heads(
     QUERIES: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, BACKWARD: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, g) processes the heads of group g of some tokens.
-
-    Backward reads gradients from ``query``, ``key`` and ``value``; each program writes a row [2, D] of ``dweights``."""
+    """Program (b, g) processes the heads of group g of some tokens. Backward reads gradients from ``query``, ``key``
+    and ``value``; each program writes a row [2, D] of ``dweights``."""
     WIDTH: tl.constexpr = 2 * HALF
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     group = tl.program_id(1)
@@ -224,8 +221,8 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [T, G Q, D], rotated keys [T, G, D] and values [T, G, D], BF16 and contiguous, of BF16 [T, W].
 
-    ``norms``: BF16 weights [D] of the RMSNorm of query heads and of key heads; their gradients are summed in float32.
-    Rotated pairs are halves of a head; ``cos_T1r`` and ``sin_T1r`` are float32, and r is half of D, a power of two.
+    ``norms``: BF16 weights [D] of the RMSNorm of query and key heads; their gradients are summed in float32. Rotated
+    pairs are halves of a head; ``cos_T1r`` and ``sin_T1r`` are float32, and r is half of D, a power of two.
     """
     return _SplitHeads.apply(mixed_TW.contiguous(), *(norms or (None, None)), num_groups, eps, cos_T1r, sin_T1r)
 

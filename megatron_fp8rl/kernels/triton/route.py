@@ -1,9 +1,7 @@
 """Softmax routers in Triton: :func:`megatron_fp8rl.kernels.routing.routed_scores` and its gradient, one launch each.
 
-A program has some tokens and all experts. Experts are chosen by descending softmax numerator, ties by the lower index,
-as in the engine's kernel; the weights are computed in float32.
-
-Shapes: T = tokens, E = experts.
+A program has some tokens and all E experts. Experts are chosen by descending softmax numerator, ties by the lower
+index, as in the engine's kernel; the weights are computed in float32.
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ def _route_backward(
 
 
 def routed_scores(logits_TE: Tensor, top_k: int, normalize: bool, factor: float) -> Tensor:
-    """See ``kernels/routing.py``."""
     return _Routed.apply(logits_TE.contiguous(), top_k, normalize, factor)
 
 

@@ -1,7 +1,6 @@
 """The tokens of a rank's experts and the sums of their outputs in Triton: :mod:`megatron_fp8rl.kernels.expert_slots`.
 
-Functions, inputs and outputs are those of its class ``_Torch``. Each tensor is read once and written once; a sum adds
-the rows of a token in the order of their experts.
+Functions are those of its class ``_Torch``. A sum adds the rows of a token in the order of their experts.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ def _tile(scores, ends, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _count(scores, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
-    """The tokens of a tile that go to each expert."""
     token, expert, inside = tokens_and_experts(num_tokens, NUM_EXPERTS, EXPERTS, TOKENS)
     taken = inside & (tl.load(scores + token * NUM_EXPERTS + expert, mask=inside, other=-1.0) >= 0)
     one = tl.arange(0, EXPERTS)
@@ -101,7 +99,6 @@ def _sum_rows(
 
 
 def sizes(scores_TE: Tensor, tokens: int = _TOKENS) -> dict[str, int]:
-    """The constants of :func:`tokens_and_experts`, for programs of so many tokens."""
     num_experts = scores_TE.shape[1]
     return {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts), "TOKENS": tokens}
 

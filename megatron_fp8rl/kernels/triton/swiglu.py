@@ -1,8 +1,7 @@
-"""SwiGLU and router weighting between and after the expert linears, each in one pass on a GPU.
+"""SwiGLU and router weighting between and after the expert linears, each in one pass on a GPU, in BF16.
 
-In: BF16 outputs of the linears. Out: BF16. Forward is bitwise equal to torch's ``silu(gate) * up`` and
-``(y * p).to(y.dtype)``: exp is the CUDA math library's, and division is exact. Backward rounds once and needs only the
-inputs. The order of sums is fixed.
+Forward is bitwise equal to torch's ``silu(gate) * up`` and ``(y * p).to(y.dtype)``: exp is the CUDA math library's, and
+division is exact. Backward rounds once and needs only the inputs. The order of sums is fixed.
 
 Shapes: T = tokens sorted by expert, F = features between the two linears, H = hidden size.
 """
@@ -49,7 +48,6 @@ def _swiglu(h, out, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _swiglu_backward(dy, h, out, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr):
-    """``out``: the gradient of h."""
     row, column = _tile(width, ROWS, COLUMNS)
     row, column = row[:, None], column[None, :]
     inside = (row < num_rows) & (column < width)

@@ -3,9 +3,9 @@
 A tile of 4 Q rows is two matrices ``x`` and ``y`` of 32-bit words [Q, 128]. Word i of a feature contains BF16 values of
 two rows, the first in its lower half: rows 4 i and 4 i + 1 in x, rows 4 i + 2 and 4 i + 3 in y. One thread thus makes
 four adjacent bytes of columnwise data, a tile is transposed in words, and amax is computed for two rows at a time. A
-columnwise block has 128 rows, Q = 32; without columnwise data any Q works. SwiGLU and its gradient use such words, too.
+columnwise block has 128 rows, Q = 32; without columnwise data any Q works.
 
-HARDWARE means that a GPU runs this. PTX instructions compute what Triton cannot express; Triton's interpreter, which
+HARDWARE means that a GPU runs this: PTX instructions compute what Triton cannot express. Triton's interpreter, which
 rounds conversions differently, computes the same values from integers.
 """
 
@@ -175,7 +175,7 @@ def _bytes_of_four(a, b, c, d, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _store_row(x, amax_bits, place, POW2: tl.constexpr, HARDWARE: tl.constexpr):
-    """Quantize each row of float32 ``x`` [Q, 128]; return the bits of the row scales."""
+    """Quantize and store each row of float32 ``x`` [Q, 128]; return the bits of the row scales."""
     scale_bits = bits_of_scale(amax_bits, POW2)
     factor = factor_of(amax_bits, scale_bits, POW2)
     tl.store(place, e4m3_bytes(quotient(x, factor[:, None], POW2), HARDWARE))
@@ -187,9 +187,7 @@ def store_rows(
     x, y, row, column, num_rows, num_columns, data, scales, Q: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
 ):
     """Write a tile quantized rowwise: bytes [num_rows, num_columns], and bits of scales [num_columns / 128, num_rows].
-
-    row: the tile's first, int64; column: its first feature.
-    """
+    row: the tile's first, int64; column: its first feature."""
     place = data + (row + tl.arange(0, Q) * 4)[:, None] * num_columns + column + tl.arange(0, SIDE)[None, :]
     m = _largest(x & _MAGNITUDES, 1, HARDWARE)
     n = _largest(y & _MAGNITUDES, 1, HARDWARE)
@@ -218,8 +216,8 @@ def store_columns(
     """Write 128 rows quantized columnwise: bytes [num_rows / 128, num_columns, 128], as words, and the scales of their
     lines.
 
-    row: the tile's first, int64. A tile writes one contiguous piece of memory; with IN_MATRIX, into a matrix
-    [num_columns, num_rows].
+    row: the tile's first, int64. A tile writes one contiguous piece; with IN_MATRIX, into a matrix [num_columns,
+    num_rows].
     """
     feature = column + tl.arange(0, SIDE)
     m = _largest(_larger(x & _MAGNITUDES, y & _MAGNITUDES, HARDWARE), 0, HARDWARE)
