@@ -56,8 +56,7 @@ def quantized(
 
 
 def swizzled(lines: Tensor) -> Tensor:
-    """Swizzle bytes [..., K, 128]: each 16-byte chunk moves to chunk ^ (feature % 8). The inverse is the same
-    function."""
+    """Swizzle bytes [..., K, 128]: each 16-byte chunk moves to chunk ^ (feature % 8). This function is its inverse."""
     pieces = lines.contiguous().view(torch.uint8).unflatten(-1, (8, 16))
     features = torch.arange(lines.shape[-2], device=lines.device)
     piece = torch.arange(8, device=lines.device) ^ (features[:, None] % 8)

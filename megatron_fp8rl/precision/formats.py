@@ -7,8 +7,8 @@ A format describes a matrix [N, K] whose values share scales in blocks:
     tensorwise
     bf16, fp32   no scales
 
-Planning, packing, loading, checkpoints and memory estimates read these facts here. A new format needs an entry below, a
-quantizer in ``quantizers.py``, rows in the kernel table, and a recipe of the trainer.
+A new format needs an entry below, a quantizer in ``quantizers.py``, rows in the kernel table, and a recipe of the
+trainer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class QuantFormat:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether values have scales."""
         return self.scale_dtype is not None
 
     @property
@@ -93,11 +92,9 @@ class QuantFormat:
         return tuple(-(-n // size) for n, size in zip(shape, self.weight_block, strict=True))
 
     def scale_name(self, name: str) -> str:
-        """Name of the scales of the weight ``name``."""
         return f"{name}{SCALE_SUFFIX}"
 
     def wire_tensors(self, name: str, shape: tuple[int, ...]) -> Iterator[WireTensor]:
-        """The wire tensors of a weight: its values, then its scales if any."""
         yield WireTensor(name, self.element, shape)
         if self.scale_dtype is not None:
             yield WireTensor(self.scale_name(name), self.scale_dtype, self.scale_shape(shape))
@@ -107,14 +104,8 @@ class QuantFormat:
         return sum(tensor.num_bytes for tensor in self.wire_tensors("", shape))
 
     def hf_quantization_config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """The ``quantization_config`` of config.json.
-
-        Args:
-            ignored: names of the modules that stay BF16.
-
-        Raises:
-            ValueError: checkpoints do not support this format.
-        """
+        """The ``quantization_config`` of config.json, with ``ignored``, the names of the modules that stay BF16. Raises
+        ValueError if checkpoints do not support this format."""
         if not self.hf:
             raise ValueError(f"format {self.name}: no quantization_config describes it; choose a blockwise format")
         return {**self.hf, "modules_to_not_convert": list(ignored)}
@@ -150,7 +141,6 @@ UNQUANTIZED = {f.element: f for f in (BF16, FP32)}
 
 
 def blockwise_format(scales: Scales) -> QuantFormat:
-    """The blockwise format with these scales."""
     return FORMATS[f"blockwise_{scales}"]
 
 

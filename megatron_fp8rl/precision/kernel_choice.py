@@ -2,15 +2,12 @@
 
 :data:`TABLE` has a row for each role: the field that selects its kernel, the available kernels and the meaning of
 ``auto``. A kernel's ``supports(cfg, hardware)`` returns None or the reason for a refusal. :func:`choose` evaluates the
-table for one configuration and one kind of hardware; nothing else decides.
+table; nothing else decides.
 
-The roles ``linears`` and ``experts`` of ``precision.kernels`` select Transformer Engine or DeepGEMM. The choice is a
-function of the configuration: it is made once, from the shapes of a full microbatch (``matmul_shapes.py``), and
-applies to the whole run.
-
-The choice must not depend on the batch, because Transformer Engine and DeepGEMM sum products in different orders. Old
-log-probabilities and the first update use microbatches of different sizes; their ratio must be 1 before the first
-update. All ranks and resumed runs make the same choice.
+The roles ``linears`` and ``experts`` of ``precision.kernels`` select Transformer Engine or DeepGEMM once for the whole
+run, from the shapes of a full microbatch (``matmul_shapes.py``). The choice must not depend on the batch, because the
+two sum products in different orders: old log-probabilities and the first update use microbatches of different sizes,
+and their ratio must be 1. All ranks and resumed runs make the same choice.
 
 ``auto`` optimizes speed, not bitwise equality. The forward pass of ``deep_gemm`` equals vLLM's DeepGEMM kernels.
 """
@@ -36,8 +33,6 @@ Auto = Callable[[RunConfig, Hardware], tuple[str, str]]  # the meaning of "auto"
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of a role."""
-
     text: str  # a description for tables and records
     supports: Supports = support.always
     text_on_cpu: str = ""  # if a CPU computes the same in another way
@@ -59,7 +54,6 @@ class Role:
         return name if name in self.kernels else None
 
     def kernel(self, cfg: RunConfig, hardware: Hardware) -> str:
-        """The kernel that the configuration or ``auto`` selects."""
         return self.named(cfg, hardware) or self.auto(cfg, hardware)[0]
 
 
@@ -173,8 +167,6 @@ def _engine_attention(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 
 class _EngineRole(Role):
-    """A role of the engines, whose fields select GPU kernels."""
-
     def named(self, cfg: RunConfig, hardware: Hardware) -> str | None:
         return super().named(cfg, hardware) if hardware.is_gpu else None
 
@@ -317,8 +309,6 @@ class EngineKernels:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelChoice:
-    """The kernel of every role at both ends. Made by :func:`choose`."""
-
     hardware: Hardware
     trainer: TrainerKernels
     engine: EngineKernels
@@ -344,14 +334,12 @@ class KernelChoice:
         return kernel.text if self.hardware.is_gpu else kernel.text_on_cpu or kernel.text
 
     def record(self) -> dict[str, str]:
-        """The kernels of a training step, for the record of a run."""
         keys = ("trainer.linears", "trainer.experts", "trainer.norms", "trainer.attention")
         return {f"trainer kernel, {TABLE[key].words}": self.text(key) for key in keys}
 
     def disagreements(self, in_use: Mapping[str, Sequence[str]]) -> list[str]:
-        """One sentence per role whose engine kernel differs from the chosen one.
-
-        ``in_use``: names of vLLM classes by role (``rollout/vllm_plugin/kernels_in_use.py``)."""
+        """One sentence per role whose engine kernel differs from the chosen one. ``in_use``: names of vLLM classes by
+        role (``rollout/vllm_plugin/kernels_in_use.py``)."""
         messages = []
         for name, classes in in_use.items():
             key = f"engine.{name}"
@@ -377,7 +365,7 @@ def refusals(cfg: RunConfig, hardware: Hardware, end: End | None = None) -> list
     """Reasons why selected kernels do not support the configuration, at one ``end`` or both; empty if they do.
 
     Kernels that ``auto`` selects are always supported, except that of ``trainer``, the fallback of other roles.
-    Accepts any configuration, even if its parallel degrees do not divide its model.
+    Parallel degrees need not divide the model.
     """
     return list(dict.fromkeys(_refusals(cfg, hardware, end)))  # two roles may share a reason
 

@@ -1,7 +1,7 @@
 """The limits of each kernel: functions ``supports(cfg, hardware)`` for the table of ``kernel_choice.py``. Pure.
 
-A function returns None, or a violation: the field that must change, its value, the problem and the remedy. Installed
-packages matter only on GPUs: a CPU computes everything in torch.
+A function returns None, or a violation: the field to change, its value, the problem and the remedy. Installed packages
+matter only on GPUs: a CPU computes everything in torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def always(cfg: RunConfig, hardware: Hardware) -> None:
 
 
 def formats(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """Number formats of trainer and engine, for any kernel."""
     precision, ends = cfg.precision, (cfg.precision.trainer, cfg.precision.rollout)
     if "blockwise" in ends and precision.scales == "fp32" and hardware.generation == "blackwell":
         problem = (
@@ -68,7 +67,6 @@ def te(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """FP8 parameters (``trainer/optimizer/fp8_params.py``)."""
     precision, keep = cfg.precision, "Choose --precision.params bf16"
     otherwise = "or --precision.params bf16"
     if hardware.generation != "hopper":
@@ -106,7 +104,6 @@ def deep_gemm_linears(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """Experts, in blockwise FP8 or in BF16."""
     if wrong := _deep_gemm(cfg, hardware, "experts", "DeepGEMM's grouped kernels", ("bf16", "blockwise")):
         return wrong
     if cfg.precision.trainer == "blockwise" and cfg.precision.gradients != "e4m3":
@@ -130,7 +127,6 @@ def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 def _deep_gemm(
     cfg: RunConfig, hardware: Hardware, name: str, kernels: str, recipes: tuple[str, ...]
 ) -> Violation | None:
-    """Requirements common to both kinds of DeepGEMM kernels."""
     path, precision = f"precision.kernels.{name}", cfg.precision
     if hardware.generation not in ("cpu", "hopper"):
         problem = f"{kernels} need Hopper; this machine is {hardware.generation!r}"
@@ -273,9 +269,8 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def _exact_sums(cfg: RunConfig) -> Violation | None:
-    """Refuse layouts with different partial sums. Each engine rank rounds its partial sum before the sums are added.
-
-    With two ranks the order does not matter. The trainer must then divide the same products and group experts alike."""
+    """Refuse layouts with different partial sums, which each engine rank rounds before they are added. With two ranks
+    the order does not matter; the trainer must then divide the same products and group experts alike."""
     model, engine = cfg.model, cfg.engine
     divided = "engine.tensor" if engine.tensor > 1 else "engine.data"
     if engine.ranks > 2:

@@ -1,14 +1,13 @@
-"""The format of each weight, in the trainer and in the engine.
+"""The format of each weight, by its Hugging Face name, in the trainer and in the engine.
 
 Only :class:`LayerTable` decides which weights are FP8. The trainer's linears, the weight exporter, the engine's
-quantization config and the digests read it. A weight is identified by its Hugging Face checkpoint name.
+quantization config and the digests read it.
 
 FP8:  the attention projections q, k, v, o (with latent attention q_a, q_b, kv_a, kv_b, o) and the MLP projections
       gate, up, down of dense layers, of every expert and of shared experts, in all layers except the BF16 edge
       layers. The FP8 checkpoints of DeepSeek-V3 and Qwen3 quantize the same weights.
 BF16: embedding, output head, norms, biases, router, weights of multi-token prediction outside its decoder layer, and
-all
-      matrices of the edge layers (``PrecisionConfig.bf16_first_layers``, ``bf16_last_layers``).
+      all matrices of the edge layers (``PrecisionConfig.bf16_first_layers``, ``bf16_last_layers``).
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ _MATRIX = re.compile(rf"model\.layers\.(\d+)\.(?:{_ATTENTION}|{_FEED_FORWARD}|{_
 
 @dataclass(frozen=True)
 class LayerTable:
-    """The format of each Hugging Face weight in the trainer and in the engine."""
-
     num_layers: int
     first_fp8_layer: int
     end_fp8_layer: int  # exclusive
@@ -46,10 +43,8 @@ class LayerTable:
         )
 
     def is_quantizable(self, hf_name: str) -> bool:
-        """Whether a weight (or module) name is a matrix that FP8 recipes quantize; not in edge layers.
-
-        Layers after the last one are for multi-token prediction and not edge layers.
-        """
+        """Whether a weight (or module) name is a matrix that FP8 recipes quantize; not in edge layers. Layers after the
+        last one are for multi-token prediction and not edge layers."""
         match = _MATRIX.fullmatch(hf_name)
         if match is None:
             return False

@@ -1,8 +1,5 @@
-"""The GEMM shapes of one trainer rank in a full microbatch: of its experts and of its other linears.
-
-Benchmarks measure these shapes, and ``auto`` chooses kernels by them. In: a RunConfig whose degrees divide its model.
-Pure; no torch.
-"""
+"""The GEMM shapes of a trainer rank in a full microbatch, which benchmarks measure and by which ``auto`` chooses
+kernels."""
 
 from __future__ import annotations
 
@@ -146,5 +143,4 @@ def _shape(model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig, nam
 
 
 def _tokens_per_rank(parallel: ParallelConfig, optim: OptimConfig) -> int:
-    """Tokens of a microbatch that belong to one rank."""
     return math.ceil(optim.max_tokens_per_microbatch / (parallel.tensor * parallel.context))

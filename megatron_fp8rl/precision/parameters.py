@@ -1,7 +1,6 @@
-"""Parameter counts of a model.
+"""Exact parameter counts of a model, summed over the name tables of ``names/``. Pure; no torch.
 
-Exact counts, summed over the name tables of ``names/`` that the trainer, the exporter and the checkpoint tools use.
-Experts are counted once and multiplied, so a model of 60,000 tensors takes a few milliseconds. Pure; no torch.
+Experts are counted once and multiplied, so a model of 60,000 tensors takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class Entry:
 
 @functools.lru_cache(maxsize=4)
 def entries(model: ModelConfig) -> tuple[Entry, ...]:
-    """Every weight of ``model``; the experts of a layer share one entry."""
     family = FAMILIES[model.family]
     rows = family.rows(model)
     result = [Entry(fill(row, model, layer=-1, expert=-1), -1) for row in rows if "{layer}" not in row.mcore]
@@ -59,8 +57,6 @@ def _of_layer(rows: Iterable[Row], model: ModelConfig, layer: int) -> Iterator[E
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """Parameter counts as in model cards."""
-
     total: int
     active: int  # used by one token: everything but the experts it is not routed to, including embedding and head
     embedding: int  # embedding and output head

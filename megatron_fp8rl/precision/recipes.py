@@ -1,7 +1,6 @@
 """FP8 training on machines without FP8 tensor cores: the arithmetic of Transformer Engine's recipes in plain torch.
 
 It is also the reference for ``trainer/model/linear_te.py``, which runs these recipes on Transformer Engine's kernels.
-
 :func:`quantized_linear` is y = x W^T for one matrix or for one matrix per expert. It quantizes the two operands of each
 of its three GEMMs and multiplies the quantized values, accumulated in float64 on a CPU:
 
@@ -10,9 +9,8 @@ of its three GEMMs and multiplies the quantized values, accumulated in float64 o
     dx = g W            output features  g, W                g 1x128, W 128x128
     dW = g^T x          tokens           g, x                128x1 of both, counted from an expert's first token
 
-The recipe defines the quantization: ``Blockwise`` is TE's ``Float8BlockScaling``, ``Tensorwise`` its
-``Float8CurrentScaling``, ``Delayed`` its ``DelayedScaling``. Backward quantizes x and W again instead of keeping the
-values of the forward pass: quantization is a pure function of them and cheap compared with the GEMM.
+``Blockwise`` is TE's ``Float8BlockScaling``, ``Tensorwise`` its ``Float8CurrentScaling``, ``Delayed`` its
+``DelayedScaling``. Backward quantizes x and W again, which is cheap and gives the same values.
 
 Shapes: T = tokens, P = tokens with every expert padded to whole blocks, E = experts on this rank (1 for a plain
 linear), N = output features, K = input features.
@@ -50,8 +48,8 @@ AMAX_HISTORY_LEN = 16  # optimizer steps; long enough that one step with small v
 class Rows:
     """The rows of each expert's tokens. Experts are zero-padded to a multiple of 128.
 
-    Whole blocks let one operation quantize the blocks of all experts, and keep the number of distinct matrix shapes
-    small: oneDNN compiles a kernel for each new one.
+    One operation can then quantize the blocks of all experts, with few distinct matrix shapes: oneDNN compiles a kernel
+    for each.
     """
 
     splits: tuple[int, ...]  # [E] tokens of each expert, in order
@@ -81,7 +79,6 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def spread(self, values_E: Tensor) -> Tensor:
-        """One value per expert -> [P, 1], one per row."""
         if len(self.splits) == 1:
             return values_E[:, None]
         return values_E.repeat_interleave(torch.tensor(self.padded, device=values_E.device))[:, None]
@@ -101,7 +98,7 @@ class Operand(NamedTuple):
 
 
 class AmaxHistory(nn.Module):
-    """The state of delayed scaling for one linear: the amax values of its input, weight and output gradient.
+    """Delayed scaling's amax values of a linear's input, weight and output gradient.
 
     ``history`` float32 [length, 3, E] contains completed optimizer steps, newest first, and is part of checkpoints.
     ``current`` [3, E] accumulates the maxima over the microbatches of the current step.
@@ -120,7 +117,7 @@ class AmaxHistory(nn.Module):
         self.register_buffer("current", torch.zeros(3, num_experts, device=device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AmaxHistory:
-        """Move to the model's device, but keep float32 when the model is cast to BF16."""
+        """Keep float32 when the model is cast to BF16."""
         for name, buffer in self.named_buffers(recurse=False):
             setattr(self, name, buffer.to(fn(buffer).device))
         return self
@@ -180,16 +177,13 @@ class Blockwise:
 
 
 class Tensorwise:
-    """One scale per tensor, from its current amax. Each expert's tokens and weight are separate tensors.
-
-    Under tensor parallelism each rank scales its shard of a weight, as Transformer Engine does.
-    """
+    """One scale per tensor, from its current amax. Each expert's tokens and weight are separate tensors. Under tensor
+    parallelism each rank scales its shard of a weight, as Transformer Engine does."""
 
     def __init__(self, grad_format: Format):
         self.grad_format = grad_format
 
     def _amax(self, amax_E: Tensor, tensor: int, history: AmaxHistory | None, record: bool) -> Tensor:
-        """The amax from which the scale is computed."""
         return amax_E
 
     def _round(self, x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
@@ -201,8 +195,8 @@ class Tensorwise:
     def scale(amax_E: Tensor, fmt: Format) -> Tensor:
         """The factor applied to values before rounding, float32; 1 for a tensor of zeros.
 
-        Rounded once, as in Transformer Engine. torch's ``number / tensor`` multiplies by a rounded reciprocal instead,
-        which rounds some values midway between two FP8 numbers differently.
+        Rounded once, as in Transformer Engine. torch's ``number / tensor`` multiplies by a rounded reciprocal, which
+        rounds some values midway between two FP8 numbers differently.
         """
         scale = torch.where(amax_E == 0, 1.0, torch.full_like(amax_E, fmt.max) / amax_E)
         return scale.clamp_(max=torch.finfo(torch.float32).max)
@@ -234,9 +228,9 @@ class Tensorwise:
 class Delayed(Tensorwise):
     """One scale per tensor, from the amax values of the last optimizer steps.
 
-    Transformer Engine advances the history after every microbatch; here it advances once per optimizer step
-    (:func:`finish_step`), so that scales do not depend on how a batch is split into microbatches. A tensor without
-    history is scaled by its current amax; TE starts at scale 1, which flushes small gradients to zero.
+    The history advances once per optimizer step (:func:`finish_step`), so that scales do not depend on the split into
+    microbatches; Transformer Engine's advances after every microbatch. A tensor without history is scaled by its
+    current amax; TE starts at scale 1, which flushes small gradients to zero.
     """
 
     def _amax(self, amax_E: Tensor, tensor: int, history: AmaxHistory | None, record: bool) -> Tensor:
@@ -349,20 +343,17 @@ def quantized_linear(
 ) -> Tensor:
     """y [T, N] = x W^T with FP8 operands in all three GEMMs, differentiable in x and the weights.
 
-    x [T, K]; ``weights`` E matrices [N, K]; ``splits`` [E] the tokens of each, in order (None: one matrix gets all
-    tokens). Without a recipe, operands are used unchanged. y and the gradients have the dtypes of x and of the weights.
-    Only passes that compute gradients update ``history``.
+    x [T, K]; ``weights`` E matrices [N, K]; ``splits`` [E] the tokens of each, in order (None: one matrix gets all).
+    Without a recipe, operands are used unchanged. y and the gradients have the dtypes of x and of the weights. Only
+    passes that compute gradients update ``history``.
     """
     rows = Rows(tuple(splits) if splits is not None else (x_TK.shape[0],))
     return _QuantizedLinear.apply(x_TK, recipe or _PLAIN, rows, history, torch.is_grad_enabled(), *weights)
 
 
 def finish_step(histories: Iterable[AmaxHistory], all_reduce_max: Callable[[Tensor], None]) -> None:
-    """End an optimizer step under delayed scaling. Collective if ``all_reduce_max`` is.
-
-    ``all_reduce_max`` reduces all ``current`` maxima in place, as one float32 vector, over the ranks with shards of the
-    same tensors.
-    """
+    """End an optimizer step under delayed scaling. Collective if ``all_reduce_max`` is: it reduces all ``current``
+    maxima in place, as one float32 vector, over the ranks with shards of the same tensors."""
     histories = list(histories)
     if not histories:
         return

@@ -15,10 +15,7 @@ class TrainerRankError(RuntimeError):
 
 def together[Result](work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
     """Collective: run ``work`` on every rank; if any rank fails, all raise the error of the lowest failing rank.
-
-    Otherwise a failure on one rank would leave the others waiting in their next collective. ``group`` is a CPU group;
-    None means a single rank.
-    """
+    ``group`` is a CPU group; None means a single rank."""
     result, error = None, None
     try:
         result = work()

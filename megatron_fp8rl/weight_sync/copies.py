@@ -1,7 +1,4 @@
-"""Batched copies between fixed addresses in few kernel launches, and the parts of a message as tensors.
-
-Runs in trainer ranks, which fill messages, and in engine workers, which read them.
-"""
+"""Batched copies between fixed addresses in few kernel launches, and the parts of a message as tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ from megatron_fp8rl.weight_sync.schedule import Message, Part
 
 
 class Copies:
-    """Copies between fixed memory locations, merged into as few calls as possible."""
-
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]):
         """``pairs``: (target, source) of equal shape; the source is converted to the dtype of the target."""
         alike = [(t, s) for t, s in pairs if t.dtype == s.dtype and t.is_contiguous() and s.is_contiguous()]
@@ -62,10 +57,8 @@ def _flat(tensor: Tensor, num_bytes: int) -> Tensor:
 
 
 def parts_in(memory: Tensor, message: Message) -> Iterator[tuple[Part, Tensor]]:
-    """Yield every part of a message with its tensor in ``memory``, uint8 [bytes of the message].
-
-    Makes one call of PyTorch per part, because there are tens of thousands.
-    """
+    """Yield every part of a message with its tensor in ``memory``, uint8 [bytes of the message]. Makes one call of
+    PyTorch per part, because there are tens of thousands."""
     typed: dict[str, Tensor] = {}
     for part in message.parts:
         name = part.dtype

@@ -1,7 +1,7 @@
 """A 64-bit digest of a tensor: its bytes in order, its dtype and its shape.
 
-Trainer and engine digest their tensors on their devices; equal strings mean equal tensors. The hash detects
-corruption, not attacks: a randomly changed tensor passes with probability 2^-64.
+Equal digests of trainer and engine mean equal tensors. The hash detects corruption, not attacks: a randomly changed
+tensor passes with probability 2^-64.
 
     word_i = bytes 8 i .. 8 i + 7, little endian, the last one padded with zeros
     digest = mix(sum_i mix(word_i + (i + 1) * GOLDEN) + blake2b(dtype, shape))          modulo 2^64
@@ -133,8 +133,8 @@ def _digest_group(tensors: Sequence[Tensor]) -> np.ndarray:
 def prepare_values(tensors: Sequence[Tensor]) -> Callable[[], np.ndarray]:
     """Return a function that computes ``digests(map(widened, tensors))`` of the memory's current content.
 
-    It returns uint64 [len(tensors)], because formatting thousands of digests takes longer than hashing. On a GPU, all
-    host work for thousands of tensors is done here in advance.
+    It returns uint64 [len(tensors)]: formatting thousands of digests takes longer than hashing. All host work is done
+    here.
     """
     tensors = [t.detach() for t in tensors]
     if not _on_one_gpu(tensors):
@@ -149,7 +149,6 @@ def prepare_values(tensors: Sequence[Tensor]) -> Callable[[], np.ndarray]:
 
 
 def prepare_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
-    """Like :func:`prepare_values`, but the function returns text."""
     values = prepare_values(tensors)
     return lambda: _lines(values()).split()
 
@@ -203,8 +202,6 @@ def sum_words(words: Tensor, places: Tensor) -> Tensor:
 
 
 class Names:
-    """Names of tensors, sorted and hashed once, for repeated combined digests."""
-
     def __init__(self, names: Iterable[str]):
         self.ordered = sorted(names)
         self._hash = hashlib.blake2b("\n".join([*self.ordered, "", ""]).encode(), digest_size=8)
@@ -225,7 +222,6 @@ class NamedDigests(Mapping[str, str]):
 
     @functools.cached_property
     def combined(self) -> str:
-        """Return :func:`combine` of all digests without formatting each."""
         return self._names.combine(_lines(self._values))
 
     @functools.cached_property

@@ -1,7 +1,7 @@
-"""The engines of a publication: the protocol of a replica, and concurrent calls to all replicas.
+"""The engines of a publication: the protocol of a replica, and concurrent calls to all replicas from rank 0.
 
-Runs on trainer rank 0. :meth:`Engines.begin_update` fixes the set of replicas at the start of a publication. If a
-replica dies during the publication, the publication fails and is repeated without it.
+:meth:`Engines.begin_update` fixes the set of replicas. If a replica dies during the publication, the publication fails
+and is repeated without it.
 """
 
 from __future__ import annotations
@@ -86,10 +86,11 @@ class Engines:
         self._end = time.monotonic() + deadline_s
 
     def begin_update(self) -> tuple[bool, bool, int]:
-        """Begin a publication, and start its deadline.
+        """Begin a publication, and start its deadline. Waits while there is no replica; raises NoReplicaError if none
+        comes back.
 
         Returns (whether to connect again, because the replicas changed or the last attempt failed; whether a replica is
-        new; the number of replicas). Waits while there is none. Raises NoReplicaError if none comes back.
+        new; the number of replicas).
         """
         clients = tuple(self._fleet.begin_update())
         must_connect = clients != self._clients or not self._is_settled
@@ -102,7 +103,6 @@ class Engines:
         return must_connect, any(client not in self._proven for client in clients), len(clients)
 
     def note_success(self) -> None:
-        """Record that the publication was verified."""
         self._proven = self._clients
 
     def has_lost_replica(self) -> bool:
@@ -112,10 +112,8 @@ class Engines:
         return bool(self._fleet.has_lost_replica(self._clients))
 
     def call(self, what: str, method: Callable[[int, Receiver], Awaitable[Any]]) -> list[Any]:
-        """Run ``method(i, client)`` on all replicas concurrently; return the results in their order.
-
-        Raises TransportError with the replica and ``what`` as soon as one fails or the deadline passes.
-        """
+        """Run ``method(i, client)`` on all replicas concurrently; return the results in their order. Raises
+        TransportError with the replica and ``what`` as soon as one fails or the deadline passes."""
         return self._call(what, method, self._clients)
 
     def _call(
@@ -146,7 +144,6 @@ class Engines:
         return sorted({layer for workers in by_replica for worker in workers for layer in worker["layers"]})
 
     def init_transfer(self, infos: Sequence[dict[str, Any]]) -> None:
-        """Send ``infos[i]`` to replica i."""
         self.call("init_weight_transfer_engine", lambda i, client: client.init_transfer(infos[i]))
 
     def update_weights(self, info: dict[str, Any]) -> None:

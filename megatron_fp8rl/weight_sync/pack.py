@@ -1,9 +1,8 @@
 """Fill the messages of a trainer rank: quantize its parameters directly into the memory that engines read.
 
-In:  this rank's parameters, and a schedule of their parts by round and engine rank.
-Out: the bytes of a round in the sender's slot, their digest sums, and whether all are finite.
-Runs on every trainer rank. Addresses are computed once, so a publication takes a few kernel launches per round,
-regardless of the number of experts.
+In: this rank's parameters, and a schedule of their parts by round and engine rank. Out: the bytes of a round in the
+sender's slot, their digest sums, and whether all are finite. Runs on every trainer rank. Addresses are computed once,
+so a publication takes a few kernel launches per round, regardless of the number of experts.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class LocalShards:
     def pieces(self, transfer: Transfer, start: int, stop: int) -> list[tuple[Tensor, int, int]]:
         """Return the views that form [start, stop) of the transfer's axis, as (view, first, end) in order.
 
-        Views of FP8 parameters contain their bytes. Raises ValueError for an FP8 parameter that would have to be
-        requantized or sent in BF16.
+        Views of FP8 parameters contain their bytes. Raises ValueError for those that would be requantized or sent in
+        BF16.
         """
         tensor = self._tensor(transfer.mcore_name)
         if is_fp8(tensor):
@@ -77,10 +76,8 @@ class LocalShards:
         ]
 
     def scales(self, transfer: Transfer, start: int, stop: int) -> list[tuple[Tensor, int, int]]:
-        """Return the scales of :meth:`pieces` of an FP8 parameter, as (view, first block, end block).
-
-        Raises ValueError if a piece cuts a block, because bytes and scales would have to be recomputed.
-        """
+        """Return the scales of :meth:`pieces` of an FP8 parameter, as (view, first block, end block). Raises ValueError
+        if a piece cuts a block, because bytes and scales would have to be recomputed."""
         scale, views = fp8_weight(self._tensor(transfer.mcore_name)).scale, []
         size = transfer.block_size
         for position, first, end in self._ranges(transfer, start, stop):
@@ -207,10 +204,8 @@ class RoundPacker:
 
     @torch.no_grad()
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Fill the messages on the current stream; return (result of :class:`PartSums`, bool [] all finite).
-
-        Collective over the ranks that share a gathered tensor of this round.
-        """
+        """Fill the messages on the current stream; return (result of :class:`PartSums`, bool [] all finite). Collective
+        over the ranks that share a gathered tensor of this round."""
         gather_all(self._gatherings)
         return self.fill()
 
@@ -256,8 +251,8 @@ def _raw_copies(part: Part, shards: LocalShards, target: Tensor, scale: Tensor) 
 class TensorGather:
     """Assembles a tensor on one rank, in the dtype of its plan, from parts of several ranks.
 
-    ``whole`` is that tensor on the collector, on ``device``, and None elsewhere; :func:`gather_all` fills it. ``group``
-    is for CPUs; GPUs use the default group.
+    :func:`gather_all` fills ``whole`` on the collector, on ``device``; None elsewhere. ``group`` is for CPUs; GPUs use
+    the default group.
     """
 
     def __init__(
@@ -303,7 +298,6 @@ class TensorGather:
         return operations
 
     def finish(self) -> None:
-        """Store the received messages."""
         for place, memory, _ in self._receive:
             place.copy_(memory)
 

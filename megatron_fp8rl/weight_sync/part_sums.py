@@ -1,11 +1,9 @@
 """Digests of tensors whose parts are on several trainer ranks.
 
-A digest (``digest.py``) is a sum over words, and each term depends on the word and its position in the whole tensor.
-So the sums of the parts add up to the sum of the whole. Each sender digests its parts and sends only sums to rank 0.
-
-A float32 value counts as one word, widened to 64 bits, because rows of block scales may have an odd length;
-``digest.widened`` does the same for a whole tensor. If a part cuts a word, the sender sends this word to rank 0, which
-combines the bytes of all parts.
+A digest (``digest.py``) is a sum of terms that depend on a word and its position in the whole tensor, so the sums of
+parts add up. Each sender sends only sums to rank 0. A float32 value counts as one word, widened to 64 bits
+(``digest.widened``), because rows of block scales may have an odd length. If a part cuts a word, rank 0 combines its
+bytes from all parts.
 """
 
 from __future__ import annotations
@@ -34,10 +32,8 @@ def _words(part: Tensor) -> Tensor:
 
 
 class PartSums:
-    """Computes word sums of fixed memory locations, any number of times.
-
-    ``parts``: contiguous tensors, and the extent of each in its whole tensor.
-    """
+    """Computes word sums of fixed memory locations, any number of times. ``parts``: contiguous tensors, and the extent
+    of each in its whole tensor."""
 
     def __init__(self, parts: Sequence[tuple[Tensor, Extent]]):
         places = [(i, t, extent.words(4 if t.dtype == torch.float32 else 8)) for i, (t, extent) in enumerate(parts)]
@@ -50,7 +46,7 @@ class PartSums:
     def __call__(self) -> Tensor:
         """Return the sum of each part, int64 modulo 2^64 on its device, followed by the cut words in order.
 
-        In cut words (``Extent.cut_words``), bytes of other parts are zero.
+        Cut words (``Extent.cut_words``) have zeros for bytes of other parts.
         """
         self._sums.zero_()
         for launch in self._launches:
@@ -77,7 +73,6 @@ class _CutPart:
         self._is_cut = torch.isin(self._words, torch.tensor(extent.cut_words(), device=part.device))
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Return (sum of the whole words, the cut words)."""
         data = torch.zeros(8 * len(self._words), dtype=torch.uint8, device=self._part.device)
         data[self._bytes] = self._part.reshape(-1).view(torch.uint8)
         words = data.view(torch.int64)

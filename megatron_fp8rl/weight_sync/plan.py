@@ -1,9 +1,7 @@
 """Plan which trainer rank sends which part of which tensor, in which precision. Deterministic, without side effects.
 
-In:  the model, the table of FP8 layers, the trainer's layout, the engine's layout.
-Out: a :class:`Plan`. All ranks compute the same plan without communication.
-
-Every Hugging Face tensor is sharded along at most one axis, the same one at both ends:
+All ranks compute the same plan without communication. Every Hugging Face tensor is sharded along at most one axis, the
+same one at both ends:
 
     trainer ranks store   [start, stop) of the axis; among replicas of a shard, the lowest rank sends
     messages contain      the whole tensor in its format: values, and scales of their blocks
@@ -30,8 +28,6 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 
 
 class PlanError(ValueError):
-    """Layouts cannot divide these tensors. ``problems`` lists all; the message shows one per line."""
-
     def __init__(self, problems: list[str]):
         self.problems = problems
         super().__init__(f"{len(problems)} tensors cannot be published:\n" + "\n".join(f"  {p}" for p in problems))
@@ -78,10 +74,7 @@ class Transfer:
         return self.format.blocks(part, self.axis)
 
     def wire_tensors(self, engine_rank: int | None = None) -> Iterator[WireTensor]:
-        """Yield the tensor as sent: its values, then their scales if its format has scales.
-
-        With ``engine_rank``, yields only the part that this engine rank keeps.
-        """
+        """Yield the tensor as sent, or the part that ``engine_rank`` keeps: its values, then its scales if any."""
         shape = self.shape
         if engine_rank is not None:
             kept = self.slices[engine_rank]
@@ -101,7 +94,6 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, each counted once."""
         return sum(tensor.num_bytes for transfer in self.transfers for tensor in transfer.wire_tensors())
 
 
@@ -143,7 +135,6 @@ def _on_tensor_ranks(name: str, weight: Weight, shape: tuple[int, ...], model: M
 def _transfer(
     name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, fmt: QuantFormat, layouts
 ) -> tuple[Transfer, list[str]]:
-    """Return the transfer of one tensor, and its problems."""
     trainer, engine = layouts
     axis = weight.axis
     ranks = trainer.shards(weight, model)

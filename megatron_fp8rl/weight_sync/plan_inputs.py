@@ -47,7 +47,6 @@ class PlanInputs:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """Compute the plan. Raises PlanError if the layouts cannot divide the tensors."""
         return plan(
             self.model,
             LayerTable.build(self.model, self.precision),

@@ -1,8 +1,7 @@
 """Send the trainer's weights to the engines, and verify that they arrived.
 
-In:  a policy on all trainer ranks, a fleet of engines on rank 0.
-Out: engines that sample from the new weights, and a :class:`PublishReport`.
-Runs on every trainer rank; only rank 0 sends requests to the engines.
+In: a policy on all trainer ranks, a fleet of engines on rank 0. Out: engines that sample from the new weights, and a
+:class:`PublishReport`. Runs on every trainer rank; only rank 0 sends requests to the engines.
 
     rank 0     pauses the engines                                           weight_sync/engines.py
     all ranks  quantize and digest their weights, round by round            weight_sync/pack.py, weight_sync/sender.py
@@ -15,9 +14,8 @@ With ``weight_sync.spare_weights`` the engines receive weights in spare memory w
 the copy from there and the verification.
 
 The first publication to an engine has two passes. The first sends one layer of each kind through vLLM's loaders. The
-second writes all weights directly into the tensors that the kernels read; before it writes that layer, the engine
-checks that both are equal. Later publications use direct writes alone. Both ends compute all addresses before the
-pause. If a replica is new, all replicas take part in both passes. If a replica dies during a publication, the
+second writes all weights directly into the tensors that the kernels read, after a check that those of that layer are
+equal. Later publications only write directly. If a replica is new, all take part in both passes. If a replica dies, the
 publication is repeated without it.
 """
 
@@ -126,7 +124,7 @@ class WeightExporter:
     def publish(self, version: int, kv_scales: KVScales | None = None) -> PublishReport:
         """Collective: send the current weights to all engines, as policy ``version``; return a report on every rank.
 
-        ``kv_scales`` are the scales of an FP8 KV cache. If a replica dies, repeats the publication without it.
+        ``kv_scales`` are the scales of an FP8 KV cache.
 
         Raises, on every rank:
             TransportError: an engine fails, misses its deadline, or no replica is left.
@@ -277,7 +275,6 @@ class WeightExporter:
         )
 
     def close(self) -> None:
-        """Release memory, files and connections. May be called repeatedly, and after an error."""
         self.sender.close()
 
 

@@ -1,9 +1,8 @@
 """Write a policy as a Hugging Face checkpoint that transformers and vLLM load.
 
-In:  a policy on all trainer ranks, a folder with a tokenizer.
-Out: sharded BF16 safetensors (a router's correction bias in FP32) with their index, config.json,
-     generation_config.json and the tokenizer files, in a folder that is renamed to its final name when complete.
-Runs on every trainer rank; rank 0 writes.
+In: a policy on all trainer ranks, a folder with a tokenizer. Out: sharded BF16 safetensors (a router's correction bias
+in FP32) with their index, config.json, generation_config.json and the tokenizer files. The folder gets its final name
+when complete. Runs on every trainer rank; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ def _num_bytes(transfer: Transfer) -> int:
 
 
 def _divide(transfers: tuple[Transfer, ...], max_shard_bytes: int) -> list[list[Transfer]]:
-    """Divide into shards of at most ``max_shard_bytes``, or of one larger tensor."""
     shards: list[list[Transfer]] = []
     filled = 0
     for transfer in transfers:
@@ -99,10 +97,8 @@ def _divide(transfers: tuple[Transfer, ...], max_shard_bytes: int) -> list[list[
 def prepare_gathers(
     policy: Policy, transfers: Sequence[Transfer], group: dist.ProcessGroup | None
 ) -> list[TensorGather]:
-    """Prepare this rank to gather ``transfers`` on rank 0; FP8 parameters are dequantized.
-
-    Raises RuntimeError or ValueError if this rank's model does not match the plan.
-    """
+    """Prepare this rank to gather ``transfers`` on rank 0; FP8 parameters are dequantized. Raises RuntimeError or
+    ValueError if this rank's model does not match the plan."""
     rank, cfg = policy.parallel.rank, policy.cfg
     taking_part = [t for t in transfers if rank == 0 or any(source.rank == rank for source in t.sources)]
     names = {t.mcore_name for t in taking_part}

@@ -1,7 +1,7 @@
 """Schedule the messages from trainer ranks to engine ranks in rounds. Deterministic, without side effects.
 
-In:  a :class:`Plan`. Out: a :class:`SendSchedule`: rounds of messages. Trainer ranks and engine workers compute equal
-schedules from the same configuration, so a request contains only a version number.
+Trainer ranks and engine workers compute equal schedules from the same :class:`Plan`, so a request contains only a
+version number.
 
     round 0    every sender's first ``bucket_bytes``, one message per audience
     round 1    the next ``bucket_bytes``, while the engines load round 0
@@ -14,7 +14,7 @@ audience's range. The sender fills it once, and every rank of the audience, in e
 If several trainer ranks store the same part (data-parallel replicas, tensors replicated over tensor-parallel ranks),
 the rank with the fewest bytes so far sends it. Among equals, a rank on the rail of its audience sends: GPUs with the
 same index in their node, whose network cards share a switch. Every sender spreads its bytes evenly over the rounds, so
-that no rank waits for a long round. ``tests/helpers/traffic.py`` counts the bytes.
+that no rank waits for a long round.
 
 Parts of FP8 tensors start and end at block edges, so each is quantized separately. The parts of a "gathered" tensor do
 not; the rank that sends its first part assembles it in BF16.
@@ -53,10 +53,8 @@ class Extent:
     total: int  # bytes of the tensor
 
     def words(self, word_bytes: int) -> tuple[int, int, int] | None:
-        """Return (first word, words per row, words from row to row) for a digest; None if the part cuts words.
-
-        The last word of a tensor may be short; it is zero-padded.
-        """
+        """Return (first word, words per row, words from row to row) for a digest; None if the part cuts words. The last
+        word of a tensor may be short; it is zero-padded."""
         is_last = self.num_rows == 1 and self.first + self.row == self.total
         if self.first % word_bytes or (self.row % word_bytes and not is_last):
             return None
@@ -113,7 +111,6 @@ class Part:
 
     @property
     def extent(self) -> Extent:
-        """The extent of this part in the engine rank's slice."""
         item, first = ITEM_BYTES[self.dtype], self.start - self.kept[0]
         row_bytes = math.prod(self.shape[1:]) * item
         total = math.prod(self.kept_shape) * item
@@ -149,8 +146,8 @@ class Message:
     def parts(self) -> tuple[Part, ...]:
         """All parts; computed on first use, because a rank reads only the messages that it sends or receives.
 
-        Values precede scales and rows precede columns. So tensors that are adjacent in an engine (the stacked experts
-        of a layer) are adjacent in the message, and one copy writes them.
+        Values precede scales and rows precede columns, so that tensors which are adjacent in an engine (the stacked
+        experts of a layer) are one copy.
         """
         entries = []
         for item in self.items:
@@ -179,8 +176,6 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Round:
-    """Messages that are sent at the same time."""
-
     messages: tuple[Message, ...]
     gatherings: tuple[Gathering, ...]
 
@@ -213,8 +208,6 @@ class Round:
 
 @dataclass(frozen=True)
 class SendSchedule:
-    """One publication from all trainer ranks to the engine ranks of a replica."""
-
     rounds: tuple[Round, ...]
     num_engine_ranks: int
 
@@ -232,7 +225,6 @@ class SendSchedule:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one replica receives."""
         return sum(len(m.engine_ranks) * p.num_bytes for r in self.rounds for m in r.messages for p in m.parts)
 
 
@@ -383,11 +375,11 @@ def _messages(sender: int, items: list[_Item], whole: bool) -> list[Message]:
 
 
 def plan_schedule(plan: Plan, model: ModelConfig, *, bucket_bytes: int, whole: bool = False) -> SendSchedule:
-    """Schedule one publication.
+    """Schedule a publication, in whose rounds a sender sends at most ``bucket_bytes`` to all engine ranks of a replica.
 
-    In a round, a sender sends at most ``bucket_bytes`` to all engine ranks of a replica. It sends less if there are
-    fewer engine ranks than senders, so that an engine rank receives at most about ``bucket_bytes`` too. With ``whole``,
-    an engine rank receives the whole of every tensor that it keeps a part of, as vLLM's loaders expect.
+    It sends less if there are fewer engine ranks than senders, so that an engine rank receives at most about
+    ``bucket_bytes`` too. With ``whole``, an engine rank receives the whole of every tensor that it keeps a part of, as
+    vLLM's loaders expect.
     """
     num_engine_ranks = plan.engine.size
     num_senders = len({s.rank for t in plan.transfers for s in t.sources})

@@ -1,9 +1,8 @@
 """Send this trainer rank's shards to the engine workers that keep them.
 
-In:  this rank's parameters, the plan's inputs, and on rank 0 the engines.
-Out: delivered and loaded messages, and the digests of every engine rank's expected weights.
-Runs on every trainer rank; only rank 0 makes requests, one per publication. The GPU quantizes round n + 2 while round
-n + 1 is in transit and the engines load round n.
+In: this rank's parameters, the plan's inputs, and on rank 0 the engines. Out: delivered and loaded messages, and the
+digests of every engine rank's expected weights. Runs on every trainer rank; only rank 0 makes requests, one per
+publication. The GPU quantizes round n + 2 while round n + 1 is in transit and the engines load round n.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _GRACE_S = 10.0  # after a failure, time for the error that names the replica
 
 
 class ShardSender:
-    """Sends the shards of one trainer rank.
+    """Sends the shards of one trainer rank by the transport ``kind``.
 
-    ``kind`` is the transport. ``receivers`` are the engines on rank 0, None elsewhere. ``group`` is a gloo group of all
-    trainer ranks (None: one rank).
+    ``receivers`` are the engines on rank 0, None elsewhere. ``group`` is a gloo group of all trainer ranks (None: one
+    rank).
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class ShardSender:
     def prepare(self, modes: Sequence[str]) -> None:
         """Compute the packers for publications in ``modes``, and wait until the engines are prepared; before the pause.
 
-        Computes again only after parameters have moved. Raises RuntimeError or ValueError if parameters no longer match
+        Computes again only after parameters have moved. Raises RuntimeError or ValueError if parameters do not match
         the model, TransportError if an engine fails.
         """
         addresses = self._shards.addresses()
@@ -270,7 +269,6 @@ class ShardSender:
     # ---- errors
 
     def _settle_request(self) -> None:
-        """Wait for the answer to a request in progress, and raise its error."""
         request, self._request = self._request, None
         if request is not None:
             request.result(timeout=self._deadline_s + _GRACE_S)
@@ -290,7 +288,6 @@ class ShardSender:
         return torch.cuda.stream(self._stream)
 
     def close(self) -> None:
-        """Release memory and connections. May be called repeatedly, and after an error."""
         self._requests.shutdown(wait=False, cancel_futures=True)
         self._close_transport()
 
@@ -331,10 +328,8 @@ class _Named:
 
 
 class Slots:
-    """Accumulators for the sums of the senders' parts (see ``part_sums.py``).
-
-    A slot is the sum of one tensor for the engine ranks that keep the same range, or one word that parts share.
-    """
+    """Accumulators for the sums of the senders' parts (see ``part_sums.py``). A slot is the sum of one tensor for the
+    engine ranks that keep the same range, or a word that parts share."""
 
     def __init__(self, schedule: SendSchedule, num_trainers: int):
         self._audiences: dict[tuple[int, ...], int] = {}

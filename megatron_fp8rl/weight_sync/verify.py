@@ -1,9 +1,7 @@
-"""Compare the engines' weights with those sent: digests by name, slice by slice.
+"""Compare the engines' weights with those sent: digests by name, slice by slice, on trainer rank 0.
 
-In:  the trainer's digests of this publication and the previous one, and every engine worker's digests of its kernel
-     parameters.
-Out: nothing, or :class:`WeightMismatch`, which names every wrong tensor, its worker, and the difference.
-Runs on trainer rank 0.
+Raises :class:`WeightMismatch`, which names every wrong tensor, its worker, and the difference: older weights are
+recognized by the digests of the previous publication.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One wrong tensor in one engine worker."""
-
     name: str  # Hugging Face name; empty for a wrong version
     worker: str  # "replica 0 rank 1"
     kind: Kind
@@ -72,7 +68,6 @@ class Expected:
 
 
 def _kind(name: str, actual: Mapping[str, str], expected: Mapping[str, str], previous: Mapping[str, str]) -> Kind:
-    """Classify the difference of the engine's tensor from the expected one."""
     if actual[name] == previous.get(name):
         return "stale"
     if name.endswith(SCALE_SUFFIX):
@@ -96,10 +91,8 @@ def _compare(
 
 
 def all_match(replicas: Sequence[Sequence[Mapping[str, Any]]], expected: Expected) -> bool:
-    """Whether every worker of every replica reports the expected version and combined digest.
-
-    If not, :func:`verify` compares reports with all names, which take far longer.
-    """
+    """Whether every worker of every replica reports the expected version and combined digest; if not, :func:`verify`
+    compares all names, which takes far longer."""
     wanted = [(rank, expected.version, combine(digests)) for rank, digests in enumerate(expected.by_rank)]
     return all(
         wanted == [(r["rank"], r["version"], r["combined"]) for r in sorted(workers, key=lambda report: report["rank"])]
@@ -110,10 +103,8 @@ def all_match(replicas: Sequence[Sequence[Mapping[str, Any]]], expected: Expecte
 def verify(
     replicas: Sequence[Sequence[Mapping[str, Any]]], expected: Expected, previous: Expected | None = None
 ) -> None:
-    """Compare the report of each worker of each replica (``WorkerExtension.weight_digests``) with ``expected``.
-
-    Raises WeightMismatch with all differences. If a worker has another version, lists only the version.
-    """
+    """Compare the report of each worker of each replica (``WorkerExtension.weight_digests``) with ``expected``. Raises
+    WeightMismatch with all differences. If a worker has another version, lists only the version."""
     mismatches: list[Mismatch] = []
     for index, workers in enumerate(replicas):
         ranks = sorted(report["rank"] for report in workers)
@@ -134,10 +125,8 @@ def verify(
 
 
 def verify_kv_scales(replicas: Sequence[Sequence[Mapping[str, Any]]], sent: KVScales, version: int) -> None:
-    """Compare every worker's scales (``WorkerExtension.set_kv_scales``) with those sent. Raises KVScaleMismatch.
-
-    The comparison is exact, because scales are float32 at both ends.
-    """
+    """Compare every worker's float32 scales (``WorkerExtension.set_kv_scales``) exactly with those sent. Raises
+    KVScaleMismatch."""
     wrong = []
     for index, workers in enumerate(replicas):
         for report in workers:

@@ -1,8 +1,7 @@
 """The transport interface: sends messages from every trainer rank to every engine worker.
 
-In:  messages of a :class:`~megatron_fp8rl.weight_sync.schedule.SendSchedule` in memory of the transport.
-Out: the same bytes in memory of the engine worker.
-Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. ``weight_sync.transport`` selects one:
+In: messages of a :class:`~megatron_fp8rl.weight_sync.schedule.SendSchedule` in memory of the transport. Out: the same
+bytes in memory of the engine worker. Imports neither vLLM nor Megatron. ``weight_sync.transport`` selects one:
 
     ipc    the receiver maps the sender's buffers and reads them; counters in shared memory show which rounds are
            written and read. Buffers are CUDA memory, opened by handle across processes and GPUs of one host, or files
@@ -10,10 +9,9 @@ Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. ``
     nccl   one NCCL process group of all trainer ranks and all engine workers, on separate GPUs.
     gloo   the same over TCP, with or without GPUs; GPU data are copied through pinned host memory.
 
-All keep two rounds: while the engines read one, the trainer fills the other. Both ends wait with deadlines. They detect
-failures of other processes within a fraction of a second, through a key in the store of trainer rank 0.
-
-A new transport is a subclass of :class:`Transport` and an entry in ``choose.py`` (and in ``config.WeightSyncConfig``).
+All keep two rounds: while the engines read one, the trainer fills the other. Waits have deadlines, and detect failures
+of other processes within a fraction of a second, through a key in the store of trainer rank 0. A new transport is a
+subclass of :class:`Transport` and an entry in ``choose.py`` (and in ``config.WeightSyncConfig``).
 """
 
 from __future__ import annotations
@@ -73,10 +71,8 @@ class Peer:
 
 
 class Transport:
-    """Base class of transports, with a store, a deadline, and detection of failures.
-
-    ``store`` is connected to trainer rank 0. ``device`` is the device of the messages.
-    """
+    """Base class of transports: a ``store`` connected to trainer rank 0, a deadline, and detection of failures.
+    ``device`` is that of the messages."""
 
     def __init__(self, peer: Peer, store: SignedStore, device: torch.device, timeout_s: float):
         self.peer = peer

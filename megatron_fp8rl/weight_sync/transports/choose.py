@@ -38,10 +38,8 @@ def open_transport(
     *,
     watch: Callable[[], None] = lambda: None,
 ) -> Transport:
-    """Collective over all trainer ranks and engine workers: open a connected transport.
-
-    Its buffers fit each of ``schedules``. Waits call ``watch`` periodically, which may raise other errors.
-    """
+    """Collective over all trainer ranks and engine workers: open a transport whose buffers fit each of ``schedules``.
+    Waits call ``watch`` periodically, which may raise other errors."""
     transport = TRANSPORTS[kind](peer, store, device, timeout_s)
     transport.watch = watch
     try:

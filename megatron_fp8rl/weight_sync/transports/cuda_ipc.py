@@ -1,7 +1,4 @@
-"""Transport through mapped memory: CUDA IPC between GPUs of one host, or files on a host without GPUs.
-
-Runs in the trainer and in engine workers. ``base.py`` defines the interface.
-"""
+"""Transport through mapped memory: CUDA IPC between GPUs of one host, or files on a host without GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ class IpcTransport(Transport):
     """Receivers map the sender's buffers; all processes of the host map one file of counters."""
 
     def connect(self, schedules: Sequence[SendSchedule]) -> None:
-        """Collective: exchange the buffer handles."""
         peer = self.peer
         self._announcer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-ipc")
         self._announced: list[Any] = []

@@ -1,7 +1,4 @@
-"""Transport over one process group of all trainer ranks and engine workers: NCCL between GPUs, or gloo.
-
-Runs in the trainer and in engine workers. ``base.py`` defines the interface.
-"""
+"""Transport over one process group of all trainer ranks and engine workers: NCCL between GPUs, or gloo."""
 
 from __future__ import annotations
 
@@ -23,15 +20,12 @@ from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, DeliveryError,
 
 
 class _GroupTransport(Transport):
-    """Sends each message to the workers of its audience in every replica.
-
-    Callers write and read messages in ``_slots``; the group sends from and receives into ``_wire``.
-    """
+    """Sends each message to the workers of its audience in every replica. Callers write and read ``_slots``; the group
+    uses ``_wire``."""
 
     _group: Any = None
 
     def connect(self, schedules: Sequence[SendSchedule]) -> None:
-        """Collective: build the group and this process's buffers."""
         peer = self.peer
         if peer.is_trainer:
             num_bytes = max(x.out_bytes(peer.rank) for x in schedules)
@@ -110,7 +104,6 @@ class _GroupTransport(Transport):
         return self._slots
 
     def _build_group(self, store: dist.Store) -> Any:
-        """Collective: build the process group."""
         raise NotImplementedError
 
     def _start(self, operations: list[tuple[Any, Tensor, int]], number: int) -> list[Any]:
@@ -205,11 +198,8 @@ class GlooTransport(_GroupTransport):
 
 
 def _gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Build a gloo group that other hosts can reach.
-
-    By default gloo listens on the address of the host name, which on many nodes is a loopback address.
-    ``GLOO_SOCKET_IFNAME`` still applies.
-    """
+    """Build a gloo group that other hosts can reach. By default gloo listens on the address of the host name, often a
+    loopback address. ``GLOO_SOCKET_IFNAME`` still applies."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     return gloo_group_on(local_address(), store, rank, world_size, timeout)

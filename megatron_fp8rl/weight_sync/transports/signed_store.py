@@ -1,8 +1,8 @@
 """A store with signed values, through which trainer and engines exchange addresses and handles.
 
-Trainer rank 0 hosts PyTorch's TCPStore on the one address that the others use. Any program that reaches this address
-can read and write the store. Therefore no value is unpickled, and each has a MAC with a secret, which the engines get
-through token-protected HTTP. Another program can make a publication fail, but cannot choose what a process opens.
+Trainer rank 0 hosts PyTorch's TCPStore, which any program that reaches its address can read and write. Therefore no
+value is unpickled, and each has a MAC with a secret, which the engines get through token-protected HTTP. Another
+program can make a publication fail, but cannot choose what a process opens.
 """
 
 from __future__ import annotations
@@ -57,10 +57,8 @@ class SignedStore:
 
 
 def open_store(host: str, port: int, timeout_s: float, *, is_master: bool, secret: str) -> SignedStore:
-    """Host the store on trainer rank 0 (port 0: a free port, see ``port``), or connect to it on others.
-
-    Listens only on the address ``host``, because a TCPStore would listen on all.
-    """
+    """Host the store on trainer rank 0 (port 0: a free port, see ``port``), or connect to it on others. Listens only on
+    ``host``; a TCPStore would listen on all addresses."""
     timeout, listening = timedelta(seconds=timeout_s), None
     if is_master:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
