@@ -1,12 +1,11 @@
 """HTTP route for sampling requests: token ids in, token ids and log-probabilities out, as bytes.
 
-In: JSON with ``token_ids``, of which the first ``num_prompt_tokens`` are the prompt, and vLLM's ``sampling_params``.
-Out: the answer of :func:`completions.write_answer`. Runs in the replica's server, where
-``rollout/vllm_plugin/server.py`` adds it to vLLM's application.
+In: JSON with ``token_ids``, whose first ``num_prompt_tokens`` are the prompt, and vLLM's ``sampling_params``. Out: the
+answer of :func:`completions.write_answer`. Runs in the replica's server (``server.py``).
 
-vLLM's route for token ids, ``/inference/v1/generate``, builds an object with a name, bytes and a list of alternatives
-for each log-probability. This takes 43 us per token in the process that also receives all tokens. If 256 completions of
-1,024 tokens end together, nothing is sampled for 11 s.
+vLLM's route for token ids, ``/inference/v1/generate``, builds an object with a name, bytes and alternatives for each
+log-probability: 43 us per token in the process that also receives all tokens. If 256 completions of 1,024 tokens end
+together, nothing is sampled for 11 s.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The weights that an engine's kernels read: their names, digests, and addresses for direct writes.
 
-In:  the worker's model with the tensors of vLLM's kernels (fused, sliced, partly FP8); parts of Hugging Face tensors.
-Out: every tensor of this worker's slice under its Hugging Face name; its digest; new bytes in the kernels' tensors,
-     whose addresses never change, so that CUDA graphs stay valid.
-Runs in every engine worker. The trainer compares the digests.
+In: the worker's model with the tensors of vLLM's kernels (fused, sliced, partly FP8); parts of Hugging Face tensors.
+Out: every tensor of this worker's slice under its Hugging Face name; its digest, which the trainer compares; new bytes
+in the kernels' tensors, whose addresses never change, so that CUDA graphs stay valid. Runs in every engine worker.
 
-Addresses are computed once, so an update needs few calls per round. Parts that are adjacent at both ends, such as the
-stacked experts of a layer, are one copy, and the other parts of a round share kernel launches.
+Addresses are computed once. Parts that are adjacent at both ends, such as the stacked experts of a layer, are one copy,
+and the other parts of a round share kernel launches.
 
 After an update, tensors derived from weights are recomputed in place: the dequantized weights of the CPU kernels, and
 the two factors of latent attention. (vLLM would bind new tensors, which captured graphs do not read.) After a reload,
@@ -93,8 +92,8 @@ def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
 def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, this worker's slice) of every weight that ``model`` uses.
 
-    Slices are views of the memory that the kernels read, in its dtype. Raises RuntimeError if a kernel has no readable
-    copy of a weight.
+    Slices are views of the memory that the kernels read. Raises RuntimeError if a kernel has no readable copy of a
+    weight.
     """
     vocabularies: set[int] = set()
     for path, module in model.named_modules():
@@ -137,22 +136,17 @@ _Placed = tuple[nn.Module, str, tuple[Any, ...]]  # (module, attribute, place)
 
 
 def has_kernel_weights(module: nn.Module) -> bool:
-    """Whether :func:`kernel_weights` reads a tensor of this module."""
     return any(isinstance(getattr(module, name, None), Tensor) for name in _ATTRIBUTES)
 
 
 def _places(model: nn.Module) -> list[_Placed]:
-    """Return the places of all tensors that :func:`kernel_weights` reads."""
     placed = ((module, name, _place(getattr(module, name, None))) for module in model.modules() for name in _ATTRIBUTES)
     return [(module, name, place) for module, name, place in placed if place is not None]
 
 
 class KernelDigests:
-    """Digests :func:`kernel_weights` repeatedly, and computes names and views only once.
-
-    With thousands of experts, names and views take longer on the host than digests on the GPU, while the engine is
-    paused.
-    """
+    """Digests :func:`kernel_weights` repeatedly, and computes names and views only once: with thousands of experts
+    these take longer than the digests, while the engine is paused."""
 
     def __init__(self) -> None:
         self._table: KernelTable | None = None
@@ -169,9 +163,7 @@ class KernelDigests:
 
     def table(self, model: nn.Module, num_reloads: int = 0) -> KernelTable:
         """Return the table of weights; build it again if weights have moved, or after a reload that changed their set.
-
-        Raises like :func:`kernel_weights`.
-        """
+        Raises like :func:`kernel_weights`."""
         table, is_reloaded = self._table, num_reloads != self._num_reloads
         if table is None or not table.is_current(model, is_reloaded=is_reloaded):
             self._table = None
@@ -195,8 +187,8 @@ def first_layers_by_kind(model: nn.Module) -> frozenset[int]:
     """Return the first layer of each kind. vLLM's loaders treat layers of one kind alike.
 
     Layers of a kind have modules of the same classes, with tensors of the same names, shapes, strides and dtypes, and
-    the same choice of experts. Modules without weights are ignored: only the first layer contains the shared rotary
-    embedding.
+    the same choice of experts. Modules without weights are ignored, as the rotary embedding that only the first layer
+    contains.
     """
     kinds: dict[int, list[Any]] = {}
     for path, module in model.named_modules():
@@ -235,16 +227,13 @@ class KernelTable:
         return all(_place(getattr(module, name, None)) == place for module, name, place in self._places)
 
     def names(self) -> set[str]:
-        """Return the Hugging Face names of all weights, including scales."""
         return set(self.views)
 
     def place(
         self, name: str, dtype: torch.dtype, kept_shape: Sequence[int], axis: int, start: int, size: int
     ) -> Tensor:
-        """Return the view of ``size`` rows or columns of this worker's slice of a weight, starting at ``start``.
-
-        Raises UnwritableKernel with the name if the kernels' tensor has another shape or dtype, or does not exist.
-        """
+        """Return the view of ``size`` rows or columns of this worker's slice of a weight, starting at ``start``. Raises
+        UnwritableKernel with the name if the kernels' tensor has another shape or dtype, or does not exist."""
         view = self.views.get(name)
         same_type = view is not None and (view.dtype == dtype or {view.dtype, dtype} == {torch.float32, torch.bfloat16})
         if view is None or tuple(view.shape) != tuple(kept_shape) or not same_type:
@@ -280,8 +269,8 @@ class DerivedTensors:
     def keep_in_place(self) -> None:
         """Copy tensors that vLLM has newly bound into those that captured graphs read.
 
-        After vLLM's reload, the kernels of FP8 experts read scales of a copy of the layer, which a direct update would
-        not change.
+        After vLLM's reload, kernels of FP8 experts read scales of a copy of the layer, which a direct update would not
+        change.
         """
         for module in self._experts:
             for description, name in zip(expert_scale_descriptions(module), ("w13", "w2")):

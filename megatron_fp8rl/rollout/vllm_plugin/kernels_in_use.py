@@ -1,8 +1,7 @@
-"""Reports which kernels an engine worker computes with, read from its model.
+"""Reports which kernels an engine worker computes with, read from its model without importing vLLM.
 
-Runs in every engine worker and does not import vLLM. The attributes are those of vLLM 0.26: a layer's
-``quant_method``, for FP8 linears its ``fp8_linear``, for experts its ``fp8_backend`` or ``unquantized_backend``, and
-the ``attn_backend`` of attention.
+The attributes are those of vLLM 0.26: a layer's ``quant_method``, for FP8 linears its ``fp8_linear``, for experts its
+``fp8_backend`` or ``unquantized_backend``, and the ``attn_backend`` of attention.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ In: vLLM's model, and scales by layer from the trainer (trainer/kv_scales.py). O
 uses. Runs in every engine worker; scales are per tensor, so they are equal in all tensor-parallel workers.
 
 vLLM keeps each scale twice: in a buffer for GPU kernels, which captured CUDA graphs read too, and as a host float for
-the CPU kernel. Both are set. FlashInfer is rejected, because it turns the floats into constants at its first call.
-
-Call this while the engine is paused, because cached keys and values use the old scales, and a pause drops them. vLLM
-resets scales to 1 after a reload of weights and when a sleeping cache wakes up; set them again afterwards.
+the CPU kernel. FlashInfer is rejected, because it turns the floats into constants at its first call. Call this while
+the engine is paused, because cached keys and values use the old scales, and a pause drops them. vLLM resets scales to 1
+after a reload of weights and when a sleeping cache wakes up; set them again afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from megatron_fp8rl.rollout.vllm_plugin.patches import fill_kv_scales, has_kv_sc
 
 
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Return vLLM's attention modules with a KV cache, by layer."""
     layers = {}
     for path, module in model.named_modules():
         if has_kv_scales(module):
@@ -35,10 +33,8 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 @torch.inference_mode()
 def set_kv_scales(model: nn.Module, scales: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-    """Set the (query, key, value) scales of every layer; return the values in the kernels' buffers.
-
-    Raises ValueError if the layers differ from the model's, and RuntimeError for a cache without such scales.
-    """
+    """Set the (query, key, value) scales of every layer; return the values in the kernels' buffers. Raises ValueError
+    if the layers differ from the model's, and RuntimeError for a cache without such scales."""
     layers = attention_layers(model)
     if set(layers) != set(scales):
         raise ValueError(f"KV scales came for layers {sorted(scales)}, and the engine has {sorted(layers)}")

@@ -2,7 +2,7 @@
 
 Each records the versions it was tested with; :mod:`megatron_fp8rl.upstream` lists them. For other versions, a required
 patch stops the start of an engine, and an optional patch is skipped. Further patches are in ``cpu/cpu_layers.py``
-(layers) and ``server.py`` (startup). The functions import vLLM when they need it.
+(layers) and ``server.py`` (startup).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megatron_fp8rl.upstream import patches
 def make_residual_norms_batch_invariant() -> None:
     """Use vLLM's batch-invariant RMSNorm after residual sums too; round the sum as vLLM's kernel does.
 
-    For engines with ``engine.batch_invariant`` on a GPU; the trainer computes the same norm in
-    ``kernels/triton/batch_invariant.py``. Raises ImportError if this vLLM has no batch-invariant norm.
+    The trainer computes the same norm in ``kernels/triton/batch_invariant.py``. Raises ImportError if this vLLM has no
+    batch-invariant norm.
     """
     from vllm.model_executor.layers import layernorm
 
@@ -81,10 +81,8 @@ _libraries: list[torch.library.Library] = []  # kept, because garbage collection
     remove_when="the fused kernels use the requested scales, and round to BF16 before",
 )
 def quantize_activations_as_the_trainer(fmt: QuantFormat) -> None:
-    """Replace the kernels of vLLM's two fused operators by ``kernels/triton/quantize_activations.py``, in this process.
-
-    Raises AttributeError if this vLLM has no such operators.
-    """
+    """Replace vLLM's two fused operators by ``kernels/triton/quantize_activations.py``. Raises AttributeError if this
+    vLLM has no such operators."""
     scales = block_scales(fmt)
     from vllm import _custom_ops as _operators  # noqa: F401  loads vLLM's kernels, which must not replace ours
 
@@ -133,8 +131,8 @@ def _require_blocks(group_size: int, upper_bound: Tensor | None) -> None:
 def accept_deep_gemm_experts() -> None:
     """Make a batch-invariant engine accept experts on DeepGEMM with power-of-two scales.
 
-    All operations compute each token independently: quantization by row, DeepGEMM's products, whose summation order
-    does not depend on other rows, and the weighted sum of experts. Raises ImportError if this vLLM has no such experts.
+    Quantization by row, DeepGEMM's products and the weighted sum of experts compute each token independently. Raises
+    ImportError if this vLLM has no such experts.
     """
     from vllm.model_executor.layers.fused_moe.experts.triton_deep_gemm_moe import TritonOrDeepGemmExperts
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
@@ -231,7 +229,6 @@ def kv_scales_of(layer: nn.Module) -> tuple[float, float, float]:
 
 
 def has_kv_scales(module: nn.Module) -> bool:
-    """Whether a module is attention with a KV cache."""
     return hasattr(module, "_k_scale_float") and hasattr(module, "kv_cache_dtype")
 
 
@@ -242,10 +239,8 @@ def has_kv_scales(module: nn.Module) -> bool:
     optional=True,
 )
 def inspect_classes_in_forks(deadline_s: float = 60.0) -> None:
-    """Inspect a model's class in a fork of this process, which does not initialize CUDA.
-
-    If the fork does not answer within the deadline, uses vLLM's method.
-    """
+    """Inspect a model's class in a fork of this process, which does not initialize CUDA; after the deadline, use vLLM's
+    method."""
     from vllm.model_executor.models import registry
 
     in_new_process = registry._run_in_subprocess

@@ -1,12 +1,10 @@
 """Attention of engines with an FP8 KV cache on a GPU: only keys and values are rounded to E4M3.
 
-In: queries in BF16, vLLM's cache and metadata of a batch. Out: attention. Runs in every engine worker, as vLLM's
-backend ``CUSTOM``.
-
-vLLM's FlashAttention multiplies in FP8 over such a cache: it also rounds queries and probabilities to E4M3, and it
-transposes values in registers. On an H200 it decodes hardly faster than over a BF16 cache. Here, sequences with one new
-token use ``kernels/triton/decode_attention.py``. For sequences with several new tokens, FlashAttention reads a BF16
-copy of their pages. Both compute the same function, so a token's result does not depend on the batch.
+Runs in every engine worker, as vLLM's backend ``CUSTOM``. vLLM's FlashAttention multiplies in FP8 over such a cache: it
+also rounds queries and probabilities to E4M3, and it transposes values in registers. On an H200 it decodes hardly
+faster than over a BF16 cache. Here, sequences with one new token use ``kernels/triton/decode_attention.py``. For
+sequences with several new tokens, FlashAttention reads a BF16 copy of their pages. Both compute the same function, so a
+token's result does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -43,10 +41,8 @@ class Part:
 
 
 def parts_of(counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> list[Part]:
-    """Return sequences with one new token as the first part, and the others in parts of bounded size.
-
-    ``counts``: new tokens; ``lengths``: all tokens. Omits sequences without new tokens.
-    """
+    """Return sequences with one new token as the first part, and the others in parts of bounded size. ``counts``: new
+    tokens, without which a sequence is omitted; ``lengths``: all tokens."""
     first_tokens = [0]
     for count in counts:
         first_tokens.append(first_tokens[-1] + count)
@@ -115,8 +111,6 @@ class Metadata(FlashAttentionMetadataBuilder):
     optional=True,
 )
 class FP8CacheAttention(FlashAttentionImpl):
-    """FlashAttention's implementation with other kernels."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raises ValueError for kinds of attention that these kernels do not support."""
         super().__init__(*args, **kwargs)
@@ -138,10 +132,8 @@ class FP8CacheAttention(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Fill and return ``output`` [tokens, Q, D].
-
-        query is [tokens, Q, D], and kv_cache bytes [pages, G, tokens of a page, 2 D] contains all keys and values.
-        """
+        """Fill and return ``output`` [tokens, Q, D] for query [tokens, Q, D] and all keys and values in kv_cache, bytes
+        [pages, G, tokens of a page, 2 D]."""
         if attn_metadata is None:  # while vLLM measures memory
             return output.fill_(0)
         cache, pages, lengths = kv_cache.transpose(1, 2), attn_metadata.block_table, attn_metadata.seq_lens
@@ -170,7 +162,6 @@ class FP8CacheAttention(FlashAttentionImpl):
         scales: tuple[Tensor, Tensor],
         out: Tensor,
     ) -> None:
-        """Apply FlashAttention to a BF16 copy of the pages."""
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # does not exist on a CPU
 
         pages = pages[:, : -(-part.max_length // cache.shape[1])]
@@ -200,8 +191,6 @@ class FP8CacheAttention(FlashAttentionImpl):
     optional=True,
 )
 class FP8CacheBackend(FlashAttentionBackend):
-    """FlashAttention's cache layout with :class:`FP8CacheAttention`."""
-
     supported_kv_cache_dtypes: ClassVar = ["fp8", "fp8_e4m3"]
 
     @staticmethod

@@ -1,17 +1,16 @@
 """vLLM's scheduler with less work per token: a short path for decoding, and few messages to the server.
 
-In: requests, and the sampled tokens of each step. Out: the same steps and tokens as from vLLM's scheduler. Runs in the
-engine core; vLLM loads a class by its name (``--scheduler-cls``).
+Steps and tokens are those of vLLM's scheduler. Runs in the engine core; vLLM loads a class by name
+(``--scheduler-cls``).
 
 vLLM sends every sampled token to its server at once, and checks each request for prompts, images, drafts, grammars and
-cache transfers in every step. One Python thread does this work, and the GPU waits for the rest of it: 5.7 ms per step
-of 128 sequences, 3.1 ms with this scheduler (20 layers of Qwen3-8B's shape in BF16, vLLM 0.26.0, one H100; the GPU took
-8 ms). There are two changes:
+cache transfers in every step. The GPU waits for this Python thread: 5.7 ms per step of 128 sequences, 3.1 ms with this
+scheduler (20 layers of Qwen3-8B's shape in BF16, vLLM 0.26.0, one H100; the GPU took 8 ms). There are two changes:
 
 - The scheduler buffers tokens and log-probabilities of requests with ``RequestOutputKind.FINAL_ONLY``, such as all of
-  ours. It sends them at every :data:`BUFFERED_TOKENS`-th token, at the last token, and on abort. A single
-  message at the end would delay all of the server's work per token until then.
-- Steps in which every running request decodes one token, and none ends, take a short path. vLLM's code runs all others.
+  ours. It sends them at every :data:`BUFFERED_TOKENS`-th token, at the last token, and on abort. A single message at
+  the end would delay all of the server's work per token until then.
+- Steps in which every running request decodes one token, and none ends, take a short path.
 """
 
 from __future__ import annotations
@@ -116,7 +115,6 @@ class BufferingScheduler(Scheduler):
         self.ended: dict[str, TokenBuffer] = {}  # of aborted requests; the engine core may send these
 
     def take_buffer(self, request_id: str) -> TokenBuffer | None:
-        """Remove and return a request's buffer."""
         return self.buffers.pop(request_id, None) or self.ended.pop(request_id, None)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:

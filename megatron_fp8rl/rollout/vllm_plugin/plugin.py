@@ -1,10 +1,9 @@
 """Registers this package with vLLM: weight transfer, attention, quantization, batch-invariant kernels, CPU emulation.
 
-In: the environment that the fleet sets for a rollout engine. Out: entries in vLLM's registries. Runs in each process of
-a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the entry point
-``vllm.general_plugins``; ``rollout/vllm_plugin/server.py`` also calls it before the engine forks its other processes.
-
-Only our rollout engines have :data:`FORMAT_VARIABLE` in their environment; elsewhere :func:`register` does nothing.
+In: the environment that the fleet sets for a rollout engine; without :data:`FORMAT_VARIABLE`, :func:`register` does
+nothing. Out: entries in vLLM's registries. Runs in each process of a rollout engine (server, engine core, workers).
+vLLM calls :func:`register` through the entry point ``vllm.general_plugins``; ``rollout/vllm_plugin/server.py`` also
+calls it before the engine forks its other processes.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ _registered = False
 
 
 def register() -> None:
-    """Register with vLLM once per process.
-
-    Raises ValueError for an unknown format, and upstream.UntestedVersion for a vLLM version that a patch was not tested
-    with.
-    """
+    """Register with vLLM once per process. Raises ValueError for an unknown format, and upstream.UntestedVersion for a
+    vLLM version without a tested patch."""
     global _registered
     if _registered or FORMAT_VARIABLE not in os.environ:
         return

@@ -1,11 +1,8 @@
 """Record an engine's result of each operation for one prompt: the worker's part of a probe.
 
-In: a prompt sent by a client. Out: a safetensors file with the result of each operation named in
-``diagnose/operations.py``, in the engine's dtypes. Runs in the engine worker, as part of its extension;
-``diagnose/engine_probe.py`` drives it.
-
-Hooks run only when modules are called, so the engine must not be compiled. CUDA graphs may stay on, because without
-torch.compile they cover only decoding.
+In: a prompt sent by a client (``diagnose/engine_probe.py``). Out: a safetensors file with the result of each operation
+named in ``diagnose/operations.py``, in the engine's dtypes. Hooks run only when modules are called, so the engine must
+not be compiled. CUDA graphs may stay on: without torch.compile they cover only decoding.
 """
 
 from __future__ import annotations
@@ -49,10 +46,8 @@ class Probe:
     _probed: dict[str, Tensor]
 
     def start_probe(self, num_tokens: int) -> None:
-        """Record the next prefill of ``num_tokens`` tokens.
-
-        Raises RuntimeError if the engine is compiled or has several ranks, or if the model's modules have other names.
-        """
+        """Record the next prefill of ``num_tokens`` tokens. Raises RuntimeError if the engine is compiled or has
+        several ranks, or if the model's modules have other names."""
         runner = self.model_runner
         if runner.vllm_config.compilation_config.mode:
             raise RuntimeError("a probe needs engine.graphs = plain or none, because hooks do not run in compiled code")

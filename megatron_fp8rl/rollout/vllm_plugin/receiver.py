@@ -1,8 +1,7 @@
 """Weight-transfer engine for vLLM: receives published weights in an engine worker and loads them.
 
-In:  requests of vLLM's weight-update API: ``init`` once; ``start``, ``update`` and ``finish`` for each publication.
-Out: the model's kernel tensors, changed in place.
-Runs in every engine worker; ``rollout/vllm_plugin/plugin.py`` registers the engine.
+In: requests of vLLM's weight-update API: ``init`` once; ``start``, ``update`` and ``finish`` for each publication. Out:
+the model's kernel tensors, changed in place. Runs in every engine worker.
 
 One request covers a whole publication: messages from every trainer rank with this worker's slices. The worker computes
 the same schedule as the trainer ranks (``weight_sync/transports/base.py``) and loads each round in one of four modes
@@ -14,7 +13,7 @@ the same schedule as the trainer ranks (``weight_sync/transports/base.py``) and 
     direct      into the tensors that the kernels read
     switch      like direct, from spare memory that was filled while the engine sampled (``spare_weights.py``)
 
-An engine's first publication uses reload and then compare. This proves the address of every weight, because layers of
+An engine's first publication uses reload and then compare, which proves the address of every weight, because layers of
 a kind are alike. Later ones are direct, or with ``weight_sync.spare_weights`` staged and then switched to. Reload alone
 would be slow: vLLM's loaders take 1.5 ms per tensor, half a minute for the experts of 48 layers.
 """
@@ -62,10 +61,10 @@ Placed = tuple[Part, Tensor, Tensor]  # (part, tensor that the kernels read, rec
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How a worker connects to the trainer.
+    """How a worker connects to the store that trainer rank 0 hosts at ``host`` and ``port``.
 
-    ``rank_offset`` is the rank of this replica's first worker among all processes, where the ``num_trainers`` trainer
-    ranks come first. Trainer rank 0 hosts a store at ``host`` and ``port``.
+    ``rank_offset`` is the rank of this replica's first worker among all processes; the ``num_trainers`` trainer ranks
+    come first.
     """
 
     kind: str  # value of weight_sync.transport
@@ -95,11 +94,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     remove_when="the API is declared stable",
 )
 class TransferEngine(WeightTransferEngine):
-    """Loads publications.
-
-    ``version`` is the policy version of the weights; None before the first publication and after a failed update.
-    ``load_s`` is the time of the last load in this worker.
-    """
+    """Loads publications. ``version`` is the policy version of the weights; None before the first publication and after
+    a failed update. ``load_s`` is the time of the last load in this worker."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -334,11 +330,8 @@ class Reloaded:
 
 
 def compare(placed: Sequence[Placed]) -> None:
-    """Raise UnwritableKernel unless the kernels' tensors equal the received data of one round.
-
-    Right after vLLM's loaders loaded the same weights, equality proves the addresses. FP8 blocks are equal if their
-    dequantized values are, because vLLM may choose another scale.
-    """
+    """Raise UnwritableKernel unless the kernels' tensors equal the received data of one round, just loaded by vLLM's
+    loaders. FP8 blocks are equal if their dequantized values are, because vLLM may choose another scale."""
     scales = {(part.name, part.start): (target, source) for part, target, source in placed if part.is_scale}
     for part, target, source in placed:
         if part.is_scale:

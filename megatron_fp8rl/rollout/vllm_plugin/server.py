@@ -6,11 +6,9 @@ during imports. Out: vLLM's HTTP endpoints, including those of its development m
 
     python -m megatron_fp8rl.rollout.vllm_plugin.server --listen-fd 7 --parent-pid 4711 --model DIR ...
 
-With ``--headless`` it runs only workers, on a further node of an engine that spans nodes.
-
-Differences from ``vllm serve``: our plugin is registered before the engine starts. On a CPU the engine core is forked
-instead of spawned, which saves a second import (11 s of a start of 14 s). All processes end with the trainer that
-started them.
+With ``--headless`` it runs only workers, on a further node of an engine that spans nodes. Unlike in ``vllm serve``, our
+plugin is registered before the engine starts, and all processes end with the trainer that started them. On a CPU the
+engine core is forked instead of spawned, which saves a second import (11 s of a start of 14 s).
 """
 
 from __future__ import annotations
@@ -36,10 +34,8 @@ _MIDDLEWARE = "megatron_fp8rl.net.auth.RequireToken"
 
 
 def end_with_parent(pid: int) -> None:
-    """Kill this process group when its parent ``pid`` ends, and make forked children end with this process.
-
-    A killed trainer cannot stop its replicas, which lead their process groups.
-    """
+    """Kill this process group when its parent ``pid`` ends, and make forked children end with this process. A killed
+    trainer cannot stop its replicas, which lead their process groups."""
     parent.end_with(pid)
     os.register_at_fork(after_in_child=parent.end_with_thread)  # children are forked by the main thread
 
@@ -51,10 +47,8 @@ def end_with_parent(pid: int) -> None:
     optional=True,
 )
 def fork_engine_core() -> None:
-    """Make vLLM fork the engine core, which then shares the modules imported so far.
-
-    Forking is safe on a CPU before the engine starts: one OpenMP thread so far, no model, no request.
-    """
+    """Make vLLM fork the engine core, which then shares the modules imported so far. Safe on a CPU before the engine
+    starts: one OpenMP thread, no model, no request."""
     gc.freeze()  # garbage collection would write to, and so copy, shared pages
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
@@ -85,8 +79,8 @@ def _engine_config(args: argparse.Namespace) -> VllmConfig:
 def work(config: VllmConfig) -> NoReturn:
     """Run this node's part of an engine that spans nodes: data-parallel ranks, or workers of the only rank.
 
-    Exits with status 1 when a process has ended. vLLM's ``run_headless`` would exit with status 0, and would spawn
-    processes, which fails because our kernels' configuration is a local class.
+    Exits with status 1 when a process has ended. vLLM's ``run_headless`` would exit with status 0 and spawn processes,
+    which fails because our kernels' configuration is a local class.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

@@ -1,8 +1,7 @@
 """Spare memory of an engine worker, which receives weights while the engine samples.
 
-In:  messages of a publication, from a transport. Out: the same messages in memory, until the next publication.
-Runs in a thread of the engine worker, on a GPU with a separate stream. The engine pauses only to copy the messages to
-the tensors that its kernels read (``weight_sync.spare_weights``).
+A thread receives a publication's messages, on a GPU in a separate stream; they stay until the next publication. The
+engine pauses only to copy them to the tensors that its kernels read (``weight_sync.spare_weights``).
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ class SpareWeights:
         return self._memory[start : start + message.num_bytes]
 
     def start(self, transport: Transport, attempt: int, version: int) -> None:
-        """Receive a publication in a thread, over the previous one.
-
-        Raises RuntimeError if a cancelled one still writes here.
-        """
+        """Receive a publication in a thread, over the previous one. Raises RuntimeError if a cancelled one still writes
+        here."""
         if self._thread is not None:
             self._thread.join(_SETTLE_S)
             if self._thread.is_alive():

@@ -1,7 +1,6 @@
-"""Names of vLLM that newer versions moved to other modules.
+"""Names of vLLM that newer versions moved to other modules, in one file for the library and its tests.
 
-This library and its tests import them from here, so that the next upgrade changes one file. The code tests whether a
-module exists; it does not compare versions.
+The code tests whether a module exists; it does not compare versions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """RPC methods of an engine worker for weights, kernels and KV scales.
 
-Runs in every engine worker: vLLM mixes :class:`WorkerExtension` into its worker class (``worker_extension_cls``).
+vLLM mixes :class:`WorkerExtension` into its worker class (``worker_extension_cls``).
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ class WorkerExtension(Probe):
         self.weight_transfer_engine.stage(version, attempt)
 
     def staging(self) -> dict[str, bool]:
-        """Return {"staged": whether all weights are in spare memory}. Raises the error of the receiving thread.
-
-        A dict, because vLLM's server turns a bare bool into a string.
-        """
+        """Return {"staged": whether all weights are in spare memory}: vLLM's server turns a bare bool into a string.
+        Raises the error of the receiving thread."""
         return {"staged": self.weight_transfer_engine.is_staged()}
 
     def proof_layers(self) -> dict[str, list[int]]:
@@ -55,7 +53,6 @@ class WorkerExtension(Probe):
         return report | ({"digests": dict(digests)} if names else {})
 
     def kernels_in_use(self) -> dict[str, list[str]]:
-        """Return this worker's kernels by role (:mod:`megatron_fp8rl.rollout.vllm_plugin.kernels_in_use`)."""
         return kernels_in_use(self.model_runner.model)
 
     def set_kv_scales(self, scales: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """The engine's attention and log-probabilities on a CPU, bitwise equal to the trainer's.
 
-In: queries, keys and values of a batch of requests, and a paged KV cache in BF16 or E4M3. Out: attention outputs from
-``kernels/float64.py``; log-probabilities from ``kernels/exact_logprobs.py``. Runs in vLLM's workers on a
-machine without a GPU. An FP8 cache rounds keys and values as on a GPU (``patches_attention.py``), but not queries.
-
-vLLM allocates a layer's cache, [blocks, G, tokens of a block, 2 D]; here the last axis is a token's key and value.
+Patches vLLM's workers with ``kernels/float64.py`` and ``kernels/exact_logprobs.py``, over a paged KV cache in BF16 or
+E4M3. An FP8 cache rounds keys and values as on a GPU (``patches_attention.py``), but not queries. vLLM allocates a
+layer's cache, [blocks, G, tokens of a block, 2 D]; here the last axis is a token's key and value.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """The engine's linear and expert layers on a CPU: blockwise FP8 with the trainer's arithmetic, and readable BF16.
 
-In: vLLM's layers of a model with an ``fp8`` quantization config. Out: methods that store and multiply their weights.
-Runs in vLLM's workers, on a machine without a GPU.
-
 On a CPU, vLLM multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16 weights into
-a form that cannot be read back, so the engine's weights could not be verified. The methods here
+a form that cannot be read back and verified. The methods here
 
 - keep every weight in checkpoint format: FP8 bytes with scales, or BF16;
-- quantize activations with :mod:`megatron_fp8rl.precision.quantizers`, as the trainer does. The dequantized weight is
-  computed once per weight update and kept beside the bytes;
+- quantize activations with :mod:`megatron_fp8rl.precision.quantizers`, as the trainer does, and dequantize the weight
+  once per weight update;
 - report the experts chosen by the router, for which vLLM's CPU path returns zeros.
 
 Products, norms, rotary embedding and the sum of a token's experts come from :mod:`megatron_fp8rl.kernels.float64`,
-bitwise equal to the trainer's; ``cpu/cpu_attention.py`` has attention and log-probabilities.
+bitwise equal to the trainer's.
 """
 
 from __future__ import annotations
@@ -68,8 +65,6 @@ def register(fmt: QuantFormat) -> None:
     block_scales(fmt)
 
     class CpuFp8Config(Fp8Config):
-        """vLLM's ``fp8`` config; only the methods it returns differ."""
-
         def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
             if not isinstance(layer, LinearBase | RoutedExperts):
                 return super().get_quant_method(layer, prefix)
@@ -104,8 +99,6 @@ def register(fmt: QuantFormat) -> None:
 )
 @register_weight_loader_v2_supported_method
 class ReadableLinearMethod(UnquantizedLinearMethod):
-    """A BF16 linear that leaves its weight as loaded."""
-
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Do nothing: vLLM would pack the weight here and drop the original."""
 
@@ -167,8 +160,6 @@ class EmulatedFp8LinearMethod(LinearMethodBase):
     remove_when="vLLM can leave weights as loaded",
 )
 class ReadableMoEMethod(UnquantizedFusedMoEMethod):
-    """BF16 experts that leave their weights as loaded."""
-
     is_monolithic = True  # apply_monolithic chooses the experts; vLLM 0.32 would choose them before
 
     def __init__(self, layer: RoutedExperts) -> None:
@@ -220,7 +211,6 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
 
 
 def _check_supported(layer: RoutedExperts) -> None:
-    """Raise ValueError for experts that these kernels do not support."""
     if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or layer.moe_config.has_bias:
         raise ValueError(f"{layer.layer_name}: only SwiGLU experts without bias are supported on a CPU")
 
@@ -258,7 +248,7 @@ def _mix_experts(
     """Weighted sum of each token's experts, [tokens, hidden] in x.dtype.
 
     w13 [experts, 2 * ffn, hidden] and w2 [experts, hidden, ffn] multiply activations prepared by ``round_operand`` and
-    round to x.dtype. Tokens are sorted by expert, so that everything but the products runs once.
+    round to x.dtype.
     """
     weights, expert_ids = _route(layer, x, router_logits)
     num_tokens, top_k = expert_ids.shape
