@@ -17,11 +17,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from megatron_fp8rl.config import ConfigError, RunConfig, Violation
-from megatron_fp8rl.data.checkpoint_dir import complete, damaged, make_folder
+from megatron_fp8rl.data import resumed_config
+from megatron_fp8rl.data.checkpoint_dir import STATE_FILE, complete, damaged, latest, make_folder
 from megatron_fp8rl.net import sockets
 
 LOCK = "run.lock"
@@ -34,7 +36,7 @@ _SILENT_S = 20.0  # without a heartbeat for this long, an owner on another node 
 
 
 def violations(cfg: RunConfig) -> list[Violation]:
-    """Reasons not to use the folder: it belongs to no run, or a start from step 0 would overwrite checkpoints."""
+    """Reasons not to use the folder: no run wrote it, it would lose checkpoints, or a changed field has no effect."""
     folder = Path(cfg.run_dir)
     if not folder.is_dir():
         return []
@@ -49,7 +51,18 @@ def violations(cfg: RunConfig) -> list[Violation]:
                 problem = f"{part} contains {kept[-1].name}, which a run from step 0 would overwrite"
                 remedy = "Name another output_dir, or remove the checkpoints"
                 return [Violation("--checkpoint.resume", False, problem, remedy)]
-    return []
+    return _resume_refusals(folder, cfg)
+
+
+def _resume_refusals(folder: Path, cfg: RunConfig) -> list[Violation]:
+    """Changed fields that a resume in the folder could not apply."""
+    newest = latest(folder / "checkpoints")
+    if newest is None:
+        return resumed_config.finished_warm_start_refusals(folder / "warm_start", cfg)
+    state = json.loads((newest / STATE_FILE).read_text())
+    if cfg.warm_start.steps and cfg.model.hf_path is None:  # its weights are in the folder of the run
+        cfg = replace(cfg, model=replace(cfg.model, hf_path=state["config"]["model"]["hf_path"]))
+    return resumed_config.refusals(state["config"], cfg, newest, steps=state["step"])
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_fp8rl import upstream
+from megatron_fp8rl.data import resumed_config
 from megatron_fp8rl.data.checkpoint_dir import (
     PARTIAL_PREFIX,
     STATE_FILE,
@@ -194,7 +195,8 @@ def resume(folder: str | Path, policy: Policy, say: Callable[[str], None]) -> tu
     """Collective: restore the newest complete checkpoint of ``folder``; returns (step, extra), or None without
     checkpoints.
 
-    Renames damaged checkpoints. ``say`` gets a line for each, and a line with the step from which the run continues.
+    Renames damaged checkpoints. ``say`` gets a line for each, a line with the step from which the run continues, and a
+    line for each field of the configuration that differs from the checkpoint's.
     Raises CheckpointError if all checkpoints are damaged, because a start at step 0 would overwrite the run's records.
     """
     folder, parallel = Path(folder), policy.parallel
@@ -207,6 +209,9 @@ def resume(folder: str | Path, policy: Policy, say: Callable[[str], None]) -> tu
             say(f"{error}. It is set aside as {aside.name}")
             continue
         say(f"continues after step {step}, from {newest}")
+        before = json.loads((newest / STATE_FILE).read_text())["config"]
+        for change in resumed_config.changes(before, policy.cfg):
+            say(f"changed since then: {change.text}")
         return step, extra
     if left := parallel.broadcast_object([path.name for path in damaged(folder)]):
         raise CheckpointError(
@@ -222,7 +227,7 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
 
     Exact but for RNG states, which are per rank and restored only under the layout that wrote them. Raises, on all
     ranks: DamagedError if a file is missing or its CRC-32 is wrong; UnsafeError if a file could run code;
-    CheckpointError if the model differs from ``policy``.
+    CheckpointError if a changed field of the configuration cannot be applied.
     """
     path, parallel = Path(path), policy.parallel
     if (missing := parallel.broadcast_object(missing_part(path))) is not None:
@@ -236,16 +241,20 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     state = json.loads((path / STATE_FILE).read_text())
     if state.get("weights_only"):
         raise CheckpointError(f"{path} has only weights, no training state. Start from it: model.hf_path = {path}")
-    _require_same_model(path, state, policy)
+    _require_resumable(path, state, policy)
     policy.offload.restore()
     same_layout = state["config"]["parallel"] == dataclasses.asdict(policy.cfg.parallel)
-    loaded = dist_checkpointing.load(_sharded_state(policy, with_rng=same_layout, is_loading=True), str(path))
+    wanted = _sharded_state(policy, with_rng=same_layout, is_loading=True)
+    new_histories = {} if _has_same_scaling(state, policy) else _take_scaling_histories(wanted)
+    loaded = dist_checkpointing.load(wanted, str(path))
+    for name, histories in new_histories.items():
+        loaded[name] |= histories
     for index, model in enumerate(policy.models):
         model.load_state_dict(loaded[f"model{index}"])
     for index, model in enumerate(policy.reference or ()):
         if _keeps_reference(policy):
             model.load_state_dict(loaded[f"reference{index}"])
-    policy.optimizer.megatron.load_state_dict(loaded["optimizer"])
+    policy.optimizer.load_state(loaded["optimizer"])
     policy.optimizer.rebuild_parameters()  # the two may have had different kinds of parameters
     if same_layout:
         _set_random_state(loaded["rng"])
@@ -314,6 +323,21 @@ def _write_in_bf16(models: dict[str, dict[str, Any]]) -> None:
                 entry.data = plain(data).cpu()
 
 
+def _has_same_scaling(state: dict[str, Any], policy: Policy) -> bool:
+    """Whether the same layers of the run that wrote the checkpoint had FP8 scales from earlier amax values."""
+    theirs, ours = state["config"]["precision"], policy.cfg.precision
+    return all(theirs[name] == getattr(ours, name) for name in ("trainer", "bf16_first_layers", "bf16_last_layers"))
+
+
+def _take_scaling_histories(state: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Remove the histories of delayed scaling from a sharded state; returns their present values, by model."""
+    taken: dict[str, dict[str, torch.Tensor]] = {}
+    for name, entries in state.items():
+        if name.startswith(("model", "reference")):
+            taken[name] = {key: entries.pop(key).data for key in list(entries) if key.endswith("fp8.history")}
+    return taken
+
+
 def _random_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
@@ -369,18 +393,11 @@ def _prune(folder: Path, keep: int, written: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def _require_same_model(path: Path, state: dict[str, Any], policy: Policy) -> None:
+def _require_resumable(path: Path, state: dict[str, Any], policy: Policy) -> None:
     if state["format"] != _FORMAT:
         raise CheckpointError(f"{path} has format {state['format']}; this program reads format {_FORMAT}")
-    ours = json.loads(json.dumps(dataclasses.asdict(policy.cfg.model)))
-    theirs = state["config"]["model"]
-    differing = [
-        f"model.{key} is {theirs.get(key)!r} there, but {value!r} here"
-        for key, value in ours.items()
-        if key not in ("hf_path", "initializer_range", "embedding_range") and theirs.get(key) != value
-    ]
-    if differing:
-        raise CheckpointError(f"{path} contains a different model: " + "; ".join(differing))
+    if errors := resumed_config.refusals(state["config"], policy.cfg, path):
+        raise CheckpointError(f"{path} cannot be resumed: {'; '.join(map(str, errors))}")
     if _keeps_reference(policy) and not state["has_reference"]:
         raise CheckpointError(
             f"{path} has no reference model, which algo.kl_coef needs. "

@@ -7,7 +7,8 @@ and never divided.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -171,6 +172,18 @@ class Optimizer:
     def has_weights(self) -> bool:
         return not self._memory.holds_gradients
 
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load the state of a checkpoint, but keep the hyperparameters of the present configuration.
+
+        Megatron-Core matches groups of parameters by their learning rates among others, and Adam reads ``betas`` and
+        ``eps`` from the loaded groups.
+        """
+        present = self.megatron.param_groups[0]
+        kept = {name: present[name] for name in ("max_lr", "min_lr", "betas", "eps")}
+        for group in _groups_in(state):
+            group.update(kept)
+        self.megatron.load_state_dict(state)
+
     def set_num_updates(self, num_updates: int) -> None:
         """Set Adam's update count before a checkpoint is written, which stores the first rank's. Adam does not count
         expert updates there if all layers of the first pipeline stage are dense."""
@@ -197,6 +210,15 @@ class Optimizer:
             f"the gradient norm is {norm}; the update was not applied. Non-finite gradients:\n  {shown}{rest}\n"
             "Look at the losses and log-probabilities of this step, lower optim.lr, or resume from the last checkpoint"
         )
+
+
+def _groups_in(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The groups of parameters in an optimizer's state, at any depth."""
+    for name, value in state.items():
+        if name == "param_groups":
+            yield from value
+        elif isinstance(value, dict):
+            yield from _groups_in(value)
 
 
 def adam_name() -> str:

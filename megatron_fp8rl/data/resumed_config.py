@@ -1,0 +1,123 @@
+"""Compare the configuration of a checkpoint with the one of the run that resumes: what changed, what is refused.
+
+A resumed run applies every changed field from its next step on. Fields that could not take effect any more are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_fp8rl.config import RunConfig, Violation
+
+_MAX_CHARACTERS = 60  # of a value in a message
+_SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 1 << 16  # of each file of weights
+_NOT_THERE = object()
+# They describe how the first weights are found or drawn; everything else in ``model`` is the architecture.
+_INITIAL_WEIGHTS = ("model.hf_path", "model.random", "model.initializer_range", "model.embedding_range")
+_SAME = "Set it back, or name another output_dir for a new run"
+
+
+class Change(NamedTuple):
+    """A field whose value differs from the checkpoint's; ``text`` is a line for people."""
+
+    field: str
+    before: Any
+    now: Any
+
+    @property
+    def text(self) -> str:
+        return f"{self.field} was {_short(self.before)}, now {_short(self.now)}{_EFFECTS.get(self.field, '')}"
+
+
+_EFFECTS = {
+    "seed": "; the rows of the data are in another order, so some of this epoch may repeat",
+    "model.hf_path": "; the weights come from the checkpoint, and only a reference model is read from this folder",
+}
+
+
+def changes(before: Mapping[str, Any], cfg: RunConfig) -> list[Change]:
+    """All fields that differ from the configuration of a checkpoint, in the order of the configuration.
+
+    ``before``: the configuration as JSON. Fields that only another release of the program knows are left out.
+    """
+    now = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    return list(_differing("", before, now))
+
+
+def refusals(before: Mapping[str, Any], cfg: RunConfig, where: Path, *, steps: int | None = None) -> list[Violation]:
+    """The changed fields that could not take effect on a resume.
+
+    ``where``: the checkpoint's folder. ``steps``: its finished steps of reinforcement learning; None in a warm start.
+    """
+    errors = []
+    for change in changes(before, cfg):
+        if change.field.startswith("model.") and (problem := _model_problem(change, where)):
+            errors.append(Violation(f"--{change.field}", change.now, problem, _SAME))
+        elif change.field.startswith("warm_start.") and steps is not None:
+            problem = f"was {_short(change.before)} in the warm start, which is finished, so a change has no effect"
+            errors.append(Violation(f"--{change.field}", change.now, problem, _SAME))
+    if steps is not None and cfg.num_steps < steps:
+        problem = f"the run has already finished step {steps}: {where}"
+        errors.append(Violation("--num_steps", cfg.num_steps, problem, f"Set {steps} or more"))
+    return errors
+
+
+def finished_warm_start_refusals(folder: Path, cfg: RunConfig) -> list[Violation]:
+    """Changed fields of a warm start that is finished; ``folder`` contains its records and weights."""
+    try:
+        before = json.loads((folder / "config.json").read_text())["warm_start"]
+    except (OSError, ValueError, KeyError):
+        return []
+    return refusals({"warm_start": before}, cfg, folder, steps=0) if (folder / "hf").is_dir() else []
+
+
+def _model_problem(change: Change, where: Path) -> str:
+    """Why a resume cannot apply a changed field of ``model``; empty if it can."""
+    if change.field not in _INITIAL_WEIGHTS:
+        return f"is {change.before!r} in {where}, which contains a different model"
+    if change.field == "model.hf_path" and change.before is not None and change.now is not None:
+        before, now = Path(change.before), Path(change.now)
+        if not before.is_dir() or _sampled_weights(before) == _sampled_weights(now):
+            return ""  # moved or copied
+    return f"was {_short(change.before)} when the run started; weights come from {where}, so a change has no effect"
+
+
+def _sampled_weights(folder: Path) -> dict[str, Any]:
+    """Size and some bytes of each file of weights, to distinguish two trained models in a moment."""
+    contents: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            blocks = []
+            for index in range(_SAMPLED_BLOCKS):
+                file.seek(max(0, size - _BLOCK_BYTES) * index // (_SAMPLED_BLOCKS - 1))
+                blocks.append(file.read(_BLOCK_BYTES))
+        contents[path.name] = (size, blocks)
+    return contents
+
+
+def _differing(path: str, before: Any, now: Any) -> Iterator[Change]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        is_free = path.endswith("options") or path.endswith("arguments") or path == "precision.kernels"
+        names = [*now, *(name for name in before if is_free and name not in now)]
+        for name in names:
+            if is_free or name in before:
+                below = f"{path}.{name}" if path else name
+                yield from _differing(below, before.get(name, _NOT_THERE), now.get(name, _NOT_THERE))
+    elif isinstance(before, list) and isinstance(now, list) and any(isinstance(item, Mapping) for item in before + now):
+        for index in range(max(len(before), len(now))):
+            pair = (items[index] if index < len(items) else _NOT_THERE for items in (before, now))
+            yield from _differing(f"{path}[{index}]", *pair)
+    elif before is _NOT_THERE or now is _NOT_THERE or before != now:
+        yield Change(path, before, now)
+
+
+def _short(value: Any) -> str:
+    if value is _NOT_THERE:
+        return "absent"
+    text = repr(value)
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS - 3]}..."

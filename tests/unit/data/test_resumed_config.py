@@ -1,0 +1,132 @@
+"""What a resume with another configuration prints and refuses, before anything starts."""
+
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_fp8rl.config import ConfigError, EnvironmentConfig, RewardConfig, RunConfig
+from megatron_fp8rl.data import run_folder
+from megatron_fp8rl.data.resumed_config import changes, refusals
+from model_configs.tiny import tiny_qwen3
+
+ROWS = EnvironmentConfig(dataset="rows.jsonl", rewards=(RewardConfig(function="number"),))
+
+
+def as_json(cfg: RunConfig) -> dict:
+    return json.loads(json.dumps(dataclasses.asdict(cfg)))
+
+
+def run(folder: Path, **sections) -> RunConfig:
+    cfg = replace(tiny_qwen3(), output_dir=str(folder), num_steps=10)
+    for name, fields in sections.items():
+        value = replace(getattr(cfg, name), **fields) if isinstance(fields, dict) else fields
+        cfg = replace(cfg, **{name: value})
+    return cfg
+
+
+def write_checkpoint(cfg: RunConfig, step: int = 5) -> Path:
+    """The part of a checkpoint that decides about a resume."""
+    folder = Path(cfg.run_dir) / "checkpoints" / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    (Path(cfg.run_dir) / "run.lock").touch()
+    (folder / "state.json").write_text(json.dumps({"step": step, "files": {}, "config": as_json(cfg)}))
+    return folder
+
+
+def weights(folder: Path, seed: int) -> Path:
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    save_file({"a": torch.randn(1 << 16, generator=generator)}, folder / "model.safetensors")
+    return folder
+
+
+def problems(cfg: RunConfig) -> list[str]:
+    return [str(violation) for violation in run_folder.violations(cfg)]
+
+
+def test_every_changed_field_has_a_line_with_both_values(tmp_path):
+    before = run(tmp_path, data={"environments": (ROWS,)}, precision={"kernels": {"experts": "te"}})
+    reward = RewardConfig(function="exact", options={"strict": True})
+    more = replace(ROWS, dataset="other.jsonl")
+    now = run(
+        tmp_path,
+        data={"environments": (replace(ROWS, rewards=(reward,)), more)},
+        precision={"trainer": "bf16", "kernels": {}},
+        optim={"lr": 5e-7, "min_lr": 1e-7},
+        seed=7,
+    )
+    lines = [change.text for change in changes(as_json(before), now)]
+    fields = [line.partition(" was ")[0] for line in lines]
+    assert fields == [
+        "precision.trainer",
+        "precision.kernels.experts",
+        "optim.lr",
+        "optim.min_lr",
+        "data.environments[0].rewards[0].function",
+        "data.environments[0].rewards[0].options.strict",
+        "data.environments[1]",
+        "seed",
+    ]
+    assert "data.environments[0].rewards[0].function was 'number', now 'exact'" in lines
+    assert "precision.kernels.experts was 'te', now absent" in lines
+    assert lines[-1].startswith("seed was 1, now 7; the rows of the data are in another order")
+    assert all(len(line) < 200 for line in lines)
+    assert not refusals(as_json(before), now, tmp_path, steps=5)
+
+
+def test_an_equal_configuration_and_fields_of_another_release_say_nothing(tmp_path):
+    cfg = run(tmp_path)
+    before = as_json(cfg)
+    del before["algo"]["veto_below"]
+    before["algo"]["of_another_release"] = 3
+    assert not changes(before, cfg)
+    write_checkpoint(cfg)
+    assert not problems(cfg)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"model": {"rope_theta": 5e5}}, "--model.rope_theta = 500000.0: is "),
+        ({"model": {"initializer_range": 0.5}}, "--model.initializer_range = 0.5: was "),
+        ({"warm_start": {"lr": 0.5}}, "--warm_start.lr = 0.5: was "),
+        ({"num_steps": 4}, "--num_steps = 4: the run has already finished step 5"),
+    ],
+)
+def test_a_field_that_can_no_longer_take_effect_is_refused_by_name(tmp_path, sections, expected):
+    write_checkpoint(run(tmp_path))
+    (actual,) = problems(run(tmp_path, **sections))
+    assert actual.startswith(expected)
+    with pytest.raises(ConfigError, match=expected), run_folder.locked(run(tmp_path, **sections)):
+        pass
+
+
+def test_a_finished_warm_start_cannot_be_changed_before_the_first_checkpoint(tmp_path):
+    cfg = run(tmp_path)
+    (tmp_path / "warm_start" / "hf").mkdir(parents=True)
+    (tmp_path / "run.lock").touch()
+    (tmp_path / "warm_start" / "config.json").write_text(json.dumps(as_json(cfg)))
+    assert not problems(cfg)
+    (actual,) = problems(run(tmp_path, warm_start={"steps": 999}))
+    assert actual.startswith("--warm_start.steps = 999: was ")
+
+
+def test_other_initial_weights_are_refused_and_a_moved_folder_is_not(tmp_path):
+    first, copy, other = (weights(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    folder = tmp_path / "run"
+    cfg = run(folder, model={"hf_path": str(first)})
+    write_checkpoint(cfg)
+    assert not problems(run(folder, model={"hf_path": str(copy)}))
+    (actual,) = problems(run(folder, model={"hf_path": str(other)}))
+    assert actual.startswith(f"--model.hf_path = '{other}': was ")
+    first.rename(tmp_path / "moved")
+    moved = run(folder, model={"hf_path": str(tmp_path / "moved")})
+    assert not problems(moved)
+    (line,) = [change.text for change in changes(as_json(cfg), moved)]
+    assert "the weights come from the checkpoint" in line
+    assert problems(run(folder, model={"random": True, "hf_path": None}))
