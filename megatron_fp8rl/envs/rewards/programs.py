@@ -1,43 +1,26 @@
-"""The reward ``code``: run the last fenced block of a completion against the tests of its row, in a sandbox.
+"""The reward ``code``: run the program of a completion against the tests of its row, in a sandbox.
 
-Tests are Python statements (``assert f(2) == 4``) as a list or text, as in MBPP, or input and output pairs, as in APPS:
-``{"inputs": [...], "outputs": [...]}`` or a list of ``{"input": ..., "output": ...}``.
+``code_blocks.py`` finds the program, ``code_tests.py`` reads the tests, and ``code_runner.py`` runs both.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
+import math
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_fp8rl.envs import sandbox
+from megatron_fp8rl.envs.rewards.code_blocks import blocks, defined_names, parsed, program_in
+from megatron_fp8rl.envs.rewards.code_tests import CodeTests, asserts, raises, tests_of, unlimited_digits
 from megatron_fp8rl.types import Prompt
 
-_BLOCK = re.compile(r"```[ \t]*(?:python|py)?[^\n]*\n(.*?)```", re.DOTALL)
-_COLUMNS = ("tests", "test_list", "test_cases", "input_output", "test")
-
-# Reads the program from standard input, not from a file, and prints a secret that the program cannot know.
-_HARNESS = """
-import contextlib, io, json, sys
-request = json.loads(sys.stdin.read())
-passed, names = 0, {"__name__": "__main__"}
-with contextlib.redirect_stdout(io.StringIO()):
-    try:
-        exec(compile(request["program"], "answer.py", "exec"), names)
-        for test in request["tests"]:
-            try:
-                exec(compile(test, "test.py", "exec"), names)
-                passed += 1
-            except BaseException:
-                pass
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-print(request["secret"], passed)
-"""
+_RUNNER = Path(__file__).with_name("code_runner.py").read_text()
+_PYTHON = (sys.executable, "-I", "-X", "int_max_str_digits=0", "-c")
+_LONGEST_PROGRAM = 100_000  # bytes; Linux limits an argument to 128 KiB
 
 
 def code(
@@ -50,65 +33,98 @@ def code(
 ) -> Callable[[Prompt, str], float]:
     """``tests``: column name; "" searches. ``case_deadline_s``: limit for all statements, or for one input case."""
     sandbox.require()
+    unlimited_digits()
     limits = sandbox.Limits(memory_bytes=memory_bytes, cpu_s=max(1, round(case_deadline_s) + 1))
 
     def score(prompt: Prompt, completion: str) -> float:
-        statements, cases = tests_of(prompt, tests)
-        program = program_in(completion)
+        needed = tests_of(prompt, tests).first(max_tests)
+        program = _program(completion, needed)
         if program is None:
             return 0.0
-        if cases:
-            cases = cases[:max_tests]
-            passed = sum(_passes(program, stdin, stdout, case_deadline_s, limits) for stdin, stdout in cases)
+        if needed.cases and not needed.function:
+            passed = [_prints(program, *case, case_deadline_s, limits) for case in needed.cases]
         else:
-            statements = statements[:max_tests]
-            passed = _num_true(program, statements, case_deadline_s, limits)
-        num_tests = len(cases) or len(statements)
-        return float(passed == num_tests) if all_or_nothing else passed / num_tests
+            passed = _in_one_process(program, needed, case_deadline_s, limits)
+        return float(all(passed)) if all_or_nothing else sum(passed) / len(passed)
 
     return score
 
 
-def program_in(completion: str) -> str | None:
-    """The last fenced block after the reasoning; None if there is none."""
-    blocks = _BLOCK.findall(completion.rpartition("</think>")[2])
-    return blocks[-1] if blocks else None
+def _program(completion: str, tests: CodeTests) -> str | None:
+    program = program_in(completion, tests.names)
+    text = completion.rpartition("</think>")[2]
+    if tests.header and "<think>" not in text and not blocks(text):
+        is_body = program is None or not defined_names(program) & tests.names
+        program = tests.header + text if is_body and text.strip() else program
+    if program is None or parsed(program) is None or len(program.encode()) > _LONGEST_PROGRAM:
+        return None  # not Python, which includes a null character and characters that are not Unicode
+    return program
 
 
-def tests_of(prompt: Prompt, column: str = "") -> tuple[list[str], list[tuple[str, str]]]:
-    """(statements, cases of input and output) of a row. Raises ValueError if it has neither."""
-    names = [column] if column else [name for name in _COLUMNS if prompt.metadata.get(name)]
-    value = prompt.metadata.get(names[0]) if names else prompt.answer
-    if isinstance(value, str) and value.strip()[:1] in ("[", "{"):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    if isinstance(value, Mapping) and "inputs" in value:
-        return [], list(zip(map(_text, value["inputs"]), map(_text, value["outputs"]), strict=True))
-    if isinstance(value, list) and value and all(isinstance(case, Mapping) for case in value):
-        return [], [(_text(case["input"]), _text(case["output"])) for case in value]
-    if isinstance(value, list) and value:
-        return list(map(str, value)), []
-    if isinstance(value, str) and value.strip():
-        return [value], []
-    raise ValueError(
-        f"{prompt.prompt_id} has no tests in {' or '.join(names or _COLUMNS)}; name their column by options.tests"
-    )
-
-
-def _num_true(program: str, statements: list[str], deadline_s: float, limits: sandbox.Limits) -> int:
+def _in_one_process(program: str, tests: CodeTests, deadline_s: float, limits: sandbox.Limits) -> list[bool]:
+    """Whether each statement or call is right. Raises ValueError if statements pass without an assertion."""
     secret = secrets.token_hex(16)
-    request = json.dumps({"program": program, "tests": statements, "secret": secret})
-    result = sandbox.run([sys.executable, "-I", "-c", _HARNESS], stdin=request, deadline_s=deadline_s, limits=limits)
-    printed, _, passed = (result.stdout.splitlines() or [""])[-1].partition(" ")
-    return int(passed) if printed == secret and result.status == 0 else 0
+    request = {
+        "program": program,
+        "setup": tests.setup,
+        "statements": tests.statements,
+        "function": tests.function,
+        "calls": [arguments for arguments, _ in tests.cases],
+        "names": sorted(tests.names),
+        "secret": secret,
+    }
+    text = json.dumps(request)
+    result = sandbox.run([*_PYTHON, _RUNNER], stdin=text, deadline_s=deadline_s, limits=limits)
+    printed, _, answer = (result.stdout.splitlines() or [""])[-1].partition(" ")
+    if printed != secret or result.status != 0:
+        return [False] * (len(tests.cases) or len(tests.statements))
+    reply = json.loads(answer)
+    if tests.cases:
+        pairs = zip(reply["results"] or [[]] * len(tests.cases), tests.cases, strict=True)
+        return [any(_is_equal(json.loads(text), value) for text in texts for value in case[1]) for texts, case in pairs]
+    passed = reply["passed"] or [False] * len(tests.statements)
+    if all(passed) and not reply["num_asserted"] and not any(map(raises, tests.statements)):
+        raise ValueError(f"the tests ran no assertion: {tests.statements[0][:80]!r}")
+    # A statement without an assertion, such as an import, earns nothing; if it fails, the program fails.
+    required = [done for done, statement in zip(passed, tests.statements, strict=True) if asserts(statement)]
+    return required if all(passed) or not all(required) else [*required, False]
 
 
-def _passes(program: str, stdin: str, stdout: str, deadline_s: float, limits: sandbox.Limits) -> bool:
-    result = sandbox.run([sys.executable, "-I", "-c", program], stdin=stdin, deadline_s=deadline_s, limits=limits)
-    return result.status == 0 and result.stdout.split() == stdout.split()
+def _prints(program: str, stdin: str, stdout: str, deadline_s: float, limits: sandbox.Limits) -> bool:
+    result = sandbox.run([*_PYTHON, program], stdin=stdin, deadline_s=deadline_s, limits=limits)
+    actual, expected = result.stdout.split(), stdout.split()
+    is_long = len(actual) == len(expected)
+    return result.status == 0 and is_long and all(map(_is_equal_text, actual, expected))
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return "\n".join(map(str, value))
-    return value if isinstance(value, str) else json.dumps(value)
+def _is_equal_text(actual: str, expected: str) -> bool:
+    """Whether a printed part is equal; for a decimal fraction, within the precision of a float."""
+    if actual == expected or not any(mark in expected.lower() for mark in ".e"):
+        return actual == expected
+    try:
+        return _is_close(float(actual), float(expected))
+    except ValueError:
+        return False
+
+
+def _is_equal(actual: Any, expected: Any) -> bool:
+    if isinstance(actual, list) and isinstance(expected, list):
+        return len(actual) == len(expected) and all(map(_is_equal, actual, expected))
+    if isinstance(actual, dict) and isinstance(expected, dict):
+        return actual.keys() == expected.keys() and all(_is_equal(actual[key], expected[key]) for key in expected)
+    if (
+        isinstance(actual, (int, float))
+        and isinstance(expected, (int, float))
+        and float in map(type, (actual, expected))
+    ):
+        return _is_close(actual, expected)
+    return actual == expected
+
+
+def _is_close(actual: float, expected: float) -> bool:
+    """Relative tolerance 1e-6 below 1, absolute above; never less than the rounding of large floats."""
+    if not (math.isfinite(actual) and math.isfinite(expected)):
+        return actual == expected
+    size = abs(expected)
+    tolerance = max(1e-6 * min(1.0, size), 1e-12 * size) if size else 1e-9
+    return abs(actual - expected) <= tolerance

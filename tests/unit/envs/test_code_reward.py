@@ -1,0 +1,126 @@
+"""The reward ``code``: a table of completions and rows with their scores, and rows that it refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl.config import RewardConfig
+from megatron_fp8rl.envs import sandbox
+from megatron_fp8rl.envs.rewards import code_tests
+from megatron_fp8rl.envs.rewards.code_blocks import blocks, program_in
+from megatron_fp8rl.envs.rewards.configured import build
+from megatron_fp8rl.types import Prompt
+
+CASES = Path(__file__).with_name("cases")
+TABLE = [json.loads(line) for line in (CASES / "code.jsonl").read_text().splitlines()]
+needs_sandbox = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem())
+
+
+@pytest.fixture(autouse=True)
+def digits():
+    limit = sys.get_int_max_str_digits()
+    yield
+    sys.set_int_max_str_digits(limit)
+
+
+def prompt(row: dict, question: str = "Write it.") -> Prompt:
+    return Prompt(
+        prompt_id="t/0", environment="t", token_ids=(), text=row.get("prompt", question), answer="", metadata=row
+    )
+
+
+def rows() -> dict[str, dict]:
+    return json.loads((CASES / "code_rows.json").read_text())
+
+
+@needs_sandbox
+@pytest.mark.parametrize("case", TABLE, ids=[case["why"] for case in TABLE])
+def test_score_of_the_table(case):
+    options = {"case_deadline_s": 2.0} if "endless" in case["why"] else {}
+    reward = build(RewardConfig(function="code", options=options))
+    assert reward([prompt(rows()[case["row"]])], [case["completion"]]) == [case["score"]]
+
+
+def test_the_table_covers_right_and_wrong_programs_of_every_row():
+    assert len(TABLE) >= 60
+    scores = {name: {case["score"] for case in TABLE if case["row"] == name} for name in rows()}
+    assert all(values == {0, 1} for values in scores.values()), scores
+
+
+def test_tests_that_cannot_fail_a_program_are_refused():
+    refused = {
+        "assert nothing": {"tests": ["print(f(2))"]},
+        "define check.. and do not call it; name the tested function in the column entry_point": {
+            "test": "def check(candidate):\n    assert candidate(2) == 4"
+        },
+        "define test_f.. with 2 arguments": {"test": "def test_f(a, b):\n    assert f(a) == b"},
+        "are not Python": {"test": "assert f(2) = 4"},
+        "are neither Python statements nor": {"tests": [1, 2]},
+        "expect no output": {"input_output": {"inputs": ["1"], "outputs": [""]}},
+        "have 2 inputs and 1 outputs": {"input_output": {"inputs": ["1", "2"], "outputs": ["1"]}},
+        "have no inputs and outputs .keys: cases": {"input_output": {"cases": []}},
+        "have no inputs and outputs$": {"input_output": {"inputs": [], "outputs": []}},
+        "call add with 3, which is no list of arguments": {
+            "input_output": {"fn_name": "add", "inputs": [3], "outputs": [3]}
+        },
+        "call a function without a name": {"tests": [{"input": "1", "output": "1", "testtype": "functional"}]},
+        "t/0 has no tests in": {"input_output": ""},
+    }
+    for message, row in refused.items():
+        with pytest.raises(ValueError, match=message):
+            code_tests.tests_of(prompt(row))
+
+
+@needs_sandbox
+def test_tests_that_ran_no_assertion_are_no_evidence():
+    reward = build(RewardConfig(function="code"))
+    row = {"tests": ["for n in ():\n    assert f(n) == n"]}
+    with pytest.raises(ValueError, match="the tests ran no assertion: 'for n in"):
+        reward([prompt(row)], ["```python\ndef f(n):\n    return n\n```"])
+
+
+@needs_sandbox
+def test_a_share_counts_assertions_and_no_setup():
+    reward = build(RewardConfig(function="code", options={"all_or_nothing": False}))
+    row = {"tests": ["import math", "assert f(2) == 4", "assert f(3) == 9"]}
+    scores = [reward([prompt(row)], [f"```python\n{text}\n```"])[0] for text in ("pass", "def f(n):\n    return 4")]
+    assert scores == [0.0, 0.5]
+
+
+def test_the_first_tests_keep_their_setup():
+    row = {"tests": ["import math", *(f"assert f({n}) == {n}" for n in range(20))]}
+    assert len(code_tests.tests_of(prompt(row)).first(16).statements) == 17
+    cases = {"inputs": [str(n) for n in range(20)], "outputs": [str(n) for n in range(20)]}
+    assert len(code_tests.tests_of(prompt({"tests": cases})).first(16).cases) == 16
+
+
+def test_tests_of_known_data_sets_are_read():
+    """Rows as their data sets' cards describe them."""
+    taco = {"input_output": json.dumps({"inputs": ["3\n"], "outputs": ["9\n"], "fn_name": None})}
+    assert code_tests.tests_of(prompt(taco)).cases == (("3\n", "9\n"),)
+    synthetic = {
+        "verification_info": json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "3", "output": "9"}]})
+    }
+    assert code_tests.tests_of(prompt(synthetic)).cases == (("3", "9"),)
+    calls = [{"type": "function_call", "fn_name": "f", "input": [3], "output": [9]}]
+    tests = code_tests.tests_of(prompt({"verification_info": {"test_cases": calls}}))
+    assert (tests.function, tests.cases) == ("f", (([3], [[9], 9]),))
+    nested = {"reward_model": {"ground_truth": json.dumps({"inputs": ["3"], "outputs": ["9"]})}}
+    assert code_tests.tests_of(prompt(nested), "reward_model.ground_truth").cases == (("3", "9"),)
+    grid = Prompt(
+        prompt_id="t/0",
+        environment="t",
+        token_ids=(),
+        text="",
+        answer='"], "outputs": ["9"]}',
+        metadata={"full_answer": '{"inputs": ["####"], "outputs": ["9"]}'},
+    )
+    assert code_tests.tests_of(grid).cases == (("####", "9"),)
+
+
+def test_one_program_is_chosen():
+    two = "```python\ndef f():\n    return 1\n```\nor\n```python\ndef f():\n    return 2\n```\n"
+    assert program_in(two, {"f"}) == "def f():\n    return 2\n"
+    assert [block.tag for block in blocks("```sh\nls\n```\n~~~text\n```\n~~~")] == ["sh", "text"]
