@@ -140,10 +140,9 @@ def dequantize_weight(data_NK: Tensor, scale_inv: Tensor) -> Tensor:
 def canonical(data_NK: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
     """Requantize E4M3 blocks with power-of-two scales to the canonical form that vLLM produces for DeepGEMM.
 
-    data_NK float8_e4m3fn [N, K] and scale_inv float32 [Nb, Kb], powers of two; returns the same types and shapes. A
-    block whose E4M3 amax is at most 224 can also store doubled values with half the scale. vLLM chooses the smallest
-    scale, computed from an amax clamped to at least 1e-4; in blocks below that, values are rounded to the grid of that
-    scale.
+    data_NK float8_e4m3fn [N, K] and scale_inv float32 [Nb, Kb] -> the same types and shapes. A block whose E4M3 amax is
+    at most 224 can also store doubled values with half the scale. vLLM chooses the smallest scale, from an amax clamped
+    to at least 1e-4; in blocks below that, values are rounded to the grid of that scale.
     """
     num_rows, num_columns = data_NK.shape
     padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)

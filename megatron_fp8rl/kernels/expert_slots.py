@@ -31,8 +31,6 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The choice of the router, counted on the device."""
-
     scores_TE: Tensor  # float32, -1: not chosen
     ends: Tensor  # int32 [E, T], or [E, tiles of tokens] on a GPU: cumulative counts per expert
     counts_E: Tensor  # int32, the last of them

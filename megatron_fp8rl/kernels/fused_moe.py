@@ -1,23 +1,23 @@
 """Permute, quantize, SwiGLU and unpermute around the grouped GEMMs of FP8 experts.
 
-Inputs are BF16 rows sorted by expert, token counts on the device and outputs of grouped GEMMs; results are FP8 data and
-scales in the layouts of DeepGEMM's Hopper kernels. Triton runs on a GPU or under TRITON_INTERPRET=1
-(triton/permute.py); elsewhere torch (fused_moe_torch.py), the reference that the kernels match byte for byte.
+Results are FP8 data and scales in the layouts of DeepGEMM's Hopper kernels. Triton runs on a GPU or under
+TRITON_INTERPRET=1 (triton/permute.py); elsewhere torch (fused_moe_torch.py), the reference that the kernels match byte
+for byte.
 
 Padding. The m-grouped GEMMs require each expert to start at a multiple of 128 rows, and wgrad uses one scale per 128
 tokens. ``ExpertPermutation`` maps T rows to P padded rows, which are zero in all outputs of this file. If P is an upper
 bound, row blocks remain after the last expert; they are neither read nor written, and GEMMs skip them.
 
-Quantization is ``blockwise.quantize_activation``, along rows for the rowwise copy and along the tokens of an expert for
-the columnwise copy:
+Quantization is ``blockwise.quantize_activation``, along rows, and along the tokens of an expert for the columnwise
+copy:
 
     rows     float8_e4m3fn [P, K]                    row_scales     float32 [P, K / 128], strides (1, P)
     columns  float8_e4m3fn [P / 128, K, 128]         column_scales  float32 [P / 128, K]
 
 The columnwise layout is that of cuda/grouped_wgrad.cu. In a block of 128 rows of one expert, each feature is a line of
-128 values, whose eight 16-byte chunks are swizzled to chunk ^ (feature % 8) for the tensor cores. A tile is thus
-contiguous. For dense layers, DeepGEMM's wgrad needs a single matrix [K, P] with scales [K, P / 128] of strides (1, K):
-set ``in_matrix`` in the layout.
+128 values, whose eight 16-byte chunks are swizzled to chunk ^ (feature % 8) for the tensor cores. For dense layers,
+DeepGEMM's wgrad needs a single matrix [K, P] with scales [K, P / 128] of strides (1, K): set ``in_matrix`` in the
+layout.
 
 Shapes: T = incoming tokens (a token counts once for each of its experts), P = rows with padding, E = experts, K =
 features of the permuted rows (a multiple of 128), F = features of each half of the gated pair ``h_P2F``: gate | up.
@@ -183,7 +183,6 @@ def unpermute(y_PN: Tensor, layout: ExpertPermutation, probs: Tensor | None = No
 
 
 def _scales(fmt: QuantFormat) -> Scales:
-    """The kernels' scales for a format; results in BF16 have none."""
     return block_scales(fmt) if fmt.is_quantized else "pow2"
 
 

@@ -141,10 +141,8 @@ def multiply_dense(x: Fp8, weight: Fp8) -> Tensor:
 
 
 def add_dense_weight_gradient(grad: Fp8, x: Fp8, out_NK: Tensor) -> None:
-    """Add g^T x to ``out_NK`` float32 [N, K], contiguous.
-
-    g and x are columnwise: data [N, P] and [K, P], scales [N, P/128] and [K, P/128] with strides (1, N) and (1, K).
-    """
+    """Add g^T x to ``out_NK`` float32 [N, K], contiguous. g and x are columnwise: data [N, P] and [K, P], with scales
+    [N, P/128] and [K, P/128] of strides (1, N) and (1, K)."""
     if not _is_on_gpu(x):
         out_NK.addmm_(dequantize_activation(*grad), dequantize_activation(*x).t())
         return

@@ -46,11 +46,10 @@ def choose_experts(
 
 
 def routed_scores(logits_TE: Tensor, top_k: int, router: RouterConfig) -> Tensor:
-    """float32 [T, E]: the weights of :func:`choose_experts` where a token goes, -1 elsewhere; for softmax without
-    groups and bias.
+    """float32 [T, E]: the weights of :func:`choose_experts` where a token goes, -1 elsewhere; differentiable.
 
-    Differentiable, with gradients in the dtype of ``logits_TE``. On a GPU the weights differ from those in their last
-    bits: sums have another order.
+    For softmax without groups and bias. Gradients have the dtype of ``logits_TE``. On a GPU the last bits of the
+    weights differ from those of :func:`choose_experts`, because sums have another order.
     """
     if runs_triton(logits_TE):
         from megatron_fp8rl.kernels.triton import route  # imports Triton

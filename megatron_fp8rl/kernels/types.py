@@ -69,8 +69,6 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class SwigluGradients:
-    """Results of one pass over h and dy."""
-
     dh: Quantized  # [P, 2F], gate | up
     activation: Quantized  # [P, F], silu(gate) * up, times probs if any: input of the fc2 wgrad
     dprobs: Tensor | None  # float32 [T]

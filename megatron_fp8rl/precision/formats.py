@@ -64,7 +64,6 @@ class QuantFormat:
 
     @property
     def activation_bytes_per_value(self) -> float:
-        """Bytes of a large activation with its scales, per value."""
         return self._bytes_per_value(self.activation_block)
 
     def _bytes_per_value(self, block: tuple[int, int] | None) -> float:
@@ -76,7 +75,6 @@ class QuantFormat:
         return self.weight_block[axis] if self.weight_block else 1
 
     def blocks(self, part: Range, axis: int) -> Range:
-        """The blocks that a part of an axis of a weight covers."""
         size = self.block_size(axis)
         return part[0] // size, -(-part[1] // size)
 
@@ -100,7 +98,6 @@ class QuantFormat:
             yield WireTensor(self.scale_name(name), self.scale_dtype, self.scale_shape(shape))
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a weight with its scales."""
         return sum(tensor.num_bytes for tensor in self.wire_tensors("", shape))
 
     def hf_quantization_config(self, ignored: Sequence[str]) -> dict[str, Any]:

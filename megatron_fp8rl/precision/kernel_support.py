@@ -316,7 +316,6 @@ _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
 
 
 def engine_fp32_scales(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """The engine's CUTLASS and Triton linears."""
     if cfg.precision.rollout != "bf16" and cfg.precision.scales == "pow2":
         problem = "does not round activation scales to powers of two, but the trainer does"
         return _wrong(

@@ -46,11 +46,8 @@ AMAX_HISTORY_LEN = 16  # optimizer steps; long enough that one step with small v
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of each expert's tokens. Experts are zero-padded to a multiple of 128.
-
-    One operation can then quantize the blocks of all experts, with few distinct matrix shapes: oneDNN compiles a kernel
-    for each.
-    """
+    """The rows of each expert's tokens, zero-padded to a multiple of 128 per expert, so that one operation quantizes
+    all blocks. The few distinct matrix shapes matter: oneDNN compiles a kernel for each."""
 
     splits: tuple[int, ...]  # [E] tokens of each expert, in order
 
@@ -60,7 +57,6 @@ class Rows:
 
     @functools.cached_property
     def slices(self) -> tuple[slice, ...]:
-        """Rows of each expert in the padded order."""
         ends = torch.tensor((0, *self.padded)).cumsum(0).tolist()
         return tuple(slice(a, b) for a, b in itertools.pairwise(ends))
 

@@ -192,8 +192,7 @@ class _Writing:
 
 
 def resume(folder: str | Path, policy: Policy, say: Callable[[str], None]) -> tuple[int, dict[str, Any]] | None:
-    """Collective: restore the newest complete checkpoint of ``folder``; returns (step, extra), or None without
-    checkpoints.
+    """Collective: restore the newest complete checkpoint of ``folder``; returns (step, extra), or None without any.
 
     Renames damaged checkpoints. ``say`` gets a line for each, a line with the step from which the run continues, and a
     line for each field of the configuration that differs from the checkpoint's.
@@ -312,11 +311,9 @@ def _sharded_models(name: str, models: Sequence[torch.nn.Module], metadata: dict
 
 
 def _write_in_bf16(models: dict[str, dict[str, Any]]) -> None:
-    """Replace FP8 parameters in the state dict by their BF16 values in host memory.
-
-    The checkpoint format is then independent of ``precision.params``; :func:`restore` rebuilds FP8 parameters from FP32
-    master weights. Build the optimizer's state dict first: it identifies parameters by the tensors replaced here.
-    """
+    """Replace FP8 parameters in the state dict by their BF16 values in host memory. The checkpoint format is then
+    independent of ``precision.params``; :func:`restore` rebuilds FP8 parameters from FP32 master weights. Build the
+    optimizer's state dict first: it identifies parameters by the tensors replaced here."""
     for model in models.values():
         for entry in model.values():
             if is_fp8(data := getattr(entry, "data", None)):

@@ -71,12 +71,12 @@ class Forward:
         microbatches: Sequence[Microbatch],
         routes: Sequence[Routes | None] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Collective over the data-parallel replica: log-probabilities of the targets, FP32 [T] per microbatch on every
+        """Collective over the data-parallel replica: the targets' log-probabilities, FP32 [T] per microbatch on every
         rank.
 
         Computed at ``sampling.temperature`` without gradients, in evaluation mode, which leaves FP8 scaling state
-        unchanged. ``routes`` has the experts to replay, compare or record for each microbatch; without them every
-        router chooses.
+        unchanged. ``routes`` has each microbatch's experts to replay, compare or record; without them every router
+        chooses.
         """
         training = [chunk.training for chunk in chunks]
         try:
@@ -93,9 +93,7 @@ class Forward:
         self, chunks: Sequence[torch.nn.Module], batch: TrainBatch, loss_fn: LossFn
     ) -> list[MicrobatchResult]:
         """Collective over all ranks: accumulate the gradients of the batch's loss in the chunks' gradient buffers.
-
-        Returns one result per microbatch on the last pipeline stage, and an empty list elsewhere.
-        """
+        Returns one result per microbatch on the last pipeline stage, and an empty list elsewhere."""
         routes = [for_update(self.cfg.algo, self.parallel, mb) for mb in batch.microbatches]
         return self._run(chunks, batch.microbatches, routes, partial(self._loss, batch, loss_fn), forward_only=False)
 
@@ -144,11 +142,9 @@ class Forward:
         return output, partial(finish, item)
 
     def _padding(self, item: _Input, chunk: torch.nn.Module) -> Tensor | None:
-        """bool [1, tokens], True at padding, for the load-balancing loss; None if the model has none.
-
-        Megatron-Core 0.19 shards the mask over tensor-parallel ranks on the first stage only; other stages need it
-        sharded already. Remove once GPTModel shards it on every stage.
-        """
+        """bool [1, tokens], True at padding, for the load-balancing loss; None if the model has none. Megatron-Core
+        0.19 shards the mask over tensor-parallel ranks on the first stage only; other stages need it sharded already.
+        Remove once GPTModel shards it on every stage."""
         if not self.cfg.optim.moe_aux_loss_coef:
             return None
         padding = ~item.packed.is_token_T[None]

@@ -26,9 +26,7 @@ class FrozenPolicy:
     @classmethod
     def build(cls, cfg: RunConfig, parallel: Parallel) -> FrozenPolicy:
         """Collective: load ``cfg.model.hf_path``, a Hugging Face or distributed checkpoint; None keeps random weights.
-
-        Raises FileNotFoundError, KeyError or ValueError, like :func:`load_hf`, if it does not match the model.
-        """
+        Raises FileNotFoundError, KeyError or ValueError, like :func:`load_hf`, if it does not match the model."""
         models = build_chunks(cfg, parallel)
         if cfg.model.hf_path is not None:
             load_hf(models, cfg.model.hf_path, cfg.model, parallel)
@@ -38,7 +36,6 @@ class FrozenPolicy:
         return cls(cfg=cfg, parallel=parallel, models=models)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters and router biases under their global names."""
         return named_global_tensors(self.models, self.parallel)
 
     def with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:

@@ -9,12 +9,11 @@ after rotary embedding, where the engine quantizes.
     scale = the smallest power of two of at least MARGIN * amax / 448
 
 E4M3 has constant relative precision over 15 binades. A margin of 2 to 4 costs only one or two binades at the bottom,
-where values are 2^-13 of the maximum, and later tokens above the measured maximum are not clipped. Division by a power
-of two is exact, so trainer and engine round equally (``kernels/kv_rounding.py``). Scales measured on other tokens are
-valid, because a scale only affects how the cache is written and read.
+where values are 2^-13 of the maximum, and later tokens above the measured maximum are not clipped. Scales measured on
+other tokens are valid, because a scale only affects how the cache is written and read.
 
 The trainer's attention rounds keys and values by the engines' current scales (:func:`set_scales`), and queries if the
-engine's kernel does. Both ends then compute the same quantized function.
+engine's kernel does. Division by a power of two is exact, so both ends round equally (``kernels/kv_rounding.py``).
 
 Shapes: NUM_LAYERS x 3 = layers of the whole model x (query, key, value).
 """
@@ -42,10 +41,8 @@ _TENSORS = ("query", "key", "value")
 
 @contextmanager
 def measure_amax(chunks: Sequence[nn.Module], num_layers: int, device: torch.device) -> Iterator[Tensor]:
-    """Record the amax of all forward passes in the block: FP32 [num_layers, 3] on ``device``, updated in place.
-
-    Covers this rank's layers, heads and tokens; 0 for layers of other pipeline stages. Never synchronizes the device.
-    """
+    """Record the amax of all forward passes in the block: FP32 [num_layers, 3] on ``device``, updated in place. Covers
+    this rank's layers, heads and tokens; 0 for layers of other pipeline stages. Never synchronizes the device."""
     amax = torch.zeros(num_layers, len(_TENSORS), device=device)
     layers = _layers(chunks)
     for layer in layers:

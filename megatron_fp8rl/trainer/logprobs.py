@@ -31,8 +31,6 @@ from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShard:
-    """This rank's vocabulary shard of the output head, and how to compute logits from it."""
-
     first_token: int  # vocabulary id of row 0
     num_tokens: int  # rows that hold vocabulary; the remaining rows pad the shard
     temperature: float
@@ -217,10 +215,8 @@ def _chunk_logit_gradient(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of the loss with respect to this shard's raw logits, [n, V] in their dtype; may overwrite them.
-
-    With p = softmax(z): d logprob / dz = onehot(target) - p, and d entropy / dz = -p * (log p + entropy).
-    """
+    """Gradient of the loss with respect to this shard's raw logits, [n, V] in their dtype; may overwrite them. With p =
+    softmax(z): d logprob / dz = onehot(target) - p, and d entropy / dz = -p * (log p + entropy)."""
     if shard.num_tokens and (kernels := _kernels(logits)):
         rows = dict(log_norm=log_norm, entropy=entropy, grad_logprobs=grad_logprobs, grad_entropy=grad_entropy)
         return kernels.gradient(logits, targets_n, shard.first_token, shard.temperature, **rows)

@@ -107,11 +107,8 @@ class Parallel:
         return values[0]
 
     def scatter_over_data(self, shares: Sequence[_T] | None) -> _T:
-        """Collective over all trainer ranks: each gets rank 0's share for its ``dp_rank``.
-
-        ``shares`` must be picklable; only rank 0's are used. Rank 0 sends each share once per data-parallel replica,
-        whose first rank broadcasts it.
-        """
+        """Collective over all trainer ranks: each gets rank 0's picklable share for its ``dp_rank``. Rank 0 sends each
+        share once per data-parallel replica, whose first rank broadcasts it."""
         message, share = None, None
         if self.rank == 0:
             in_flight: list[tuple[dist.Work, Tensor]] = []

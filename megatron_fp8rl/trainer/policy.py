@@ -119,8 +119,7 @@ class Policy:
 
         FP32 [T] on the device of each microbatch's tokens, on every rank of the data-parallel replica, at
         ``sampling.temperature``; 0 outside the loss mask. Computed with the training recipe; neither weights nor FP8
-        scaling history change. With ``algo.router_replay`` = "old", sets ``routed_experts_T`` to the experts of this
-        pass.
+        scaling history change. ``algo.router_replay`` = "old" sets ``routed_experts_T`` to this pass's experts.
 
         Args:
             are_rollout: copy the engine's log-probabilities, which are bitwise equal, instead of computing them.

@@ -74,7 +74,6 @@ def _mix_array(x: np.ndarray) -> np.ndarray:
 
 
 def _lines(values: np.ndarray) -> str:
-    """Format digests as text, 16 hexadecimal digits per line."""
     return values.astype(">u8").tobytes().hex("\n", 8)
 
 
@@ -131,11 +130,8 @@ def _digest_group(tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def prepare_values(tensors: Sequence[Tensor]) -> Callable[[], np.ndarray]:
-    """Return a function that computes ``digests(map(widened, tensors))`` of the memory's current content.
-
-    It returns uint64 [len(tensors)]: formatting thousands of digests takes longer than hashing. All host work is done
-    here.
-    """
+    """Return a function that computes ``digests(map(widened, tensors))`` of the memory's current content. Returns
+    uint64 [len(tensors)]: formatting takes longer than hashing. All host work is done here, in advance."""
     tensors = [t.detach() for t in tensors]
     if not _on_one_gpu(tensors):
         return lambda: _values(list(map(widened, tensors)))

@@ -86,8 +86,7 @@ class Engines:
         self._end = time.monotonic() + deadline_s
 
     def begin_update(self) -> tuple[bool, bool, int]:
-        """Begin a publication, and start its deadline. Waits while there is no replica; raises NoReplicaError if none
-        comes back.
+        """Begin a publication and its deadline. Waits for a replica; raises NoReplicaError if none comes back.
 
         Returns (whether to connect again, because the replicas changed or the last attempt failed; whether a replica is
         new; the number of replicas).
@@ -106,7 +105,6 @@ class Engines:
         self._proven = self._clients
 
     def has_lost_replica(self) -> bool:
-        """After a failure: whether a replica has died, so that a publication without it may succeed."""
         self._is_settled = False
         self._proven = ()  # the failure may have interrupted vLLM's loaders
         return bool(self._fleet.has_lost_replica(self._clients))

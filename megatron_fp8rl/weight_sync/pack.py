@@ -52,11 +52,8 @@ class LocalShards:
         return transfer.is_fp8 and is_fp8(self._tensor(transfer.mcore_name))
 
     def pieces(self, transfer: Transfer, start: int, stop: int) -> list[tuple[Tensor, int, int]]:
-        """Return the views that form [start, stop) of the transfer's axis, as (view, first, end) in order.
-
-        Views of FP8 parameters contain their bytes. Raises ValueError for those that would be requantized or sent in
-        BF16.
-        """
+        """Return the views that form [start, stop) of the transfer's axis, as (view, first, end) in order. Views of FP8
+        parameters contain bytes. Raises ValueError for those that would be requantized or sent in BF16."""
         tensor = self._tensor(transfer.mcore_name)
         if is_fp8(tensor):
             if transfer.quantize == "gathered":
@@ -229,7 +226,6 @@ class RoundPacker:
         return torch.stack([torch.cat(scales + others).isfinite().all(), *numbers]).all()
 
     def not_finite(self) -> list[str]:
-        """Return the names of tensors in the messages that contain NaN or infinity."""
         bad_names = {
             part.transfer.name: None
             for part, tensor in self._parts
@@ -249,11 +245,8 @@ def _raw_copies(part: Part, shards: LocalShards, target: Tensor, scale: Tensor) 
 
 
 class TensorGather:
-    """Assembles a tensor on one rank, in the dtype of its plan, from parts of several ranks.
-
-    :func:`gather_all` fills ``whole`` on the collector, on ``device``; None elsewhere. ``group`` is for CPUs; GPUs use
-    the default group.
-    """
+    """Assembles a tensor on one rank, in the dtype of its plan, from parts of several ranks. :func:`gather_all` fills
+    ``whole`` on the collector; None elsewhere. ``group`` is for CPUs; GPUs use the default group."""
 
     def __init__(
         self,

@@ -70,7 +70,6 @@ class Transfer:
         return self.format.block_size(self.axis)
 
     def blocks(self, part: Range) -> Range:
-        """The blocks that a part of the axis covers."""
         return self.format.blocks(part, self.axis)
 
     def wire_tensors(self, engine_rank: int | None = None) -> Iterator[WireTensor]:
@@ -177,7 +176,6 @@ def fills_blocks(name: str, weight: Weight, shape: tuple[int, ...], fmt: QuantFo
 
 
 def _untiled(name: str, weight: Weight, shape: tuple[int, ...], fmt: QuantFormat, kept: list[Range]) -> list[str]:
-    """Return the problem of an engine's parts of a quantized tensor as a list of at most one."""
     axis, block = weight.axis, fmt.block_size(weight.axis)
     if fills_blocks(name, weight, shape, fmt, kept):
         return []

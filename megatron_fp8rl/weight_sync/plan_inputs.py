@@ -67,7 +67,6 @@ class PlanInputs:
 
 
 def _rebuild(cls: type, content: Mapping[str, Any]) -> Any:
-    """Rebuild a configuration dataclass from parsed JSON."""
     hints = typing.get_type_hints(cls)
     values = {}
     for item in dataclasses.fields(cls):

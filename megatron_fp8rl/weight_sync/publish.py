@@ -70,8 +70,8 @@ class WeightExporter:
     """Publishes the weights of a policy to a fleet, any number of times.
 
     Collective: the constructor and every method except :meth:`close` run on all trainer ranks. ``fleet`` is None on all
-    ranks but 0. If any rank fails, every rank raises the same error, and the engines stay paused, because their weights
-    may be incomplete.
+    ranks but 0. If any rank fails, every rank raises its error, and engines, whose weights may be incomplete, stay
+    paused.
     """
 
     def __init__(self, policy: Policy, fleet: Receivers | None, inputs: PlanInputs):

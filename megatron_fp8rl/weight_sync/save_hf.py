@@ -49,10 +49,8 @@ _TOKENIZER_FILES = (
 def save_hf(
     policy: Policy, path: str | Path, tokenizer_dir: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Collective: write the policy to ``path`` and replace an existing checkpoint. Every rank raises the same error.
-
-    A shard has at most ``max_shard_bytes`` of weights (or one larger tensor); rank 0 keeps one shard in memory.
-    """
+    """Collective: write the policy to ``path`` and replace an existing checkpoint. Every rank raises the same error. A
+    shard has at most ``max_shard_bytes`` of weights (or one larger tensor); rank 0 keeps one shard in memory."""
     parallel = policy.parallel
     group = dist.new_group(backend="gloo", timeout=_DEADLINE) if parallel.world_size > 1 else None
     shards = _divide(plan_whole(policy), max_shard_bytes)

@@ -126,7 +126,6 @@ class Part:
 
     @property
     def cut_words(self) -> list[int]:
-        """:meth:`Extent.cut_words` in the slice's digest."""
         return [] if self.dtype == "float32" else self.extent.cut_words()
 
 
@@ -360,7 +359,6 @@ def _spread(sizes: list[int], limit: int, num_rounds: int) -> list[int]:
 
 
 def _messages(sender: int, items: list[_Item], whole: bool) -> list[Message]:
-    """Return a sender's messages of one round, one per audience."""
     sizes: dict[tuple[int, ...], int] = {}
     members: dict[tuple[int, ...], list[_Item]] = {}
     for item in items:
@@ -377,9 +375,8 @@ def _messages(sender: int, items: list[_Item], whole: bool) -> list[Message]:
 def plan_schedule(plan: Plan, model: ModelConfig, *, bucket_bytes: int, whole: bool = False) -> SendSchedule:
     """Schedule a publication, in whose rounds a sender sends at most ``bucket_bytes`` to all engine ranks of a replica.
 
-    It sends less if there are fewer engine ranks than senders, so that an engine rank receives at most about
-    ``bucket_bytes`` too. With ``whole``, an engine rank receives the whole of every tensor that it keeps a part of, as
-    vLLM's loaders expect.
+    With fewer engine ranks than senders it sends less, so that an engine rank receives at most about ``bucket_bytes``
+    too. With ``whole``, an engine rank receives the whole of every tensor that it keeps a part of, for vLLM's loaders.
     """
     num_engine_ranks = plan.engine.size
     num_senders = len({s.rank for t in plan.transfers for s in t.sources})

@@ -37,11 +37,8 @@ _GRACE_S = 10.0  # after a failure, time for the error that names the replica
 
 
 class ShardSender:
-    """Sends the shards of one trainer rank by the transport ``kind``.
-
-    ``receivers`` are the engines on rank 0, None elsewhere. ``group`` is a gloo group of all trainer ranks (None: one
-    rank).
-    """
+    """Sends the shards of one trainer rank by the transport ``kind``. ``receivers`` are the engines on rank 0, None
+    elsewhere. ``group`` is a gloo group of all trainer ranks (None: one rank)."""
 
     def __init__(
         self,
@@ -161,11 +158,8 @@ class ShardSender:
     # ---- publication
 
     def send(self, version: int, mode: str) -> Tensor:
-        """Send everything and wait until the engines have loaded it; return the sums of this rank's parts.
-
-        Raises TransportError on this rank if any process fails or is late, ValueError if a weight is not finite. The
-        caller raises the error on all ranks.
-        """
+        """Send everything and wait until the engines have loaded it; return the sums of this rank's parts. Raises, on
+        this rank alone, TransportError if any process fails or is late, ValueError if a weight is not finite."""
         assert self._transport is not None
         self._num_attempts += 1
         is_whole = mode == "reload"

@@ -89,9 +89,7 @@ def norm_quantize(
 
 def swiglu_quantize(h_T2F: Tensor, data_TF: Tensor, scales_TB: Tensor, scales: Scales) -> None:
     """Quantize silu(gate) * up, both rounded to BF16, of BF16 h [T, 2 F] into E4M3 ``data_TF``, contiguous like h.
-
-    ``scales_TB``, float32 [T, F / 128], may have any strides; F is a multiple of 128.
-    """
+    ``scales_TB``, float32 [T, F / 128], may have any strides; F is a multiple of 128."""
     num_rows, width = data_TF.shape
     _require(h_T2F, scales_TB, [h_T2F, data_TF], width)
     if width % BLOCK or h_T2F.shape != (num_rows, 2 * width):

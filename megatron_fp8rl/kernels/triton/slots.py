@@ -141,7 +141,6 @@ def scores_gradient(grad_R: Tensor, scores_TE: Tensor, ends: Tensor, counts_E: T
 
 
 def sum_rows(y_RH: Tensor, rows_TK: Tensor, probs_R: Tensor | None) -> Tensor:
-    """BF16 [T, H]: the sum of each token's rows, weighted if probabilities are passed."""
     num_tokens, most = rows_TK.shape
     width = y_RH.shape[1]
     out = torch.empty(num_tokens, width, dtype=y_RH.dtype, device=y_RH.device)

@@ -38,13 +38,11 @@ _PTX_BYTES: tl.constexpr = tl.constexpr(
 
 @triton.jit
 def low(words):
-    """The values in the lower halves, float32."""
     return (words << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def high(words):
-    """The values in the upper halves, float32."""
     return (words & _UPPER).to(tl.float32, bitcast=True)
 
 
@@ -213,10 +211,9 @@ def store_columns(
     POW2: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Write 128 rows quantized columnwise: bytes [num_rows / 128, num_columns, 128], as words, and the scales of their
-    lines.
+    """Write 128 rows quantized columnwise: bytes [num_rows / 128, num_columns, 128], as words, and their lines' scales.
 
-    row: the tile's first, int64. A tile writes one contiguous piece; with IN_MATRIX, into a matrix [num_columns,
+    row: the tile's first, int64. A tile is one contiguous piece; with IN_MATRIX, part of a matrix [num_columns,
     num_rows].
     """
     feature = column + tl.arange(0, SIDE)

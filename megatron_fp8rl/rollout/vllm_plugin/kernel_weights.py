@@ -90,11 +90,8 @@ def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, this worker's slice) of every weight that ``model`` uses.
-
-    Slices are views of the memory that the kernels read. Raises RuntimeError if a kernel has no readable copy of a
-    weight.
-    """
+    """Yield (Hugging Face name, this worker's slice) of every weight that ``model`` uses, as views of the kernels'
+    memory. Raises RuntimeError if a kernel has no readable copy of a weight."""
     vocabularies: set[int] = set()
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
@@ -187,8 +184,7 @@ def first_layers_by_kind(model: nn.Module) -> frozenset[int]:
     """Return the first layer of each kind. vLLM's loaders treat layers of one kind alike.
 
     Layers of a kind have modules of the same classes, with tensors of the same names, shapes, strides and dtypes, and
-    the same choice of experts. Modules without weights are ignored, as the rotary embedding that only the first layer
-    contains.
+    the same choice of experts. Modules without weights, as the first layer's rotary embedding, are ignored.
     """
     kinds: dict[int, list[Any]] = {}
     for path, module in model.named_modules():
@@ -267,11 +263,8 @@ class DerivedTensors:
 
     @torch.no_grad()
     def keep_in_place(self) -> None:
-        """Copy tensors that vLLM has newly bound into those that captured graphs read.
-
-        After vLLM's reload, kernels of FP8 experts read scales of a copy of the layer, which a direct update would not
-        change.
-        """
+        """Copy tensors that vLLM has newly bound into those that captured graphs read. After vLLM's reload, kernels of
+        FP8 experts read scales of a copy of the layer, which a direct update would not change."""
         for module in self._experts:
             for description, name in zip(expert_scale_descriptions(module), ("w13", "w2")):
                 _share_scale(description, getattr(module, f"{name}_{_SCALES}"))
@@ -284,7 +277,6 @@ class DerivedTensors:
 
 
 def _share_scale(description: Any, layer_scale: Tensor) -> None:
-    """Make a kernel's description use the scales of the layer."""
     scale = description.scale
     if not isinstance(scale, Tensor) or scale.data_ptr() == layer_scale.data_ptr():
         return

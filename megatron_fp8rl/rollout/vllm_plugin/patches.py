@@ -30,11 +30,8 @@ from megatron_fp8rl.upstream import patches
     optional=True,
 )
 def make_residual_norms_batch_invariant() -> None:
-    """Use vLLM's batch-invariant RMSNorm after residual sums too; round the sum as vLLM's kernel does.
-
-    The trainer computes the same norm in ``kernels/triton/batch_invariant.py``. Raises ImportError if this vLLM has no
-    batch-invariant norm.
-    """
+    """Use vLLM's batch-invariant RMSNorm after residual sums too, as ``kernels/triton/batch_invariant.py`` in the
+    trainer; round the sum as vLLM's kernel does. Raises ImportError if this vLLM has no batch-invariant norm."""
     from vllm.model_executor.layers import layernorm
 
     plain = layernorm.rms_norm_batch_invariant

@@ -68,7 +68,6 @@ class TokenBuffer:
         return len(self.request._all_token_ids) % BUFFERED_TOKENS == 0
 
     def into(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Move the buffered tokens into ``output``."""
         output.new_token_ids = self.token_ids[self.num_sent :]
         output.prefill_stats, self.prefill_stats = output.prefill_stats or self.prefill_stats, None
         if self.logprobs:

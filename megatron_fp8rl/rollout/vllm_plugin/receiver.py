@@ -61,11 +61,8 @@ Placed = tuple[Part, Tensor, Tensor]  # (part, tensor that the kernels read, rec
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How a worker connects to the store that trainer rank 0 hosts at ``host`` and ``port``.
-
-    ``rank_offset`` is the rank of this replica's first worker among all processes; the ``num_trainers`` trainer ranks
-    come first.
-    """
+    """How a worker connects to the store of trainer rank 0 at ``host`` and ``port``. ``rank_offset`` is the rank of
+    this replica's first worker among all processes; the ``num_trainers`` trainer ranks come first."""
 
     kind: str  # value of weight_sync.transport
     config: dict[str, Any]  # of PlanInputs
@@ -160,7 +157,6 @@ class TransferEngine(WeightTransferEngine):
 
     @torch.inference_mode()
     def digests(self) -> NamedDigests:
-        """Digests of all weights that the kernels read, by Hugging Face name."""
         return self._kernel_digests(self.model, self._num_reloads)
 
     def start_weight_update(self) -> None:
@@ -170,11 +166,8 @@ class TransferEngine(WeightTransferEngine):
             self._derived = DerivedTensors(self.model, self.model_config.dtype)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive and load a whole publication.
-
-        Raises RuntimeError if no trainer has connected, DeliveryError if a trainer rank fails or is late, and
-        UnwritableKernel if weights cannot be written directly.
-        """
+        """Receive and load a whole publication. Raises RuntimeError if no trainer has connected, DeliveryError if a
+        trainer rank fails or is late, and UnwritableKernel if weights cannot be written directly."""
         if self._transport is None:
             raise RuntimeError(
                 "weights arrived before this worker connected to the trainer; call init_weight_transfer_engine first"

@@ -44,7 +44,6 @@ class SpareWeights:
         return self._memory.numel()
 
     def inbox(self, message: Message, number: int) -> Tensor:
-        """Return the uint8 memory of ``message`` in round ``number``; its address never changes."""
         start = self._starts[number] + message.in_offset
         return self._memory[start : start + message.num_bytes]
 

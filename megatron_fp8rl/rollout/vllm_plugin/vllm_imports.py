@@ -31,7 +31,6 @@ __all__ = [
 
 
 def batch_invariant() -> ModuleType:
-    """The module of the batch-invariant kernels."""
     determinism = "vllm.model_executor.determinism"  # vLLM 0.32
     package = "vllm.model_executor.layers" if find_spec(determinism) is None else determinism
     return import_module(f"{package}.batch_invariant")

@@ -24,7 +24,6 @@ class WorkerExtension(Probe):
         allow_new_update(self)
 
     def stage_weights(self, version: int, attempt: int) -> None:
-        """Start to receive a publication in spare memory while the engine samples."""
         self.weight_transfer_engine.stage(version, attempt)
 
     def staging(self) -> dict[str, bool]:

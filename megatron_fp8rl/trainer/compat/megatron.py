@@ -70,8 +70,8 @@ class RowLinearBase(RowParallelLinear):
 class GradientBuffers(DistributedDataParallel):
     """Megatron-Core's gradient buffers, with minimal hooks that do not keep the model alive.
 
-    An autograd function that accumulates in ``main_grad`` may call ``parameter.gradients_ready(parameters)`` instead of
-    taking every parameter as an input.
+    Autograd functions that accumulate in ``main_grad`` may call ``parameter.gradients_ready(parameters)``, and need not
+    take every parameter as an input.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -181,10 +181,7 @@ def _forget_initial_values(parameter: nn.Parameter) -> None:
     remove_when="TopKRouter supports a constant bias and keeps it in FP32",
 )
 class ConstantBiasRouter(TopKRouter):
-    """A router with an optional constant correction bias."""
-
     def add_correction_bias(self) -> None:
-        """Register ``expert_bias``, FP32 [experts], zeros."""
         del self.expert_bias
         self.register_buffer("expert_bias", torch.zeros(self.num_experts, device=self.weight.device))
 

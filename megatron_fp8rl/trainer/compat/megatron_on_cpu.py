@@ -81,8 +81,6 @@ class _Event:
 
 
 class _Proxy(types.ModuleType):
-    """A module with some attributes replaced."""
-
     def __init__(self, real: types.ModuleType, **replaced: Any):
         super().__init__(real.__name__)
         self.__dict__.update(replaced, _real=real)
@@ -354,10 +352,8 @@ _installed = False
 
 
 def install() -> None:
-    """Check versions and, without a GPU, make Megatron-Core run on the CPU. Idempotent.
-
-    Raises upstream.UntestedVersion, and without a GPU RuntimeError if Megatron-Core is already imported.
-    """
+    """Check versions and, without a GPU, make Megatron-Core run on the CPU. Idempotent. Raises
+    upstream.UntestedVersion, and without a GPU RuntimeError if Megatron-Core is already imported."""
     global _installed
     if _installed:
         return

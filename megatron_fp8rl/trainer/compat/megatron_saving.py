@@ -84,10 +84,7 @@ def _gathered(part: Any, use_gloo_comm: bool, empty_data: bool, return_on_all_ra
 
 def _gather_bucket(part: Any, like: Tensor, param_map: dict[Any, Any], key: str, out: Tensor) -> None:
     """Collective over data-parallel ranks: gather a kind of state of a bucket into ``out``, float32 [bucket] on the
-    CPU.
-
-    Gathers at most :data:`_PIECE` numbers at a time, because a GPU in training has little free memory.
-    """
+    CPU. Gathers at most :data:`_PIECE` numbers at a time, because a GPU in training has little free memory."""
     group = part.data_parallel_group
     shard = like.numel() // group.size()
     parts = [
@@ -133,11 +130,8 @@ def live_storages(models: Sequence[nn.Module], optimizer: Any) -> set[int]:
     remove_when="Megatron-Core, or a release of nvidia-resiliency-ext that it accepts, writes on a thread",
 )
 class StagedShards:
-    """This rank's shards of a checkpoint, copied to host memory so that training can continue.
-
-    ``request`` is Megatron-Core's. Only tensors on a GPU and storages with addresses in ``live`` are copied; nothing
-    else changes the others.
-    """
+    """This rank's shards of a checkpoint, copied to host memory so that training can continue. ``request`` is
+    Megatron-Core's. Only tensors on a GPU and storages with addresses in ``live`` are copied."""
 
     def __init__(self, request: Any, live: Collection[int]):
         self._finalize_fns, self._write_fn = request.finalize_fns, request.async_fn

@@ -182,10 +182,8 @@ class PackedAttention(MegatronModule):
     remove_when="SelfAttention passes packed_seq_params to get_query_key_value_tensors",
 )
 class PackedSelfAttention(SelfAttention):
-    """SelfAttention in which one kernel splits, norms and rotates heads.
-
-    The kernel runs if ``splits_heads`` is set, tensors are BF16 on a GPU, and rotated pairs are the halves of a head.
-    """
+    """SelfAttention in which one kernel splits, norms and rotates heads. The kernel runs if ``splits_heads`` is set,
+    tensors are BF16 on a GPU, and rotated pairs are the halves of a head."""
 
     def __init__(self, *args: Any, splits_heads: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)

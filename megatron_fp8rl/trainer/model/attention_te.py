@@ -49,9 +49,8 @@ def attend(
 ) -> Tensor:
     """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
 
-    ``match_engine``: forward by the engine's kernel; requires V = D, and raises RuntimeError without vLLM.
-    ``cache_scales``: FP32 [3] of the FP8 KV cache to which the inputs are rounded; the engine's kernel then multiplies
-    in E4M3.
+    ``match_engine``: forward by the engine's kernel; requires V = D, and raises RuntimeError without vLLM. It
+    multiplies in E4M3 with ``cache_scales``, FP32 [3] of the FP8 KV cache to which the inputs are rounded.
     """
     tensors = query.contiguous(), key.contiguous(), value.contiguous()
     return _Attention.apply(*tensors, segments, scale, cache_scales, match_engine)

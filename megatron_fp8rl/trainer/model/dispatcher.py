@@ -9,10 +9,10 @@ round after each expert, in a different order in every run. If the engine applie
 ``combine.py`` computes the sum. If a rank has all experts, the redundant sort by local expert is skipped, which saves
 two copies of all routed tokens in each direction.
 
-**gather** is for grouped experts. Every rank gets every token of its expert parallel group once, unsorted; the
-all-to-all sends a token once for each of its experts. Grouped kernels read tokens by index and sum a token's outputs
-(``kernels/expert_slots.py``). An exchange returns each rank's BF16 sum, and the token's rank adds these in FP32. This
-moves fewer bytes if the group has fewer ranks than a token has experts.
+**gather** is for grouped experts. Every rank gets every token of its expert parallel group once, unsorted. Grouped
+kernels read tokens by index and sum a token's outputs (``kernels/expert_slots.py``). An exchange returns each rank's
+BF16 sum, and the token's rank adds these in FP32. This moves fewer bytes if the group has fewer ranks than a token has
+experts. All ranks have the same number of tokens, because packing pads their microbatches equally.
 
     forward   tokens -> all-gather -> experts, sums over local experts -> exchange, added
     backward  gradients of sums -> all-gather -> experts, sums over local experts -> exchange, added
@@ -20,9 +20,6 @@ moves fewer bytes if the group has fewer ranks than a token has experts.
 FP8 experts with power-of-two scales quantize along rows before the all-gather, which halves its bytes. The operands of
 forward and dgrad keep their values. So do those of wgrad, quantized along tokens, except where a number is subnormal
 under one of its scales: rounding to four significant bits does not depend on a power-of-two scale.
-
-Router weights are sent to the ranks of their experts, and their gradients are sent back. All ranks have the same number
-of tokens, because packing pads their microbatches equally.
 
 **DeepEP and HybridEP** send a token once to each rank with some of its experts, and add expert outputs rank by rank. So
 experts apply router weights, and ``precision.exact`` refuses these dispatchers, like gather.
@@ -142,8 +139,7 @@ class GatherDispatcher(MoETokenDispatcher):
     """A dispatcher in Megatron-Core's steps. Experts get a :class:`Choice` and return the sums of each token.
 
     Experts exchange tokens and gradients, except for the first all-gather, which overlaps counting the choice.
-    ``in_fp8``: gather tokens quantized. ``reads_counts``: experts need their token counts on the host, even on one
-    rank.
+    ``in_fp8``: gather quantized tokens. ``reads_counts``: experts need token counts on the host, even on one rank.
     """
 
     def __init__(self, config: Any, pg_collection: Any, *, in_fp8: bool, reads_counts: bool):
@@ -170,7 +166,6 @@ class GatherDispatcher(MoETokenDispatcher):
         return tokens, scores
 
     def dispatch_postprocess(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Choice, Tensor]:
-        """-> tokens, the choice for the tokens of all ranks, and scores."""
         assert self._choice is not None
         choice = replace(self._choice, all_tokens=self._all_tokens, exchange=self._exchange)
         self._choice = self._all_tokens = None

@@ -1,20 +1,17 @@
 """Experts on grouped GEMMs, one kernel for all local experts, in blockwise FP8 or BF16.
 
-In: tokens sorted by expert, as Megatron-Core's dispatcher returns them, and router weights. Out: expert outputs times
-router weights, and the gradients of both. Wgrad GEMMs accumulate directly in Megatron-Core's FP32 gradient buffer.
-Parameters are those of ``GroupedLinear``, so checkpoints and the exporter are unaffected.
+In: tokens sorted by expert, or unsorted from ``GatherDispatcher``, and router weights p. Out: expert outputs times p,
+and the gradients of both. Parameters are those of ``GroupedLinear``, so checkpoints and the exporter are unaffected.
 
     forward     x, rows padded to whole blocks and quantized -> fc1 -> h -> SwiGLU, quantized -> fc2 -> times p
     backward    dy, padded and quantized -> fc2 -> da -> SwiGLU backward with p: dh and (p a), quantized -> fc1 -> dx
                 dW2 += dy^T (p a)        dW1 += dh^T x        dp = sum(a da)
 
-``fused_moe.py`` permutes and quantizes, ``gemm.py`` multiplies; on a CPU both use torch, with the same rounding.
-Forward matches the engine: the same bytes enter the same DeepGEMM kernels, a row's bits do not depend on other rows,
-and p is applied to an expert's output. Backward computes the gradient of p as fc2's input gradient times fc2's input,
-so only h and columnwise FP8 x are saved.
-
-With ``GatherDispatcher`` quantization reads unsorted tokens by index. A token's outputs and the gradients of its copies
-are summed here, and ranks that share experts exchange sums and gradients here.
+``fused_moe.py`` permutes and quantizes, ``gemm.py`` multiplies, wgrad directly into Megatron-Core's FP32 gradient
+buffer. Forward matches the engine: the same bytes enter the same DeepGEMM kernels, a row's bits do not depend on other
+rows, and p is applied to an expert's output. Backward computes the gradient of p as fc2's input gradient times fc2's
+input, so only h and columnwise FP8 x are saved. Unsorted tokens are read by index; a token's outputs and the gradients
+of its copies are then summed here, and ranks that share experts exchange sums and gradients here.
 
 Ranks that exchange tokens, and BF16 wgrad, need the tokens per expert on the host; other work is queued before that
 wait. Nothing else here waits for the GPU, and no kernel is launched per expert. In blockwise FP8, NaN or infinity turns
@@ -71,11 +68,9 @@ _dummies: dict[tuple, Tensor] = {}
     remove_when="TEGroupedMLP supports DeepGEMM's grouped GEMMs",
 )
 class GroupedExperts(TEGroupedMLP):
-    """The experts of this rank, whose operands have format ``fmt``; ``wgrad`` is the operand dtype of wgrad if they are
-    FP8.
+    """The experts of this rank, with operands in ``fmt``, and in ``wgrad`` for the wgrad of FP8 linears.
 
-    ``applies_router_weights``: apply router weights here, not in combine; the gradients are equal
-    (``kernels/combine.py``).
+    ``applies_router_weights``: here, not in combine; the gradients are equal (``kernels/combine.py``).
     """
 
     def __init__(
@@ -130,25 +125,20 @@ class GroupedExperts(TEGroupedMLP):
 
     @property
     def reads_copies(self) -> bool:
-        """Whether GEMMs never read the weights themselves."""
         return self.fmt.is_quantized
 
     def keep_copies(self) -> None:
-        """Copy the weights, which leave their memory, until :meth:`drop_copies`."""
         for linear in (self.linear_fc1, self.linear_fc2):
             self._matrices(linear, linear.weights)
             linear.cache.pin()
 
     def drop_copies(self) -> None:
-        """There are new weights."""
         for linear in (self.linear_fc1, self.linear_fc2):
             linear.cache.renew()
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The non-differentiable arguments of one call."""
-
     layout: ExpertPermutation
     fmt: QuantFormat
     wgrad_fp8: bool
@@ -328,11 +318,9 @@ def _edges(fc1: Sequence[Tensor], fc2: Sequence[Tensor]) -> Sequence[Tensor]:
 def _add_to_gradients(
     weights: Sequence[Tensor], num_edges: int, add: Callable[[Tensor], None] | None = None
 ) -> list[Tensor]:
-    """Let ``add`` accumulate weight gradients [E, N, K] in the parameters' ``main_grad``; None adds nothing.
-
-    Returns placeholder gradients for the first ``num_edges`` weights; without Megatron-Core's gradient buffer, the
-    gradients in the parameters' dtype.
-    """
+    """Let ``add`` accumulate weight gradients [E, N, K] in the parameters' ``main_grad``; None adds nothing. Returns
+    placeholder gradients for the first ``num_edges`` weights; without Megatron-Core's gradient buffer, the gradients in
+    the parameters' dtype."""
     first = weights[0]
     fused = is_fused(first)
     buffers = list(map(_GRADIENT, weights)) if fused else []

@@ -64,11 +64,8 @@ _FP32_ROUTERS = ("glm4_moe",)  # families whose router GEMM runs in FP32 in the 
     remove_when="TEGroupedMLP can apply router weights to outputs instead of the input of the second linear",
 )
 class Experts(TEGroupedMLP):
-    """The experts of this rank.
-
-    Applies router weights to an expert's output, like the engine. Megatron-Core applies them to the input of the second
-    linear, which is equivalent until that input is rounded to FP8.
-    """
+    """The experts of this rank. Applies router weights to an expert's output, like the engine. Megatron-Core applies
+    them to the input of the second linear, which is equivalent until that input is rounded to FP8."""
 
     def __init__(self, *args: Any, applies_router_weights: bool = True, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -289,12 +286,9 @@ def _norm(kernel: str) -> Norm:
 
 
 def _block_rows(weight: registry.Weight, model: ModelConfig, parallel: Parallel, fmt: QuantFormat) -> Tensor | None:
-    """Row order of the Hugging Face tensors, if Megatron-Core's row order would mix tensors in one FP8 block; else
-    None.
-
+    """Row order of the Hugging Face tensors, if Megatron-Core's order would mix tensors in one FP8 block; else None.
     Megatron-Core interleaves q, k and v group by group. In the engine a block never spans two of them, so the trainer
-    must form blocks in the engine's order unless heads fill whole blocks.
-    """
+    must form blocks in the engine's order unless heads fill whole blocks."""
     if weight.axis != 0 or weight.join != "qkv":
         return None
     num_rows, *_ = registry.slicing.shard_shape(weight, model, parallel.tp_size)

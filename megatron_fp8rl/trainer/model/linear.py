@@ -110,8 +110,6 @@ class QuantizableLinear:
 
 
 class ColumnLinear(QuantizableLinear, ColumnLinearBase):
-    """Output features sharded over tensor-parallel ranks."""
-
     def __init__(self, *args: Any, spec: LinearSpec = LinearSpec(), **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.multiply_by(spec)
@@ -153,8 +151,7 @@ def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
 def in_torch(
     linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
 ) -> Tensor:
-    """A :data:`Gemm`: emulated FP8 (``precision/recipes.py``), or BF16 accumulated as in the engine without a
-    recipe."""
+    """A :data:`Gemm`: emulated FP8 (``precision/recipes.py``), or BF16, without a recipe, summed as in the engine."""
     rows = linear.block_rows
     if rows is not None:
         weights = tuple(weight[rows] for weight in weights)
@@ -171,7 +168,6 @@ def on_deep_gemm(
 
 
 def matrix_of(linear: QuantizableLinear, weight: Tensor) -> linear_deep_gemm.Matrix:
-    """The weight [N, K] of ``linear`` as DeepGEMM's operand."""
     return linear_deep_gemm.Matrix(weight, linear.recipe.fmt, linear.cache, linear.block_rows)
 
 
@@ -206,7 +202,6 @@ class ReplicatedLinear(QuantizableLinear, nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]."""
         return F.linear(x, self.weight) if self.gemm is None else quantized(self, x, self.weight)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

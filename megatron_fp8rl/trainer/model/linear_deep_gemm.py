@@ -55,8 +55,6 @@ class Matrix:
 
 
 class _Quantized:
-    """The FP8 data of a matrix in both orientations."""
-
     def __init__(self, matrix: Matrix):
         weight_NK = matrix.weight.detach()
         weight_NK = weight_NK if matrix.block_rows is None else weight_NK[matrix.block_rows]
@@ -80,10 +78,8 @@ def linear(x_TK: Tensor, matrix: Matrix) -> Tensor:
 
 
 def mlp(x_TH: Tensor, fc1: Matrix, fc2: Matrix) -> Tensor:
-    """y BF16 [T, H] = (silu(x Wg^T) * (x Wu^T)) Wd^T for BF16 x, differentiable in x and both weights.
-
-    ``fc1`` [2F, H] holds Wg before Wu, ``fc2`` [H, F] is Wd; neither may have ``block_rows``.
-    """
+    """y BF16 [T, H] = (silu(x Wg^T) * (x Wu^T)) Wd^T for BF16 x, differentiable in x and both weights. ``fc1`` [2F, H]
+    holds Wg before Wu, ``fc2`` [H, F] is Wd; neither may have ``block_rows``."""
     return _Mlp.apply(x_TH, fc1.weight, fc2.weight, fc1, fc2, torch.is_grad_enabled())
 
 

@@ -262,7 +262,6 @@ def _delayed_scales(call: _Call, tensor: int, fmt: Format, parts: Sequence[Tenso
 
 
 def _quantize_tokens(x_PK: Tensor, call: _Call, tensor: int, fmt: Format, *, columns: bool) -> list:
-    """Quantize each expert's tokens to FP8, rowwise, and columnwise if wgrad needs it."""
     scales_E = _delayed_scales(call, tensor, fmt, x_PK.split(call.padded))
     quantizers, amax_E = _quantizers(
         call.recipe, fmt, len(call.padded), columns=columns, is_weight=False, scales_E=scales_E

@@ -46,8 +46,7 @@ class Routes:
     own: dict[int, Tensor] | None = None  # layer -> int64 [R, K]; if not None, filled with the routers' choices
 
     def experts(self, layer: int, router_RK: Tensor) -> Tensor:
-        """The experts that a layer uses, int64 [R, K]; ``router_RK`` are its router's choice, ``layer`` its index in
-        the whole model.
+        """The experts that a layer of the whole model uses, int64 [R, K]; ``router_RK`` are its router's choice.
 
         A token without a record keeps its router's choice. Equal ids are no record: an engine returns zeros for tokens
         that it has not routed.
@@ -115,8 +114,6 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """Plan of all sequences for a rectangular kernel."""
-
     parts: tuple[Batch, ...]
     restore_T: Tensor | None  # int64 [T] row of each token in the concatenated batches; None if already in order
 
@@ -143,7 +140,6 @@ class Segments:
 
     @property
     def is_square(self) -> bool:
-        """Whether every segment has as many queries as keys."""
         return self.key_rows is None
 
     @cached_property

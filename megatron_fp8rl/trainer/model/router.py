@@ -41,11 +41,8 @@ def _is_plain(router: RouterConfig) -> bool:
 
 
 def engine_router_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, router: RouterConfig) -> Tensor:
-    """The engine's bits of ``weights_TK``, with the gradient of ours.
-
-    Unchanged if vLLM has no kernel for this router, and for tokens where it chooses different experts, as it may if
-    logits are NaN.
-    """
+    """The engine's bits of ``weights_TK``, with the gradient of ours. Unchanged if vLLM has no kernel for this router,
+    and for tokens where it chooses different experts, as it may if logits are NaN."""
     if not _is_plain(router) or not engine_ops.has_topk_softmax():
         return weights_TK
     values_TK, ids_TK = engine_ops.topk_softmax(logits_TE.detach().bfloat16(), weights_TK.shape[1], router.normalize)
@@ -174,10 +171,8 @@ class Router(ConstantBiasRouter):
 
     def _with_balancing_loss(self, weights: Tensor, logits: Tensor, padding_mask: Tensor | None) -> Tensor:
         """Collective over tensor and context parallel ranks: attach Megatron-Core's load-balancing loss to ``weights``.
-
-        Megatron-Core's ``_apply_aux_loss`` weights each rank by its tokens instead of the microbatch's, which differ
-        with padding. A microbatch with only padding has a loss of 0, not 0 / 0.
-        """
+        Its ``_apply_aux_loss`` weights each rank by its tokens instead of the microbatch's, which differ with padding.
+        A microbatch with only padding has a loss of 0, not 0 / 0."""
         padding_T = None if padding_mask is None else padding_mask.reshape(-1)
         wanted, scores = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, padding_mask=padding_T

@@ -46,10 +46,8 @@ def quantize_parameters(models: Sequence[nn.Module], parallel: Parallel) -> None
 
 
 def limit_master_copies() -> AbstractContextManager[None]:
-    """In the block, Megatron-Core's optimizer rounds master weights to BF16 and quantizes them in groups.
-
-    Collective over the ranks that shard the masters, once per group; all ranks form the same groups. Changes no value.
-    """
+    """In the block, Megatron-Core's optimizer rounds master weights to BF16 and quantizes them in groups. Collective
+    over the ranks that shard the masters, once per group; all ranks form the same groups. Changes no value."""
     return quantized_in_groups(_groups) if upstream.applies("quantized_in_groups") else nullcontext()
 
 

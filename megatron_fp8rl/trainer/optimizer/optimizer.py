@@ -134,10 +134,8 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def step(self, lr: float) -> float:
-        """Collective: clip the reduced gradients, update the weights, and return the norm before clipping.
-
-        Raises NonFiniteError on all ranks, before any weight changes, naming the parameters with non-finite gradients.
-        """
+        """Collective: clip the reduced gradients, update the weights, and return the norm before clipping. Raises
+        NonFiniteError on all ranks, before any weight changes, naming the parameters with non-finite gradients."""
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):

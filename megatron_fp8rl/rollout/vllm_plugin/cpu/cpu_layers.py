@@ -245,11 +245,8 @@ def _mix_experts(
     w2: Tensor,
     round_operand: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Weighted sum of each token's experts, [tokens, hidden] in x.dtype.
-
-    w13 [experts, 2 * ffn, hidden] and w2 [experts, hidden, ffn] multiply activations prepared by ``round_operand`` and
-    round to x.dtype.
-    """
+    """Weighted sum of each token's experts, [tokens, hidden] in x.dtype. w13 [experts, 2 * ffn, hidden] and w2
+    [experts, hidden, ffn] multiply activations prepared by ``round_operand`` and round to x.dtype."""
     weights, expert_ids = _route(layer, x, router_logits)
     num_tokens, top_k = expert_ids.shape
     expert_map = getattr(layer, "expert_map", None)
