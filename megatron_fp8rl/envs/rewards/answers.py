@@ -1,7 +1,6 @@
 """Rewards that compare an answer with the reference (exact, number, choice, math) or check its form. Pure.
 
-The answer, after the last ``</think>``, is the last ``<answer>`` element, the last ``\\boxed{}``, the text after the
-last ``####``, or the whole text.
+``extraction.py`` finds the answer in a completion. The reference is read as the answer is.
 """
 
 from __future__ import annotations
@@ -10,26 +9,14 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from megatron_fp8rl.envs.rewards.extraction import answer_in
+from megatron_fp8rl.envs.rewards.numbers import number_of
+
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_NUMBER = re.compile(
-    r"[-+]?(?:(?:\d{1,3}(?:[,\u00a0\u202f]\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?"
-)
 _LONGEST_BARE_ANSWER = 200  # characters of a completion that may be LaTeX without delimiters
 _CHOICE = r"(?<![A-Za-z0-9])\(?([{letters}])\)?(?![A-Za-z0-9'])"
 
 Compare = Callable[[str, str], float]  # completion, reference answer
-
-
-def answer_in(completion: str) -> str:
-    """The answer of a completion, stripped."""
-    text = completion.rpartition("</think>")[2]
-    tagged = _ANSWER_TAG.findall(text)
-    if tagged:
-        return tagged[-1].strip()
-    boxed = _boxed(text)
-    if boxed is not None:
-        return boxed.strip()
-    return text.rpartition("####")[2].strip()
 
 
 def exact(*, ignore_case: bool = False) -> Compare:
@@ -43,14 +30,15 @@ def exact(*, ignore_case: bool = False) -> Compare:
 
 
 def number(*, tolerance: float = 0.0) -> Compare:
-    """1 if the last number of the answer equals the reference's, within ``tolerance`` times the reference.
+    """1 if the number of the answer equals the reference's, within ``tolerance`` times the reference.
 
-    Ignores thousands separators, currencies, units and percent signs: "$1,200.0" is 1200, "50 %" is 50, "3/4" is 0.75.
+    Ignores separators of thousands, currencies, units and percent signs: "$1,200.0" is 1200, "50 %" is 50, "3/4" is
+    0.75. Expressions and several numbers are no number and score 0.
     """
     tolerance = Fraction(tolerance)
 
     def score(completion: str, reference: str) -> float:
-        answer, expected = last_number(answer_in(completion)), last_number(reference)
+        answer, expected = number_of(completion), number_of(reference)
         if answer is None or expected is None:
             return 0.0
         return float(abs(answer - expected) <= tolerance * abs(expected))
@@ -113,28 +101,3 @@ def length(*, free_characters: int, limit_characters: int) -> Compare:
         return -min(1.0, max(0.0, over / (limit_characters - free_characters)))
 
     return score
-
-
-def last_number(text: str) -> Fraction | None:
-    """The last number in a text; None if there is none."""
-    numbers = _NUMBER.findall(text)
-    if not numbers:
-        return None
-    top, _, bottom = re.sub(r"[\s,\u00a0\u202f]", "", numbers[-1]).partition("/")
-    try:
-        return Fraction(top) / (Fraction(bottom) if bottom else 1)
-    except (ValueError, ZeroDivisionError):
-        return None
-
-
-def _boxed(text: str) -> str | None:
-    """The content of the last ``\\boxed{}`` whose braces are closed."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for index in range(start + len("\\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[index], 0)
-            if depth == 0:
-                return text[start + len("\\boxed{") : index]
-        start = text.rfind("\\boxed{", 0, start)
-    return None

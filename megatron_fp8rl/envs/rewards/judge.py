@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 
-from megatron_fp8rl.envs.rewards.answers import last_number
+from megatron_fp8rl.envs.rewards.numbers import last_number
 from megatron_fp8rl.types import Prompt
 
 _RUBRIC = (

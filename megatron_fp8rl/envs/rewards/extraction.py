@@ -1,0 +1,135 @@
+"""Find the answer in a completion, and remove the markup around it. Pure.
+
+The reasoning ends at its last closing mark. The answer is then the last ``<answer>`` element, else the last
+``\\boxed{}``, else the line after the last ``####``, else the text after the last "answer is", else the whole text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s${}\\]+)")
+_PHRASE = re.compile(
+    r"\banswer\b[*_]*(?:\s+(?:to|for|of|in)\b[^.:=\n]{0,60}?)?[*_]*\s*"
+    r"(?:\b(?:is|was|equals|must be|should be|would be)\b(?:\s+(?:therefore|thus|then|simply|now|just))?|:|=)[*_]*\s*:?"
+    r"|答案\s*(?:是|为|[:\uff1a])",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"[.!?。](?=\s|$)")
+_DISPLAY = re.compile(r"\s*(?:(?:\\\[|\\\(|\$\$?|\*\*|__)\s*)*")
+
+# The characters that other scripts, word processors and LaTeX use for signs and digits.
+_SIGNS = str.maketrans(
+    {
+        **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"),
+        **dict.fromkeys("\ufe62\uff0b", "+"),
+        **dict.fromkeys("\u00d7\u22c5\u2219\u00b7\u2217", "*"),
+        **dict.fromkeys("\u00f7\u2044\u2215\uff0f", "/"),
+        **dict.fromkeys("\u2019\u02bc", "'"),
+        "\uff0e": ".",
+        "\uff0c": ",",
+        "\uff05": "%",
+        "\uff1a": ":",
+        "\uff1d": "=",
+        "\uff08": "(",
+        "\uff09": ")",
+        "\u066b": ".",
+        "\u066c": ",",
+        **{chr(0xFF21 + i): chr(ord("A") + i) for i in range(26)},
+        **{chr(0xFF41 + i): chr(ord("a") + i) for i in range(26)},
+    }
+)
+_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺"
+_RAISED = re.compile(f"[{_SUPERSCRIPTS}]+")
+_LOWERED = str.maketrans(_SUPERSCRIPTS, "0123456789-+")
+_VULGAR = dict(
+    zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "1/2 1/3 2/3 1/4 3/4 1/5 2/5 3/5 4/5 1/6 5/6 1/8 3/8 5/8 7/8".split(), strict=True)
+)
+_EMPHASIS = re.compile(
+    r"(?<![\w*])\*(?=[^\s*])([^*\n]*[^\s*])\*(?![\w*])|(?<![\w_])_(?=[^\s_])([^_\n]*[^\s_])_(?![\w_])"
+)
+
+
+class Answer(NamedTuple):
+    """An extracted answer."""
+
+    text: str
+    is_marked: bool  # whether a tag, a box, "####" or a phrase marks the text; otherwise it is the whole text
+    is_phrase: bool = False  # the text follows "answer is", and may continue after the answer
+
+
+def answer_in(completion: str) -> str:
+    """The text of the answer, stripped; a phrase such as "the answer is" is not looked for."""
+    return (_marked(after_reasoning(completion)) or after_reasoning(completion)).strip()
+
+
+def find_answer(completion: str) -> Answer:
+    """The answer of a completion."""
+    text = after_reasoning(completion)
+    marked = _marked(text)
+    if marked is not None:
+        return Answer(marked.strip(), True)
+    phrases = list(_PHRASE.finditer(text))
+    if phrases:
+        rest = text[phrases[-1].end() :]
+        rest = rest[_DISPLAY.match(rest).end() :]
+        line = rest.partition("\n")[0]
+        end = _SENTENCE_END.search(line, 2)  # "A. text" and "5. text" may begin with a label
+        sentence = line if end is None else line[: end.start()]
+        if sentence.strip():
+            return Answer(sentence.strip(), True, True)
+    return Answer(text.strip(), False)
+
+
+def after_reasoning(completion: str) -> str:
+    """The text after the reasoning."""
+    return completion.rpartition("</think>")[2]
+
+
+def without_markup(text: str) -> str:
+    """Text without Markdown emphasis, code marks and the delimiters of formulas."""
+    text = re.sub(r"\*\*|__|`|\\\(|\\\)|\\\[|\\\]", "", text)
+    text = re.sub(r"(?<!\\)\$", "", text)
+    return _EMPHASIS.sub(lambda match: match[1] or match[2], text).strip()
+
+
+def with_plain_signs(text: str) -> str:
+    """Text with ASCII digits and signs: U+2212 becomes "-", "½" becomes "1/2", and "²" becomes "^{2}"."""
+    text = text.translate(_SIGNS)
+    text = _RAISED.sub(lambda match: "^{" + match[0].translate(_LOWERED) + "}", text)
+    for sign, fraction in _VULGAR.items():
+        text = text.replace(sign, f" {fraction}")
+    return "".join(str(int(c)) if c.isdecimal() and not c.isascii() else c for c in text)
+
+
+def _marked(text: str) -> str | None:
+    """The content of the last element, box or "####" line; None without any."""
+    if "<answer>" in text:
+        start, end = text.rfind("<answer>", 0, text.rfind("</answer>") + 1), text.rfind("</answer>")
+        # Without a closing tag, generation stopped there.
+        inside = text.rpartition("<answer>")[2] if start < 0 else text[start + len("<answer>") : end]
+        boxed = _box(inside)
+        return inside if boxed is None else boxed
+    if (boxed := _box(text)) is not None:
+        return boxed
+    line, _, rest = text.rpartition("####")[2].partition("\n") if "####" in text else ("", "", "")
+    is_result = not rest.strip() or re.match(r"\W*\d", line)  # otherwise a heading
+    return line if line.strip() and is_result else None
+
+
+def _box(text: str) -> str | None:
+    """The content of the last ``\\boxed{}`` whose braces are closed."""
+    starts = {match.end() - 1: match.end() for match in _BOX.finditer(text)}
+    if not starts:
+        bare = _BARE_BOX.findall(text)
+        return bare[-1] if bare else None
+    last: tuple[int, int] | None = None
+    opened: list[int] = []
+    for brace in re.finditer(r"(?<!\\)[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened and (start := starts.get(opened.pop())) is not None and (last is None or start > last[1]):
+            last = start, brace.start()
+    return None if last is None else text[slice(*last)]

@@ -1,0 +1,81 @@
+"""Rewards that compare answers: tables of cases in ``cases/``, and random references in common phrasings."""
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl.config import RewardConfig
+from megatron_fp8rl.envs.rewards.configured import build
+from megatron_fp8rl.types import Prompt
+
+CASES = {path.stem: path for path in sorted(Path(__file__).with_name("cases").glob("*.jsonl"))}
+# "reference" is replaced; no phrasing has another answer after it.
+PHRASINGS = (
+    "{}",
+    "The answer is {}.",
+    "**{}**",
+    "`{}`",
+    r"\boxed{{{}}}",
+    r"So we get $\boxed{{{}}}$.",
+    "<answer>{}</answer>",
+    "<think>Perhaps 7, or (B)?</think>\n{}",
+    "This took 3 steps.\n#### {}",
+    "Answer: {}",
+    "**Final answer:** {}",
+    "The final answer is **{}**. I hope it is correct.",
+)
+
+
+def score(reward: str, completion: str, reference: str) -> float:
+    prompt = Prompt(prompt_id="t/0", environment="t", token_ids=(), text="?", answer=reference)
+    return build(RewardConfig(function=reward))([prompt], [completion])[0]
+
+
+def cases() -> list:
+    rows = [(name, json.loads(line)) for name, path in CASES.items() for line in path.read_text().splitlines()]
+    return [pytest.param(name, row, id=f"{name}-{number}") for number, (name, row) in enumerate(rows)]
+
+
+def random_number(rng: random.Random) -> str:
+    n, d = rng.randrange(1, 10 ** rng.randrange(1, 7)), rng.randrange(2, 50)
+    forms = (f"{n}", f"-{n}", f"{n:,}", f"{n / 100:.2f}", f"{n}/{d}", rf"\frac{{{n}}}{{{d}}}", f"\u2212{n}")
+    return rng.choice(forms)
+
+
+RANDOM = {"number": random_number}
+
+
+@pytest.mark.parametrize(("reward", "row"), cases())
+def test_cases(reward, row):
+    assert score(reward, row["completion"], row["reference"]) == row["score"]
+
+
+def test_each_table_has_sixty_cases():
+    for path in CASES.values():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        keys = {(row["completion"], row["reference"]) for row in rows}
+        assert len(keys) == len(rows) >= 60
+        assert {row["score"] for row in rows} == {0, 1}
+
+
+@pytest.mark.parametrize("reward", RANDOM)
+def test_random_references_in_common_phrasings(reward):
+    rng = random.Random(47)
+    for _ in range(40):
+        reference, other = RANDOM[reward](rng), RANDOM[reward](rng)
+        for phrasing in PHRASINGS:
+            completion = phrasing.format(reference)
+            assert score(reward, completion, reference) == 1, (completion, reference)
+            if not score(reward, other, reference):
+                assert score(reward, completion, other) == 0, (completion, other)
+
+
+@pytest.mark.parametrize("reward", RANDOM)
+@pytest.mark.parametrize("text", ["1", "1,", "(", "a_1 ", "x=1,", r"\boxed{", "<answer>", "####", "answer is ", " *1"])
+def test_long_completions_are_read_fast(reward, text):
+    start = time.monotonic()
+    score(reward, text * 20_000, "3")
+    assert time.monotonic() - start < 5
