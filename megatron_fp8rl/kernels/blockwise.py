@@ -5,13 +5,11 @@
     data      = x / scale_inv, rounded to the nearest E4M3 number, ties to even
     x         ~ data * scale_inv
 
-This is the only definition, for the trainer's linears, the weight exporter and the engine's CPU kernels, so weights can
-be compared by bytes. With power-of-two scales, bytes and scales also match Transformer Engine's ``Float8BlockScaling``
-and DeepGEMM's ``ue8m0`` casts.
+This is the only definition, for the trainer's linears, the weight exporter and the engine's CPU kernels, so bytes can
+be compared. With power-of-two scales they match Transformer Engine's ``Float8BlockScaling`` and DeepGEMM's ``ue8m0``.
 
 Blocks start at index 0 of each axis; the last block of an axis may be shorter. Quantizing a shard whose edges are
-multiples of 128 gives the same bytes as slicing the quantized full tensor. A NaN or infinity turns its whole block into
-NaN.
+multiples of 128 gives the same bytes as slicing the quantized full tensor. NaN or infinity makes its whole block NaN.
 
 Shapes: N = output features, K = input features, Nb = ceil(N / 128), Kb = ceil(K / 128).
 """
@@ -108,8 +106,7 @@ def _row_blocks(x: Tensor) -> Tensor:
 
 
 def quantize_weight(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix in 128x128 blocks: (data float8_e4m3fn [N, K], scale_inv float32 [Nb, Kb]); one kernel on a
-    GPU."""
+    """Quantize in 128x128 blocks, on a GPU in one kernel: (data float8_e4m3fn [N, K], scale_inv float32 [Nb, Kb])."""
     if weight_NK.is_cuda and weight_NK.dtype in (torch.bfloat16, torch.float32):
         from megatron_fp8rl.kernels.triton import quantize  # imports Triton
 
@@ -184,8 +181,7 @@ def dequantize_activation(data: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def operand_dtype(dtype: torch.dtype, scales: Scales) -> torch.dtype:
-    """Dtype that represents a dequantized operand exactly. E4M3 has 4 significant bits, so its product with a power of
-    two is exact in BF16."""
+    """Exact dtype of a dequantized operand: BF16 for power-of-two scales, because E4M3 has 4 significant bits."""
     return torch.bfloat16 if scales == "pow2" and dtype == torch.bfloat16 else torch.float32
 
 

@@ -3,8 +3,7 @@
 On a CPU the order of a sum depends on the shapes. In float32, decoding one token and a packed microbatch then differ in
 the last bits, and a router may choose another expert. In float64 the difference is 2^-29 times as large: results
 rounded once are equal, unless a sum is that close to the midpoint of two BF16 values. Products of E4M3 blocks with
-power-of-two scales are exact. On a GPU separate kernels have a fixed order (``batch_invariant.py``); :func:`matmul` is
-torch's there.
+power-of-two scales are exact. On a GPU ``batch_invariant.py`` fixes the order; :func:`matmul` is torch's.
 
 Shapes: M, K, N = dimensions of a product; T = tokens, H = hidden size, Q = query heads, G = key and value heads, D =
 features of a query or key head, V = of a value head.

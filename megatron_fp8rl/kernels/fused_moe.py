@@ -1,15 +1,13 @@
 """Permute, quantize, SwiGLU and unpermute around the grouped GEMMs of FP8 experts.
 
 Results are FP8 data and scales in the layouts of DeepGEMM's Hopper kernels. Triton runs on a GPU or under
-TRITON_INTERPRET=1 (triton/permute.py); elsewhere torch (fused_moe_torch.py), the reference that the kernels match byte
-for byte.
+TRITON_INTERPRET=1 (triton/permute.py); elsewhere torch (fused_moe_torch.py), which the kernels match byte for byte.
 
 Padding. The m-grouped GEMMs require each expert to start at a multiple of 128 rows, and wgrad uses one scale per 128
 tokens. ``ExpertPermutation`` maps T rows to P padded rows, which are zero in all outputs of this file. If P is an upper
 bound, row blocks remain after the last expert; they are neither read nor written, and GEMMs skip them.
 
-Quantization is ``blockwise.quantize_activation``, along rows, and along the tokens of an expert for the columnwise
-copy:
+Quantization is ``blockwise.quantize_activation``, along rows, and columnwise along the tokens of an expert:
 
     rows     float8_e4m3fn [P, K]                    row_scales     float32 [P, K / 128], strides (1, P)
     columns  float8_e4m3fn [P / 128, K, 128]         column_scales  float32 [P / 128, K]

@@ -7,8 +7,7 @@ A format describes a matrix [N, K] whose values share scales in blocks:
     tensorwise
     bf16, fp32   no scales
 
-A new format needs an entry below, a quantizer in ``quantizers.py``, rows in the kernel table, and a recipe of the
-trainer.
+A new format needs an entry below, a quantizer in ``quantizers.py``, rows in the kernel table, and a recipe.
 """
 
 from __future__ import annotations
@@ -55,6 +54,7 @@ class QuantFormat:
 
     @property
     def is_quantized(self) -> bool:
+        """Whether values have scales."""
         return self.scale_dtype is not None
 
     @property
@@ -64,6 +64,7 @@ class QuantFormat:
 
     @property
     def activation_bytes_per_value(self) -> float:
+        """Bytes of a large activation with its scales, per value."""
         return self._bytes_per_value(self.activation_block)
 
     def _bytes_per_value(self, block: tuple[int, int] | None) -> float:
@@ -75,6 +76,7 @@ class QuantFormat:
         return self.weight_block[axis] if self.weight_block else 1
 
     def blocks(self, part: Range, axis: int) -> Range:
+        """The blocks that a part of an axis of a weight covers."""
         size = self.block_size(axis)
         return part[0] // size, -(-part[1] // size)
 
@@ -90,14 +92,17 @@ class QuantFormat:
         return tuple(-(-n // size) for n, size in zip(shape, self.weight_block, strict=True))
 
     def scale_name(self, name: str) -> str:
+        """Name of the scales of the weight ``name``."""
         return f"{name}{SCALE_SUFFIX}"
 
     def wire_tensors(self, name: str, shape: tuple[int, ...]) -> Iterator[WireTensor]:
+        """The wire tensors of a weight: its values, then its scales if any."""
         yield WireTensor(name, self.element, shape)
         if self.scale_dtype is not None:
             yield WireTensor(self.scale_name(name), self.scale_dtype, self.scale_shape(shape))
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a weight with its scales."""
         return sum(tensor.num_bytes for tensor in self.wire_tensors("", shape))
 
     def hf_quantization_config(self, ignored: Sequence[str]) -> dict[str, Any]:
@@ -138,6 +143,7 @@ UNQUANTIZED = {f.element: f for f in (BF16, FP32)}
 
 
 def blockwise_format(scales: Scales) -> QuantFormat:
+    """The blockwise format with these scales."""
     return FORMATS[f"blockwise_{scales}"]
 
 

@@ -1,8 +1,7 @@
 """Choose the kernel of every role in the trainer and the engines. Pure; no torch.
 
-:data:`TABLE` has a row for each role: the field that selects its kernel, the available kernels and the meaning of
-``auto``. A kernel's ``supports(cfg, hardware)`` returns None or the reason for a refusal. :func:`choose` evaluates the
-table; nothing else decides.
+:data:`TABLE` has a row for each role: the field that selects its kernel, the kernels and the meaning of ``auto``. A
+kernel's ``supports(cfg, hardware)`` returns None or a refusal. Only :func:`choose` evaluates the table.
 
 The roles ``linears`` and ``experts`` of ``precision.kernels`` select Transformer Engine or DeepGEMM once for the whole
 run, from the shapes of a full microbatch (``matmul_shapes.py``). The choice must not depend on the batch, because the
@@ -69,8 +68,7 @@ def is_invariant(engine: EngineConfig, precision: PrecisionConfig, hardware: Har
 
 
 def _faster(name: Field) -> Auto:
-    """``auto`` for the faster kernel: by the largest linear, because all use one kind, or by the mean tokens per
-    expert."""
+    """The faster kernel: by the largest linear, because all use one kind, or by the mean tokens per expert."""
 
     def auto(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
         base, why = _base(cfg, hardware)

@@ -26,6 +26,8 @@ _MATRIX = re.compile(rf"model\.layers\.(\d+)\.(?:{_ATTENTION}|{_FEED_FORWARD}|{_
 
 @dataclass(frozen=True)
 class LayerTable:
+    """The format of each Hugging Face weight in the trainer and in the engine."""
+
     num_layers: int
     first_fp8_layer: int
     end_fp8_layer: int  # exclusive

@@ -1,5 +1,4 @@
-"""The GEMM shapes of a trainer rank in a full microbatch, which benchmarks measure and by which ``auto`` chooses
-kernels."""
+"""The GEMM shapes of a trainer rank in a full microbatch, for benchmarks and for the choice of ``auto``."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ parallel layout. Runs on: every trainer rank; only rank 0 commits a checkpoint.
     .partial_00000080/        being written, or left over from a killed run
     damaged_step_00000040/    renamed at a start because a file's size or CRC-32 was wrong
 
-A checkpoint is copied to host memory, written by a thread to a partial folder, synced, verified and renamed. Every file
-is verified before it is loaded.
+A checkpoint is copied to host memory, written by a thread, synced, verified and renamed; files are verified on loading.
 """
 
 from __future__ import annotations
@@ -355,8 +354,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def _commit(folder: Path, partial: Path, state: dict[str, Any], digests: dict[str, str]) -> Path:
-    """Sync, verify and atomically rename, on rank 0. ``digests`` has the CRC-32 of the shards; those of other files are
-    computed here."""
+    """Sync, verify and atomically rename, on rank 0. ``digests``: CRC-32 of shards; other files' are computed here."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in files:
         sync_to_disk(path)

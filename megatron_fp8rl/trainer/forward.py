@@ -71,12 +71,11 @@ class Forward:
         microbatches: Sequence[Microbatch],
         routes: Sequence[Routes | None] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Collective over the data-parallel replica: the targets' log-probabilities, FP32 [T] per microbatch on every
-        rank.
+        """Collective over the data-parallel replica: log-probabilities of targets, FP32 [T] per microbatch, on all
+        ranks.
 
         Computed at ``sampling.temperature`` without gradients, in evaluation mode, which leaves FP8 scaling state
-        unchanged. ``routes`` has each microbatch's experts to replay, compare or record; without them every router
-        chooses.
+        unchanged. ``routes`` has each microbatch's experts to replay, compare or record; None: routers choose.
         """
         training = [chunk.training for chunk in chunks]
         try:

@@ -100,6 +100,7 @@ class Policy:
         return self.cfg.num_steps * self.cfg.algo.updates_per_step
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters under their global names."""
         return named_global_parameters(self.models, self.parallel)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -259,8 +260,7 @@ class Policy:
 
     def _scale_auxiliary_loss(self, microbatches: Sequence[Microbatch]) -> None:
         """Collective if the model has a load-balancing loss: normalize it to a mean over the global batch's tokens
-        without padding. Megatron-Core multiplies a microbatch's loss by its tokens and leaves the division to the
-        caller."""
+        without padding. Megatron-Core multiplies a microbatch's loss by its tokens and does not divide."""
         if not self.cfg.optim.moe_aux_loss_coef:
             return
         num_tokens = float(sum(int(is_token(mb).sum()) for mb in microbatches))

@@ -6,8 +6,7 @@ which both passes choose the same experts. Runs on: every trainer rank.
 
 ``algo.router_replay`` = "rollout" replays the engine's experts in the pass for old log-probabilities and in the update;
 "old" replays the experts of that pass in the update. The ids belong to a microbatch, not to a layer: several
-microbatches are in flight at once, and recomputation in backward needs the same ids. The reference model always uses
-its choice.
+microbatches are in flight at once, and recomputation needs the same ids. The reference model always chooses.
 
 Shapes: T = tokens of a packed microbatch, R = tokens that this rank routes (its slice under context and sequence
 parallelism), L = layers of the whole model, K = experts of a token.
@@ -60,8 +59,7 @@ def _routes(mb: Microbatch, parallel: Parallel, **fields) -> Routes:
 
 
 def recorded(routes: Routes, num_tokens: int, model: ModelConfig, parallel: Parallel) -> Tensor:
-    """Collective over the data-parallel replica: the routers' choices of all tokens and layers, int16 [T, L, K]; -1 for
-    layers without experts."""
+    """Collective over the data-parallel replica: routers' choices, int16 [T, L, K]; -1 for layers without experts."""
     shape = (num_tokens, model.num_layers, model.experts_per_token)
     whole_TLK = torch.full(shape, _NO_EXPERT, dtype=torch.int32, device=parallel.device)  # NCCL has no int16
     for layer, router_RK in routes.own.items():

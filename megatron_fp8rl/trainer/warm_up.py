@@ -1,8 +1,7 @@
 """Compile the trainer's kernels while engines start: one forward and backward pass without an update.
 
 In: a policy, and prompts, because token counts per expert depend on the text. Out: compiled Triton, DeepGEMM and cuDNN
-kernels for full microbatches, and connections between ranks. Runs on: every trainer rank that shares its GPU with no
-engine.
+kernels for full microbatches, and connections between ranks. Runs on: trainer ranks without an engine on their GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The engines of a publication: the protocol of a replica, and concurrent calls to all replicas from rank 0.
 
-:meth:`Engines.begin_update` fixes the set of replicas. If a replica dies during the publication, the publication fails
-and is repeated without it.
+:meth:`Engines.begin_update` fixes the set of replicas. If a replica dies, the publication is repeated without it.
 """
 
 from __future__ import annotations

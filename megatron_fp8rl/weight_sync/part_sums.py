@@ -2,8 +2,7 @@
 
 A digest (``digest.py``) is a sum of terms that depend on a word and its position in the whole tensor, so the sums of
 parts add up. Each sender sends only sums to rank 0. A float32 value counts as one word, widened to 64 bits
-(``digest.widened``), because rows of block scales may have an odd length. If a part cuts a word, rank 0 combines its
-bytes from all parts.
+(``digest.widened``), because rows of block scales may have an odd length. Rank 0 combines the bytes of cut words.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ def _words(part: Tensor) -> Tensor:
 
 
 class PartSums:
-    """Computes word sums of fixed memory locations, any number of times. ``parts``: contiguous tensors, and the extent
-    of each in its whole tensor."""
+    """Computes word sums of ``parts``, contiguous tensors at fixed addresses with their extent in the whole tensor."""
 
     def __init__(self, parts: Sequence[tuple[Tensor, Extent]]):
         places = [(i, t, extent.words(4 if t.dtype == torch.float32 else 8)) for i, (t, extent) in enumerate(parts)]

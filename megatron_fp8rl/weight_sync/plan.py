@@ -1,15 +1,13 @@
 """Plan which trainer rank sends which part of which tensor, in which precision. Deterministic, without side effects.
 
-All ranks compute the same plan without communication. Every Hugging Face tensor is sharded along at most one axis, the
-same one at both ends:
+All ranks compute the same plan without communication. A tensor is sharded along at most one axis, equal at both ends:
 
     trainer ranks store   [start, stop) of the axis; among replicas of a shard, the lowest rank sends
     messages contain      the whole tensor in its format: values, and scales of their blocks
     engine ranks keep     [start, stop) of the axis
 
 Quantizing a part equals slicing the quantized whole exactly if the part's edges are block edges. The ranks that store
-such tensors quantize them and send half the bytes. All others are gathered in BF16 first. The bytes are the same for
-every layout.
+such tensors quantize them and send half the bytes. Others are gathered in BF16 first. All layouts give equal bytes.
 """
 
 from __future__ import annotations

@@ -69,9 +69,8 @@ class _Sent:
 class WeightExporter:
     """Publishes the weights of a policy to a fleet, any number of times.
 
-    Collective: the constructor and every method except :meth:`close` run on all trainer ranks. ``fleet`` is None on all
-    ranks but 0. If any rank fails, every rank raises its error, and engines, whose weights may be incomplete, stay
-    paused.
+    Collective: the constructor and every method but :meth:`close`. ``fleet`` is None on all ranks but 0. If any rank
+    fails, every rank raises its error, and engines, whose weights may be incomplete, stay paused.
     """
 
     def __init__(self, policy: Policy, fleet: Receivers | None, inputs: PlanInputs):
@@ -275,6 +274,7 @@ class WeightExporter:
         )
 
     def close(self) -> None:
+        """Release memory, files and connections. May be called repeatedly, and after an error."""
         self.sender.close()
 
 

@@ -1,7 +1,6 @@
 """Schedule the messages from trainer ranks to engine ranks in rounds. Deterministic, without side effects.
 
-Trainer ranks and engine workers compute equal schedules from the same :class:`Plan`, so a request contains only a
-version number.
+Trainer ranks and engine workers compute it from the same :class:`Plan`, so a request contains only a version number.
 
     round 0    every sender's first ``bucket_bytes``, one message per audience
     round 1    the next ``bucket_bytes``, while the engines load round 0
@@ -145,8 +144,7 @@ class Message:
     def parts(self) -> tuple[Part, ...]:
         """All parts; computed on first use, because a rank reads only the messages that it sends or receives.
 
-        Values precede scales and rows precede columns, so that tensors which are adjacent in an engine (the stacked
-        experts of a layer) are one copy.
+        Values precede scales and rows precede columns, so that an engine's stacked experts of a layer are one copy.
         """
         entries = []
         for item in self.items:

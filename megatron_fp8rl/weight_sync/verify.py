@@ -125,8 +125,7 @@ def verify(
 
 
 def verify_kv_scales(replicas: Sequence[Sequence[Mapping[str, Any]]], sent: KVScales, version: int) -> None:
-    """Compare every worker's float32 scales (``WorkerExtension.set_kv_scales``) exactly with those sent. Raises
-    KVScaleMismatch."""
+    """Compare float32 scales of workers (``WorkerExtension.set_kv_scales``) exactly. Raises KVScaleMismatch."""
     wrong = []
     for index, workers in enumerate(replicas):
         for report in workers:

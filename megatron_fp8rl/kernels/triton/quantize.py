@@ -224,8 +224,7 @@ def can_quantize(weights_ENK: Tensor) -> bool:
 
 
 def quantize_weights(weights_ENK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-    """(data float8_e4m3fn [E, N, K], scale float32 [E, N/128, K/128]) of contiguous BF16 [E, N, K], N and K multiples
-    of 128; ValueError for others."""
+    """(data float8_e4m3fn [E, N, K], scale float32 [E, N/128, K/128]); ValueError unless :func:`can_quantize`."""
     if not can_quantize(weights_ENK):
         raise ValueError(
             f"weights_ENK have to be contiguous bfloat16 with N and K multiples of {BLOCK}, not "

@@ -1,9 +1,8 @@
 """RMSNorm or SwiGLU with blockwise quantization of the result, in one launch: for engines on a GPU.
 
-Outputs equal ``blockwise.quantize_activation``. Results are rounded to BF16 before quantization, as by separate
-kernels, so that engine and trainer quantize equal numbers. vLLM's fused kernels ignore power-of-two scales
-(vllm-project/vllm#51477), and keep float32 between norm and quantization. Import only for CUDA tensors, or under
-TRITON_INTERPRET=1.
+Outputs equal ``blockwise.quantize_activation``. Results are first rounded to BF16, so that engine and trainer quantize
+equal numbers. vLLM's fused kernels ignore power-of-two scales (vllm-project/vllm#51477), and keep float32 between norm
+and quantization. Import only for CUDA tensors, or under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

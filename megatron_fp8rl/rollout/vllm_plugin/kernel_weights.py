@@ -10,8 +10,7 @@ and the other parts of a round share kernel launches.
 After an update, tensors derived from weights are recomputed in place: the dequantized weights of the CPU kernels, and
 the two factors of latent attention. (vLLM would bind new tensors, which captured graphs do not read.) After a reload,
 the kernels of FP8 experts read the scales of their layer again. An engine that slept at level 2 loses weights and
-derived tensors; a publication restores all weights of the checkpoint. vLLM saves buffers: rotary caches and attention
-scales.
+derived tensors; a publication restores all weights. vLLM saves buffers: rotary caches and attention scales.
 """
 
 from __future__ import annotations

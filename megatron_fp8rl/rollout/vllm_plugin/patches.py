@@ -78,8 +78,7 @@ _libraries: list[torch.library.Library] = []  # kept, because garbage collection
     remove_when="the fused kernels use the requested scales, and round to BF16 before",
 )
 def quantize_activations_as_the_trainer(fmt: QuantFormat) -> None:
-    """Replace vLLM's two fused operators by ``kernels/triton/quantize_activations.py``. Raises AttributeError if this
-    vLLM has no such operators."""
+    """Replace vLLM's two fused operators by ``kernels/triton/quantize_activations.py``, or raise AttributeError."""
     scales = block_scales(fmt)
     from vllm import _custom_ops as _operators  # noqa: F401  loads vLLM's kernels, which must not replace ours
 
@@ -236,8 +235,7 @@ def has_kv_scales(module: nn.Module) -> bool:
     optional=True,
 )
 def inspect_classes_in_forks(deadline_s: float = 60.0) -> None:
-    """Inspect a model's class in a fork of this process, which does not initialize CUDA; after the deadline, use vLLM's
-    method."""
+    """Inspect a model's class in a fork, which does not initialize CUDA; after the deadline, use vLLM's method."""
     from vllm.model_executor.models import registry
 
     in_new_process = registry._run_in_subprocess

@@ -1,7 +1,6 @@
 """vLLM's scheduler with less work per token: a short path for decoding, and few messages to the server.
 
-Steps and tokens are those of vLLM's scheduler. Runs in the engine core; vLLM loads a class by name
-(``--scheduler-cls``).
+Steps and tokens are those of vLLM's scheduler. vLLM's engine core loads a class by name (``--scheduler-cls``).
 
 vLLM sends every sampled token to its server at once, and checks each request for prompts, images, drafts, grammars and
 cache transfers in every step. The GPU waits for this Python thread: 5.7 ms per step of 128 sequences, 3.1 ms with this

@@ -48,8 +48,7 @@ class SpareWeights:
         return self._memory[start : start + message.num_bytes]
 
     def start(self, transport: Transport, attempt: int, version: int) -> None:
-        """Receive a publication in a thread, over the previous one. Raises RuntimeError if a cancelled one still writes
-        here."""
+        """Receive a publication in a thread, over the previous one; RuntimeError if a cancelled one still writes."""
         if self._thread is not None:
             self._thread.join(_SETTLE_S)
             if self._thread.is_alive():

@@ -70,8 +70,8 @@ class RowLinearBase(RowParallelLinear):
 class GradientBuffers(DistributedDataParallel):
     """Megatron-Core's gradient buffers, with minimal hooks that do not keep the model alive.
 
-    Autograd functions that accumulate in ``main_grad`` may call ``parameter.gradients_ready(parameters)``, and need not
-    take every parameter as an input.
+    Autograd functions that accumulate in ``main_grad`` may call ``parameter.gradients_ready(parameters)`` instead of
+    taking every parameter as an input.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -7,7 +7,7 @@ On a GPU a single varlen kernel processes all sequences. On a CPU, and for shape
 similar length are processed as a batch. Under context parallelism keys and values are gathered; queries are not.
 
 Shapes: T = packed tokens of this rank, H = query heads, G = key and value heads, D = features of a query or key head, V
-= features of a value head.
+= of a value head.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ class PackedAttention(MegatronModule):
         **unused,
     ):
         """``attend``: a varlen kernel for shapes that :func:`attention_te.supports`; None for torch's attention.
-        Without ``has_fallback``, other shapes raise ValueError. ``rounds_queries``: to E4M3 if the cache is FP8, as in
-        the engine."""
+        Without ``has_fallback``, other shapes raise ValueError. ``rounds_queries``: to E4M3 if the cache is FP8."""
         super().__init__(config=config)
         self.attend, self.has_fallback = attend, has_fallback
         self.rotary, self.softmax_scale, self.window = rotary, scale, window

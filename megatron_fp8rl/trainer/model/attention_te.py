@@ -5,8 +5,7 @@ outputs here, and cuDNN's backward uses them: both kernels save only the logsume
 (``num_splits=1``) makes a query's sums independent of the rest of the batch, as under ``engine.batch_invariant``.
 
 Transformer Engine's functions are called directly. Its DotProductAttention could silently select a kernel that
-materializes all scores, compares lengths on the device in every layer, and runs a ring over context-parallel ranks with
-one call per rank.
+materializes all scores, compares lengths on the device in every layer, and runs a ring over context-parallel ranks.
 
 Shapes: T = packed tokens of this rank, K = keys of all segments, H = query heads, G = key and value heads, D = features
 of a query or key head, V = features of a value head.

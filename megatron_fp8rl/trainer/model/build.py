@@ -1,7 +1,6 @@
 """Build this rank's Megatron-Core GPTModel chunks with per-layer precision, and load their weights.
 
-Random weights depend only on the seed and the parameter's global name, so every parallel layout starts from the same
-model.
+Random weights depend only on the seed and the parameter's global name, so they are equal in every parallel layout.
 """
 
 from __future__ import annotations

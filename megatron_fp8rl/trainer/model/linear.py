@@ -1,5 +1,4 @@
-"""Linears with pluggable FP8 GEMMs, and RMSNorm, with the parameter names and layout of Transformer Engine's
-checkpoints."""
+"""Linears with pluggable FP8 GEMMs, and RMSNorm; parameter names and layout are those of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -216,8 +215,7 @@ class ReplicatedLinear(QuantizableLinear, nn.Module):
 
 
 class GroupedLinear(QuantizableLinear, nn.Module):
-    """The linears of all experts of this rank: parameters ``weight{i}`` as in TEGroupedLinear, filled by
-    ``build_chunks``."""
+    """This rank's expert linears: parameters ``weight{i}`` as in TEGroupedLinear, filled by ``build_chunks``."""
 
     def __init__(
         self,

@@ -7,9 +7,8 @@ for fprop and dgrad, and columnwise, for wgrad. Only the columnwise FP8 data is 
     mlp       x, quantized -> fc1 -> h -> SwiGLU,         g, quantized -> fc2 -> da -> SwiGLU backward with h: dh and
               quantized -> fc2 -> y                       a, quantized -> fc1 -> dx;  dW2 += g^T a;  dW1 += dh^T x
 
-``mlp`` gives the same result as two linears with SwiGLU between them, without writing fc2's input in BF16; only h is
-kept. ``fused_moe.py`` quantizes, with num_experts = 1; ``gemm.py`` multiplies. On a CPU both use torch, with the same
-rounding.
+``mlp`` equals two linears with SwiGLU between them, without writing fc2's input in BF16; only h is kept.
+``fused_moe.py`` quantizes, with num_experts = 1; ``gemm.py`` multiplies. On a CPU both use torch and round equally.
 
 Weights are quantized once per optimizer step; the first backward pass transposes them. NaN or infinity turns its whole
 block into NaN, and every output that depends on the block.

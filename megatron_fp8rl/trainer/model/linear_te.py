@@ -280,8 +280,7 @@ class _QuantizedWeights:
 
 
 def _quantized_weights(weights: Sequence[Tensor], call: _Call) -> list:
-    """The weights in FP8: FP8 parameters themselves, or the cache, to which the first backward pass adds columnwise
-    data."""
+    """FP8 parameters themselves, or the cache, to which the first backward pass adds columnwise data."""
     if is_fp8(weights[0]):
         return list(weights)
 

@@ -34,8 +34,7 @@ def no_gradients(weights: Sequence[Tensor]) -> list[Tensor]:
 def add_gradient(
     weight: Tensor, add: Callable[[Tensor], None], block_rows: Tensor | None = None, *, is_shared: bool = False
 ) -> Tensor:
-    """Let ``add`` accumulate dW [N, K] in contiguous FP32, in ``main_grad`` if it is; returns the gradient for
-    autograd.
+    """Let ``add`` accumulate dW [N, K] in contiguous FP32, in ``main_grad`` if it is; returns autograd's gradient.
 
     ``block_rows`` int64 [N]: row i of dW from ``add`` belongs to row ``block_rows[i]`` of the weight. ``is_shared``:
     autograd adds another gradient of the weight to this one, so that neither may be a placeholder.

@@ -1,7 +1,6 @@
 """Gradient buffers and distributed AdamW over FP32 master weights, sharded over data-parallel ranks, by Megatron-Core.
 
-Losses are already divided by the denominators of the global batch, so gradients are summed over ranks and microbatches
-and never divided.
+Losses are already divided by the global batch's denominators, so gradients are summed over ranks and microbatches.
 """
 
 from __future__ import annotations

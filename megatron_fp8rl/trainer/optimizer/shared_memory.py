@@ -6,9 +6,8 @@ Applies if DeepGEMM reads only FP8 copies of the weights, and saves 2 of 20 byte
     otherwise                       BF16 weights in the first half: for publications, checkpoints and forward passes
 
 An optimizer step reads all gradients before it overwrites them with new weights, as Megatron-Core does for MXFP8
-parameters (``reuse_grad_buf_for_mxfp8_param_ag``). Weights of such a buffer that are read in BF16 are copied to
-separate memory. Gradients without a step overwrite the weights; ``Optimizer.rebuild_parameters`` restores them from
-FP32 masters.
+parameters (``reuse_grad_buf_for_mxfp8_param_ag``). Weights there that are read in BF16 are copied elsewhere. Gradients
+without a step overwrite the weights; ``Optimizer.rebuild_parameters`` restores them from FP32 masters.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, DeliveryError,
 
 
 class _GroupTransport(Transport):
-    """Sends each message to the workers of its audience in every replica. Callers write and read ``_slots``; the group
-    uses ``_wire``."""
+    """Sends messages to the audience in every replica. Callers write and read ``_slots``; the group uses ``_wire``."""
 
     _group: Any = None
 

@@ -8,8 +8,7 @@ a form that cannot be read back and verified. The methods here
   once per weight update;
 - report the experts chosen by the router, for which vLLM's CPU path returns zeros.
 
-Products, norms, rotary embedding and the sum of a token's experts come from :mod:`megatron_fp8rl.kernels.float64`,
-bitwise equal to the trainer's.
+Products, norms, rotary embedding and sums of experts come from ``kernels/float64.py``, bitwise equal to the trainer's.
 """
 
 from __future__ import annotations
