@@ -1,11 +1,16 @@
 """Find prompt and answer of a row by its column names; all other columns are for rewards. Pure.
 
-Known columns: GSM8K, DAPO-Math-17k, OpenR1-Math, MATH-500, AIME, verl's parquet files, and conversations.
+Known columns: GSM8K, DAPO-Math-17k, OpenR1-Math, MATH-500, AIME, verl's parquet files, Alpaca, Dolly, prompt and
+completion, and conversations. Messages may be JSON text, and their content a list of text parts.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
+import re
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +20,15 @@ from megatron_fp8rl.data.dropped import RowError
 from megatron_fp8rl.envs.environment import Problem
 
 # In order of preference; case-insensitive.
-_PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "input", "instruction")
-_ANSWERS = "answer reward_model.ground_truth ground_truth final_answer target label solution output".split()
+_PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input")
+_ANSWERS = (
+    "answer reward_model.ground_truth ground_truth final_answer target label solution output completion response"
+).split()
+_REPLIES = ("completion", "response")  # answers that stay in the metadata, where rewards of older runs expect them
 _ROLES = {"human": "user", "gpt": "assistant"}  # names used in "conversations"
+_LOOKS_LIKE_MESSAGES = re.compile(
+    r"""\s*(?:\{\s*["'](?:messages|conversations)["']\s*:\s*)?\[?\s*\{\s*["'](?:role|from|content|value)["']\s*:"""
+)
 _FINAL_ANSWER = "####"  # GSM8K: marks the final answer
 
 
@@ -31,14 +42,15 @@ class Columns:
 
     prompt: str
     answer: str | None
+    inputs: tuple[str, ...] = ()  # columns with more text of the prompt; a row may lack them
 
     def problem(self, row: Mapping[str, Any]) -> Problem:
         """Convert a row. Raises RowError for an empty prompt, or one that is neither text nor messages."""
-        value = lookup(row, self.prompt)
+        value = _decoded(lookup(row, self.prompt), self.prompt)
         answer = None if self.answer is None else lookup(row, self.answer)
         messages: tuple[dict[str, str], ...] = ()
         if isinstance(value, str):
-            question = value
+            question = "\n\n".join(filter(str.strip, (value, *self._inputs(row))))
         else:
             messages, replied = _messages(value, self.prompt)
             question = messages[-1]["content"]
@@ -47,8 +59,9 @@ class Columns:
             raise RowError(f"{self.prompt} is empty")
         text = _as_text(answer)
         whole = {"full_answer": text} if _FINAL_ANSWER in text else {}
-        used = {self.prompt, self.answer}
-        rest = {name: _as_json(value) for name, value in row.items() if name not in used and name != "answer"}
+        used = {name for name in (self.answer, "answer") if name and name.lower() not in _REPLIES}
+        used |= set() if any(name in row for name in self.inputs) else {self.prompt}
+        rest = {name: _as_json(value) for name, value in row.items() if name not in used}
         return Problem(
             question=question,
             answer=text.rpartition(_FINAL_ANSWER)[2].strip(),
@@ -56,9 +69,19 @@ class Columns:
             messages=messages,
         )
 
+    def _inputs(self, row: Mapping[str, Any]) -> list[str]:
+        values = {name: row[name] for name in self.inputs if row.get(name) is not None}
+        for name, value in values.items():
+            if not isinstance(value, str):
+                raise RowError(f"{name} belongs to the prompt and is no text: {str(value)[:60]!r}")
+        return list(values.values())
 
-def find_columns(row: Mapping[str, Any], *, prompt: str = "", answer: str = "") -> Columns:
-    """Find the columns of rows like this one; ``prompt`` and ``answer`` override the names. Raises ColumnError."""
+
+def find_columns(row: Mapping[str, Any], *, prompt: str = "", answer: str = "", template: str = "") -> Columns:
+    """Find the columns of rows like this one; ``prompt`` and ``answer`` override the names. Raises ColumnError.
+
+    The input of an instruction belongs to the prompt, unless ``prompt`` is set or ``template`` has a field for one.
+    """
     names = {name: None for name in row}
     listed = ", ".join(names) or "none"
     for field, name in (("prompt_column", prompt), ("answer_column", answer)):
@@ -67,7 +90,18 @@ def find_columns(row: Mapping[str, Any], *, prompt: str = "", answer: str = "") 
     prompt_column = prompt or _first(row, _PROMPTS)
     if prompt_column is None:
         raise ColumnError(f"no known prompt column; set prompt_column (columns: {listed})")
-    return Columns(prompt_column, answer or _first(row, _ANSWERS, but=prompt_column))
+    inputs = () if prompt else _inputs_of(row, prompt_column)
+    if _fields(template) & {prompt_column, *inputs}:  # the template puts them together
+        prompt_column, inputs = _first(row, ("input",)) or prompt_column, ()
+    return Columns(prompt_column, answer or _first(row, _ANSWERS, but=prompt_column), inputs)
+
+
+def _inputs_of(row: Mapping[str, Any], prompt_column: str) -> tuple[str, ...]:
+    """Columns that continue an instruction: ``input`` (Alpaca), or ``context`` beside ``response`` (Dolly)."""
+    by_lower = {name.lower(): name for name in row}
+    if prompt_column.lower() != "instruction":
+        return ()
+    return (by_lower["context"],) if {"context", "response"} <= set(by_lower) else (by_lower.get("input", "input"),)
 
 
 def lookup(row: Mapping[str, Any], name: str) -> Any:
@@ -76,6 +110,9 @@ def lookup(row: Mapping[str, Any], name: str) -> Any:
         return row[name]
     value: Any = row
     for part in name.split("."):
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(value)
         if not isinstance(value, Mapping) or part not in value:
             return None
         value = value[part]
@@ -96,24 +133,72 @@ def _messages(value: Any, column: str) -> tuple[tuple[dict[str, str], ...], str 
     """(messages up to the last user message, the reply after it or None)."""
     if not isinstance(value, Sequence) or not value:
         raise RowError(f"{column} is neither text nor a list of messages: {str(value)[:60]!r}")
-    messages = []
-    for message in value:
-        if not isinstance(message, Mapping):
-            raise RowError(f"{column} contains {str(message)[:60]!r}, which is not a message")
-        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise RowError(f"{column} contains a message without role or text: {str(dict(message))[:60]!r}")
-        messages.append({"role": _ROLES.get(role, role), "content": content})
+    messages = [_message(message, column) for message in value]
     asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if asked is None:
         raise RowError(f"{column} has no user message")
+    if any(message.get("tool_calls") or message.get("function_call") for message in value[:asked]):
+        raise RowError(f"{column} contains a call of a tool, which a prompt of rows cannot have; remove it")
     replies = [message["content"] for message in messages[asked + 1 :] if message["role"] == "assistant"]
     return tuple(messages[: asked + 1]), replies[0] if replies else None
 
 
+def _message(message: Any, column: str) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        raise RowError(f"{column} contains {str(message)[:60]!r}, which is not a message")
+    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "".join(_part(part, column) for part in content)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise RowError(f"{column} contains a message without role or text: {str(dict(message))[:60]!r}")
+    return {"role": _ROLES.get(role, role), "content": content}
+
+
+def _part(part: Any, column: str) -> str:
+    """The text of a part of a message's content. Raises RowError for images and other parts."""
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise RowError(f"{column} contains a part of type {kind!r}; only text can be used")
+    return text
+
+
+def _decoded(value: Any, column: str = "") -> Any:
+    """The messages of one message, of JSON text, or of a Python literal; other values unchanged.
+
+    Raises RowError if text begins like messages and cannot be read, if ``column`` is set.
+    """
+    if isinstance(value, str) and _LOOKS_LIKE_MESSAGES.match(value):
+        for read in (json.loads, ast.literal_eval):
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                decoded = _decoded(read(value.strip()))
+                is_messages = isinstance(decoded, list) and decoded and all(map(_is_message, decoded))
+                return decoded if is_messages else value
+        names = (("role", "content"), ("from", "value"))
+        if column and any(all(re.search(rf"""["']{name}["']""", value) for name in pair) for pair in names):
+            raise RowError(f"{column} begins like messages in JSON and is not JSON: {value[:60]!r}")
+    if isinstance(value, Mapping):
+        return [value] if _is_message(value) else value.get("messages", value.get("conversations", value))
+    return value
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys())
+
+
+def _fields(template: str) -> set[str]:
+    with contextlib.suppress(ValueError):  # unbalanced braces are reported when the template is filled
+        return {name.split(".")[0].split("[")[0] for _, name, _, _ in string.Formatter().parse(template) if name}
+    return set()
+
+
 def _as_text(answer: Any) -> str:
+    answer = _decoded(answer)
     if answer is None:
         return ""
+    if isinstance(answer, Sequence) and answer and all(map(_is_message, answer)):
+        replies = [_message(message, "the answer") for message in answer]
+        return next((reply["content"] for reply in reversed(replies) if reply["role"] == "assistant"), "").strip()
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
     return answer.strip() if isinstance(answer, str) else json.dumps(_as_json(answer))

@@ -54,7 +54,8 @@ class SourceReport:
         held_out = "" if not self.num_held_out else f", {self.num_held_out:,} held out"
         yield f"{self.key}: {rows}{held_out} ({self.dataset})"
         if self.columns is not None:
-            yield f"  prompt in {self.columns.prompt!r}, answer in {self.columns.answer!r}"
+            prompts = " and ".join(map(repr, (self.columns.prompt, *self.columns.inputs)))
+            yield f"  prompt in {prompts}, answer in {self.columns.answer!r}"
         if self.lengths:
             low, high = min(self.lengths), max(self.lengths)
             middle = sorted(self.lengths)[len(self.lengths) // 2]

@@ -79,7 +79,7 @@ class RowSource:
             try:
                 with row_errors():
                     row = self.rows[index]
-                return find_columns(row, prompt=cfg.prompt_column, answer=cfg.answer_column)
+                return find_columns(row, prompt=cfg.prompt_column, answer=cfg.answer_column, template=cfg.template)
             except (RowError, ColumnError) as error:
                 failure = failure or type(error)(f"{self.dataset}: row {index}: {error}")
         raise failure

@@ -116,6 +116,34 @@ KNOWN = {
     "verl": ({"prompt": ASKED, "reward_model": {"style": "rule", "ground_truth": 2}, "extra_info": {}}, "1 + 1?", "2"),
     "conversations": ({"conversations": [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]}, "h", "g"),
     "messages": ({"messages": [*ASKED, {"role": "assistant", "content": "2"}]}, "1 + 1?", "2"),
+    "Alpaca": ({"instruction": "Add.", "input": "1 + 1", "output": "2"}, "Add.\n\n1 + 1", "2"),
+    "Alpaca without input": ({"instruction": "Say 2.", "input": "", "output": "2"}, "Say 2.", "2"),
+    "Alpaca in capitals": ({"Instruction": "Add.", "Input": "1 + 1", "Output": "2"}, "Add.\n\n1 + 1", "2"),
+    "Dolly": ({"instruction": "i", "context": "c", "response": "r", "category": "x"}, "i\n\nc", "r"),
+    "an instruction with notes": ({"instruction": "i", "context": "for the reward", "output": "r"}, "i", "r"),
+    "input and output": ({"input": "i", "output": "o"}, "i", "o"),
+    "completion": ({"prompt": "p", "completion": "c"}, "p", "c"),
+    "response": ({"query": "q", "response": "r"}, "q", "r"),
+    "solution and response": ({"problem": "p", "response": "long", "solution": "2"}, "p", "2"),
+    "messages in both": ({"prompt": ASKED, "completion": [{"role": "assistant", "content": "2"}]}, "1 + 1?", "2"),
+    "parts": ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "1 "}, "+ 1?"]}]}, "1 + 1?", ""),
+    "one message": ({"prompt": {"role": "user", "content": "1 + 1?"}, "answer": "2"}, "1 + 1?", "2"),
+    "JSON text": ({"prompt": json.dumps(ASKED), "answer": "2"}, "1 + 1?", "2"),
+    "JSON text with an answer": (
+        {"messages": json.dumps([*ASKED, {"role": "assistant", "content": "2"}])},
+        "1 + 1?",
+        "2",
+    ),
+    "JSON text of an object": ({"prompt": json.dumps({"messages": ASKED}), "answer": "2"}, "1 + 1?", "2"),
+    "a Python literal": ({"prompt": repr(ASKED), "answer": "2"}, "1 + 1?", "2"),
+    "JSON text of the reference": ({"prompt": "p", "reward_model": json.dumps({"ground_truth": "2"})}, "p", "2"),
+    "text about JSON": (
+        {"prompt": '[{"value": 1}, {"value": 2}] has which sum?'},
+        '[{"value": 1}, {"value": 2}] has which sum?',
+        "",
+    ),
+    "an answer in JSON": ({"prompt": "p", "answer": '[{"role": 1}]'}, "p", '[{"role": 1}]'),
+    "an object as answer": ({"prompt": "p", "answer": {"from": 1, "to": 2}}, "p", '{"from": 1, "to": 2}'),
 }
 
 
@@ -129,6 +157,47 @@ def test_columns_of_known_data_are_found(name):
     if name in ("verl", "DAPO-Math-17k"):
         assert [message["role"] for message in problem.messages] == ["system", "user"]
         assert "reward_model" in problem.metadata
+
+
+def test_the_columns_of_an_instruction_stay_for_templates_and_rewards():
+    row = {"instruction": "Add.", "input": "1 + 1", "response": "2"}
+    assert find_columns(row).problem(row).metadata == row
+    for template in ("{instruction}: {question}", "{instruction}: {question!s:>8}"):  # the template has the instruction
+        assert find_columns(row, template=template).problem(row).question == "1 + 1"
+    assert find_columns(row, prompt="instruction").problem(row).question == "Add."
+    assert find_columns(row).problem({"instruction": "Add."}).question == "Add."
+    first = {"instruction": "Say 2.", "output": "2"}
+    later = {"instruction": "Add.", "input": "1 + 1", "output": "2"}
+    assert find_columns(first).problem(first).metadata == {}
+    assert find_columns(first).problem(later).question == "Add.\n\n1 + 1"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"instruction": "Add.", "input": [1, 1]}, "input belongs to the prompt and is no text"),
+        ({"instruction": " ", "input": ""}, "instruction is empty"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "prompt contains a part of type 'image_url'; only text can be used",
+        ),
+        ({"prompt": json.dumps(ASKED)[:-9]}, "prompt begins like messages in JSON and is not JSON"),
+        ({"prompt": [{"role": "user", "content": None}]}, "prompt contains a message without role or text"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+                    {"role": "user", "content": "b"},
+                ]
+            },
+            "messages contains a call of a tool",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_refused(row, message):
+    with pytest.raises(RowError, match=message):
+        find_columns(row).problem(row)
 
 
 def test_columns_that_are_not_found_are_listed():
