@@ -1,8 +1,7 @@
 """Log-softmax of sampled tokens whose bits depend neither on the order of the sum nor on how it is divided.
 
 Trainer and engine use different kernels, dtypes of logits, and whole rows or vocabulary shards. Floating-point sums in
-different orders differ in the last bit. Here exponentials are rounded down to multiples of 1 / UNIT and added as
-integers:
+different orders differ in the last bit. Here integers are added: exponentials rounded down to multiples of 1 / UNIT:
 
     logprob(target) = (z[target] - max) - log(sum_v floor(exp(z[v] - max) UNIT) / UNIT)
 

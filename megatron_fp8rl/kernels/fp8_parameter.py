@@ -40,6 +40,5 @@ def has_nan(data: Tensor) -> Tensor:
 
 
 def plain(parameter: Tensor) -> Tensor:
-    """The detached parameter itself, or a dequantized BF16 copy of an FP8 parameter: exact for power-of-two scales,
-    rounded once more with float32 scales."""
+    """The detached parameter, or a dequantized BF16 copy of an FP8 one; float32 scales round once more."""
     return parameter.dequantize() if is_fp8(parameter) else parameter.detach()

@@ -14,8 +14,7 @@ Quantization is ``blockwise.quantize_activation``, along rows, and columnwise al
 
 The columnwise layout is that of cuda/grouped_wgrad.cu. In a block of 128 rows of one expert, each feature is a line of
 128 values, whose eight 16-byte chunks are swizzled to chunk ^ (feature % 8) for the tensor cores. For dense layers,
-DeepGEMM's wgrad needs a single matrix [K, P] with scales [K, P / 128] of strides (1, K): set ``in_matrix`` in the
-layout.
+DeepGEMM's wgrad needs a matrix [K, P] with scales [K, P / 128] of strides (1, K): set ``in_matrix``.
 
 Shapes: T = incoming tokens (a token counts once for each of its experts), P = rows with padding, E = experts, K =
 features of the permuted rows (a multiple of 128), F = features of each half of the gated pair ``h_P2F``: gate | up.
@@ -127,8 +126,7 @@ def swiglu_quantize(
     columns: bool = False,
     bf16: bool = False,
 ) -> Quantized:
-    """silu(gate), rounded to BF16, times up, rounded to BF16, quantized: [P, F]. Byte-identical to the kernel between
-    the two GEMMs of vLLM's DeepGEMM experts."""
+    """silu(gate), rounded to BF16, times up, rounded to BF16, quantized: [P, F], byte-identical to vLLM's experts."""
     _require_matrix("h_P2F", h_P2F, layout.num_rows, halves=2)
     return _implementation(h_P2F).swiglu_quantize(h_P2F, layout, _scales(fmt), rows=rows, columns=columns, bf16=bf16)
 

@@ -1,7 +1,7 @@
 """Load only the model weights of a distributed checkpoint (torch_dist).
 
 In: a folder written by checkpoint_tools, or a training checkpoint. Out: this rank's model chunks with weights loaded.
-Runs on: every trainer rank; each reads its own shards, regardless of the layout that wrote them.
+Runs on: every trainer rank; each reads only its shards, whatever layout wrote them.
 """
 
 from __future__ import annotations

@@ -71,8 +71,7 @@ class Forward:
         microbatches: Sequence[Microbatch],
         routes: Sequence[Routes | None] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Collective over the data-parallel replica: log-probabilities of targets, FP32 [T] per microbatch, on all
-        ranks.
+        """Collective over the data-parallel replica: target log-probabilities, FP32 [T] per microbatch, on all ranks.
 
         Computed at ``sampling.temperature`` without gradients, in evaluation mode, which leaves FP8 scaling state
         unchanged. ``routes`` has each microbatch's experts to replay, compare or record; None: routers choose.

@@ -1,7 +1,6 @@
 """A 64-bit digest of a tensor: its bytes in order, its dtype and its shape.
 
-Equal digests of trainer and engine mean equal tensors. The hash detects corruption, not attacks: a randomly changed
-tensor passes with probability 2^-64.
+Equal digests mean equal tensors. They detect corruption, not attacks: a random change passes with probability 2^-64.
 
     word_i = bytes 8 i .. 8 i + 7, little endian, the last one padded with zeros
     digest = mix(sum_i mix(word_i + (i + 1) * GOLDEN) + blake2b(dtype, shape))          modulo 2^64

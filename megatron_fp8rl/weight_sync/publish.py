@@ -10,13 +10,12 @@ In: a policy on all trainer ranks, a fleet of engines on rank 0. Out: engines th
     engines    digest the tensors that their kernels read                   rollout/vllm_plugin/kernel_weights.py
     rank 0     compares digests by name, and resumes the engines            weight_sync/verify.py
 
-With ``weight_sync.spare_weights`` the engines receive weights in spare memory while they sample. The pause covers only
-the copy from there and the verification.
+With ``weight_sync.spare_weights`` engines receive weights while they sample, and pause only to copy and verify them.
 
 The first publication to an engine has two passes. The first sends one layer of each kind through vLLM's loaders. The
 second writes all weights directly into the tensors that the kernels read, after a check that those of that layer are
-equal. Later publications only write directly. If a replica is new, all take part in both passes. If a replica dies, the
-publication is repeated without it.
+equal. Later publications only write directly. If a replica is new, all take both passes; if one dies, the publication
+is repeated without it.
 """
 
 from __future__ import annotations

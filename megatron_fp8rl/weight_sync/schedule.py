@@ -12,8 +12,7 @@ audience's range. The sender fills it once, and every rank of the audience, in e
 
 If several trainer ranks store the same part (data-parallel replicas, tensors replicated over tensor-parallel ranks),
 the rank with the fewest bytes so far sends it. Among equals, a rank on the rail of its audience sends: GPUs with the
-same index in their node, whose network cards share a switch. Every sender spreads its bytes evenly over the rounds, so
-that no rank waits for a long round.
+same index in their node, whose network cards share a switch. Every sender spreads its bytes evenly over the rounds.
 
 Parts of FP8 tensors start and end at block edges, so each is quantized separately. The parts of a "gathered" tensor do
 not; the rank that sends its first part assembles it in BF16.

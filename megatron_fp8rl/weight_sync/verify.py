@@ -91,8 +91,7 @@ def _compare(
 
 
 def all_match(replicas: Sequence[Sequence[Mapping[str, Any]]], expected: Expected) -> bool:
-    """Whether every worker of every replica reports the expected version and combined digest; if not, :func:`verify`
-    compares all names, which takes far longer."""
+    """Whether all workers report the expected version and combined digest; else the slower :func:`verify` names all."""
     wanted = [(rank, expected.version, combine(digests)) for rank, digests in enumerate(expected.by_rank)]
     return all(
         wanted == [(r["rank"], r["version"], r["combined"]) for r in sorted(workers, key=lambda report: report["rank"])]

@@ -21,8 +21,7 @@ _registered = False
 
 
 def register() -> None:
-    """Register with vLLM once per process. Raises ValueError for an unknown format, and upstream.UntestedVersion for a
-    vLLM version without a tested patch."""
+    """Register with vLLM once per process. Raises ValueError for an unknown format, and upstream.UntestedVersion."""
     global _registered
     if _registered or FORMAT_VARIABLE not in os.environ:
         return

@@ -106,8 +106,7 @@ class DeepGemmMlp(MLP):
     """A fused dense MLP if both linears run on DeepGEMM, with the parameters and checkpoints of Megatron-Core's MLP."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> tuple:
-        """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); under sequence parallelism s counts
-        this rank's tokens."""
+        """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); sequence parallelism divides s."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         if has_forward_hooks(fc1) or has_forward_hooks(fc2):  # the fused MLP would not call their hooks
             return super().forward(hidden_states, per_token_scale, **kwargs)

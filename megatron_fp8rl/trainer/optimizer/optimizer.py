@@ -71,8 +71,7 @@ def _reduce_gradients(chunks, num_tokens=None, pg_collection=None, force_all_red
 
 
 def learning_rate(optim: OptimConfig, update: int, num_updates: int) -> float:
-    """Learning rate of an update, counted from 1: a linear warm-up from 0 over ``warmup_steps``, then constant or a
-    decay to ``min_lr`` at ``num_updates``."""
+    """Rate of an update, counted from 1: warm-up from 0 over ``warmup_steps``, then constant or decay to ``min_lr``."""
     if update < 1:
         raise ValueError(f"updates are counted from 1, not {update}")
     if update <= optim.warmup_steps:
