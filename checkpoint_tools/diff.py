@@ -17,10 +17,10 @@ import torch
 import tyro
 from torch import Tensor
 
-from checkpoint_tools import hf_folder
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.megatron_folder import is_megatron
 from checkpoint_tools.views import TensorInfo, View, chunk_rows, dtype_name, model_order, open_view
+from megatron_fp8rl.data import model_files
 from megatron_fp8rl.names import registry
 
 Kind = Literal["missing", "extra", "shape", "type", "values"]
@@ -132,7 +132,7 @@ def config_differences(a: Path, b: Path) -> list[str]:
     """Different keys of two config.json; empty if a folder has none."""
     if not all((path / "config.json").is_file() for path in (a, b)):
         return []
-    in_a, in_b = hf_folder.read_config(a), hf_folder.read_config(b)
+    in_a, in_b = model_files.read_config(a), model_files.read_config(b)
     return [
         f"{key}: {json.dumps(in_a.get(key))[:60]} and {json.dumps(in_b.get(key))[:60]}"
         for key in sorted(in_a.keys() | in_b.keys())
@@ -146,7 +146,7 @@ def run(options: Options) -> int:
         raise CheckpointError(options.a, "--by_key compares two distributed checkpoints")
     model = None
     if options.hf_config is not None:
-        model = registry.from_hf_config(hf_folder.read_config(options.hf_config), keep_mtp=True, fp8_weights=True)
+        model = registry.from_hf_config(model_files.read_config(options.hf_config), keep_mtp=True, fp8_weights=True)
     a, b = (
         open_view(path, dequantize=options.dequantize, by_key=options.by_key, model=model)
         for path in (options.a, options.b)

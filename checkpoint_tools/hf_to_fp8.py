@@ -20,13 +20,14 @@ from torch import Tensor
 from checkpoint_tools.digests import TensorDigests
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_files import HfWriter
-from checkpoint_tools.hf_folder import SCALE, HfFolder, has_tokenizer, side_files
+from checkpoint_tools.hf_folder import HfFolder, side_files
 from checkpoint_tools.hub_digests import check_hub_digests
 from checkpoint_tools.output import fingerprint, output_folder
 from checkpoint_tools.report import report_conversion
 from checkpoint_tools.row_chunks import row_chunks
 from checkpoint_tools.workers import Bucket, Volume, WorkerOptions, fill_buckets, require_at_least, run_buckets
 from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.data.model_files import SCALE, has_tokenizer
 from megatron_fp8rl.kernels.types import Scales
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout

@@ -24,16 +24,17 @@ from checkpoint_tools import digests
 from checkpoint_tools.digests import TensorDigests
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_files import write_json
-from checkpoint_tools.hf_folder import HfFolder, has_tokenizer, side_files
+from checkpoint_tools.hf_folder import HfFolder, side_files
 from checkpoint_tools.hub_digests import check_hub_digests
 from checkpoint_tools.megatron_folder import STATE
 from checkpoint_tools.megatron_keys import extra_state_key, trainer_key
 from checkpoint_tools.output import Output, fingerprint, output_folder
 from checkpoint_tools.report import report_conversion
-from checkpoint_tools.row_chunks import Segment, clip, is_finite, row_chunks, segments
+from checkpoint_tools.row_chunks import Segment, clip, row_chunks, segments
 from checkpoint_tools.torch_dist import Piece, PieceReader, StoredTensor, append, write_metadata
 from checkpoint_tools.workers import Bucket, Volume, WorkerOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.data.model_files import has_tokenizer, is_finite
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.table import Weight
 

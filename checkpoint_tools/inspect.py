@@ -24,6 +24,7 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.megatron_folder import MegatronFolder, is_megatron, read_model
 from checkpoint_tools.views import KeyView, dtype_name, model_order, open_view
 from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.data import model_files
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.parameters import count
 
@@ -71,7 +72,7 @@ class Contents:
 
 def is_weight(name: str) -> bool:
     """Whether a stored tensor is a model parameter."""
-    return not name.endswith(hf_folder.SCALE) and not name.startswith(_OPTIMIZER) and "fp8.history" not in name
+    return not name.endswith(model_files.SCALE) and not name.startswith(_OPTIMIZER) and "fp8.history" not in name
 
 
 def read(path: str | Path) -> Contents:
@@ -83,11 +84,11 @@ def read(path: str | Path) -> Contents:
 
 
 def _read_hf(path: Path) -> Contents:
-    entries, problems, _ = hf_folder.read_entries(path)
+    entries, problems, _ = model_files.read_entries(path)
     if problems:
         raise CheckpointError(path, problems)
     model, notes = None, []
-    config = hf_folder.read_config(path)
+    config = model_files.read_config(path)
     try:
         configured = registry.from_hf_config(config, keep_mtp=True, fp8_weights=True)
     except ValueError as error:

@@ -20,15 +20,16 @@ import tyro
 from checkpoint_tools.digests import TensorDigests
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_files import HfWriter
-from checkpoint_tools.hf_folder import has_tokenizer, read_config, side_files
+from checkpoint_tools.hf_folder import side_files
 from checkpoint_tools.hf_to_megatron import DType, converted_dtype
 from checkpoint_tools.megatron_folder import STATE, MegatronFolder, find_checkpoint, read_state
 from checkpoint_tools.output import fingerprint, output_folder
 from checkpoint_tools.report import report_conversion
-from checkpoint_tools.row_chunks import clip, is_finite, row_chunks, segments
+from checkpoint_tools.row_chunks import clip, row_chunks, segments
 from checkpoint_tools.torch_dist import METADATA
 from checkpoint_tools.workers import Bucket, Volume, WorkerOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.data.model_files import has_tokenizer, is_finite, read_config
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.table import Weight
 

@@ -13,8 +13,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.table import Weight
@@ -57,11 +55,6 @@ def clip(whole: list[Segment], first: int, end: int) -> Iterator[Segment]:
         if low < high:
             start = segment.start + low - segment.offset
             yield Segment(segment.part, start, start + high - low, low - first)
-
-
-def is_finite(rows: Tensor) -> bool:
-    """Whether all elements are finite. A finite sum shows it without extra memory; a large sum can overflow."""
-    return bool(rows.sum().isfinite()) or bool(rows.isfinite().all())
 
 
 def row_chunks(shape: tuple[int, ...], memory_bytes: int) -> Iterator[tuple[int, int]]:

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from checkpoint_tools.digests import TensorDigests
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.hf_folder import SCALE, HfFolder
+from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.megatron_folder import MegatronFolder, is_megatron
 from checkpoint_tools.row_chunks import clip, row_chunks, segments
 from checkpoint_tools.workers import Bucket, Progress, WorkerOptions, fill_buckets, require_at_least, run_jobs
 from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.data.model_files import SCALE
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.table import Weight
 from megatron_fp8rl.precision.formats import BLOCKWISE_FP32, BLOCKWISE_POW2, QuantFormat

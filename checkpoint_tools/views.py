@@ -16,15 +16,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from checkpoint_tools import hf_folder
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.hf_folder import FP8, SCALE
 from checkpoint_tools.megatron_folder import MegatronFolder, find_checkpoint, is_megatron
 from checkpoint_tools.megatron_keys import KeyIndex
 from checkpoint_tools.row_chunks import ROW_MULTIPLE, segments
-from checkpoint_tools.safetensors_file import Entry, Files
+from checkpoint_tools.safetensors_file import Files
 from checkpoint_tools.torch_dist import PieceReader, StoredTensor, find_problems, read_metadata
 from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.data import model_files
+from megatron_fp8rl.data.model_files import FP8, SCALE
+from megatron_fp8rl.data.safetensors_header import Entry
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.table import Weight
 from megatron_fp8rl.precision.quantizers import dequantize
@@ -159,7 +160,7 @@ def open_view(
     if not path.is_dir():
         raise CheckpointError(path, "there is no such folder")
     if not is_megatron(path):
-        entries, problems, _ = hf_folder.read_entries(path)
+        entries, problems, _ = model_files.read_entries(path)
         if problems:
             raise CheckpointError(path, problems)
         return HfView(path, entries, dequantize)

@@ -35,6 +35,8 @@ from megatron_fp8rl.config import (
     Violation,
 )
 from megatron_fp8rl.data.checkpoint_dir import STATE_FILE, latest, missing_part
+from megatron_fp8rl.preflight.folder_check import check_folder
+from megatron_fp8rl.preflight.shapes import differences
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
@@ -110,6 +112,20 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
         num_completions=options.num_completions,
         ks=tuple(sorted(set(options.ks))) or powers_of_two(options.num_completions),
     )
+
+
+def check(evaluation: Evaluation) -> None:
+    """Compare the checkpoint with the model of the configuration, before anything starts.
+
+    Raises ConfigError with the first differences of config.json, or missing, damaged and unexpected tensors.
+    """
+    config, model = evaluation.checkpoint / "config.json", evaluation.cfg.model
+    if config.is_file() and (problem := differences(config, model)):
+        remedy = "Name the configuration of its run"
+        raise ConfigError([Violation("--checkpoint", model.hf_path, f"is of another model: {problem}", remedy)])
+    ignored = check_folder(model, evaluation.model_dir, field="--checkpoint")
+    if ignored:
+        _say(evaluation.cfg.observe, ignored)
 
 
 def label(checkpoint: Path, run_dir: Path) -> str:

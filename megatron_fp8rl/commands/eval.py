@@ -11,10 +11,15 @@ from megatron_fp8rl.commands.ranks import longest_wait_s, on_every_rank
 from megatron_fp8rl.commands.report import write_reports
 from megatron_fp8rl.config import ConfigError
 
+_CHECKED = "FP8RL_CHECKPOINT_CHECKED"  # set for ranks that start after the check
+
 
 def _run(invocation: cli.Invocation) -> int:
     try:
         evaluation = evaluate.plan(invocation.cfg, invocation.options)
+        if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
+            evaluate.check(evaluation)
+            os.environ[_CHECKED] = "1"
     except ConfigError as error:
         print(f"eval: {error}", file=sys.stderr)
         return 2

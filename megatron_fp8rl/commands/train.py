@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_fp8rl import cli
@@ -20,6 +21,7 @@ from megatron_fp8rl.commands.report import write_reports
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
 from megatron_fp8rl.preflight.data_check import check_data
+from megatron_fp8rl.preflight.folder_check import check_folder
 from megatron_fp8rl.runtime.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -58,14 +60,24 @@ def _refuse(text: str) -> int:
 
 
 def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True) -> int:
-    """Check the data and run the requested programs on every rank; returns the exit status."""
+    """Check model and data, and run the requested programs on every rank; returns the exit status."""
     if find_spec("torch") is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    is_checked = os.environ.get("RANK", "0") != "0" or _DATA_CHECKED in os.environ
+    if not is_checked and (status := run_with_status(partial(_check_model, cfg))):
+        return status
     if has_to_start_ranks(cfg.parallel):
         if status := run_with_status(partial(check_data, cfg)):
             return status
         os.environ[_DATA_CHECKED] = "1"
     return on_every_rank(cfg.parallel, partial(_run, cfg, wants_sft=wants_sft, wants_rl=wants_rl))
+
+
+def _check_model(cfg: RunConfig) -> None:
+    """Check the folder of the model, and print a line about keys of config.json that are ignored."""
+    ignored = check_folder(cfg.model, None if cfg.model.hf_path is None else Path(cfg.model.hf_path))
+    if ignored and cfg.observe.display != "none":
+        print(ignored, flush=True)
 
 
 def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:

@@ -159,8 +159,8 @@ def check_checkpoint(checks: Checks) -> None:
         return
     if errors := [error for file in sorted(folder.glob("*.safetensors")) if (error := _header_error(file))]:
         checks.refuse(path, "; ".join(errors), "Download or convert it again")
-    if differences := _differences(folder / "config.json", model):
-        checks.refuse(path, f"is of another model: {differences}", "Name a checkpoint of this model")
+    if wrong := differences(folder / "config.json", model):
+        checks.refuse(path, f"is of another model: {wrong}", "Name a checkpoint of this model")
 
 
 def _header_error(file: Path) -> str:
@@ -177,13 +177,16 @@ def _header_error(file: Path) -> str:
     return "" if num_bytes == expected else f"{file.name} has {num_bytes} bytes instead of {expected}"
 
 
-def _differences(file: Path, model: ModelConfig) -> str:
+def differences(file: Path, model: ModelConfig) -> str:
     """The fields in which a config.json describes another model, or why it cannot be read; empty if it agrees."""
     try:
         config = json.loads(file.read_text())
-        stored = from_hf_config(config, fp8_weights=True) if isinstance(config, dict) else None
     except (OSError, ValueError) as error:
         return f"{file.name}: {error}"
+    try:
+        stored = from_hf_config(config, fp8_weights=True) if isinstance(config, dict) else None
+    except ValueError as error:
+        return str(error)
     if stored is None:
         return f"{file.name} is not a JSON object"
     free = _FREE if model.first_dense_layers or not model.is_moe else _FREE | {"ffn_hidden_size"}  # of no layer

@@ -27,7 +27,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.config import ConfigError, ModelConfig, RunConfig, Violation
+from megatron_fp8rl.data.model_files import is_finite
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.blocks import EMBEDDING
 from megatron_fp8rl.names.layouts import layers_per_chunk
@@ -332,6 +333,10 @@ def _open_checkpoint(folder: Path) -> Get:
         file = files[name]
         if file not in handles:
             handles[file] = safe_open(folder / file, framework="pt").__enter__()
-        return handles[file].get_tensor(name)
+        tensor = handles[file].get_tensor(name)
+        if tensor.dtype.itemsize > 1 and not is_finite(tensor):
+            problem = f"{name}: NaN or infinity in {file}"
+            raise ConfigError([Violation("--model.hf_path", str(folder), problem, "Restore the file, or name another")])
+        return tensor
 
     return get
