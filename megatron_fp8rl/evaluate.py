@@ -184,6 +184,7 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
             groups += rollouts.sample(part, num_completions=evaluation.num_completions)
             if parallel.rank == 0:
                 _say(cfg.observe, f"{len(groups)} of {len(prompts)} problems, {time.monotonic() - ready_s:.0f} s")
+        rollouts.require_scores()
         if parallel.rank == 0:
             seconds = {"start": ready_s - started_s, "sample": time.monotonic() - ready_s}
             _finish(evaluation, groups, published, seconds)
@@ -308,6 +309,9 @@ def _finish(
     if len(groups) < evaluation.num_problems:
         available = f"{len(groups)} of {evaluation.num_problems}"
         _say(cfg.observe, f"the environments have only {available} different held-out problems")
+    if failed := [rollout for group in groups for rollout in group.rollouts if rollout.status == "score_failed"]:
+        which = f"{len(failed)} of {summary['overall']['num_completions']} completions"
+        _say(cfg.observe, f"{which} got no score and count as wrong, the first because {failed[0].detail}")
     print(f"\n{evaluation.checkpoint}, rollouts in {cfg.precision.rollout}, temperature {cfg.sampling.temperature:g}")
     print(table(summary))
     print(folder / RESULT, flush=True)

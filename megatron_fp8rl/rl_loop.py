@@ -146,6 +146,7 @@ class Trainer:
                 self.evaluate(log)
             self.saver.poll()  # after the step's line is on disk
         self.saver.finish()
+        self.rollouts.require_scores()
         if self.cfg.checkpoint.export_hf:
             self.colocated.train()
             save_hf(self.policy, Path(self.cfg.run_dir) / FINAL_HF, self.tokenizer_dir)

@@ -6,12 +6,14 @@ Reads one JSON object per line from standard input and answers each with one lin
     {"prompts": [Prompt], "texts": [str], "deadline_s": s}
                                  ->  {"scores": [{"reward": number, "parts": {name: number}}]} | {"error": text}
 
-All prompts of a request belong to one environment. Every reply has the "number" of its request. A forked child of a
-scorer exits without a reply. Imports neither torch nor transformers, to start fast.
+All prompts of a request belong to one environment. Every reply has the "number" of its request, "address_bytes", and
+"is_exhausted": whether the error may come from memory, threads or files that earlier scores have kept. A forked child
+of a scorer exits without a reply. Imports neither torch nor transformers, to start fast.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -27,12 +29,16 @@ from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.types import Prompt
 
 _ALARM_MARGIN_S = 5.0
+_RESERVE_BYTES = 16 << 20  # freed to answer when the scorer has used all memory
+_EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
     """Answer requests until end of file."""
     environments: dict[str, Environment | RowRewards] = {}
     pid = os.getpid()
+    reserve: bytearray | None = bytearray(_RESERVE_BYTES)
+    sizes = os.open("/proc/self/statm", os.O_RDONLY)  # now, because a scorer may leave no file descriptors
     for line in requests:
         request = json.loads(line)
         try:
@@ -45,12 +51,30 @@ def serve(requests: TextIO, replies: TextIO) -> None:
             else:
                 reply = {"scores": _scores(environments, request)}
         except Exception as error:
+            reserve = None if (is_exhausted := _is_exhausted(error)) else reserve
             traceback.print_exc()
-            reply = {"error": f"{type(error).__name__}: {error}"}
+            reply = {"error": f"{type(error).__name__}: {error}", "is_exhausted": is_exhausted}
         if os.getpid() != pid:
             os._exit(0)
-        replies.write(json.dumps(reply | {"number": request.get("number")}) + "\n")
+        reply |= {"number": request.get("number"), "address_bytes": _address_bytes(sizes)}
+        replies.write(json.dumps(reply) + "\n")
         replies.flush()
+
+
+def _is_exhausted(error: BaseException | None) -> bool:
+    """Whether an error, or one that it followed, says that the process has no memory, threads or files left."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _EXHAUSTED):
+            return True
+        if isinstance(error, RuntimeError) and "start new thread" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _address_bytes(sizes: int) -> int:
+    """The size of this process's address space, which ``memory_bytes`` limits."""
+    return int(os.pread(sizes, 64, 0).split()[0]) * resource.getpagesize()
 
 
 def _built(fields: dict[str, Any]) -> Environment | RowRewards:

@@ -23,6 +23,8 @@ import psutil
 
 START_DEADLINE_S = 180.0  # covers importing all environments on a busy machine
 _STDERR_TAIL_BYTES = 400
+_FULL = 0.75  # of the memory limit: a worker that has grown so far is restarted before a score fails
+_GROWN = 0.25  # of the memory limit, since its first score: a large model that a reward loads is no leak
 _MAX_STDERR_BYTES = 1 << 20  # limit of a scorer's output; checked once a second
 MARK = "MEGATRON_FP8RL_SCORER"  # environment variable that marks a worker and its child processes
 # Environment variables passed to scorers. Others, such as API keys, are withheld.
@@ -76,6 +78,7 @@ class Worker:
             bufsize=0,
         )
         self._is_alive = True
+        self._first_bytes = self._last_bytes = 0  # of its address space, after its first and its last score
         self._state = "started"  # later "ready" or the reason of the failure
         self._buffer = b""
         self._started_at = time.monotonic()
@@ -102,7 +105,21 @@ class Worker:
             self._send(request)
         except BrokenPipeError:
             raise WorkerLost(self._exit_message()) from None
-        return self._receive(deadline_s)
+        reply = self._receive(deadline_s)
+        self._last_bytes = reply["address_bytes"]
+        self._first_bytes = self._first_bytes or self._last_bytes
+        return reply
+
+    @property
+    def has_scored(self) -> bool:
+        """Whether the process has answered a request, so that earlier scores may have left something in it."""
+        return self._first_bytes > 0
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether scores have filled most of the memory that the process may use."""
+        limit = self._greeting["memory_bytes"] or float("inf")
+        return self._last_bytes > _FULL * limit and self._last_bytes - self._first_bytes > _GROWN * limit
 
     def kill(self) -> None:
         """Kill the process and its children. Once per process: its PID may be reused later."""

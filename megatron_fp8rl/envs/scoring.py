@@ -52,7 +52,8 @@ class ScorePool:
     """``num_workers`` persistent processes that score completions, each within ``deadline_s``.
 
     ``environments`` are keyed by ``Prompt.environment``. Workers start immediately, in the background. A worker that
-    crashes or times out is killed with its children and restarted.
+    crashes or times out is killed with its children and restarted. A worker whose memory, threads or files are used up
+    by earlier scores is restarted too, and its completion is scored again.
 
     Batched reward functions get up to MAX_BATCH waiting completions per call, with one deadline. A failed batch is
     scored again one completion at a time, so that a bad completion affects no other.
@@ -84,6 +85,7 @@ class ScorePool:
         self._threads = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="score")
         self._closed = threading.Event()
         self._lock = threading.Lock()  # of _waiting
+        self._has_told_of_leak = False
 
     @classmethod
     def build(cls, cfg: ScoringConfig, environments: Sequence[EnvironmentConfig]) -> ScorePool:
@@ -175,7 +177,13 @@ class ScorePool:
         request = {"prompts": [p.fields() for p in prompts], "texts": list(texts), "deadline_s": self._deadline_s}
         worker = self._idle.get()  # never blocks: there are as many workers as threads
         try:
+            has_scored = worker.has_scored
             reply = self._ask(worker, request)
+            if reply.get("is_exhausted") and has_scored:
+                self._renew(worker, reply["error"])
+                reply = self._ask(worker, request)
+            if reply.get("is_exhausted") or worker.is_nearly_full:
+                self._renew(worker, "it has filled most of scoring.memory_gib")
         except WorkerLost as lost:
             return [Score.failed(f"scorer of {prompt.environment} {lost}")] * len(prompts)
         finally:
@@ -199,15 +207,27 @@ class ScorePool:
                 return worker.ask(request, self._deadline_s)
             except WorkerLost as lost:
                 was_killed = worker.was_killed()
-                worker.kill()
+                self._restart(worker)
                 if self._closed.is_set():
                     raise
-                worker.close_pipes()
-                worker.start()
                 asks_left, starts_left = asks_left - is_asked, starts_left - 1
                 if not (was_killed and asks_left and starts_left):
                     raise
                 _log.warning("a scorer %s; its completions are scored again", lost)
+
+    def _renew(self, worker: Worker, reason: str) -> None:
+        """Restart a worker in which scores have left too much behind."""
+        if not self._has_told_of_leak:
+            self._has_told_of_leak = True
+            _log.warning("a scorer keeps memory, threads or files of earlier scores and is restarted: %s", reason)
+        self._restart(worker)
+
+    def _restart(self, worker: Worker) -> None:
+        """Kill a worker and start it again, unless the pool is closed."""
+        worker.kill()
+        if not self._closed.is_set():
+            worker.close_pipes()
+            worker.start()
 
 
 class _Waiting(NamedTuple):

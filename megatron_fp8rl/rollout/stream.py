@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 from megatron_fp8rl.algo.samples import require_experts
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import position_after
+from megatron_fp8rl.envs.failed_scores import FailedScores
 from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.recording import read_step, steps_of
 from megatron_fp8rl.observe.spans import add_seconds, span
@@ -77,6 +78,7 @@ class RolloutStream:
         self._is_asked: Callable[[], bool] = lambda: False
         self._agents: AgentPool | None = None
         self._requests: Requests | None = None
+        self._failed = FailedScores()
         if parallel.rank == 0:
             if cfg.sampling.replay is not None:
                 self._recording = steps_of(cfg.sampling.replay)
@@ -123,10 +125,21 @@ class RolloutStream:
             if not asked:
                 asked.append(self._fleet.submit(self._groups(prompts, num_completions, temperature)))
             deadline_s = self._deadline_s(num_rounds=1, num_scores=len(prompts) * num_completions)
-            return self._until(lambda: self._result(asked[0]), deadline_s)
+            groups = self._until(lambda: self._result(asked[0]), deadline_s)
+            self._failed.add(groups or ())
+            return groups
 
         with span("evaluate"):
             return self._sampled(produce) or ()
+
+    def require_scores(self) -> None:
+        """Collective, at the end: raise an error on every rank if no completion got a score."""
+
+        def check() -> Groups:
+            self._failed.require_scores()
+            return ()
+
+        self._sampled(check)
 
     def before_update(self) -> None:
         """Call before a publication. Raises RolloutError if a synchronous run still samples."""
@@ -222,6 +235,7 @@ class RolloutStream:
 
     def _next_trainable(self) -> Groups | None:
         groups = self._next_groups()
+        self._failed.add(groups or ())
         if groups and self.cfg.algo.router_replay == "rollout":
             require_experts(groups, self.cfg.model)
         return groups

@@ -17,6 +17,10 @@ REWARD = """
 def digits(completion, answer):
     share = sum(c.isdigit() for c in completion) / max(1, len(completion))
     return {"digits": share, "right": float(completion.strip() == answer)}
+
+
+def number_only(completion, answer):
+    return float(int(completion) == int(answer))  # raises for nearly every completion of an untrained model
 """
 SHORT = tuple(
     (
@@ -80,6 +84,14 @@ def test_three_steps_stop_and_go_on_without_a_row_twice(folder: Path):
     assert json.loads(line)["prompt"] == "row 30 of train"
 
 
+def test_a_reward_that_fails_for_every_completion_ends_the_run_without_an_export(folder: Path):
+    own = "grpo --model model --data train.jsonl --reward reward.py:number_only --name failing --num_steps 3".split()
+    actual = _run(folder, *own, *SHORT, "--data.max_dropped", "0.1")
+    assert actual.returncode not in (0, 85), actual.stdout[-3000:]
+    assert "completions of train got no score, the last because scorer of train raised ValueError" in actual.stderr
+    assert not (folder / "runs" / "failing" / "hf").exists()
+
+
 def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
     own = ("grpo", "--model", "model", "--data", "train.jsonl", "--reward", "number", *SHORT)
     printed = _run(folder, *own, "--dry-run")
@@ -92,7 +104,7 @@ def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
     cfg = json.loads(kept.stdout)
     assert cfg["data"]["environments"][0]["rewards"][0]["function"] == "number"
     assert cfg["sampling"]["max_completion_tokens"] == 12 and cfg["model"]["num_layers"] == 2
-    fresh = _run(folder, *own, "--model.random", "True", "--dry-run")
+    fresh = _run(folder, *own, "--name", "fresh", "--model.random", "True", "--dry-run")
     assert fresh.returncode == 0 and "random=True" in fresh.stdout and "hf_path" not in fresh.stdout, fresh.stderr
 
 

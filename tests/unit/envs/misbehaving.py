@@ -13,6 +13,7 @@ from megatron_fp8rl.envs.environment import Problem
 class Judge:
     def __init__(self, bonus: float = 0.0):
         self.bonus = bonus
+        self.kept = []
 
     def make_problem(self, index: int) -> Problem:
         return Problem(question=f"question {index}", answer=str(index))
@@ -58,6 +59,15 @@ class Judge:
                 return 5.0  # after the parent has answered
         elif command == "allocate":
             bytearray(int(float(argument) * 2**30))
+        elif command == "leak":
+            self.kept.append(bytearray(int(float(argument) * 2**30)))
+        elif command == "leak quietly":  # as a scorer that catches every error
+            try:
+                self.kept.append(bytearray(int(float(argument) * 2**30)))
+            except MemoryError:
+                return -1.0
+        elif command == "leak files":
+            self.kept += [os.open(os.devnull, os.O_RDONLY) for _ in range(int(argument))]
         elif command == "chatter":
             for _ in range(int(argument)):
                 print("x" * (1 << 20))

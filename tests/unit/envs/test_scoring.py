@@ -1,6 +1,7 @@
 """The score pool against scorers that hang, crash, raise, print and lie."""
 
 import asyncio
+import resource
 import threading
 import time
 from pathlib import Path
@@ -124,6 +125,28 @@ def test_memory_is_limited():
     with ScorePool({"judge": JUDGE}, num_workers=1, deadline_s=DEADLINE_S, memory_gib=1.0) as pool:
         assert "MemoryError" in score(pool, "allocate:2")[2]
         assert score(pool, "allocate:0.1") == (0.5, "scored", "", {})
+
+
+@pytest.mark.parametrize("text", ["leak:0.15", "leak:0.4", "leak quietly:0.1", "leak files:6000"])
+def test_a_scorer_that_leaks_is_restarted_and_every_completion_scored(text, caplog):
+    """Files are limited to 20,000 at most, which this test's processes inherit."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(20_000, *limits), limits[1]))
+    with ScorePool({"judge": JUDGE}, num_workers=1, deadline_s=DEADLINE_S, memory_gib=1.0) as pool:
+        pids, scores = set(), []
+        for _ in range(12):
+            scores.append(score(pool, text))
+            pids.add(score(pool, "pid")[0])
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert scores == [(0.5, "scored", "", {})] * 12
+    assert 2 <= len(pids) <= 8
+    assert caplog.text.count("keeps memory, threads or files of earlier scores") == 1
+
+
+def test_a_scorer_that_needs_much_memory_from_the_start_keeps_its_worker():
+    with ScorePool({"judge": JUDGE}, num_workers=1, deadline_s=DEADLINE_S, memory_gib=1.0) as pool:
+        assert score(pool, "leak:0.7")[1] == "scored"
+        assert len({score(pool, "pid")[0] for _ in range(5)}) == 1
 
 
 def test_a_scorer_sees_no_keys_but_those_that_are_listed(monkeypatch):

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from megatron_fp8rl.algo.samples import RoutedExpertsError
+from megatron_fp8rl.envs.failed_scores import FailedScores, TooManyFailedError
 from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.rollout import unfinished
 from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
 from megatron_fp8rl.rollout.window import position_before
-from megatron_fp8rl.types import Completion, single_turn
+from megatron_fp8rl.types import Completion, Rollout, RolloutGroup, single_turn
 from tests.helpers.processes import until
 from tests.helpers.samples import advantages_of, make_completion, mask_of
 from tests.helpers.streams import Client, Fleet, Numbers, Ranks, Scorer, build, numbers, publish
@@ -63,6 +64,74 @@ def test_nothing_is_sampled_behind_the_last_step(max_staleness):
     fleet.turn()
     assert fleet.clients[0].prompts == [0, 1, 2, 3, 4, 5]
     assert stream.position == 6
+
+
+class Failing(Scorer):
+    """Fails in the calls of ``steps``, which have four completions each."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps, self.num_scores = steps, 0
+
+    async def score(self, prompt, text):
+        self.num_scores += 1
+        is_failing = (self.num_scores - 1) // 32 in self.steps
+        return Score.failed("the reward raised NameError: re") if is_failing else Score(1.0, "scored")
+
+
+WIDE = {"prompts_per_step": 8, "completions_per_prompt": 4}
+
+
+def test_a_run_ends_when_no_completion_gets_a_score():
+    stream = build(Fleet(), scorer=Failing(range(9)), rollout=WIDE)
+    publish_and_take(stream, 1)
+    with pytest.raises(TooManyFailedError, match="the last 64 completions of n got no score.*NameError: re. Correct"):
+        publish_and_take(stream, 1)
+
+
+def test_an_outage_of_a_scorer_may_last_two_steps():
+    stream = build(Fleet(), scorer=Failing((1, 2, 4, 5, 7, 8, 9)), rollout=WIDE)
+    publish_and_take(stream, 9)
+    with pytest.raises(TooManyFailedError, match="the last 96 completions"):
+        publish_and_take(stream, 1)
+
+
+def test_a_short_run_without_any_score_is_no_success():
+    stream = build(Fleet(), scorer=Failing((0,)), rollout=WIDE)
+    stream.require_scores()
+    publish_and_take(stream, 1)
+    with pytest.raises(TooManyFailedError, match="none of the 32 completions got a score.*NameError"):
+        stream.require_scores()
+    publish_and_take(stream, 1)
+    stream.require_scores()
+
+
+def test_an_evaluation_without_scores_ends_too():
+    stream = build(Fleet(), scorer=Failing(range(9)), rollout=WIDE)
+    with pytest.raises(TooManyFailedError, match="the last 64 completions"):
+        stream.sample(Numbers().next_prompts(16), num_completions=4)
+
+
+def publish_and_take(stream, num_steps: int) -> None:
+    for _ in range(num_steps):
+        stream.next_groups()
+        publish(stream._fleet, stream, stream.version + 1)
+
+
+def _scored_group(environment: str, status: str) -> RolloutGroup:
+    prompt = replace(Numbers().next_prompts(1)[0], environment=environment)
+    branches = single_turn(prompt, make_completion((1,)))
+    fields = {"prompt": prompt, "branches": branches, "reward": 0.0, "status": status, "detail": "", "seed": 1}
+    return RolloutGroup(prompt=prompt, rollouts=tuple(Rollout(index=i, **fields) for i in range(16)))
+
+
+def test_one_source_without_scores_ends_the_run_of_two():
+    scores = FailedScores()
+    good, bad = _scored_group("a", "scored"), _scored_group("b", "score_failed")
+    for _ in range(3):
+        scores.add([good, bad])
+    with pytest.raises(TooManyFailedError, match="the last 64 completions of b got no score"):
+        scores.add([good, bad])
 
 
 def test_prompts_are_spread_over_replicas():
