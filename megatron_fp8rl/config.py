@@ -248,7 +248,7 @@ class SamplingConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 samples from the whole vocabulary
-    stop_token_ids: tuple[int, ...] = ()  # in addition to the tokenizer's EOS token
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end tokens
     stop_strings: tuple[str, ...] = ()
     max_staleness: int = 0  # 0: sample from the current policy; k: from a policy at most k versions old
     window_groups: int = 0  # groups sampled ahead and trained when complete; 0: max_staleness + 1 steps, in order

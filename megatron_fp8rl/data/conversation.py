@@ -89,6 +89,18 @@ class ChatFormat:
             ids = ids[1:]  # the end token was already sampled
         return Rendered(text=text, new_text=rest, new_ids=ids)
 
+    def closing_id(self) -> int | None:
+        """First token that the template writes after an answer, before the next question; None without a template."""
+        if not self.uses_chat:
+            return None
+        question = {"role": "user", "content": "?"}
+        try:
+            text = self._render([question, {"role": "assistant", "content": _MARK}, question], ())
+            ids = self._encode(text.rpartition(_MARK)[2].lstrip(), add_special_tokens=False) if _MARK in text else ()
+        except ConversationError:
+            return None
+        return ids[0] if ids else None
+
     def _closing(self, tools: Sequence[Any]) -> str:
         """The template's text after an answer, such as end token and line break."""
         if not self.uses_chat:

@@ -16,6 +16,7 @@ from megatron_fp8rl.config import DataConfig, RunConfig
 from megatron_fp8rl.data.columns import Columns
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.prompts import ProblemSource
+from megatron_fp8rl.data.tokenizer import end_ids, is_special
 from megatron_fp8rl.envs.environment import environments_by_key
 from megatron_fp8rl.envs.rewards.configured import needs_answers
 from megatron_fp8rl.envs.rewards.scalar import is_served
@@ -76,6 +77,27 @@ def inspect_sources(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[
     """Inspect every source. Raises any error of opening or rendering it, with its field."""
     source = ProblemSource.from_run(cfg, tokenizer)
     return [_inspect(source, key) for key in source.configs]
+
+
+def inspect_ends(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
+    """(console line with the tokens that end a completion, warnings about them)."""
+    chat = ProblemSource.from_run(replace(cfg, data=replace(cfg.data, environments=())), tokenizer).chat_format
+    listed = dict.fromkeys((*end_ids(tokenizer), *cfg.sampling.stop_token_ids))
+    tokens = {token: tokenizer.convert_ids_to_tokens(token) for token in listed}
+    line = ", ".join(f"{text or 'no token'} ({token})" for token, text in tokens.items())
+    warnings = [
+        f"eos_token_id {token} in {tokenizer.name_or_path} is {repr(tokens[token]) if tokens[token] else 'no token'} "
+        "of its tokenizer, and completions end there; correct config.json or generation_config.json"
+        for token in end_ids(tokenizer)
+        if not is_special(tokenizer, token)
+    ]
+    closing = chat.closing_id()
+    if closing is not None and closing not in chat.stop_ids and is_special(tokenizer, closing):
+        warnings.append(
+            f"the chat template ends an answer with {tokenizer.convert_ids_to_tokens(closing)} ({closing}), which ends "
+            f"no completion; set --sampling.stop_token_ids {closing}"
+        )
+    return f"completions end at {line}", warnings
 
 
 def require_usable(reports: Sequence[SourceReport], max_dropped: float) -> None:

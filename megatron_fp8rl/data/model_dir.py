@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.tokenizer import load_tokenizer
+from megatron_fp8rl.data.tokenizer import load_tokenizer, special_ids
 from megatron_fp8rl.names.registry import to_hf_config
 
 
@@ -26,8 +26,7 @@ def write_model_dir(cfg: RunConfig, folder: Path | None = None) -> Path:
     partial.mkdir(parents=True)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     tokenizer.save_pretrained(partial)
-    special = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
-    config = to_hf_config(cfg.model) | {name: value for name, value in special.items() if value is not None}
+    config = to_hf_config(cfg.model) | special_ids(tokenizer)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -28,7 +28,7 @@ from megatron_fp8rl.data.columns import ColumnError, Columns, find_columns
 from megatron_fp8rl.data.conversation import ChatFormat
 from megatron_fp8rl.data.dropped import DroppedLog, RowError, row_errors
 from megatron_fp8rl.data.rows import Rows, open_rows
-from megatron_fp8rl.data.tokenizer import encode
+from megatron_fp8rl.data.tokenizer import encode, end_ids
 from megatron_fp8rl.envs.environment import Problem, build_environment, environments_by_key, render
 from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.types import Prompt
@@ -106,7 +106,7 @@ class ProblemSource:
         if wanted and not tokenizer.chat_template:
             raise ValueError(f"data.chat_template is set, but tokenizer {data.tokenizer!r} has no chat template")
         self._uses_chat = bool(tokenizer.chat_template) if wanted is None else wanted
-        stop_ids = frozenset({tokenizer.eos_token_id, *sampling.stop_token_ids})
+        stop_ids = frozenset({*end_ids(tokenizer), *sampling.stop_token_ids})
         self.chat_format = ChatFormat(tokenizer, self._uses_chat, data.chat_template_arguments, stop_ids)
         self.tokenizer = tokenizer
         self._max_prompt_tokens, self._seed = sampling.max_prompt_tokens, seed

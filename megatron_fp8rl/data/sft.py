@@ -1,4 +1,7 @@
-"""Supervised samples for the warm start: prompt, reference answer, end token. Pure."""
+"""Supervised samples for the warm start: prompt, reference answer, end token. Pure.
+
+The end token is the one that the chat template writes after an answer, or else the tokenizer's EOS token.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.dropped import DroppedLog, RowError
 from megatron_fp8rl.data.prompts import ProblemSource, apportion
-from megatron_fp8rl.data.tokenizer import encode
+from megatron_fp8rl.data.tokenizer import encode, end_ids
 from megatron_fp8rl.envs.environment import Problem
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample, Segment
@@ -24,6 +27,9 @@ class SftSource:
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._source = ProblemSource.from_run(cfg, tokenizer)
+        chat = self._source.chat_format
+        closing_id = chat.closing_id()
+        self._end_id = closing_id if closing_id in chat.stop_ids else end_ids(tokenizer)[0]
         self._dropped = DroppedLog(None, cfg.data.max_dropped)
 
     def samples(self, step: int) -> list[Sample]:
@@ -67,7 +73,7 @@ class SftSource:
         prompt = self._source.prompt(name, key, problem)
         if not problem.answer:
             raise RowError(f"problem {name} has no reference answer to learn from; set warm_start.steps to 0")
-        answer = (*encode(self._tokenizer, problem.answer, add_special_tokens=False), self._tokenizer.eos_token_id)
+        answer = (*encode(self._tokenizer, problem.answer, add_special_tokens=False), self._end_id)
         limit = self._cfg.sampling.max_completion_tokens
         if len(answer) > limit:
             raise RowError(

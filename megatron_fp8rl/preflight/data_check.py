@@ -45,16 +45,18 @@ def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
         return [f"data was not read: there is no tokenizer in {tokenizer}"], []
     try:
         from megatron_fp8rl.data.dropped import TooManyDroppedError
-        from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
+        from megatron_fp8rl.data.inspection import check_rewards, inspect_ends, inspect_sources, require_usable
         from megatron_fp8rl.data.tokenizer import load_tokenizer
     except ImportError as error:  # on a login node
         return [f"data was not read: {error}"], []
     try:
-        reports = inspect_sources(cfg, load_tokenizer(tokenizer))
+        loaded = load_tokenizer(tokenizer)
+        end_line, end_warnings = inspect_ends(cfg, loaded)
+        reports = inspect_sources(cfg, loaded)
     except (ValueError, OSError, ImportError) as error:
         return [], [Finding("error", "--data.environments", str(error))]
-    lines = [line for report in reports for line in report.lines()]
-    findings = []
+    lines = [end_line, *(line for report in reports for line in report.lines())]
+    findings = [Finding("warning", "--sampling.stop_token_ids", text) for text in end_warnings]
     try:
         require_usable(reports, cfg.data.max_dropped)
     except TooManyDroppedError as error:

@@ -150,7 +150,8 @@ class EngineClient:
         await self._until_open()
         sampling = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "detokenize": False}
         sampling |= {"prompt_logprobs": 0, "logprobs": 0}  # 0: no alternative tokens
-        body = {"token_ids": list(token_ids), "num_prompt_tokens": len(token_ids), "sampling_params": sampling}
+        body = {"token_ids": list(token_ids), "num_prompt_tokens": len(token_ids), "dropped_token_ids": []}
+        body["sampling_params"] = sampling
         answer = await self._within(partial(self._sampled, body), GENERATE_PATH, self._request_deadline_s)
         return read_prompt_logprobs(answer, len(token_ids))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,18 +40,19 @@ class Sampling:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
+    dropped_token_ids: tuple[int, ...] = ()  # not part of the text: end and padding tokens
 
     @classmethod
-    def of(cls, sampling: SamplingConfig, end_token_id: int | None) -> Sampling:
-        """Read the configuration and add the tokenizer's EOS token to the stop tokens."""
-        end = () if end_token_id is None else (end_token_id,)
+    def of(cls, sampling: SamplingConfig, end_ids: Iterable[int], dropped_ids: Iterable[int]) -> Sampling:
+        """Read the configuration and add the model's end tokens to the stop tokens."""
         return cls(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_completion_tokens,
-            stop_token_ids=tuple(dict.fromkeys((*end, *sampling.stop_token_ids))),
+            stop_token_ids=tuple(dict.fromkeys((*end_ids, *sampling.stop_token_ids))),
             stop_strings=sampling.stop_strings,
+            dropped_token_ids=tuple(sorted(dropped_ids)),
         )
 
 
@@ -231,6 +232,7 @@ def write_request(prompt: Sequence[int], parts: list[PartialCompletion], samplin
     return {
         "token_ids": [*prompt, *done],
         "num_prompt_tokens": len(prompt),  # the text of a completion starts after the prompt
+        "dropped_token_ids": list(sampling.dropped_token_ids),
         "sampling_params": {
             "n": len(parts),
             "seed": parts[0].next_seed() & _MAX_SEED,
@@ -239,9 +241,10 @@ def write_request(prompt: Sequence[int], parts: list[PartialCompletion], samplin
             "top_k": sampling.top_k,
             "max_tokens": sampling.max_tokens - len(done),
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # the list above contains the EOS token
+            "ignore_eos": True,  # the list above contains all end tokens
             "stop": list(sampling.stop_strings),
             "detokenize": bool(sampling.stop_strings),  # vLLM searches the text for stop strings
+            "skip_special_tokens": False,  # a stop string may be a special token
             "logprobs": 0,  # only that of the sampled token
         },
     }

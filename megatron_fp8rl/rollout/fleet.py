@@ -269,9 +269,9 @@ class Fleet:
                 self._keepers.append(self._loop.create_task(self._keep(index, tokenizer)))
 
         self.sync(begin(), 10.0)
-        from transformers import AutoTokenizer
+        from megatron_fp8rl.data.tokenizer import load_tokenizer
 
-        self._loop.call_soon_threadsafe(tokenizer.set_result, AutoTokenizer.from_pretrained(self._hf_dir))
+        self._loop.call_soon_threadsafe(tokenizer.set_result, load_tokenizer(str(self._hf_dir)))
 
     async def _keep(self, index: int, tokenizer: asyncio.Future[Any]) -> None:
         """Keep one replica running for the lifetime of the fleet: start a successor after each end."""
@@ -311,10 +311,13 @@ class Fleet:
                 first.set_exception(error)
 
     def _client(self, replica: Replica, tokenizer: Any) -> EngineClient:
+        from megatron_fp8rl.data.tokenizer import decode, dropped_ids, end_ids
+
+        dropped = dropped_ids(tokenizer, self.cfg.sampling.stop_token_ids)
         return EngineClient(
             replica,
-            sampling=Sampling.of(self.cfg.sampling, tokenizer.eos_token_id),
-            decode=lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True),
+            sampling=Sampling.of(self.cfg.sampling, end_ids(tokenizer), dropped),
+            decode=lambda token_ids: decode(tokenizer, token_ids, dropped),
             request_deadline_s=self.cfg.engine.request_s,
             update_deadline_s=self.cfg.engine.update_s,
         )

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.data.checkpoint_dir import sync_to_disk
+from megatron_fp8rl.data.tokenizer import load_tokenizer, special_ids
 from megatron_fp8rl.kernels.fp8_parameter import plain
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
@@ -142,18 +143,14 @@ def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path:
     _rename(partial, path)
 
 
-def _copy_tokenizer(tokenizer_dir: Path, partial: Path) -> dict[str, int]:
+def _copy_tokenizer(tokenizer_dir: Path, partial: Path) -> dict[str, int | list[int]]:
     """Copy the tokenizer; return the ids of its special tokens under their names in config.json."""
-    from transformers import AutoTokenizer
-
     files = [file for file in _TOKENIZER_FILES if (tokenizer_dir / file).exists()]
     if not files:
         raise FileNotFoundError(f"{tokenizer_dir}: no tokenizer files to save beside the weights")
     for file in files:
         shutil.copy(tokenizer_dir / file, partial)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
-    return {key: value for key, value in ids.items() if value is not None}
+    return special_ids(load_tokenizer(str(tokenizer_dir)))
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_weights import Reference, publish, random_weights, recorded
+from transformers import AutoTokenizer
 
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import choose
@@ -150,6 +151,17 @@ def test_stop_string_ends_a_completion(fleet, client):
     assert stop in stopped.text
     assert free.token_ids[: len(stopped.token_ids)] == stopped.token_ids
     assert len(stopped.token_ids) < 64
+
+
+def test_a_text_leaves_out_only_end_and_padding_tokens_and_stops_at_special_ones(fleet, client):
+    free = generate(fleet, PROMPT, 8, seed=8, max_tokens=200)
+    tokenizer = AutoTokenizer.from_pretrained(fleet._hf_dir)
+    for completion in free:
+        shown = [token for token in completion.token_ids if token not in (0, 2)]  # <pad> and <eos>
+        assert completion.text == tokenizer.decode(shown)
+    marked = next(completion for completion in free if "<bos>" in completion.text)
+    stopped = generate(fleet, PROMPT, 1, seed=8 + free.index(marked), max_tokens=200, stop_strings=("<bos>",))[0]
+    assert (stopped.finish_reason, stopped.text) == ("stop", marked.text.partition("<bos>")[0] + "<bos>")
 
 
 def test_an_update_in_the_middle_shows_in_the_spans(fleet, client, weights):

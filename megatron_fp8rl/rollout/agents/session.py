@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_fp8rl.config import SessionConfig
 from megatron_fp8rl.data.conversation import ChatFormat, Message, Rendered, plain
+from megatron_fp8rl.data.tokenizer import decode
 from megatron_fp8rl.envs.agent_session import CHARACTERS_PER_TOKEN
 from megatron_fp8rl.types import Completion, Context, Trajectory
 
@@ -210,12 +211,21 @@ class Session:
         if not isinstance(prompt, str):
             rest = tuple(prompt[len(ids) :])
             return Context(token_ids=rest, role="user") if list(prompt[: len(ids)]) == ids else None
-        text = self._chat.tokenizer.decode(ids, skip_special_tokens=True)
+        text = "".join(map(self._text_of, branch.segments))
         if branch.messages or not text or not prompt.startswith(text):
             return None
         rest = prompt[len(text) :]
         new_ids = self._chat.tokenizer.encode(rest, add_special_tokens=False)
+        if new_ids and new_ids[0] == ids[-1] and ids[-1] in self._chat.stop_ids:
+            new_ids = new_ids[1:]  # the end token was already sampled
         return Context(token_ids=tuple(new_ids), role="user", text=rest)
+
+    def _text_of(self, segment: Context | Completion) -> str:
+        """The text of a segment as a client of texts knows it; a prompt of token ids is decoded without BOS token."""
+        if segment.text or not segment.token_ids:
+            return segment.text
+        tokenizer = self._chat.tokenizer
+        return decode(tokenizer, segment.token_ids[segment.token_ids[0] == tokenizer.bos_token_id :])
 
     async def _extend(
         self, branch: _Branch, messages: Sequence[Message], sampling: Mapping[str, Any]

@@ -1,7 +1,8 @@
 """HTTP route for sampling requests: token ids in, token ids and log-probabilities out, as bytes.
 
-In: JSON with ``token_ids``, whose first ``num_prompt_tokens`` are the prompt, and vLLM's ``sampling_params``. Out: the
-answer of :func:`completions.write_answer`. Runs in the replica's server (``server.py``).
+In: JSON with ``token_ids``, whose first ``num_prompt_tokens`` are the prompt, ``dropped_token_ids``, which are not part
+of a text, and vLLM's ``sampling_params``. Out: the answer of :func:`completions.write_answer`. Runs in the replica's
+server (``server.py``).
 
 vLLM's route for token ids, ``/inference/v1/generate``, builds an object with a name, bytes and alternatives for each
 log-probability: 43 us per token in the process that also receives all tokens. If 256 completions of 1,024 tokens end
@@ -40,6 +41,7 @@ async def generate(body: dict[str, Any], raw_request: Request) -> Response:
             flat_logprobs=True,  # lists of numbers, without an object per token
         )
         sampled = body["token_ids"][body["num_prompt_tokens"] :]
+        dropped = frozenset(body["dropped_token_ids"])
         async for result in engine.generate(tokens_input(body["token_ids"]), sampling, uuid.uuid4().hex):  # noqa: B007
             pass
     except (KeyError, TypeError, ValueError) as error:
@@ -47,14 +49,14 @@ async def generate(body: dict[str, Any], raw_request: Request) -> Response:
     assert result is not None  # an engine that fails raises, and vLLM's application answers
     prompt, tokenizer = result.prompt_logprobs, engine.get_tokenizer()
     answer = Answer(
-        segments=[_segment(output, sampled, tokenizer) for output in result.outputs],
+        segments=[_segment(output, sampled, tokenizer, dropped) for output in result.outputs],
         num_cached_tokens=result.num_cached_tokens or 0,
         prompt_logprobs=None if prompt is None else prompt.logprobs,
     )
     return Response(write_answer(answer), media_type="application/octet-stream")
 
 
-def _segment(output: Any, sampled: Sequence[int], tokenizer: Any) -> Segment:
+def _segment(output: Any, sampled: Sequence[int], tokenizer: Any, dropped: frozenset[int]) -> Segment:
     """Return one completion; if it is finished, with the text of all tokens, starting with ``sampled``."""
     is_whole = output.finish_reason != "abort"
     return Segment(
@@ -62,5 +64,5 @@ def _segment(output: Any, sampled: Sequence[int], tokenizer: Any) -> Segment:
         rollout_logprobs=() if output.logprobs is None else output.logprobs.logprobs,
         finish_reason=output.finish_reason,
         routed_experts=output.routed_experts,
-        text=decode(tokenizer, [*sampled, *output.token_ids]) if is_whole else None,
+        text=decode(tokenizer, [*sampled, *output.token_ids], dropped) if is_whole else None,
     )

@@ -133,7 +133,7 @@ def test_sft_samples_are_prompt_answer_end():
         assert sample.name == f"{sample.environment}/sft-{48 + i}"
         prompt, answer = sample.token_ids[: sample.num_prompt_tokens], sample.token_ids[sample.num_prompt_tokens :]
         assert prompt[0] == TOKENIZER.bos_token_id and answer[-1] == TOKENIZER.eos_token_id
-        assert eval(decode(TOKENIZER, prompt).removesuffix("=")) == int(decode(TOKENIZER, answer))
+        assert eval(decode(TOKENIZER, prompt[1:]).removesuffix("=")) == int(decode(TOKENIZER, answer))
         assert [segment.is_trained for segment in sample.segments] == [False, True] and sample.num_loss_tokens == len(
             answer
         )

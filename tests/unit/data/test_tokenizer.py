@@ -40,13 +40,13 @@ def test_round_trip_of_random_text_through_auto_tokenizer(saved):
         text = "".join(rng.choices(PRINTABLE_ASCII, k=rng.randint(0, 60)))
         ids = encode(loaded, text)
         assert ids == encode(own, text) and len(ids) == len(text) + 1
-        assert decode(loaded, ids) == decode(own, [*ids, 2, 0]) == text
+        assert decode(loaded, ids) == decode(own, [*ids, 2, 0]) == f"<bos>{text}"
 
 
 def test_every_id_decodes():
     tokenizer = character_tokenizer()
     texts = [decode(tokenizer, [i]) for i in range(len(tokenizer))]
-    assert texts[:4] == ["", "", "", ""]
+    assert texts[:4] == ["", "<bos>", "", "<unk>"]
     assert "".join(texts[4:100]) == PRINTABLE_ASCII
     assert texts[100] == "<reserved_0>" and len(set(texts[4:])) == 124
 

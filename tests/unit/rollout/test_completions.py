@@ -5,13 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_fp8rl.config import SamplingConfig
 from megatron_fp8rl.rollout.completions import (
     Answer,
     PartialCompletion,
+    Sampling,
     Segment,
     read_answer,
     read_prompt_logprobs,
     write_answer,
+    write_request,
 )
 
 
@@ -131,3 +134,10 @@ def test_a_stop_string_across_an_interruption_ends_the_completion():
     assert completion.finish_reason == "stop"
     assert len(completion.rollout_logprobs) == 3
     assert len(completion.routed_experts) == 6
+
+
+def test_a_request_stops_at_every_end_token_and_finds_stop_strings_in_special_tokens():
+    sampling = Sampling.of(SamplingConfig(stop_token_ids=(9, 262), stop_strings=("</answer>",)), (256, 262), {262, 0})
+    body = write_request([1], [PartialCompletion(seed=0)], sampling)
+    assert body["sampling_params"]["stop_token_ids"] == [256, 262, 9]
+    assert body["sampling_params"]["skip_special_tokens"] is False and body["dropped_token_ids"] == [0, 262]
