@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from megatron_fp8rl.envs.rewards.choices import letters_of
 from megatron_fp8rl.envs.rewards.extraction import answer_in
 from megatron_fp8rl.envs.rewards.numbers import number_of
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LONGEST_BARE_ANSWER = 200  # characters of a completion that may be LaTeX without delimiters
-_CHOICE = r"(?<![A-Za-z0-9])\(?([{letters}])\)?(?![A-Za-z0-9'])"
 
 Compare = Callable[[str, str], float]  # completion, reference answer
 
@@ -47,12 +47,13 @@ def number(*, tolerance: float = 0.0) -> Compare:
 
 
 def choice(*, letters: str = "ABCDE") -> Compare:
-    """1 if the last single letter of the answer equals the reference's: "(B)", "B." and "the answer is B" are B."""
-    pattern = re.compile(_CHOICE.format(letters=re.escape(letters)))
+    """1 if the chosen letter equals the reference's: "(B)", "B. Copper" and "the answer is B because ..." are B."""
+    if not letters.isalpha():
+        raise ValueError(f"letters = {letters!r} must consist of letters, such as ABCDE")
 
     def score(completion: str, reference: str) -> float:
-        letters, expected = pattern.findall(answer_in(completion)), pattern.findall(reference)
-        return float(bool(letters) and bool(expected) and letters[-1] == expected[-1])
+        chosen, expected = (letters_of(text, letters.upper()) for text in (completion, reference))
+        return float(bool(expected) and chosen == expected)
 
     return score
 

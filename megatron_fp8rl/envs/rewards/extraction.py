@@ -28,7 +28,7 @@ _SIGNS = str.maketrans(
         **dict.fromkeys("\u00d7\u22c5\u2219\u00b7\u2217", "*"),
         **dict.fromkeys("\u00f7\u2044\u2215\uff0f", "/"),
         **dict.fromkeys("\u2019\u02bc", "'"),
-        "\uff0e": ".",
+        **dict.fromkeys("\uff0e\u3002", "."),
         "\uff0c": ",",
         "\uff05": "%",
         "\uff1a": ":",

@@ -11,7 +11,7 @@ from megatron_fp8rl.config import RewardConfig
 from megatron_fp8rl.envs.rewards.configured import build
 from megatron_fp8rl.types import Prompt
 
-CASES = {path.stem: path for path in sorted(Path(__file__).with_name("cases").glob("*.jsonl"))}
+CASES = {name: Path(__file__).with_name("cases") / f"{name}.jsonl" for name in ("number", "choice")}
 # "reference" is replaced; no phrasing has another answer after it.
 PHRASINGS = (
     "{}",
@@ -45,7 +45,12 @@ def random_number(rng: random.Random) -> str:
     return rng.choice(forms)
 
 
-RANDOM = {"number": random_number}
+def random_choice(rng: random.Random) -> str:
+    letter = rng.choice("ABCDE")
+    return rng.choice((letter, f"({letter})", f"{letter}. A good conductor", f"{letter}) 12 apples"))
+
+
+RANDOM = {"number": random_number, "choice": random_choice}
 
 
 @pytest.mark.parametrize(("reward", "row"), cases())

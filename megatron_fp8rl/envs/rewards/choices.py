@@ -1,0 +1,126 @@
+"""Read the chosen letters of an answer to a multiple-choice question, or reject the answer. Pure.
+
+Read: a letter alone ("B", "(B)", "b)"), a letter before the option's text ("B. A good conductor"), a letter after a
+phrase ("The correct option is (C). A photon has no mass."), and a letter that ends the text ("... so B."). The word "A"
+in a sentence is an article. Several different letters are an answer only as a list ("A, C").
+"""
+
+from __future__ import annotations
+
+import re
+
+from megatron_fp8rl.envs.rewards.extraction import find_answer, with_plain_signs, without_markup
+
+_WORD_COMMAND = re.compile(
+    r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|boldsymbol)\s*\{([^{}]*)\}"
+)
+_ENDING = 200  # characters at the end of a text that are searched for a letter
+_NOUN = r"(?:answers?|options?|choices?|letters?|selection)"
+_PHRASE = re.compile(
+    rf"\b{_NOUN}\b(?:\s+(?:to|for|of|in|from|among)\b[^.:=\n]{{0,60}}?|\s+that\b[^.:=\n]{{0,60}}?)?\s*"
+    r"(?:\b(?:is|are|was|must be|should be|would be)\b|:|=)\s*(?:therefore|thus|then|clearly|simply|definitely)?\s*:?"
+    r"|\bI(?:\s+would|'d)?\s+(?:choose|pick|select|go with)\b|答案\s*(?:是|为|:|应该是)|(?:故选|应选|选择|选)\s*:?",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"(?<=[\w)\]])[.!?。;](?=\s|$)")
+_NEGATION = re.compile(
+    r"\b(?:not|neither|nor|never|except|eliminates?|wrong|incorrect|cannot|rules? out)\b|n't\b|\bunless\b", re.I
+)
+# A sentence that goes on after "A": otherwise the letter is an article.
+_AFTER_A = r"(?:because|since|as|due|for|and|or|is|which|that|with|the|from|by|based|according|instead|rather)\b"
+_LETTER_WORDS = set(
+    "is are be was option choice answer letter choose pick select so therefore thus hence because then with think".split()
+)
+
+
+def letters_of(text: str, letters: str) -> frozenset[str]:
+    """The chosen letters of an answer or a reference; empty if there are none, or if they are not certain."""
+    answer = find_answer(text)
+    plain = _plain(answer.text)
+    if answer.is_marked and not answer.is_phrase:
+        return _read(plain, letters, is_marked=True)
+    whole = _plain(text.rpartition("</think>")[2])
+    phrases = list(_PHRASE.finditer(whole))
+    for match in reversed(phrases):
+        rest = whole[match.end() :].lstrip(" \n:*")
+        end = _SENTENCE_END.search(rest, 2)
+        sentence = rest if end is None else rest[: end.start()]
+        if chosen := _read(sentence.strip(" \n\"'"), letters, is_marked=True):
+            return chosen
+        if _NEGATION.match(sentence.strip()):
+            return frozenset()
+    stated = re.findall(
+        rf"\(?\b([{letters}])\b\)?\s+(?:is|must be|seems)\s+(?:therefore\s+)?(?:the\s+)?(?:right|correct|best|true)\b",
+        whole,
+    )
+    if stated:
+        return frozenset(stated) if len(set(stated)) == 1 else frozenset()
+    return _read(whole, letters, is_marked=False)
+
+
+def _plain(text: str) -> str:
+    for _ in range(2):
+        text = _WORD_COMMAND.sub(r" \1 ", text)
+    text = re.sub(r"\\[,;:! ]|~|\\q?quad\b|\\(?:left|right)(?![a-zA-Z])", " ", text)
+    return without_markup(with_plain_signs(text)).strip(" \n\t{}\"'")
+
+
+def _read(text: str, letters: str, *, is_marked: bool) -> frozenset[str]:
+    """The letters of a text that is an answer, or of a text that contains one."""
+    one = f"[{letters}{letters.lower()}]"
+    alone = re.fullmatch(rf"(?:option|choice|answer)?\s*[(\[]?\s*({one})\s*[)\]]?\s*[.:,;!)]*", text, re.IGNORECASE)
+    if alone:
+        return frozenset(alone[1].upper())
+    listed = re.fullmatch(
+        rf"[(\[{{]?\s*\(?{one}\)?(?:\s*(?:,|;|/|&|\band\b|,\s*and\b)\s*\(?{one}\)?)+\s*[)\]}}]?\.?", text
+    )
+    if listed:
+        return frozenset(re.sub(r"\band\b|[^A-Za-z]", "", text).upper())
+    if re.fullmatch(rf"[{letters}]{{2,}}\.?", text) and list(text.rstrip(".")) == sorted(set(text.rstrip("."))):
+        return frozenset(text.rstrip("."))
+    if chosen := _leading(text, letters, is_marked=is_marked):
+        return frozenset(chosen)
+    return _ending(text, letters)
+
+
+def _leading(text: str, letters: str, *, is_marked: bool) -> str:
+    """The letter before the text of an option, or at the start of a sentence about the choice; empty if none."""
+    match = re.match(
+        rf"(?:(?:the|my)\s+)?(?:(?:correct|right|best)\s+)?(?:option|choice|letter|answer)?\s*"
+        rf"(?:\(\s*([{letters}{letters.lower()}])\s*\)|\[([{letters}])\]|([{letters}])(?=[.):,;\n]|\s*[-=]\s|\s))",
+        text,
+    )
+    if not match:
+        return ""
+    letter, after = next(filter(None, match.groups())).upper(), text[match.end() :]
+    if match[3] and after[:1].isspace() and not after.startswith("\n") and not re.match(r"\s*[-=(]", after):
+        is_word = not re.match(rf"\s+{_AFTER_A}", after)
+        if is_word and (letter in "AI" or not is_marked):
+            return ""
+    if re.match(rf"[).]?\s*(?:or|and|,|/)\s*\(?[{letters}]\b(?!')", after):
+        return ""  # several letters
+    if re.match(r"[).]?\s*(?:is|are|was)?\s*(?:not|n't|wrong|incorrect|false)\b|[).]?\s*(?:is|are|can)n.t\b", after):
+        return ""
+    labels = re.findall(rf"\(([{letters}])\)|^\s*([{letters}])[.):]", after, re.MULTILINE)
+    return "" if any((a or b) != letter for a, b in labels) else letter
+
+
+def _ending(text: str, letters: str) -> frozenset[str]:
+    """The letter at the end of a text, or its only letter in parentheses."""
+    end = text[-_ENDING:]
+    match = re.search(rf"(\S*)[\s:]*(?<![A-Za-z0-9'])(?:\(([{letters}])\)|([{letters}]))\s*[.!]?\s*\Z", end)
+    if match:
+        start, word = max(0, match.start(2 if match[2] else 3) - 60), match[1].strip("\"'*(").rstrip(",:;.").lower()
+        clause = re.split(r"[.!?;\n]|,", end[start : match.end() - 1])[-1]
+        if _NEGATION.search(clause) or re.search(
+            rf"[{letters}]\)?\s*(?:or|and|/|,|to)\s*\(?[{letters}]\)?[.!]?\s*\Z", end
+        ):
+            return frozenset()
+        is_separate = not word or not match[1][-1:].isalnum()
+        if match[2] or is_separate or word in _LETTER_WORDS:
+            return frozenset(match[2] or match[3])
+        return frozenset()
+    labels = set(re.findall(rf"\(([{letters}])\)", text))
+    if len(labels) == 1 and not _NEGATION.search(text):
+        return frozenset(labels)
+    return frozenset()
