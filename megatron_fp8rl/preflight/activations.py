@@ -1,11 +1,10 @@
 """Activation memory of one trainer rank, layer by layer.
 
-The counting follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv:2205.05198), section 4, adapted to these layers: no dropout, grouped-query or latent attention without a score
-matrix (the fused kernel keeps the output and one FP32 log-sum-exp per head), SwiGLU, experts, and FP8 linears, which
-keep their input in FP8, columnwise only (one byte per element, and the scales). Everything else is BF16, or FP32 with
-FP32 parameters. The count holds for the GPU kernels (``precision.kernels.trainer`` auto or te); the emulation keeps
-wider copies. ``benchmarks/memory.py`` compares the count with a GPU.
+The counting follows Korthikanti et al., arXiv:2205.05198, section 4, adapted to these layers: no dropout, attention
+without a score matrix (the fused kernel keeps the output and one FP32 log-sum-exp per head), SwiGLU, experts, and FP8
+linears, which keep their input in FP8, columnwise only (one byte per element, and the scales). Everything else is BF16,
+or FP32 with FP32 parameters. The count holds for the GPU kernels (``precision.kernels.trainer`` auto or te); the
+emulation keeps wider copies. ``benchmarks/memory.py`` compares the count with a GPU.
 
 Symbols: t = tokens of a microbatch on one context-parallel rank; s = t / tensor-parallel size, the tokens of a rank
 outside the linears (sequence parallelism); r = s x experts per token x expert-tensor-parallel size, the token copies
@@ -39,8 +38,6 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Tokens of one microbatch in different parts of a layer."""
-
     context: float  # t
     sequence: float  # s
     routed: float  # r
@@ -114,9 +111,8 @@ def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKern
 def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, float, float]:
     """(bytes that attention keeps after the norm, the part inside core attention, the inputs of its checkpoint).
 
-    Core attention includes the rotation, so it keeps rotated queries and keys and a contiguous copy of the values. Its
-    checkpoint keeps its inputs: queries, keys and, for grouped-query attention, the whole output of the projection, of
-    which the values are a view.
+    Core attention keeps rotated queries and keys and a contiguous copy of the values. Its checkpoint keeps queries,
+    keys and, for grouped-query attention, the whole output of the projection, of which the values are a view.
     """
     model, tensor = cfg.model, cfg.parallel.tensor
     heads = model.num_attention_heads / tensor
@@ -179,11 +175,8 @@ def _routed_experts(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: Tra
 
 
 def _padded(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
-    """Token copies, with each expert's padded to blocks (``fused_moe.max_rows``, without torch).
-
-    The padding is half a block on average, and almost a whole block if a rank with all experts leaves their numbers of
-    tokens on the GPU.
-    """
+    """Token copies, with each expert's padded to blocks (``fused_moe.max_rows``, without torch): half a block on
+    average. Almost a whole block if a rank with all experts leaves their numbers of tokens on the GPU."""
     is_bound = width.fp8 is not None and cfg.parallel.expert == 1
     experts = cfg.model.num_experts / cfg.parallel.expert
     return tokens.routed + min(tokens.routed, experts) * (BLOCK - 1 if is_bound else BLOCK / 2)

@@ -1,7 +1,4 @@
-"""All checks of one configuration on given machines: mistakes, memory, precision. Pure; no torch.
-
-``doctor`` reports the findings. The search for layouts accepts a candidate if :func:`assess` finds no error.
-"""
+"""All checks of one configuration on given machines: mistakes, memory, precision. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -29,12 +26,10 @@ class DoctorOptions:
 
     @property
     def hardware(self) -> Gpu:
-        """The kind of GPU, with ``memory_gib`` if it is set."""
         gpu = GPUS[self.gpu]
         return gpu if self.memory_gib is None else replace(gpu, memory_bytes=int(self.memory_gib * GIB))
 
     def problems(self) -> list[str]:
-        """Options with impossible values, and the values that are possible."""
         names = ("memory_gib", "gpus_per_node", "num_gpus", "routing_imbalance")
         values = {name: getattr(self, name) for name in names}
         wrong = {name: value for name, value in values.items() if value is not None and not value >= 1}
@@ -146,7 +141,6 @@ def _engine_findings(cfg: RunConfig, engine: EngineEstimate) -> list[Finding]:
 
 
 def _machine_findings(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
-    """Whether there are enough GPUs, and which process groups span nodes."""
     wanted, node, findings = gpus_wanted(cfg), options.gpus_per_node, []
     parallel, engine = cfg.parallel, cfg.engine
     if options.num_gpus is not None and wanted > options.num_gpus:
@@ -178,7 +172,6 @@ def _machine_findings(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
 
 
 def gpus_wanted(cfg: RunConfig) -> int:
-    """Number of GPUs of trainer and engines, separate or shared."""
     engines = cfg.engine.num_replicas * cfg.engine.ranks
     is_colocated = cfg.engine.placement == "colocated"
     return max(cfg.parallel.world_size, engines) if is_colocated else cfg.parallel.world_size + engines

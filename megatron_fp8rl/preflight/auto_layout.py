@@ -4,9 +4,9 @@
     fastest      the layout of a job whose user names none (grpo)
     all_layouts  every layout on a number of GPUs (plan)
 
-All take their candidates from :func:`_layouts`: degrees that divide the model and leave memory for weights, optimizer
-states and sequences, the nearest to the configuration first. :func:`assessment.assess` accepts or refuses them.
-``nearest`` ends with the candidates of ``all_layouts``, so ``doctor`` and ``plan`` agree. The model never changes.
+Candidates come from :func:`_layouts`: degrees that divide the model and leave memory for weights, optimizer states and
+sequences, the nearest to the configuration first. :func:`assessment.assess` accepts or refuses them. ``nearest`` ends
+with the candidates of ``all_layouts``, so ``doctor`` and ``plan`` agree. The model never changes.
 """
 
 from __future__ import annotations
@@ -73,8 +73,6 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Space:
-    """Ways to divide the engines and the trainer."""
-
     engines: list[Option]
     trainers: list[Option]
     fills: bool = False  # engines take all GPUs that the trainer leaves; otherwise at most the configured replicas
@@ -94,15 +92,12 @@ class Layout:
 
 
 def _changed(cfg: RunConfig, change: Iterable[tuple[str, Any]]) -> Change:
-    """The fields of ``change`` whose values differ from those of ``cfg``."""
     return tuple((path, value) for path, value in change if cfg.value(path) != value)
 
 
 def nearest(cfg: RunConfig, machines: DoctorOptions, override: Override = lambda cfg: cfg) -> Outcome:
-    """A change after which the run can work, if possible without warnings about its layout.
-
-    ``override`` is applied to every candidate before it is assessed.
-    """
+    """A change after which the run can work, if possible without warnings about its layout; ``override`` changes each
+    candidate before it is assessed."""
 
     def check(cfg: RunConfig) -> Assessment:
         return assess(override(cfg), machines)
@@ -134,8 +129,6 @@ def nearest(cfg: RunConfig, machines: DoctorOptions, override: Override = lambda
 
 
 class _Search:
-    """Assesses candidates within a budget and remembers the best."""
-
     def __init__(self, check: Check):
         self._check, self._count, self._end = check, 0, time.process_time() + _DEADLINE_S
         self._closest: tuple[float, str] = (math.inf, "")
@@ -214,10 +207,8 @@ def _fix_fields(cfg: RunConfig, check: Check) -> tuple[Change, list[str]]:
 
 
 def _values(cfg: RunConfig, path: str, choices: Sequence[Any]) -> Iterator[Any]:
-    """Values to try for a field: those of the violation, then all others of a field with few values.
-
-    None for a field of the model, whose architecture never changes.
-    """
+    """Values to try for a field: those of the violation, then all others of a field with few values. None for a field
+    of the model."""
     section, _, field = path.rpartition(".")
     is_kernel = section == "precision.kernels"
     if section == "model" or (path.count(".") > 1 and not is_kernel):
@@ -339,10 +330,8 @@ def _state_bytes(
     shares: tuple[bool, bool],
     degrees: Sequence[int],
 ) -> float:
-    """A lower bound for an average rank: weights, gradients, optimizer states, most of the FP8 copies, CUDA.
-
-    ``shares``: the result of ``trainer_memory.shares_memory``. ``degrees``: values of ``_DEGREES``.
-    """
+    """Lower bound for an average rank: weights, gradients, optimizer states, most FP8 copies, CUDA. ``shares``: see
+    ``trainer_memory.shares_memory``. ``degrees``: values of ``_DEGREES``."""
     world, tensor, pipeline, _, expert_parallel, expert_tensor = degrees
     per = trainer_memory.Bytes.of(cfg)
     copies = 0.9 * trainer_memory.fp8_copy_bytes(cfg, machines.hardware)
@@ -380,7 +369,6 @@ def _memory_steps(cfg: RunConfig) -> Iterator[Option]:
 
 
 def _near(cfg: RunConfig, machines: DoctorOptions) -> _Space:
-    """The nearest engines and trainers, each with at most ``num_gpus`` ranks."""
     parallel, engine, model, node = cfg.parallel, cfg.engine, cfg.model, machines.gpus_per_node
     ranks = machines.num_gpus or parallel.world_size * _MAX_GROWTH
     engines = []
@@ -444,7 +432,6 @@ def _on_all_gpus(cfg: RunConfig, machines: DoctorOptions, refused: Counter[str])
 
 
 def microbatches_of(tokens: int) -> Change:
-    """The change that sets microbatches of so many tokens, whose logits exist at once."""
     return ("optim.max_tokens_per_microbatch", tokens), ("optim.logprob_chunk_tokens", tokens)
 
 
@@ -453,8 +440,8 @@ def all_layouts(
 ) -> tuple[list[Layout], Counter[str]]:
     """(layouts on ``machines.num_gpus`` that work, the cheapest first; numbers of refused layouts by reason).
 
-    Layouts with warnings, such as memory that is almost full, are left out if others have none. Each layout but the
-    doctor's has the cheapest length of microbatches: once, twice or four times the configured length.
+    Layouts with warnings are left out if others have none. Each layout but the doctor's has the cheapest length of
+    microbatches: once, twice or four times the configured length.
     """
     refused, seen, layouts = Counter[str](), set(), list[Layout]()
     outcome, (fixes, unfixed) = nearest(cfg, machines), _fix_fields(cfg, lambda cfg: assess(cfg, machines))
@@ -488,8 +475,8 @@ def all_layouts(
 def fastest(start: RunConfig, machines: DoctorOptions, override: Override) -> tuple[RunConfig, Change, str]:
     """(configuration, difference from ``start``, reason).
 
-    A dense model gets the layout nearest to ``start``. Experts may be divided over any number of a node's ranks: of the
-    layouts nearest to each number, the layout with the fastest steps by the arithmetic of ``plan`` is chosen.
+    A dense model gets the layout nearest to ``start``. With experts, of the layouts nearest to each number of ranks
+    that may divide them, the layout with the fastest steps by the arithmetic of ``plan`` is chosen.
     """
     degrees = math.gcd(start.parallel.world_size, max(1, start.model.num_experts), machines.gpus_per_node)
     starts: dict[ParallelConfig, RunConfig] = {}  # a single entry, if the user has set the degree
@@ -531,9 +518,9 @@ def _nearest_job(start: RunConfig, machines: DoctorOptions, override: Override) 
 def in_place(cfg: RunConfig, machines: DoctorOptions, override: Override = lambda cfg: cfg) -> Change:
     """The change after which engines share the trainer's GPUs and as little memory as possible moves in every step.
 
-    It tries awake engines, then sleeping engines, with shorter microbatches or selective recompute if needed. Empty if
-    all of these need offloading, or a KV cache for less than half of the sequences that are decoded at once: moving the
-    contents of an 80 GB GPU takes seconds, more than the recompute of a step.
+    Tries awake engines, then sleeping engines, with shorter microbatches or selective recompute. Empty if all need
+    offloading (moving 80 GB takes seconds, more than a step's recompute) or a KV cache for less than half of the
+    sequences decoded at once.
     """
     tokens, wanted = cfg.optim.max_tokens_per_microbatch, _decoded_at_once(cfg) / 2
     sizes = (tokens, tokens // 2) if tokens // 2 >= max(_SHORTEST, cfg.max_sequence_tokens) else (tokens,)
@@ -555,9 +542,9 @@ def in_place(cfg: RunConfig, machines: DoctorOptions, override: Override = lambd
 def longer_microbatches(cfg: RunConfig, machines: DoctorOptions, override: Override = lambda cfg: cfg) -> Change:
     """The change after which a microbatch has 4, 2 or 1.5 times as many tokens, whose logits exist at once.
 
-    Engines on the trainer's GPUs may give up KV cache that no sequence needs. Empty if nothing longer fits, if few
-    microbatches would be left, or if the configuration does not work. A long microbatch launches as many kernels as a
-    short one, and each microbatch reads and writes all gradients.
+    Fewer microbatches launch fewer kernels, and each reads and writes all gradients. Engines on the trainer's GPUs may
+    give up KV cache that no sequence needs. Empty if nothing longer fits, if few microbatches would be left, or if the
+    configuration does not work.
     """
     engine, parallel = cfg.engine, cfg.parallel
     if not assess(override(cfg), machines).works:

@@ -15,11 +15,8 @@ _GPU_FIELDS |= {"engine.sleep_level": 0}
 
 
 def check_data(cfg: RunConfig) -> None:
-    """Print the contents of the sources, the rewards of known answers, and warnings. A replay reads no data.
-
-    Raises:
-        ConfigError: a source cannot be used.
-    """
+    """Print the contents of the sources, the rewards of known answers, and warnings. A replay reads no data. Raises
+    ConfigError for a source that cannot be used."""
     if cfg.sampling.replay is not None:
         return
     lines, findings = look_at_data(cfg)
@@ -34,10 +31,8 @@ def check_data(cfg: RunConfig) -> None:
 
 
 def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
-    """(lines for people, findings): rows are read, prompts rendered, a few reference and empty answers scored.
-
-    Imports the tokenizer and the generators, which takes seconds.
-    """
+    """(lines for people, findings): reads rows, renders prompts, scores a few reference and empty answers. Imports take
+    seconds."""
     if cfg.model.hf_path is None and not cfg.warm_start.steps and cfg.data.tokenizer == "character":
         return ["data was not read: neither a model nor a tokenizer is named"], []
     tokenizer = cfg.model.hf_path or cfg.data.tokenizer

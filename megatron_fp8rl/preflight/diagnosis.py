@@ -1,7 +1,4 @@
-"""The diagnosis of one run: all findings, and a change after which it works. Needs neither a GPU nor torch.
-
-A change is proposed only if the configuration works with it. A search for a layout takes about a second.
-"""
+"""The diagnosis of one run: all findings, and a change after which it works. Needs neither a GPU nor torch."""
 
 from __future__ import annotations
 
@@ -45,7 +42,6 @@ class Diagnosis(Assessment):
 
     @cached_property
     def matrices(self) -> tuple[tiling.Matrix, ...]:
-        """Empty if the degrees do not divide the model."""
         return tuple(tiling.matrices(self.cfg)) if self.trainer is not None else ()
 
     @property
@@ -92,7 +88,6 @@ def _num_warnings(result: Assessment) -> int:
 
 
 def _option_arguments(options: DoctorOptions) -> list[str]:
-    """The options the user set, as arguments that proposed commands repeat."""
     named = [(f.name, getattr(options, f.name), f.default) for f in fields(options) if f.name not in ("json", "data")]
     return [argument for name, value, default in named if value != default for argument in (f"--{name}", str(value))]
 

@@ -1,7 +1,7 @@
 """``python -m megatron_fp8rl doctor CONFIG``: can this run work, on which GPUs, and what would fix it?
 
-A preflight for a login node: it needs neither a GPU nor torch, and starts nothing. Exit status 0: fine; 1: warnings;
-2: the run cannot work. The diagnosis is printed for people (tables, colored on a terminal) or for programs (JSON).
+Needs neither a GPU nor torch, and starts nothing. Exit status 0: fine; 1: warnings; 2: the run cannot work. Out: text
+for people or JSON for programs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _VERDICTS = ("This run can work.", "This run can work; look at the warnings.", "
 
 
 def run(cfg: RunConfig, options: DoctorOptions, config_name: str, overrides: Sequence[str]) -> int:
-    """Diagnose the configuration, print the report, and return the exit status."""
     if problems := options.problems():
         print("\n".join(f"python -m megatron_fp8rl doctor: {problem}" for problem in problems), file=sys.stderr)
         return 2
@@ -65,7 +64,6 @@ class Table:
 
 
 def tables(diagnosis: Diagnosis) -> list[Table]:
-    """All tables, in the order of the report."""
     memory = []
     if diagnosis.trainer is not None and diagnosis.engine is not None:
         memory = [_memory(diagnosis.trainer), _memory(diagnosis.engine.estimate, _cache_line(diagnosis.engine))]
@@ -74,8 +72,6 @@ def tables(diagnosis: Diagnosis) -> list[Table]:
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """The model and the layout, in two lines."""
-
     def short(number: int) -> str:
         return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
@@ -107,8 +103,6 @@ def _memory(estimate: Estimate, *notes: str) -> Table:
 
 
 def _phases(diagnosis: Diagnosis) -> Table:
-    """Trainer and engine on one GPU, phase by phase."""
-
     def gib(estimate: Estimate, whose: str = "") -> str:
         parts = estimate.of({part.name for part in estimate.parts if part.name.startswith(whose)})
         return f"{parts.total_bytes / GIB:.2f}"
@@ -169,7 +163,6 @@ def _agreement(diagnosis: Diagnosis) -> Table:
 
 
 def _packages(diagnosis: Diagnosis) -> Table:
-    """The packages that differ from the pins."""
     listed = [package for package in diagnosis.packages if package.state != "ok"]
     rows = [(p.name, p.wanted, p.installed or "-", p.shown_state, p.extra or "core") for p in listed]
     note = f"{len(diagnosis.packages) - len(listed)} others are installed as wanted"
@@ -192,7 +185,6 @@ def _cache_line(engine: EngineEstimate) -> str:
 
 
 def plain_table(table: Table) -> str:
-    """A table as text without control characters and without its notes."""
     cells = [table.columns, *table.rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
     lines = [
@@ -206,12 +198,10 @@ def plain_table(table: Table) -> str:
 
 
 def wrapped(line: str) -> str:
-    """An indented line of a report, within ``WIDTH`` columns."""
     return textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
 
 
 def _finding_lines(diagnosis: Diagnosis) -> Iterable[str]:
-    """The findings, and the change that makes the run work or a description of the search."""
     if not diagnosis.findings:
         yield "  none"
     for finding in diagnosis.findings:

@@ -42,7 +42,6 @@ class EngineEstimate:
 
     @property
     def full_sequences(self) -> float:
-        """Number of full-length sequences that the cache holds at once."""
         return self.kv_tokens / self.max_sequence_tokens
 
     @property
@@ -52,7 +51,6 @@ class EngineEstimate:
 
 
 def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
-    """Estimate the memory of one worker of one replica."""
     engine, weight_sync = cfg.engine, cfg.weight_sync
     weights = on_engine_worker(cfg)
     context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if engine.ranks > 1 else 0)
@@ -94,9 +92,9 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
 def _activation_bytes(cfg: RunConfig) -> int:
     """The widest point of one layer in BF16, and the sampler.
 
-    The residual, its normed sum and the layer's output; in addition the attention projections, or gate, up, their
-    product and its FP8 copy. Experts hold, per token copy, gate and up or their output (vLLM's ``cache13``), the
-    product, and its FP8 copy.
+    The residual, its normed sum, the layer's output, and the attention projections or gate, up, their product and its
+    FP8 copy. Experts hold, per token copy, gate and up or their output (vLLM's ``cache13``), the product, and its FP8
+    copy.
     """
     model, tensor, tokens = cfg.model, cfg.engine.tensor, max_batched_tokens(cfg)
     stream = 3 * model.hidden_size * 2

@@ -109,10 +109,8 @@ class Checks:
         return wrong is None
 
     def in_range(self, *paths: str) -> bool:
-        """Refuse every field outside its interval in ``RANGES``; a section selects all of its fields.
-
-        A field is refused only once, however often it is checked. Returns whether all fields are inside.
-        """
+        """Refuse every field outside its interval in ``RANGES``, once; a section selects all of its fields. Returns
+        whether all fields are inside."""
         selected = [path for path in INTERVALS if path in paths or path.rpartition(".")[0] in paths]
         new = [path for path in selected if path not in self._in_range]
         self._in_range |= {path: self.within(path, INTERVALS[path]) for path in new}
@@ -132,7 +130,6 @@ Change = tuple[tuple[str, Any], ...]  # (dotted field, value), in the order in w
 
 
 def apply(cfg: RunConfig, change: Change) -> RunConfig:
-    """``cfg`` with the fields of ``change`` set."""
     for path, value in change:
         cfg = _replaced(cfg, path.split("."), value)
     return cfg
@@ -163,8 +160,6 @@ def arguments(overrides: Sequence[str], change: Change) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact that the user should know before the run starts."""
-
     severity: Severity  # error: the run cannot work; warning: it may fail or be slow; note: information
     subject: str  # a field of the configuration, a package, or a process
     problem: str

@@ -1,7 +1,6 @@
 """GPU kinds, memory estimates, and the phases of a GPU shared by trainer and engine. Pure.
 
-The GPUs need not be those of this machine. If trainer and engines share a GPU, each phase of a step adds up the parts
-that are resident together, in the order of ``megatron_fp8rl.runtime.colocation``:
+On a shared GPU, each phase of a step adds up the parts that are resident together (``runtime/colocation.py``):
 
     sampling     engine: everything                            trainer: CUDA context and everything not offloaded
     training     engine: CUDA context and graphs, while        trainer: everything; the optimizer's states, if they are
@@ -27,8 +26,6 @@ GpuName = Literal["h100", "h200", "b200"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU."""
-
     name: GpuName
     generation: Generation
     memory_bytes: int  # total memory that CUDA reports, less than the nominal size
@@ -38,7 +35,7 @@ class Gpu:
         """FP8 copies of a weight that Transformer Engine keeps with per-tensor scales.
 
         Hopper's FP8 GEMM requires both operands K-major, so the backward pass needs the transpose; Blackwell's does
-        not. Blockwise scaling needs a second copy everywhere, because transposed blocks have their own scales.
+        not. Blockwise scaling always needs a second copy, because transposed blocks have different scales.
         """
         return 1 if self.generation == "blackwell" else 2
 
@@ -58,8 +55,6 @@ def gpu_in(device: str) -> Gpu | None:
 
 @dataclass(frozen=True)
 class Part:
-    """One use of memory."""
-
     name: str
     num_bytes: int
     formula: str  # the calculation, in numbers
@@ -91,7 +86,6 @@ class Estimate:
         return self.share > FULL or self.of({part.name for part in self.parts} - alone).share > TIGHT
 
     def of(self, names: Container[str]) -> Estimate:
-        """The estimate of the parts with these names."""
         return replace(self, parts=tuple(part for part in self.parts if part.name in names))
 
     @property
@@ -99,7 +93,6 @@ class Estimate:
         return self.total_bytes / self.capacity_bytes
 
     def part(self, name: str) -> Part:
-        """The part called ``name``. Raises KeyError if there is none."""
         return {part.name: part for part in self.parts}[name]
 
 

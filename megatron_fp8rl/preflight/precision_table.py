@@ -22,8 +22,6 @@ _SCALES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Precision of one kind of tensor."""
-
     kind: str
     trainer: str
     engine: str
@@ -43,7 +41,6 @@ _KINDS = (
 
 
 def scales(cfg: RunConfig, end: str) -> str:
-    """A description of the scales that one end uses."""
     recipe = cfg.precision.trainer if end == "trainer" else cfg.precision.rollout
     if recipe != "blockwise":
         return _SCALES[recipe]
@@ -51,7 +48,6 @@ def scales(cfg: RunConfig, end: str) -> str:
 
 
 def agreement(cfg: RunConfig) -> list[Row]:
-    """One row for each kind of tensor in the model."""
     table = LayerTable.build(cfg.model, cfg.precision)
     kinds: dict[str, tuple[set[int], set[int], set[int]]] = {}
     for entry in entries(cfg.model):
@@ -77,7 +73,6 @@ def agreement(cfg: RunConfig) -> list[Row]:
 
 
 def kind_of(name: str, axes: int) -> str:
-    """The kind of a tensor with this Hugging Face name and number of axes."""
     if axes == 1:
         return "router" if name.endswith("e_score_correction_bias") else "norms, biases"
     for kind, marks in reversed(_KINDS):

@@ -1,10 +1,8 @@
 """Report every mistake of a configuration at once, before anything starts.
 
-Each :class:`Violation` names the option, its value, the problem and the remedy. The checks read the file system, change
-nothing and import nothing heavy, so they run on a login node and in every trainer process.
-
-Consequences of a mistake are not reported as further mistakes: if a degree does not divide the number of heads, for
-example, the matrices that it divides are not checked.
+The checks read the file system, change nothing and import nothing heavy, so they run on a login node and in every
+trainer process. Consequences of a mistake are not reported: if a degree does not divide the number of heads, the
+matrices that it divides are not checked.
 """
 
 from __future__ import annotations
@@ -152,7 +150,6 @@ def _check_lengths(checks: Checks, accelerator: Generation) -> None:
 
 
 def _check_engines(checks: Checks, accelerator: Generation) -> None:
-    """Check the placement of engines and their data- and expert-parallel degrees."""
     cfg, engine, model, world = checks.cfg, checks.cfg.engine, checks.cfg.model, checks.cfg.parallel.world_size
     total = engine.num_replicas * engine.ranks
     shares_gpus = accelerator != "cpu" and engine.placement == "colocated" and cfg.sampling.replay is None
@@ -223,7 +220,6 @@ def _check_sleep_and_offload(checks: Checks) -> None:
 
 
 def _check_window(checks: Checks) -> None:
-    """Check the window of groups that are sampled ahead."""
     sampling, path = checks.cfg.sampling, "sampling.window_groups"
     groups, most = sampling.prompts_per_step, (sampling.max_staleness + 1) * sampling.prompts_per_step
     if not sampling.window_groups:
@@ -356,8 +352,6 @@ def _has_chat_template(tokenizer: str) -> bool:
 
 
 def _check_environment(checks: Checks, path: str, environment: EnvironmentConfig) -> None:
-    """Check the weight, the files of rows, the rewards and the template of a source."""
-
     def refuse(field: str, problem: str, remedy: str) -> None:
         value: Any = environment
         for name in field.split("."):
@@ -406,7 +400,6 @@ def _can_be_written(folder: Path) -> bool:
 
 
 def _check_storage(checks: Checks) -> None:
-    """Check folders that must exist or be writable, and the packages that logging needs."""
     cfg = checks.cfg
     check_checkpoint(checks)
     try:

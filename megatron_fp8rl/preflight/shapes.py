@@ -23,7 +23,6 @@ _FREE = {
 
 
 def check_model(checks: Checks) -> bool:
-    """Check that the architecture is consistent; return whether it is."""
     model, before = checks.cfg.model, len(checks.violations)
     if not checks.in_range("model"):
         return False
@@ -78,7 +77,6 @@ def _check_router(checks: Checks) -> None:
 
 
 def _check_rotary(checks: Checks) -> None:
-    """Check that the number of rotated features is even."""
     model, pairs = checks.cfg.model, "and rotary embedding turns pairs"
     if model.mla is not None:
         if model.mla.qk_rope_head_dim % 2:
@@ -134,10 +132,8 @@ def _fits_world(checks: Checks, path: str, names: tuple[str, ...]) -> bool:
 
 
 def _check_head_degree(checks: Checks, path: str) -> None:
-    """If there are more ranks than key/value heads, the ranks must share them evenly.
-
-    Engines then replicate the heads, the trainer gathers them.
-    """
+    """If there are more ranks than key/value heads, the ranks must share them evenly: engines replicate heads, the
+    trainer gathers them."""
     kv_heads, degree = checks.cfg.model.num_key_value_heads, checks.value(path)
     divides = checks.divides(path, checks.cfg.model.num_attention_heads, "attention heads")
     if divides and kv_heads % degree and degree % kv_heads:

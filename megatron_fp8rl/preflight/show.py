@@ -1,8 +1,7 @@
 """``python -m megatron_fp8rl show CONFIG``: formats and kernels of every group of layers, with reasons.
 
-In: a RunConfig and a kind of GPU, or a CPU. Out: text. Everything is read from the layer table and the kernel choice,
-from which the trainer is built and the engines are started. Exit status 0, or 2 with the mistakes of a configuration
-that would be refused there. Needs neither a GPU nor torch.
+Reads the layer table and the kernel choice, from which the trainer is built and the engines are started. Exit status 0,
+or 2 with the mistakes of a configuration that would be refused there. Needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ class ShowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Tensors of one kind with the same format and kernels."""
-
     name: str
     layers: str  # "0-47"; "-" outside layers
     trainer: str  # format
@@ -55,7 +52,6 @@ class Group:
 
 
 def run(cfg: RunConfig, options: ShowOptions) -> int:
-    """Print the groups, the reasons for their kernels, and the mistakes; return the exit status."""
     violations = rules.check(cfg, accelerator=options.generation)
     print(text(cfg, options, violations))
     return 2 if violations else 0

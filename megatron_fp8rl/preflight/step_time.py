@@ -46,8 +46,6 @@ _TENSOR_COLLECTIVES = 4  # of a layer's forward under tensor parallelism; twice 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Tokens of the sequences of a step."""
-
     prompt: float
     mean: float  # of completions
     longest: float
@@ -241,8 +239,6 @@ def step_seconds(cfg: RunConfig, machines: DoctorOptions) -> float:
 
 @dataclass(frozen=True)
 class _Step:
-    """The phases of one step."""
-
     cfg: RunConfig
     lengths: Lengths
     rates: Rates
@@ -254,7 +250,6 @@ class _Step:
 
     @property
     def length(self) -> float:
-        """Mean tokens of a sequence."""
         return self.lengths.prompt + self.lengths.mean
 
     @property
@@ -269,7 +264,6 @@ class _Step:
         return max(stages, key=lambda stage: stage.trained)
 
     def link(self, ranks: int) -> float:
-        """Bytes per second between so many ranks."""
         return self.network.nvlink_bytes_per_s if ranks <= self.node else self.network.nic_bytes_per_s
 
     def linear_rate(self, fmt: QuantFormat) -> float:
@@ -277,10 +271,8 @@ class _Step:
         return getattr(self.rates, f"{kind}_{'fp8' if fmt.is_quantized else 'bf16'}")
 
     def passes(self) -> tuple[float, float]:
-        """Seconds of a rank's share of (a forward pass, an update), without traffic and the cost of a microbatch.
-
-        Backward takes twice as long as forward; of attention, which computes its scores again, 2.5 times.
-        """
+        """Seconds of a rank's share of (forward pass, update), without traffic and the cost of a microbatch. Backward
+        takes twice as long as forward; of attention, which computes its scores again, 2.5 times."""
         cfg, model, rates, lengths = self.cfg, self.cfg.model, self.rates, self.lengths
         tokens, fmt = self.sequences * self.length, trainer_format(cfg.precision)
         # Of an exponential distribution the mean square is twice the square of the mean; of equal lengths it is the

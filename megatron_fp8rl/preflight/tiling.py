@@ -1,9 +1,8 @@
 """Whether FP8 scales tile every matrix on every rank of the trainer and of the engines, and the degrees that do. Pure.
 
-If a block crossed a shard boundary, its scale would differ from the scale of the whole matrix, and the bytes that the
-trainer multiplies would differ from the engine's. So shard boundaries must be block boundaries: multiples of 128 for
-blockwise scales, and of 16 for per-tensor scales, as FP8 tensor cores require. All answers come from the rows of
-``names/``, sliced as the trainer and vLLM slice them.
+If a block crossed a shard boundary, the bytes that the trainer multiplies would differ from the engine's. So shard
+boundaries are multiples of 128 for blockwise scales, and of 16 for per-tensor scales, as FP8 tensor cores require. All
+answers come from the rows of ``names/``, sliced as the trainer and vLLM slice them.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class Kind:
 
 @functools.lru_cache(maxsize=8)
 def kinds(model: ModelConfig, first_fp8_layer: int = 0, end_fp8_layer: int | None = None) -> tuple[Kind, ...]:
-    """Every kind of matrix that FP8 recipes quantize, in the order of a layer."""
     end = model.num_layers if end_fp8_layer is None else end_fp8_layer
     table = LayerTable(model.num_layers, first_fp8_layer, end, BLOCKWISE_POW2, BLOCKWISE_POW2)
     layers = range(model.num_layers + model.num_mtp_layers)
@@ -88,7 +86,6 @@ class Shard:
 
 @functools.lru_cache(maxsize=1 << 13)
 def on_trainer(kind: Kind, ranks: int, tile: int) -> Shard:
-    """A Hugging Face part of a Megatron weight on ``ranks`` tensor-parallel (for experts: expert-tensor) ranks."""
     weight, axis, shape = kind.weight, kind.weight.axis, list(kind.shape)
     if weight.cut == "none":
         return Shard(kind.shape, _covers(kind.shape, kind.shape, tile))
@@ -106,7 +103,6 @@ def on_trainer(kind: Kind, ranks: int, tile: int) -> Shard:
 
 @functools.lru_cache(maxsize=1 << 13)
 def on_engine(kind: Kind, ranks: int, tile: int) -> Shard:
-    """A Hugging Face tensor on ``ranks`` engine workers."""
     weight, model, shape = kind.weight, kind.model, list(kind.shape)
     name = weight.parts[kind.part][0]
     kept = [part for part in engine_slices(name, weight, kind.shape, model, EngineLayout(tensor=ranks)) if part]
@@ -121,17 +117,13 @@ def on_engine(kind: Kind, ranks: int, tile: int) -> Shard:
 
 
 def _covers(shard: tuple[int, ...], whole: tuple[int, ...], tile: int) -> bool:
-    """Whether shard boundaries are tile boundaries.
-
-    An undivided dimension may end in a partial block, which both ends round alike. Per-tensor scales need whole tiles.
-    """
+    """Whether shard boundaries are tile boundaries. An undivided dimension may end in a partial block, which both ends
+    round alike. Per-tensor scales need whole tiles."""
     return all(size % tile == 0 for size, total in zip(shard, whole, strict=True) if tile < BLOCK or size != total)
 
 
 @dataclass(frozen=True)
 class _End:
-    """One end of a run: how it divides matrices, and over how many ranks each."""
-
     name: str
     tile: int
     divide: Callable[[Kind, int, int], Shard]
@@ -145,7 +137,6 @@ class _End:
         return self.divide(kind, self.degree(kind)[1], self.tile)
 
     def degrees(self, kind: Kind) -> Iterator[int]:
-        """Values of the option with which ``kind`` tiles."""
         if kind.weight.is_expert and not self.experts[0]:  # expert parallel workers
             return (n for n in range(1, _MAX_DEGREE + 1) if kind.model.num_experts % n == 0)
         is_engine = self.divide is on_engine
@@ -225,7 +216,6 @@ def check_tiling(checks: Checks) -> None:
 
 
 def _divided(kind: Kind) -> set[str]:
-    """Keys of the dimensions that a degree splits."""
     return {"q", "kv"} if kind.weight.join == "qkv" else {kind.keys[kind.weight.axis]}
 
 
@@ -276,8 +266,6 @@ def _shard_text(kind: Kind, key: str, ranks: int, shard: Shard) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """One kind of matrix at both ends, as reported."""
-
     name: str
     count: int
     shape: tuple[int, ...]

@@ -52,8 +52,6 @@ _GROUP_BYTES = int(0.2 * GIB)
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Bytes per parameter of weights, gradients and optimizer states."""
-
     weight: int
     gradient: int
     optimizer: int
@@ -66,7 +64,6 @@ class Bytes:
 
 
 def worst_rank(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float = 1.0) -> Estimate:
-    """The estimate of the pipeline stage with the largest total."""
     kernels = KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
     stages = [
         estimate_stage(cfg, gpu, capacity_bytes, routing_imbalance, stage, kernels)
@@ -203,9 +200,9 @@ def _temporaries(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage
 def head_bytes(cfg: RunConfig, tokens: Tokens) -> float:
     """Temporaries of the backward pass of log-probabilities: see ``trainer/logprobs.py``.
 
-    A chunk of logits, which their gradient overwrites, and the gradient of the hidden states. The head's gradient goes
-    to its buffer; if the embedding shares it, it is summed in FP32 memory of its own and then rounded. With FP32
-    parameters, logits and their gradient are separate, and so is the product that is added to the head's gradient.
+    A chunk of logits, which their gradient overwrites, and the gradient of the hidden states. A head that the embedding
+    shares sums its gradient in separate FP32 memory and rounds it. With FP32 parameters, logits and their gradient are
+    separate, and so is the product that is added to the head's gradient.
     """
     rows = padded_vocab_size(cfg.model, cfg.parallel.tensor) / cfg.parallel.tensor
     element = Bytes.of(cfg).weight

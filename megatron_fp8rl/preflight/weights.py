@@ -59,10 +59,8 @@ def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
 def _rank_elements(
     model: ModelConfig, table: LayerTable, tensor: int, expert: int, expert_tensor: int
 ) -> list[tuple[Entry, tuple[int, ...]]]:
-    """(entry, elements on a rank: dense, expert, fp8, buffers, FP8 experts, other FP8 matrices of whole blocks).
-
-    A layer's weights are summed under the first of them.
-    """
+    """(entry, elements on a rank: dense, expert, fp8, buffers, FP8 experts, other FP8 matrices of whole blocks). A
+    layer's weights are summed under the first."""
     groups: dict[int | Entry, tuple[Entry, list[int]]] = {}
     for entry in entries(model):
         weight = entry.weight
@@ -91,8 +89,6 @@ def _is_on_stage(entry: Entry, model: ModelConfig, layout: TrainerLayout, stage:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerWeights:
-    """Bytes of weights on one engine worker."""
-
     fp8: int
     scales: int
     bf16: int  # and FP32 buffers of routers
@@ -100,7 +96,6 @@ class WorkerWeights:
 
     @property
     def sent(self) -> int:
-        """Bytes that a publication brings."""
         return self.fp8 + self.scales + self.bf16
 
     @property
