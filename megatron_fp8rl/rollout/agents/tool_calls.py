@@ -1,16 +1,20 @@
 """Parses tool calls in sampled text with vLLM's parsers.
 
-In: the text of an answer. Out: the message as agents expect it. Runs on trainer rank 0.
+In: the text of an answer. Out: the message as agents expect it, as vLLM's server writes it. Runs on trainer rank 0.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 
 class ToolCalls:
@@ -18,22 +22,29 @@ class ToolCalls:
 
     def __init__(self, parser: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._name, self._tokenizer = parser, tokenizer
+        self._has_warned = False
 
     def message(self, text: str, tools: Sequence[Any]) -> dict[str, Any]:
-        """Return ``content`` and, if any, ``tool_calls``. A call that cannot be parsed stays text."""
+        """Return ``content`` and, if any, ``tool_calls``. A call that cannot be parsed stays text.
+
+        ``text`` contains the special tokens, because the markers of many parsers are special tokens. A parser that
+        vLLM's server calls without special tokens gets them only if it finds no call without them.
+        """
         if not self._name or not tools:
             return {"content": text}
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], tools=list(tools), model="policy")
-        parsed = self._parser_class(self._tokenizer, request.tools).extract_tool_calls(text, request)
-        if not parsed.tools_called:
-            return {"content": text}
-        calls = [call.model_dump(include={"id", "type", "function"}) for call in parsed.tool_calls]
-        return {"content": parsed.content, "tool_calls": calls}
+        texts = [text]
+        if self._parser(request).adjust_request(request).skip_special_tokens:
+            texts.insert(0, self._without_special_tokens(text))
+        for candidate in dict.fromkeys(texts):
+            if (message := self._parsed(candidate, request)) is not None:
+                return message
+        return {"content": text}
 
     def load(self) -> None:
-        """Import the parser, which takes seconds. Raises ValueError with similar names."""
+        """Import the parser, which takes seconds. Raises ValueError with similar names, or the parser's reason."""
         if not self._name:
             return
         from vllm.tool_parsers import ToolParserManager
@@ -43,10 +54,48 @@ class ToolCalls:
             near = difflib.get_close_matches(self._name, known, n=3, cutoff=0.5)
             hint = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(known)}"
             raise ValueError(f"--session.tool_parser = {self._name!r}: vLLM has no such parser. {hint}")
-        _ = self._parser_class
+        try:
+            self._parser_class(self._tokenizer)
+        except RuntimeError as error:  # the tokenizer has no token for a marker
+            raise ValueError(
+                f"--session.tool_parser = {self._name!r} does not fit the tokenizer ({error}). "
+                "Choose the parser of the model"
+            ) from None
+
+    def _parsed(self, text: str, request: Any) -> dict[str, Any] | None:
+        """Return the message with its calls; None if there are none, or if the parser raises."""
+        from vllm.entrypoints.openai.engine.protocol import ToolCall
+
+        try:
+            _, content, calls = self._parser(request).parse(text, request, enable_auto_tools=True)
+        except Exception as error:  # parsers raise many kinds; vLLM's server answers the request with status 500
+            if not self._has_warned:
+                self._has_warned = True
+                reason = f"{type(error).__name__}: {error}"
+                _log.warning(
+                    "--session.tool_parser %s fails for %.200r (%s); such calls stay text", self._name, text, reason
+                )
+            return None
+        if not calls:
+            return None
+        tool_calls = [ToolCall(function=call, **({"id": call.id} if call.id else {})) for call in calls]
+        fields = {"id": True, "type": True, "function": {"name", "arguments"}}
+        return {"content": content, "tool_calls": [call.model_dump(include=fields) for call in tool_calls]}
+
+    def _parser(self, request: Any) -> Any:
+        """Return a new parser, because a parser has state."""
+        return self._parser_class(self._tokenizer, request.tools)
+
+    def _without_special_tokens(self, text: str) -> str:
+        return self._special_tokens.sub("", text)
+
+    @functools.cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
 
     @functools.cached_property
     def _parser_class(self) -> Any:
-        from vllm.tool_parsers import ToolParserManager
+        from vllm.parser import ParserManager
 
-        return ToolParserManager.get_tool_parser(self._name)
+        return ParserManager.get_parser(tool_parser_name=self._name, enable_auto_tools=True)
