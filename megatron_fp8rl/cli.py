@@ -1,7 +1,8 @@
 """The command line: ``python -m megatron_fp8rl COMMAND [CONFIG] [--field value ...]``.
 
 In: the arguments and the functions of ``model_configs/``. Out: an :class:`Invocation` with a checked ``RunConfig``, or
-a message with every mistake and exit status 2. Imports no heavy package, so help and ``--dry-run`` respond at once.
+a message with every mistake and exit status 2. Imports no heavy package, so help responds at once. ``--dry-run`` prints
+the configuration; for a command that trains, it also reads the data and scores a few answers, which takes seconds.
 
 CONFIG is ``module:function`` or the name of a function in ``model_configs/`` that takes no arguments and is annotated
 to return a ``RunConfig``. Every configuration field is an option (``--parallel.tensor 2``).
@@ -28,7 +29,7 @@ from typing import Annotated, Any, Literal
 from megatron_fp8rl import removed_fields
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.config_source import as_function
-from megatron_fp8rl.preflight import findings, rules
+from megatron_fp8rl.preflight import data_check, findings, rules
 
 _PROGRAM = "python -m megatron_fp8rl"
 _CONFIGS_PACKAGE = "model_configs"
@@ -67,6 +68,7 @@ class Command:
     takes_config: bool = True  # False: only the command's options; a positional argument sets the first
     options: type | None = None  # frozen dataclass of the command's options, all with defaults
     checks_config: bool = False  # True: the command checks the configuration itself
+    reads_data: bool = False  # True: a dry run also shows rows, prompts and rewards
     # In place of CONFIG: (options, function that applies overrides) -> (configuration, lines that explain it).
     configure: Callable[[Any, Callable[[RunConfig], RunConfig]], tuple[RunConfig, list[str]]] | None = None
 
@@ -93,10 +95,26 @@ def main(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
     if invocation.dry_run:
-        configured = by_name[invocation.command].configure is not None
-        print(as_function(invocation.cfg) if configured else to_json(invocation.cfg))
-        return 0
+        return _dry_run(by_name[invocation.command], invocation.cfg)
     return by_name[invocation.command].run(invocation)
+
+
+def _dry_run(command: Command, cfg: RunConfig) -> int:
+    """Print the configuration, and what the command reads before it starts; exit status 2 if data cannot be used.
+
+    Rows, prompts and rewards are comments of a Python function, or lines on stderr beside JSON. Warnings and errors are
+    also on stderr.
+    """
+    is_function = command.configure is not None
+    lines, problems = data_check.describe(cfg) if command.reads_data else ([], [])
+    if is_function and lines:
+        print("\n".join(f"# {line}" for text in lines for line in text.splitlines()))
+    elif lines:
+        print("\n".join(lines), file=sys.stderr)
+    print(as_function(cfg) if is_function else to_json(cfg))
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 2 if any(problem.startswith("ERROR") for problem in problems) else 0
 
 
 def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
@@ -229,7 +247,7 @@ def overview(commands: Mapping[str, Command]) -> str:
     lines += [
         "",
         f"{_PROGRAM} {with_config} {example} --help    lists the fields that most runs set; --help-all lists all",
-        f"{_PROGRAM} {with_config} {example} --dry-run prints the resolved configuration as JSON",
+        f"{_PROGRAM} {with_config} {example} --dry-run prints the configuration, rows, prompts and rewards",
         "CONFIG may also be module:function for a function of your own that returns a RunConfig.",
     ]
     return "\n".join(lines)

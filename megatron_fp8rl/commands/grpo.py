@@ -262,4 +262,5 @@ COMMAND = cli.Command(
     run=_run,
     options=GrpoOptions,
     configure=configure,
+    reads_data=True,
 )

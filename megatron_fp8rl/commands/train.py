@@ -132,13 +132,17 @@ def _prepare(cfg: RunConfig, stack: contextlib.ExitStack, wants_rl: bool) -> Fle
 
 
 TRAIN = cli.Command(
-    name="train", summary="warm start if the configuration has one, then reinforcement learning", run=_train
+    name="train",
+    summary="warm start if the configuration has one, then reinforcement learning",
+    run=_train,
+    reads_data=True,
 )
 DEMO = cli.Command(
     name="demo",
     summary="train the tiny mixture of experts: a first run on any machine",
     run=_train,
     default_config="demo",
+    reads_data=True,
 )
-SFT = cli.Command(name="sft", summary="the supervised warm start alone", run=_sft)
-RL = cli.Command(name="rl", summary="reinforcement learning from a Hugging Face checkpoint", run=_rl)
+SFT = cli.Command(name="sft", summary="the supervised warm start alone", run=_sft, reads_data=True)
+RL = cli.Command(name="rl", summary="reinforcement learning from a Hugging Face checkpoint", run=_rl, reads_data=True)

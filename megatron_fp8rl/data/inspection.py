@@ -28,6 +28,7 @@ _ALL_UP_TO = 20_000  # larger sources are sampled
 _SAMPLE = 2_000  # rows
 _GENERATED = 64  # problems per generator or class
 _COMPARED_UP_TO = 1_000_000  # rows compared between training and held-out data
+_SHOWN = 2_000  # characters of the first prompt
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -49,8 +50,8 @@ class SourceReport:
     def num_seen(self) -> int:
         return len(self.lengths) + len(self.dropped)
 
-    def lines(self) -> Iterator[str]:
-        """Console lines: size, columns, length histogram, skipped rows, first prompt."""
+    def lines(self, whole: bool = False) -> Iterator[str]:
+        """Console lines: size, columns, length histogram, skipped rows, first prompt (with ``whole``, all of it)."""
         rows = "generated problems" if self.num_rows is None else f"{self.num_rows:,} rows"
         held_out = "" if not self.num_held_out else f", {self.num_held_out:,} held out"
         yield f"{self.key}: {rows}{held_out} ({self.dataset})"
@@ -68,9 +69,23 @@ class SourceReport:
             yield f"  left out: {len(self.dropped) - 3:,} more of {self.num_seen:,}"
         if self.num_equal:
             yield f"  {self.num_equal:,} of the held-out questions are also training questions"
+        if whole and self.prompts:
+            yield from _whole(self.prompts[0])
+            return
         for prompt in self.prompts[:1]:
             answer = f" -> {prompt.answer[:60]!r}" if prompt.answer else " (no reference answer)"
             yield f"  first: {prompt.text[-160:]!r}{answer}"
+
+
+def _whole(prompt: Prompt) -> Iterator[str]:
+    text = prompt.text
+    cut = f" (the first {_SHOWN:,} of {len(text):,} characters)" if len(text) > _SHOWN else ""
+    yield f"  first prompt, as the model reads it, {len(prompt.token_ids):,} tokens{cut}:"
+    yield from (f"    | {line}" for line in text[:_SHOWN].splitlines())
+    answer = repr(prompt.answer[:_SHOWN]) if prompt.answer else "none"
+    yield f"  its reference answer: {answer}"
+    if prompt.metadata:
+        yield f"  its other columns, for rewards and the template: {', '.join(prompt.metadata)}"
 
 
 def inspect_sources(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[SourceReport]:

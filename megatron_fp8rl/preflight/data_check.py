@@ -30,7 +30,16 @@ def check_data(cfg: RunConfig) -> None:
         raise ConfigError([Violation(e.subject, values[e.subject], e.problem, "Nothing was started") for e in errors])
 
 
-def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
+def describe(cfg: RunConfig) -> tuple[list[str], list[str]]:
+    """(contents of the sources with the whole first prompt, warnings and errors as text), for a dry run."""
+    if cfg.sampling.replay is not None:
+        return ["data was not read: a replay reads none"], []
+    lines, findings = look_at_data(cfg, whole_prompt=True)
+    findings += doubts(cfg, local_accelerator())
+    return lines, [f"{finding.severity.upper()}: {finding.problem}" for finding in findings]
+
+
+def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[str], list[Finding]]:
     """(lines for people, findings): reads rows, renders prompts, scores a few reference and empty answers. Imports take
     seconds."""
     if cfg.model.hf_path is None and not cfg.warm_start.steps and cfg.data.tokenizer == "character":
@@ -50,7 +59,7 @@ def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
         reports = inspect_sources(cfg, loaded)
     except (ValueError, OSError, ImportError) as error:
         return [], [Finding("error", "--data.environments", str(error))]
-    lines = [end_line, *(line for report in reports for line in report.lines())]
+    lines = [end_line, *(line for report in reports for line in report.lines(whole_prompt))]
     findings = [Finding("warning", "--sampling.stop_token_ids", text) for text in end_warnings]
     try:
         require_usable(reports, cfg.data.max_dropped)

@@ -94,8 +94,11 @@ def test_a_reward_that_fails_for_every_completion_ends_the_run_without_an_export
 
 def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
     own = ("grpo", "--model", "model", "--data", "train.jsonl", "--reward", "number", *SHORT)
+    own += ("--data.max_dropped", "0.1")
     printed = _run(folder, *own, "--dry-run")
     assert printed.returncode == 0, printed.stderr
+    for shown in ("# train: 37 rows", "#   first prompt", "How many?", "# train: reference answers score 1"):
+        assert shown in printed.stdout, (shown, printed.stdout)
     (folder / "kept.py").write_text(printed.stdout)
     program = "from kept import *; from megatron_fp8rl.cli import to_json; print(to_json(model_train()))"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -136,11 +139,13 @@ def test_data_that_cannot_be_used_stops_before_engines_start(folder: Path):
         actual.returncode != 0 and "1 of 37 prompts cannot be used, more than data.max_dropped = 0.01" in actual.stderr
     )
     assert not (folder / "runs" / "stopped" / "logs").exists()
+    dry = _run(folder, "grpo", *own, "--dry-run")
+    assert dry.returncode == 2 and "ERROR: " in dry.stderr and "1 of 37 prompts cannot be used" in dry.stderr
 
 
 def test_gpus_are_planned_for_without_any(folder: Path):
     own = tuple("--model model --data train.jsonl --reward number --gpus 8 --gpu h100 --dry-run".split())
-    printed = _run(folder, "grpo", *own)
+    printed = _run(folder, "grpo", *own, "--data.max_dropped", "0.1")
     assert printed.returncode == 0, printed.stderr
     assert "world_size=8" in printed.stdout and "H100" in printed.stdout and "GiB per GPU" in printed.stdout
 

@@ -1,5 +1,6 @@
 """Words to configurations: typed, checked, complete, and without torch."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl import cli, removed_fields
-from megatron_fp8rl.config import ConfigError, RunConfig
+from megatron_fp8rl.config import ConfigError, EnvironmentConfig, RewardConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,6 +191,57 @@ def test_dry_run_prints_the_resolved_configuration(capsys):
     assert cli.main(list(COMMANDS.values()), ["rl", "tiny_qwen3", "--dry-run", "--seed", "9"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["name"], printed["seed"]) == ("tiny_qwen3", 9)
+
+
+class TestDryRunShowsTheData:
+    def run(self, folder: Path, monkeypatch, *, as_function: bool, broken: int = 0) -> int:
+        """A dry run of the demo with rows of a file instead of its generator."""
+        monkeypatch.setenv("MEGATRON_FP8RL_CACHE", str(folder / "cache"))
+        rows = [json.dumps({"question": f"{i} + 1 =", "answer": str(i + 1), "level": "easy"}) for i in range(20)]
+        (folder / "train.jsonl").write_text("\n".join([*rows, *["{"] * broken]) + "\n")
+        source = EnvironmentConfig(dataset=str(folder / "train.jsonl"), rewards=(RewardConfig(function="number"),))
+        demo = cli.load_config("tiny_qwen3_moe")
+        cfg = dataclasses.replace(demo, data=dataclasses.replace(demo.data, environments=(source,)))
+        monkeypatch.setattr(cli, "load_config", lambda target: cfg)
+        command = cli.Command(
+            name="mine",
+            summary="",
+            run=lambda _: 3,
+            default_config="demo",
+            configure=(lambda options, override: (cfg, ["a note"])) if as_function else None,
+            options=StudyOptions if as_function else None,
+            reads_data=True,
+        )
+        return cli.main([command], ["mine", "--dry-run"])
+
+    LINES = (
+        "train: 20 rows",
+        "prompt in 'question', answer in 'answer'",
+        "  prompt tokens 8 ",
+        "  first prompt, as the model reads it, 8 tokens:",
+        "    | 0 + 1 =",
+        "  its reference answer: '1'",
+        "  its other columns, for rewards and the template: level",
+        "train: reference answers score 1, empty answers 0",
+    )
+
+    def test_as_comments_of_a_function(self, tmp_path, monkeypatch, capsys):
+        assert self.run(tmp_path, monkeypatch, as_function=True) == 0
+        printed = capsys.readouterr()
+        assert all(line in printed.out for line in self.LINES), printed.out
+        compile(printed.out, "kept.py", "exec")  # the output can be saved as a file of Python
+
+    def test_beside_json(self, tmp_path, monkeypatch, capsys):
+        assert self.run(tmp_path, monkeypatch, as_function=False) == 0
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["name"] == "tiny_qwen3_moe"
+        assert all(line in printed.err for line in self.LINES), printed.err
+
+    def test_data_that_cannot_be_used_end_with_status_2(self, tmp_path, monkeypatch, capsys):
+        assert self.run(tmp_path, monkeypatch, as_function=True, broken=5) == 2
+        printed = capsys.readouterr()
+        assert "ERROR: " in printed.err and "5 of 25 prompts cannot be used" in printed.err
+        assert "left out: row 20 of train: is not JSON" in printed.out and "RunConfig(" in printed.out
 
 
 def test_help_lists_commands_configurations_and_field_comments(capsys):
