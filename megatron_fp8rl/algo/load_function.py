@@ -1,7 +1,7 @@
 """Load functions that the configuration names: a function of the library or ``module:function``.
 
-``algo.loss`` and ``algo.advantage`` are checked twice. :func:`errors` checks them before a run is queued, if torch is
-installed there. :func:`load_loss` and :func:`load_advantage` check them on every rank at the start of the run.
+:func:`errors` checks ``algo.loss`` and ``algo.advantage`` before a run is queued, if torch is installed there.
+:func:`load_loss` and :func:`load_advantage` check them again on every rank at the start of the run.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ class FunctionError(ValueError):
 
 
 def load_function(name: str, module: str = "") -> Any:
-    """The function or class ``module:name``; a name without a colon belongs to ``module``.
-
-    Raises:
-        FunctionError: the import fails, or the module has no such name (with near matches).
-    """
+    """The function or class ``module:name``; a name without a colon belongs to ``module``. Raises FunctionError if the
+    import fails or the module has no such name (with near matches)."""
     module, _, attribute = name.rpartition(":") if ":" in name else (module, "", name)
     try:
         imported = importlib.import_module(module)
@@ -71,9 +68,8 @@ def may_lack_lower_clip(algo: AlgoConfig) -> bool:
 def load_loss(algo: AlgoConfig) -> LossFn:
     """The loss of a configuration, ``inputs -> (loss, metrics)``, with its options bound.
 
-    Raises:
-        FunctionError: unknown function or wrong options. A user's loss also raises it when it returns anything but a
-            scalar with a gradient and a dict of scalars.
+    Raises FunctionError for an unknown function or wrong options. A user's loss also raises it when it returns anything
+    but a scalar with a gradient and a dict of scalars.
     """
     function = _load("loss", algo)
     return _with_checked_result(function, algo) if ":" in algo.loss else function

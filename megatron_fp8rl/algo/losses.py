@@ -7,14 +7,11 @@
     cispo    bounded ratio as a constant weight; clip_low=1, clip_high     arXiv 2506.13585
     sft      cross-entropy
 
-All have the same signature, which also applies to a user-defined ``module:function`` (docs/extending.md):
-
-    (inputs: LossInputs, **options) -> (loss, metrics)
-
-``algo.loss_options`` sets ``options``: ``aggregate`` selects how tokens are averaged, ``dual_clip`` bounds the loss of
-a token with a negative advantage (usually 3.0). ``loss`` and the detached ``metrics`` are scalars: for keys in
-``/mean``, sums over loss tokens, which the trainer divides by ``batch.num_loss_tokens``; for ``/max``, maxima. With the
-attribute ``may_lack_lower_clip``, a function accepts ``algo.clip_low`` = 1.
+The signature is ``(inputs: LossInputs, **options) -> (loss, metrics)``, also for a user's ``module:function``
+(docs/extending.md). ``algo.loss_options`` sets ``options``: ``aggregate`` selects how tokens are averaged,
+``dual_clip`` bounds the loss of a token with a negative advantage (usually 3.0). ``loss`` and the detached ``metrics``
+are scalars: for keys in ``/mean``, sums over loss tokens, which the trainer divides by ``batch.num_loss_tokens``; for
+``/max``, maxima. A function with the attribute ``may_lack_lower_clip`` accepts ``algo.clip_low`` = 1.
 
 A loss is a sum over this microbatch's tokens divided by the denominators of the global batch, so that losses and
 gradients do not depend on the split into microbatches and ranks. algo/objective.py has the building blocks.

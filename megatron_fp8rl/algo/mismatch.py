@@ -1,10 +1,8 @@
-"""Train/rollout mismatch: importance weights and metrics.
+"""Train/rollout mismatch: importance weights and metrics, both without gradient.
 
-    mismatch_ratio = exp(old_logprobs - rollout_logprobs)
-
-is the importance weight of a token: 1 if engine (FP8 kernels, possibly older weights) and trainer agree.
-:func:`weights` computes the factor that corrects the loss; :func:`mismatch_metrics` measures the mismatch, names the
-worst sequences and raises alarms. Neither has a gradient.
+mismatch_ratio = exp(old_logprobs - rollout_logprobs) is the importance weight of a token: 1 if engine (FP8 kernels,
+possibly older weights) and trainer agree. :func:`weights` computes the factor that corrects the loss;
+:func:`mismatch_metrics` measures the mismatch, names the worst sequences and raises alarms.
 
 Shapes: T = tokens of one packed microbatch, S = its sequences.
 """
@@ -53,10 +51,8 @@ class InexactError(RuntimeError):
 
 
 def require_exact(report: MismatchReport, explain: Callable[[str], str] | None = None) -> None:
-    """Raise InexactError, naming the sequence that differs most, unless every log-probability is equal.
-
-    ``explain`` returns the cause for the sequence of a name, which the error adds.
-    """
+    """Raise InexactError, naming the sequence that differs most, unless every log-probability is equal. ``explain``
+    returns the cause, which the error adds, for the sequence of a name."""
     largest = report.metrics.get("mismatch/abs_logprob_diff/max", 0.0)
     if largest == 0.0:
         return
@@ -113,10 +109,8 @@ class MismatchReport:
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Log of a probability ratio, [T]; 0 where the mask is False.
-
-    Masks before the subtraction: padding may hold -inf, and ``0 * inf`` is NaN in values and gradients.
-    """
+    """Log of a probability ratio, [T]; 0 where the mask is False. Masks before the subtraction: padding may hold -inf,
+    and ``0 * inf`` is NaN in values and gradients."""
     return torch.where(mask_T, numerator_T, 0.0) - torch.where(mask_T, denominator_T, 0.0)
 
 
@@ -254,7 +248,6 @@ class _Sums:
 
     @classmethod
     def of(cls, diff: Tensor, corrected: Tensor, vetoed: Tensor) -> _Sums:
-        """Sums over tokens with differences ``diff`` (float64, not empty)."""
         limited = diff.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = limited.exp()
         return cls(
@@ -313,8 +306,6 @@ class _Sums:
 
 @dataclass
 class _RankStatistics:
-    """Statistics of one rank; small and picklable."""
-
     total: _Sums = field(default_factory=_Sums)
     positions: dict[int, _Sums] = field(default_factory=dict)
     environments: dict[str, _Sums] = field(default_factory=dict)

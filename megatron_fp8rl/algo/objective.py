@@ -9,10 +9,8 @@ Three policies; a name always says whose log-probabilities it holds:
     mismatch_ratio = exp(old - rollout)    no gradient; corrects engine, precision and staleness (algo/mismatch.py)
     update_ratio   = exp(trainer - old)    with gradient; clipped by PPO
 
-A surrogate is the per-token objective, to be maximized, with the metrics of its ratio; :func:`policy_loss` turns it
-into a loss. Log ratios are clamped to +-20 only where they are exponentiated.
-
-Shapes: T = packed tokens of one microbatch, S = its sequences.
+A surrogate is the per-token objective, to be maximized, with the metrics of its ratio. Log ratios are clamped to +-20
+only where they are exponentiated. Shapes: T = packed tokens of one microbatch, S = its sequences.
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ Surrogate = tuple[Tensor, dict[str, Tensor]]  # objective [T], 0 outside the los
 
 
 def old_logprobs(inputs: LossInputs) -> Tensor:
-    """Log-probabilities of the old policy, [T], without gradient.
-
-    Without ``mb.old_logprobs_T`` this is the batch's only update, so that old equals trainer.
-    """
+    """Log-probabilities of the old policy, [T], without gradient. Without ``mb.old_logprobs_T`` this is the batch's
+    only update: old equals trainer."""
     old_T = inputs.mb.old_logprobs_T
     return (inputs.trainer_logprobs_T if old_T is None else old_T).detach()
 
@@ -83,13 +79,10 @@ def bounded_surrogate(inputs: LossInputs, log_ratio_T: Tensor) -> Surrogate:
 
 
 def token_shares(inputs: LossInputs, aggregate: Aggregate) -> Tensor:
-    """Weight of each token in the global loss, [T]; 0 outside the mask.
+    """Weight of each token in the global loss, [T]; 0 outside the mask. Raises ValueError for an unknown ``aggregate``.
 
     token: 1 / all loss tokens. sequence: 1 / (all sequences * the sequence's own loss tokens). constant: 1 / (all
     sequences * the longest completion allowed), which removes the length bias from the gradient.
-
-    Raises:
-        ValueError: unknown ``aggregate``.
     """
     mb, batch = inputs.mb, inputs.batch
     mask_T = mb.loss_mask_T.to(mb.advantages_T.dtype)
@@ -108,10 +101,7 @@ def token_shares(inputs: LossInputs, aggregate: Aggregate) -> Tensor:
 
 def policy_loss(inputs: LossInputs, surrogate: Surrogate, shares_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics of a surrogate: with mismatch correction and the KL and entropy terms configured in ``cfg``.
-
-    Raises:
-        ValueError: ``cfg.kl_coef`` without reference log-probabilities.
-    """
+    Raises ValueError for ``cfg.kl_coef`` without reference log-probabilities."""
     mb, entropy_T, cfg = inputs.mb, inputs.entropy_T, inputs.cfg
     mask_T = mb.loss_mask_T
     log_mismatch_T = log_ratio(old_logprobs(inputs), mb.rollout_logprobs_T, mask_T)
@@ -160,9 +150,9 @@ def _ratio_metrics(ratio_T: Tensor, low_T: Tensor, high_T: Tensor, dual_T: Tenso
 def _kl_to_reference(mb: Microbatch, trainer_logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
     """KL(trainer || reference) per token: (value of k3 with the gradient of k2, k3 without gradient).
 
-    Differentiating k3 would minimize KL(reference || trainer) instead: its gradient is (1 - exp(ref - trainer)) times
-    the score. The score-function gradient of KL(trainer || reference) is (trainer - ref) times the score, which is the
-    gradient of k2 = (trainer - ref)^2 / 2 (Schulman 2020, "Approximating KL divergence").
+    The gradient of k3, (1 - exp(ref - trainer)) times the score, would minimize KL(reference || trainer). The
+    score-function gradient of KL(trainer || reference) is (trainer - ref) times the score, which is the gradient of k2
+    = (trainer - ref)^2 / 2 (Schulman 2020, "Approximating KL divergence").
     """
     if mb.ref_logprobs_T is None:
         raise ValueError("algo.kl_coef needs reference log-probabilities, but this microbatch has none")

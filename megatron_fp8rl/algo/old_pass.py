@@ -6,10 +6,8 @@ from megatron_fp8rl.config import RunConfig
 
 
 def needs_old_pass(cfg: RunConfig) -> bool:
-    """Whether old log-probabilities need a forward pass before the updates.
-
-    Not for a step's only update, whose forward pass computes them. Recorded experts are compared or replaced in that
-    pass, and a user's loss may read ``old_logprobs_T``.
-    """
+    """Whether old log-probabilities need a forward pass before the updates: not for a step's only update, whose forward
+    pass computes them. Recorded experts are compared or replaced in that pass, and a user's loss may read
+    ``old_logprobs_T``."""
     has_experts = cfg.model.is_moe and (cfg.engine.record_routed_experts or cfg.sampling.replay is not None)
     return cfg.algo.updates_per_step > 1 or has_experts or ":" in cfg.algo.loss

@@ -1,11 +1,9 @@
 """Accuracy and pass@k of sampled completions, with 95 % intervals. Pure.
 
-pass@k is the probability that at least one of k completions passes. With n >= k completions, c of them passing, the
-unbiased estimate is the fraction of k-subsets with a passing completion, 1 - C(n - c, k) / C(n, k) (Chen et al.,
-arXiv:2107.03374, section 2.1). 1 - (1 - c/n)^k is biased low.
+With n >= k completions, c of them passing, the unbiased estimate of pass@k is the fraction of k-subsets with a passing
+completion, 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374, section 2.1). 1 - (1 - c/n)^k is biased low.
 
-The 95 % intervals cover the choice of problems and the sampling of completions. Completions of the same problem are
-correlated, so they are not treated as independent trials:
+The intervals cover the choice of problems and the sampling of completions, which are correlated within a problem:
 
     accuracy   Wilson score interval over n / (1 + (m - 1) rho) trials, with m completions per problem and their
                intraclass correlation rho (analysis-of-variance estimator)
@@ -40,10 +38,8 @@ class Estimate:
 
 
 def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
-    """Unbiased estimate for one problem, as a product of factors between 0 and 1, which cannot overflow.
-
-    Raises ValueError if k is not in 1..num_completions, or if the counts are invalid.
-    """
+    """Unbiased estimate for one problem, as a product of factors between 0 and 1, which cannot overflow. Raises
+    ValueError if k is not in 1..num_completions, or for invalid counts."""
     if not 0 <= num_passed <= num_completions:
         raise ValueError(f"{num_passed} of {num_completions} completions passed: not a count")
     if not 1 <= k <= num_completions:
@@ -57,10 +53,8 @@ def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
 
 
 def wilson(successes: float, trials: float) -> Estimate:
-    """A proportion with its Wilson score interval. Raises ValueError without trials.
-
-    Both numbers may be fractional, as the effective number of trials is; ``scipy.stats.binomtest`` accepts only ints.
-    """
+    """A proportion with its Wilson score interval; raises ValueError without trials. Both numbers may be fractional,
+    unlike those of ``scipy.stats.binomtest``."""
     if trials <= 0:
         raise ValueError(f"a proportion of {trials} trials")
     share = successes / trials
@@ -81,10 +75,8 @@ def accuracy(counts: Sequence[tuple[int, int]]) -> Estimate:
 
 
 def design_effect(counts: Sequence[tuple[int, int]]) -> float:
-    """Variance inflation by correlation within problems: 1 for independent completions, m for identical ones.
-
-    1 + (m - 1) rho with 0 <= rho <= 1. If all completions of all problems agree, rho is 1.
-    """
+    """Variance inflation by correlation within problems, 1 + (m - 1) rho: 1 for independent completions, m for
+    identical ones. If all completions of all problems agree, rho is 1."""
     sampled, passed = _columns(counts)
     total, problems = sampled.sum(), len(sampled)
     if total == problems:
@@ -100,10 +92,8 @@ def design_effect(counts: Sequence[tuple[int, int]]) -> float:
 
 
 def pass_at_ks(counts: Sequence[tuple[int, int]], ks: Sequence[int]) -> dict[int, Estimate]:
-    """pass@k over problems for every k, from (completions, passed) per problem. Deterministic.
-
-    Raises ValueError if a problem has fewer completions than a k.
-    """
+    """pass@k over problems for every k, from (completions, passed) per problem. Deterministic. Raises ValueError if a
+    problem has fewer completions than a k."""
     table = np.array([[pass_at_k(n, c, k) for k in ks] for n, c in counts])  # [problems, ks]
     if not table.size:
         raise ValueError("pass@k of no problems or no k")

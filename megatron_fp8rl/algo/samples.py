@@ -1,8 +1,7 @@
 """Converts scored groups to training samples. Pure; runs on trainer rank 0.
 
-The ``algo.advantage`` function (algo/advantages.py) computes advantages from the rewards of a group. Rollouts whose
-scoring failed, or that the engine aborted, are excluded. A rollout in several branches gives a sample for each. Samples
-refer to the arrays of their completions; data/packing.py copies them.
+Rollouts whose scoring failed, or that the engine aborted, are excluded. A rollout in several branches gives a sample
+for each. Samples refer to the arrays of their completions; data/packing.py copies them.
 """
 
 from __future__ import annotations
@@ -33,14 +32,11 @@ class NonFiniteRewardError(ValueError):
 def to_samples(
     groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, algo: AlgoConfig, sampling: SamplingConfig, version: int
 ) -> list[Sample]:
-    """One sample per trajectory to train on, in the order of the groups.
+    """One sample per trajectory to train on, with at least one loss token, in the order of the groups.
 
     ``version`` is the trainer's version at the start of the step. Groups without variance are dropped unless
-    ``algo.zero_variance`` is "keep". Every sample has at least one loss token.
-
-    Raises:
-        NonFiniteRewardError: names the rollout.
-        FunctionError: ``advantage_fn`` did not return one finite number per reward.
+    ``algo.zero_variance`` is "keep". Raises NonFiniteRewardError with the rollout's name, and FunctionError if
+    ``advantage_fn`` did not return one finite number per reward.
     """
     samples = []
     # Completions that continue after publications may have tokens of versions that are too old to train.
@@ -66,11 +62,8 @@ def has_signal(group: RolloutGroup, algo: AlgoConfig, sampling: SamplingConfig) 
 def shaped_rewards(
     group: RolloutGroup, algo: AlgoConfig, sampling: SamplingConfig
 ) -> tuple[list[Rollout], list[float]]:
-    """The valid rollouts of a group, and their rewards after the overlong rule.
-
-    Truncated rollouts keep their reward (keep) or are excluded (mask). penalty: :func:`overlong_penalty` of the longest
-    completion is subtracted from the reward.
-    """
+    """The valid rollouts of a group, and their rewards after the overlong rule. Truncated rollouts keep their reward
+    (keep), are excluded (mask), or lose :func:`overlong_penalty` of the longest completion (penalty)."""
     rollouts = [r for r in group.rollouts if r.status != "score_failed" and r.finish_reason != "abort"]
     for rollout in rollouts:
         if not math.isfinite(rollout.reward):
@@ -122,7 +115,6 @@ def _ends(branch: Trajectory) -> Iterator[tuple[int, Completion]]:
 
 
 def _require_experts(rollout: Rollout, completion: Completion, num_tokens: int, model: ModelConfig) -> None:
-    """Raise RoutedExpertsError unless the completion has the ids of this model's experts, [tokens, layers, top_k]."""
     experts = completion.routed_experts
     expected = (num_tokens, model.num_layers, model.experts_per_token)
     problem = None
@@ -153,7 +145,7 @@ def _sample(
     """The sample of a branch up to its last sampled token; None if no token is trained.
 
     ``advantages`` starts with those of the branch's completions. Tokens of versions before ``oldest`` are not trained.
-    ``prompt_ids`` is the prompt's array, which its samples share.
+    All samples of a prompt share ``prompt_ids``.
     """
     segments: list[Segment] = []
     recorded: list[np.ndarray | None] = []

@@ -17,11 +17,8 @@ from megatron_fp8rl.types import Rollout
 def advantages_of_turns(
     rollouts: Sequence[Rollout], rewards: Sequence[float], advantage_fn: AdvantageFn, cfg: AlgoConfig
 ) -> list[list[float]]:
-    """The advantage of every completion of every rollout.
-
-    Unit "trajectory": all completions of a rollout have the advantage of its reward. Unit "turn": the k-th completions
-    of all rollouts are compared, by their returns.
-    """
+    """The advantage of every completion of every rollout. Unit "trajectory": that of the rollout's reward. Unit "turn":
+    the k-th completions of all rollouts are compared, by their returns."""
     if cfg.advantage_unit == "trajectory":
         by_rollout = _advantages(rewards, advantage_fn, cfg)
         return [[advantage] * len(r.completions) for r, advantage in zip(rollouts, by_rollout, strict=True)]

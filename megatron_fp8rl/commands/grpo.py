@@ -1,7 +1,7 @@
 """The ``grpo`` command: a run from a model's folder, rows of data and a reward, without a line of Python.
 
-In: ``--model DIR --data FILE --reward NAME``. Out: a complete ``RunConfig``. Architecture, tokenizer and chat template
-come from the folder, and the layout from ``preflight/auto_layout.py``. Imports nothing heavy.
+Out: a complete ``RunConfig``. Architecture, tokenizer and chat template come from the folder, and the layout from
+``preflight/auto_layout.py``. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class GrpoOptions:
 
 def configure(options: GrpoOptions, override: Callable[[RunConfig], RunConfig]) -> tuple[RunConfig, list[str]]:
     """(configuration, lines that explain it). ``override`` applies the user's fields, before and after the choice.
-
-    Raises ConfigError with every mistake in the options.
-    """
+    Raises ConfigError with every mistake in the options."""
     folder, errors = Path(options.model).expanduser(), _problems(options)
     if errors:
         raise ConfigError(errors)
@@ -156,7 +154,6 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
 
 
 def _taskset(taskset: str) -> EnvironmentConfig:
-    """The environment of a taskset of the library ``verifiers``, installed or in a file."""
     options = {"taskset": _absolute(taskset) if taskset.endswith(".py") else taskset}
     module = "megatron_fp8rl.envs.libraries.verifiers"
     return EnvironmentConfig(
@@ -239,7 +236,6 @@ def _on_gpus(
 
 
 def _local_gpus() -> tuple[int, float]:
-    """(number of GPUs of this machine, GiB of the first)."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()

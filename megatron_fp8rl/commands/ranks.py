@@ -20,7 +20,6 @@ def run_with_status(program: Callable[[], int | None]) -> int:
 
 
 def has_to_start_ranks(parallel: ParallelConfig) -> bool:
-    """Whether the trainer has several ranks and this process is not a rank."""
     return parallel.world_size > 1 and "RANK" not in os.environ
 
 

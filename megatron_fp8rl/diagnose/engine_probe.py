@@ -13,10 +13,8 @@ from megatron_fp8rl.rollout.client import EngineClient
 
 
 async def record_prefill(client: EngineClient, prompt_token_ids: Sequence[int], path: Path) -> dict[str, Tensor]:
-    """The engine's results for the prompt, by operation name; ``path`` must be on the engine's host.
-
-    Waits for running requests; nothing else may be requested meanwhile. Raises EngineError with the worker's reason.
-    """
+    """The engine's results for the prompt, by operation name; ``path`` must be on the engine's host. Waits for running
+    requests; nothing else may be requested meanwhile. Raises EngineError with the worker's reason."""
     await client.pause("wait")
     await client.resume()
     await client.reset_cache()

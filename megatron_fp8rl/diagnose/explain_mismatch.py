@@ -19,10 +19,8 @@ from megatron_fp8rl.types import Sample
 
 
 def explain(policy: Policy, fleet: Fleet | None, samples: Sequence[Sample], name: str) -> str:
-    """Collective: one sentence about the first operation that differs for the sample of this name.
-
-    Rank 0 has the fleet and the samples. Never raises.
-    """
+    """Collective: one sentence about the first operation that differs for the sample of this name. Rank 0 has the fleet
+    and the samples. Never raises."""
     sentence = ""
     if fleet is not None:
         sentence = _compare(policy, fleet, next(sample.token_ids for sample in samples if sample.name == name))
@@ -30,7 +28,6 @@ def explain(policy: Policy, fleet: Fleet | None, samples: Sequence[Sample], name
 
 
 def _compare(policy: Policy, fleet: Fleet, token_ids: Sequence[int]) -> str:
-    """The sentence for a sequence of [L] tokens."""
     cfg = policy.cfg
     if reason := _obstacle(cfg.engine):
         return f"Its operations were not compared: {reason}."

@@ -1,10 +1,8 @@
 """The operations of one prefill, by name and in order, and the comparison of trainer and engine. Pure.
 
-In:  tensors [T, features] by operation name: the engine's results for a prompt, the trainer's, and the results of the
-     trainer's operations on the *engine's* inputs.
-Out: for each operation the difference of complete passes, and the isolated difference without inherited errors.
-
-An operation ends where its result is rounded to BF16 and can be read at both ends:
+In: tensors [T, features] by operation name: of the engine for a prompt, of the trainer, and of the trainer's operations
+on the *engine's* inputs. Out: for each operation the difference of complete passes, and the isolated difference without
+inherited errors. An operation ends where its result is rounded to BF16 and can be read at both ends:
 
     embedding
     layer.N.input       residual stream into the layer: the sum of the layer before it
@@ -97,7 +95,6 @@ def decibels(error: Tensor, reference: Tensor) -> float:
 
 
 def first_different(rows: Sequence[Difference]) -> Difference | None:
-    """The first operation with a differing bit in the two forward passes."""
     return next((row for row in rows if row.total_max != 0), None)
 
 

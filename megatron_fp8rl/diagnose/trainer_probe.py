@@ -40,7 +40,6 @@ class TrainerProbe:
         self._calls: dict[str, _Call] = {}
 
     def record(self, token_ids: Sequence[int]) -> dict[str, Tensor]:
-        """The results of all operations for a prompt of at least two tokens."""
         self._num_tokens, self._calls = len(token_ids), {}
         (batch,) = pack_for(self.cfg, [_as_sample(token_ids)], data_rank=0)
         results: dict[str, Tensor] = {}

@@ -96,10 +96,8 @@ def latent_attention(model: ModelConfig) -> tuple[Row, ...]:
 def feed_forward(
     mcore: str, hf: str, size: str, layers: Literal["dense", "moe"], parent: str = "mlp"
 ) -> tuple[Row, ...]:
-    """A SwiGLU MLP of ``size`` under the prefixes ``mcore`` and ``hf``.
-
-    ``parent``: a key of :data:`EXPERT_PROJECTIONS`.
-    """
+    """A SwiGLU MLP of ``size`` under the prefixes ``mcore`` and ``hf``; ``parent`` is a key of
+    :data:`EXPERT_PROJECTIONS`."""
     gate, up, down = (f"{H}{hf}.{name}.weight" for name in EXPERT_PROJECTIONS[parent])
     fc1 = ((gate, (size, "hidden")), (up, (size, "hidden")))
     fc2 = ((down, ("hidden", size)),)
@@ -113,7 +111,6 @@ DENSE = feed_forward("mlp", "mlp", "ffn", "dense")
 
 
 def experts(model: ModelConfig, prefix: str = "mlp") -> tuple[Row, ...]:
-    """Router, routed experts and shared experts, in the layers that have them."""
     router = Row(M + "mlp.router.weight", ((f"{H}{prefix}.gate.weight", ("experts", "hidden")),), layers="moe")
     bias = Row(
         M + "mlp.router.expert_bias",  # a buffer, changed by the expert load and not by a gradient
@@ -129,7 +126,6 @@ def experts(model: ModelConfig, prefix: str = "mlp") -> tuple[Row, ...]:
 
 
 def decoder(model: ModelConfig) -> tuple[Row, ...]:
-    """Every weight of a model of standard layers: grouped-query attention and dense MLPs or experts."""
     moe = experts(model) if model.is_moe else ()
     return (*edges(model), *NORMS, *attention(model), *DENSE, *moe)
 

@@ -84,10 +84,8 @@ _UNKNOWN = "a check: if it does not change the model, remove it from config.json
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One Hugging Face architecture.
-
-    ``fields`` maps keys of config.json to fields of ModelConfig; ``router.x`` and ``mla.x`` are fields of its parts.
-    """
+    """One Hugging Face architecture. ``fields`` maps keys of config.json to fields of ModelConfig; ``router.x`` and
+    ``mla.x`` are fields of its parts."""
 
     model_type: str
     architecture: str  # class in transformers
@@ -112,10 +110,8 @@ class Family:
 def read(
     family: Family, config: Mapping[str, Any], *, keep_mtp: bool, fp8_weights: bool, checks_numbers: bool = True
 ) -> ModelConfig:
-    """The architecture in a config.json. Raises ValueError with every missing, unsupported or contradictory field.
-
-    ``checks_numbers``: look for contradictory numbers.
-    """
+    """The architecture in a config.json. Raises ValueError with every missing, unsupported or contradictory field;
+    ``checks_numbers``: also contradictory numbers."""
     config = {family.aliases.get(key, key): value for key, value in config.items()}
     problems = _unsupported(family, config, fp8_weights)
     defaults = {"default_theta": family.rope_theta, "default_fraction": family.rotary_fraction}
@@ -138,7 +134,6 @@ def read(
 
 
 def _contradictions(family: Family, values: Mapping[str, Any]) -> list[str]:
-    """Contradictory numbers, by their keys."""
     keys = {name: key for key, name in family.fields.items()}
     problems = []
 
@@ -236,7 +231,6 @@ def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -
 
 
 def _foreign(family: Family, config: Mapping[str, Any]) -> list[str]:
-    """The keys of ``config`` that the family does not read."""
     known = {"hidden_act", "is_causal", "use_mrope", "num_key_value_heads", "model_type", "layer_types"}
     known |= {"quantization_config", *family.fixed, *family.fields, *family.ignored, *rope.KEYS, *_IGNORED}
     return [key for key in config if key not in known]

@@ -20,7 +20,6 @@ def layers_per_chunk(num_layers: int, num_chunks: int) -> list[int]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _chunk(layer: int, num_layers: int, num_chunks: int) -> int:
-    """The pipeline chunk of a layer."""
     ends = itertools.accumulate(layers_per_chunk(num_layers, num_chunks))
     return next(chunk for chunk, end in enumerate(ends) if layer < end)
 
@@ -88,5 +87,4 @@ class EngineLayout:
 
     @property
     def size(self) -> int:
-        """Ranks of a replica."""
         return self.data * self.tensor

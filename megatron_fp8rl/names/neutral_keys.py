@@ -1,7 +1,7 @@
 """Keys of config.json that a family does not read: the values without effect, and what other values need.
 
-Authors save the options of other models, of their training program or of an editor beside those of the architecture.
-``null`` means that an option is not set. Pure; no torch.
+Authors save the options of other models, of their training program or of an editor there. ``null`` means that an option
+is not set. Pure; no torch.
 """
 
 from __future__ import annotations

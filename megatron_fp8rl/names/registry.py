@@ -1,8 +1,8 @@
 """Names and layouts of parameters: Megatron's, Hugging Face's, and the conversion between them.
 
 Pure functions over plain tensors. A *global* Megatron name counts layers and experts over the whole model and names
-norms as separate modules (``decoder.layers.3.mlp.experts.7.linear_fc1.weight``). Each family has a short file. Only
-functions that use tensors import torch.
+norms as separate modules (``decoder.layers.3.mlp.experts.7.linear_fc1.weight``). Only functions that use tensors import
+torch.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
 
 
 def to_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """The Hugging Face config.json of ``model``, without the tokenizer's special tokens.
-
-    Raises ValueError if the model has a feature that its family lacks.
-    """
+    """The Hugging Face config.json of ``model``, without special tokens. Raises ValueError if the model has a feature
+    that its family lacks."""
     return family.write(FAMILIES[model.family], model)
 
 
@@ -63,10 +61,8 @@ def _family_of(config: dict[str, Any]) -> Family | None:
 
 
 def ignored_keys(config: dict[str, Any]) -> str:
-    """One line that names the keys of config.json which its family does not read and which do not change the model.
-
-    Empty if there are none.
-    """
+    """One line that names the keys of config.json which do not change the model and which its family does not read; may
+    be empty."""
     described = _family_of(config)
     names = family.without_effect(described, config) if described is not None else []
     return f"config.json: without effect on this model and ignored: {', '.join(names)}" if names else ""
@@ -80,10 +76,8 @@ def weights(model: ModelConfig) -> dict[str, Weight]:
 
 
 def weight(global_name: str, model: ModelConfig) -> Weight:
-    """One weight. A tied output layer (the last pipeline stage holds a copy) is the embedding.
-
-    Raises KeyError if the family has no such parameter.
-    """
+    """One weight. A tied output layer (the last pipeline stage holds a copy) is the embedding. Raises KeyError if the
+    family has no such parameter."""
     if model.tie_embeddings and global_name == blocks.OUTPUT_LAYER:
         global_name = blocks.EMBEDDING
     try:

@@ -20,10 +20,8 @@ def read(
 ) -> tuple[dict[str, Any], list[str]]:
     """(fields of ModelConfig, unsupported features) of the rotary embedding in a config.json.
 
-    Args:
-        default_theta: ``rope_theta`` if it is missing.
-        default_fraction: rotated fraction of a head if it is missing; None: the family always rotates whole heads.
-        scalings: supported kinds of RopeScaling.
+    ``default_theta``: ``rope_theta`` if it is missing. ``default_fraction``: rotated fraction of a head if it is
+    missing; None: the family always rotates whole heads. ``scalings``: supported kinds of RopeScaling.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
@@ -110,9 +108,7 @@ def _read_scaling(kind: str, rope: dict[str, Any], config: Mapping[str, Any]) ->
 
 def write(model: ModelConfig, *, has_fraction: bool) -> dict[str, Any]:
     """The config.json keys for the rotary embedding of ``model``, for transformers 5 and earlier releases.
-
-    ``has_fraction``: write the rotated fraction of a head also if it is 1.
-    """
+    ``has_fraction``: write the rotated fraction of a head also if it is 1."""
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     config: dict[str, Any] = {"rope_theta": model.rope_theta}
     scaling = model.rope_scaling

@@ -53,10 +53,8 @@ def require_divisible(weight: Weight, model: ModelConfig, tp_size: int) -> None:
 
 
 def slices(weight: Weight, model: ModelConfig, tp_size: int = 1, tp_rank: int = 0) -> list[Slice]:
-    """The slices that make up one rank's tensor, in order along :attr:`Weight.axis`, without padding.
-
-    Raises ValueError as :func:`require_divisible`.
-    """
+    """The slices of one rank's tensor, in order along :attr:`Weight.axis`, without padding. Raises ValueError as
+    :func:`require_divisible`."""
     require_divisible(weight, model, tp_size)
     lengths = [shape[weight.axis] for _, shape in weight.parts]
     if weight.join == "qkv":
@@ -78,7 +76,6 @@ def slices(weight: Weight, model: ModelConfig, tp_size: int = 1, tp_rank: int = 
 
 
 def _clip(whole: list[Slice], first: int, end: int) -> list[Slice]:
-    """The part of a sequence of slices between positions ``first`` and ``end``."""
     pieces, position = [], 0
     for piece in whole:
         low, high = max(first, position), min(end, position + piece.size)
@@ -115,9 +112,7 @@ def split(
     weight: Weight, model: ModelConfig, tensor: Tensor, tp_size: int, tp_rank: int, block: int = 1
 ) -> list[Tensor]:
     """Inverse of :func:`join` for a rank's tensor: its piece of every part, a view if its slices are adjacent.
-
-    ``tensor`` may have a value per ``block`` rows and columns. Raises ValueError if a slice begins within a block.
-    """
+    ``tensor`` may have a value per ``block`` rows and columns; raises ValueError if a slice begins within a block."""
     import torch
 
     axis = weight.axis
@@ -133,7 +128,6 @@ def split(
 
 
 def cut(weight: Weight, model: ModelConfig, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
-    """The contiguous shard of a full Megatron tensor on one rank."""
     import torch
 
     axis, pieces = weight.axis, slices(weight, model, tp_size, tp_rank)

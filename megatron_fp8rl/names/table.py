@@ -17,10 +17,8 @@ DType = Literal["bfloat16", "float32"]
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of Megatron parameter and the Hugging Face tensors it is built from.
-
-    ``{layer}`` and ``{expert}`` in the names stand for global indices. A shape is a tuple of keys of :func:`sizes`.
-    """
+    """One kind of Megatron parameter and its Hugging Face tensors. ``{layer}`` and ``{expert}`` in names stand for
+    global indices. A shape is a tuple of keys of :func:`sizes`."""
 
     mcore: str
     hf: tuple[tuple[str, tuple[str, ...]], ...]  # (name, shape) of each part, in the order of ``join``
@@ -37,7 +35,6 @@ class Row:
 
 @functools.lru_cache(maxsize=8)
 def sizes(model: ModelConfig) -> dict[str, int]:
-    """The sizes of the shape keys and units of a :class:`Row` for ``model``; read-only."""
     heads = model.num_attention_heads
     shapes = {
         "vocab": model.vocab_size,
@@ -66,8 +63,6 @@ def sizes(model: ModelConfig) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Weight:
-    """One Megatron parameter of one model, unsharded: a :class:`Row` with its indices and sizes filled in."""
-
     name: str  # global Megatron name
     parts: tuple[tuple[str, tuple[int, ...]], ...]  # (Hugging Face name, shape)
     cut: Cut
@@ -132,10 +127,8 @@ def _fill_experts(row: Row, model: ModelConfig, mcore: str, layer: int) -> Itera
 
 
 def expand_mtp(rows: tuple[Row, ...], extra: tuple[Row, ...], model: ModelConfig) -> dict[str, Weight]:
-    """Weights of the multi-token prediction layers: a decoder layer each, and the ``extra`` rows.
-
-    In Megatron, ``mtp.layers.{i}`` holds the decoder layer as ``mtp_model_layer``; in the checkpoint it is layer
-    ``num_layers + i``.
+    """Weights of the multi-token prediction layers: a decoder layer each, and the ``extra`` rows. In Megatron,
+    ``mtp.layers.{i}`` holds the decoder layer as ``mtp_model_layer``; in the checkpoint it is layer ``num_layers + i``.
     """
     kind = "moe" if model.is_moe else "dense"
     body = [row for row in rows if "{layer}" in row.mcore and row.layers in ("all", kind)]

@@ -134,8 +134,6 @@ class LiveDisplay(Display):
 
 
 class _Pace:
-    """Elapsed and remaining time, estimated from the steps of this process."""
-
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._start = self._first_at = monotonic()
@@ -161,7 +159,6 @@ class _Pace:
 
 
 def headline(metrics: Mapping[str, float], skip: tuple[str, ...] = ()) -> list[str]:
-    """The most important metrics that are present, formatted."""
     shown = (
         ("reward", "reward/score/mean", "reward {:.3f}"),
         ("eval", "eval/pass_rate/mean", "eval pass rate {:.3f}"),
@@ -175,7 +172,6 @@ def headline(metrics: Mapping[str, float], skip: tuple[str, ...] = ()) -> list[s
 
 
 def phase_times(metrics: Mapping[str, float]) -> str:
-    """Seconds of each phase that took 5 ms or more."""
     times = ((phase, metrics.get(f"time/{phase}/s", 0.0)) for phase in PHASES)
     return "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in times if seconds >= 0.005)
 

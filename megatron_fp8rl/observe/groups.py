@@ -14,12 +14,10 @@ FULL_REWARD = 1.0
 
 
 def passes(rollout: Rollout) -> bool:
-    """Whether the completion got the full reward."""
     return rollout.reward >= FULL_REWARD
 
 
 def pass_counts(groups: Sequence[RolloutGroup]) -> list[tuple[int, int]]:
-    """(completions, passed completions) of every problem."""
     return [(len(group.rollouts), sum(map(passes, group.rollouts))) for group in groups]
 
 
@@ -48,7 +46,6 @@ def evaluation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Metrics over all completions of ``groups``; empty if there are none."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}

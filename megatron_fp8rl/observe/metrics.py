@@ -1,7 +1,7 @@
 """Metric glossary: every key that a run may write, with its meaning.
 
-Keys have the form ``what/name/reduce``; ``<name>`` in a key stands for any lower-case word. The observer rejects keys
-that are not listed. ``python -m megatron_fp8rl.observe.metrics > docs/metrics.md`` generates the documentation page.
+Keys have the form ``what/name/reduce``; ``<name>`` in a key stands for any lower-case word. The observer rejects other
+keys. ``python -m megatron_fp8rl.observe.metrics > docs/metrics.md`` generates the documentation page.
 """
 
 from __future__ import annotations
@@ -199,7 +199,6 @@ class UnknownMetricError(ValueError):
 
 
 def meaning(key: str) -> str | None:
-    """The meaning of a key; None if the key is not listed."""
     exact, patterns = _index()
     if key in exact:
         return exact[key]
@@ -221,7 +220,6 @@ def key_part(name: str) -> str:
 
 
 def markdown() -> str:
-    """The content of ``docs/metrics.md``."""
     lines = [
         "# Metrics",
         "",

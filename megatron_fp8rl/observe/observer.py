@@ -45,10 +45,8 @@ _STEP_FILES = ("metrics.jsonl", "details.jsonl")
 
 
 class Observer:
-    """Context manager around a whole run: an error is recorded and re-raised.
-
-    ``num_steps`` is the total of the progress display. Metrics must already be reduced over ranks.
-    """
+    """Context manager around a whole run: records and re-raises an error. ``num_steps`` is the total of the progress
+    display. Metrics must already be reduced over ranks."""
 
     def __init__(
         self,
@@ -105,10 +103,8 @@ class Observer:
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:
-        """One step of the loop; the step's line is written when the block ends.
-
-        The first call of a run moves the records of an earlier run in the folder aside, from this step on.
-        """
+        """One step of the loop; writes its line when the block ends. The first call moves the records of an earlier run
+        in the folder aside, from this step on."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} after step {self._last_step}: steps must increase")
         log = self._open_step = StepLog(self, step)
@@ -133,7 +129,7 @@ class Observer:
         """Work before the first update: publish, evaluate. ``step`` is where training continues.
 
         A new run (``step`` 0) writes the line of step 0. A resumed run keeps the line of the step. If a kill prevented
-        the line, it is built from the checkpoint's ``record`` (:meth:`StepLog.record`) and this work.
+        it, it is built from the checkpoint's ``record`` (:meth:`StepLog.record`) and this work.
         """
         if step == 0:
             with self.step(0) as log:
@@ -158,7 +154,6 @@ class Observer:
             write_json(path, json.loads(path.read_text(encoding="utf-8")) | dict(facts))
 
     def message(self, text: str) -> None:
-        """Print a line above the progress display, on the writing rank."""
         self._display.message(text)
 
     def warn(self, text: str) -> None:
@@ -174,7 +169,6 @@ class Observer:
             self._rollouts.write(step, groups)
 
     def flush(self) -> None:
-        """Wait until all recorded groups and lines are on disk."""
         if self._rollouts is not None:
             self._rollouts.flush()
         for file in self._files.values():
@@ -233,8 +227,6 @@ class Observer:
 
 
 class StepLog:
-    """Collects the metrics of one step. Keys outside the glossary are rejected immediately."""
-
     def __init__(self, observer: Observer, step: int) -> None:
         self.step = step
         self.metrics: dict[str, float] = {}
@@ -284,10 +276,8 @@ class StepLog:
         )
 
     def updates(self, metrics: Sequence[Mapping[str, float]], batches: Sequence[TrainBatch]) -> None:
-        """Add the metrics of the step's optimizer updates, one mapping per update, and their batches.
-
-        Keys in ``/max``: maximum over the updates. Learning rate: mean. Others: mean weighted by loss tokens.
-        """
+        """Add the metrics of the step's optimizer updates, one mapping per update, and their batches. Keys in ``/max``:
+        maximum over the updates. Learning rate: mean. Others: mean weighted by loss tokens."""
         num_tokens = [batch.num_loss_tokens for batch in batches]
         for key in metrics[0] if metrics else ():
             values = [update[key] for update in metrics]
@@ -308,7 +298,6 @@ class StepLog:
         )
 
     def mismatch(self, report: MismatchReport) -> None:
-        """Add the mismatch metrics of trainer and engine, and display the alarms."""
         self.update(report.metrics)
         if len(report.by_turn) > 1:
             for part in report.by_turn:

@@ -2,9 +2,7 @@
 
 In: the scored groups of a step. Out: ``rollouts/step_00000012.parquet``, one file per step and one row per trajectory;
 reading restores every field. Runs on: a thread of the writing trainer rank. Any process may read, also with pandas,
-Polars or DuckDB.
-
-Files are renamed when complete. A resumed run moves later steps of the earlier run to ``rollouts/_cut``.
+Polars or DuckDB. Files are renamed when complete. A resumed run moves later steps to ``rollouts/_cut``.
 """
 
 from __future__ import annotations
@@ -75,7 +73,6 @@ class RolloutWriter:
         self._open = self._thread.submit(self._write, self._folder / f"step_{step:08d}.parquet", step, tuple(groups))
 
     def flush(self) -> None:
-        """Wait until everything is on disk."""
         written, self._open = self._open, None
         if written is not None:
             written.result()
@@ -133,10 +130,8 @@ def _move_aside(folder: Path, first: int) -> None:
 
 
 def read_steps(folder: Path | str) -> Iterator[tuple[int, tuple[RolloutGroup, ...]]]:
-    """Yield (step, groups), ascending.
-
-    Raises FileNotFoundError if the folder is missing, and ValueError with the file if one cannot be read.
-    """
+    """Yield (step, groups), ascending. Raises FileNotFoundError if the folder is missing, and ValueError with the file
+    if one cannot be read."""
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"{folder} contains no recorded rollouts")
     for step, path in steps_of(folder).items():
@@ -213,10 +208,8 @@ def _encode_rollout(rollout: Rollout) -> Iterator[dict[str, Any]]:
 
 
 def _encode_trajectory(prompt: Prompt, branch: Trajectory) -> dict[str, Any]:
-    """The columns of a trajectory: those of its completion if it has one turn.
-
-    Otherwise the lists cover all tokens, with log-probability 0 for context, and ``segments`` describes each segment.
-    """
+    """The columns of a trajectory: those of its completion if it has one turn. Otherwise the lists cover all tokens,
+    with log-probability 0 for context, and ``segments`` describes each segment."""
     completions = branch.completions
     if len(completions) == 1 and (branch,) == single_turn(prompt, completions[0]):
         values = {name: getattr(completions[0], name) for name in _COMPLETION_FIELDS} | {"segments": None}

@@ -1,7 +1,7 @@
 """Reads and truncates files with a line of JSON for each step, such as ``metrics.jsonl``, and writes JSON files.
 
-A line begins with ``{"step": n``, and steps never decrease. A run that was killed while writing leaves a truncated last
-line, which readers skip with a warning.
+A line begins with ``{"step": n``, and steps never decrease. A killed run can leave a truncated last line, which readers
+skip with a warning.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ _STEP = re.compile(rb'\{"step": (\d+)[,}]')  # lines start with the step, so fin
 
 
 def truncate_from(path: Path, step: int) -> int:
-    """Truncate a JSON-lines file before its first line of ``step`` or later; return the number of bytes removed.
-
-    Also removes an incomplete last line. The removed lines are first appended to ``metrics.cut.jsonl`` or the like.
-    """
+    """Truncate a JSON-lines file before its first line of ``step`` or later and before an incomplete last line; return
+    the bytes removed. First appends them to ``metrics.cut.jsonl`` or the like."""
     if not path.exists():
         return 0
     keep = 0
@@ -85,5 +83,4 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """:func:`write_text` of indented JSON."""
     write_text(path, json.dumps(content, indent=2, default=str) + "\n")

@@ -1,7 +1,7 @@
 """Wall-clock timing of named spans: ``with span("update"):`` in any thread.
 
-The observer collects the seconds once per step and writes them as ``time/<name>/s``. Spans nest; each counts its whole
-duration, except inner spans with ``apart``. Spans of the same name add up, also in parallel threads.
+The observer writes the seconds of each step as ``time/<name>/s``. Spans nest; each counts its whole duration, except
+inner spans with ``apart``. Spans of the same name add up, also in parallel threads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ _lock = threading.Lock()
 
 
 class _Open(threading.local):
-    """Names of the open spans of this thread, the innermost last."""
-
     def __init__(self) -> None:
         self.names: list[str] = []
 

@@ -17,7 +17,6 @@ _PACKAGES = """
 
 
 def collect_versions() -> dict[str, Any]:
-    """Installed packages, Python, the CPU and, if torch sees any, the GPUs."""
     return {
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
         "megatron_fp8rl": {"commit": _commit()},

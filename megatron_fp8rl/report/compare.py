@@ -31,9 +31,7 @@ _COLUMNS = (
 
 def compare_runs(runs: Sequence[tuple[str, int, Path | str]], out_dir: Path | str) -> Path:
     """Write ``study.md``, ``study.png`` and ``study.json`` of (arm, seed, folder) runs; return the path of study.md.
-
-    Raises FileNotFoundError for a missing run.
-    """
+    Raises FileNotFoundError for a missing run."""
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     arms: Runs = {}
@@ -59,7 +57,6 @@ def _reduce(run: RunData, key: str, how: str) -> float | None:
 
 
 def _over_seeds(by_seed: dict[int, RunData], key: str, how: str) -> dict[str, float | int] | None:
-    """Mean and sample standard deviation over the seeds that have the metric."""
     values = [value for run in by_seed.values() if (value := _reduce(run, key, how)) is not None]
     if not values:
         return None

@@ -23,7 +23,6 @@ _MAX_CHARACTERS = 2500  # of one segment
 
 
 def conversation(rollout: Rollout) -> str:
-    """One rollout with all its branches."""
     kind = "good" if rollout.reward >= 1 else "bad"
     facts = [f"{rollout.num_sampled_tokens} tokens sampled in {len(rollout.completions)} turns", rollout.status]
     facts += [f"{name} {value:.3g}" for name, value in rollout.reward_parts.items()]

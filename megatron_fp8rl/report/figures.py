@@ -33,7 +33,6 @@ def _curves(
 
 
 def draw_reward(axes: Axes, run: RunData) -> bool:
-    """Reward, pass rate, evaluations, and the pass rate after the warm start."""
     steps, rewards = run.series("reward/score/mean")
     eval_steps, evals = run.series("eval/pass_rate/mean")
     if not rewards and not evals:
@@ -111,7 +110,6 @@ def draw_weight_health(axes: Axes, run: RunData) -> bool:
 
 
 def draw_weight_range(axes: Axes, run: RunData) -> bool:
-    """Largest and smallest importance weight of a token."""
     steps, high = run.series("mismatch/ratio/max")
     low_steps, low = run.series("mismatch/ratio/min")
     if not high or steps != low_steps:
@@ -138,7 +136,6 @@ def _legend_above(axes: Axes, share: float, num_columns: int) -> None:
 
 
 def draw_entropy(axes: Axes, run: RunData) -> bool:
-    """Entropy of the trainer's policy and surprisal of the engine."""
     key = "train/entropy/mean" if run.values("train/entropy/mean") else "loss/entropy/mean"
     curve(axes, *run.series(key), color=BLUE, label="entropy (trainer)")
     curve(axes, *run.series("rollout/surprisal/mean"), color=ORANGE, label="surprisal (engine)", line="--")
@@ -156,7 +153,6 @@ draw_kl = _curves(
 
 
 def draw_clipping(axes: Axes, run: RunData) -> bool:
-    """Tokens whose gradient a clip bound removed."""
     for key, label, color in (
         ("loss/clip_fraction_low/mean", "lower bound", BLUE),
         ("loss/clip_fraction_high/mean", "upper bound", ORANGE),
@@ -181,7 +177,6 @@ def draw_grad_norm(axes: Axes, run: RunData) -> bool:
 
 
 def draw_lengths(axes: Axes, run: RunData) -> bool:
-    """Completion lengths: mean, with a band from shortest to longest."""
     steps, mean = run.series("rollout/length/mean")
     if not mean:
         return False
@@ -274,7 +269,6 @@ draw_tokens_per_s = _curves(
 
 
 def draw_publish(axes: Axes, run: RunData) -> bool:
-    """Seconds of a publication, and of the engines' pause in it."""
     curve(axes, *run.series("publish/total/s"), color=BLUE, label="whole publication")
     curve(axes, *run.series("publish/pause/s"), color=ORANGE, label="engines paused")
     axes.set_ylim(bottom=0)
@@ -310,7 +304,6 @@ def draw_positions(axes: Axes, run: RunData) -> bool:
 
 
 def _draw_by_name(axes: Axes, run: RunData, prefix: str, title: str) -> int:
-    """A curve for each metric with the prefix; returns their number."""
     keys = sorted({key for record in run.records for key in record if key.startswith(prefix)})
     for key, color in zip(keys, CYCLE * len(keys), strict=False):
         curve(axes, *run.series(key), color=color, label=key.removeprefix(prefix).removesuffix("/mean"))
@@ -319,7 +312,6 @@ def _draw_by_name(axes: Axes, run: RunData, prefix: str, title: str) -> int:
 
 
 def draw_environments(axes: Axes, run: RunData) -> bool:
-    """Reward by environment, if there are several."""
     return _draw_by_name(axes, run, "reward/score_", "Reward by environment") > 1
 
 
@@ -367,7 +359,6 @@ def draw_pass_at_k_by_step(axes: Axes, run: RunData) -> bool:
 
 
 def draw_warm_start(axes: Axes, run: RunData) -> bool:
-    """Supervised warm start: negative log-likelihood."""
     key = "loss/nll/mean" if run.warm_start.values("loss/nll/mean") else "train/loss/mean"
     curve(axes, *run.warm_start.series(key), color=PURPLE, label="negative log-likelihood")
     axes.set_ylim(bottom=0)

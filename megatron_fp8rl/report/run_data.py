@@ -26,12 +26,10 @@ class RunData:
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl, in step order."""
         return self._lines("metrics.jsonl")
 
     @cached_property
     def details(self) -> list[dict[str, Any]]:
-        """Lines of details.jsonl, in step order."""
         return self._lines("details.jsonl")
 
     @cached_property
@@ -58,7 +56,6 @@ class RunData:
 
     @cached_property
     def warm_start(self) -> RunData:
-        """The supervised warm start of this run."""
         return RunData(self.run_dir / WARM_START_DIR)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:

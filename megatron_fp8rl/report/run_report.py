@@ -49,10 +49,8 @@ _NUM_SAMPLES = 3  # number of best and of worst completions, for the first and t
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Write ``report.html`` and ``report.png`` to a run's folder; return the path of the page.
-
-    Raises FileNotFoundError if the folder contains no run.
-    """
+    """Write ``report.html`` and ``report.png`` to a run's folder; return the path of the page. Raises FileNotFoundError
+    if the folder contains no run."""
     run = RunData(Path(run_dir))
     if not run.records and not run.config and not run.evaluations:
         raise FileNotFoundError(f"{run_dir} has neither metrics.jsonl nor config.json nor evaluations")
@@ -66,7 +64,6 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def render(run: RunData) -> str:
-    """Render the page as HTML."""
     name = escape(str(run.config.get("name", run.run_dir.name)))
     parts = [f"<h1>{name}</h1>", f'<p class="lead">{_lead(run)}</p>', _failure(run), _tiles(run)]
     for title, draws in SECTIONS.items():
@@ -148,7 +145,6 @@ def _tiles(run: RunData) -> str:
 
 
 def _evaluations(run: RunData) -> str:
-    """Accuracy and pass@k of checkpoints, as measured by the eval command."""
     figure = make_figure(draw_pass_at_k, run)
     if figure is None:
         return ""

@@ -3,10 +3,9 @@
     python -m megatron_fp8rl study tiny_qwen3_moe --seeds 1 2 3 [--arms bf16/bf16 fp8/fp8 exact] [overrides]
 
 Arms are rollout precision / trainer precision, each with and without the correction of the mismatch, and exact mode.
-All arms start from the same weights and see the same prompts for the same seed. Each run is a process of the ``rl``
-command. Finished runs are not repeated, so an interrupted study can be continued.
-
-Out: ``study.md`` (table), ``study.png`` (plot) and one run folder per arm and seed, under ``runs/<name>_study``.
+All start from the same weights and see the same prompts for the same seed. Each run is a process of the ``rl`` command.
+A study can be continued: finished runs are not repeated. Out: ``study.md`` (table), ``study.png`` (plot) and one run
+folder per arm and seed, under ``runs/<name>_study``.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class StudyOptions:
     at_once: int = 1  # runs in parallel on the same GPUs; their times say little
 
     def violations(self) -> list[Violation]:
-        """Mistakes in these options."""
         errors = [
             Violation("--arms", arm, "is not a pair of precisions", f"Choose from {', '.join(PRECISIONS)}")
             for arm in self.arms
@@ -59,8 +57,6 @@ class StudyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One process of the study."""
-
     arm: str
     seed: int
     run_dir: Path
@@ -72,7 +68,6 @@ class StudyRun:
 
 
 def study_folder(cfg: RunConfig) -> Path:
-    """The folder of the study of a configuration."""
     return Path(cfg.run_dir.rstrip("/") + "_study")
 
 
@@ -81,10 +76,8 @@ def _warm_start(study_dir: Path) -> Path:
 
 
 def plan_runs(cfg: RunConfig, overrides: Sequence[str], options: StudyOptions) -> list[StudyRun]:
-    """The runs of a study, seeds in the outer loop, so that an aborted study still compares all arms.
-
-    Raises ConfigError for wrong options, and for an arm whose configuration is invalid.
-    """
+    """The runs of a study, seeds in the outer loop, so that an aborted study still compares all arms. Raises
+    ConfigError for wrong options or an invalid arm."""
     errors = options.violations()
     if cfg.algo.correction == "off" and not options.corrected_only:
         remedy = "Set --algo.correction to the correction to study, or add --corrected_only"
@@ -114,10 +107,8 @@ def plan_runs(cfg: RunConfig, overrides: Sequence[str], options: StudyOptions) -
 
 
 def run(cfg: RunConfig, config_name: str, overrides: Sequence[str], options: StudyOptions) -> Path:
-    """Run the missing runs of the study, write its table and plot, and return its folder.
-
-    Raises ConfigError as :func:`plan_runs`, and RuntimeError, with run and log, if a run fails.
-    """
+    """Run the missing runs, write table and plot, and return the study's folder. Raises ConfigError as
+    :func:`plan_runs`, and RuntimeError, with run and log, if a run fails."""
     from megatron_fp8rl.report.compare import compare_runs  # imports matplotlib: 0.5 s
 
     study_dir, runs = study_folder(cfg), plan_runs(cfg, overrides, options)

@@ -51,7 +51,6 @@ SMOOTH_OVER = 40  # curves with at least this many points are drawn faintly unde
 
 
 def styled() -> Any:
-    """Context manager with the style, for creating and saving figures."""
     return matplotlib.rc_context(_RC)
 
 
@@ -63,7 +62,6 @@ def new_figure(width: float = 6.4, height: float = 3.3) -> Figure:
 
 
 def finish(axes: Axes, title: str, *, x: str = "step", y: str = "", legend: bool = True) -> None:
-    """Set title, labels, legend and integer step ticks."""
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)

@@ -1,14 +1,12 @@
 """Shares GPU memory between colocated engines and trainer: sleep/wake, offload/onload.
 
-Every method is a collective over the trainer ranks.
+Every method is a collective over the trainer ranks. One side releases memory before the other allocates. With
+``engine.sleep_level`` 0 and an empty ``optim.offload``, nothing moves.
 
     sampling            engines: weights, KV cache      trainer: state not listed in ``optim.offload``
     train()             engines asleep                  trainer: all state, the optimizer's while it steps
     publication()       engines: weights                trainer: parameters, read-only
     after publication   as during sampling
-
-One side releases memory before the other allocates. With ``engine.sleep_level`` 0 and an empty ``optim.offload``,
-nothing moves.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ if TYPE_CHECKING:
 
 
 def wait_and_sleep(engine: EngineConfig, fleet: Fleet) -> None:
-    """Rank 0: wait for colocated engines and put them to sleep; on a CPU or with another placement, do nothing.
-
-    An engine measures free memory while it starts, so the trainer must not allocate before.
-    """
+    """Rank 0: wait for colocated engines and put them to sleep. Call before the trainer allocates: an engine measures
+    free memory while it starts. Does nothing on a CPU or with another placement."""
     if engine.placement == "colocated" and torch.cuda.is_available():
         with span("start_engines"):
             fleet.wait_until_ready()

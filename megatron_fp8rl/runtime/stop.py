@@ -3,11 +3,9 @@
 In: SIGUSR1, SIGTERM or a first Ctrl-C in any trainer rank, or a file written by a launcher. Out: :class:`RunStopped` on
 every rank at the same boundary. Runs on: every trainer rank; installed before the rank starts any other process.
 
-Schedulers announce a time limit by sending SIGUSR1 to every process of a job, which kills it by default. Each rank
-therefore handles and blocks the signal: child processes inherit the block, so engines and score workers stay alive
-until the rank has saved.
-
-A launcher sets LAUNCH_DIR to a folder and watches these files in it:
+Schedulers announce a time limit by SIGUSR1 to every process of a job. Each rank handles and blocks it: child processes
+inherit the block, so engines and score workers stay alive until the rank has saved. A launcher sets LAUNCH_DIR to a
+folder and watches these files:
 
     stop.json             written by the launcher: request to save and end
     stopped.json          written by rank 0: {"step", "checkpoint"}
@@ -68,7 +66,6 @@ class ChangeFlag:
 
     @staticmethod
     def mark(folder: Path) -> None:
-        """Call after writing into the folder."""
         with contextlib.suppress(OSError), open(folder / ".bell", "ab") as file:
             file.write(b".")
 
@@ -143,7 +140,6 @@ class StopRequest:
         return self._is_signalled or signal.SIGUSR1 in signal.sigpending() or self._is_told()
 
     def _agreed(self, parallel: Parallel) -> bool:
-        """Collective: whether any rank was asked to stop."""
         is_asked = self.is_asked() or self._is_told(is_at_boundary=True)
         if parallel.world_size == 1:
             return is_asked
@@ -192,10 +188,8 @@ class StopRequest:
 
 
 def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run torchrun on this machine and forward stop requests; return its exit status, or SAVED if its ranks saved.
-
-    torchrun kills its ranks 30 s after a SIGTERM, and a SIGUSR1 kills it. It ends with this process.
-    """
+    """Run torchrun here, forwarding stop requests; return its exit status, or SAVED if its ranks saved. It ends with
+    this process. torchrun kills its ranks 30 s after a SIGTERM, and a SIGUSR1 kills it."""
     with tempfile.TemporaryDirectory(prefix="stop-") as temporary:
         folder = Path(environment.get(FOLDER_VARIABLE, temporary))
 
