@@ -5,9 +5,8 @@ sampled each token. Runs on trainer rank 0, on the fleet's event loop.
 
 **Version of a token.** vLLM does not report which weights sampled a token, so every request runs under one version.
 ``pause("keep")`` makes the engine end every running request and return its tokens. After ``resume`` the client requests
-the remaining tokens, with the tokens so far appended to the prompt. This costs nothing extra, because a new version
-needs a new KV cache anyway. ``pause`` cancels requests that reach the engine late: they would run under unknown
-weights.
+the remaining tokens, with the tokens so far appended to the prompt: a new version needs a new KV cache anyway.
+``pause`` cancels requests that reach the engine late, because they would run under unknown weights.
 
 **Seeds.** Completion i of a request with seed s has a generator with seed s + i, so its tokens do not depend on other
 requests. The rest of an interrupted completion has another seed.
@@ -97,10 +96,8 @@ class EngineClient:
         *,
         sampling: Sampling | None = None,
     ) -> list[Completion]:
-        """Sample ``num_completions`` continuations; the i-th with seed ``seed + i``.
-
-        Waits while the engine is paused. Raises EngineDeadError, EngineDeadlineError or EngineError.
-        """
+        """Sample ``num_completions`` continuations; the i-th with seed ``seed + i``. Waits while the engine is paused.
+        Raises EngineDeadError, EngineDeadlineError or EngineError."""
         sampling = sampling or self.sampling
         parts = [PartialCompletion(seed=seed + i) for i in range(num_completions)]
         self.num_running += num_completions
@@ -144,7 +141,6 @@ class EngineClient:
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Compute log-probabilities of all tokens but the first, [T - 1], by prefill at temperature 1, without cache.
-
         ``token_ids`` must be shorter than the engine's maximum length by one token. Raises EngineError or a subclass.
         """
         await self._until_open()
@@ -195,10 +191,8 @@ class EngineClient:
     # ---- sleeping
 
     async def sleep(self, level: int) -> None:
-        """Free the engine's GPU memory: move weights to host memory (level 1) or drop them (2); drop the KV cache.
-
-        Does nothing if the engine already sleeps. Raises EngineError while completions are running.
-        """
+        """Free the engine's GPU memory: move weights to host memory (level 1) or drop them (2); drop the KV cache. Does
+        nothing while asleep. Raises EngineError while completions are running."""
         if self._asleep:
             return
         if self.num_running:
@@ -210,11 +204,9 @@ class EngineClient:
         await self._call(f"/sleep?level={level}&mode=abort", deadline_s=self._update_deadline_s)
 
     async def wake_up(self, *tags: Tag) -> None:
-        """Restore the GPU memory named by ``tags``, or all without tags; parts that are awake stay unchanged.
-
-        Restore weights first, so that they can be updated before the KV cache takes its memory. Sampling continues
-        when both are awake.
-        """
+        """Restore the GPU memory named by ``tags``, or all without tags; parts that are awake stay unchanged. Sampling
+        continues when weights and KV cache are awake. Restore weights first, so that they can be updated before the KV
+        cache takes its memory."""
         wanted = [tag for tag in ("weights", "kv_cache") if tag in self._asleep and (not tags or tag in tags)]
         if not wanted:
             return
@@ -227,7 +219,6 @@ class EngineClient:
             self._open.set()
 
     async def proof_layers(self) -> list[dict[str, Any]]:
-        """Call ``WorkerExtension.proof_layers`` (rollout/vllm_plugin/worker.py) on every worker."""
         return await self.collective_rpc("proof_layers")
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
@@ -259,11 +250,9 @@ class EngineClient:
         self.version = version
 
     async def abandon_update(self) -> None:
-        """Cancel an update in progress, so that another can begin."""
         await self.collective_rpc("abandon_update")
 
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
-        """Call ``WorkerExtension.weight_digests`` (rollout/vllm_plugin/worker.py) on every worker."""
         return await self.collective_rpc("weight_digests", names=names)
 
     async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
@@ -282,19 +271,15 @@ class EngineClient:
         await self._call("/reset_prefix_cache", deadline_s=self._update_deadline_s)
 
     async def world_size(self) -> int:
-        """Return the number of workers of this replica."""
         answer = await self._call("/get_world_size", verb="GET", deadline_s=self._update_deadline_s)
         return answer["world_size"]
 
     async def health(self, deadline_s: float = 10.0) -> None:
-        """Return if the engine answers."""
         await self._call("/health", verb="GET", deadline_s=deadline_s)
 
     async def is_silent(self, deadline_s: float) -> bool:
-        """Whether the server, or while it samples the engine, does not answer for ``deadline_s``.
-
-        Asks twice, because the first timeout may expire only because the trainer itself was suspended.
-        """
+        """Whether the server, or while it samples the engine, does not answer for ``deadline_s``. Asks twice: the first
+        timeout may expire because the trainer itself was suspended."""
         path = "/is_sleeping" if self.num_running and self._open.is_set() else "/health"
         for share in (0.8, 0.2):
             try:
@@ -318,11 +303,9 @@ class EngineClient:
         return self._request_deadline_s if mode == "wait" else self._update_deadline_s
 
     async def _call(self, path: str, *, body: Any = None, verb: str = "POST", deadline_s: float) -> Any:
-        """Return the decoded JSON answer; None for an empty answer."""
         return await self._within(partial(self._request, verb, path, body, json.loads), path, deadline_s)
 
     async def _within(self, ask: Callable[[], Coroutine[Any, Any, Any]], path: str, deadline_s: float) -> Any:
-        """Return the result of a request. Raises EngineDeadError, EngineDeadlineError or EngineError."""
         if not self.is_alive:
             raise EngineDeadError(self._message(f"{self.replica.exited.result()}", path))
         request = asyncio.ensure_future(ask())
@@ -361,7 +344,6 @@ class EngineClient:
             return read(content) if content else None
 
     async def _raise_failure(self, path: str, error: Exception) -> None:
-        """Raise EngineDeadError if the replica died, otherwise EngineError."""
         status = error.status if isinstance(error, EngineError) else None
         if status is None or status >= 500:
             await self._until_exited_or_healthy()

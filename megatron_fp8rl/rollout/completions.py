@@ -4,8 +4,8 @@ In: answers to sampling requests. Out: completions with version spans. Trainer r
 replica's server writes them (``rollout/vllm_plugin/generate_route.py``).
 
 An answer is JSON followed by arrays as bytes: little-endian int32 (tokens), float32 (log-probabilities), and experts.
-So neither end loops over tokens, and each log-probability arrives exactly as computed. The replica also decodes the
-text, because one process would need minutes for the texts of a thousand replicas.
+So no loop over tokens is needed, and log-probabilities arrive exactly as computed. The replica also decodes the text,
+because one process would need minutes for the texts of a thousand replicas.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer to a sampling request."""
-
     segments: list[Segment]
     num_cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None  # float32, [prompt - 1]; None if not requested
@@ -99,10 +97,7 @@ def write_answer(answer: Answer) -> bytes:
 
 
 def read_answer(content: bytes) -> Answer:
-    """Decode an answer.
-
-    Raises ValueError for a missing log-probability or an unknown finish reason.
-    """
+    """Decode an answer. Raises ValueError for a missing log-probability or an unknown finish reason."""
     start = _LENGTH.itemsize + int(np.frombuffer(content, _LENGTH, 1)[0])
     head = json.loads(content[_LENGTH.itemsize : start])
     numbers = np.frombuffer(content, np.uint8, offset=start).copy()  # aligned, and without the text
@@ -150,8 +145,6 @@ def read_prompt_logprobs(answer: Answer, num_tokens: int) -> list[float]:
 
 @dataclass
 class PartialCompletion:
-    """A completion in progress."""
-
     seed: int
     token_ids: TokenArray = field(default_factory=lambda: TokenArray(np.empty(0, _TOKEN)))
     rollout_logprobs: TokenArray = field(default_factory=lambda: TokenArray(np.empty(0, _LOGPROB)))
@@ -227,7 +220,6 @@ class PartialCompletion:
 
 
 def write_request(prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> dict[str, Any]:
-    """Return the body of a request for the rest of ``parts``."""
     done = parts[0].token_ids
     return {
         "token_ids": [*prompt, *done],

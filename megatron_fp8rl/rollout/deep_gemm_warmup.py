@@ -1,9 +1,8 @@
 """Compile DeepGEMM's kernels for FP8 linears of engine and trainer in many processes, while a server imports.
 
-DeepGEMM compiles one kernel per tile size of a matrix, and the tile size depends on the number of tokens: 50 to 75
-kernels of four seconds each for one model. Without this warm-up, engine and trainer would compile them one by one in
-their first steps. One process imports DeepGEMM and forks others. Each multiplies zeros at its share of the sizes, and
-DeepGEMM's cache folder keeps the compiled kernels.
+DeepGEMM compiles one kernel per tile size, which depends on the number of tokens: 50 to 75 kernels of four seconds each
+for one model. Engine and trainer would compile them one by one in their first steps. Here one process imports DeepGEMM
+and forks others, which multiply zeros at their share of the sizes; DeepGEMM's cache folder keeps the kernels.
 
 In: the sizes of one rank's linears and the largest number of tokens in a step. Out: files in that folder, and a marker
 that lists the finished sizes, which the next start skips. A replica's server starts this program and waits for it
@@ -68,7 +67,6 @@ class Work:
         return sizes_by_name | {f"{n}x{k} trained on {self.trained_tokens}": (n, k) for n, k in self.trained}
 
     def without(self, done: Sequence[str]) -> Work:
-        """Return the work without the names in ``done``."""
         left = {name: size for name, size in self.names().items() if name not in done}
         return replace(
             self,
@@ -77,7 +75,6 @@ class Work:
         )
 
     def words(self) -> list[str]:
-        """Return the options of this program for this work."""
         words = ["--sizes", *(f"{n},{k}" for n, k in self.sizes), f"--max-tokens={self.max_tokens}"]
         if self.trained:
             words += ["--trained", *(f"{n},{k}" for n, k in self.trained), f"--trained-tokens={self.trained_tokens}"]
@@ -125,7 +122,6 @@ def token_counts(max_tokens: int, num_rows: int, num_processors: int) -> list[in
 
 
 def shares(work: Work, num_processors: int, num_shares: int) -> list[list[Item]]:
-    """Assign items to processes."""
     items: list[Item] = [
         ("y", n, k, count) for n, k in work.sizes for count in token_counts(work.max_tokens, n, num_processors)
     ]
@@ -143,10 +139,8 @@ def ensure(
     compile_share: Callable[[Work, int, int], None] | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> bool:
-    """Compile missing kernels, after other compiling processes; return whether all processes succeeded.
-
-    ``folder``, ``identity`` (of GPU and compiler) and ``compile_share`` (does share i of n) are parameters for tests.
-    """
+    """Compile missing kernels, after other compiling processes; return whether all processes succeeded. Tests set
+    ``folder``, ``identity`` (of GPU and compiler) and ``compile_share`` (does share i of n)."""
     folder = folder or Path(compiled_folder())
     identity = identity or _identity()
     end = time.monotonic() + deadline_s
@@ -170,7 +164,6 @@ def ensure(
 
 
 def _run_all(work: Work, compile_share: Callable[[Work, int, int], None], end: float) -> bool:
-    """Fork a process for each share and wait for all of them."""
     import torch
 
     with contextlib.suppress(ImportError):
@@ -231,7 +224,6 @@ def _identity() -> str:
 
 
 def _compile_share(work: Work, share: int, num_shares: int) -> None:
-    """Multiply zeros at each size, so that DeepGEMM compiles missing kernels."""
     import torch
 
     torch.set_num_threads(1)

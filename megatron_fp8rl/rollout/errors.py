@@ -26,10 +26,8 @@ class EngineDeadlineError(EngineError):
 class Exit:
     """How a replica ended; the text completes a sentence that begins with the name of the replica.
 
-    Args:
-        code: exit code of its process. None if a signal ended it, or if it is unknown.
-        signal: number of the signal that ended its process, if any.
-        reason: text to show instead of both, such as "hung for 30 s and was killed".
+    ``code``: exit code; None if a signal ended the process, or if it is unknown. ``signal``: that signal's number.
+    ``reason``: text to show instead of both, such as "hung for 30 s and was killed".
     """
 
     code: int | None = None
@@ -38,7 +36,6 @@ class Exit:
 
     @classmethod
     def from_returncode(cls, returncode: int) -> Exit:
-        """Create from the ``returncode`` of a ``Popen``."""
         return cls(code=returncode) if returncode >= 0 else cls(signal=-returncode)
 
     @property

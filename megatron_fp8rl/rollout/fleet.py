@@ -1,12 +1,12 @@
 """Starts or finds the rollout replicas of a run, monitors, replaces and stops them.
 
 In: the run's configuration and the folder of the Hugging Face model. Out: one :class:`EngineClient` per replica. Runs
-on trainer rank 0. Each replica is a process group with a log file under ``<run>/logs``. Clients run on an event loop
-in a thread of the fleet; the synchronous training loop calls :meth:`Fleet.sync`.
+on trainer rank 0. Each replica is a process group with a log file under ``<run>/logs``. Clients run on an event loop in
+a thread of the fleet; the synchronous training loop calls :meth:`Fleet.sync`.
 
-**When a replica dies**, the fleet removes it from :attr:`Fleet.clients` and sends its requests to the others. It starts
-a successor or, in a launched job, waits for one (``rollout/replicas.py``). The successor joins the next publication and
-samples after its weights are verified. If no replica is left and none comes back, the run ends with the first failure.
+**When a replica dies**, the fleet sends its requests to the others. It starts a successor or, in a launched job, waits
+for one (``rollout/replicas.py``). The successor joins the next publication and samples after its weights are verified.
+If no replica is left and none comes back, the run ends with the first failure.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ _NEWS_S = 3.0  # after a failed call, time until the end of a replica is detecte
 
 
 class Fleet:
-    """A run's replicas. Create with :meth:`start`; the context manager shuts down on exit.
-
-    ``clients`` are the replicas that accept requests, in order. They may change between two calls.
-    """
+    """A run's replicas. Create with :meth:`start`; the context manager shuts down on exit. ``clients`` are the replicas
+    that accept requests, in order; they may change between two calls."""
 
     def __init__(self, cfg: RunConfig, hf_dir: Path | str, replicas: Replicas) -> None:
         self.cfg = cfg
@@ -75,11 +73,9 @@ class Fleet:
         """Start ``cfg.engine.num_replicas`` engines on the model in ``hf_dir`` (config.json and tokenizer).
 
         With ``engine.placement`` remote, finds replicas through the files in ``<run_dir>/replicas`` instead. Without
-        ``wait``, returns at once; call :meth:`wait_until_ready` before the first use.
-
-        Raises:
-            EngineDeadError, EngineDeadlineError: a replica failed; the message ends with its log. All stop.
-            ConfigError: before any start, if this host has too few GPUs or lacks a configured kernel.
+        ``wait``, returns at once; call :meth:`wait_until_ready` before the first use. Raises EngineDeadError or
+        EngineDeadlineError, with the end of the log, if a replica fails; all stop. Raises ConfigError before any start
+        if this host has too few GPUs or lacks a configured kernel.
         """
         run_dir = Path(run_dir)
         if cfg.engine.placement == "remote":
@@ -113,33 +109,25 @@ class Fleet:
             _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
 
     def kernels(self) -> dict[str, list[str]]:
-        """vLLM's names of the engines' kernels: {"linears": ..., "experts": ..., "attention": ...}.
-
-        Lists several if replicas differ; empty without replicas. Raises EngineError or a subclass.
-        """
+        """vLLM's names of the engines' kernels: {"linears": ..., "experts": ..., "attention": ...}; several if replicas
+        differ, empty without replicas. Raises EngineError or a subclass."""
         answers = self._everywhere(lambda client: client.collective_rpc("kernels_in_use"))
         workers = [worker for answer in answers for worker in answer]
         roles = dict.fromkeys(role for worker in workers for role in worker)
         return {role: sorted({name for worker in workers for name in worker.get(role, ())}) for role in roles}
 
     def sleep(self) -> None:
-        """Free the GPU memory of all replicas at ``engine.sleep_level``; level 0 does nothing.
-
-        Call only while nothing is sampled. Raises EngineError or a subclass.
-        """
+        """Free the GPU memory of all replicas at ``engine.sleep_level``; level 0 does nothing. Call only while nothing
+        is sampled. Raises EngineError or a subclass."""
         if self.cfg.engine.sleep_level:
             self._everywhere(lambda client: client.sleep(self.cfg.engine.sleep_level))
 
     def wake(self, *tags: Tag) -> None:
-        """Restore memory of all replicas: "weights", "kv_cache", or both without tags.
-
-        After sleep level 2, weights are undefined until the next publication.
-        """
+        """Restore memory of all replicas: "weights", "kv_cache", or both without tags. After sleep level 2, weights are
+        undefined until the next publication."""
         self._everywhere(lambda client: client.wake_up(*tags))
 
     def _everywhere(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """Call every live replica and return the answers."""
-
         async def answer_of(client: EngineClient) -> list[T]:
             try:
                 return [await call(client)]
@@ -154,10 +142,8 @@ class Fleet:
         return self.sync(all_clients(), 3 * self.cfg.engine.update_s)  # a client makes up to three calls
 
     def sync(self, coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """Run ``coroutine`` on the fleet's event loop and return its result. Do not call from that loop.
-
-        After ``deadline_s``, cancels the coroutine and raises TimeoutError with its name.
-        """
+        """Run ``coroutine`` on the fleet's event loop and return its result; call from another thread. After
+        ``deadline_s``, cancels it and raises TimeoutError with its name."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout=deadline_s)
@@ -171,7 +157,6 @@ class Fleet:
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start ``coroutine`` on the fleet's event loop without waiting for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     wait_for_any = staticmethod(partial(wait, return_when=FIRST_COMPLETED))  # (submitted, timeout_s)
@@ -196,11 +181,8 @@ class Fleet:
         return bool(self._joining) and not self.clients
 
     async def wait_for_members(self, *, or_joining: bool = False) -> None:
-        """Wait until a replica accepts requests or, with ``or_joining``, waits to join. Runs on the loop.
-
-        Raises EngineDeadError with the first failure of the run if none is left and none comes back within
-        ``engine.start_s``.
-        """
+        """Wait until a replica accepts requests or, with ``or_joining``, waits to join. Runs on the loop. Raises
+        EngineDeadError with the run's first failure if none is left and none comes back within ``engine.start_s``."""
         since = time.monotonic()
         while not self.clients and not (or_joining and self._joining):
             waited_s = time.monotonic() - since
@@ -213,10 +195,8 @@ class Fleet:
             await asyncio.sleep(_MEMBER_POLL_S)
 
     def begin_update(self) -> tuple[EngineClient, ...]:
-        """Return the replicas that take part in the next publication: those that sample, and new ones.
-
-        Waits like :meth:`wait_for_members` while there is none. Raises NoReplicaError if none comes back.
-        """
+        """Return the replicas that take part in the next publication: those that sample, and new ones. Waits like
+        :meth:`wait_for_members` while there is none. Raises NoReplicaError if none comes back."""
 
         async def join() -> tuple[EngineClient, ...]:
             while True:
@@ -248,7 +228,6 @@ class Fleet:
         return self.sync(look(), 2 * _NEWS_S)
 
     def take_metrics(self) -> dict[str, float]:
-        """Counts of replica events since the last call."""
         metrics = {
             "rollout/replicas/min": self._fewest,
             "rollout/replicas_lost/sum": self._num_lost,
@@ -397,7 +376,6 @@ class Fleet:
 
 
 async def _answers(client: EngineClient) -> bool:
-    """Whether the server listens and is healthy. Raises EngineDeadError if its process has ended."""
     if not client.is_alive:
         raise EngineDeadError(client.replica.exit_message(" while it started"))
     if listens := await ping(client.replica.url) is None:  # a server that still starts is bound but does not listen

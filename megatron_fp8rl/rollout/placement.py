@@ -1,8 +1,7 @@
-"""Assigns GPUs to rollout replicas.
+"""Assigns GPUs to rollout replicas, on trainer rank 0 before any engine starts. Does not initialize CUDA.
 
 In: the configuration, the number of trainer ranks on this host, and its GPUs as listed in ``CUDA_VISIBLE_DEVICES``.
-Out: one value of ``CUDA_VISIBLE_DEVICES`` per replica. Runs on trainer rank 0 before any engine starts; nothing here
-initializes CUDA.
+Out: one value of ``CUDA_VISIBLE_DEVICES`` per replica.
 
     colocated   replica i on the GPUs of trainer ranks i * n ... (i + 1) * n - 1, for n = engine.data * engine.tensor
     separate    the same, starting after the GPUs of the trainer's ranks
@@ -30,10 +29,8 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def assign(engine: EngineConfig, gpus: Sequence[str], *, local_ranks: int, world_size: int) -> list[str]:
-    """Return ``CUDA_VISIBLE_DEVICES`` for each replica. ``local_ranks`` trainer ranks use the first of ``gpus``.
-
-    Raises ConfigError if this host has too few GPUs.
-    """
+    """Return ``CUDA_VISIBLE_DEVICES`` for each replica. ``local_ranks`` trainer ranks use the first of ``gpus``. Raises
+    ConfigError if this host has too few GPUs."""
     wanted = engine.num_replicas * engine.ranks
     is_colocated = engine.placement == "colocated"
     first = 0 if is_colocated else local_ranks

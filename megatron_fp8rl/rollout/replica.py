@@ -3,10 +3,9 @@
     python -m megatron_fp8rl replica CONFIG [--field value ...] --replica INDEX --endpoint FILE
         [--nnodes N --node_rank R --master_addr HOST --master_port PORT]
 
-In: the configuration of the run, with the options of ``python -m megatron_fp8rl``, and the index of the replica. Out:
-vLLM's server on an address that other nodes can reach and, when it answers, an endpoint file with that address. The
-server writes to this process's output. Runs on a rollout node, as parent of the server's process group. A replica that
-spans nodes has one such process on each node: the first runs the server, the others run workers.
+Out: vLLM's server on an address that other nodes can reach and, when it answers, an endpoint file with that address.
+Runs on a rollout node, as parent of the server's process group; the server writes to this process's output. A replica
+that spans nodes has one such process on each node: the first runs the server, the others run workers.
 
 Exits with the server's status, or with 0 after SIGTERM or SIGINT, which stop the server first. Ignores SIGUSR1, which
 Slurm sends to every process before a time limit; the agent handles it. If the parent of this process ends, this process
@@ -58,10 +57,8 @@ class Part:
 
 
 def main(cfg: RunConfig, part: Part) -> int:
-    """Run until the server or the parent ends, or a signal arrives; return the exit status.
-
-    Raises ConfigError for a replica index outside the configuration.
-    """
+    """Run until the server or the parent ends, or a signal arrives; return the exit status. Raises ConfigError for a
+    replica index outside the configuration."""
     parent = os.getppid()
     if not 0 <= part.replica < cfg.engine.num_replicas:
         problem = f"engine.num_replicas is {cfg.engine.num_replicas}"

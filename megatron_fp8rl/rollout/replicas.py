@@ -1,7 +1,7 @@
 """Sources of replicas: processes that the fleet starts on this host, or endpoint files of replicas on other hosts.
 
-In: the servers' options, or a run's folder. Out: successive incarnations of each replica as :class:`Replica` objects,
-which report their end. Runs on trainer rank 0, on the fleet's event loop.
+Out: successive incarnations of each replica as :class:`Replica` objects, which report their end. Runs on trainer rank
+0, on the fleet's event loop.
 
     local    started by :class:`LocalReplicas`; restarted after a death, at most ``engine.max_replica_restarts`` times
     remote   started by agents (``rollout/replica.py``); :class:`RemoteReplicas` reads their endpoint files and pings
@@ -43,8 +43,6 @@ _EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """A running server process, from the client's view."""
-
     name: str
     url: str
     log_path: Path
@@ -58,11 +56,9 @@ class Replica:
 
     @property
     def was_killed(self) -> bool:
-        """Whether SIGKILL ended its process."""
         return self.exited.done() and self.exited.result().was_killed
 
     def exit_message(self, when: str = "") -> str:
-        """Describe how the replica ended, with the end of its log."""
         how = self.exited.result()
         return f"rollout replica {self.name} {how}{when}; {self.log_path} ends with\n{self.last_log_lines()}"
 
@@ -114,7 +110,6 @@ class LocalReplicas:
         log_dir: Path,
         gpus: list[str],
     ) -> None:
-        """``arguments`` and ``environment`` of the servers come from ``vllm_args``."""
         self._hang_s = engine.hang_s
         self._arguments, self._environment = arguments, environment
         self._log_dir = log_dir

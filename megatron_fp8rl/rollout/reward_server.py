@@ -38,10 +38,8 @@ class RewardServerError(RuntimeError):
 
 @contextmanager
 def serving(cfg: RunConfig) -> Iterator[None]:
-    """Context manager: serve the run's reward models. The block begins when all servers answer.
-
-    Raises ConfigError without a free GPU, and RewardServerError if a server does not start.
-    """
+    """Context manager: serve the run's reward models. The block begins when all servers answer. Raises ConfigError
+    without a free GPU, and RewardServerError if a server does not start."""
     rewards = scalar.served(cfg.data.environments)
     os.environ[scalar.SERVERS] = scalar.servers_of(cfg.run_dir)  # score workers inherit it
     if not rewards:

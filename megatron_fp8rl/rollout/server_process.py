@@ -1,7 +1,7 @@
 """Starts and stops the server process of one rollout replica.
 
-In: vLLM's options and environment, an address to listen on. Out: a process group and a URL. Runs on trainer
-rank 0 for replicas of the same host, and in ``rollout/replica.py`` on other hosts.
+In: vLLM's options and environment, an address to listen on. Out: a process group and a URL. Runs on trainer rank 0 for
+replicas of the same host, and in ``rollout/replica.py`` on other hosts.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def kill_group(group: int, sign: int = signal.SIGKILL) -> None:
-    """Signal a process group that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, sign)
 

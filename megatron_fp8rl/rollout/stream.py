@@ -3,9 +3,8 @@
 In: prompts, engines and a scorer on trainer rank 0. Out: the groups of a step on rank 0, and an empty tuple on all
 other trainer ranks. Runs on every trainer rank.
 
-Synchronous and asynchronous training share the code of rollout/window.py. With ``sampling.max_staleness`` = 0, a step
-samples its groups when it starts. With k, the engines also sample the groups of the next k steps while the trainer
-works.
+With ``sampling.max_staleness`` = 0, a step samples its groups when it starts. With k, the engines also sample the
+groups of the next k steps while the trainer works (rollout/window.py).
 
 With ``max_staleness`` = 0 the rollouts of a run depend only on its configuration: prompts come in order, and the seed
 of a completion depends only on the run's seed and its prompt. If a replica dies, its requests go to other replicas.
@@ -162,10 +161,8 @@ class RolloutStream:
         return len(self._complete)
 
     def abandon(self) -> int:
-        """On rank 0: cancel groups in progress and save the complete ones to disk; return the number saved.
-
-        Engines may then sleep, and :attr:`position` is before all of these groups.
-        """
+        """On rank 0: cancel groups in progress and save the complete ones to disk; return the number saved. Engines may
+        then sleep, and :attr:`position` is before all of these groups."""
         if self._window is None:
             return 0
         complete = {group.prompt.prompt_id: group for group in self._window.abandon()}
@@ -194,9 +191,7 @@ class RolloutStream:
 
     def _sampled(self, produce: Callable[[], Groups | None]) -> Groups | None:
         """Collective: call ``produce`` on rank 0; return its groups there and () on others, or None on all for ().
-
-        Publishes and calls again whenever ``produce`` returns None. Raises its error on every rank.
-        """
+        Publishes and calls again whenever ``produce`` returns None. Raises its error on every rank."""
         while True:
             error: Exception | None = None
             groups, failure = None, None
@@ -336,9 +331,7 @@ class RolloutStream:
 
     def _deadline_s(self, *, num_rounds: int, num_scores: int | None = None) -> float:
         """Limit for all rounds, beyond the deadlines of single calls: each may sample, wait for an update, and score.
-
-        Includes the time to replace one replica that dies and to sample its prompts again.
-        """
+        Includes the time to replace one replica that dies and to sample its prompts again."""
         engine, sampling, scoring = self.cfg.engine, self.cfg.sampling, self.cfg.scoring
         num_scores = num_scores or sampling.prompts_per_step * sampling.completions_per_prompt
         score_s = scoring.deadline_s * (1 + num_scores / scoring.num_workers)

@@ -1,6 +1,6 @@
 """Saves complete groups of an unfinished step, for the run that resumes.
 
-The groups are in ``unfinished/step_<version + 1>.parquet`` in the run's folder. A run uses them only at the same policy
+They are in ``unfinished/step_<version + 1>.parquet`` in the run's folder. A run uses them only at the same policy
 version and with the same sampling, where it would sample the same groups.
 """
 
@@ -45,7 +45,6 @@ def load(cfg: RunConfig, version: int) -> dict[str, RolloutGroup]:
 
 
 def _digest(cfg: RunConfig) -> str:
-    """Return a digest of all settings that change a completion or its score."""
     rollout = dataclasses.replace(cfg.engine, num_replicas=1, deadline_scale=1.0)
     parts = (cfg.seed, cfg.model, cfg.precision, cfg.data, cfg.sampling, cfg.session, rollout)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

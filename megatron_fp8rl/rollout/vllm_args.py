@@ -1,10 +1,8 @@
-"""All vLLM arguments and environment variables of an engine, with reasons.
+"""All vLLM arguments and environment variables of an engine, with reasons. Does not import vLLM.
 
-In: the run's configuration, the kernel choice, the folder of the Hugging Face model. Out: a command line and an
-environment. Runs in the process that starts the engines; does not import vLLM.
-
-The model folder contains config.json and the tokenizer. An engine starts with dummy weights, and the first publication
-replaces them.
+In: the run's configuration, the kernel choice, the folder of the Hugging Face model (config.json and tokenizer). Out: a
+command line and an environment. Runs in the process that starts the engines. An engine starts with dummy weights, and
+the first publication replaces them.
 """
 
 from __future__ import annotations
@@ -61,11 +59,9 @@ def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
 
 
 def kv_token_bytes(model: ModelConfig, engine: EngineConfig, *, cpu: bool) -> int:
-    """Return the KV cache bytes of one token on one worker, over all layers.
-
-    With more ranks than heads, vLLM replicates key and value heads. Latent attention caches the latent vector and the
-    rotated key on every rank; on a CPU it caches keys and values (VLLM_MLA_DISABLE, below).
-    """
+    """Return the KV cache bytes of one token on one worker, over all layers. With more ranks than heads, vLLM
+    replicates key and value heads. Latent attention caches the latent vector and the rotated key on every rank; on a
+    CPU it caches keys and values (VLLM_MLA_DISABLE, below)."""
     if model.mla is not None and not cpu:
         values = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
     else:
@@ -74,7 +70,6 @@ def kv_token_bytes(model: ModelConfig, engine: EngineConfig, *, cpu: bool) -> in
 
 
 def max_batched_tokens(cfg: RunConfig) -> int:
-    """Return the maximum number of tokens that an engine computes in one step."""
     return max(8192, cfg.max_sequence_tokens, cfg.engine.max_num_sequences)
 
 

@@ -2,13 +2,13 @@
 
 Runs on trainer rank 0. Groups are sampled on the fleet's event loop; all else runs on the thread of the training loop.
 
-The window contains ``sampling.max_staleness`` + 1 steps, and a step takes the first groups: training follows the
-order of the prompts. With ``sampling.window_groups`` the window contains at most that many groups, and a step takes the
-oldest complete ones: a long completion delays only its group.
+The window contains ``sampling.max_staleness`` + 1 steps, and a step takes the first groups: training follows the order
+of the prompts. With ``sampling.window_groups`` it contains at most that many groups, and a step takes the oldest
+complete ones: a long completion delays only its group.
 
 Completions continue across publications. In order, groups are trained at most ``max_staleness`` versions after their
-start. With ``window_groups`` a long completion can have older tokens. The trainer uses these as context and does not
-train on them (algo/samples.py).
+start. With ``window_groups`` a long completion can have older tokens, which are context and not trained
+(algo/samples.py).
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ _START_S = 60.0  # time for the fleet's event loop to start coroutines
 
 @dataclass(eq=False)
 class _Ahead:
-    """A group that is being sampled or is complete."""
-
     prompt: Prompt
     sampling: Future[RolloutGroup]
     has_signal: bool | None = None  # None until the group is complete
@@ -62,7 +60,6 @@ class Window:
 
     @property
     def position(self) -> Any:
-        """Position of the prompt stream before the prompts of the window."""
         return position_before(self._prompts.position, [ahead.prompt for ahead in self._ahead])
 
     def fill(self, version: int, num_steps_taken: int) -> None:
@@ -74,10 +71,8 @@ class Window:
         self._start(min(size, sampling.window_groups or size) - len(self._ahead))
 
     def take(self, version: int, timeout_s: float) -> tuple[RolloutGroup, ...] | None:
-        """Remove and return the groups of a step that policy ``version`` trains; None if they are not complete.
-
-        Waits at most ``timeout_s`` for the next group. Raises the error of a group that could not be sampled.
-        """
+        """Remove and return the groups of a step that policy ``version`` trains; None if they are not complete. Waits
+        at most ``timeout_s`` for the next group. Raises the error of a group that could not be sampled."""
         complete = {ahead for ahead in self._ahead if ahead.sampling.done()}
         self._replace_useless(complete)
         count = self._sampling.prompts_per_step
@@ -145,16 +140,13 @@ class Window:
 
 
 def _length(group: RolloutGroup) -> float:
-    """Mean number of sampled tokens of a group's rollouts."""
     return statistics.fmean([rollout.num_sampled_tokens for rollout in group.rollouts] or [0])
 
 
 def position_before(position: Any, prompts: Sequence[Prompt]) -> Any:
-    """Return the position from which a prompt stream returns ``prompts`` again before it continues at ``position``.
-
-    A position is the number of the next prompt, or {"next": that number, "pending": earlier numbers}. The id of a
-    prompt ends with its number.
-    """
+    """Return the position from which a prompt stream returns ``prompts`` again before it continues at ``position``. A
+    position is the number of the next prompt, or {"next": that number, "pending": earlier numbers}. A prompt's id ends
+    with its number."""
     if not isinstance(position, dict):
         position = {"next": position, "pending": []}
     numbers = (int(prompt.prompt_id.rpartition("/")[2]) for prompt in prompts)

@@ -4,8 +4,8 @@ In: a prompt of a source with ``agent``. Out: a scored :class:`~megatron_fp8rl.t
 on the fleet's event loop.
 
 Agents are user code that may crash, block, or never end. A worker runs many sessions, and reports which session's code
-is running. If the worker dies, only that session fails; the others run again, with the same seeds. A session that
-was running in two dead workers runs alone, and fails if a third worker dies.
+is running. If it dies, only that session fails; the others run again, with the same seeds. A session that was running
+in two dead workers runs alone, and fails if a third worker dies.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class AgentPool:
         self._closed = False
 
     def has_agent(self, prompt: Prompt) -> bool:
-        """Whether the source of a prompt has an agent."""
         return prompt.environment in self._agents
 
     async def run_session(self, prompt: Prompt, index: int, seed: int, *, temperature: float | None = None) -> Rollout:
@@ -81,7 +80,6 @@ class AgentPool:
             await self._gateway.close()
 
     async def _open(self) -> None:
-        """Start the endpoint, once."""
         async with self._starting:
             if self._gateway is None:
                 await asyncio.get_running_loop().run_in_executor(None, self._tools.load)

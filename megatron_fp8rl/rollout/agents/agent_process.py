@@ -105,7 +105,6 @@ class AgentProcess:
         }
 
     async def kill(self, why: str) -> None:
-        """End the process and its children."""
         self._lost = self._lost or why
         self._keep.cancel()
         await asyncio.gather(self._keep, return_exceptions=True)

@@ -6,9 +6,9 @@ sampled completions. Runs on trainer rank 0, on the fleet's event loop.
 The API key gives access to one session until it ends. Append ``.1``, ``.2``, ... to the key for side conversations,
 which are not trained on. A program with one key for all requests can send the session's key as ``user`` instead.
 
-The run sets the sampling parameters, because tokens are trained under the distribution that they were sampled from. The
-gateway replaces a request's temperature, top_p, top_k and seed, and rejects other parameters that would change the
-distribution. Streamed requests get their answer in one piece. If a client disconnects, its request is cancelled.
+Tokens are trained under the distribution that they were sampled from. So the gateway replaces a request's temperature,
+top_p, top_k and seed, and rejects other parameters that would change the distribution. Streamed requests get their
+answer in one piece. If a client disconnects, its request is cancelled.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ _STATUS = {SessionEndedError: 410, SessionLimitError: 429, SessionError: 409, Co
 
 
 class Gateway:
-    """The endpoint. Call :meth:`start`, then open and close sessions."""
-
     def __init__(self, model: str, tools: ToolCalls, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._model, self._tools = model, tools
         self._sessions: dict[str, Session] = {}
@@ -79,7 +77,6 @@ class Gateway:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the server, and wait until it listens."""
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
         end = time.monotonic() + _START_S
         while not self._server.started and time.monotonic() < end:
@@ -105,7 +102,6 @@ class Gateway:
         return key
 
     def close_session(self, key: str) -> None:
-        """End the session of a key."""
         session = self._sessions.pop(key, None)
         if session is not None:
             session.end()

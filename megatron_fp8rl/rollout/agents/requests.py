@@ -1,7 +1,7 @@
 """Sends sampling requests to replicas, and again if a replica dies. Runs on the fleet's event loop.
 
-In: token ids and seeds. Out: completions. Requests of a session go to the replica that has cached its prefix; others go
-to the replica with the fewest running requests. If a replica dies, its requests go to another, with the same seeds.
+In: token ids and seeds. Out: completions. Requests of a session go to the replica that has cached its prefix; others to
+the replica with the fewest running requests. If a replica dies, its requests go to another, with the same seeds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class Requests:
-    """Sends all sampling requests of a run."""
-
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         open_files.raise_limit()
@@ -46,10 +44,8 @@ class Requests:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> list[Completion]:
-        """Sample completions of a prompt; completion i has seed ``seed + i``. None stands for the run's value.
-
-        Raises EngineDeadError if no replica is left and none comes back, or another error of the request.
-        """
+        """Sample completions of a prompt; completion i has seed ``seed + i``. None stands for the run's value. Raises
+        EngineDeadError if no replica is left and none comes back, or another error of the request."""
         while True:
             if not self._fleet.clients:
                 await self._fleet.wait_for_members()

@@ -4,10 +4,9 @@ In: lists of messages, or prompts, from agents. Out: completions, and at the end
 on trainer rank 0, on the fleet's event loop.
 
 A request continues the branch whose messages it starts with: the prompt is the branch's ids and the ids of the new
-messages. If there is no such branch, or the chat template rewrites its history, the request starts a branch. Requests
-to the same branch run one after another.
-
-All requests of a session go to one replica, which has cached the prefix. If it dies, another continues from the ids.
+messages. It starts a branch if there is none, or if the chat template rewrites the history. Requests to the same branch
+run one after another. All requests of a session go to one replica, which has cached the prefix. If it dies, another
+continues from the ids.
 """
 
 from __future__ import annotations
@@ -120,10 +119,8 @@ class Session:
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Any] = (), **sampling: Any
     ) -> tuple[Completion, int]:
-        """Return the policy's answer to a conversation, and the number of its turn. ``sampling``: max_tokens, stop.
-
-        Raises SessionError, ConversationError, or EngineError.
-        """
+        """Return the policy's answer to a conversation, and its turn number. ``sampling``: max_tokens, stop. Raises
+        SessionError, ConversationError, or EngineError."""
         num_characters = sum(len(plain(message)["content"]) for message in messages)
         if num_characters > CHARACTERS_PER_TOKEN * self.token_budget:
             raise self._limit(f"its messages have {num_characters} characters (--session.max_tokens)")
@@ -151,7 +148,6 @@ class Session:
             return await self._begin(rendered, [], (), sampling)
 
     def reward_turn(self, value: float) -> None:
-        """Set the reward of the last turn."""
         if not self._order:
             raise SessionError("no turn has been taken that a reward could be for")
         turn = len(self._order) - 1
@@ -168,7 +164,6 @@ class Session:
     # ---- the outcome
 
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """Return the branches with sampled tokens."""
         trained = (branch for branch in self._branches if any(isinstance(s, Completion) for s in branch.segments))
         return tuple(Trajectory(segments=tuple(branch.segments)) for branch in trained)
 

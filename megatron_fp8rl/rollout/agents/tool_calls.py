@@ -1,7 +1,4 @@
-"""Parses tool calls in sampled text with vLLM's parsers.
-
-In: the text of an answer. Out: the message as agents expect it, as vLLM's server writes it. Runs on trainer rank 0.
-"""
+"""Parses tool calls in sampled text with vLLM's parsers, on trainer rank 0."""
 
 from __future__ import annotations
 
