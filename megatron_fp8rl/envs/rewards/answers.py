@@ -6,25 +6,42 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 
 from megatron_fp8rl.envs.rewards.choices import letters_of
-from megatron_fp8rl.envs.rewards.extraction import answer_in
-from megatron_fp8rl.envs.rewards.numbers import number_of
+from megatron_fp8rl.envs.rewards.extraction import (
+    answer_in,
+    find_answer,
+    unwrapped,
+    with_plain_signs,
+    without_emphasis,
+)
+from megatron_fp8rl.envs.rewards.numbers import number_of, whole_number
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_COMMANDS = {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "±": r"\pm ", "≠": r"\ne "}
+_BARE_UNIT = re.compile(r"(?<=\d)\s+(?:[kcm]?m|kg|g|ft|in|s|hr?|min|mi|yd|mph)(?:\^\{?\d\}?)?\Z")
 _LONGEST_BARE_ANSWER = 200  # characters of a completion that may be LaTeX without delimiters
 
 Compare = Callable[[str, str], float]  # completion, reference answer
 
 
 def exact(*, ignore_case: bool = False) -> Compare:
-    """1 if the stripped answer equals the reference."""
+    """1 if the answer equals the reference, without enclosing marks such as ``**`` and without a final period."""
+
+    def form(text: str) -> str:
+        text = unicodedata.normalize("NFC", text.strip())
+        return text.casefold() if ignore_case else text
 
     def score(completion: str, reference: str) -> float:
-        answer, expected = answer_in(completion), reference.strip()
-        return float(answer.casefold() == expected.casefold() if ignore_case else answer == expected)
+        answers = {find_answer(completion).text, answer_in(completion)}
+        answers |= {text.removesuffix(end) for text in answers for end in (".", "\u3002")}
+        answers |= {unwrapped(text) for text in answers}
+        answers |= {text.removesuffix(".") for text in answers}
+        expected = {form(reference), form(answer_in(reference))} - {""}
+        return float(not expected.isdisjoint(map(form, answers)))
 
     return score
 
@@ -61,7 +78,7 @@ def choice(*, letters: str = "ABCDE") -> Compare:
 def math(*, precision: int = 6) -> Compare:
     """1 if math-verify finds answer and reference equal: fractions, sets, intervals, equations, units.
 
-    ``precision``: number of decimals compared.
+    ``precision``: number of decimals compared. Plain numbers are read as the reward ``number`` reads them.
     """
     import math_verify
 
@@ -69,15 +86,28 @@ def math(*, precision: int = 6) -> Compare:
     def parsed(text: str) -> list:
         return math_verify.parse(text, parsing_timeout=None)
 
+    def formula(text: str) -> list:
+        """The expressions of a text that is an answer."""
+        if "$" in text or "\\(" in text or "\\[" in text:
+            return parsed(text)
+        text = _BARE_UNIT.sub("", text)
+        has_words = re.search(r"(?<![\\A-Za-z{])[A-Za-z]{4,}", text)
+        return parsed(text if has_words else f"${text}$")
+
     def score(completion: str, reference: str) -> float:
-        text = completion.rpartition("</think>")[2]
-        tagged = _ANSWER_TAG.findall(text)
-        answer = parsed(tagged[-1]) if tagged else parsed(text)
-        expected = parsed(reference if "$" in reference or "\\boxed" in reference else f"${reference}$")
-        bare = tagged[-1] if tagged else text.strip()
-        if not answer and len(bare) < _LONGEST_BARE_ANSWER:
-            answer = parsed(f"${bare}$")
-        return float(math_verify.verify(expected, answer, float_rounding=precision, timeout_seconds=None))
+        expected_text = _latex(answer_in(reference))
+        if not expected_text:
+            return 0.0
+        answer = find_answer(completion)
+        text = _latex(answer.text).removesuffix(".")
+        numbers = whole_number(text), whole_number(expected_text)
+        if None not in numbers:
+            actual, expected = numbers
+            rounded = round(expected, precision)
+            return float(actual == expected or (rounded != 0 and round(actual, precision) == rounded))
+        answers = formula(text) if answer.is_marked or len(text) < _LONGEST_BARE_ANSWER else parsed(text)
+        wanted = parsed(expected_text if "$" in expected_text else f"${expected_text}$")
+        return float(math_verify.verify(wanted, answers, float_rounding=precision, timeout_seconds=None))
 
     return score
 
@@ -102,3 +132,11 @@ def length(*, free_characters: int, limit_characters: int) -> Compare:
         return -min(1.0, max(0.0, over / (limit_characters - free_characters)))
 
     return score
+
+
+def _latex(text: str) -> str:
+    """Text in plain signs, with mixed numbers and mathematical characters as LaTeX, without Markdown."""
+    text = with_plain_signs(without_emphasis(text))
+    text = re.sub(r"(?<![\d.,/^])(\d+)\s+(\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"√\s*(?:\(([^()]*)\)|(\w+))", lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
+    return "".join(_COMMANDS.get(character, character) for character in text)

@@ -15,6 +15,8 @@ _WORD_COMMAND = re.compile(
     r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|boldsymbol)\s*\{([^{}]*)\}"
 )
 _ENDING = 200  # characters at the end of a text that are searched for a letter
+_SENTENCE = 500  # characters after a phrase that are read
+_PHRASES = 8  # the last phrases that are read
 _NOUN = r"(?:answers?|options?|choices?|letters?|selection)"
 _PHRASE = re.compile(
     rf"\b{_NOUN}\b(?:\s+(?:to|for|of|in|from|among)\b[^.:=\n]{{0,60}}?|\s+that\b[^.:=\n]{{0,60}}?)?\s*"
@@ -28,8 +30,8 @@ _NEGATION = re.compile(
 )
 # A sentence that goes on after "A": otherwise the letter is an article.
 _AFTER_A = r"(?:because|since|as|due|for|and|or|is|which|that|with|the|from|by|based|according|instead|rather)\b"
-_LETTER_WORDS = set(
-    "is are be was option choice answer letter choose pick select so therefore thus hence because then with think".split()
+_LETTER_WORDS = frozenset(
+    "is are be was option choice answer letter choose pick select so therefore thus hence because then think".split()
 )
 
 
@@ -41,8 +43,8 @@ def letters_of(text: str, letters: str) -> frozenset[str]:
         return _read(plain, letters, is_marked=True)
     whole = _plain(text.rpartition("</think>")[2])
     phrases = list(_PHRASE.finditer(whole))
-    for match in reversed(phrases):
-        rest = whole[match.end() :].lstrip(" \n:*")
+    for match in reversed(phrases[-_PHRASES:]):
+        rest = whole[match.end() : match.end() + _SENTENCE].lstrip(" \n:*")
         end = _SENTENCE_END.search(rest, 2)
         sentence = rest if end is None else rest[: end.start()]
         if chosen := _read(sentence.strip(" \n\"'"), letters, is_marked=True):

@@ -18,7 +18,7 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"[.!?。](?=\s|$)")
-_DISPLAY = re.compile(r"\s*(?:(?:\\\[|\\\(|\$\$?|\*\*|__)\s*)*")
+_OPENING = re.compile(r"(?:\s*(?:\\\[|\\\(|\$\$?|\*\*|__)[ \t]*\n)*\s*")  # lines before a formula
 
 # The characters that other scripts, word processors and LaTeX use for signs and digits.
 _SIGNS = str.maketrans(
@@ -51,6 +51,12 @@ _EMPHASIS = re.compile(
     r"(?<![\w*])\*(?=[^\s*])([^*\n]*[^\s*])\*(?![\w*])|(?<![\w_])_(?=[^\s_])([^_\n]*[^\s_])_(?![\w_])"
 )
 
+_WRAPPED = re.compile(
+    r"(\*\*|__|\*|_|`+|\$\$?|\"|')(?=\S)((?:(?!\1).)+)\1|\\\((.+)\\\)|\\\[(.+)\\\]|\u201c(.+)\u201d|\u2018(.+)\u2019"
+    r"|\\(?:text(?:bf|rm|it|sf|tt)?|math(?:rm|bf|it|sf)|mbox)\s*\{([^{}]+)\}",
+    re.DOTALL,
+)
+
 
 class Answer(NamedTuple):
     """An extracted answer."""
@@ -74,7 +80,7 @@ def find_answer(completion: str) -> Answer:
     phrases = list(_PHRASE.finditer(text))
     if phrases:
         rest = text[phrases[-1].end() :]
-        rest = rest[_DISPLAY.match(rest).end() :]
+        rest = rest[_OPENING.match(rest).end() :]
         line = rest.partition("\n")[0]
         end = _SENTENCE_END.search(line, 2)  # "A. text" and "5. text" may begin with a label
         sentence = line if end is None else line[: end.start()]
@@ -90,9 +96,21 @@ def after_reasoning(completion: str) -> str:
 
 def without_markup(text: str) -> str:
     """Text without Markdown emphasis, code marks and the delimiters of formulas."""
-    text = re.sub(r"\*\*|__|`|\\\(|\\\)|\\\[|\\\]", "", text)
-    text = re.sub(r"(?<!\\)\$", "", text)
+    text = re.sub(r"\\\(|\\\)|\\\[|\\\]|(?<!\\)\$", "", without_emphasis(text))
     return _EMPHASIS.sub(lambda match: match[1] or match[2], text).strip()
+
+
+def without_emphasis(text: str) -> str:
+    """Text without Markdown emphasis and code marks; ``x**2`` stays."""
+    text = re.sub(r"(?<![\w)])(?:\*\*|__)|(?:\*\*|__)(?![\w(])|`", "", text)
+    return _EMPHASIS.sub(lambda match: match[1] or match[2], text).strip()
+
+
+def unwrapped(text: str) -> str:
+    """Text without the marks that enclose all of it: emphasis, code marks, quotes, formula delimiters, ``\\text{}``."""
+    while match := _WRAPPED.fullmatch(text):
+        text = next(filter(None, match.groups()[1:])).strip()
+    return text
 
 
 def with_plain_signs(text: str) -> str:

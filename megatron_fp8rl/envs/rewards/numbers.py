@@ -68,6 +68,13 @@ def number_of(text: str) -> Fraction | None:
     return _value(plain, matches[0])
 
 
+def whole_number(text: str) -> Fraction | None:
+    """The number if the text consists of one number without a unit; otherwise None."""
+    plain = "" if "%" in text else _plain(text[:_LONGEST_TEXT]).strip()
+    match = _NUMBER.fullmatch(plain)
+    return _value(plain, match) if match else None
+
+
 def last_number(text: str) -> Fraction | None:
     """The last number in a text; None if there is none, or if the last is part of an expression."""
     plain = _plain(text[-_LONGEST_TEXT:])

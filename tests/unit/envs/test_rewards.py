@@ -51,28 +51,6 @@ def test_number_within_a_tolerance():
     assert answers.number()("3.14", "3.1416") == 0
 
 
-@pytest.mark.parametrize(
-    ("completion", "reference", "right"),
-    [
-        (r"so $\frac{1}{2}$", "0.5", True),
-        (r"\boxed{\frac{2}{4}}", r"\frac12", True),
-        (r"$x=3$", "3", True),
-        (r"\boxed{(1,2]}", r"(1, 2]", True),
-        (r"\boxed{\{2, 1\}}", r"\{1,2\}", True),
-        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", True),
-        (r"\boxed{5}", "6", False),
-        ("<answer>7</answer>", "7", True),
-        ("I do not know", "3", False),
-    ],
-)
-def test_math_agrees_with_math_verify(completion, reference, right):
-    import math_verify
-
-    assert answers.math()(completion, reference) == right
-    own = completion.replace("<answer>", "$").replace("</answer>", "$")
-    assert bool(math_verify.verify(math_verify.parse(f"${reference}$"), math_verify.parse(own))) == right
-
-
 def test_exact_format_and_length():
     assert score(RewardConfig(), " Paris ", "Paris") == 1 and score(RewardConfig(), "paris", "Paris") == 0
     assert score(RewardConfig(options={"ignore_case": True}), "paris", "Paris") == 1
