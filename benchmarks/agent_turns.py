@@ -2,7 +2,6 @@
 
     python -m benchmarks.agent_turns                                          talk_qwen3_1_7b on this machine's GPU
     python -m benchmarks.agent_turns --config tiny_calculator -- --model.random True --warm_start.steps 0
-    python -m benchmarks.agent_turns --config tail_qwen3_1_7b --steps 16 --skip 6 -- --sampling.max_staleness 4
 
 Runs ``python -m megatron_fp8rl train CONFIG``; options after ``--`` are fields of that configuration. A row has the
 mean and the largest |old - rollout| of each turn over all steps. Times count the steps after the first ``--skip``.

@@ -84,7 +84,6 @@ class PendingSlices:
 
 
 def worker_digests(tensors: Sequence[Tensor]) -> list[str]:
-    """Digests of the tensors as an engine worker computes them."""
     from megatron_fp8rl.weight_sync.digest import prepare_digests
 
     return prepare_digests(tensors)()
@@ -114,7 +113,6 @@ class TransformerEngine:
 
 
 def transformer_engine(scales: str, device: torch.device) -> TransformerEngine | None:
-    """The quantizer; None on a CPU or without the package."""
     if device.type == "cpu":
         return None
     try:
@@ -124,7 +122,6 @@ def transformer_engine(scales: str, device: torch.device) -> TransformerEngine |
 
 
 def groups(cfg: RunConfig) -> Iterator[tuple[str, list[Transfer]]]:
-    """The transfers of each Megatron parameter, in the layout of ``cfg``."""
     from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
     from megatron_fp8rl.precision.layer_table import LayerTable
     from megatron_fp8rl.weight_sync.plan import plan
@@ -143,10 +140,8 @@ def compare(
     device: torch.device,
     te: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None,
 ) -> Tally:
-    """Compare every ``world_size``-th parameter, drawn again from its name and the seed.
-
-    ``reports``: of the workers, by replica. ``te``: a :class:`TransformerEngine`; None leaves it out.
-    """
+    """Compare every ``world_size``-th parameter. ``reports``: of the workers, by replica. ``te``: a
+    :class:`TransformerEngine`; None leaves it out."""
     from benchmarks.light_policy import draw
     from megatron_fp8rl.kernels.blockwise import quantize_weight
     from megatron_fp8rl.names import registry as names

@@ -95,7 +95,6 @@ class Curves(runner.Benchmark):
             yield row | (row_of(RunData(run.run_dir)) if run.is_done else failure)
 
     def is_wrong(self, row: Row) -> bool:
-        """Whether a run in exact mode has differences."""
         return row["arm"] == "exact" and row["max_d"] > 0
 
     def line(self, row: Row) -> Row:
@@ -124,7 +123,6 @@ class Curves(runner.Benchmark):
 
 
 def study_args(options: argparse.Namespace) -> list[str]:
-    """Command-line arguments of the study."""
     seeds = [str(seed) for seed in options.seeds]
     chosen = ["--seeds", *seeds, "--arms", *options.arm, "--corrected_only", "--at_once", str(options.at_once)]
     return [*_fields(options), *chosen]

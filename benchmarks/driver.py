@@ -52,7 +52,6 @@ def draw_length(draw: random.Random, mean: float) -> int:
 
 
 def simulated_engine(sockets: Sequence[socket.socket], mean_tokens: float, mean_delay_s: float, life_s: float) -> None:
-    """Serve on all sockets for ``life_s`` seconds."""
     from aiohttp import web
 
     async def generate(request: web.Request) -> web.Response:
@@ -91,7 +90,6 @@ def _memory_gb() -> float:
 
 
 async def drive(urls: Sequence[str], sequences: int, mean_tokens: float) -> tuple[list[Completion], dict[str, float]]:
-    """Ask all engines at once, as a step does: (completions, costs)."""
     loop = asyncio.get_running_loop()
     sampling = Sampling(
         temperature=1.0, top_p=1.0, top_k=0, max_tokens=int(_LONGEST * mean_tokens), stop_token_ids=(), stop_strings=()
@@ -167,7 +165,6 @@ def divided(completions: Sequence[Completion], mean_tokens: float, data_ranks: i
 
 
 def measure(engines: int, sequences: int, mean_tokens: float, mean_delay_s: float, data_ranks: int) -> dict[str, Any]:
-    """The row of one step with ``engines`` simulated engines."""
     sockets = [socket.create_server(("127.0.0.1", 0), backlog=256) for _ in range(engines)]
     urls = [f"http://127.0.0.1:{server.getsockname()[1]}" for server in sockets]
     context = multiprocessing.get_context("fork")

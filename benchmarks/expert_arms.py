@@ -25,10 +25,8 @@ ARMS = (*(f"te {recipe}" for recipe in TE_RECIPES), *OURS)
 
 
 def experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> tuple[Call, Call]:
-    """(forward, forward and backward) of all experts of an arm.
-
-    Weights are quantized in every call. Weight gradients are added to FP32 buffers, as in Megatron-Core.
-    """
+    """(forward, forward and backward) of all experts of an arm. Quantizes weights in every call, and adds weight
+    gradients to FP32 buffers, as Megatron-Core."""
     import torch
 
     x = torch.randn(sum(counts), hidden, device=device()).bfloat16().requires_grad_()
@@ -108,7 +106,6 @@ def _grouped(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callab
 
 
 def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
-    """GroupedExperts of one rank with random weights and FP32 gradient buffers."""
     import torch
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig

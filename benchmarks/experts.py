@@ -76,7 +76,6 @@ def token_counts(pattern: str, num_tokens: int, num_experts: int) -> list[int]:
 def measure_arms(
     measured: str, arms: Sequence[str], calls: Callable[[str], tuple[Call, Call]], operations: int, rounds: int
 ) -> Iterator[Row]:
-    """A row for each arm. ``calls`` returns (forward, forward and backward) of an arm."""
     import torch
 
     for arm in arms:
@@ -115,7 +114,6 @@ def lines(rows: Sequence[Row], measured: str, names: Sequence[str]) -> list[Row]
 
 
 def parts(rows: Sequence[Row], measured: str, names: Sequence[str]) -> str:
-    """Markdown: :func:`lines`, and a table for each other kind of row."""
     others: dict[str, list[Row]] = {}
     for row in rows:
         head = {"run": row.get("run", "-")}
@@ -151,7 +149,6 @@ class Experts(runner.Benchmark):
             options.shape = [replace(shape, tokens=tokens) for shape in options.shape for tokens in SWEEP]
 
     def arms(self, options: argparse.Namespace) -> Iterator[Row]:
-        """All shapes with the first pattern of routing, then the other patterns."""
         for pattern in options.pattern:
             for shape in options.shape:
                 yield asdict(shape) | {"pattern": pattern}

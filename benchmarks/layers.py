@@ -32,8 +32,6 @@ _MICROBATCHES = 4
 
 @dataclass(frozen=True)
 class Cell(memory.Cell):
-    """One policy to measure."""
-
     def run_config(self) -> RunConfig:
         """As for memory, with the logits of a whole microbatch at once, as ``grpo`` chooses when memory suffices."""
         return apply(super().run_config(), microbatches_of(self.tokens))

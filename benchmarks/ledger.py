@@ -43,8 +43,6 @@ _SEPARATE = ("--engine.placement", "separate", "--engine.gpu_memory_utilization"
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, its GPUs, and the batch of a step."""
-
     model: ModelConfig
     gpus: int
     prompts: int = 16
@@ -56,7 +54,6 @@ class Shape:
 
 
 def _separate(trainers: int, engines: int, *args: str) -> tuple[str, ...]:
-    """Arguments for trainer ranks and engines on separate GPUs."""
     return (*_SEPARATE, "--parallel.world_size", f"{trainers}", "--engine.num_replicas", f"{engines}", *args)
 
 
@@ -147,7 +144,6 @@ def layers_that_fit(options: argparse.Namespace, name: str, arm: str) -> int:
 
 
 def planned(options: argparse.Namespace, name: str, arm: str) -> Job:
-    """A run. Exits with status 2 for a shape that does not fit, and prints a depth that fits."""
     try:
         return job_of(options, name, arm)
     except ConfigError as error:

@@ -26,8 +26,6 @@ _PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12}
 
 @dataclass(frozen=True)
 class Job:
-    """One run."""
-
     name: str  # of the shape; "user" for a user's model
     arm: str
     cfg: RunConfig
@@ -35,10 +33,8 @@ class Job:
 
 
 def flops(model: ModelConfig, lengths: Sequence[float]) -> float:
-    """Operations of one forward pass over sequences of these lengths, without recomputation.
-
-    Two for each weight and token, and causal attention, as in the appendix of the PaLM paper.
-    """
+    """Operations of one forward pass over sequences of these lengths, without recomputation. Two for each weight and
+    token, and causal attention, as in the appendix of the PaLM paper."""
     counted = parameters.count(model)
     inputs = 0 if model.tie_embeddings else counted.embedding // 2  # lookups are no operations
     of_weights = 2.0 * (counted.active - inputs) * sum(lengths)
@@ -110,7 +106,6 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
 
 
 def spread(values: Sequence[float]) -> list[float]:
-    """[median, smallest, largest]."""
     return [round(value, 4) for value in (statistics.median(values), min(values), max(values))]
 
 

@@ -1,7 +1,7 @@
 """A policy with parameters only, and its publication to engines: no model, optimizer or gradients.
 
-In: a run's configuration and the trainer rank. Out: this rank's random parameters in the layout of the trainer's model.
-30 billion parameters take 61 GB of one GPU and a few seconds. Runs on every trainer rank.
+In: a run's configuration and the trainer rank. Out: this rank's random parameters in the layout of the trainer's model;
+30 billion take 61 GB of one GPU and a few seconds. Runs on every trainer rank.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ class LightPolicy:
     tensors: dict[str, Tensor]  # this rank's pieces by their global Megatron name
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and router biases of this rank with their global names."""
         yield from self.tensors.items()
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of this rank without router biases."""
         return ((name, t) for name, t in self.tensors.items() if not name.endswith("expert_bias"))
 
     @torch.no_grad()
@@ -52,11 +50,9 @@ class LightPolicy:
 
 @torch.no_grad()
 def light_policy(cfg: RunConfig, parallel: Parallel) -> LightPolicy:
-    """Parameters on ``parallel.device``, in BF16, or in FP32 where checkpoints have FP32.
-
-    Values depend only on ``cfg.seed`` and the global name, so every layout has the same model on one kind of device:
-    matrices normal with ``initializer_range``, norms about 1, biases about 0.
-    """
+    """Parameters on ``parallel.device``, in BF16, or in FP32 where checkpoints have FP32. Values depend only on
+    ``cfg.seed`` and the global name, so every layout has the same model on one kind of device: matrices normal with
+    ``initializer_range``, norms about 1, biases about 0."""
     layout = TrainerLayout.from_config(cfg.parallel)
     tensors = {}
     for name, weight in registry.weights(cfg.model).items():
@@ -92,7 +88,6 @@ def publishing(cfg: RunConfig, parallel: Parallel) -> Iterator[tuple[LightPolicy
 
 
 def _is_on_rank(weight: Weight, model: ModelConfig, layout: TrainerLayout, parallel: Parallel) -> bool:
-    """Whether this rank's model has a piece of ``weight``."""
     pattern, layer, expert = split_indices(weight.name)
     if layer >= 0:
         stage = layout.stage(layer, model.num_layers)

@@ -32,14 +32,12 @@ def calls(arm: str, shape: Shape) -> tuple[Call, Call]:
 
 
 def _matrices(shape: Shape) -> list[tuple[int, int]]:
-    """Rows and columns of each weight."""
     if shape.what == "linear":
         return [(shape.rows, shape.columns)]
     return [(2 * shape.columns, shape.rows), (shape.rows, shape.columns)]
 
 
 def _between(first: Any, last: Any, x: Any) -> Any:
-    """Two linears and SwiGLU by PyTorch."""
     from torch.nn.functional import silu
 
     gate, up = first(x).chunk(2, dim=-1)
@@ -47,7 +45,6 @@ def _between(first: Any, last: Any, x: Any) -> Any:
 
 
 def _te_module(arm: str, shape: Shape) -> Call:
-    """Transformer Engine's Linear."""
     import torch
     import transformer_engine.pytorch as te
 
@@ -65,7 +62,6 @@ def _te_module(arm: str, shape: Shape) -> Call:
 
 
 def _ours(arm: str, shape: Shape) -> Call:
-    """The trainer's linears."""
     import torch
 
     from megatron_fp8rl.precision.recipes import make_recipe

@@ -87,8 +87,6 @@ class Engine:
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Jumps to the next timer instead of waiting."""
-
     now_s = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
@@ -107,8 +105,6 @@ _CLOCK = _Clock(_Jumping())
 
 
 class _Submitted:
-    """A coroutine on the simulated loop, with the interface of ``concurrent.futures.Future``."""
-
     def __init__(self, coroutine: Any) -> None:
         self.task = _CLOCK.create_task(coroutine)
         self.done, self.cancel = self.task.done, self.task.cancel

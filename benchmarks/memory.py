@@ -6,10 +6,7 @@
 
 A policy has the matrices of a real model, fewer layers and random weights. It computes log-probabilities of two full
 microbatches, and two updates with them. The second update counts: Adam has its moments, and all FP8 copies exist.
-Predictions are those of ``megatron_fp8rl doctor``. Without a GPU, only predictions are printed, and the exit status is
-2.
-
-Measured parts:
+Without a GPU, only the doctor's predictions are printed, and the exit status is 2. Measured parts:
 
     weights, gradients     Megatron-Core's buffers, and weights outside them
     optimizer states       other memory that stays allocated after an update
@@ -52,8 +49,6 @@ _MICROBATCHES = 2
 
 @dataclass(frozen=True)
 class Cell:
-    """One policy to measure."""
-
     model: str
     layers: int
     tokens: int  # of a microbatch
@@ -89,8 +84,6 @@ class Cell:
 
 
 class Meter:
-    """Bytes of this process on the current GPU."""
-
     def allocated(self) -> int:
         import torch
 
@@ -167,8 +160,6 @@ def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row
 
 
 class _Watch:
-    """Reads the meter at the loss and around the optimizer's step."""
-
     def __init__(self, policy: Policy, meter: Meter):
         self._policy, self._meter = policy, meter
         self._step = policy.optimizer.step
@@ -231,7 +222,6 @@ class Memory(runner.Benchmark):
             options.model = options.model if num_gpus() else ["tiny", "tiny_moe"]
 
     def arms(self, options: argparse.Namespace) -> Iterator[Row]:
-        """Prints predictions on a machine without a GPU."""
         for name in options.model:
             layers, tokens = _SHAPES.get(name, (2, 1024))
             for precision in options.precision:

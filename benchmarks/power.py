@@ -24,7 +24,6 @@ class PowerMeter:
         self._thread = threading.Thread(target=self._sample, name="power", daemon=True)
 
     def mark(self, step: int) -> None:
-        """Note the end of a step."""
         self._marks[step] = time.monotonic()
 
     def between(self, first: int, last: int) -> dict[str, float]:

@@ -1,7 +1,5 @@
-"""Run a command, and end it with all of its descendants, including engines in new sessions.
-
-Files of these processes in /dev/shm are deleted too.
-"""
+"""Run a command, and end it with all of its descendants, including engines in new sessions, and their files in
+/dev/shm."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ _KILL_S = 15.0
 
 
 def run_logged(command: Sequence[str], log: Path, limit_s: float, **environment: str) -> bool:
-    """Run a command and copy its output to ``log`` and stdout; whether it succeeded within ``limit_s``.
-
-    After ``limit_s`` the command gets SIGTERM, and SIGKILL 15 s later. Its descendants always end with it.
-    """
+    """Run a command and copy its output to ``log`` and stdout; whether it succeeded within ``limit_s``. After that it
+    gets SIGTERM, and SIGKILL 15 s later. Its descendants always end with it."""
     end, status = time.monotonic() + limit_s, None
     with log.open("wb") as file, log.open(encoding="utf-8", errors="replace") as shown:
         tree = ProcessTree(command, file, {**os.environ, **environment})

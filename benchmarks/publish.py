@@ -50,7 +50,6 @@ def degrees(text: str) -> dict[str, int]:
 
 
 def layout(text: str) -> tuple[ParallelConfig, dict]:
-    """(layout of the trainer, fields of ``EngineConfig``)."""
     if text == "colocated":
         return ParallelConfig(), {"tensor": 1, "placement": "colocated"}
     trainer, engine = map(degrees, text.split("+"))
@@ -104,7 +103,6 @@ def summary(start_s: float, reports: Sequence[PublishReport], floor: tuple[str, 
 
 
 def _seconds(report: PublishReport) -> dict[str, float]:
-    """All durations of a report: in total, the pause, and its parts."""
     return {"seconds": report.seconds} | {
         field.name: value
         for field in dataclasses.fields(report)
@@ -113,11 +111,9 @@ def _seconds(report: PublishReport) -> dict[str, float]:
 
 
 def copy_floor(cfg: RunConfig, parallel: Parallel, num_bytes: int, num_senders: int) -> tuple[str, float]:
-    """Collective: (kind of copy, seconds) for the bytes of the busiest GPU, on all trainer ranks at once.
-
-    Colocated: within the GPU. Separate: from a trainer's GPU to an engine's GPU; with NCCL and several trainer ranks,
-    NCCL between pairs of them.
-    """
+    """Collective: (kind of copy, seconds) for the bytes of the busiest GPU, on all trainer ranks at once. Colocated:
+    within the GPU. Separate: from a trainer's GPU to an engine's GPU; NCCL between pairs with NCCL and several trainer
+    ranks."""
     import torch
 
     engine = cfg.engine

@@ -1,6 +1,6 @@
 """Rows of benchmarks with their stamps, and the sections of the page docs/performance.md.
 
-A row is one line of JSON, written when its arm ends. All rows of one invocation share a run letter and a stamp. Ratios
+A row is one line of JSON, written when its arm ends. All rows of one invocation share a run letter and a stamp; ratios
 are computed within one letter only. Several programs can write to one file, and join one run with ``--run LETTER``.
 """
 
@@ -96,10 +96,8 @@ def next_letter(taken: Iterable[str | None]) -> str:
 
 @contextmanager
 def locked(path: Path, deadline_s: float = 60.0) -> Iterator[None]:
-    """Lock a file against other programs of this user on this machine.
-
-    Raises TimeoutError when another process keeps the lock for ``deadline_s``.
-    """
+    """Lock a file against other programs of this user on this machine. Raises TimeoutError when another process keeps
+    the lock for ``deadline_s``."""
     deadline, digest = time.monotonic() + deadline_s, hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     with open(Path(tempfile.gettempdir()) / f"megatron_fp8rl-{os.getuid()}-{digest}.lock", "a") as file:
         while True:
@@ -135,7 +133,6 @@ def stamp() -> Row:
 
 
 def machine() -> str:
-    """GPUs, driver and package versions, in one line."""
     versions = {title: _version(package) for package, title in _VERSIONS.items()}
     return ", ".join([_hardware(), *(f"{title} {version}" for title, version in versions.items() if version)])
 
@@ -158,10 +155,8 @@ def _hardware() -> str:
 
 
 def gpus() -> tuple[list[str], str]:
-    """(names of the GPUs that this process may use, their driver).
-
-    Asks nvidia-smi, because a CUDA context would take memory that arms measure.
-    """
+    """(names of the GPUs that this process may use, their driver). Asks nvidia-smi, because a CUDA context would take
+    memory that arms measure."""
     import torch
 
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

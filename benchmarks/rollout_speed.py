@@ -48,8 +48,6 @@ _ATTEMPTS = 2  # to time without compilation: DeepGEMM compiles for seconds at n
 
 @dataclass(frozen=True)
 class Cell:
-    """One engine: a model, a precision and kernels."""
-
     engine: str  # run: as in a run; vllm: the offline API
     model: str
     precision: str  # bf16, fp8, fp8_kv
@@ -61,7 +59,6 @@ class Cell:
 
 
 def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
-    """The configuration of an engine that serves ``shapes``."""
     sampling = SamplingConfig(
         max_prompt_tokens=max(s.prompt_tokens for s in shapes),
         max_completion_tokens=max(s.completion_tokens for s in shapes),
@@ -131,14 +128,12 @@ def speeds(cell: Cell, name: str, shape: Shape, seconds: float, bandwidth: float
 
 
 def num_kernels() -> int:
-    """Number of kernels in DeepGEMM's cache of this machine."""
     from megatron_fp8rl.kernels.deep_gemm import compiled_folder
 
     return sum(1 for _ in Path(compiled_folder()).glob("cache/*/kernel.cubin"))
 
 
 def run_rows(cell: Cell, shapes: dict[str, Shape], bandwidth: float) -> Iterator[Row]:
-    """Rows of an engine that starts as in a run."""
     from megatron_fp8rl.rollout.fleet import Fleet
 
     cfg, started = run_config(cell, list(shapes.values())), time.perf_counter()

@@ -13,8 +13,6 @@ from megatron_fp8rl.config import ModelConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens of prompt and completion, and the number of concurrent sequences."""
-
     prompt_tokens: int
     completion_tokens: int
     num_sequences: int

@@ -1,7 +1,7 @@
 """Run a benchmark: each arm in its own processes, rows to a file, and a table to the page docs/performance.md.
 
-A benchmark is a subclass of :class:`Benchmark`. Rows from a GPU go to benchmarks/results/NAME.jsonl. Rows from a CPU,
-from ``--quick`` or with ``--folder`` stay in that folder, with their table.
+Rows from a GPU go to benchmarks/results/NAME.jsonl. Rows from a CPU, from ``--quick`` or with ``--folder`` stay in that
+folder, with their table.
 """
 
 from __future__ import annotations
@@ -47,19 +47,15 @@ class Benchmark(ABC):
         raise NotImplementedError
 
     def ranks(self, arm: Row) -> int:
-        """Number of processes that measure an arm together."""
         return 1
 
     def gpus(self, arm: Row) -> int:
-        """Number of GPUs that an arm needs."""
         return 1
 
     def is_wrong(self, row: Row) -> bool:
-        """Whether a row shows a defect."""
         return False
 
     def line(self, row: Row) -> Row:
-        """One line of the table."""
         raise NotImplementedError
 
     def order(self, rows: Sequence[Row]) -> Sequence[Row]:
@@ -67,11 +63,9 @@ class Benchmark(ABC):
         return rows
 
     def table(self, rows: Sequence[Row]) -> str:
-        """The table in Markdown."""
         return record.table([{"run": row["run"]} | self.line(row) for row in self.order(rows)])
 
     def notes(self, rows: Sequence[Row]) -> str:
-        """Text below the table."""
         return ""
 
     def rows_of(self, arm: Row, options: argparse.Namespace, log: Path) -> Iterator[Row]:
@@ -91,14 +85,12 @@ class Benchmark(ABC):
 
 
 def num_gpus() -> int:
-    """Number of GPUs that this process may use."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def device_name() -> str:
-    """Name of the device for rows."""
     return record.gpus()[0][0] if num_gpus() else "cpu"
 
 
@@ -111,7 +103,6 @@ def failure_in(log: Path, limit_s: float) -> str:
 
 
 def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a benchmark, complete."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{benchmark.name}",
         description=benchmark.about,
@@ -131,11 +122,8 @@ def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespac
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """Measure all arms and write the table.
-
-    Returns:
-        The exit status. 0: success; 1: an arm failed or was wrong; 2: too few GPUs, or no such run.
-    """
+    """Measure all arms and write the table. Exit status 0: success; 1: an arm failed or was wrong; 2: too few GPUs, or
+    no such run."""
     options = parse(benchmark, argv)
     if options.worker:
         return _work(benchmark, json.loads(options.worker[0]), Path(options.worker[1]), options)

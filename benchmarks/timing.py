@@ -16,7 +16,6 @@ _CYCLES = 2_000_000  # GPU cycles per millisecond, at the highest clock of Hoppe
 
 
 def device() -> str:
-    """Device of operands: "cuda", or "cpu" in tests."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,9 +24,8 @@ def device() -> str:
 def milliseconds(call: Call, rounds: int, warm: int = 4, *, busy: float = 0.0) -> float:
     """Median milliseconds of ``call`` on an idle GPU. Includes the host's launches where these are slower.
 
-    Args:
-        busy: milliseconds of other GPU work before each call. Meanwhile the host launches ahead, as in a training
-            step with a full queue, so the time is that of the GPU alone.
+    ``busy``: milliseconds of other GPU work before each call. Meanwhile the host launches ahead, as in a training step
+    with a full queue, so the time is that of the GPU alone.
     """
     import torch
 
@@ -49,10 +47,8 @@ def milliseconds(call: Call, rounds: int, warm: int = 4, *, busy: float = 0.0) -
 
 
 def passes(forward: Call, both: Call, rounds: int) -> Row:
-    """Times of forward, and of forward and backward, and the additional memory that both need.
-
-    ``first_s``: seconds of the first call, which compiles kernels. ``ms`` and ``busy_ms``: see :func:`milliseconds`.
-    """
+    """Times of forward, and of forward and backward, and the additional memory that both need. ``first_s``: seconds of
+    the first call, which compiles kernels. ``ms`` and ``busy_ms``: see :func:`milliseconds`."""
     import torch
 
     row: Row = {"first_s": round(timed(both), 4)}
@@ -80,7 +76,6 @@ def dense_rates(size: int = 8192) -> dict[str, float]:
 
 
 def ceilings() -> dict[str, float]:
-    """:func:`dense_rates`, and the bytes per second of a "copy"."""
     return dense_rates() | {"copy": copy_bandwidth()}
 
 
@@ -127,7 +122,6 @@ def busy_seconds(work: Call) -> float:
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of the union of sorted spans (begin, end)."""
     total, until = 0.0, float("-inf")
     for begin, end in spans:
         total += max(0.0, end - max(begin, until))

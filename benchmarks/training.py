@@ -58,7 +58,6 @@ def model_of(name: str, num_layers: int | None) -> ModelConfig:
 
 @contextmanager
 def single_rank(cfg: RunConfig) -> Iterator[Parallel]:
-    """This process as the only trainer rank."""
     import torch
 
     if not torch.cuda.is_available():
@@ -76,7 +75,6 @@ def single_rank(cfg: RunConfig) -> Iterator[Parallel]:
 
 
 def random_batch(cfg: RunConfig, num_sequences: int, length: int) -> TrainBatch:
-    """A packed batch of random tokens, with loss on all but the first of each sequence."""
     import numpy as np
 
     from megatron_fp8rl.trainer.warm_up import batch_of

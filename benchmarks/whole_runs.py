@@ -26,11 +26,8 @@ def follow(
     note: Callable[[int], None] = lambda step: None,
     until: int | None = None,
 ) -> int | None:
-    """Start a run and print its steps. Kill it after step ``until`` or after ``limit_s``.
-
-    Returns:
-        The exit status; None if the run was killed. ``note`` is called with each new step.
-    """
+    """Start a run and print its steps; return its exit status. Kill it after step ``until`` or after ``limit_s``, and
+    return None. ``note`` is called with each new step."""
     began, status, seen = time.monotonic(), None, set()
     with log.open("wb") as file:
         tree = ProcessTree(command, file, os.environ)

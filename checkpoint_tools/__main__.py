@@ -1,8 +1,8 @@
 """``python -m checkpoint_tools COMMAND ...``: the command line of the checkpoint tools.
 
 A command is a module of this package with a dataclass ``Options``, which tyro parses, and ``run(options)``, which
-returns the exit status. Modules are imported on use, so ``--help`` is fast. Exit status 2: a wrong command line or an
-unusable checkpoint.
+returns the exit status; 2: a wrong command line or an unusable checkpoint. Modules are imported on use, so ``--help``
+is fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _PROGRAM = "python -m checkpoint_tools"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print(overview())
@@ -67,7 +66,6 @@ def _run(name: str, args: Sequence[str]) -> int:
 
 
 def overview() -> str:
-    """The program's help text."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"usage: {_PROGRAM} COMMAND ...", "", "commands:"]
     lines += [f"  {name:<{width}}{summary}" for name, summary in COMMANDS.items()]

@@ -47,11 +47,8 @@ def read(folder: Path) -> dict[str, str]:
 
 class TensorDigests:
     """Computes digests from rows that arrive in order for each tensor; ``done`` holds those of complete tensors.
-
-    Args:
-        path: The checkpoint, for errors.
-        expected: Recorded digests; tensors without a recorded digest are not compared.
-    """
+    ``path``: the checkpoint, for errors. ``expected``: recorded digests; tensors without a recorded digest are not
+    compared."""
 
     def __init__(self, path: object, expected: Mapping[str, str] | None = None):
         self.done: dict[str, str] = {}
@@ -60,10 +57,8 @@ class TensorDigests:
         self._open: dict[str, tuple[Any, int]] = {}  # (hash so far, next row)
 
     def add(self, name: str, first: int, rows: Tensor, num_rows: int) -> None:
-        """Add rows from ``first`` on of a tensor of ``num_rows``; rows that were added before are skipped.
-
-        Raises CheckpointError when the tensor is complete and its digest is not the recorded one.
-        """
+        """Add rows from ``first`` on of a tensor of ``num_rows``; skips rows that were added before. Raises
+        CheckpointError when a complete tensor's digest is not the recorded one."""
         digest, position = self._open.setdefault(name, (hashlib.sha256(), 0))
         if first > position:
             raise ValueError(f"{name}: rows {position} to {first} are missing from its digest")

@@ -58,10 +58,8 @@ class HfWriter:
         self._files.write_rows(self.entries[name], first, rows)
 
     def verify(self, written: Mapping[str, str]) -> None:
-        """Read tensors back from the disk and compare them with the digests of what was written.
-
-        Raises CheckpointError that names the file and the tensor.
-        """
+        """Read tensors back from the disk and compare them with the digests of what was written. Raises CheckpointError
+        that names the file and the tensor."""
         self._files.sync()
         for file in {self.entries[name].file for name in written}:
             self._files.drop_cache(file)
@@ -75,7 +73,6 @@ class HfWriter:
         self._files.close()
 
     def finish(self, output: Output, source: str, config: dict[str, Any], side_files: list[Path]) -> None:
-        """Write index, digests, config.json, generation_config.json and the tokenizer's files."""
         folder, values, files = output.partial, output.digests, {entry.file.name for entry in self.entries.values()}
         digests.write(folder, {name: values[name] for name in self.entries}, source=source)
         if len(files) > 1:

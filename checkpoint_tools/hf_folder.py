@@ -47,13 +47,9 @@ class HfFolder:
     def open(cls, path: str | Path, *, keep_mtp: bool | None = False) -> HfFolder:
         """Read headers and check names, types and shapes of all tensors.
 
-        Args:
-            path: The folder.
-            keep_mtp: Include multi-token prediction layers. None includes them if the files have them; transformers
-                drops them but leaves their number in config.json.
-
-        Raises:
-            CheckpointError: lists every missing, damaged or unexpected tensor by name.
+        ``keep_mtp``: include multi-token prediction layers. None includes them if the files have them; transformers
+        drops them but leaves their number in config.json. Raises CheckpointError that lists every missing, damaged or
+        unexpected tensor by name.
         """
         path = Path(path)
         config = read_config(path)
@@ -95,10 +91,8 @@ class HfFolder:
         return torch.bfloat16 if self.is_fp8(name) else self.entries[name].dtype
 
     def rows(self, name: str, first: int, end: int) -> Tensor:
-        """Rows [first, end) of a tensor. A tensor's rows must be read in order.
-
-        Raises CheckpointError after the last row when the tensor's digest is not the recorded one.
-        """
+        """Rows [first, end) of a tensor; they must be read in order. Raises CheckpointError after the last row when the
+        digest is not the recorded one."""
         entry = self.entries[name]
         block, end_block = FP8.blocks((first, end), 0)
         start = block * FP8.block_size(0) if self.is_fp8(name) else first
@@ -126,7 +120,6 @@ class HfFolder:
             )
 
     def stored(self, name: str, first: int = 0, end: int | None = None) -> Tensor:
-        """Rows of a tensor as stored, without dequantization and digest check."""
         return self._files.rows(self.entries[name], first, end)
 
     def _check_digest(self, name: str, first: int, rows: Tensor) -> None:

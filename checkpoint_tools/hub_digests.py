@@ -1,6 +1,6 @@
 """Compare downloaded files with the SHA-256 that the Hugging Face Hub publishes. Needs no network.
 
-The Hub's client stores the digest of every large file. In its cache a file is a link to a blob of that name. In other
+The Hub's client stores the digest of every large file. In its cache a file is a link to a blob of that name; in other
 folders ``.cache/huggingface/download/NAME.metadata`` contains it.
 """
 
@@ -55,8 +55,6 @@ def check_hub_digests(files: Sequence[Path], options: WorkerOptions) -> int:
 
 @dataclass
 class _FileDigest:
-    """Job: the digest of one file."""
-
     def run(self, bucket: Bucket) -> dict[str, Any]:
         with open(bucket.names[0], "rb") as stream:
             return {"sha256": hashlib.file_digest(stream, "sha256").hexdigest()}

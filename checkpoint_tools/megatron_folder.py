@@ -1,9 +1,9 @@
 """Read rows of a Megatron-Core checkpoint from these tools, from a run, or from another program.
 
 In:  a distributed checkpoint (torch_dist) of any layout, or the folder of a run (its newest complete checkpoint).
-Out: its architecture, and rows of every parameter in the name table.
+Out: its architecture, and rows of every parameter in the name table, without optimizer states and FP8 scaling history.
 
-Needs no Megatron-Core. Optimizer states and the FP8 scaling history are ignored.
+Needs no Megatron-Core.
 """
 
 from __future__ import annotations
@@ -48,13 +48,9 @@ class MegatronFolder:
     def open(cls, path: str | Path, model: ModelConfig | None = None, *, check_crc: bool = True) -> MegatronFolder:
         """Read the metadata and check keys, shapes and files of all parameters.
 
-        Args:
-            path: A checkpoint, or the folder of a run.
-            model: The architecture, for folders of other programs, which do not record it.
-            check_crc: Check the CRC-32 of each piece at its first use.
-
-        Raises:
-            CheckpointError: lists everything that is missing or damaged.
+        ``path``: a checkpoint, or the folder of a run. ``model``: the architecture, for folders of other programs,
+        which do not record it. ``check_crc``: check the CRC-32 of each piece at its first use. Raises CheckpointError
+        that lists everything missing or damaged.
         """
         path = find_checkpoint(Path(path))
         if problems := _size_problems(path):
@@ -89,7 +85,6 @@ class MegatronFolder:
         return result
 
     def files_with(self, weight: Weight) -> list[str]:
-        """Names of the files that contain a parameter."""
         return sorted({piece.file for piece in self._pieces(*self.locations[weight.name])})
 
     def _pieces(self, location: KeyIndex, stored: StoredTensor) -> list[Piece]:

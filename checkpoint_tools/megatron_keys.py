@@ -1,9 +1,9 @@
 """Keys of Megatron parameters in a distributed checkpoint (torch_dist).
 
 Megatron-Core stacks the layers of a model along one axis and the experts of a layer along another. So
-``decoder.layers.3.mlp.experts.7.linear_fc1.weight`` is ``[3, 7]`` of the tensor [layers, experts, 2 * ffn, hidden]
-with the key ``decoder.layers.mlp.experts.experts.linear_fc1.weight``. If the first layers of a model are dense, each
-layer has keys of its own. Norms have the names of Transformer Engine, which fuses them into the linear behind them.
+``decoder.layers.3.mlp.experts.7.linear_fc1.weight`` is ``[3, 7]`` of the tensor [layers, experts, 2 * ffn, hidden] with
+the key ``decoder.layers.mlp.experts.experts.linear_fc1.weight``. If the first layers of a model are dense, each layer
+has separate keys. Norms have the names of Transformer Engine, which fuses them into the linear behind them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ def trainer_key(weight: Weight, model: ModelConfig) -> KeyIndex:
 
 
 def possible_keys(weight: Weight, model: ModelConfig) -> Iterator[KeyIndex]:
-    """Keys that Megatron-Core checkpoints use for a parameter; the trainer's key comes first.
-
-    Models without Transformer Engine have other norms, and ``singleton_local_shards`` stacks nothing.
-    """
+    """Keys that Megatron-Core checkpoints use for a parameter; the trainer's key comes first. Models without
+    Transformer Engine have other norms, and ``singleton_local_shards`` stacks nothing."""
     stacked = model.first_dense_layers == 0 or not model.is_moe
     fused = _fused_norm(weight.name, model)
     for name in dict.fromkeys((fused, weight.name)):
@@ -50,7 +48,6 @@ def possible_keys(weight: Weight, model: ModelConfig) -> Iterator[KeyIndex]:
 
 
 def _key(name: str, model: ModelConfig, *, layers: bool, experts: bool) -> KeyIndex:
-    """The key when ``layers`` or ``experts`` are stacked."""
     index: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     layer, expert = _LAYER.search(name), _EXPERT.search(name)

@@ -112,10 +112,8 @@ def convert(
 
 
 def _link_files(source: MegatronFolder, links: Path) -> MegatronFolder:
-    """Hard-link the checkpoint's files, so that a running job can remove the checkpoint.
-
-    On another filesystem the checkpoint is read in place. Raises CheckpointError when it is already removed.
-    """
+    """Hard-link the checkpoint's files, so that a running job can remove the checkpoint; on another filesystem read it
+    in place. Raises CheckpointError when it is already removed."""
     links.mkdir(exist_ok=True)
     try:
         for name in {piece.file for _, stored in source.locations.values() for piece in stored.pieces}:
@@ -130,7 +128,6 @@ def _link_files(source: MegatronFolder, links: Path) -> MegatronFolder:
 
 
 def _parts(weight: Weight) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a parameter's Hugging Face tensors."""
     return dict(weight.parts) | dict.fromkeys(weight.copies, weight.shape)
 
 

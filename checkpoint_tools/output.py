@@ -37,7 +37,6 @@ class Output:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of all tensors in finished buckets, by name."""
         return {name: value for index in sorted(self.done) for name, value in self.done[index]["digests"].items()}
 
     def record(self, bucket: int, result: dict[str, Any]) -> None:
@@ -68,14 +67,10 @@ class Output:
 def output_folder(path: str | Path, inputs: Mapping[str, Any], *, overwrite: bool, num_bytes: int) -> Iterator[Output]:
     """Open the partial folder of ``path``; continue an interrupted run if its ``inputs`` were the same.
 
-    Args:
-        inputs: JSON that determines the content: the source, the model and the options.
-        overwrite: Replace an existing folder that these tools wrote.
-        num_bytes: Bytes of weights that will be written.
-
-    Raises:
-        CheckpointError: the folder exists, is locked or cannot be written, or the disk is full. Finished buckets stay
-            on disk, and the same command continues.
+    ``inputs``: JSON that determines the content: the source, the model and the options. ``overwrite``: replace an
+    existing folder that these tools wrote. ``num_bytes``: bytes of weights that will be written. Raises CheckpointError
+    if the folder exists, is locked or cannot be written, or the disk is full. Finished buckets stay on disk, and the
+    same command continues.
     """
     path = Path(os.path.realpath(path))  # the partial folder must be on the filesystem of a link's target
     _require_free(path, inputs, overwrite)
@@ -147,7 +142,6 @@ def _resume(partial: Path, inputs: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

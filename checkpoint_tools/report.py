@@ -17,8 +17,6 @@ from megatron_fp8rl.names import registry
 
 @dataclass
 class Report:
-    """The result of a conversion."""
-
     num_tensors: int = 0
     volume: Volume = field(default_factory=lambda: Volume(0, 0))
     has_tokenizer: bool = True

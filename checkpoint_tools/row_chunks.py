@@ -3,8 +3,7 @@
 In:  a parameter of the name table.
 Out: which rows of which Hugging Face tensor are which rows of the Megatron tensor.
 
-Conversions process Megatron rows in order. The rows of each Hugging Face tensor then also come in order, so its digest
-needs no second pass.
+Megatron rows in order have the rows of each Hugging Face tensor in order, so its digest needs no second pass.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class Segment:
 
 
 def segments(weight: Weight, model: ModelConfig) -> list[Segment]:
-    """All rows of the Megatron tensor, from top to bottom."""
     if weight.join == "copy":
         return [Segment(0, 0, weight.shape[0], 0)]
     result, offset = [], 0

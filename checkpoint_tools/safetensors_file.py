@@ -1,10 +1,8 @@
 """Read and write rows of tensors in safetensors files with positioned reads and writes.
 
-In:  a file, or the names, types and shapes of the tensors to write.
-Out: the position of each tensor, and rows of it.
-
 The safetensors library maps files into memory, and each page read counts as memory of the process. Here a process keeps
-only the rows that it asked for. ``megatron_fp8rl/data/safetensors_header.py`` describes the format.
+only the rows that it asked for. Format: 8 bytes with the header's length N, little endian; N bytes of JSON; then the
+tensors without gaps, at the offsets in the header.
 """
 
 from __future__ import annotations
@@ -28,11 +26,8 @@ Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # types and shapes 
 
 
 def create_file(file: Path, tensors: Tensors) -> dict[str, Entry]:
-    """Create a file of full size with its header; returns the positions of its tensors, in their order.
-
-    A file of that size from an interrupted run stays. The space is reserved, so a full disk fails before the work.
-    Raises OSError.
-    """
+    """Create a file of full size with its header; returns the positions of its tensors, in their order. Keeps a file of
+    that size from an interrupted run. Reserves the space, so a full disk fails before the work. Raises OSError."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():
@@ -107,5 +102,4 @@ class Files:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in C order."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

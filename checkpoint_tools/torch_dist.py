@@ -113,8 +113,6 @@ def find_problems(folder: Path, tensors: Mapping[str, StoredTensor]) -> list[str
 
 
 class _View(io.RawIOBase):
-    """A byte range of a file, as a file."""
-
     def __init__(self, stream: BinaryIO, start: int, length: int):
         self._stream, self._start, self._length, self._at = stream, start, length, 0
 

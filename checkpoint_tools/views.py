@@ -33,8 +33,6 @@ from megatron_fp8rl.precision.quantizers import dequantize
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Type and shape of a tensor, as read."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     is_dequantized: bool = False  # the file has another type
@@ -45,14 +43,10 @@ class TensorInfo:
 
 
 class View(Protocol):
-    """A checkpoint to compare."""
-
     path: Path
     tensors: Mapping[str, TensorInfo]
 
-    def rows(self, name: str, first: int, end: int) -> Tensor:
-        """Rows [first, end) of a tensor."""
-        ...
+    def rows(self, name: str, first: int, end: int) -> Tensor: ...
 
 
 @dataclass
@@ -145,16 +139,11 @@ class KeyView:
 def open_view(
     path: str | Path, *, dequantize: bool = False, by_key: bool = False, model: ModelConfig | None = None
 ) -> View:
-    """Open a checkpoint of any kind.
+    """Open a checkpoint of any kind: the folder of a checkpoint or a run.
 
-    Args:
-        path: The folder of a checkpoint or a run.
-        dequantize: Read FP8 matrices as FP32.
-        by_key: Name the tensors of a distributed checkpoint by Megatron-Core's keys.
-        model: The architecture, for distributed checkpoints of other programs, which do not record it.
-
-    Raises:
-        CheckpointError: lists everything that is missing, damaged or misnamed.
+    ``dequantize``: read FP8 matrices as FP32. ``by_key``: name the tensors of a distributed checkpoint by
+    Megatron-Core's keys. ``model``: the architecture, for distributed checkpoints of other programs, which do not
+    record it. Raises CheckpointError that lists everything missing, damaged or misnamed.
     """
     path = Path(path)
     if not path.is_dir():

@@ -35,8 +35,6 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that one worker converts together."""
-
     index: int
     names: tuple[str, ...]
     num_bytes: int
@@ -77,9 +75,7 @@ def require_at_least(option: str, value: int, minimum: int) -> None:
 class Job(Protocol):
     """Work on one bucket at a time. Workers receive a pickled copy."""
 
-    def run(self, bucket: Bucket) -> dict[str, Any]:
-        """Process a bucket; the result is JSON."""
-        ...
+    def run(self, bucket: Bucket) -> dict[str, Any]: ...
 
 
 def fill_buckets(sizes: Iterable[tuple[str, int]]) -> list[Bucket]:
@@ -104,10 +100,8 @@ class Volume(NamedTuple):
 
 
 def run_buckets(job: Job, buckets: Sequence[Bucket], output: Output, *, workers: int, label: str) -> Volume:
-    """Run the buckets that the journal lacks. The first error stops the work; finished buckets stay.
-
-    Tensors with NaN or infinity are converted like others, and a warning on stderr names them.
-    """
+    """Run the buckets that the journal lacks. The first error stops the work; finished buckets stay. A warning on
+    stderr names tensors with NaN or infinity, which are converted like others."""
     pending = [bucket for bucket in buckets if bucket.index not in output.done]
     volume = Volume(sum(bucket.num_bytes for bucket in buckets), sum(bucket.num_bytes for bucket in pending))
     with Progress(label, volume.total_bytes, volume.total_bytes - volume.new_bytes) as progress:
@@ -122,10 +116,8 @@ def run_buckets(job: Job, buckets: Sequence[Bucket], output: Output, *, workers:
 
 
 def run_jobs(job: Job, buckets: Sequence[Bucket], workers: int) -> Iterator[tuple[Bucket, dict[str, Any]]]:
-    """Yield each bucket with its result when it is done. One worker runs in this process.
-
-    Raises the first error of a bucket, and CheckpointError when a worker was killed.
-    """
+    """Yield each bucket with its result when it is done. One worker runs in this process. Raises the first error of a
+    bucket, and CheckpointError when a worker was killed."""
     if workers <= 1 or len(buckets) <= 1:
         for bucket in buckets:
             yield bucket, job.run(bucket)

@@ -54,7 +54,6 @@ class Agent:
         self._trouble_since: float | None = None  # since when the board's files cannot be read or written
 
     def run(self) -> int:
-        """Run the attempt and return the exit status."""
         # Blocked here and received in `_listen`. Children inherit the block, so the signal does not kill them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         for sign in (signal.SIGTERM, signal.SIGINT):
@@ -78,7 +77,6 @@ class Agent:
         print(f"[node {self.place.node}, attempt {self.place.attempt}] {text}\n", end="", flush=True)
 
     def _work(self) -> tuple[Result, str]:
-        """(result, reason) of the attempt; processes may still run."""
         roles = self.spec.on_node(self.place.node)
         kill_leftovers(self.spec.run_dir, self.place.job, but=self.place.attempt)
         try:
@@ -114,10 +112,8 @@ class Agent:
     # ---- while the job runs
 
     def _turn(self) -> tuple[Result, str] | None:
-        """(result, reason) if the attempt ends, otherwise None. Raises OSError after ``FILES_DEADLINE_S`` of errors.
-
-        A full disk or a missing file system may be temporary. The next turn repeats what failed.
-        """
+        """(result, reason) if the attempt ends, otherwise None. The next turn repeats what failed, because a full disk
+        may be temporary. Raises OSError after ``FILES_DEADLINE_S`` of errors."""
         try:
             if (end := self._check()) is not None:
                 return end
@@ -257,10 +253,8 @@ class Agent:
             process.num_deaths = 1 if has_settled else process.num_deaths + 1
 
     def _restart(self, process: RoleProcess, names: set[str]) -> None:
-        """Start the next incarnation after the pause, once this part of the current one has ended.
-
-        The role's first node starts first with a new port, so that no other node connects to an ending process.
-        """
+        """Start the next incarnation after the pause, once this part of the current one has ended. The role's first
+        node starts first with a new port, so that no other node connects to an ending process."""
         if names & {FAILED, STOP}:
             return
         role = process.role
@@ -282,7 +276,6 @@ class Agent:
         del self._ends_at[role.name]
 
     def _give_up(self, process: RoleProcess) -> None:
-        """End this part of a role that another node has given up."""
         if process.state == "given up":
             return
         if process.role.name not in self._ends_at:
@@ -292,13 +285,11 @@ class Agent:
             process.report("given up", self._end(process))
 
     def _end(self, process: RoleProcess) -> int | None:
-        """Kill this part of a role and return its exit status."""
         process.kill()
         self._withdraw(process)
         return process.exit_status()
 
     def _withdraw(self, process: RoleProcess) -> None:
-        """Remove the endpoint of a server that has ended."""
         if process.role.kind == "replica":
             endpoint_file(self.spec.run_dir, process.role.name).unlink(missing_ok=True)
 
@@ -383,7 +374,6 @@ class Agent:
 
 
 def main() -> int:
-    """Run the agent of this node; return the exit status."""
     args = sys.argv[1:]
     if len(args) != 1:
         print("usage: python -m launch.agent JOB.json", file=sys.stderr)

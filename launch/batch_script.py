@@ -49,12 +49,10 @@ class Submission:
 
     @property
     def code_dir(self) -> Path:
-        """Folder of the copied code that the job runs."""
         return self.folder / "code"
 
 
 def render(submission: Submission) -> str:
-    """The complete batch script."""
     cluster, folder = submission.cluster, submission.folder
     run = ["srun", '--output="$log"', *srun_options(submission), *SRUN]
     run += [*map(quote, cluster.srun), quote(cluster.interpreter), "-m", "launch.agent", '"$folder/job.json"']
@@ -82,7 +80,6 @@ def srun_options(submission: Submission) -> list[str]:
 
 
 def run_mounts(submission: Submission) -> list[str]:
-    """Mounts of run_root and the run's folder."""
     run_dir, root = submission.spec.run_dir, submission.cluster.run_root
     folders = [root] if root else []
     if not (root and Path(run_dir).is_relative_to(root)):

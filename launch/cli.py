@@ -50,8 +50,6 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Parsed launcher options, and the remaining arguments."""
-
     config_name: str
     cluster: str
     job: str = "train"
@@ -64,7 +62,6 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print(_USAGE.format(known=", ".join(clusters.known())))
@@ -137,7 +134,6 @@ def _checked(options: dict, rest: list[str]) -> Options:
 
 
 def read_request(options: Options) -> Request:
-    """Load configuration and cluster. Raises their loaders' errors, and SystemExit for an unknown field."""
     cluster = clusters.load(options.cluster)
     target = jobs.read(options.job, options.config_name, options.args)
     chosen = {"job": options.job, "config_name": options.config_name, "nodes": options.nodes}
@@ -174,7 +170,6 @@ def check(options: Options, request: Request) -> tuple[Plan, list[str], list[str
 
 
 def _show(problems: Sequence[str], warnings: Sequence[str]) -> bool:
-    """Print problems and warnings; return True if there are no problems."""
     for text in warnings:
         print(f"warning: {text}", file=sys.stderr)
     if problems:
@@ -229,7 +224,6 @@ def _sweep(options: Options) -> int:
 
 
 def _show_states(states: dict[str, str]) -> int:
-    """Print the final state of each Slurm job; return 0 if all completed, otherwise 1."""
     print("\n".join(f"job {job_id}: {state}" for job_id, state in states.items()))
     return int(any(state != "COMPLETED" for state in states.values()))
 

@@ -84,11 +84,9 @@ class Cluster:
 
     @classmethod
     def from_executor(cls, executor: Any, **more: Any) -> Cluster:
-        """Convert a ``nemo_run.SlurmExecutor``.
-
-        ``more``: fields that an executor lacks: ``gpu`` (GPU kind), ``ranks_per_node`` (without GPUs), ``run_root``.
-        Raises ClusterError for a remote executor, or for settings that conflict with the launcher.
-        """
+        """Convert a ``nemo_run.SlurmExecutor``. ``more``: fields that an executor lacks: ``gpu`` (GPU kind),
+        ``ranks_per_node`` (without GPUs), ``run_root``. Raises ClusterError for a remote executor, or for settings that
+        conflict with the launcher."""
         if executor.tunnel.__class__.__name__ != "LocalTunnel":
             raise ClusterError(
                 f"executor.tunnel = {type(executor.tunnel).__name__}: planning reads the run's folder and data "
@@ -127,11 +125,9 @@ class Cluster:
 
     @property
     def interpreter(self) -> str:
-        """The Python that starts the agents."""
         return self.python or ("python" if self.container_image else sys.executable)
 
     def violations(self) -> list[Violation]:
-        """All invalid fields."""
         errors = _node_errors(self)
         if self.kind == "local":
             return errors
@@ -242,15 +238,12 @@ def parse_time_limit(text: str) -> int | None:
 
 
 def known() -> list[str]:
-    """Names of the cluster files in ``launch/clusters/``."""
     return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 
 
 def load(name_or_path: str) -> Cluster:
-    """Load a cluster by name, or by path (contains '/' or ends in ``.py``).
-
-    Raises ClusterError, which names the file, if it is missing, fails or sets no ``CLUSTER``.
-    """
+    """Load a cluster by name, or by path (contains '/' or ends in ``.py``). Raises ClusterError, which names the file,
+    if it is missing, fails or sets no ``CLUSTER``."""
     if os.sep in name_or_path or name_or_path.endswith(".py"):
         path = Path(name_or_path).expanduser()
         if not path.is_file():
@@ -280,7 +273,6 @@ def load(name_or_path: str) -> Cluster:
 
 
 def _type_errors(cluster: Cluster) -> list[Violation]:
-    """Fields whose value has the wrong type."""
     import typeguard  # dependency of tyro; imported only when needed
 
     errors = []

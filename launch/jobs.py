@@ -1,11 +1,9 @@
-"""Parses and plans each kind of job.
+"""Parses and plans each kind of job. Starts nothing; needs no torch.
 
-    train, rl, sft   a trainer, and replicas on the same or other nodes
-    eval             the same for a checkpoint, without training: CONFIG --checkpoint PATH ...
-    study            one node runs the precisions in turn: CONFIG --seeds 1 2 3
-    convert          one node runs a checkpoint tool: TOOL SOURCE TARGET ... instead of CONFIG
-
-In: command-line arguments, a cluster. Out: a :class:`~launch.plan.Plan`. Starts nothing; needs no torch.
+train, rl, sft   a trainer, and replicas on the same or other nodes
+eval             the same for a checkpoint, without training: CONFIG --checkpoint PATH ...
+study            one node runs the precisions in turn: CONFIG --seeds 1 2 3
+convert          one node runs a checkpoint tool: TOOL SOURCE TARGET ... instead of CONFIG
 """
 
 from __future__ import annotations
@@ -43,11 +41,9 @@ class Target:
 
 
 def read(job: str, target: str, args: Sequence[str]) -> Target:
-    """Parse CONFIG, or the tool of a conversion, and the remaining arguments.
-
-    Does not check the configuration, because the plan checks it for the cluster's GPUs. Raises cli.UsageError for an
-    unknown configuration or tool, and SystemExit for an unknown option.
-    """
+    """Parse CONFIG, or the tool of a conversion, and the remaining arguments. Raises cli.UsageError for an unknown
+    configuration or tool, and SystemExit for an unknown option. The plan checks the configuration, for the cluster's
+    GPUs."""
     if job == "convert":
         return Target(cfg=None, overrides=(), args=_tool_args(target, args))
     parsed = cli.parse([job, target, *args], _COMMANDS)
@@ -55,7 +51,6 @@ def read(job: str, target: str, args: Sequence[str]) -> Target:
 
 
 def plan(request: Request) -> Plan:
-    """Plan the requested job, or list every problem."""
     planners = {"eval": plan_eval, "study": plan_study, "convert": plan_convert}
     return plan_training(request) if request.job in TRAINING_JOBS else planners[request.job](request)
 
@@ -119,7 +114,6 @@ def plan_convert(request: Request) -> Plan:
 
 
 def _with_problems(planned: Plan, problems: Sequence[str]) -> Plan:
-    """The plan with more problems; without a job if there are any."""
     if not problems:
         return planned
     return dataclasses.replace(planned, spec=None, problems=(*problems, *planned.problems))

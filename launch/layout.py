@@ -13,8 +13,6 @@ Slots = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What must be placed."""
-
     ranks: int  # trainer ranks; 0 for engines only
     replicas: int  # started by agents
     tensor: int  # engine workers per replica
@@ -32,8 +30,6 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Locations of trainer and replicas."""
-
     nodes: int
     trainer_nodes: tuple[int, ...]
     ranks_per_node: int

@@ -1,8 +1,8 @@
 """Runs a job without Slurm: a supervisor process, and one agent per node of the job on this machine.
 
-``python -m launch.local JOB.json`` is the supervisor. It starts the agents, forwards signals, and restarts the agents
-at most ``max_restarts`` times. Its session is separate from the terminal, so it survives the terminal. It exits with
-the status of the agents.
+``python -m launch.local JOB.json`` is the supervisor. It starts the agents, forwards signals, restarts the agents at
+most ``max_restarts`` times, and exits with their status. Its session is separate from the terminal, so it survives the
+terminal.
 """
 
 from __future__ import annotations

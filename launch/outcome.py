@@ -5,8 +5,8 @@ In: the errors of all nodes, and the outcomes of earlier attempts. Out: an exit 
 all. Uses only the standard library and the names of checkpoints.
 
 A failed attempt is repeated if the run has finished a step, and the same error did not end the previous attempt at the
-same checkpoint. Three failures without a new checkpoint end the job. Its error is then the first of them, because later
-errors are often consequences.
+same checkpoint. Three failures without a new checkpoint end the job; its error is the first, because later errors are
+often consequences.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ Result = Literal["done", "saved", "cancelled", "failed", "unsaved"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of one attempt."""
-
     attempt: int
     result: Result
     status: int  # exit status of the agents: 0, SAVED to be restarted, or a failure

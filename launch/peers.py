@@ -1,9 +1,8 @@
 """The place of a node in its job, and the shared files through which the agents of one attempt communicate.
 
 In: the environment of Slurm, or of the launcher on this machine. Out: a :class:`Place` and a :class:`Board`, a folder
-of the run on the shared file system. Runs in the agent of every node. Uses only the standard library.
-
-The name of the folder contains job and attempt, so that no files of earlier attempts are read:
+of the run on the shared file system. Runs in the agent of every node. Uses only the standard library. The folder's name
+contains job and attempt, so that no files of earlier attempts are read:
 
     node-<i>.json            {"host", "address", "port", "pid"}; the modification time is the agent's last heartbeat
     role-<role>.node<i>.json {"state": "running" | "dead" | "given up" | "ended" | "stopped", "pid", "incarnation",
@@ -51,8 +50,6 @@ class PeersMissingError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Job, attempt and node of an agent."""
-
     job: str
     attempt: int  # counts from 0
     node: int
@@ -89,8 +86,6 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A node of the attempt."""
-
     host: str
     address: str
     port: int  # free when the node joined
@@ -142,16 +137,14 @@ class Board:
             return None
 
     def all(self, prefix: str) -> dict[str, dict[str, Any]]:
-        """Contents of all JSON files with a name prefix, by name."""
         names = sorted(name for name in self.names() if name.startswith(prefix) and name.endswith(".json"))
         return {name: content for name in names if (content := self.get(name)) is not None}
 
     def join(self, deadline_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> dict[int, Peer]:
         """Register this node and wait for all others; returns peers by node.
 
-        Raises:
-            PeersMissingError: after ``deadline_s``, if another node failed or cancelled, or if ``is_interrupted``.
-            FileExistsError: another job has used this folder.
+        Raises PeersMissingError after ``deadline_s``, if another node failed or cancelled, or if ``is_interrupted``.
+        Raises FileExistsError if another job has used this folder.
         """
         local = Peer(host=socket.gethostname(), address=local_address(self.place), port=free_port(), pid=os.getpid())
         if not self.put(f"node-{self.place.node}.json", vars(local), once=True):
@@ -183,7 +176,6 @@ class Board:
             time.sleep(self.poll_s)
 
     def heartbeat(self) -> None:
-        """Update the modification time of this node's file."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / f"node-{self.place.node}.json")
 
@@ -223,7 +215,6 @@ def interfaces() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

@@ -1,7 +1,6 @@
 """Plan the roles of a job from a configuration and a cluster, or list every error.
 
-In: a :class:`Request`. Out: a :class:`Plan`. Starts nothing and needs no Slurm, GPU or torch. Reads the files named in
-the configuration, like ``doctor``.
+Starts nothing and needs no Slurm, GPU or torch. Reads the files named in the configuration, like ``doctor``.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ REMOTE = ("--engine.placement", "remote")  # agents start the engines
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A user's job request."""
-
     job: str  # value of --job
     cluster: Cluster
     config_name: str = ""  # CONFIG as typed
@@ -48,7 +45,6 @@ class Plan:
 
 
 def plan_training(request: Request) -> Plan:
-    """Plan warm start, RL, or both: a trainer and replicas on the same or different nodes."""
     cfg, cluster = request.cfg, request.cluster
     assert cfg is not None
     needs_engines = request.job != "sft" and cfg.sampling.replay is None
@@ -96,10 +92,8 @@ def plan_training(request: Request) -> Plan:
 
 
 def preflight(request: Request, *, without: str | None = None) -> tuple[list[str], list[str]]:
-    """(problems, warnings) of the cluster file and of ``doctor``, for the cluster's GPUs.
-
-    ``without``: a field to skip, such as "--weight_sync.transport", because the caller checks it.
-    """
+    """(problems, warnings) of the cluster file and of ``doctor``, for the cluster's GPUs. ``without``: a field that the
+    caller checks, such as "--weight_sync.transport"."""
     cfg, cluster = request.cfg, request.cluster
     problems = [str(violation) for violation in cluster.violations()]
     warnings: list[str] = []
@@ -166,7 +160,6 @@ def trainer_args(request: Request, run_dir: str, replicas: tuple[Role, ...]) -> 
 def job_spec(
     request: Request, run_dir: str, roles: tuple[Role, ...], nodes: int, *, name: str | None = None
 ) -> JobSpec:
-    """A job of these roles with the cluster's common settings."""
     cluster, cfg = request.cluster, request.cfg
     return JobSpec(
         name=name or (cfg.name if cfg is not None else request.job),
@@ -199,7 +192,6 @@ def absolute_run_dir(cfg: RunConfig, cluster: Cluster) -> str:
 
 
 def lines(spec: JobSpec) -> list[str]:
-    """Describe the job for the user before it is queued."""
     text = [f"job {spec.name!r}: {spec.nodes} {'node' if spec.nodes == 1 else 'nodes'}, run folder {spec.run_dir}"]
     for role in spec.roles:
         where = format_nodes(role.nodes)

@@ -3,10 +3,10 @@
 In: a role of the job, and the addresses of its nodes. Out: its process, its log below the run's folder, and the time of
 each traceback. Runs in the agent. Uses only the standard library.
 
-Signals: Slurm sends SIGUSR1 before the time limit and SIGTERM at the end, to every process of the job; by default,
-either ends a process. The agent blocks SIGUSR1, and its children inherit that: torchrun, ranks, engines. torchrun also
-has SIGTERM blocked, because it would kill its ranks after 30 s, even while they write a checkpoint; SIGINT ends it.
-Trainer ranks unblock the signals that they handle (``megatron_fp8rl/runtime/stop.py``).
+Slurm sends SIGUSR1 before the time limit and SIGTERM at the end, to every process of the job; by default, either ends a
+process. The agent blocks SIGUSR1, and its children inherit that: torchrun, ranks, engines. torchrun also has SIGTERM
+blocked, because it would kill its ranks after 30 s, even while they write a checkpoint; SIGINT ends it. Trainer ranks
+unblock the signals that they handle (``megatron_fp8rl/runtime/stop.py``).
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ _OWNER = "LAUNCH_OWNER"  # in the environment of all descendants, including thos
 
 @dataclass(frozen=True)
 class Failure:
-    """The error of a process."""
-
     time: float  # seconds since 1970: first traceback, or end of the process
     text: str
     rank: int | None  # trainer rank, if the output names it
@@ -73,10 +71,8 @@ class RoleProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self, incarnation: int = 0, port: int | None = None) -> None:
-        """Start the process, after a new header in its log. Raises OSError if the program does not exist.
-
-        ``port``: a free port on the role's first node; None keeps the current port.
-        """
+        """Start the process, after a new header in its log. ``port``: a free port on the role's first node; None keeps
+        the current port. Raises OSError if the program does not exist."""
         self.incarnation = incarnation
         self._port = self._port if port is None else port
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +104,6 @@ class RoleProcess:
         self.report("running")
 
     def report(self, state: str, status: int | None = None) -> None:
-        """Write the state of this part of the role to the board."""
         part = f"{self.role.name}.node{self._board.place.node}.json"
         pid = None if self._process is None else self._process.pid
         content = {"state": state, "pid": pid, "incarnation": self.incarnation, "status": status, "port": self._port}
@@ -127,7 +122,6 @@ class RoleProcess:
         return status
 
     def request_exit(self) -> None:
-        """Ask the process to exit."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGINT if self.role.kind == "torchrun" else signal.SIGTERM)
@@ -224,10 +218,8 @@ class RoleProcess:
         return {"GLOO_SOCKET_IFNAME": name} if name else {}
 
     def _listen(self, output: BinaryIO) -> None:
-        """Copy output lines into the log and record when tracebacks begin, to order errors of all nodes by time.
-
-        If the disk is full, lines are dropped, because a process blocks when its output is not read.
-        """
+        """Copy output lines into the log and record when tracebacks begin, to order errors of all nodes by time. Drops
+        lines if the disk is full: a process blocks when its output is not read."""
         with self.log.open("ab", buffering=0) as log, output:
             for line in output:
                 if _TRACEBACK in line:
@@ -261,11 +253,8 @@ def format_exit_status(status: int | None) -> str:
 
 
 def _one_error(lines: Sequence[str]) -> list[str]:
-    """The lines of a traceback up to its message, plus 15 lines if the message ends in a colon.
-
-    torchrun copies stdout and stderr of a rank from two files, so a traceback may contain output lines that look like
-    a message. A message is never followed by a frame.
-    """
+    """The lines of a traceback up to its message, plus 15 lines if the message ends in a colon. torchrun mixes stdout
+    and stderr of a rank, so lines of output may look like a message; a message is never followed by a frame."""
     plain = [i for i, line in enumerate(lines) if i and line and not line.startswith((" ", "\t"))]
     first = next((i for i, line in enumerate(lines) if i and line.startswith(_FRAME)), 0)
     below = [i for i in plain if i > first and not "".join(lines[i + 1 : i + 2]).startswith(_FRAME)]

@@ -1,7 +1,4 @@
-"""Reads the state of a launched run from its folder and from Slurm.
-
-In: a run's folder. Out: a :class:`JobState` per job, and the text of ``status``. Uses only the standard library.
-"""
+"""Reads the state of a launched run from its folder and from Slurm. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -74,7 +71,6 @@ def no_output_message(run_dir: str | Path, job_id: str) -> str:
 
 
 def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
-    """The lines of ``status``."""
     lines = [_line("run", str(run_dir))]
     for state in jobs[-5:]:
         lines += _job_lines(run_dir, state)
@@ -98,7 +94,6 @@ def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
 
 
 def report_name(spec: JobSpec) -> str | None:
-    """Name of the report in the run's folder; None for a checkpoint tool."""
     _, program, command, *_ = (*spec.roles[0].command, "", "", "")
     if program == "checkpoint_tools":
         return None

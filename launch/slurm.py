@@ -1,8 +1,4 @@
-"""Submits jobs to Slurm and reads their states.
-
-In: a :class:`~launch.spec.JobSpec` and a cluster. Out: the batch script, or the number of the queued job. Uses Slurm's
-commands; accounting is optional.
-"""
+"""Submits jobs to Slurm and reads their states. Uses Slurm's commands; accounting is optional."""
 
 from __future__ import annotations
 
@@ -127,13 +123,11 @@ def submit(spec: JobSpec, cluster: Cluster, *, cluster_name: str, id: str | None
 
 
 def write(submission: Submission) -> None:
-    """Write the code and the job's file."""
     copy_code(submission.code_dir, submission.spec.user_files, submission.spec.user_modules)
     submission.spec.save(submission.folder / "job.json")
 
 
 def with_code(submission: Submission) -> Submission:
-    """The submission with the copied code first in every role's PYTHONPATH."""
     spec, code = submission.spec, str(submission.code_dir)
     inherited = spec.env.get("PYTHONPATH")
     env = {**spec.env, "PYTHONPATH": f"{code}:{inherited}" if inherited else code, COPIES: f"{code}/{_COPIES}"}
@@ -240,7 +234,6 @@ def slurm_output(*args: str, deadline_s: float = _COMMAND_DEADLINE_S) -> str | N
 
 
 def _submit_error_text(stderr: str, cluster: Cluster) -> str:
-    """The errors of sbatch, and the fields that they concern."""
     errors = [line.strip() for line in stderr.splitlines() if "error" in line.lower()]
     shown = "; ".join(errors or stderr.strip().splitlines()[-3:]) or "sbatch failed without a message"
     values = {

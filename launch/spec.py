@@ -1,9 +1,8 @@
 """Job description: roles, their nodes, and the files for discovery between processes.
 
 The login node writes a :class:`JobSpec` to a file, and the agent of every node reads it. Only the owner can read the
-file because it contains values of environment variables. Uses only the standard library.
-
-Files of a run, below its folder on the shared file system::
+file because it contains values of environment variables. Uses only the standard library. Files below the run's folder
+on the shared file system::
 
     launch/jobs.jsonl                     one line for every job submitted: see ``jobs_file``
     launch/jobs/<submission>/             job.json (the job, mode 0600), sbatch.sh, code/, and the job's own output
@@ -36,8 +35,8 @@ SWEEP, ELEMENT = "sweep.json", "element-"  # in the folder of a sweep: its descr
 class Role:
     """One program of the job, on one or several nodes.
 
-    ``command``: the arguments of ``python``, such as ``("-m", "megatron_fp8rl", "rl", ...)``. They may contain the
-    placeholders of :meth:`args`, because addresses are known only at run time.
+    ``command``: the arguments of ``python``, such as ``("-m", "megatron_fp8rl", "rl", ...)``, with the placeholders of
+    :meth:`args`, because addresses are known only at run time.
     """
 
     name: str  # "trainer", "rollout-0", "task": unique in the job, valid as a file name
@@ -55,10 +54,8 @@ class Role:
         return self.nodes.index(node)
 
     def args(self, node: int, *, head_address: str, head_port: int) -> tuple[str, ...]:
-        """The command on one node, with ``{node_rank}``, ``{head_address}`` and ``{head_port}`` filled in.
-
-        ``head_address``: address of the role's first node. ``head_port``: a free port there.
-        """
+        """The command on one node, with ``{node_rank}``, ``{head_address}`` and ``{head_port}`` filled in: the address
+        of the role's first node and a free port there."""
         values = {"{node_rank}": str(self.rank_of(node)), "{head_address}": head_address, "{head_port}": str(head_port)}
         pattern = "|".join(map(re.escape, values))
         return tuple(re.sub(pattern, lambda match: values[match[0]], arg) for arg in self.command)
@@ -79,7 +76,6 @@ class JobSpec:
     user_modules: tuple[str, ...] = ()  # absolute paths of user Python modules; a queued job uses copies
 
     def on_node(self, node: int) -> tuple[Role, ...]:
-        """The roles on a node, in the job's order."""
         if not 0 <= node < self.nodes:
             raise ValueError(f"job {self.name!r} has no node {node}, only 0 to {self.nodes - 1}")
         return tuple(role for role in self.roles if node in role.nodes)
@@ -128,17 +124,14 @@ class JobSpec:
 
 
 def launch_dir(run_dir: str | Path) -> Path:
-    """Folder for files of launcher and agents."""
     return Path(run_dir) / "launch"
 
 
 def submission_dir(run_dir: str | Path, submission: str) -> Path:
-    """Folder of a submission."""
     return launch_dir(run_dir) / "jobs" / submission
 
 
 def spec_file(run_dir: str | Path, submission: str) -> Path:
-    """Job file of a submission."""
     return submission_dir(run_dir, submission) / "job.json"
 
 
@@ -157,7 +150,6 @@ def attempt_dir(run_dir: str | Path, job_id: str, attempt: int) -> Path:
 
 
 def endpoint_file(run_dir: str | Path, role_name: str) -> Path:
-    """Endpoint file of a replica."""
     return Path(run_dir) / "replicas" / f"{role_name}.json"
 
 

@@ -46,7 +46,6 @@ def format_label(label: Label) -> str:
 
 
 def note(folder: str | Path, axes: Axes) -> None:
-    """Write the labels of a sweep to its folder."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     _write(Path(folder) / SWEEP, json.dumps({"labels": labels(axes)}, indent=2) + "\n")
 
@@ -111,7 +110,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table of a sweep's folder; return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     if len(args) != 1 or args[0].startswith("-"):
         print("usage: python -m launch.sweep FOLDER", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Finds the user's files that a run needs: code that is copied with the job, and paths that the nodes must see.
 
-In: a configuration. Out: files to copy, and errors for unreachable paths. Reads module sources without importing them.
+Reads module sources without importing them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ _SHARED = tuple("nfs lustre gpfs beegfs ceph wekafs panfs pvfs2 cifs smb3 9p afs
 
 
 def reward_files(data: DataConfig) -> tuple[str, ...]:
-    """Files of the user's reward functions."""
     functions = (reward.function for source in data.environments for reward in source.rewards)
     return tuple(dict.fromkeys(str(parse(name)[0].absolute()) for name in functions if ".py:" in name))
 
 
 def modules(algo: AlgoConfig, data: DataConfig, config_name: str = "") -> tuple[str, ...]:
-    """Packages (folders) and modules (files) that the arguments name, and their imports from the same folder.
-
-    Omits installed modules and this code. Missing modules are reported by the configuration check.
-    """
+    """Packages (folders) and modules (files) that the arguments name, and their imports from the same folder. Omits
+    installed modules and this code. The configuration check reports missing modules."""
     names = [config_name, algo.loss, algo.advantage]
     for source in data.environments:
         names += [source.dataset.removeprefix(CLASS)] if kind_of(source.dataset) == "class" else []

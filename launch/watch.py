@@ -38,7 +38,6 @@ class WatchError(ValueError):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command; return the exit status."""
     options = _parser().parse_args(argv)
     try:
         root = Path()
@@ -66,7 +65,6 @@ def find_run(name: str, root: Path = Path()) -> Path:
 
 
 def _runs(folder: Path, command: str) -> list[Path]:
-    """The run of a folder, or the runs of a sweep."""
     if not (folder / SWEEP).exists():
         return [folder]
     runs = [path.parent for path in folder.glob(f"{ELEMENT}*/launch")]
@@ -84,10 +82,8 @@ def status(run_dir: Path, options: argparse.Namespace) -> int:
 
 
 def cancel(run_dir: Path, options: argparse.Namespace) -> int:
-    """Cancel all active jobs of the run. Running jobs save first, unless ``--now``.
-
-    Agents read the file ``cancel``: the trainer ends its step and saves, and the job ends without another attempt.
-    """
+    """Cancel all active jobs of the run. Running jobs save first, unless ``--now``: agents read the file ``cancel``,
+    the trainer ends its step and saves, and the job ends without another attempt."""
     active = [job for job in _jobs(run_dir) if not job.is_over]
     if not active:
         print("no job runs or waits")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner.against_runs
 
-Prints predicted and measured seconds, and errors. The rates of ``preflight/rates.toml`` are fitted to some of these
-rows; their errors are errors of the fit, not of a prediction.
+The rates of ``preflight/rates.toml`` are fitted to some of these rows; their errors are errors of the fit, not of a
+prediction.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A phase of a run, in seconds."""
-
     run: str
     phase: str
     predicted: float
@@ -55,7 +53,6 @@ class Comparison:
 
 
 def rows(name: str) -> list[Row]:
-    """The rows of one file of benchmarks/results."""
     return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 
@@ -134,7 +131,6 @@ def _comparisons() -> Iterator[Comparison]:
 
 
 def steps() -> list[Comparison]:
-    """Whole steps alone."""
     return [row for row in comparisons() if row.phase == "step"]
 
 

@@ -34,20 +34,17 @@ HOST = ("host_moe_layer_s",)  # not the limit in the fitted runs
 
 @functools.cache
 def known_rows() -> tuple[tuple[Row, RunConfig, Lengths], ...]:
-    """Rows of the ledger whose configuration is known."""
     rows = [(row, against_runs.ledger_config(row, against_runs.models())) for row in against_runs.rows("ledger")]
     return tuple((row, *known) for row, known in rows if known is not None)
 
 
 def seconds_with(changes: dict[str, float], row: Row, cfg: RunConfig, lengths: Lengths) -> StepTime:
-    """The predicted step with changed rates."""
     gpu = gpu_in(row["device"])
     changed = replace(Rates.of(gpu.name), **changes)
     return step_time(cfg, lengths, changed, Network(), memory_bytes=gpu.memory_bytes, gpus=row["gpus"])
 
 
 def solved(equations: Sequence[Equation]) -> np.ndarray:
-    """Factors of the rates by least squares of relative errors."""
     matrix = [[factor / seconds for factor in factors] for factors, seconds, _ in equations]
     return np.linalg.lstsq(
         np.array(matrix), np.array([1 - rest / seconds for _, seconds, rest in equations]), rcond=None
@@ -55,7 +52,6 @@ def solved(equations: Sequence[Equation]) -> np.ndarray:
 
 
 def free(names: Sequence[str]) -> dict[str, float]:
-    """Rates at which these operations take no time."""
     return {name: math.inf if name in FLOPS else 0.0 for name in names}
 
 
@@ -106,7 +102,6 @@ def _depth_seconds(changes: dict[str, float], row: Row, layers: int) -> float:
 
 
 def _layers_seconds(changes: dict[str, float], row: Row) -> float:
-    """Seconds of all layers of a row."""
     half = row["layers"] // 2
     return 2 * (_depth_seconds(changes, row, 2 * half) - _depth_seconds(changes, row, half))
 

@@ -8,7 +8,6 @@ from launch.cluster import Cluster
 
 
 def _gpu_names() -> list[str]:
-    """nvidia-smi's names of this machine's GPUs."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

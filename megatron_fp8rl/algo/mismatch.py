@@ -51,8 +51,10 @@ class InexactError(RuntimeError):
 
 
 def require_exact(report: MismatchReport, explain: Callable[[str], str] | None = None) -> None:
-    """Raise InexactError, naming the sequence that differs most, unless every log-probability is equal. ``explain``
-    returns the cause, which the error adds, for the sequence of a name."""
+    """Raise InexactError, naming the sequence that differs most, unless every log-probability is equal.
+
+    ``explain`` returns the cause, which the error adds, for the sequence of a name.
+    """
     largest = report.metrics.get("mismatch/abs_logprob_diff/max", 0.0)
     if largest == 0.0:
         return
@@ -109,8 +111,10 @@ class MismatchReport:
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Log of a probability ratio, [T]; 0 where the mask is False. Masks before the subtraction: padding may hold -inf,
-    and ``0 * inf`` is NaN in values and gradients."""
+    """Log of a probability ratio, [T]; 0 where the mask is False.
+
+    Masks before the subtraction: padding may hold -inf, and ``0 * inf`` is NaN in values and gradients.
+    """
     return torch.where(mask_T, numerator_T, 0.0) - torch.where(mask_T, denominator_T, 0.0)
 
 

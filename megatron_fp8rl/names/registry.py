@@ -34,8 +34,10 @@ _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
 
 
 def to_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """The Hugging Face config.json of ``model``, without special tokens. Raises ValueError if the model has a feature
-    that its family lacks."""
+    """The Hugging Face config.json of ``model``, without special tokens.
+
+    Raises ValueError if the model has a feature that its family lacks.
+    """
     return family.write(FAMILIES[model.family], model)
 
 
@@ -76,8 +78,10 @@ def weights(model: ModelConfig) -> dict[str, Weight]:
 
 
 def weight(global_name: str, model: ModelConfig) -> Weight:
-    """One weight. A tied output layer (the last pipeline stage holds a copy) is the embedding. Raises KeyError if the
-    family has no such parameter."""
+    """One weight. A tied output layer (the last pipeline stage holds a copy) is the embedding.
+
+    Raises KeyError if the family has no such parameter.
+    """
     if model.tie_embeddings and global_name == blocks.OUTPUT_LAYER:
         global_name = blocks.EMBEDDING
     try:
