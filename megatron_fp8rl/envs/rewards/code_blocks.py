@@ -22,6 +22,7 @@ _OPENINGS = (
 )
 _INLINE_END = re.compile(r"(`{3,})[ \t]*(</\w+>[ \t]*)?$")
 _PYTHON = re.compile(r"\{?\.?(?:python|py|ipython)(?![a-z])", re.IGNORECASE)
+_MARKDOWN = re.compile(r"(?:markdown|md)(?![a-z])", re.IGNORECASE)
 _ELEMENT = re.compile(r"<(answer|code)>\s*\n?(.*?)\s*</\1>", re.DOTALL)
 _LOOKS_PYTHON = re.compile(r"^[ \t]*(?:async def|def|class|import|from|@)\b", re.MULTILINE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -59,7 +60,7 @@ def blocks(text: str) -> list[Block]:
     found: list[Block] = []
     lines: list[str] = []
     opening: re.Match[str] | None = None
-    for line in text.splitlines():
+    for line in text.replace("\r\n", "\n").split("\n"):
         if opening is None:
             opening = _opening(line)
             continue
@@ -77,7 +78,8 @@ def blocks(text: str) -> list[Block]:
             lines.append(line)
     if opening is not None and lines:
         found.append(_block(lines, opening, is_closed=False))
-    return found
+    parts = [blocks(block.text) if _MARKDOWN.match(block.tag) else [block] for block in found]
+    return [block for part in parts for block in part]
 
 
 def parsed(text: str) -> ast.Module | None:
@@ -88,6 +90,15 @@ def parsed(text: str) -> ast.Module | None:
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def compiles(text: str) -> bool:
+    """Whether a text is a whole program: unlike a syntax tree, this rejects ``return`` outside of a function."""
+    tree = parsed(text)
+    try:
+        return tree is not None and compile(tree, "answer.py", "exec", dont_inherit=True) is not None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
 
 
 def used_names(tree: ast.AST) -> tuple[set[str], set[str]]:
@@ -154,10 +165,25 @@ def _chosen(candidates: Sequence[Block], names: Collection[str]) -> int:
     last = len(candidates) - 1
     if names:
         return max((i for i, block in enumerate(candidates) if defined_names(block.text) & set(names)), default=last)
-    for test in (_reads, _prints):
-        if any(test(block.text) for block in candidates):
-            return max(i for i, block in enumerate(candidates) if test(block.text))
-    return last
+    fits = [test for test in (_reads, _prints) if any(test(block.text) for block in candidates)]
+    chosen = max(i for i, block in enumerate(candidates) if fits[0](block.text)) if fits else last
+    defined = _only_defines(candidates[chosen].text)
+    return max((i for i in range(chosen, last + 1) if defined & _called(candidates[i].text)), default=chosen)
+
+
+def _only_defines(text: str) -> set[str]:
+    """The names of functions in a block that only defines; empty if the block also runs them."""
+    tree = parsed(text)
+    kinds = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
+    return _top_level(tree.body) if tree and all(isinstance(node, kinds) for node in tree.body) else set()
+
+
+def _called(text: str) -> set[str]:
+    """Names that the top level of a block calls."""
+    tree = parsed(text)
+    nodes = [node for node in tree.body if not isinstance(node, (*_FUNCTIONS, ast.ClassDef))] if tree else []
+    calls = [call.func for node in nodes for call in ast.walk(node) if isinstance(call, ast.Call)]
+    return {function.id for function in calls if isinstance(function, ast.Name)}
 
 
 def _reads(text: str) -> bool:

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import types
-import unittest  # noqa: F401 - imported before the program can replace it
 from typing import Any
 
 _OPERATORS = ("__eq__", "__lt__", "__le__", "__gt__", "__ge__")
@@ -37,7 +36,7 @@ class _Tests(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if not name.lower().startswith("assert"):
+        if not name.lower().startswith(("assert", "raises")):
             return node
         starred = any(isinstance(arg, ast.Starred) for arg in node.args)
         node.args = node.args if starred else [_call(_CHECKED, arg) for arg in node.args]
@@ -83,6 +82,8 @@ def main() -> None:
     run, dumps = exec, json.dumps
     originals = dict(vars(builtins))
     request = json.loads(sys.stdin.buffer.read())
+    if any("unittest" in statement for statement in request["statements"]):
+        import unittest  # noqa: F401 - takes time, and a later import could find a module of the program
     reply = os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -97,12 +98,17 @@ def main() -> None:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     names = module.__dict__
-    answer: dict[str, Any] = {"passed": [], "results": []}
+    answer: dict[str, Any] = {"passed": [], "results": [], "missing": ""}
 
     def attempt(action) -> bool:
         try:
             action()
-        except BaseException:
+        except BaseException as error:
+            trace = error.__traceback__
+            while trace and trace.tb_next:
+                trace = trace.tb_next
+            if isinstance(error, ModuleNotFoundError) and trace.tb_frame.f_code.co_filename in ("setup.py", "test.py"):
+                answer["missing"] = error.name
             return False
         return True
 

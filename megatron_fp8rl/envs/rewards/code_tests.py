@@ -149,7 +149,7 @@ def asserts(statement: str) -> bool:
             return True
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name.lower().startswith("assert") or _CALLED.match(name):
+            if name.lower().startswith(("assert", "raises")) or _CALLED.match(name):
                 return True
     return False
 
@@ -180,11 +180,11 @@ def _header(prompt: Prompt, entry_point: str) -> str:
     for text in (str(prompt.metadata.get("prompt") or ""), question):
         lines = text.splitlines()
         heads = [i for i, line in enumerate(lines) if re.match(rf"(?:async )?def {entry_point}\b", line)]
-        starts = [i for i, line in enumerate(lines) if re.match(r"(?:async def|def|class|import|from|@)\b", line)]
-        if not heads or not starts:
+        if not heads:
             continue
-        for stop in range(len(lines), heads[0], -1):
-            code = "\n".join(lines[starts[0] : stop])
+        starts = [i for i in range(heads[0] + 1) if re.match(r"(?:async def|def|class|import|from|@)\b", lines[i])]
+        ends = range(len(lines), heads[0], -1)
+        for code in ("\n".join(lines[start:end]) for start in starts for end in ends):
             if parsed(code) is not None:
                 return code + "\n"
     return ""

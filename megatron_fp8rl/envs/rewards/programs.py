@@ -9,12 +9,13 @@ import json
 import math
 import secrets
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_fp8rl.envs import sandbox
-from megatron_fp8rl.envs.rewards.code_blocks import blocks, defined_names, parsed, program_in
+from megatron_fp8rl.envs.rewards.code_blocks import blocks, compiles, defined_names, parsed, program_in
 from megatron_fp8rl.envs.rewards.code_tests import CodeTests, asserts, raises, tests_of, unlimited_digits
 from megatron_fp8rl.types import Prompt
 
@@ -38,7 +39,8 @@ def code(
 
     def score(prompt: Prompt, completion: str) -> float:
         needed = tests_of(prompt, tests).first(max_tests)
-        program = _program(completion, needed)
+        is_reasoning = prompt.text.rstrip().endswith("<think>") and "</think>" not in completion
+        program = None if is_reasoning else _program(completion, needed)
         if program is None:
             return 0.0
         if needed.cases and not needed.function:
@@ -53,12 +55,18 @@ def code(
 def _program(completion: str, tests: CodeTests) -> str | None:
     program = program_in(completion, tests.names)
     text = completion.rpartition("</think>")[2]
-    if tests.header and "<think>" not in text and not blocks(text):
-        is_body = program is None or not defined_names(program) & tests.names
-        program = tests.header + text if is_body and text.strip() else program
+    if tests.header and "<think>" not in text and not (program and defined_names(program) & tests.names):
+        body = program if blocks(text) else text
+        program = _continued(tests.header, body or "") or program
     if program is None or parsed(program) is None or len(program.encode()) > _LONGEST_PROGRAM:
         return None  # not Python, which includes a null character and characters that are not Unicode
     return program
+
+
+def _continued(header: str, body: str) -> str | None:
+    """The function of the prompt with a body, whose indentation may be missing; None if that is not Python."""
+    bodies = (body, f"    {body}", textwrap.indent(textwrap.dedent(body), "    ")) if body.strip() else ()
+    return next((header + text for text in bodies if compiles(header + text)), None)
 
 
 def _in_one_process(program: str, tests: CodeTests, deadline_s: float, limits: sandbox.Limits) -> list[bool]:
@@ -79,6 +87,8 @@ def _in_one_process(program: str, tests: CodeTests, deadline_s: float, limits: s
     if printed != secret or result.status != 0:
         return [False] * (len(tests.cases) or len(tests.statements))
     reply = json.loads(answer)
+    if reply["missing"]:
+        raise ValueError(f"the tests import {reply['missing']!r}, which {sys.executable} does not have; install it")
     if tests.cases:
         pairs = zip(reply["results"] or [[]] * len(tests.cases), tests.cases, strict=True)
         return [any(_is_equal(json.loads(text), value) for text in texts for value in case[1]) for texts, case in pairs]

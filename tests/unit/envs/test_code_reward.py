@@ -38,7 +38,7 @@ def rows() -> dict[str, dict]:
 @needs_sandbox
 @pytest.mark.parametrize("case", TABLE, ids=[case["why"] for case in TABLE])
 def test_score_of_the_table(case):
-    options = {"case_deadline_s": 2.0} if "endless" in case["why"] else {}
+    options = {"case_deadline_s": 2.0 if "endless" in case["why"] else 60.0}  # a busy machine is slow
     reward = build(RewardConfig(function="code", options=options))
     assert reward([prompt(rows()[case["row"]])], [case["completion"]]) == [case["score"]]
 
@@ -124,3 +124,38 @@ def test_one_program_is_chosen():
     two = "```python\ndef f():\n    return 1\n```\nor\n```python\ndef f():\n    return 2\n```\n"
     assert program_in(two, {"f"}) == "def f():\n    return 2\n"
     assert [block.tag for block in blocks("```sh\nls\n```\n~~~text\n```\n~~~")] == ["sh", "text"]
+
+
+@needs_sandbox
+def test_tests_with_a_missing_module_are_no_fault_of_the_program():
+    reward = build(RewardConfig(function="code"))
+    program = "```python\ndef f(n):\n    return n * n\n```"
+    for row in (
+        {"tests": ["import nowhere", "assert f(2) == 4"]},
+        {"test_imports": ["import nowhere"], "test_list": ["assert f(2) == 4"]},
+    ):
+        with pytest.raises(ValueError, match="the tests import 'nowhere', which .* does not have; install it"):
+            reward([prompt(row)], [program])
+    assert reward([prompt({"tests": ["assert f(2) == 4"]})], [program.replace("def f", "import nowhere\ndef f")]) == [
+        0.0
+    ]
+
+
+@needs_sandbox
+def test_reasoning_that_the_template_opened_has_to_end():
+    reward = build(RewardConfig(function="code"))
+    program = "```python\ndef f(n):\n    return n * n\n```"
+    asked = prompt({"tests": ["assert f(2) == 4"]}, "<|assistant|>\n<think>\n")
+    assert reward([asked, asked], [program, f"Let me see.</think>{program}"]) == [0.0, 1.0]
+
+
+@needs_sandbox
+def test_names_of_the_prompt_are_known_to_its_tests():
+    """As in HumanEval, where some tests use a function of the prompt."""
+    header = 'import math\n\n\ndef double(n):\n    return 2 * n\n\n\ndef half(n):\n    """Undo double."""\n'
+    row = {"entry_point": "half", "test": "def check(candidate):\n    assert candidate(double(3)) == math.floor(3.5)\n"}
+    program = "```python\ndef half(n):\n    return n // 2\n```"
+    for question in (header, f"Complete this.\nfrom here:\n```python\n{header}```\nUse a block."):
+        reward = build(RewardConfig(function="code"))
+        scores = reward([prompt(row, question)] * 3, [program, program.replace("//", "*"), "```python\npass\n```"])
+        assert scores == [1.0, 0.0, 0.0]
