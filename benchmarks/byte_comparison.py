@@ -113,6 +113,7 @@ class TransformerEngine:
 
 
 def transformer_engine(scales: str, device: torch.device) -> TransformerEngine | None:
+    """The quantizer; None on a CPU or without the package."""
     if device.type == "cpu":
         return None
     try:

@@ -90,6 +90,7 @@ def _memory_gb() -> float:
 
 
 async def drive(urls: Sequence[str], sequences: int, mean_tokens: float) -> tuple[list[Completion], dict[str, float]]:
+    """Ask all engines at once, as a step does: (completions, costs)."""
     loop = asyncio.get_running_loop()
     sampling = Sampling(
         temperature=1.0, top_p=1.0, top_k=0, max_tokens=int(_LONGEST * mean_tokens), stop_token_ids=(), stop_strings=()

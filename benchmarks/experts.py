@@ -76,6 +76,7 @@ def token_counts(pattern: str, num_tokens: int, num_experts: int) -> list[int]:
 def measure_arms(
     measured: str, arms: Sequence[str], calls: Callable[[str], tuple[Call, Call]], operations: int, rounds: int
 ) -> Iterator[Row]:
+    """A row for each arm. ``calls`` returns (forward, forward and backward) of an arm."""
     import torch
 
     for arm in arms:

@@ -144,6 +144,7 @@ def layers_that_fit(options: argparse.Namespace, name: str, arm: str) -> int:
 
 
 def planned(options: argparse.Namespace, name: str, arm: str) -> Job:
+    """A run. Exits with status 2 for a shape that does not fit, and prints a depth that fits."""
     try:
         return job_of(options, name, arm)
     except ConfigError as error:

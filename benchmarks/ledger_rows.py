@@ -106,6 +106,7 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
 
 
 def spread(values: Sequence[float]) -> list[float]:
+    """[median, smallest, largest]."""
     return [round(value, 4) for value in (statistics.median(values), min(values), max(values))]
 
 

@@ -50,6 +50,7 @@ def degrees(text: str) -> dict[str, int]:
 
 
 def layout(text: str) -> tuple[ParallelConfig, dict]:
+    """(layout of the trainer, fields of ``EngineConfig``)."""
     if text == "colocated":
         return ParallelConfig(), {"tensor": 1, "placement": "colocated"}
     trainer, engine = map(degrees, text.split("+"))

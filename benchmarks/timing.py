@@ -76,6 +76,7 @@ def dense_rates(size: int = 8192) -> dict[str, float]:
 
 
 def ceilings() -> dict[str, float]:
+    """:func:`dense_rates`, and the bytes per second of a "copy"."""
     return dense_rates() | {"copy": copy_bandwidth()}
 
 
@@ -122,6 +123,7 @@ def busy_seconds(work: Call) -> float:
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of sorted spans (begin, end)."""
     total, until = 0.0, float("-inf")
     for begin, end in spans:
         total += max(0.0, end - max(begin, until))

@@ -120,6 +120,7 @@ class HfFolder:
             )
 
     def stored(self, name: str, first: int = 0, end: int | None = None) -> Tensor:
+        """Rows of a tensor as stored, without dequantization and digest check."""
         return self._files.rows(self.entries[name], first, end)
 
     def _check_digest(self, name: str, first: int, rows: Tensor) -> None:

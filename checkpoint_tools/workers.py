@@ -75,7 +75,9 @@ def require_at_least(option: str, value: int, minimum: int) -> None:
 class Job(Protocol):
     """Work on one bucket at a time. Workers receive a pickled copy."""
 
-    def run(self, bucket: Bucket) -> dict[str, Any]: ...
+    def run(self, bucket: Bucket) -> dict[str, Any]:
+        """Process a bucket; the result is JSON."""
+        ...
 
 
 def fill_buckets(sizes: Iterable[tuple[str, int]]) -> list[Bucket]:

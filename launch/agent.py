@@ -77,6 +77,7 @@ class Agent:
         print(f"[node {self.place.node}, attempt {self.place.attempt}] {text}\n", end="", flush=True)
 
     def _work(self) -> tuple[Result, str]:
+        """(result, reason) of the attempt; processes may still run."""
         roles = self.spec.on_node(self.place.node)
         kill_leftovers(self.spec.run_dir, self.place.job, but=self.place.attempt)
         try:
@@ -276,6 +277,7 @@ class Agent:
         del self._ends_at[role.name]
 
     def _give_up(self, process: RoleProcess) -> None:
+        """End this part of a role that another node has given up."""
         if process.state == "given up":
             return
         if process.role.name not in self._ends_at:

@@ -134,6 +134,7 @@ def _checked(options: dict, rest: list[str]) -> Options:
 
 
 def read_request(options: Options) -> Request:
+    """Load configuration and cluster. Raises their loaders' errors, and SystemExit for an unknown field."""
     cluster = clusters.load(options.cluster)
     target = jobs.read(options.job, options.config_name, options.args)
     chosen = {"job": options.job, "config_name": options.config_name, "nodes": options.nodes}

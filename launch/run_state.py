@@ -94,6 +94,7 @@ def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
 
 
 def report_name(spec: JobSpec) -> str | None:
+    """Name of the report in the run's folder; None for a checkpoint tool."""
     _, program, command, *_ = (*spec.roles[0].command, "", "", "")
     if program == "checkpoint_tools":
         return None

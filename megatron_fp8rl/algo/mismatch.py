@@ -252,6 +252,7 @@ class _Sums:
 
     @classmethod
     def of(cls, diff: Tensor, corrected: Tensor, vetoed: Tensor) -> _Sums:
+        """Sums over tokens with differences ``diff`` (float64, not empty)."""
         limited = diff.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = limited.exp()
         return cls(
@@ -310,6 +311,8 @@ class _Sums:
 
 @dataclass
 class _RankStatistics:
+    """Statistics of one rank; small and picklable."""
+
     total: _Sums = field(default_factory=_Sums)
     positions: dict[int, _Sums] = field(default_factory=dict)
     environments: dict[str, _Sums] = field(default_factory=dict)

@@ -115,6 +115,7 @@ def _ends(branch: Trajectory) -> Iterator[tuple[int, Completion]]:
 
 
 def _require_experts(rollout: Rollout, completion: Completion, num_tokens: int, model: ModelConfig) -> None:
+    """Raise RoutedExpertsError unless the completion has the ids of this model's experts, [tokens, layers, top_k]."""
     experts = completion.routed_experts
     expected = (num_tokens, model.num_layers, model.experts_per_token)
     problem = None

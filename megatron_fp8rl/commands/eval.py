@@ -27,6 +27,7 @@ def _run(invocation: cli.Invocation) -> int:
 
 
 def _evaluate(evaluation: evaluate.Evaluation) -> None:
+    """Collective: evaluate, then write the report of the run's folder."""
     evaluate.run(evaluation, deadline_s=longest_wait_s(evaluation.cfg.engine))
     if os.environ.get("RANK", "0") == "0":
         write_reports(evaluation.cfg)

@@ -236,6 +236,7 @@ def _on_gpus(
 
 
 def _local_gpus() -> tuple[int, float]:
+    """(number of GPUs of this machine, GiB of the first)."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()

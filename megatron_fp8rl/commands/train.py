@@ -81,6 +81,7 @@ def _check_model(cfg: RunConfig) -> None:
 
 
 def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
+    """Collective: run this rank's part of the requested programs."""
     add_seconds("start_command", time.time() - float(os.environ.get(STARTED, time.time())))
     stop = StopRequest.install()  # before starting anything that a signal to the whole job could kill
     with contextlib.ExitStack() as stack:

@@ -63,8 +63,7 @@ def _family_of(config: dict[str, Any]) -> Family | None:
 
 
 def ignored_keys(config: dict[str, Any]) -> str:
-    """One line that names the keys of config.json which do not change the model and which its family does not read; may
-    be empty."""
+    """Names of config.json keys that neither change the model nor are read by its family, in one line; may be empty."""
     described = _family_of(config)
     names = family.without_effect(described, config) if described is not None else []
     return f"config.json: without effect on this model and ignored: {', '.join(names)}" if names else ""

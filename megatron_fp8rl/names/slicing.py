@@ -128,6 +128,7 @@ def split(
 
 
 def cut(weight: Weight, model: ModelConfig, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+    """The contiguous shard of a full Megatron tensor on one rank."""
     import torch
 
     axis, pieces = weight.axis, slices(weight, model, tp_size, tp_rank)

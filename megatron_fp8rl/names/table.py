@@ -35,6 +35,7 @@ class Row:
 
 @functools.lru_cache(maxsize=8)
 def sizes(model: ModelConfig) -> dict[str, int]:
+    """The sizes of the shape keys and units of a :class:`Row` for ``model``; read-only."""
     heads = model.num_attention_heads
     shapes = {
         "vocab": model.vocab_size,

@@ -18,6 +18,7 @@ def passes(rollout: Rollout) -> bool:
 
 
 def pass_counts(groups: Sequence[RolloutGroup]) -> list[tuple[int, int]]:
+    """(completions, passed completions) of every problem."""
     return [(len(group.rollouts), sum(map(passes, group.rollouts))) for group in groups]
 
 

@@ -42,6 +42,7 @@ class Diagnosis(Assessment):
 
     @cached_property
     def matrices(self) -> tuple[tiling.Matrix, ...]:
+        """Empty if the degrees do not divide the model."""
         return tuple(tiling.matrices(self.cfg)) if self.trainer is not None else ()
 
     @property

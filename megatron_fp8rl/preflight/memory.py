@@ -93,6 +93,7 @@ class Estimate:
         return self.total_bytes / self.capacity_bytes
 
     def part(self, name: str) -> Part:
+        """The part called ``name``. Raises KeyError if there is none."""
         return {part.name: part for part in self.parts}[name]
 
 

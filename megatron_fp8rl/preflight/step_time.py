@@ -264,6 +264,7 @@ class _Step:
         return max(stages, key=lambda stage: stage.trained)
 
     def link(self, ranks: int) -> float:
+        """Bytes per second between so many ranks."""
         return self.network.nvlink_bytes_per_s if ranks <= self.node else self.network.nic_bytes_per_s
 
     def linear_rate(self, fmt: QuantFormat) -> float:

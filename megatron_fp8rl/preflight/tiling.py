@@ -86,6 +86,7 @@ class Shard:
 
 @functools.lru_cache(maxsize=1 << 13)
 def on_trainer(kind: Kind, ranks: int, tile: int) -> Shard:
+    """A Hugging Face part of a Megatron weight on ``ranks`` tensor-parallel (for experts: expert-tensor) ranks."""
     weight, axis, shape = kind.weight, kind.weight.axis, list(kind.shape)
     if weight.cut == "none":
         return Shard(kind.shape, _covers(kind.shape, kind.shape, tile))

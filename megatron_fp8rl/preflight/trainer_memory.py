@@ -52,6 +52,8 @@ _GROUP_BYTES = int(0.2 * GIB)
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
+    """Bytes per parameter of weights, gradients and optimizer states."""
+
     weight: int
     gradient: int
     optimizer: int

@@ -89,6 +89,8 @@ def _is_on_stage(entry: Entry, model: ModelConfig, layout: TrainerLayout, stage:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerWeights:
+    """Bytes of weights on one engine worker."""
+
     fp8: int
     scales: int
     bf16: int  # and FP32 buffers of routers

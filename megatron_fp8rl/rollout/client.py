@@ -303,6 +303,7 @@ class EngineClient:
         return self._request_deadline_s if mode == "wait" else self._update_deadline_s
 
     async def _call(self, path: str, *, body: Any = None, verb: str = "POST", deadline_s: float) -> Any:
+        """Return the decoded JSON answer; None for an empty answer."""
         return await self._within(partial(self._request, verb, path, body, json.loads), path, deadline_s)
 
     async def _within(self, ask: Callable[[], Coroutine[Any, Any, Any]], path: str, deadline_s: float) -> Any:

@@ -45,6 +45,7 @@ def load(cfg: RunConfig, version: int) -> dict[str, RolloutGroup]:
 
 
 def _digest(cfg: RunConfig) -> str:
+    """Return a digest of all settings that change a completion or its score."""
     rollout = dataclasses.replace(cfg.engine, num_replicas=1, deadline_scale=1.0)
     parts = (cfg.seed, cfg.model, cfg.precision, cfg.data, cfg.sampling, cfg.session, rollout)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

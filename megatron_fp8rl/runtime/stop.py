@@ -140,6 +140,7 @@ class StopRequest:
         return self._is_signalled or signal.SIGUSR1 in signal.sigpending() or self._is_told()
 
     def _agreed(self, parallel: Parallel) -> bool:
+        """Collective: whether any rank was asked to stop."""
         is_asked = self.is_asked() or self._is_told(is_at_boundary=True)
         if parallel.world_size == 1:
             return is_asked
