@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import math
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -194,7 +195,7 @@ def _fields(template: str) -> set[str]:
 
 def _as_text(answer: Any) -> str:
     answer = _decoded(answer)
-    if answer is None:
+    if answer is None or (isinstance(answer, float) and math.isnan(answer)):  # missing in a JSON or Parquet table
         return ""
     if isinstance(answer, Sequence) and answer and all(map(_is_message, answer)):
         replies = [_message(message, "the answer") for message in answer]

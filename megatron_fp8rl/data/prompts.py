@@ -30,6 +30,7 @@ from megatron_fp8rl.data.dropped import DroppedLog, RowError, row_errors
 from megatron_fp8rl.data.rows import Rows, open_rows
 from megatron_fp8rl.data.tokenizer import encode, end_ids
 from megatron_fp8rl.envs.environment import Problem, build_environment, environments_by_key, render
+from megatron_fp8rl.envs.rewards.configured import reference_problem
 from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.types import Prompt
 
@@ -176,6 +177,8 @@ class ProblemSource:
     def prompt(self, prompt_id: str, key: str, problem: Problem) -> Prompt:
         """Render and tokenize a problem. Raises RowError, for instance PromptTooLongError, if it cannot be used."""
         with row_errors():
+            if reason := reference_problem(self.configs[key].rewards, problem.answer):
+                raise RowError(reason)
             messages = self._messages(key, problem)
             text = self._text(messages)
             # A chat template writes the special tokens itself.

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 from megatron_fp8rl.envs.rewards.choices import letters_of
 from megatron_fp8rl.envs.rewards.extraction import (
@@ -26,6 +28,28 @@ _BARE_UNIT = re.compile(r"(?<=\d)\s+(?:[kcm]?m|kg|g|ft|in|s|hr?|min|mi|yd|mph)(?
 _LONGEST_BARE_ANSWER = 200  # characters of a completion that may be LaTeX without delimiters
 
 Compare = Callable[[str, str], float]  # completion, reference answer
+
+
+def references(answer: str) -> tuple[str, ...]:
+    """The reference answers of a row: the members of a JSON list with texts, else the text itself; without empty ones.
+
+    A list of numbers is one answer, such as a vector.
+    """
+    value = decoded(answer)
+    members = [answer]
+    if isinstance(value, list) and (not value or any(isinstance(member, str) for member in value)):
+        members = [member if isinstance(member, str) else json.dumps(member) for member in value if member is not None]
+    return tuple(member.strip() for member in members if member.strip())
+
+
+def decoded(answer: str) -> Any:
+    """The list or object of a JSON text; None for other texts."""
+    if answer.lstrip()[:1] not in ("[", "{"):
+        return None
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
 
 
 def exact(*, ignore_case: bool = False) -> Compare:

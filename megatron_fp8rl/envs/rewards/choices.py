@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_fp8rl.envs.rewards.extraction import find_answer, with_plain_signs, without_markup
+from megatron_fp8rl.envs.rewards.extraction import after_reasoning, find_answer, with_plain_signs, without_markup
 
 _WORD_COMMAND = re.compile(
     r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|boldsymbol)\s*\{([^{}]*)\}"
@@ -41,7 +41,7 @@ def letters_of(text: str, letters: str) -> frozenset[str]:
     plain = _plain(answer.text)
     if answer.is_marked and not answer.is_phrase:
         return _read(plain, letters, is_marked=True)
-    whole = _plain(text.rpartition("</think>")[2])
+    whole = _plain(after_reasoning(text))
     phrases = list(_PHRASE.finditer(whole))
     for match in reversed(phrases[-_PHRASES:]):
         rest = whole[match.end() : match.end() + _SENTENCE].lstrip(" \n:*")

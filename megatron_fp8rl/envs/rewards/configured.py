@@ -9,6 +9,7 @@ from typing import Any
 from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.config import RewardConfig
 from megatron_fp8rl.envs.rewards import answers, functions, judge, programs, sandboxed, scalar
+from megatron_fp8rl.envs.rewards.extraction import is_unfinished
 from megatron_fp8rl.envs.rewards.functions import RewardError
 from megatron_fp8rl.types import Prompt
 
@@ -23,6 +24,7 @@ _COMPARISONS = {
     "length": answers.length,
 }
 _OTHERS = {"code": programs.code, "judge": judge.judge, "model": scalar.model}
+_NEED_AN_END = ("exact", "number", "choice", "math", "code", "judge")  # 0 for unfinished reasoning
 BUILT_IN = (*_COMPARISONS, *_OTHERS)
 
 
@@ -58,12 +60,24 @@ def build(cfg: RewardConfig) -> Reward:
     if cfg.function not in BUILT_IN:
         return functions.load(cfg.function, cfg.options)
     try:
-        if cfg.function in _COMPARISONS:
-            compare = _COMPARISONS[cfg.function](**cfg.options)
-            return _each(lambda prompt, completion: compare(completion, prompt.answer))
-        return _each(_OTHERS[cfg.function](**cfg.options))
+        reward = _OTHERS[cfg.function](**cfg.options) if cfg.function in _OTHERS else _comparison(cfg)
+        return _each(_of_finished(reward) if cfg.function in _NEED_AN_END else reward)
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward {cfg.function!r} with options {cfg.options}: {error}") from error
+
+
+def _comparison(cfg: RewardConfig) -> Callable[[Prompt, str], float]:
+    compare = _COMPARISONS[cfg.function](**cfg.options)
+    if not needs_answers(cfg):
+        return lambda prompt, completion: compare(completion, prompt.answer)
+    return lambda prompt, completion: max(
+        (compare(completion, reference) for reference in answers.references(prompt.answer)), default=0.0
+    )
+
+
+def _of_finished(reward: Callable[[Prompt, str], Any]) -> Callable[[Prompt, str], Any]:
+    """The reward, with 0 for completions that end within their reasoning."""
+    return lambda prompt, completion: 0.0 if is_unfinished(prompt.text, completion) else reward(prompt, completion)
 
 
 def _each(reward: Callable[[Prompt, str], Any]) -> Reward:
@@ -90,6 +104,23 @@ def problem(cfg: RewardConfig) -> str:
 def needs_answers(cfg: RewardConfig) -> bool:
     """Whether the reward compares with the reference answer of the row."""
     return cfg.function in ("exact", "number", "choice", "math")
+
+
+def reference_problem(configs: Sequence[RewardConfig], answer: str) -> str:
+    """Why a row's reference answer cannot be compared with; empty if it can, or if no reward compares."""
+    names = [cfg.function for cfg in configs if needs_answers(cfg)]
+    if not names:
+        return ""
+    needed = f"the reward {names[0]!r} compares with it"
+    if not answers.references(answer):
+        return f"has no reference answer; {needed}. Set answer_column, or remove the row"
+    value = answers.decoded(answer)
+    if isinstance(value, dict):
+        keys = ", ".join(map(repr, list(value)[:6]))
+        return f"has an object with the keys {keys} as reference answer; {needed}. Set answer_column to COLUMN.KEY"
+    if isinstance(value, list) and len(answers.references(answer)) == 1 and {"number", "choice"}.intersection(names):
+        return f"has the list {answer[:60]} as reference answer; {needed}. Alternatives are a list of texts"
+    return ""
 
 
 def takes_batches(configs: Sequence[RewardConfig]) -> bool:

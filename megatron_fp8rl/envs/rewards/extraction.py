@@ -20,6 +20,16 @@ _PHRASE = re.compile(
 _SENTENCE_END = re.compile(r"[.!?。](?=\s|$)")
 _OPENING = re.compile(r"(?:\s*(?:\\\[|\\\(|\$\$?|\*\*|__)[ \t]*\n)*\s*")  # lines before a formula
 
+# Marks of models and chat templates around reasoning.
+_REASONING = (
+    *((f"<{name}>", f"</{name}>") for name in ("think", "thinking", "thought", "reasoning", "seed:think")),
+    ("[THINK]", "[/THINK]"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+)
+
 # The characters that other scripts, word processors and LaTeX use for signs and digits.
 _SIGNS = str.maketrans(
     {
@@ -90,8 +100,19 @@ def find_answer(completion: str) -> Answer:
 
 
 def after_reasoning(completion: str) -> str:
-    """The text after the reasoning."""
-    return completion.rpartition("</think>")[2]
+    """The text after the reasoning; empty if the reasoning does not end."""
+    for opening, closing in _REASONING:
+        completion = completion.rpartition(closing)[2]
+        if opening in completion:
+            return ""
+    return completion
+
+
+def is_unfinished(prompt_text: str, completion: str) -> bool:
+    """Whether the completion ends within its reasoning, which the prompt may have begun."""
+    prompt_text = prompt_text.rstrip()
+    begun = any(prompt_text.endswith(opening) and closing not in completion for opening, closing in _REASONING)
+    return begun or any(opening in completion.rpartition(closing)[2] for opening, closing in _REASONING)
 
 
 def without_markup(text: str) -> str:

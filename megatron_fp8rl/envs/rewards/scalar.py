@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fp8rl.config import EnvironmentConfig, RewardConfig
+from megatron_fp8rl.envs.rewards.extraction import after_reasoning, is_unfinished
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.endpoint import Endpoint
 from megatron_fp8rl.types import Prompt
@@ -55,7 +56,8 @@ def model(
         raise ValueError(f"key_env = {key_env!r}: this environment variable is not set where completions are scored")
 
     def score(prompt: Prompt, completion: str) -> float:
-        answer = completion if reasoning else completion.rpartition("</think>")[2].lstrip()
+        answer = "" if is_unfinished(prompt.text, completion) else after_reasoning(completion).lstrip()
+        answer = completion if reasoning else answer
         question = prompt.messages or ({"role": "user", "content": prompt.text},)
         messages = [*question, {"role": "assistant", "content": answer}]
         body: dict[str, Any] = {"messages": messages, "add_generation_prompt": False, "use_activation": False}

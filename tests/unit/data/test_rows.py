@@ -23,6 +23,7 @@ from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, requi
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.rows import open_rows
 from megatron_fp8rl.data.tokenizer import character_tokenizer
+from megatron_fp8rl.envs.rewards.configured import RowRewards
 from megatron_fp8rl.envs.source_kind import files_of, kind_of
 from tests.helpers.models import small_model
 
@@ -403,3 +404,38 @@ def test_a_file_of_another_kind_is_named_as_such(tmp_path, monkeypatch):
     assert kind_of("a.csv") == "rows" and kind_of("chain_sum") == "generator"
     with pytest.raises(FileNotFoundError, match="unsupported file type"):
         files_of("a.csv")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (None, "has no reference answer; the reward 'number' compares with it"),
+        ("", "has no reference answer"),
+        (" ", "has no reference answer"),
+        ([], "has no reference answer"),
+        ([None], "has no reference answer"),
+        (float("nan"), "has no reference answer"),
+        ({"value": "2", "aliases": ["two"]}, "has an object with the keys 'value', 'aliases' as reference answer"),
+        ([2, 2.0], "has the list [2, 2.0] as reference answer"),
+    ],
+)
+def test_rows_without_a_reference_to_compare_with_are_dropped_and_counted(tmp_path, answer, reason):
+    rows = [{"question": "1 + 1 = ", "answer": "2"}, {"question": "2 = ", "answer": answer}]
+    path = write(tmp_path / "a.jsonl", rows)
+    number = EnvironmentConfig(dataset=path, rewards=(RewardConfig(function="number"),))
+    (report,) = inspect_sources(config(tmp_path, number), TOKENIZER)
+    assert [prompt.answer for prompt in report.prompts] == ["2"]
+    ((row, text),) = report.dropped
+    assert row == "row 1 of a" and text.startswith(reason)
+    form = EnvironmentConfig(dataset=path, rewards=(RewardConfig(function="format", options={"pattern": "2"}),))
+    (report,) = inspect_sources(config(tmp_path, form), TOKENIZER)
+    assert not report.dropped
+
+
+def test_a_list_of_texts_has_alternative_references(tmp_path):
+    rows = [{"question": "1 + 1 = ", "answer": ["2", "2.0"]}]
+    source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows), rewards=(RewardConfig(),))
+    (report,) = inspect_sources(config(tmp_path, source), TOKENIZER)
+    assert not report.dropped
+    rewards = RowRewards(source.rewards)
+    assert [rewards.score(report.prompts[0], text)["reward"] for text in ("2", "2.0", "3", "")] == [1, 1, 0, 0]

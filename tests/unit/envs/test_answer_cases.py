@@ -83,6 +83,25 @@ def test_each_table_has_sixty_cases():
         assert {row["score"] for row in rows} == {0, 1}
 
 
+@pytest.mark.parametrize(
+    "opening", ["<think>", "<think>\n", "<|im_start|>assistant\n<think>\n", "[THINK]", "<reasoning>"]
+)
+@pytest.mark.parametrize("reward", ["exact", "choice"])
+def test_a_template_that_opens_the_reasoning(reward, opening):
+    closing = opening.strip().rpartition("\n")[2].replace("<", "</").replace("[", "[/")
+    reward_of = build(RewardConfig(function=reward))
+
+    def score_after(text: str, completion: str) -> float:
+        return reward_of([Prompt(prompt_id="t/0", environment="t", token_ids=(), text=text, answer="B")], [completion])[
+            0
+        ]
+
+    assert score_after("Q" + opening, r"so \boxed{{B}}") == 0
+    assert score_after("Q" + opening, rf"so{closing}\boxed{{B}}") == 1
+    assert score_after(f"Q{opening}{closing}\n", r"\boxed{B}") == 1
+    assert score_after(f"Use {opening} first. A:", r"\boxed{B}") == 1
+
+
 @pytest.mark.parametrize("reward", RANDOM)
 def test_random_references_in_common_phrasings(reward):
     rng = random.Random(47)
