@@ -201,7 +201,7 @@ def _as_text(answer: Any) -> str:
         replies = [_message(message, "the answer") for message in answer]
         return next((reply["content"] for reply in reversed(replies) if reply["role"] == "assistant"), "").strip()
     if isinstance(answer, list) and len(answer) == 1:
-        answer = answer[0]
+        return _as_text(answer[0])
     return answer.strip() if isinstance(answer, str) else json.dumps(_as_json(answer))
 
 

@@ -37,7 +37,9 @@ def references(answer: str) -> tuple[str, ...]:
     """
     value = decoded(answer)
     members = [answer]
-    if isinstance(value, list) and (not value or any(isinstance(member, str) for member in value)):
+    if isinstance(value, list) and (
+        any(isinstance(member, str) for member in value) or set(map(str, value)) <= {"None"}
+    ):
         members = [member if isinstance(member, str) else json.dumps(member) for member in value if member is not None]
     return tuple(member.strip() for member in members if member.strip())
 
