@@ -63,12 +63,14 @@ def configure(options: GrpoOptions, override: Callable[[RunConfig], RunConfig]) 
     """(configuration, lines that explain it). ``override`` applies the user's fields, before and after the choice.
     Raises ConfigError with every mistake in the options."""
     folder, errors = Path(options.model).expanduser(), _problems(options)
-    if errors:
-        raise ConfigError(errors)
-    try:
-        model = model_in(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError([Violation("--model", options.model, str(error), "Name another folder")]) from None
+    model = None
+    if options.model:
+        try:
+            model = model_in(folder)
+        except (OSError, ValueError) as error:
+            errors.append(Violation("--model", options.model, str(error), "Name another folder"))
+    if errors or model is None:
+        raise ConfigError([*errors, *_source_mistakes(options)])
     cfg = override(_base(options, folder, model))
     if cfg.model.random:
         cfg = replace(cfg, model=replace(cfg.model, hf_path=None))
@@ -118,12 +120,19 @@ def _problems(options: GrpoOptions) -> list[Violation]:
     return [Violation(*error) for error in errors]
 
 
-def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
-    prompt = min(_PROMPT_TOKENS, model.max_sequence_tokens // 3)
+def _source_mistakes(options: GrpoOptions) -> list[Violation]:
+    """Mistakes of data and rewards, which do not depend on the model. A missing reward is reported elsewhere."""
+    size = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"), 1)
+    model = ModelConfig(family="llama", vocab_size=1, **size)
+    cfg = RunConfig(name="grpo", model=model, data=DataConfig(environments=_environments(options)))
+    return [violation for violation in rules.check_sources(cfg) if not violation.field.endswith(".rewards")]
+
+
+def _environments(options: GrpoOptions) -> tuple[EnvironmentConfig, ...]:
     rewards = tuple(map(_reward, options.reward))
     agent = _absolute(options.agent) if ".py:" in options.agent else options.agent
     held_out = map(_absolute, options.eval)
-    environments = tuple(
+    return tuple(
         EnvironmentConfig(dataset=_absolute(name), rewards=rewards, eval=next(held_out, ""), agent=agent)
         if has_rows(name)
         else _taskset(name.removeprefix(VERIFIERS))
@@ -131,6 +140,10 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
         else EnvironmentConfig(dataset=name, agent=agent)
         for name in options.data
     )
+
+
+def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
+    prompt = min(_PROMPT_TOKENS, model.max_sequence_tokens // 3)
     return RunConfig(
         name=f"{folder.resolve().name}-{'-'.join(short_name(name) for name in options.data)}",
         model=model,
@@ -144,7 +157,7 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
             max_completion_tokens=min(_COMPLETION_TOKENS, model.max_sequence_tokens - prompt),
         ),
         engine=EngineConfig(deadline_scale=3.0),
-        data=DataConfig(environments=environments, tokenizer=str(folder.resolve())),
+        data=DataConfig(environments=_environments(options), tokenizer=str(folder.resolve())),
         scoring=ScoringConfig(num_workers=4),
         algo=AlgoConfig(clip_high=0.28),
         checkpoint=CheckpointConfig(every_steps=20, every_minutes=30),

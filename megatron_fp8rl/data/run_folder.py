@@ -44,7 +44,7 @@ def violations(cfg: RunConfig) -> list[Violation]:
     if others and not any((folder / mark).exists() for mark in _MARKS):
         some = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         problem = f"{folder} is not empty and not a run folder: it contains {some}"
-        return [Violation("--output_dir", cfg.output_dir, problem, "Name another folder")]
+        return [Violation("--output_dir", cfg.run_dir, problem, "Name another folder")]
     if not cfg.checkpoint.resume:
         for part in (folder / "checkpoints", folder / "warm_start" / "checkpoints"):
             if kept := [*complete(part), *damaged(part)]:
@@ -75,12 +75,12 @@ def locked(cfg: RunConfig) -> Iterator[None]:
     with (folder / LOCK).open("a+b", buffering=0) as file:
         if owner := _other_owner(file):
             remedy = "Wait for it or stop it, or name another output_dir"
-            raise ConfigError([Violation("--output_dir", cfg.output_dir, f"another run uses it: {owner}", remedy)])
+            raise ConfigError([Violation("--output_dir", cfg.run_dir, f"another run uses it: {owner}", remedy)])
         try:
             _write(file, json.dumps(_me()))
         except OSError as error:
             problem, remedy = f"{folder / LOCK} cannot be written: {error.strerror}", "Check free space and quota"
-            raise ConfigError([Violation("--output_dir", cfg.output_dir, problem, remedy)]) from error
+            raise ConfigError([Violation("--output_dir", cfg.run_dir, problem, remedy)]) from error
         _kill_left_processes(str(folder.resolve()))
         sockets.remove_stale()
         os.environ[_OWNER] = str(folder.resolve())

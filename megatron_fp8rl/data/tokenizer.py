@@ -19,6 +19,7 @@ from megatron_fp8rl.data.dropped import RowError
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"  # ids 0 to 3 of the character tokenizer
 PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
 _END_FILES = "config.json", "generation_config.json"  # with eos_token_id
+_MAX_REASON = 300  # characters of a library's error that are shown
 _VOCAB_MULTIPLE = 128  # divisible by FP8 blocks and by any tensor-parallel degree up to 128
 
 
@@ -70,7 +71,11 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
         parent = path.parent
         hint = near_matches(path.name, [e.name for e in parent.iterdir() if e.is_dir()] if parent.is_dir() else [])
         raise FileNotFoundError(f"data.tokenizer = {spec!r} is neither 'character' nor a directory{hint}")
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # of transformers, tokenizers or huggingface_hub, for damaged files of many kinds
+        reason = " ".join(str(error).split())[:_MAX_REASON]
+        raise ValueError(f"data.tokenizer = {spec!r} cannot be loaded: {type(error).__name__}: {reason}") from error
     if not end_ids(tokenizer):
         raise ValueError(
             f"data.tokenizer = {spec!r} has no end token; set eos_token in its tokenizer_config.json, or "

@@ -22,6 +22,8 @@ EXPERTS = {
 ROUTER = {"router.score": "sigmoid", "router.correction_bias": True}
 ALIASES = {"num_mtp_layers": "num_nextn_predict_layers", "num_local_experts": "n_routed_experts"}
 
+_FOR_ENGINES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
 
 def _rows(model: ModelConfig) -> tuple[Row, ...]:
     attention = blocks.latent_attention(model)
@@ -41,8 +43,7 @@ DEEPSEEK_V3 = Family(
     fixed={
         "attention_bias": False,
         "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",  # transformers omits these two; vLLM needs them
-        "topk_method": "noaux_tc",
+        **_FOR_ENGINES,
         "rope_interleave": True,
     },
     implied=ROUTER,
@@ -50,5 +51,6 @@ DEEPSEEK_V3 = Family(
     aliases=ALIASES,
     ignored=frozenset({"head_dim", "qk_head_dim"}),  # sums of the others
     rope_scalings=("yarn",),
+    for_engines=_FOR_ENGINES,
     mtp=blocks.MTP,
 )

@@ -100,6 +100,7 @@ class Family:
     rope_scalings: tuple[str, ...] = ()  # kinds of RopeScaling
     rope_theta: float = 10_000.0  # if missing
     rotary_fraction: float | None = None  # if missing; None: the family always rotates whole heads
+    for_engines: Mapping[str, Any] = _NOTHING  # keys of ``fixed`` that transformers does not write and vLLM reads
     mtp: tuple[Row, ...] = field(default=())  # the weights of a multi-token prediction layer besides its decoder layer
 
     @property
@@ -227,7 +228,18 @@ def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -
     if quantization and not (fp8_weights and is_block_fp8(quantization)):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         problems.append(_refusal("quantization_config", method, "supported: BF16, FP16 and FP32 weights"))
-    return problems + _unknown(family, config)
+    return problems + _token_ids(config) + _unknown(family, config)
+
+
+def _token_ids(config: Mapping[str, Any]) -> list[str]:
+    """Token ids that transformers does not read: only end tokens may be several."""
+    problems = []
+    for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
+        value = config.get(key)
+        ids = value if key == "eos_token_id" and isinstance(value, list) else [value]
+        if value is not None and not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+            problems.append(f"{key} = {value!r} is not a whole number, and transformers reads nothing else; set one")
+    return problems
 
 
 def _foreign(family: Family, config: Mapping[str, Any]) -> list[str]:

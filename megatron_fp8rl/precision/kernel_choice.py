@@ -377,6 +377,9 @@ def _refusals(cfg: RunConfig, hardware: Hardware, end: End | None) -> Iterator[V
             named, _ = role.auto(cfg, hardware)
         if named in (None, "te") and role.path is not None:
             continue  # covered by the row of "trainer.kernels"
+        if key == "exact":
+            yield from support.inexact(cfg, hardware)
+            continue
         if named is not None and (wrong := role.kernels[named].supports(cfg, hardware)):
             yield wrong
 

@@ -224,26 +224,48 @@ def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """Under ``precision.exact``, return the first reason why trainer and engine would compute different bits."""
+    return next(iter(inexact(cfg, hardware)), None)
+
+
+def inexact(cfg: RunConfig, hardware: Hardware) -> list[Violation]:
+    """Under ``precision.exact``, every field whose value makes trainer and engine compute different bits.
+
+    Limits of the model and of kernels are checked after the fields, and only the first is returned.
+    """
     if not cfg.precision.exact:
-        return None
+        return []
+    wrong = []
     for path, allowed, problem in (*_EXACT, *(_EXACT_ON_GPU if hardware.is_gpu else ())):
         if cfg.value(path) not in allowed:
             shown = " or ".join(map(str, allowed))
-            return _wrong(cfg, path, f"precision.exact: {problem}", f"Set {shown}, or --precision.exact False", allowed)
-    precision, model = cfg.precision, cfg.model
+            remedy = f"Set {shown}, or --precision.exact False"
+            wrong.append(_wrong(cfg, path, f"precision.exact: {problem}", remedy, allowed))
+    precision = cfg.precision
     if precision.trainer != precision.rollout:
         problem = f"precision.exact: the engine's recipe differs (precision.rollout = {precision.rollout!r})"
-        return _wrong(
-            cfg,
-            "precision.trainer",
-            problem,
-            f"Set {precision.rollout}, or --precision.exact False",
-            (precision.rollout,),
-        )
-    if wrong := _exact_sums(cfg):
+        remedy = f"Set {precision.rollout}, or --precision.exact False"
+        wrong.append(_wrong(cfg, "precision.trainer", problem, remedy, (precision.rollout,)))
+    if wrong:
         return wrong
-    if not hardware.is_gpu:
-        return None
+    limit = _exact_sums(cfg) or (_exact_on_gpu(cfg, hardware) if hardware.is_gpu else _exact_on_cpu(cfg))
+    if limit is not None and limit.value == "auto":  # the field asks for nothing: precision.exact does
+        problem = f"{limit.field.removeprefix('--')}: {limit.problem}"
+        limit = _wrong(cfg, "precision.exact", problem, "Set False")
+    return [] if limit is None else [limit]
+
+
+def _exact_on_cpu(cfg: RunConfig) -> Violation | None:
+    if cfg.model.mla is not None:
+        problem = "on a CPU the engine's latent attention multiplies other matrices than the trainer's"
+        return _wrong(cfg, "precision.exact", problem, "Set False")
+    if cfg.model.is_moe and cfg.model.router.score != "softmax":
+        problem = "on a CPU the engine sums this router's logits and its shared experts in another order"
+        return _wrong(cfg, "precision.exact", problem, "Set False")
+    return None
+
+
+def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    precision, model = cfg.precision, cfg.model
     if hardware.generation != "hopper":
         problem = f"precision.exact: the shared kernels need Hopper; this machine is {hardware.generation!r}"
         return _wrong(cfg, "precision.exact", problem, "Set False")

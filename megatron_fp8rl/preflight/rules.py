@@ -8,6 +8,7 @@ matrices that it divides are not checked.
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import string
 import subprocess
@@ -329,13 +330,17 @@ def _check_data(checks: Checks) -> None:
     cfg, data = checks.cfg, checks.cfg.data
     if not data.environments:
         checks.refuse("data.environments", "there is nothing to learn", "Name at least one EnvironmentConfig")
-    for index, environment in enumerate(data.environments):
-        _check_environment(checks, f"data.environments.{index}", environment)
+    checks.violations += check_sources(cfg)
     if data.tokenizer != "character" and not Path(data.tokenizer).is_dir():
         checks.refuse("data.tokenizer", "is not a directory", 'Name a tokenizer\'s directory, or "character"')
     if data.chat_template and not _has_chat_template(tokenizer := cfg.model.hf_path or data.tokenizer):
         problem = f"the tokenizer {tokenizer} has no chat template"
         checks.refuse("data.chat_template", problem, "Set False, or add chat_template.jinja to its folder", [False])
+    names = _named_templates(cfg.model.hf_path or data.tokenizer)
+    if names and data.chat_template is not False and "chat_template" not in data.chat_template_arguments:
+        problem = f"the tokenizer has the chat templates {', '.join(names)}, and none has the name default"
+        remedy = f'Choose one by --data.chat_template_arguments \'{{"chat_template": "{names[0]}"}}\''
+        checks.refuse("data.chat_template_arguments", problem, remedy)
     checks.in_range("data")
     if cfg.warm_start.stop_pass_rate is not None and cfg.observe.eval_prompts == 0:
         problem = "is measured on held-out problems, and observe.eval_prompts = 0 asks for none"
@@ -349,6 +354,27 @@ def _has_chat_template(tokenizer: str) -> bool:
         return tokenizer != "character"
     config = folder / "tokenizer_config.json"
     return any(folder.glob("*chat_template*")) or (config.is_file() and b'"chat_template"' in config.read_bytes())
+
+
+def check_sources(cfg: RunConfig) -> list[Violation]:
+    """All mistakes of the data sources and their rewards, whatever the model is."""
+    checks = Checks(cfg)
+    for index, environment in enumerate(cfg.data.environments):
+        _check_environment(checks, f"data.environments.{index}", environment)
+    return checks.violations
+
+
+def _named_templates(tokenizer: str) -> list[str]:
+    """The names of a tokenizer's chat templates if none of them is the default; else empty."""
+    folder = Path(tokenizer)
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        templates = config.get("chat_template") if isinstance(config, dict) else None
+        names = [entry["name"] for entry in templates] if isinstance(templates, list) else []
+    except (OSError, ValueError, TypeError, KeyError):
+        return []  # loading the tokenizer names the error
+    is_default = "default" in names or (folder / "chat_template.jinja").is_file()
+    return [] if is_default else names
 
 
 def _check_environment(checks: Checks, path: str, environment: EnvironmentConfig) -> None:
@@ -409,7 +435,8 @@ def _check_storage(checks: Checks) -> None:
     else:
         existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
         if not _can_be_written(existing):
-            checks.refuse("output_dir", f"{existing} is not a folder that can be written", "Name another")
+            problem = f"{existing} is not a folder that can be written"
+            checks.refuse("output_dir", problem, "Name another", value=str(run_dir))
         else:
             checks.violations += run_folder.violations(cfg)
     model, tokenizer = cfg.model.hf_path, cfg.data.tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_fp8rl import upstream
 from megatron_fp8rl.config import EngineConfig, ModelConfig, PrecisionConfig, RunConfig
-from megatron_fp8rl.names.registry import hf_tensors
+from megatron_fp8rl.names.registry import FAMILIES, hf_tensors
 from megatron_fp8rl.precision.formats import engine_format
 from megatron_fp8rl.precision.kernel_choice import EngineKernels, KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -103,6 +103,8 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
     # weights readable.
     if cpu or cfg.precision.rollout != "bf16":
         arguments["hf-overrides"] = {"quantization_config": quantization_config(cfg.model, cfg.precision)}
+    if cfg.model.hf_path is not None and (missing := FAMILIES[cfg.model.family].for_engines):
+        arguments["hf-overrides"] = arguments.get("hf-overrides", {}) | missing
     if cpu:
         arguments["enforce-eager"] = True
         arguments["kv-cache-memory-bytes"] = kv_cache_bytes(cfg, cpu=True)

@@ -1,4 +1,4 @@
-"""Keys of config.json from other models and programs: accepted in one line if they cannot change the model, else refused."""
+"""Keys of config.json that a family does not read: accepted in one line without effect, else refused."""
 
 import pytest
 
@@ -50,7 +50,7 @@ ACCEPTED = [
 ]
 # Read before as well, without a line: what transformers writes, in its older and newer form.
 SILENT = [
-    (["llama"], {"pretraining_tp": 1, "torch_dtype": "bfloat16", "dtype": "bfloat16", "bos_token_id": [1, 2]}),
+    (["llama"], {"pretraining_tp": 1, "torch_dtype": "bfloat16", "dtype": "bfloat16", "eos_token_id": [1, 2]}),
     (["mistral"], {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     (["mistral"], {"rope_scaling": {"type": "linear", "factor": 1.0}}),
     (["mistral"], {"use_sliding_window": True}),
@@ -111,3 +111,12 @@ def test_keys_that_transformers_writes_are_read_without_a_line(name, keys):
 def test_a_value_that_can_change_the_model_is_refused_by_key(name, key, value):
     with pytest.raises(ValueError, match=f"(^|[ ;]){key} = "):
         registry.from_hf_config(FAMILIES[name] | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("bos_token_id", [1, 2]), ("bos_token_id", "1"), ("pad_token_id", [0]), ("eos_token_id", [2, "3"])],
+)
+def test_token_ids_that_transformers_does_not_read_are_refused_by_key(key, value):
+    with pytest.raises(ValueError, match=f"{key} = .* is not a whole number, and transformers reads nothing else"):
+        registry.from_hf_config(LLAMA31_8B | {key: value})

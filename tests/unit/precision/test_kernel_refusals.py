@@ -20,6 +20,7 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.preflight import findings, rules
+from tests.helpers.family_configs import DEEPSEEK, GLM, MIXTRAL
 from tests.helpers.models import small_model
 
 FIELDS = {
@@ -134,6 +135,43 @@ EXACT = RunConfig(
     precision=PrecisionConfig(exact=True),
     model=small_model((2, 256, 4, 2, 128, 512), experts=(4, 2, 256)),
 )
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_nobody_is_told_to_choose_the_value_that_is_set(generation):
+    from megatron_fp8rl.precision.kernel_choice import refusals
+
+    narrow = [replace(EXACT, model=replace(EXACT.model, head_dim=size)) for size in (32, 64, 96, 192, 256)]
+    dense = small_model((2, 256, 4, 2, 64, 512), ffn=512)
+    for cfg in (*CONFIGS.values(), *narrow, replace(EXACT, model=dense)):
+        for violation in refusals(cfg, Hardware(generation)):
+            assert not (violation.value == "auto" and "hoose auto" in violation.remedy), str(violation)
+
+
+def test_exact_with_narrow_heads_names_precision_exact():
+    from megatron_fp8rl.precision.kernel_choice import refusals
+
+    cfg = replace(EXACT, model=replace(EXACT.model, head_dim=64))
+    (violation,) = [v for v in refusals(cfg, Hardware("hopper")) if "head_dim" in v.problem]
+    assert (violation.field, violation.value, violation.remedy) == ("--precision.exact", True, "Set False")
+    explicit = replace(cfg, precision=replace(cfg.precision, kernels={"attention": "engine"}))
+    assert any("hoose auto" in v.remedy for v in refusals(explicit, Hardware("hopper")))
+
+
+def test_exact_names_every_field_that_is_in_its_way():
+    from megatron_fp8rl.precision.kernel_choice import refusals
+
+    cfg = replace(EXACT, sampling=replace(EXACT.sampling, top_p=0.9, top_k=5, max_staleness=1))
+    fields = {violation.field for violation in refusals(cfg, Hardware("cpu"))}
+    assert {"--sampling.top_p", "--sampling.top_k", "--sampling.max_staleness"} <= fields
+
+
+@pytest.mark.parametrize(("model", "problem"), [(DEEPSEEK, "latent attention"), (GLM, "this router's logits")])
+def test_what_is_not_exact_on_a_cpu_is_refused_before_the_start(model, problem):
+    cfg = replace(EXACT, model=model, precision=PrecisionConfig(trainer="bf16", rollout="bf16", exact=True))
+    (violation,) = [v for v in rules.check(cfg, accelerator="cpu") if v.field == "--precision.exact"]
+    assert problem in violation.problem
+    assert not [v for v in rules.check(replace(cfg, model=MIXTRAL), accelerator="cpu") if "exact" in str(v)]
 
 
 def test_exact_selects_the_kernels_that_both_ends_share():

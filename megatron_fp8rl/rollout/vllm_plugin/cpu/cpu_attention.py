@@ -31,7 +31,7 @@ from megatron_fp8rl.upstream import patches
     remove_when="vLLM has batch-invariant kernels on a CPU",
 )
 def register() -> None:
-    """Patch vLLM in this process, except attention with windows, sinks or soft caps."""
+    """Patch vLLM in this process, except attention with sinks, slopes or soft caps, and latent attention."""
     update, forward, sample = (
         CPUAttentionBackendImpl.do_kv_cache_update,
         CPUAttentionBackendImpl.forward,
@@ -68,7 +68,7 @@ def register() -> None:
         scales = None
         if self.is_fp8_kv_cache:
             _, *scales = kv_scales_of(layer)
-        _attend_requests(query, kv_cache, scales, attn_metadata, self.scale, output)
+        _attend_requests(query, kv_cache, scales, attn_metadata, self.scale, _window(self), output)
         return output
 
     def forward_cpu(
@@ -88,8 +88,15 @@ def register() -> None:
 
 
 def _is_plain(impl: Any) -> bool:
-    plain = impl.sliding_window in (-1, (-1, -1)) and impl.alibi_slopes is None and impl.sinks is None
-    return plain and not impl.logits_soft_cap
+    return impl.alibi_slopes is None and impl.sinks is None and not impl.logits_soft_cap
+
+
+def _window(impl: Any) -> int | None:
+    """The number of last tokens, with its own, to which a token attends; None: all of them."""
+    window = impl.sliding_window
+    if isinstance(window, tuple):  # (tokens before, tokens after)
+        return None if window[0] < 0 else window[0] + 1
+    return None if window < 0 else window
 
 
 def _attend_requests(
@@ -98,6 +105,7 @@ def _attend_requests(
     cache_scales: Sequence[float] | None,
     metadata: Any,
     scale: float,
+    window: int | None,
     output: Tensor,
 ) -> None:
     """Fill ``output`` [T, Q, D]: requests that decode one token together, each prompt separately."""
@@ -112,7 +120,10 @@ def _attend_requests(
         key, value = _cached(kv_cache, cache_scales, metadata.block_table[requests], longest)
         rows = torch.tensor([starts[i] for i in requests])[:, None] + torch.arange(num_queries)
         ends = torch.tensor([lengths[i] for i in requests])[:, None] - num_queries + torch.arange(1, num_queries + 1)
-        mask = torch.arange(longest) < ends[..., None]
+        positions = torch.arange(longest)
+        mask = positions < ends[..., None]
+        if window is not None:
+            mask &= positions >= ends[..., None] - window
         out[rows] = float64.attend(query[rows], key, value, mask, scale)
 
 
