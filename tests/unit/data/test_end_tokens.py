@@ -160,6 +160,11 @@ def test_end_tokens_are_listed_and_doubtful_ones_warned_about(tmp_path):
     write(tmp_path / "qwen3" / "config.json", four)
     _, (warning,) = inspect_ends(config(tmp_path / "qwen3"), tokenizer)
     assert f"eos_token_id {four} in {tmp_path}" in warning and "is '4' of its tokenizer" in warning
+    write(tmp_path / "qwen3" / "config.json", 151_645)
+    line, (warning,) = inspect_ends(config(tmp_path / "qwen3"), tokenizer)
+    assert (
+        "no token (151645)" in line and "eos_token_id 151645" in warning and "is no token of its tokenizer" in warning
+    )
 
     base = load_tokenizer(str(folder_of(tmp_path / "base", "qwen3")))
     base.eos_token = "<|endoftext|>"

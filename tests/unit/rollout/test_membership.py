@@ -19,9 +19,11 @@ from megatron_fp8rl.net.auth import TOKEN_VARIABLE, RequireToken, headers
 from megatron_fp8rl.net.endpoint import Endpoint
 from megatron_fp8rl.rollout import fleet as fleet_module
 from megatron_fp8rl.rollout import replicas
+from megatron_fp8rl.rollout.completions import PartialCompletion
 from megatron_fp8rl.rollout.errors import EngineDeadError, EngineDeadlineError, Exit
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.rollout.stream import RolloutStream
+from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.weight_sync.engines import NoReplicaError
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.fields import set_fields
@@ -189,6 +191,16 @@ class Frail(Source):
         if (result := await super().next(index)) is not None and self.ends:
             result.exited.set_result(self.ends.pop(0))
         return result
+
+
+def test_every_engine_stops_at_the_end_tokens_of_the_model_folder(tmp_path, started):
+    (tmp_path / "config.json").write_text('{"eos_token_id": [2, 70]}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [71, 70]}')
+    fleet, _ = started(2)
+    for client in fleet.clients:
+        assert client.sampling.stop_token_ids == (2, 70, 71) and client.sampling.dropped_token_ids == (0, 2, 70, 71)
+        part = PartialCompletion(seed=0, token_ids=TokenArray.from_ids([0, 22, 1, 23, 71]), finish_reason="stop")
+        assert part.complete(client._decode, ()).text == "1<bos>2"
 
 
 def test_one_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypatch, started):
