@@ -227,7 +227,8 @@ class Trainer:
             position = self.parallel.broadcast_object(self.rollouts.position)
             # If the run is killed before it writes the step's line to metrics.jsonl, it writes the line on resume.
             record = self.parallel.broadcast_object(record)
-            self.saver.begin(self.step, {"prompt_position": position, "record": record})
+            extra = {"prompt_position": position, "record": record, "rows": self.prompts.row_identities}
+            self.saver.begin(self.step, extra)
 
     def _next_groups(self) -> tuple[RolloutGroup, ...]:
         """The groups of the next step, on rank 0; raises RunStopped if the run is asked to stop meanwhile."""
@@ -264,6 +265,9 @@ class Trainer:
         if self.parallel.device.type == "cuda":
             torch.cuda.empty_cache()  # reading allocates parts of the state twice, and engines share this GPU
         self.prompts.position = extra["prompt_position"]
+        for key, before in extra.get("rows", {}).items():
+            if (now := self.prompts.row_identities.get(key, before)) != before:
+                self.observer.message(f"changed since then: the data of {key} were {before}, now {now}")
         record = extra.get("record", {})
         lacks_line = self.parallel.broadcast_object(bool(record) and self.observer.lacks(step))
         return step, record, step >= self.cfg.num_steps and not lacks_line

@@ -11,8 +11,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 STATE_FILE = "state.json"
@@ -96,6 +97,17 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_to_disk(folder.parent)
+
+
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """Add the file's name to an OSError of the block that has none, such as that of a full disk in a write."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, f"{error.strerror or error}: cannot write", str(path)) from error
 
 
 def sync_to_disk(path: Path) -> None:

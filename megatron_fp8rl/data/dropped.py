@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_fp8rl.data.checkpoint_dir import errors_name
+from megatron_fp8rl.data.unchanged import DataChangedError
+
 _MIN_PROMPTS = 500  # smaller samples are not significant
 
 
@@ -21,10 +24,10 @@ class RowError(ValueError):
 
 @contextmanager
 def row_errors() -> Iterator[None]:
-    """Convert any exception in the block to a RowError."""
+    """Convert any exception in the block to a RowError, except that the file has changed."""
     try:
         yield
-    except RowError:
+    except (RowError, DataChangedError):
         raise
     except Exception as error:
         raise RowError(f"cannot be used: {type(error).__name__}: {error}") from error
@@ -52,7 +55,7 @@ class DroppedLog:
             self._named.add(name)
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open("a") as file:
+                with errors_name(self._path), self._path.open("a") as file:
                     file.write(json.dumps({"prompt": name, "reason": reason}) + "\n")
         seen = self.num_kept + self.num_dropped
         expected = self._max_share * seen

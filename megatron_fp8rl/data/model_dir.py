@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.checkpoint_dir import errors_name
 from megatron_fp8rl.data.tokenizer import load_tokenizer, special_ids
 from megatron_fp8rl.names.registry import to_hf_config
 
@@ -27,7 +28,8 @@ def write_model_dir(cfg: RunConfig, folder: Path | None = None) -> Path:
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     tokenizer.save_pretrained(partial)
     config = to_hf_config(cfg.model) | special_ids(tokenizer)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with errors_name(folder / "config.json"):
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return folder

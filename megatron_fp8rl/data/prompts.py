@@ -27,8 +27,9 @@ from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RunConfig, Samp
 from megatron_fp8rl.data.columns import ColumnError, Columns, find_columns
 from megatron_fp8rl.data.conversation import ChatFormat
 from megatron_fp8rl.data.dropped import DroppedLog, RowError, row_errors
-from megatron_fp8rl.data.rows import Rows, open_rows
+from megatron_fp8rl.data.rows import Rows, data_files, open_rows
 from megatron_fp8rl.data.tokenizer import encode, end_ids
+from megatron_fp8rl.data.unchanged import DataFile, digest_of
 from megatron_fp8rl.envs.environment import Problem, build_environment, environments_by_key, render
 from megatron_fp8rl.envs.rewards.configured import reference_problem
 from megatron_fp8rl.envs.source_kind import has_rows
@@ -62,6 +63,11 @@ class RowSource:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def identity(self) -> str:
+        """Describe the rows so that a resume notices others under the same name."""
+        files = [DataFile(path) for path in data_files(self.dataset)]
+        return f"{len(self.rows):,} rows" + (f" (digest {digest_of(files)})" if files else "")
 
     def problem(self, index: int) -> Problem:
         """The problem of a row. Raises RowError if the row is unusable."""
@@ -250,6 +256,8 @@ class PromptStream:
         self._source = ProblemSource.from_run(cfg, tokenizer)
         self._dropped = DroppedLog(Path(cfg.run_dir) if log else None, cfg.data.max_dropped)
         self.chat_format = self._source.chat_format
+        # By source: the rows at the start of the run, for a later resume.
+        self.row_identities = {key: source.identity() for key, source in self._source.rows.items()}
         self._next = position
         self._pending: list[int] = []  # positions drawn but not trained before a resume
 

@@ -1,4 +1,4 @@
-"""Memory-mapped random access to rows of files: a file of ten million rows opens in seconds.
+"""Random access to rows of files on disk: a file of ten million rows opens in seconds.
 
 The cache (``$MEGATRON_FP8RL_CACHE`` or ``~/.cache/megatron_fp8rl``) has a line index of each ``.jsonl`` file, so that a
 malformed line affects only its row, and unpacked copies of compressed files.
@@ -10,7 +10,6 @@ import bisect
 import gzip
 import hashlib
 import json
-import mmap
 import os
 import shutil
 import sys
@@ -24,6 +23,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from megatron_fp8rl.data.dropped import RowError
+from megatron_fp8rl.data.unchanged import DataFile
 from megatron_fp8rl.envs.source_kind import HUB, files_of, is_saved, kind_of
 
 _CHUNK_BYTES = 64 << 20
@@ -79,19 +79,24 @@ class JsonLines(Sequence):
     """The lines of a file, one JSON object each; blank lines are skipped."""
 
     def __init__(self, path: Path):
-        self._path = path
+        self.file = DataFile(path)
+        self._bytes = path.open("rb")  # read, not mapped: a file that is truncated would kill the process
         self._ends = _line_ends(path)  # int64 [2, rows]: start and end byte (exclusive)
-        with path.open("rb") as file:
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        self.file.check()
 
     def __len__(self) -> int:
         return self._ends.shape[1]
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         start, end = self._ends[:, index].tolist()
+        self.file.check()
+        line = os.pread(self._bytes.fileno(), end - start, start)
+        if len(line) < end - start:
+            self.file.fail()
         try:
-            row = json.loads(self._bytes[start:end])
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
+            self.file.check()
             raise RowError(f"is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise RowError(f"is a JSON {type(row).__name__}, not an object")
@@ -110,16 +115,40 @@ class _Joined(Sequence):
         return self._parts[part][index - self._starts[part]]
 
 
+class _Saved(Sequence):
+    """The rows of a saved data set, whose files ``datasets`` maps into memory."""
+
+    def __init__(self, rows: Rows, files: Sequence[DataFile]):
+        self._rows, self._files = rows, files
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        for file in self._files:
+            file.check()  # reading a truncated mapped file would kill the process
+        return self._rows[index]
+
+
+def data_files(dataset: str) -> list[Path]:
+    """The files on disk that contain the rows of a source; none for ``hub:NAME``."""
+    if kind_of(dataset) == "hub":
+        return []
+    files = files_of(dataset)
+    return [part for file in files for part in (sorted(file.rglob("*.arrow")) if file.is_dir() else [file])]
+
+
 def _saved(folder: Path, options: Mapping[str, Any]) -> Rows:
     import datasets
 
+    files = [DataFile(path) for path in data_files(str(folder))]
     saved = datasets.load_from_disk(str(folder))
     if isinstance(saved, datasets.Dataset):
-        return saved
+        return _Saved(saved, files)
     split = options.get("split", "train")
     if split not in saved:
         raise ValueError(f"{folder} has the splits {', '.join(saved)} and no {split!r}; set options.split")
-    return saved[split]
+    return _Saved(saved[split], files)
 
 
 def _line_ends(path: Path) -> np.ndarray:
@@ -198,6 +227,9 @@ def _written(target: Path) -> Iterator[IO[bytes]]:
     with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
         try:
             yield file
+        except OSError as error:
+            os.unlink(file.name)
+            raise OSError(error.errno, f"{error.strerror or error}: cannot write the cache", str(target)) from error
         except BaseException:
             os.unlink(file.name)
             raise

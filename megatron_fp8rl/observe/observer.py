@@ -12,6 +12,7 @@ Every trainer rank creates an Observer and makes the same calls; only the writer
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -27,7 +28,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.checkpoint_dir import sync_to_disk
+from megatron_fp8rl.data.checkpoint_dir import errors_name, sync_to_disk
 from megatron_fp8rl.observe.display import Display, make_display
 from megatron_fp8rl.observe.groups import evaluation_metrics, group_metrics
 from megatron_fp8rl.observe.metrics import check_keys
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _STEP_FILES = ("metrics.jsonl", "details.jsonl")
+_TENSORBOARD = "tensorboard"
 
 
 class Observer:
@@ -92,8 +94,11 @@ class Observer:
         self._display.stop()
         if not self.is_writer:
             return
-        for file in filter(None, (*self._files.values(), self._rollouts, self._tensorboard)):
-            file.close()
+        for name, file in (*self._files.items(), (FOLDER, self._rollouts), (_TENSORBOARD, self._tensorboard)):
+            # After an error, which may be that of a full disk, a second one while closing would hide it.
+            with errors_name(self.run_dir / name), contextlib.suppress(*(() if error is None else (OSError,))):
+                if file is not None:
+                    file.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=0 if error is None or isinstance(error, SystemExit) else 1)
         if error is None:
@@ -189,7 +194,7 @@ class Observer:
             self._rollouts = RolloutWriter(self.run_dir / FOLDER, step, self.cfg.observe.rollouts_gib)
         from torch.utils.tensorboard import SummaryWriter  # takes 0.3 s to import
 
-        self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=step)
+        self._tensorboard = SummaryWriter(str(self.run_dir / _TENSORBOARD), purge_step=step)
 
     def _write_step(self, log: StepLog) -> None:
         # JSON has no NaN or infinity: write null, which a curve shows as a gap.
@@ -198,17 +203,19 @@ class Observer:
         if log.details:
             self._append("details.jsonl", {"step": log.step, **log.details})
         if self._tensorboard is not None:
-            for key, value in log.metrics.items():
-                self._tensorboard.add_scalar(key, value, log.step)
-            self._tensorboard.flush()
+            with errors_name(self.run_dir / _TENSORBOARD):
+                for key, value in log.metrics.items():
+                    self._tensorboard.add_scalar(key, value, log.step)
+                self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(log.metrics, step=log.step)
         self._display.show_step(log.step, log.metrics)
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
         file = self._files[name]
-        file.write(json.dumps(record, allow_nan=False, default=str) + "\n")
-        file.flush()
+        with errors_name(self.run_dir / name):
+            file.write(json.dumps(record, allow_nan=False, default=str) + "\n")
+            file.flush()
 
     def _record_failure(self, error: BaseException) -> None:
         log = self._open_step

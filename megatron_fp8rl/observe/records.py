@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_fp8rl.data.checkpoint_dir import errors_name
+
 _log = logging.getLogger(__name__)
 _TAIL_BYTES = 4 << 20  # holds the last line of metrics.jsonl
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')  # lines start with the step, so finding one needs no JSON parsing
@@ -78,7 +80,8 @@ def _complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def write_text(path: Path, text: str) -> None:
     """Write a temporary file and rename it, so that readers never see a partial file."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with errors_name(path):
+        temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.data.checkpoint_dir import sync_to_disk
+from megatron_fp8rl.data.checkpoint_dir import errors_name, sync_to_disk
 from megatron_fp8rl.data.tokenizer import load_tokenizer, special_ids
 from megatron_fp8rl.kernels.fp8_parameter import plain
 from megatron_fp8rl.names import registry
@@ -119,7 +120,10 @@ def _shard_name(index: int, num_shards: int) -> str:
 def _write_shard(gathers: Sequence[TensorGather], file: Path) -> None:
     tensors = {gather.transfer.name: gather.whole.cpu() for gather in gathers if gather.whole is not None}
     if tensors:
-        save_file(tensors, file, metadata={"format": "pt"})
+        try:
+            save_file(tensors, file, metadata={"format": "pt"})
+        except SafetensorError as error:  # has neither a number nor a name
+            raise OSError(f"{error}: cannot write {file}. Check its free space and quota") from error
 
 
 def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path: Path, tokenizer_dir: Path) -> None:
@@ -154,7 +158,8 @@ def _copy_tokenizer(tokenizer_dir: Path, partial: Path) -> dict[str, int | list[
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    with errors_name(file):
+        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _rename(partial: Path, path: Path) -> None:

@@ -126,6 +126,30 @@ def test_an_error_is_told_even_if_its_record_cannot_be_written(tmp_path, monkeyp
     assert "failure.json could not be written: [Errno 28]" in output.out + output.err
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "details.jsonl"])
+def test_a_full_disk_is_told_with_the_file(tmp_path, name):
+    """Also if closing the file fails again, because its buffer is still full."""
+    with pytest.raises(OSError, match="No space left on device: cannot write") as error:
+        with Observer(make_config(), True, tmp_path) as observer, observer.step(1) as log:
+            observer._files[name].close()
+            observer._files[name] = open("/dev/full", "w")  # noqa: SIM115  closed by the observer
+            log.details["warnings"] = ["something"]
+    assert error.value.filename == str(tmp_path / name)
+
+
+def test_a_full_disk_is_told_with_tensorboards_folder(tmp_path, monkeypatch):
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "flush", full)
+    with pytest.raises(OSError, match="No space left on device: cannot write") as error:
+        with Observer(make_config(), True, tmp_path) as observer, observer.step(1):
+            pass
+    assert error.value.filename == str(tmp_path / "tensorboard")
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_run_killed_between_a_checkpoint_and_its_steps_line_writes_the_line_when_it_goes_on(tmp_path, is_there):
     observe_run(tmp_path, steps=range(1, 4 if is_there else 3))
