@@ -18,9 +18,12 @@ from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.prompts import ProblemSource
 from megatron_fp8rl.data.tokenizer import end_ids, is_special
 from megatron_fp8rl.envs.environment import environments_by_key
+from megatron_fp8rl.envs.rewards.answers import references
+from megatron_fp8rl.envs.rewards.choices import letters_of
 from megatron_fp8rl.envs.rewards.configured import needs_answers
+from megatron_fp8rl.envs.rewards.numbers import number_of
 from megatron_fp8rl.envs.rewards.scalar import is_served
-from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError
+from megatron_fp8rl.envs.scoring import Score, ScorePool, ScorePoolError
 from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.types import Prompt
 
@@ -29,6 +32,7 @@ _SAMPLE = 2_000  # rows
 _GENERATED = 64  # problems per generator or class
 _COMPARED_UP_TO = 1_000_000  # rows compared between training and held-out data
 _SHOWN = 2_000  # characters of the first prompt
+_LETTERS = "ABCDEFGHIJ"
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -139,6 +143,7 @@ class RewardCheck:
     empty: tuple[float, ...]  # for the same prompts
     failure: str  # reason of the first failed score, or empty
     compares: bool = False  # whether a reward compares with reference answers
+    rewarded_wrong: tuple[tuple[str, str, float], ...] = ()  # (reference, wrong answer, score above 0)
 
     def warnings(self) -> list[str]:
         """Suspicious results, as sentences."""
@@ -152,6 +157,12 @@ class RewardCheck:
             problems.append(f"{share:.0%} of the reference answers are not rewarded")
         if self.empty and max(self.empty) > 0 and (not self.reference or max(self.empty) >= max(self.reference)):
             problems.append(f"an empty answer is rewarded by {max(self.empty):g}, as much as a right one")
+        if self.rewarded_wrong:
+            reference, wrong, score = self.rewarded_wrong[0]
+            problems.append(
+                f"{len(self.rewarded_wrong)} wrong answers are rewarded, such as {wrong[:60]!r} by {score:g} where the "
+                f"reference is {reference[:60]!r}; the reward or the answer column is wrong"
+            )
         return [f"{self.key}: {problem}" for problem in problems]
 
     def line(self) -> str:
@@ -164,7 +175,7 @@ class RewardCheck:
 
 
 def check_rewards(data: DataConfig, deadline_s: float, reports: Sequence[SourceReport]) -> list[RewardCheck]:
-    """Score reference and empty answers of the reports' prompts in a score worker.
+    """Score reference, empty and wrong answers of the reports' prompts in a score worker.
 
     Skips reward models served by the run, which are not started yet, and sources with no other reward.
     """
@@ -177,9 +188,18 @@ def check_rewards(data: DataConfig, deadline_s: float, reports: Sequence[SourceR
             if report.key not in now:
                 continue
             prompts = [prompt for prompt in report.prompts if prompt.answer]
-            asked = [(pool.submit(prompt, prompt.answer), pool.submit(prompt, "")) for prompt in prompts]
+            texts = [next(iter(references(prompt.answer)), prompt.answer) for prompt in prompts]
+            asked = [
+                (pool.submit(prompt, text), pool.submit(prompt, ""))
+                for prompt, text in zip(prompts, texts, strict=True)
+            ]
+            wrong = []
+            if has_rows(now[report.key].dataset):
+                pairs = ((prompt, other) for prompt in prompts for other in wrong_answers(prompt, texts))
+                wrong = [(prompt.answer, other, pool.submit(prompt, other)) for prompt, other in pairs]
             try:
                 scores = [(reference.result(), empty.result()) for reference, empty in asked]
+                wrong_scores = [(answer, other, _correctness(score.result())) for answer, other, score in wrong]
             except ScorePoolError as error:
                 checks.append(RewardCheck(key=report.key, reference=(), empty=(), failure=str(error)))
                 continue
@@ -192,9 +212,37 @@ def check_rewards(data: DataConfig, deadline_s: float, reports: Sequence[SourceR
                     empty=tuple(score.reward for score in empty),
                     failure=failure,
                     compares=any(map(needs_answers, keyed[report.key].rewards)),
+                    rewarded_wrong=tuple(item for item in wrong_scores if item[2] > 0),
                 )
             )
     return checks
+
+
+def wrong_answers(prompt: Prompt, texts: Sequence[str]) -> list[str]:
+    """Answers to a prompt that its reference answers exclude.
+
+    They are another number, another letter, a reference answer of another row (from ``texts``), and ``pass``.
+    """
+    right = references(prompt.answer) or (prompt.answer,)
+    numbers = {number for text in right if (number := number_of(text)) is not None}
+    letters = {letter for text in right for letter in letters_of(text, _LETTERS)}
+    others = ["pass"]
+    if numbers:
+        others.append(str(math.floor(max(numbers)) + 1))
+    if letters:
+        others.append(next(letter for letter in _LETTERS if letter not in letters))
+    for text in texts:
+        is_equal = number_of(text) in numbers or letters_of(text, _LETTERS) == letters != frozenset()
+        if not is_equal and text.casefold() not in map(str.casefold, right):
+            others.append(text)
+            break
+    return [text for text in others if text not in right]
+
+
+def _correctness(score: Score) -> float:
+    """The part of a reward that compares answers, if there is one; otherwise the reward."""
+    compared = [score.parts[name] for name in ("exact", "number", "choice", "math", "code") if name in score.parts]
+    return max(compared, default=score.reward)
 
 
 def _inspect(source: ProblemSource, key: str) -> SourceReport:

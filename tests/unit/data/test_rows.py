@@ -414,6 +414,7 @@ def test_a_file_of_another_kind_is_named_as_such(tmp_path, monkeypatch):
         (" ", "has no reference answer"),
         ([], "has no reference answer"),
         ([None], "has no reference answer"),
+        ([None, None], "has no reference answer"),
         (float("nan"), "has no reference answer"),
         ({"value": "2", "aliases": ["two"]}, "has an object with the keys 'value', 'aliases' as reference answer"),
         ([2, 2.0], "has the list [2, 2.0] as reference answer"),
@@ -439,3 +440,28 @@ def test_a_list_of_texts_has_alternative_references(tmp_path):
     assert not report.dropped
     rewards = RowRewards(source.rewards)
     assert [rewards.score(report.prompts[0], text)["reward"] for text in ("2", "2.0", "3", "")] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("reward", ["exact", "number", "choice", "math"])
+def test_wrong_answers_are_scored_before_the_start(tmp_path, reward):
+    """Built-in rewards reward none of them."""
+    answers = ("2", "3", ["2", "2.0"], "A", "B. Copper", "Paris", "Rome", "1/2")
+    rows = [{"question": f"{i} + 1 = ", "answer": answer} for i, answer in enumerate(answers)]
+    source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows), rewards=(RewardConfig(function=reward),))
+    cfg = config(tmp_path, source)
+    (check,) = check_rewards(cfg.data, cfg.scoring.deadline_s, inspect_sources(cfg, TOKENIZER))
+    assert check.rewarded_wrong == () and not check.failure and max(check.reference) == 1
+
+
+def test_a_reward_of_wrong_answers_is_reported(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def last_digit(completion, answer):\n    return float(completion[-1:] in (answer[-1:], 's'))\n"
+    )
+    rows = [{"question": f"{i} + 1 = ", "answer": str(i)} for i in (12, 22)]
+    source = EnvironmentConfig(
+        dataset=write(tmp_path / "a.jsonl", rows), rewards=(RewardConfig(function=f"{tmp_path}/r.py:last_digit"),)
+    )
+    cfg = config(tmp_path, source)
+    (check,) = check_rewards(cfg.data, cfg.scoring.deadline_s, inspect_sources(cfg, TOKENIZER))
+    assert [wrong for _, wrong, _ in check.rewarded_wrong] == ["pass", "22", "pass", "12"]
+    assert "a: 4 wrong answers are rewarded, such as 'pass' by 1 where the reference is '12'" in check.warnings()[0]
