@@ -1,0 +1,102 @@
+"""Architectures of published folders, from their public cards: each is read whole, or refused with what is missing."""
+
+import math
+
+import pytest
+
+from megatron_fp8rl.names import registry
+from tests.unit.names.test_published import DEEPSEEK_V3, GLM45_AIR, LLAMA31_8B, MISTRAL_7B, MIXTRAL_8X7B, QWEN3_30B_A3B
+
+_QWEN = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
+_QWEN |= {"use_sliding_window": False, "sliding_window": None, "use_mrope": False, "vocab_size": 151936}
+_QWEN3 = _QWEN | {"head_dim": 128, "attention_bias": False, "rope_scaling": None, "tie_word_embeddings": False}
+_LLAMA = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 2048}
+_LLAMA |= {"attention_bias": False, "pretraining_tp": 1, "rope_scaling": None, "vocab_size": 32000}
+_SMOL = _LLAMA | {"is_llama_config": True, "rope_interleaved": False, "rope_theta": 1e5, "vocab_size": 49152}
+_SMOL |= {"tie_word_embeddings": True, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}
+_SIZES = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads".split()
+_TIED, _YARN = {"tie_word_embeddings": True}, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def _config(family: str, base: dict, sizes: tuple[int, ...], **more) -> dict:
+    return base | {"model_type": family} | dict(zip(_SIZES, sizes, strict=True)) | more
+
+
+# Parameters without multi-token prediction layers; a tied output head counts once.
+READ = {
+    "Llama-2-7B": (_config("llama", _LLAMA, (32, 4096, 11008, 32, 32)), 6_738_415_616),
+    "Llama-3.1-8B": (LLAMA31_8B, 8_030_261_248),
+    "Llama-3.1-70B": (_config("llama", LLAMA31_8B, (80, 8192, 28672, 64, 8)), 70_553_706_496),
+    "Llama-3.2-3B": (_config("llama", LLAMA31_8B, (28, 3072, 8192, 24, 8), head_dim=128, **_TIED), 3_212_749_824),
+    "TinyLlama-1.1B": (_config("llama", _LLAMA, (22, 2048, 5632, 32, 4)), 1_100_048_384),
+    "SmolLM2-135M": (_config("llama", _SMOL, (30, 576, 1536, 9, 3)), 134_515_008),
+    "SmolLM2-360M": (_config("llama", _SMOL, (32, 960, 2560, 15, 5)), 361_821_120),
+    "SmolLM2-1.7B": (_config("llama", _SMOL, (24, 2048, 8192, 32, 32)), 1_711_376_384),
+    "Mistral-7B-v0.1": (MISTRAL_7B, 7_241_732_096),
+    "Mistral-7B-v0.3": (MISTRAL_7B | {"vocab_size": 32768, "sliding_window": None, "rope_theta": 1e6}, 7_248_023_552),
+    "Mistral-Nemo-2407": (
+        _config("mistral", MISTRAL_7B, (40, 5120, 14336, 32, 8), head_dim=128, vocab_size=131072, sliding_window=None),
+        12_247_782_400,
+    ),
+    "Mixtral-8x7B": (MIXTRAL_8X7B, 46_702_792_704),
+    "Mixtral-8x22B": (_config("mixtral", MIXTRAL_8X7B, (56, 6144, 16384, 48, 8), vocab_size=32768), 140_630_071_296),
+    "Qwen2.5-0.5B": (_config("qwen2", _QWEN, (24, 896, 4864, 14, 2), **_TIED), 494_032_768),
+    "Qwen2.5-1.5B": (_config("qwen2", _QWEN, (28, 1536, 8960, 12, 2), **_TIED), 1_543_714_304),
+    "Qwen2.5-3B": (_config("qwen2", _QWEN, (36, 2048, 11008, 16, 2), **_TIED), 3_085_938_688),
+    "Qwen2.5-7B": (_config("qwen2", _QWEN, (28, 3584, 18944, 28, 4), vocab_size=152064), 7_615_616_512),
+    "Qwen2.5-14B": (_config("qwen2", _QWEN, (48, 5120, 13824, 40, 8), vocab_size=152064), 14_770_033_664),
+    "Qwen2.5-32B": (_config("qwen2", _QWEN, (64, 5120, 27648, 40, 8), vocab_size=152064), 32_763_876_352),
+    "Qwen2.5-72B": (_config("qwen2", _QWEN, (80, 8192, 29568, 64, 8), vocab_size=152064), 72_706_203_648),
+    "R1-Distill-Qwen-1.5B": (_config("qwen2", _QWEN, (28, 1536, 8960, 12, 2)), 1_777_088_000),
+    "Qwen3-0.6B": (_config("qwen3", _QWEN3, (28, 1024, 3072, 16, 8), **_TIED), 596_049_920),
+    "Qwen3-1.7B": (_config("qwen3", _QWEN3, (28, 2048, 6144, 16, 8), **_TIED), 1_720_574_976),
+    "Qwen3-4B": (_config("qwen3", _QWEN3, (36, 2560, 9728, 32, 8), **_TIED), 4_022_468_096),
+    "Qwen3-8B": (_config("qwen3", _QWEN3, (36, 4096, 12288, 32, 8)), 8_190_735_360),
+    "Qwen3-14B": (_config("qwen3", _QWEN3, (40, 5120, 17408, 40, 8)), 14_768_307_200),
+    "Qwen3-32B": (_config("qwen3", _QWEN3, (64, 5120, 25600, 64, 8)), 32_762_123_264),
+    "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
+    "Qwen3-235B-A22B": (
+        _config("qwen3_moe", QWEN3_30B_A3B, (94, 4096, 12288, 64, 4), moe_intermediate_size=1536),
+        235_093_634_560,
+    ),
+    "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
+    "GLM-4.5-Air": (GLM45_AIR, 106_852_251_264),
+}
+REFUSED = {
+    "Gemma-2-9B": ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "'gemma2'"),
+    "Gemma-3-27B": ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "'gemma3'"),
+    "Phi-4": ({"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}, "'phi3'"),
+    "gpt-oss-20b": ({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}, "'gpt_oss'"),
+    "OLMo-2-7B": ({"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}, "'olmo2'"),
+    "SmolLM3-3B": ({"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}, "'smollm3'"),
+    "DeepSeek-V2-Lite": ({"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}, "'deepseek_v2'"),
+    "Qwen2.5-VL-7B": ({"model_type": "qwen2_5_vl"}, "'qwen2_5_vl'"),
+    "Llama-4-Scout": ({"model_type": "llama4"}, "'llama4'"),
+    "Granite-3.1-8B": ({"model_type": "granite"}, "'granite'"),
+    "Qwen3-Next-80B-A3B": ({"model_type": "qwen3_next"}, "'qwen3_next'"),
+    "Qwen2.5-7B-AWQ": (
+        READ["Qwen2.5-7B"][0] | {"quantization_config": {"quant_method": "awq", "bits": 4}},
+        "quantization_config = 'awq'",
+    ),
+    "Qwen2.5-7B with YaRN": (READ["Qwen2.5-7B"][0] | {"rope_scaling": _YARN}, "rope_type = 'yarn' is not supported"),
+    "deepseek-coder-6.7b": (
+        READ["Llama-2-7B"][0] | {"vocab_size": 32256, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        "rope_type = 'linear' is not supported",
+    ),
+    "DeepSeek-V3.2": (DEEPSEEK_V3 | {"index_topk": 2048, "index_n_heads": 64}, "needs sparse attention"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_published_folder_is_read_whole(name):
+    config, num_parameters = READ[name]
+    model = registry.from_hf_config(config, fp8_weights=True)
+    assert sum(math.prod(shape) for shape in registry.hf_tensors(model).values()) == num_parameters
+    assert ("is_llama_config" in registry.ignored_keys(config)) == name.startswith("SmolLM2")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_folder_that_is_not_computed_is_refused_with_what_is_missing(name):
+    config, missing = REFUSED[name]
+    with pytest.raises(ValueError, match=missing):
+        registry.from_hf_config(config, fp8_weights=True)
