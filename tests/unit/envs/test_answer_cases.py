@@ -120,3 +120,24 @@ def test_long_completions_are_read_fast(reward, text):
     start = time.monotonic()
     score(reward, text * 20_000, "3")
     assert time.monotonic() - start < 20
+
+
+def documented_cases(reward: str) -> str:
+    """The table of docs/rewards.md with the main cases of a reward."""
+    rows = [json.loads(line) for line in CASES[reward].read_text().splitlines()]
+    cells = [
+        (row["main"], _cell(row["completion"]), _cell(row["reference"]), row["score"]) for row in rows if "main" in row
+    ]
+    lines = ["| rule | completion | reference | reward |", "|---|---|---|---|"]
+    return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in cells])
+
+
+def _cell(text: str) -> str:
+    text = text.replace("\n", " ⏎ ").replace("|", "\\|")
+    return f"`` {text} ``" if text else "(empty)"
+
+
+@pytest.mark.parametrize("reward", CASES)
+def test_the_documentation_shows_the_main_cases(reward):
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
+    assert f"## {reward}\n\n{documented_cases(reward)}\n" in page
