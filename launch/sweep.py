@@ -74,8 +74,8 @@ def _row(run_dir: Path) -> dict[str, str]:
     cells = {"state": _state(run)}
     for evaluation in run.evaluations:
         accuracy, pass_at = evaluation["overall"]["accuracy"], evaluation["overall"]["pass_at"]
-        cells["accuracy"] = interval_text(accuracy)
-        if (k := max(map(int, pass_at))) > 1:
+        cells["accuracy"] = "-" if accuracy is None else interval_text(accuracy)
+        if (k := max(map(int, pass_at), default=1)) > 1:
             cells[f"pass@{k}"] = interval_text(pass_at[str(k)])
     numbers = {
         "held-out start": run.first("eval/pass_rate/mean"),

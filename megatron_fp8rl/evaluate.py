@@ -235,18 +235,22 @@ def _rounds(engine: EngineConfig, prompts: Sequence[Prompt], num_completions: in
 
 
 def result_of(groups: Sequence[RolloutGroup], ks: Sequence[int]) -> dict[str, Any]:
-    """Pure: estimates over scored groups of equal size. Keys of "pass_at" are strings, as in JSON."""
+    """Pure: estimates over scored groups of equal size. Keys of "pass_at" are strings, as in JSON.
+
+    Without a meaning of passing (``observe.groups.passes``), "accuracy" is None and "pass_at" empty.
+    """
     from megatron_fp8rl.algo.pass_at_k import accuracy, pass_at_ks
-    from megatron_fp8rl.observe.groups import pass_counts
+    from megatron_fp8rl.observe.groups import has_pass_rate, pass_counts
 
     counts = pass_counts(groups)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    has_rate = has_pass_rate(groups)
     return {
         "num_problems": len(groups),
         "num_completions": len(rollouts),
-        "num_passed": sum(passed for _, passed in counts),
-        "accuracy": asdict(accuracy(counts)),
-        "pass_at": {str(k): asdict(estimate) for k, estimate in pass_at_ks(counts, ks).items()},
+        "num_passed": sum(passed for _, passed in counts) if has_rate else None,
+        "accuracy": asdict(accuracy(counts)) if has_rate else None,
+        "pass_at": {str(k): asdict(estimate) for k, estimate in pass_at_ks(counts, ks).items()} if has_rate else {},
         "mean_reward": statistics.fmean(rollout.reward for rollout in rollouts),
         "mean_length_tokens": statistics.fmean(rollout.num_sampled_tokens for rollout in rollouts),
         "truncated": statistics.fmean(rollout.finish_reason == "length" for rollout in rollouts),
@@ -275,8 +279,9 @@ def table(summary: Mapping[str, Any]) -> str:
     header = ["", "problems", "completions", "accuracy", *(f"pass@{k}" for k in ks)]
     lines = [header]
     for name, row in rows.items():
-        estimates = [row["accuracy"], *(row["pass_at"][k] for k in ks)]
-        lines.append([name, str(row["num_problems"]), str(row["num_completions"]), *map(interval_text, estimates)])
+        estimates = [row["accuracy"], *(row["pass_at"].get(k) for k in ks)]
+        cells = ["-" if estimate is None else interval_text(estimate) for estimate in estimates]
+        lines.append([name, str(row["num_problems"]), str(row["num_completions"]), *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -324,7 +329,7 @@ def _problem(group: RolloutGroup) -> dict[str, Any]:
         "prompt_id": group.prompt.prompt_id,
         "environment": group.prompt.environment,
         "num_completions": len(group.rollouts),
-        "num_passed": sum(map(passes, group.rollouts)),
+        "num_passed": sum(map(bool, map(passes, group.rollouts))),
         "prompt": group.prompt.text,
         "answer": group.prompt.answer,
         "completions": [

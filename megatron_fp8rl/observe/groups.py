@@ -11,15 +11,33 @@ from megatron_fp8rl.observe.metrics import key_part
 from megatron_fp8rl.types import Completion, Rollout, RolloutGroup
 
 FULL_REWARD = 1.0
+_COMPARING = ("exact", "number", "choice", "math", "code")
+_WITHOUT_MEANING = frozenset(("length", "model"))
 
 
-def passes(rollout: Rollout) -> bool:
+def passes(rollout: Rollout) -> bool | None:
+    """Whether the answer is right; None if the reward does not say so.
+
+    If rewards compare answers or test programs, all of these parts must be 1, whatever their weights. Otherwise the
+    reward must be 1. A sum of several other parts, a length penalty and a reward model's score say nothing.
+    """
+    parts = rollout.reward_parts
+    compared = [value for name, value in parts.items() if name in _COMPARING]
+    if compared:
+        return min(compared) >= FULL_REWARD
+    if len(parts) > 1 or not _WITHOUT_MEANING.isdisjoint(parts):
+        return None
     return rollout.reward >= FULL_REWARD
+
+
+def has_pass_rate(groups: Sequence[RolloutGroup]) -> bool:
+    """Whether each completion passes or does not."""
+    return all(passes(rollout) is not None for group in groups for rollout in group.rollouts)
 
 
 def pass_counts(groups: Sequence[RolloutGroup]) -> list[tuple[int, int]]:
     """(completions, passed completions) of every problem."""
-    return [(len(group.rollouts), sum(map(passes, group.rollouts))) for group in groups]
+    return [(len(group.rollouts), sum(map(bool, map(passes, group.rollouts)))) for group in groups]
 
 
 def evaluation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -29,8 +47,9 @@ def evaluation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         return {}
     counts = pass_counts(groups)
     ks = [k for k in powers_of_two(min(sampled for sampled, _ in counts)) if k > 1]
-    estimates: dict[str, Estimate] = {"pass_rate": accuracy(counts)}
-    if ks:
+    has_rate = has_pass_rate(groups)
+    estimates: dict[str, Estimate] = {"pass_rate": accuracy(counts)} if has_rate else {}
+    if ks and has_rate:
         estimates |= {f"pass_at_{k}": estimate for k, estimate in pass_at_ks(counts, ks).items()}
     intervals = {
         f"eval/{name}{end}/mean": value
@@ -70,8 +89,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "reward/score/std": statistics.pstdev(rewards),
         "reward/score/min": min(rewards),
         "reward/score/max": max(rewards),
-        "reward/pass_rate/mean": statistics.fmean(map(passes, rollouts)),
-        "reward/pass_any/mean": statistics.fmean(any(map(passes, group.rollouts)) for group in filled),
+        **_pass_metrics(filled),
         "reward/zero_variance/mean": statistics.fmean(len({r.reward for r in g.rollouts}) == 1 for g in filled),
         "reward/failed/mean": statistics.fmean(rollout.status == "score_failed" for rollout in rollouts),
         **{
@@ -92,6 +110,17 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "rollout/num_completions/sum": len(rollouts),
         **_version_metrics(by_rollout),
         **_session_metrics(rollouts, by_rollout),
+    }
+
+
+def _pass_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """The pass rates; empty if the reward does not say which completions pass."""
+    if not has_pass_rate(groups):
+        return {}
+    passed = [[bool(passes(rollout)) for rollout in group.rollouts] for group in groups]
+    return {
+        "reward/pass_rate/mean": statistics.fmean(value for values in passed for value in values),
+        "reward/pass_any/mean": statistics.fmean(map(any, passed)),
     }
 
 

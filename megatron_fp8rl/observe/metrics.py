@@ -20,7 +20,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "reward/score/max": "Highest reward in the step.",
         "reward/score_<environment>/mean": "Mean reward of one environment's completions.",
         "reward/part_<name>/mean": "Mean of one reward part, before weighting.",
-        "reward/pass_rate/mean": "Fraction of completions with full reward (1).",
+        "reward/pass_rate/mean": "Fraction of right completions; absent if the reward does not say which are right.",
         "reward/pass_any/mean": "Fraction of prompts with at least one full-reward completion.",
         "reward/zero_variance/mean": "Fraction of groups with identical rewards, and so no learning signal.",
         "reward/failed/mean": "Fraction of completions whose scoring failed; their reward is 0.",
@@ -31,7 +31,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
     },
     "Evaluation": {
         "eval/score/mean": "Mean reward on held-out problems.",
-        "eval/pass_rate/mean": "Fraction of held-out completions with full reward (1).",
+        "eval/pass_rate/mean": "Fraction of right held-out completions; absent like `reward/pass_rate/mean`.",
         "eval/pass_rate_low/mean": "Lower bound of the 95 % interval of `eval/pass_rate/mean` (Wilson score).",
         "eval/pass_rate_high/mean": "Upper bound of the 95 % interval of `eval/pass_rate/mean`.",
         "eval/pass_at_<k>_low/mean": "Lower bound of the 95 % interval of `eval/pass_at_<k>/mean` (bootstrap).",

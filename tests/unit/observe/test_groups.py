@@ -1,8 +1,11 @@
 """Statistics of a step's rollouts, against values counted by hand."""
 
+from dataclasses import replace
+
 import pytest
 
-from megatron_fp8rl.observe.groups import group_metrics
+from megatron_fp8rl.evaluate import summarize, table
+from megatron_fp8rl.observe.groups import evaluation_metrics, group_metrics
 from megatron_fp8rl.types import Prompt, Rollout, RolloutGroup, single_turn
 from tests.helpers.samples import make_completion
 
@@ -59,3 +62,31 @@ def test_partial_rewards_are_no_pass_and_no_rollouts_no_metrics():
     metrics = group_metrics([make_group("a", [0.99, 1.0], [1, 1])])
     assert metrics["reward/pass_rate/mean"] == 0.5
     assert group_metrics([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("parts", "reward", "rate"),
+    [
+        ({"right": 0.0, "form": 1.0}, 1.0, None),  # a sum of parts whose meaning is unknown
+        ({"math": 1.0, "format": 1.0}, 0.8 + 0.2, 1.0),
+        ({"math": 1.0, "format": 1.0}, 0.9999999999999999, 1.0),
+        ({"math": 1.0, "format": 0.0}, 0.8, 1.0),  # right without the form
+        ({"math": 0.0, "format": 1.0}, 1.5, 0.0),
+        ({"number": 1.0}, 0.5, 1.0),  # weight 0.5
+        ({"code": 0.9, "length": -0.1}, 0.8, 0.0),
+        ({"model": 3.7}, 3.7, None),
+        ({"length": 0.0}, 0.0, None),
+        ({"mine": 1.0}, 1.0, 1.0),
+        ({}, 1.0, 1.0),
+        ({}, 0.5, 0.0),
+    ],
+)
+def test_the_pass_rate_counts_right_answers_or_is_absent(parts, reward, rate):
+    group = make_group("rows", [reward] * 4, [2] * 4)
+    group = replace(group, rollouts=tuple(replace(rollout, reward_parts=parts) for rollout in group.rollouts))
+    assert group_metrics([group]).get("reward/pass_rate/mean") == rate
+    assert evaluation_metrics([group]).get("eval/pass_rate/mean") == rate
+    assert ("eval/pass_at_2/mean" in evaluation_metrics([group])) == (rate is not None)
+    summary = summarize([group], [1, 2])
+    assert (summary["overall"]["accuracy"] or {}).get("value") == rate
+    assert "rows" in table(summary)
