@@ -23,7 +23,7 @@ def _run(invocation: cli.Invocation) -> int:
     except ConfigError as error:
         print(f"eval: {error}", file=sys.stderr)
         return 2
-    return on_every_rank(evaluation.cfg.parallel, partial(_evaluate, evaluation))
+    return on_every_rank(evaluation.cfg, partial(_evaluate, evaluation))
 
 
 def _evaluate(evaluation: evaluate.Evaluation) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from megatron_fp8rl.config import ConfigError, EngineConfig, ParallelConfig
+from megatron_fp8rl.config import ConfigError, EngineConfig, ParallelConfig, RunConfig
 from megatron_fp8rl.runtime.stop import run_ranks
 
 
@@ -23,13 +23,15 @@ def has_to_start_ranks(parallel: ParallelConfig) -> bool:
     return parallel.world_size > 1 and "RANK" not in os.environ
 
 
-def on_every_rank(parallel: ParallelConfig, program: Callable[[], None]) -> int:
+def on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
     """Run in this process, or start torchrun on this machine if :func:`has_to_start_ranks`."""
+    parallel = cfg.parallel
     if has_to_start_ranks(parallel):
         torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {parallel.world_size} -m megatron_fp8rl"
         command = [sys.executable, *torchrun.split(), *sys.argv[1:]]
         cores = max(1, (os.cpu_count() or 1) // parallel.world_size)
-        return run_ranks(command, {"OMP_NUM_THREADS": str(cores), **os.environ})
+        environment = {"OMP_NUM_THREADS": str(cores), **os.environ}
+        return run_ranks(command, environment, stopped_s=cfg.engine.update_s)
     import torch
 
     if not torch.cuda.is_available():

@@ -70,7 +70,7 @@ def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True) -> i
         if status := run_with_status(partial(check_data, cfg)):
             return status
         os.environ[_DATA_CHECKED] = "1"
-    return on_every_rank(cfg.parallel, partial(_run, cfg, wants_sft=wants_sft, wants_rl=wants_rl))
+    return on_every_rank(cfg, partial(_run, cfg, wants_sft=wants_sft, wants_rl=wants_rl))
 
 
 def _check_model(cfg: RunConfig) -> None:

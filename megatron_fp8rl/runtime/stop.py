@@ -20,6 +20,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -188,14 +189,23 @@ class StopRequest:
         ChangeFlag.mark(self.folder)
 
 
-def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run torchrun here, forwarding stop requests; return its exit status, or SAVED if its ranks saved. It ends with
-    this process. torchrun kills its ranks 30 s after a SIGTERM, and a SIGUSR1 kills it."""
+def run_ranks(command: Sequence[str], environment: Mapping[str, str], *, stopped_s: float = 300.0) -> int:
+    """Run torchrun on this machine and forward stop requests; return its exit status, or SAVED if its ranks saved.
+
+    torchrun kills its ranks 30 s after a SIGTERM, and a SIGUSR1 kills it. It ends with this process.
+
+    A rank that is stopped (SIGSTOP) for ``stopped_s`` seconds is named and killed, because all other ranks wait for it
+    in a collective operation; at once, if the run is asked to end by SIGTERM or Ctrl-C. A second SIGTERM or Ctrl-C ends
+    all ranks at once.
+    """
     with tempfile.TemporaryDirectory(prefix="stop-") as temporary:
         folder = Path(environment.get(FOLDER_VARIABLE, temporary))
+        asked_to_end: list[int] = []
 
         def ask(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGINT and (folder / _STOP).exists():
+            if number != signal.SIGUSR1:
+                asked_to_end.append(number)
+            if len(asked_to_end) > 1:
                 process.send_signal(signal.SIGINT)
                 return
             (folder / _STOP).write_text(json.dumps({"reason": signal.Signals(number).name}))
@@ -209,5 +219,43 @@ def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
         for number in (*_SIGNALS, signal.SIGINT):
             signal.signal(number, ask)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        status = process.wait()
+        stopped = _StoppedRanks(process.pid)
+        while True:
+            try:
+                status = process.wait(_LOOK_S)
+                break
+            except subprocess.TimeoutExpired:
+                stopped.kill(0.0 if asked_to_end else stopped_s)
         return SAVED if status == 0 and (folder / _STOPPED).exists() else status
+
+
+class _StoppedRanks:
+    """Ranks of a torchrun on this machine that SIGSTOP has stopped, and since when."""
+
+    def __init__(self, torchrun: int) -> None:
+        self._torchrun = torchrun
+        self._since_s: dict[int, float] = {}
+
+    def kill(self, after_s: float) -> None:
+        """Print the name of each rank that has been stopped for ``after_s``, and kill it; torchrun ends the others."""
+        import psutil
+
+        now, ranks = time.monotonic(), {}
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._torchrun).children():
+                with contextlib.suppress(psutil.Error):
+                    if child.status() == psutil.STATUS_STOPPED and (rank := child.environ().get("RANK")) is not None:
+                        ranks[child.pid] = (rank, child)
+        self._since_s = {pid: self._since_s.get(pid, now) for pid in ranks}
+        for pid, (rank, child) in ranks.items():
+            stood_s = now - self._since_s[pid]
+            if stood_s >= after_s:
+                print(
+                    f"trainer rank {rank} (process {pid}) was stopped by a signal and has stood still for "
+                    f"{stood_s:.0f} s, while all other ranks wait for it. The run ends; when it is started again, it "
+                    "continues from its last checkpoint",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
