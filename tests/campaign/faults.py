@@ -99,6 +99,17 @@ def _pause(role: str) -> Callable[[Target], str]:
     return pause
 
 
+def exhaust_scorer(target: Target) -> str:
+    """A scorer gets no more memory, as after a reward that leaks."""
+    if not (processes := target.of_role("scorer")):
+        return ""
+    victim = target.rng.choice(processes)
+    with contextlib.suppress(psutil.Error, OSError):
+        size = victim.memory_info().vms
+        victim.rlimit(psutil.RLIMIT_AS, (size, size))
+    return f"process {victim.pid}"
+
+
 def kill_all_engines(target: Target) -> str:
     processes = [process for role in ("engine", "core") for process in target.of_role(role)]
     for process in processes:
@@ -211,12 +222,15 @@ RUNNING: dict[str, tuple[float, Callable[[Target], str]]] = {
     "scorer is slow": (1.0, _pause("scorer")),
     "scorer hangs": (1.0, _signal("scorer", signal.SIGSTOP)),
     "trainer rank stands still": (2.0, _pause("trainer")),
+    "scorer has no memory left": (1.0, exhaust_scorer),
+    "trainer rank stopped for good": (0.2, _signal("trainer", signal.SIGSTOP)),
     "clock jumps": (2.0, jump_clock),
     "disk full": (0.7, fill_disk),
 }
 ENDING = (
     "trainer rank killed",
     "trainer rank killed in a save",
+    "trainer rank stopped for good",
     "launching process killed",
     "save and end asked for",
     "disk full",
