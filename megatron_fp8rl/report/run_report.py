@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from megatron_fp8rl.envs.rewards.extraction import find_answer
 from megatron_fp8rl.observe.display import duration, interval_text
 from megatron_fp8rl.observe.metrics import meaning
 from megatron_fp8rl.observe.records import write_text
@@ -45,7 +46,8 @@ code, pre { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, monospace; white-sp
 .failed h2 { margin: 0 0 6px; color: #a03d00; } details summary { cursor: pointer; padding: 8px 0; }
 footer { color: var(--soft); margin-top: 40px; font-size: 13px; }
 """
-_NUM_SAMPLES = 3  # number of best and of worst completions, for the first and the last step
+_NUM_SAMPLES = 20  # highest and lowest rewarded completions of the first and the last step
+_NUM_SESSIONS = 3  # of sessions, which are shown with all turns
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -191,19 +193,25 @@ def _warnings(run: RunData) -> str:
 
 
 def _samples(run: RunData) -> str:
-    """Best and worst completions of the first and the last recorded step."""
+    """The highest and lowest rewarded completions of the first and the last recorded step.
+
+    The extracted answer is the text that built-in rewards read, where it is not the whole completion.
+    """
     return "\n".join(starmap(_samples_of, run.first_and_last_groups()))
 
 
 def _samples_of(step: int, groups: Sequence[RolloutGroup]) -> str:
     rollouts = sorted((r for g in groups for r in g.rollouts), key=lambda r: (-r.reward, r.name))
-    shown = _distinct(rollouts, _NUM_SAMPLES)
-    worst = [r for r in _distinct(rollouts[::-1], _NUM_SAMPLES) if all(r is not other for other in shown)]
+    limit = _NUM_SESSIONS if any(map(is_session, rollouts)) else _NUM_SAMPLES
+    shown = _distinct(rollouts, limit)
+    worst = [r for r in _distinct(rollouts[::-1], limit) if all(r is not other for other in shown)]
     shown += worst[::-1]
     if any(map(is_session, shown)):
         return f'<h2>Sessions of step {step}</h2><div class="card">{"".join(map(conversation, shown))}</div>'
     rows = "".join(map(_sample_row, shown))
-    head = "".join(f"<th>{h}</th>" for h in ("reward", "prompt", "completion", "answer", "tokens", "status"))
+    head = "".join(
+        f"<th>{h}</th>" for h in ("reward", "prompt", "completion", "extracted answer", "reference", "tokens", "status")
+    )
     return f'<h2>Completions of step {step}</h2><div class="card"><table><tr>{head}</tr>{rows}</table></div>'
 
 
@@ -220,7 +228,9 @@ def _sample_row(rollout: Rollout) -> str:
     kind = "good" if rollout.reward >= 1 else "bad"
     parts = "".join(f" {name} {value:.2g}" for name, value in rollout.reward_parts.items())
     status = rollout.status + (f": {rollout.detail}" if rollout.detail else "") + parts
-    cells = (rollout.prompt.text, "".join(branch.text for branch in rollout.branches[-1:]), rollout.prompt.answer)
+    completion = "".join(branch.text for branch in rollout.branches[-1:])
+    answer = find_answer(completion).text
+    cells = (rollout.prompt.text, completion, "" if answer == completion.strip() else answer, rollout.prompt.answer)
     return (
         f'<tr><td class="n {kind}">{rollout.reward:.2f}</td>'
         + "".join(f"<td><code>{escape(text[:1500]) or '&nbsp;'}</code></td>" for text in cells)
