@@ -15,6 +15,7 @@ from launch.cluster import Cluster
 from launch.layout import Layout, Need, Place, plan_layout
 from launch.spec import JobSpec, Role, endpoint_file, escape_braces, format_nodes
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.diagnosis import diagnose
@@ -56,6 +57,9 @@ def plan_training(request: Request) -> Plan:
         )
     # The doctor checks GPU counts; only this planner knows the nodes.
     problems, warnings = preflight(request, without="--weight_sync.transport" if transport_problems else None)
+    if request.job in TRAINING_JOBS:
+        resumed = dataclasses.replace(cfg, output_dir=escape_braces(absolute_run_dir(cfg, cluster)))
+        problems += map(str, run_folder.resume_violations(resumed))
     if request.job == "rl" and cfg.model.hf_path is None:
         remedy = "Name a checkpoint, or use --job train"
         problems.append(f"--model.hf_path = None: rl starts from trained weights. {remedy}.")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_fp8rl import cli
 from megatron_fp8rl.commands.ranks import has_to_start_ranks, longest_wait_s, on_every_rank, run_with_status
 from megatron_fp8rl.commands.report import write_reports
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
 from megatron_fp8rl.preflight.data_check import check_data
 from megatron_fp8rl.preflight.folder_check import check_folder
@@ -74,7 +74,11 @@ def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True) -> i
 
 
 def _check_model(cfg: RunConfig) -> None:
-    """Check the folder of the model, and print a line about keys of config.json that are ignored."""
+    """Check a resume and the folder of the model, and print a line about keys of config.json that are ignored."""
+    from megatron_fp8rl.data import run_folder
+
+    if errors := run_folder.resume_violations(cfg):
+        raise ConfigError(errors)
     ignored = check_folder(cfg.model, None if cfg.model.hf_path is None else Path(cfg.model.hf_path))
     if ignored and cfg.observe.display != "none":
         print(ignored, flush=True)

@@ -36,7 +36,7 @@ _SILENT_S = 20.0  # without a heartbeat for this long, an owner on another node 
 
 
 def violations(cfg: RunConfig) -> list[Violation]:
-    """Reasons not to use the folder: no run wrote it, it would lose checkpoints, or a changed field has no effect."""
+    """Reasons not to use the folder: no run wrote it, or a run would overwrite its checkpoints."""
     folder = Path(cfg.run_dir)
     if not folder.is_dir():
         return []
@@ -51,11 +51,14 @@ def violations(cfg: RunConfig) -> list[Violation]:
                 problem = f"{part} contains {kept[-1].name}, which a run from step 0 would overwrite"
                 remedy = "Name another output_dir, or remove the checkpoints"
                 return [Violation("--checkpoint.resume", False, problem, remedy)]
-    return _resume_refusals(folder, cfg)
+    return []
 
 
-def _resume_refusals(folder: Path, cfg: RunConfig) -> list[Violation]:
-    """Changed fields that a resume in the folder could not apply."""
+def resume_violations(cfg: RunConfig) -> list[Violation]:
+    """Changed fields that a training run which resumes in the folder could not apply."""
+    folder = Path(cfg.run_dir)
+    if not cfg.checkpoint.resume:
+        return []
     newest = latest(folder / "checkpoints")
     if newest is None:
         return resumed_config.finished_warm_start_refusals(folder / "warm_start", cfg)
@@ -67,8 +70,8 @@ def _resume_refusals(folder: Path, cfg: RunConfig) -> list[Violation]:
 
 @contextlib.contextmanager
 def locked(cfg: RunConfig) -> Iterator[None]:
-    """Lock the folder for the block. Raises ConfigError with :func:`violations`, or if another run uses it."""
-    if errors := violations(cfg):
+    """Lock the folder for a training run. Raises ConfigError if it cannot be used or resumed, or is in use."""
+    if errors := violations(cfg) or resume_violations(cfg):
         raise ConfigError(errors)
     folder = Path(cfg.run_dir)
     make_folder(folder)

@@ -46,7 +46,7 @@ def weights(folder: Path, seed: int) -> Path:
 
 
 def problems(cfg: RunConfig) -> list[str]:
-    return [str(violation) for violation in run_folder.violations(cfg)]
+    return [str(violation) for violation in run_folder.resume_violations(cfg)]
 
 
 def test_every_changed_field_has_a_line_with_both_values(tmp_path):
