@@ -276,11 +276,13 @@ def table(summary: Mapping[str, Any]) -> str:
     if len(rows) > 1:
         rows["all problems"] = summary["overall"]
     ks = list(summary["overall"]["pass_at"])
-    header = ["", "problems", "completions", "accuracy", *(f"pass@{k}" for k in ks)]
+    has_rewards = any(row["accuracy"] is None for row in rows.values())  # shown where accuracy has no meaning
+    header = ["", "problems", "completions", "accuracy", *(f"pass@{k}" for k in ks), *["reward"] * has_rewards]
     lines = [header]
     for name, row in rows.items():
         estimates = [row["accuracy"], *(row["pass_at"].get(k) for k in ks)]
         cells = ["-" if estimate is None else interval_text(estimate) for estimate in estimates]
+        cells += [f"{row['mean_reward']:.3f}"] * has_rewards
         lines.append([name, str(row["num_problems"]), str(row["num_completions"]), *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -323,13 +325,14 @@ def _finish(
 
 
 def _problem(group: RolloutGroup) -> dict[str, Any]:
-    from megatron_fp8rl.observe.groups import passes
+    from megatron_fp8rl.observe.groups import has_pass_rate, pass_counts
 
+    ((_, num_passed),) = pass_counts([group])
     return {
         "prompt_id": group.prompt.prompt_id,
         "environment": group.prompt.environment,
         "num_completions": len(group.rollouts),
-        "num_passed": sum(map(bool, map(passes, group.rollouts))),
+        "num_passed": num_passed if has_pass_rate([group]) else None,
         "prompt": group.prompt.text,
         "answer": group.prompt.answer,
         "completions": [

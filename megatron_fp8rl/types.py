@@ -105,6 +105,9 @@ def single_turn(prompt: Prompt, completion: Completion) -> tuple[Trajectory, ...
     return (Trajectory(segments=(context, completion)),)
 
 
+IS_RIGHT = "is_right"  # part of a reward: 1 if the answer is right, otherwise 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """A scored trajectory.

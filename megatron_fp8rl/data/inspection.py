@@ -25,7 +25,7 @@ from megatron_fp8rl.envs.rewards.numbers import number_of
 from megatron_fp8rl.envs.rewards.scalar import is_served
 from megatron_fp8rl.envs.scoring import Score, ScorePool, ScorePoolError
 from megatron_fp8rl.envs.source_kind import has_rows
-from megatron_fp8rl.types import Prompt
+from megatron_fp8rl.types import IS_RIGHT, Prompt
 
 _ALL_UP_TO = 20_000  # larger sources are sampled
 _SAMPLE = 2_000  # rows
@@ -241,6 +241,8 @@ def wrong_answers(prompt: Prompt, texts: Sequence[str]) -> list[str]:
 
 def _correctness(score: Score) -> float:
     """The part of a reward that compares answers, if there is one; otherwise the reward."""
+    if IS_RIGHT in score.parts:
+        return score.parts[IS_RIGHT]
     compared = [score.parts[name] for name in ("exact", "number", "choice", "math", "code") if name in score.parts]
     return max(compared, default=score.reward)
 

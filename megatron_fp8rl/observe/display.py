@@ -162,6 +162,7 @@ def headline(metrics: Mapping[str, float], skip: tuple[str, ...] = ()) -> list[s
     shown = (
         ("reward", "reward/score/mean", "reward {:.3f}"),
         ("eval", "eval/pass_rate/mean", "eval pass rate {:.3f}"),
+        ("eval", "" if "eval/pass_rate/mean" in metrics else "eval/score/mean", "eval reward {:.3f}"),
         ("nll", "loss/nll/mean", "nll {:.3f}"),
         ("mismatch", "mismatch/abs_logprob_diff/mean", "mismatch {:.2e}"),
         ("length", "rollout/length/mean", "length {:.1f}"),

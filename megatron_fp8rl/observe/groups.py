@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megatron_fp8rl.algo.pass_at_k import Estimate, accuracy, pass_at_ks, powers_of_two
 from megatron_fp8rl.observe.metrics import key_part
-from megatron_fp8rl.types import Completion, Rollout, RolloutGroup
+from megatron_fp8rl.types import IS_RIGHT, Completion, Rollout, RolloutGroup
 
 FULL_REWARD = 1.0
 _COMPARING = ("exact", "number", "choice", "math", "code")
@@ -18,12 +18,15 @@ _WITHOUT_MEANING = frozenset(("length", "model"))
 def passes(rollout: Rollout) -> bool | None:
     """Whether the answer is right; None if the reward does not say so.
 
-    If rewards compare answers or test programs, all of these parts must be 1, whatever their weights. Otherwise the
-    reward must be 1. A sum of several other parts, a length penalty and a reward model's score say nothing.
+    If rewards compare answers, test programs or return the part "is_right", all of these parts must be 1, whatever
+    their weights. Otherwise the reward must be 1. A sum of several other parts, a length penalty and a reward model's
+    score say nothing.
     """
     parts = rollout.reward_parts
-    compared = [value for name, value in parts.items() if name in _COMPARING]
+    compared = [value for name, value in parts.items() if name in _COMPARING or name == IS_RIGHT]
     if compared:
+        if not 0 <= min(compared) <= max(compared) <= FULL_REWARD:
+            return None  # a user's part with the name of a built-in reward
         return min(compared) >= FULL_REWARD
     if len(parts) > 1 or not _WITHOUT_MEANING.isdisjoint(parts):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from megatron_fp8rl.observe.groups import passes
 from megatron_fp8rl.types import Completion, Context, Rollout, Trajectory
 
 CSS = """
@@ -23,7 +24,7 @@ _MAX_CHARACTERS = 2500  # of one segment
 
 
 def conversation(rollout: Rollout) -> str:
-    kind = "good" if rollout.reward >= 1 else "bad"
+    kind = {True: "good", False: "bad", None: ""}[passes(rollout)]
     facts = [f"{rollout.num_sampled_tokens} tokens sampled in {len(rollout.completions)} turns", rollout.status]
     facts += [f"{name} {value:.3g}" for name, value in rollout.reward_parts.items()]
     if rollout.detail:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from megatron_fp8rl.envs.rewards.extraction import find_answer
 from megatron_fp8rl.observe.display import duration, interval_text
+from megatron_fp8rl.observe.groups import passes
 from megatron_fp8rl.observe.metrics import meaning
 from megatron_fp8rl.observe.records import write_text
 from megatron_fp8rl.report.conversations import CSS as CONVERSATION_CSS
@@ -124,6 +125,10 @@ def _tiles(run: RunData) -> str:
         tiles.append((f"{evals[0]:.0%} → {evals[-1]:.0%}", "held-out pass rate, start → end"))
     elif evals:
         tiles.append((f"{evals[0]:.0%}", "held-out pass rate"))
+    elif held_out := run.values("eval/score/mean"):
+        tiles.append(
+            (" → ".join(f"{value:.2f}" for value in dict.fromkeys((held_out[0], held_out[-1]))), "held-out reward")
+        )
     rewards = run.values("reward/score/mean")
     if rewards:
         tail = rewards[-5:]
@@ -147,21 +152,23 @@ def _tiles(run: RunData) -> str:
 
 
 def _evaluations(run: RunData) -> str:
-    figure = make_figure(draw_pass_at_k, run)
-    if figure is None:
+    if not run.evaluations:
         return ""
+    figure = make_figure(draw_pass_at_k, run)  # None if the reward does not say what is right
     ks = sorted({int(k) for result in run.evaluations for k in result["overall"]["pass_at"]})
-    header = ("checkpoint", "environment", "problems", "completions", "accuracy", *(f"pass@{k}" for k in ks))
+    header = ("checkpoint", "environment", "problems", "completions", "accuracy", *(f"pass@{k}" for k in ks), "reward")
     rows = []
     for result in run.evaluations:
         parts = dict(result["environments"]) | ({"all": result["overall"]} if len(result["environments"]) > 1 else {})
         for name, part in parts.items():
             estimates = [part["accuracy"], *(part["pass_at"].get(str(k)) for k in ks)]
             texts = ["–" if estimate is None else interval_text(estimate) for estimate in estimates]
+            texts.append(f"{part['mean_reward']:.3f}")
             rows.append((result["name"], name, part["num_problems"], part["num_completions"], *texts))
     note = "<p>Brackets show 95 % intervals: Wilson score for accuracy, bootstrap over problems for pass@k.</p>"
     card = f'<div class="card">{_table(header, rows)}{note}</div>'
-    return f'<h2>Evaluations of checkpoints</h2><div class="plots">{_image(figure)}</div><br>{card}'
+    plot = f'<div class="plots">{_image(figure)}</div><br>' if figure else ""
+    return f"<h2>Evaluations of checkpoints</h2>{plot}{card}"
 
 
 def _worst_sequences(run: RunData) -> str:
@@ -225,7 +232,7 @@ def _distinct(rollouts: Iterable[Rollout], limit: int) -> list[Rollout]:
 
 
 def _sample_row(rollout: Rollout) -> str:
-    kind = "good" if rollout.reward >= 1 else "bad"
+    kind = {True: "good", False: "bad", None: ""}[passes(rollout)]
     parts = "".join(f" {name} {value:.2g}" for name, value in rollout.reward_parts.items())
     status = rollout.status + (f": {rollout.detail}" if rollout.detail else "") + parts
     completion = "".join(branch.text for branch in rollout.branches[-1:])

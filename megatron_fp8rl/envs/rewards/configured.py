@@ -11,7 +11,7 @@ from megatron_fp8rl.config import RewardConfig
 from megatron_fp8rl.envs.rewards import answers, functions, judge, programs, sandboxed, scalar
 from megatron_fp8rl.envs.rewards.extraction import is_unfinished
 from megatron_fp8rl.envs.rewards.functions import RewardError
-from megatron_fp8rl.types import Prompt
+from megatron_fp8rl.types import IS_RIGHT, Prompt
 
 Reward = Callable[[Sequence[Prompt], Sequence[str]], list[Any]]  # a number or dict of numbers of each completion
 
@@ -25,6 +25,7 @@ _COMPARISONS = {
 }
 _OTHERS = {"code": programs.code, "judge": judge.judge, "model": scalar.model}
 _NEED_AN_END = ("exact", "number", "choice", "math", "code", "judge")  # 0 for unfinished reasoning
+_SAY_WHETHER_RIGHT = ("exact", "number", "choice", "math", "code", "length", "model")  # with any weight, or never
 BUILT_IN = (*_COMPARISONS, *_OTHERS)
 
 
@@ -47,6 +48,10 @@ class RowRewards:
                 number, parts = reward_and_parts(value, name)
                 if not isinstance(value, Mapping):
                     parts = {name: number}
+                    if weight != 1 and len(self._rewards) == 1 and name not in _SAY_WHETHER_RIGHT:
+                        parts[IS_RIGHT] = float(number >= 1)  # the weighted reward does not say it
+                if IS_RIGHT in parts and IS_RIGHT in score:
+                    parts[IS_RIGHT] = min(parts[IS_RIGHT], score[IS_RIGHT])
                 score |= parts | {"reward": score["reward"] + weight * number}
         return scores
 
@@ -141,12 +146,21 @@ def part_name(cfg: RewardConfig) -> str:
 
 
 def reward_and_parts(value: Any, name: str) -> tuple[float, dict[str, float]]:
-    """(reward, parts) of a number or a dict, whose reward is the key "reward", otherwise the sum."""
+    """(reward, parts) of a number or a dict, whose reward is the key "reward", otherwise the sum.
+
+    The part "is_right" is True, False, 1 or 0, and is not in the sum. Raises TypeError for other values.
+    """
     if not isinstance(value, Mapping):
         return as_number(value, name), {}
-    parts = {str(key): as_number(part, f"{name}[{key!r}]") for key, part in value.items()}
+    is_right = value.get(IS_RIGHT)
+    if is_right is not None and is_right not in (0, 1):
+        raise TypeError(f"{name}[{IS_RIGHT!r}] is {is_right!r}; it says whether the answer is right: True or False")
+    if value and value.keys() <= {IS_RIGHT}:
+        raise TypeError(f"{name} returned {IS_RIGHT!r} and no reward; add the part 'reward'")
+    parts = {str(key): as_number(part, f"{name}[{key!r}]") for key, part in value.items() if key != IS_RIGHT}
     reward = parts.pop("reward", None)
-    return (sum(parts.values()) if reward is None else reward), parts
+    reward = sum(parts.values()) if reward is None else reward
+    return reward, parts if is_right is None else {**parts, IS_RIGHT: float(is_right)}
 
 
 def as_number(value: Any, name: str) -> float:

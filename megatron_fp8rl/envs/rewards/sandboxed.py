@@ -31,7 +31,8 @@ class SandboxedReward:
         """Raises SandboxError, or RewardError if the function cannot be loaded."""
         sandbox.require()
         path, name = parse(cfg.function)
-        self._cfg = dataclasses.replace(cfg, function=f"{path.resolve()}:{name}", sandbox=False)
+        # The caller applies the weight.
+        self._cfg = dataclasses.replace(cfg, function=f"{path.resolve()}:{name}", sandbox=False, weight=1.0)
         self._process = self._started()
 
     def __call__(self, prompt: Prompt, completion: str) -> Any:

@@ -44,6 +44,28 @@ def weighted(completion):
     return {"reward": 0.25, "style": 1.0}
 
 
+def says_what_is_right(completion, answer, kind="bool"):
+    right, form = completion == answer, completion.islower()
+    return {
+        "right": float(right),
+        "form": float(form),
+        "is_right": {"bool": right, "float": float(right), "two": 2}[kind],
+    }
+
+
+def threshold(completion, answer):
+    value = 0.8 * (answer in completion) + 0.2 * completion.islower()
+    return {"reward": value, "is_right": value >= 0.8}
+
+
+def only_right(completion):
+    return {"is_right": True}
+
+
+def half(completion):
+    return 0.5
+
+
 def nothing(completion):
     return None
 

@@ -97,6 +97,30 @@ class TestFunctions:
         own = RowRewards((RewardConfig(function=f"{FUNCTIONS}:weighted"),)).score(prompt(), "x")
         assert own == {"style": 1.0, "reward": 0.25}
 
+    @pytest.mark.parametrize("kind", ["bool", "float"])
+    def test_a_reward_says_what_is_right(self, kind):
+        rewards = RowRewards((RewardConfig(function=f"{FUNCTIONS}:says_what_is_right", options={"kind": kind}),))
+        assert rewards.score(prompt("a"), "b") == {"right": 0.0, "form": 1.0, "is_right": 0.0, "reward": 1.0}
+        assert rewards.score(prompt("A"), "A") == {"right": 1.0, "form": 0.0, "is_right": 1.0, "reward": 1.0}
+        threshold = RewardConfig(function=f"{FUNCTIONS}:threshold", weight=0.5)
+        assert RowRewards((threshold,)).score(prompt("A"), "A b") == {"is_right": 1.0, "reward": 0.4}
+        both = RowRewards((threshold, RewardConfig(function=f"{FUNCTIONS}:says_what_is_right")))
+        assert both.score(prompt("a"), "a") == {"right": 1.0, "form": 1.0, "is_right": 1.0, "reward": 0.5 + 2.0}
+        assert both.score(prompt("a"), "ab") == {"right": 0.0, "form": 1.0, "is_right": 0.0, "reward": 0.5 + 1.0}
+
+    def test_the_weight_of_a_single_reward_does_not_change_what_is_right(self):
+        half, whole = f"{FUNCTIONS}:half", f"{FUNCTIONS}:length_share"
+        assert RowRewards((RewardConfig(function=half, weight=2.0),)).score(prompt(), "x")["is_right"] == 0.0
+        assert RowRewards((RewardConfig(function=whole, weight=0.5),)).score(prompt(), "x" * 10)["is_right"] == 1.0
+        assert "is_right" not in RowRewards((RewardConfig(function=whole),)).score(prompt(), "x")
+
+    def test_what_says_nothing_about_right_answers_is_named(self):
+        two = RewardConfig(function=f"{FUNCTIONS}:says_what_is_right", options={"kind": "two"})
+        with pytest.raises(TypeError, match=r"says_what_is_right\['is_right'\] is 2; it says whether"):
+            RowRewards((two,)).score(prompt(), "x")
+        with pytest.raises(TypeError, match="only_right returned 'is_right' and no reward"):
+            RowRewards((RewardConfig(function=f"{FUNCTIONS}:only_right"),)).score(prompt(), "x")
+
     def test_what_is_no_number_is_named(self):
         with pytest.raises(TypeError, match="nothing returned None, which is not a number"):
             RowRewards((RewardConfig(function=f"{FUNCTIONS}:nothing"),)).score(prompt(), "x")
@@ -171,6 +195,10 @@ class TestPrograms:
     def test_a_row_without_tests_is_named(self):
         with pytest.raises(ValueError, match="t/0 has no tests in"):
             score(RewardConfig(function="code"), "```\n1\n```")
+
+    def test_the_weight_of_a_reward_in_a_sandbox_counts_once(self):
+        threshold = RewardConfig(function=f"{FUNCTIONS}:threshold", weight=0.5, sandbox=True)
+        assert RowRewards((threshold,)).score(prompt("A"), "A") == {"is_right": 1.0, "reward": 0.4}
 
     def test_a_function_of_a_user_in_a_sandbox(self, monkeypatch):
         monkeypatch.setenv("SECRET", "x")

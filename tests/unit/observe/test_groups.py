@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_fp8rl.evaluate import summarize, table
+from megatron_fp8rl.observe.display import headline
 from megatron_fp8rl.observe.groups import evaluation_metrics, group_metrics
 from megatron_fp8rl.types import Prompt, Rollout, RolloutGroup, single_turn
 from tests.helpers.samples import make_completion
@@ -77,6 +78,12 @@ def test_partial_rewards_are_no_pass_and_no_rollouts_no_metrics():
         ({"model": 3.7}, 3.7, None),
         ({"length": 0.0}, 0.0, None),
         ({"mine": 1.0}, 1.0, 1.0),
+        ({"right": 0.0, "form": 1.0, "is_right": 0.0}, 1.0, 0.0),
+        ({"right": 1.0, "form": 0.0, "is_right": 1.0}, 1.0, 1.0),
+        ({"is_right": 1.0}, 0.8 + 0.2, 1.0),
+        ({"model": 3.7, "is_right": 1.0}, 3.7, 1.0),
+        ({"math": 1.0, "is_right": 0.0}, 2.0, 0.0),  # both have to say so
+        ({"number": 17.0, "style": 0.5}, 17.5, None),  # a count of numbers, by a user
         ({}, 1.0, 1.0),
         ({}, 0.5, 0.0),
     ],
@@ -89,4 +96,9 @@ def test_the_pass_rate_counts_right_answers_or_is_absent(parts, reward, rate):
     assert ("eval/pass_at_2/mean" in evaluation_metrics([group])) == (rate is not None)
     summary = summarize([group], [1, 2])
     assert (summary["overall"]["accuracy"] or {}).get("value") == rate
-    assert "rows" in table(summary)
+    header, row = table(summary).splitlines()
+    assert row.startswith("rows")
+    assert (header.endswith("reward"), row.endswith(f"{reward:.3f}")) == (
+        (True, True) if rate is None else (False,) * 2
+    )
+    assert ("eval reward" in " ".join(headline(evaluation_metrics([group])))) == (rate is None)
