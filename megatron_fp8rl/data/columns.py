@@ -44,6 +44,7 @@ class Columns:
     prompt: str
     answer: str | None
     inputs: tuple[str, ...] = ()  # columns with more text of the prompt; a row may lack them
+    counts: str = ""  # column with the options that an integer answer counts from 0, as in MMLU; the answer is a letter
 
     def problem(self, row: Mapping[str, Any]) -> Problem:
         """Convert a row. Raises RowError for an empty prompt, or one that is neither text nor messages."""
@@ -58,7 +59,7 @@ class Columns:
             answer = replied if answer is None else answer
         if not question.strip():
             raise RowError(f"{self.prompt} is empty")
-        text = _as_text(answer)
+        text = _letter(answer, row.get(self.counts), self.counts)
         whole = {"full_answer": text} if _FINAL_ANSWER in text else {}
         used = {name for name in (self.answer, "answer") if name and name.lower() not in _REPLIES}
         used |= set() if any(name in row for name in self.inputs) else {self.prompt}
@@ -78,10 +79,13 @@ class Columns:
         return list(values.values())
 
 
-def find_columns(row: Mapping[str, Any], *, prompt: str = "", answer: str = "", template: str = "") -> Columns:
+def find_columns(
+    row: Mapping[str, Any], *, prompt: str = "", answer: str = "", template: str = "", is_choice: bool = False
+) -> Columns:
     """Find the columns of rows like this one; ``prompt`` and ``answer`` override the names. Raises ColumnError.
 
     The input of an instruction belongs to the prompt, unless ``prompt`` is set or ``template`` has a field for one.
+    ``is_choice``: the reward compares letters, so that an integer answer beside a list ``choices`` is converted.
     """
     names = {name: None for name in row}
     listed = ", ".join(names) or "none"
@@ -94,7 +98,11 @@ def find_columns(row: Mapping[str, Any], *, prompt: str = "", answer: str = "", 
     inputs = () if prompt else _inputs_of(row, prompt_column)
     if _fields(template) & {prompt_column, *inputs}:  # the template puts them together
         prompt_column, inputs = _first(row, ("input",)) or prompt_column, ()
-    return Columns(prompt_column, answer or _first(row, _ANSWERS, but=prompt_column), inputs)
+    answer_column = answer or _first(row, _ANSWERS, but=prompt_column)
+    options = _first(row, ("choices",)) or ""
+    is_counted = is_choice and answer_column is not None and _index(lookup(row, answer_column)) is not None
+    counts = options if is_counted and isinstance(row.get(options), list) else ""
+    return Columns(prompt_column, answer_column, inputs, counts)
 
 
 def _inputs_of(row: Mapping[str, Any], prompt_column: str) -> tuple[str, ...]:
@@ -191,6 +199,25 @@ def _fields(template: str) -> set[str]:
     with contextlib.suppress(ValueError):  # unbalanced braces are reported when the template is filled
         return {name.split(".")[0].split("[")[0] for _, name, _, _ in string.Formatter().parse(template) if name}
     return set()
+
+
+def _index(answer: Any) -> int | None:
+    """The value of an integer, which a table with missing values stores as a float; None for others."""
+    is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
+    return int(answer) if is_number and math.isfinite(answer) and answer == int(answer) else None
+
+
+def _letter(answer: Any, options: Any, column: str) -> str:
+    """The letter of the option that an integer counts from 0; the text of other answers. Raises RowError."""
+    index = _index(answer)
+    if index is None or not isinstance(options, list):
+        return _as_text(answer)
+    if not 0 <= index < len(options):
+        raise RowError(
+            f"has the answer {index} and {len(options)} members in {column!r}, which integers count from 0; write "
+            "letters into the answer column if yours count from 1"
+        )
+    return string.ascii_uppercase[index : index + 1]
 
 
 def _as_text(answer: Any) -> str:

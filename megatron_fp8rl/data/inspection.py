@@ -54,6 +54,16 @@ class SourceReport:
     def num_seen(self) -> int:
         return len(self.lengths) + len(self.dropped)
 
+    def warnings(self) -> Iterator[str]:
+        """Suspicious results, as sentences."""
+        if self.num_equal:
+            yield f"{self.num_equal} held-out questions of {self.key} are training questions, too"
+        column = self.columns.counts if self.columns is not None else ""
+        for prompt in self.prompts[:1] if column else ():
+            if not any(str(option) in prompt.text for option in prompt.metadata[column]):
+                template = rf"{{question}}\nA. {{{column}[0]}}\nB. {{{column}[1]}}"
+                yield f"the prompts of {self.key} lack the options in {column!r}; set template to {template} and so on"
+
     def lines(self, whole: bool = False) -> Iterator[str]:
         """Console lines: size, columns, length histogram, skipped rows, first prompt (with ``whole``, all of it)."""
         rows = "generated problems" if self.num_rows is None else f"{self.num_rows:,} rows"
@@ -62,6 +72,8 @@ class SourceReport:
         if self.columns is not None:
             prompts = " and ".join(map(repr, (self.columns.prompt, *self.columns.inputs)))
             yield f"  prompt in {prompts}, answer in {self.columns.answer!r}"
+            if self.columns.counts:
+                yield f"  integers in {self.columns.answer!r} count {self.columns.counts!r} from 0: 0 is A, 1 is B"
         if self.lengths:
             low, high = min(self.lengths), max(self.lengths)
             middle = sorted(self.lengths)[len(self.lengths) // 2]

@@ -86,7 +86,13 @@ class RowSource:
             try:
                 with row_errors():
                     row = self.rows[index]
-                return find_columns(row, prompt=cfg.prompt_column, answer=cfg.answer_column, template=cfg.template)
+                return find_columns(
+                    row,
+                    prompt=cfg.prompt_column,
+                    answer=cfg.answer_column,
+                    template=cfg.template,
+                    is_choice=any(reward.function == "choice" for reward in cfg.rewards),
+                )
             except (RowError, ColumnError) as error:
                 failure = failure or type(error)(f"{self.dataset}: row {index}: {error}")
         raise failure

@@ -16,6 +16,8 @@ from megatron_fp8rl.data.dropped import DroppedLog, RowError
 from megatron_fp8rl.data.prompts import ProblemSource, apportion
 from megatron_fp8rl.data.tokenizer import encode, end_ids
 from megatron_fp8rl.envs.environment import Problem
+from megatron_fp8rl.envs.rewards.answers import references
+from megatron_fp8rl.envs.rewards.configured import needs_answers
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample, Segment
 
@@ -71,14 +73,17 @@ class SftSource:
 
     def _sample(self, name: str, key: str, problem: Problem) -> Sample:
         prompt = self._source.prompt(name, key, problem)
-        if not problem.answer:
+        text = problem.answer
+        if any(map(needs_answers, self._source.configs[key].rewards)):
+            text = next(iter(references(text)), "")  # the first of several accepted answers
+        if not text:
             raise RowError(f"problem {name} has no reference answer to learn from; set warm_start.steps to 0")
-        answer = (*encode(self._tokenizer, problem.answer, add_special_tokens=False), self._end_id)
+        answer = (*encode(self._tokenizer, text, add_special_tokens=False), self._end_id)
         limit = self._cfg.sampling.max_completion_tokens
         if len(answer) > limit:
             raise RowError(
                 f"the answer of {name} has {len(answer)} tokens with its end token, more than "
-                f"sampling.max_completion_tokens = {limit}: {problem.answer!r}"
+                f"sampling.max_completion_tokens = {limit}: {text!r}"
             )
         segments = Segment(TokenArray.from_ids(prompt.token_ids)), Segment(TokenArray.from_ids(answer), is_trained=True)
         return Sample(name=name, environment=key, segments=segments)

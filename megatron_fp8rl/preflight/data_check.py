@@ -66,9 +66,7 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
     except TooManyDroppedError as error:
         findings.append(Finding("error", "--data.max_dropped", str(error)))
     for report in reports:
-        if report.num_equal:
-            problem = f"{report.num_equal} held-out questions of {report.key} are training questions, too"
-            findings.append(Finding("warning", "--data.environments", problem))
+        findings += [Finding("warning", "--data.environments", text) for text in report.warnings()]
     for check in check_rewards(cfg.data, cfg.scoring.deadline_s, reports):
         lines.append(check.line())
         findings += [Finding("warning", "--data.environments.rewards", text) for text in check.warnings()]

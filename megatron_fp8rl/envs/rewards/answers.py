@@ -25,6 +25,7 @@ from megatron_fp8rl.envs.rewards.numbers import number_of, whole_number
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _COMMANDS = {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "±": r"\pm ", "≠": r"\ne "}
 _BARE_UNIT = re.compile(r"(?<=\d)\s+(?:[kcm]?m|kg|g|ft|in|s|hr?|min|mi|yd|mph)(?:\^\{?\d\}?)?\Z")
+LETTERS = "ABCDE"  # of multiple-choice questions
 _LONGEST_BARE_ANSWER = 200  # characters of a completion that may be LaTeX without delimiters
 
 Compare = Callable[[str, str], float]  # completion, reference answer
@@ -89,7 +90,7 @@ def number(*, tolerance: float = 0.0) -> Compare:
     return score
 
 
-def choice(*, letters: str = "ABCDE") -> Compare:
+def choice(*, letters: str = LETTERS) -> Compare:
     """1 if the chosen letter equals the reference's: "(B)", "B. Copper" and "the answer is B because ..." are B."""
     if not letters.isalpha():
         raise ValueError(f"letters = {letters!r} must consist of letters, such as ABCDE")

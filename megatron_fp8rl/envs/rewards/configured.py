@@ -9,6 +9,7 @@ from typing import Any
 from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.config import RewardConfig
 from megatron_fp8rl.envs.rewards import answers, functions, judge, programs, sandboxed, scalar
+from megatron_fp8rl.envs.rewards.choices import letters_of
 from megatron_fp8rl.envs.rewards.extraction import is_unfinished
 from megatron_fp8rl.envs.rewards.functions import RewardError
 from megatron_fp8rl.types import IS_RIGHT, Prompt
@@ -123,8 +124,20 @@ def reference_problem(configs: Sequence[RewardConfig], answer: str) -> str:
     if isinstance(value, dict):
         keys = ", ".join(map(repr, list(value)[:6]))
         return f"has an object with the keys {keys} as reference answer; {needed}. Set answer_column to COLUMN.KEY"
-    if isinstance(value, list) and len(answers.references(answer)) == 1 and {"number", "choice"}.intersection(names):
+    if (
+        isinstance(value, list)
+        and answers.references(answer) == (answer.strip(),)
+        and {"number", "choice"}.intersection(names)
+    ):
         return f"has the list {answer[:60]} as reference answer; {needed}. Alternatives are a list of texts"
+    for cfg in configs:
+        letters = str(cfg.options.get("letters", answers.LETTERS))
+        is_read = [letters_of(text, letters.upper()) for text in answers.references(answer)]
+        if cfg.function == "choice" and not all(is_read):
+            return (
+                f"has the reference answer {answer[:60]!r}, and the reward 'choice' compares letters of {letters}. "
+                "Write the letter, or set options.letters; an integer is read beside a list in the column 'choices'"
+            )
     return ""
 
 
