@@ -6,7 +6,8 @@ Supervised by rollout/agents/agent_process.py. Runs many sessions on one event l
     {"start": id, "environment": key, "row": {}, "messages": [], "name": str, "api_key": str}
     {"answer": [id, call], ...} | {"answer": [id, call], "error": text, "kind": str} | {"cancel": id} | {"ping": n}
 
-and writes {"ready": true} or {"error": text}, {"request": [id, call], ...}, {"done": id, ...}, {"pong": n}.
+and writes {"ready": true} or {"error": text}, {"request": [id, call], ...}, {"pong": n}, and at the end of a session
+{"done": id, "status": str, "address_bytes": n, ...}. Status ``exhausted``: memory, threads or files are used up.
 
 The worker keeps the id of the running session in a memory-mapped file, whose descriptor is a command-line argument.
 The trainer reads it to identify a session that crashed or blocked the event loop.
@@ -19,7 +20,6 @@ import inspect
 import json
 import mmap
 import os
-import resource
 import signal
 import struct
 import sys
@@ -34,6 +34,7 @@ from megatron_fp8rl.algo.load_function import load_function
 from megatron_fp8rl.envs.agent_session import AgentError, AgentSession, SessionLimit
 from megatron_fp8rl.envs.rewards.configured import reward_and_parts
 from megatron_fp8rl.envs.rewards.functions import function_of
+from megatron_fp8rl.envs.worker_memory import RESERVE_BYTES, AddressSpace, is_exhausted
 
 MARK = struct.Struct("q")
 _NUM_THREADS = 256
@@ -76,6 +77,8 @@ class Worker:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._calls: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
+        self._memory = AddressSpace()
+        self._reserve: bytearray | None = bytearray(RESERVE_BYTES)
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Handle one message from the trainer."""
@@ -97,8 +100,7 @@ class Worker:
 
     def _begin(self, greeting: Mapping[str, Any]) -> None:
         try:
-            if greeting["memory_bytes"] is not None:
-                resource.setrlimit(resource.RLIMIT_AS, (greeting["memory_bytes"],) * 2)
+            self._memory.limit(greeting["memory_bytes"])
             self._base_url, self._max_tokens = greeting["base_url"], greeting["max_tokens"]
             for key, fields in greeting["agents"].items():
                 load = function_of if ".py:" in fields["agent"] else load_function
@@ -130,14 +132,18 @@ class Worker:
         except asyncio.CancelledError:
             outcome = {"status": "cancelled", "detail": "it was cancelled"}
         except Exception as error:
+            status = "raised"
+            if is_exhausted(error):
+                status, self._reserve = "exhausted", None
             traceback.print_exc()
-            outcome = {"status": "raised", "detail": f"the agent raised {type(error).__name__}: {error}"[:2000]}
+            outcome = {"status": status, "detail": f"the agent raised {type(error).__name__}: {error}"[:2000]}
         finally:
             self._tasks.pop(number, None)
             for key in [key for key in self._calls if key[0] == number]:
                 del self._calls[key]
         tools_s = time.monotonic() - began_s - in_model_s[0]
-        self._write({"done": number, "tools_s": tools_s, **outcome})
+        size = {"address_bytes": self._memory.num_bytes()}
+        self._write({"done": number, "tools_s": tools_s, **size, **outcome})
 
     async def _request(self, number: int, in_model_s: list[float], request: dict[str, Any]) -> dict[str, Any]:
         self._num_calls += 1

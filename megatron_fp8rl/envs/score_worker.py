@@ -13,10 +13,8 @@ of a scorer exits without a reply. Imports neither torch nor transformers, to st
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import resource
 import signal
 import sys
 import traceback
@@ -26,55 +24,37 @@ from megatron_fp8rl.config import EnvironmentConfig, RewardConfig
 from megatron_fp8rl.envs.environment import Environment, build_environment
 from megatron_fp8rl.envs.rewards.configured import RowRewards, reward_and_parts
 from megatron_fp8rl.envs.source_kind import has_rows
+from megatron_fp8rl.envs.worker_memory import RESERVE_BYTES, AddressSpace, is_exhausted
 from megatron_fp8rl.types import Prompt
 
 _ALARM_MARGIN_S = 5.0
-_RESERVE_BYTES = 16 << 20  # freed to answer when the scorer has used all memory
-_EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
     """Answer requests until end of file."""
     environments: dict[str, Environment | RowRewards] = {}
     pid = os.getpid()
-    reserve: bytearray | None = bytearray(_RESERVE_BYTES)
-    sizes = os.open("/proc/self/statm", os.O_RDONLY)  # now, because a scorer may leave no file descriptors
+    reserve: bytearray | None = bytearray(RESERVE_BYTES)
+    memory = AddressSpace()
     for line in requests:
         request = json.loads(line)
         try:
             if "environments" in request:
-                if (num_bytes := request.get("memory_bytes")) is not None:
-                    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+                memory.limit(request.get("memory_bytes"))
                 for key, fields in request["environments"].items():
                     environments[key] = _built(fields)
                 reply = {"ready": True}
             else:
                 reply = {"scores": _scores(environments, request)}
         except Exception as error:
-            reserve = None if (is_exhausted := _is_exhausted(error)) else reserve
+            reserve = None if (has_used_up := is_exhausted(error)) else reserve
             traceback.print_exc()
-            reply = {"error": f"{type(error).__name__}: {error}", "is_exhausted": is_exhausted}
+            reply = {"error": f"{type(error).__name__}: {error}", "is_exhausted": has_used_up}
         if os.getpid() != pid:
             os._exit(0)
-        reply |= {"number": request.get("number"), "address_bytes": _address_bytes(sizes)}
+        reply |= {"number": request.get("number"), "address_bytes": memory.num_bytes()}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
-
-
-def _is_exhausted(error: BaseException | None) -> bool:
-    """Whether an error, or one that it followed, says that the process has no memory, threads or files left."""
-    while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _EXHAUSTED):
-            return True
-        if isinstance(error, RuntimeError) and "start new thread" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _address_bytes(sizes: int) -> int:
-    """The size of this process's address space, which ``memory_bytes`` limits."""
-    return int(os.pread(sizes, 64, 0).split()[0]) * resource.getpagesize()
 
 
 def _built(fields: dict[str, Any]) -> Environment | RowRewards:

@@ -21,10 +21,10 @@ from typing import Any
 
 import psutil
 
+from megatron_fp8rl.envs import worker_memory
+
 START_DEADLINE_S = 180.0  # covers importing all environments on a busy machine
 _STDERR_TAIL_BYTES = 400
-_FULL = 0.75  # of the memory limit: a worker that has grown so far is restarted before a score fails
-_GROWN = 0.25  # of the memory limit, since its first score: a large model that a reward loads is no leak
 _MAX_STDERR_BYTES = 1 << 20  # limit of a scorer's output; checked once a second
 MARK = "MEGATRON_FP8RL_SCORER"  # environment variable that marks a worker and its child processes
 # Environment variables passed to scorers. Others, such as API keys, are withheld.
@@ -118,8 +118,7 @@ class Worker:
     @property
     def is_nearly_full(self) -> bool:
         """Whether scores have filled most of the memory that the process may use."""
-        limit = self._greeting["memory_bytes"] or float("inf")
-        return self._last_bytes > _FULL * limit and self._last_bytes - self._first_bytes > _GROWN * limit
+        return worker_memory.is_nearly_full(self._first_bytes, self._last_bytes, self._greeting["memory_bytes"])
 
     def kill(self) -> None:
         """Kill the process and its children. Once per process: its PID may be reused later."""

@@ -65,10 +65,15 @@ async def player(session, row):
     return 1.0
 
 
+LEAKED = []
+
+
 async def faulty(session, row):
     """Fails as its row says."""
     kind = row["kind"]
     await session.ask()
+    if kind == "leaks":
+        LEAKED.append(bytearray(row["mib"] << 20))
     if kind == "raises":
         raise ValueError("the environment's server is gone")
     if kind == "crashes":

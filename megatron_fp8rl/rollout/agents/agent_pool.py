@@ -5,7 +5,8 @@ on the fleet's event loop.
 
 Agents are user code that may crash, block, or never end. A worker runs many sessions, and reports which session's code
 is running. If it dies, only that session fails; the others run again, with the same seeds. A session that was running
-in two dead workers runs alone, and fails if a third worker dies.
+in two dead workers runs alone, and fails if a third worker dies. A worker whose memory, threads or files are used up
+takes no further sessions; those that it lost run again in a new one.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class AgentPool:
                     outcome = {"status": "failed", "detail": f"the agent's process {lost}"}
                     if lost.by_this or self._closed:
                         break
+                    if attempt < _NUM_TRIES - 1:
+                        _log.warning("session %s is lost and played again: the agent's process %s", session.name, lost)
             return await self._rollout(session, prompt, index, seed, outcome, queue_s)
 
     async def close(self) -> None:

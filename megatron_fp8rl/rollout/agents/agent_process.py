@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import mmap
 import os
 import sys
@@ -22,8 +23,11 @@ from megatron_fp8rl.config import ScoringConfig
 from megatron_fp8rl.envs.agent_worker import MARK as SESSION_MARK
 from megatron_fp8rl.envs.scorer_process import MARK as PROCESS_MARK
 from megatron_fp8rl.envs.scorer_process import START_DEADLINE_S, ScorePoolError, environ_of, kill_marked
+from megatron_fp8rl.envs.worker_memory import is_nearly_full
 from megatron_fp8rl.rollout.agents.session import Session
 from megatron_fp8rl.types import Prompt
+
+_log = logging.getLogger(__name__)
 
 _PING_S = 1.0
 BLOCKED_S = 60.0  # a worker's event loop that does not answer longer is blocked
@@ -33,7 +37,7 @@ _LINE_BYTES = 64 << 20
 
 
 class AgentLostError(Exception):
-    """A worker crashed or hung while a session ran in it; ``by_this`` if that session's code was running."""
+    """A worker crashed, hung or used up its memory while a session ran in it; ``by_this`` if that session caused it."""
 
     def __init__(self, why: str, *, by_this: bool) -> None:
         super().__init__(why)
@@ -45,7 +49,7 @@ class AgentProcess:
 
     def __init__(self, greeting: Mapping[str, Any], scoring: ScoringConfig) -> None:
         self.num_sessions = 0
-        self.is_retired = False  # takes no further sessions, because one did not end
+        self.is_retired = False  # takes no further sessions: one did not end, or they have used up the memory
         self.is_alive = True
         self._greeting, self._variables = greeting, scoring.variables
         self._token = os.urandom(8).hex()
@@ -53,6 +57,8 @@ class AgentProcess:
         self._answers: dict[int, Callable[[Mapping[str, Any]], Any]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._number = 0
+        self._num_ended = 0
+        self._first_bytes = 0  # of the worker's address space, after its first session
         self._lost = ""
         self._culprit = -1
         self._process: asyncio.subprocess.Process | None = None
@@ -84,6 +90,11 @@ class AgentProcess:
             result = outcome.result()
             if result["status"] == "lost":
                 raise AgentLostError(self._lost, by_this=self._culprit == number)
+            self._note_memory(result["address_bytes"])
+            if result["status"] == "exhausted":
+                self.is_retired = True
+                why = f"has no memory, threads or files left: {result['detail']}"
+                raise AgentLostError(why, by_this=self._num_ended == 1 and self.num_sessions == 1)
             return result
         finally:
             if not outcome.done():
@@ -103,6 +114,14 @@ class AgentProcess:
             "detail": f"the session did not end within {deadline_s:g} s (--session.deadline_s); it had taken "
             f"{session.num_turns} turns",
         }
+
+    def _note_memory(self, address_bytes: int) -> None:
+        """Retire a worker in which sessions have left too much behind."""
+        self._num_ended += 1
+        self._first_bytes = self._first_bytes or address_bytes
+        if is_nearly_full(self._first_bytes, address_bytes, self._greeting["memory_bytes"]) and not self.is_retired:
+            self.is_retired = True
+            _log.warning("a worker of agents has filled most of scoring.memory_gib: a new one takes its place")
 
     async def kill(self, why: str) -> None:
         self._lost = self._lost or why

@@ -339,3 +339,39 @@ def test_a_program_in_the_sandbox_may_be_asked_for():
     cfg = replace(cfg, sampling=replace(cfg.sampling, max_completion_tokens=32))
     (rollout,) = play(cfg, prompt(), engines=[engine])
     assert rollout.reward == 0.75 and [s.text for s in rollout.branches[0].segments][2:] == ["5\n", "5"]
+
+
+def _with_memory(cfg: RunConfig, gib: float, num_workers: int) -> RunConfig:
+    return replace(
+        cfg,
+        scoring=replace(cfg.scoring, memory_gib=gib),
+        session=replace(cfg.session, num_workers=num_workers, max_running=4),
+    )
+
+
+@pytest.mark.slow
+def test_an_agent_that_leaks_costs_restarts_of_its_worker_and_no_session(caplog):
+    """Twelve sessions keep 300 MiB each, and a worker may use 2 GiB."""
+    cfg = _with_memory(config("faulty"), 2.0, num_workers=1)
+    rollouts = play(cfg, *(prompt(i, kind="leaks", mib=300) for i in range(12)))
+    assert [one.status for one in rollouts] == ["scored"] * 12, [one.detail for one in rollouts]
+    assert "has filled most of scoring.memory_gib" in caplog.text or "is lost and played again" in caplog.text
+
+
+@pytest.mark.slow
+def test_sessions_that_a_full_worker_loses_are_named_and_played_again(caplog):
+    """Four sessions at once exceed the limit together, and none of them alone."""
+    cfg = _with_memory(config("faulty"), 1.5, num_workers=1)
+    rollouts = play(cfg, *(prompt(i, kind="leaks", mib=500) for i in range(4)))
+    assert [one.status for one in rollouts] == ["scored"] * 4, [one.detail for one in rollouts]
+    lines = [line for line in caplog.messages if "is lost and played again" in line]
+    assert lines and all(re.search(r"session chain_sum/\d#\d is lost .* no memory, threads or files", x) for x in lines)
+
+
+@pytest.mark.slow
+def test_a_session_that_needs_more_than_the_limit_fails_by_name(caplog):
+    cfg = _with_memory(config("faulty"), 1.5, num_workers=1)
+    rollouts = play(cfg, prompt(0, kind="leaks", mib=4000), *(prompt(i, kind="works") for i in range(1, 6)))
+    assert [one.status for one in rollouts] == ["score_failed"] + ["scored"] * 5, [one.detail for one in rollouts]
+    assert "no memory, threads or files left: the agent raised MemoryError" in rollouts[0].detail
+    assert "session chain_sum/0#0 is lost" in caplog.text
