@@ -125,6 +125,7 @@ class Rollout:
     reward_parts: dict[str, float] = field(default_factory=dict)  # unweighted, by the reward's name; may be empty
     seed: int = 0  # the engine's sampling seed of the first completion
     turn_rewards: tuple[float, ...] = ()  # parts of ``reward``, by completion; empty: only the end has a reward
+    turn_order: tuple[int, ...] = ()  # position in time of each completion, from 0; empty: they are in order of time
     seconds: dict[str, float] = field(default_factory=dict)  # where a session's time went: model, tools, queue
 
     @property
@@ -134,8 +135,16 @@ class Rollout:
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """The completions of all branches, in order."""
+        """The completions of all branches, branch by branch."""
         return tuple([completion for branch in self.branches for completion in branch.completions])
+
+    @property
+    def last_completion(self) -> Completion | None:
+        """The completion that was sampled last, in any branch."""
+        completions = self.completions
+        return (
+            completions[self.turn_order.index(len(completions) - 1) if self.turn_order else -1] if completions else None
+        )
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -144,12 +153,12 @@ class Rollout:
     @property
     def finish_reason(self) -> Literal["stop", "length", "abort"]:
         """How the last completion ended; "abort" if nothing was sampled."""
-        return self.completions[-1].finish_reason if self.completions else "abort"
+        return "abort" if (last := self.last_completion) is None else last.finish_reason
 
     @property
     def answer_text(self) -> str:
         """The text of the last completion."""
-        return self.completions[-1].text if self.completions else ""
+        return "" if (last := self.last_completion) is None else last.text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ def advantages_of_turns(
     rollouts: Sequence[Rollout], rewards: Sequence[float], advantage_fn: AdvantageFn, cfg: AlgoConfig
 ) -> list[list[float]]:
     """The advantage of every completion of every rollout. Unit "trajectory": that of the rollout's reward. Unit "turn":
-    the k-th completions of all rollouts are compared, by their returns."""
+    the k-th completions of all rollouts in time are compared, by their returns."""
     if cfg.advantage_unit == "trajectory":
         by_rollout = _advantages(rewards, advantage_fn, cfg)
         return [[advantage] * len(r.completions) for r, advantage in zip(rollouts, by_rollout, strict=True)]
@@ -29,14 +29,19 @@ def advantages_of_turns(
         values = _advantages([returns[i][turn] for i in present], advantage_fn, cfg)
         for i, advantage in zip(present, values, strict=True):
             advantages[i].append(advantage)
-    return advantages
+    return [
+        [by_turn[turn] for turn in rollout.turn_order] if rollout.turn_order else by_turn
+        for rollout, by_turn in zip(rollouts, advantages, strict=True)
+    ]
 
 
 def _returns(rollout: Rollout, reward: float) -> list[float]:
-    """``reward`` minus the rewards of earlier turns, for each turn."""
+    """``reward`` minus the rewards of earlier turns, for each turn, in order of time."""
     rewards = rollout.turn_rewards or (0.0,) * len(rollout.completions)
     if len(rewards) != len(rollout.completions):
         raise ValueError(f"rollout {rollout.name}: {len(rewards)} rewards for {len(rollout.completions)} turns")
+    if rollout.turn_order:
+        rewards = [reward for _, reward in sorted(zip(rollout.turn_order, rewards, strict=True))]
     before = itertools.accumulate(rewards[:-1], initial=0.0)
     return [reward - past for past in before] if rewards else []
 

@@ -50,6 +50,7 @@ class AgentSession:
         self._request = request
         self._max_characters = max_tokens * CHARACTERS_PER_TOKEN
         self._number = number  # 0: the session that is trained
+        self._turn: int | None = None  # of the last answer to ask()
         self._num_asides = 0
 
     def say(self, content: str | bytes, role: str = "user", **fields: Any) -> None:
@@ -76,13 +77,16 @@ class AgentSession:
         """
         request = {"do": "ask", "messages": self.messages, "max_tokens": max_tokens, "stop": list(stop)}
         answer = await self._request(request | {"tools": list(tools), "aside": self._number})
-        self.finish_reason = answer["finish_reason"]
+        self.finish_reason, self._turn = answer["finish_reason"], answer["turn"]
         self.messages.append(answer["message"])
         return answer["text"]
 
     async def reward(self, value: float) -> None:
-        """Add a reward for the last turn, used by ``algo.advantage_unit`` "turn". It also counts in the total."""
-        await self._request({"do": "reward", "value": float(value), "aside": self._number})
+        """Add a reward for the last turn, used by ``algo.advantage_unit`` "turn". It also counts in the total.
+
+        The last turn is that of :meth:`ask`; for agents that only use the endpoint, the last one of the session.
+        """
+        await self._request({"do": "reward", "value": float(value), "turn": self._turn, "aside": self._number})
 
     def aside(self, *messages: Mapping[str, Any]) -> AgentSession:
         """Open a side conversation with the policy, such as a game opponent's. It is not trained on."""

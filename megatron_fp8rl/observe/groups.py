@@ -73,7 +73,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     if not rollouts:
         return {}
     by_rollout = [rollout.completions for rollout in rollouts]
-    ends = [completions[-1].finish_reason if completions else "abort" for completions in by_rollout]
+    ends = [rollout.finish_reason for rollout in rollouts]
     rewards = [rollout.reward for rollout in rollouts]
     lengths = [sum(len(completion.token_ids) for completion in completions) for completions in by_rollout]
     num_tokens = sum(lengths)

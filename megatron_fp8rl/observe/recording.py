@@ -43,8 +43,8 @@ _ROLLOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Rollout) if f
 _COMPLETION_FIELDS = tuple(field.name for field in dataclasses.fields(Completion))
 _TRAJECTORY = (*_ROLLOUT_FIELDS, "branch", *_COMPLETION_FIELDS, "routed_experts_layout", "segments")
 _AS_JSON = (
-    *("prompt_metadata", "prompt_messages", "version_spans", "reward_parts", "turn_rewards", "seconds"),
-    *("routed_experts_layout", "segments"),
+    *("prompt_metadata", "prompt_messages", "version_spans", "reward_parts", "turn_rewards", "turn_order"),
+    *("seconds", "routed_experts_layout", "segments"),
 )
 _ARRAYS = ("token_ids", "rollout_logprobs", "routed_experts")  # fields of a segment in columns of their own
 
@@ -303,9 +303,8 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> RolloutGroup:
 def _rollout(rows: Sequence[Mapping[str, Any]], prompt: Prompt) -> Rollout:
     fields = _known(Rollout, rows[0])
     branches = tuple(_trajectory(row, prompt) for row in rows if row.get("branch", 0) is not None)
-    return Rollout(
-        **{**fields, "turn_rewards": tuple(fields.get("turn_rewards", ()))}, prompt=prompt, branches=branches
-    )
+    by_turn = {name: tuple(fields.get(name, ())) for name in ("turn_rewards", "turn_order")}
+    return Rollout(**fields | by_turn, prompt=prompt, branches=branches)
 
 
 def _trajectory(row: Mapping[str, Any], prompt: Prompt) -> Trajectory:

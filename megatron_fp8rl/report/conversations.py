@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
 
 from megatron_fp8rl.observe.groups import passes
@@ -31,12 +32,12 @@ def conversation(rollout: Rollout) -> str:
         facts.append(rollout.detail)
     head = f'<b class="{kind}">{rollout.reward:.2f}</b><code>{escape(rollout.name)}</code>'
     head += "".join(f"<span>{escape(fact)}</span>" for fact in facts) + _seconds(rollout.seconds)
-    rewards = iter(rollout.turn_rewards)
+    rewards, order = iter(rollout.turn_rewards), iter(rollout.turn_order)
     branches = ""
     for number, branch in enumerate(rollout.branches):
         if len(rollout.branches) > 1:
             branches += f'<div class="who">branch {number + 1} of {len(rollout.branches)}</div>'
-        branches += _branch(branch, rewards)
+        branches += _branch(branch, rewards, order)
     return f'<div class="talk"><div class="head">{head}</div>{branches}</div>'
 
 
@@ -45,11 +46,11 @@ def is_session(rollout: Rollout) -> bool:
     return bool(rollout.seconds) or len(rollout.completions) > 1 or len(rollout.branches) != 1
 
 
-def _branch(branch: Trajectory, rewards) -> str:
+def _branch(branch: Trajectory, rewards: Iterator[float], order: Iterator[int]) -> str:
     rows, turn = "", 0
     for segment in branch.segments:
         if isinstance(segment, Completion):
-            turn += 1
+            turn = next(order, turn) + 1
             rows += _turn(f"policy, turn {turn}", segment, _facts(segment, next(rewards, None)), "turn trained")
         else:
             rows += _turn(segment.role, segment, f"{len(segment.token_ids)} tokens, not trained", "turn")

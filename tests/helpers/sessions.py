@@ -1,6 +1,7 @@
 """Engines, prompts and configurations for sessions, in memory; the workers of agents are real processes."""
 
 import asyncio
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from tests.helpers.samples import make_completion
 
 AGENTS = str(Path(__file__).with_name("session_agents.py"))
 TOKENIZER = character_tokenizer()
+_IMPORTS = """import asyncio, ctypes, os, sys, threading, time
+from openai import AsyncOpenAI, OpenAI
+from megatron_fp8rl.envs.agent_session import AgentError, SessionLimit"""
 CHAT = ChatFormat(TOKENIZER, False, {}, frozenset({TOKENIZER.eos_token_id}))
 
 
@@ -57,7 +61,11 @@ class Fleet:
 
 
 class Scorer:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
     async def score(self, prompt, text):
+        self.texts.append(text)
         return Score(0.75, "scored")
 
 
@@ -80,11 +88,20 @@ def prompt(index: int = 0, text: str = "2+3=", **row) -> Prompt:
     )
 
 
-def play(cfg: RunConfig, *prompts: Prompt, engines=None, chat: ChatFormat = CHAT) -> list[Rollout]:
+def agent_file(folder: Path, body: str) -> str:
+    """The name of an agent in a file of its own; ``body`` is that of ``rollout(session, row)``."""
+    path = folder / "agent.py"
+    path.write_text(
+        f"{_IMPORTS}\n\nasync def rollout(session, row):\n{textwrap.indent(textwrap.dedent(body), ' ' * 4)}\n"
+    )
+    return f"{path}:rollout"
+
+
+def play(cfg: RunConfig, *prompts: Prompt, engines=None, chat: ChatFormat = CHAT, scorer=None) -> list[Rollout]:
     engines = engines or [Engine(lambda text: "2+3" if text.endswith("=") else "5")]
 
     async def run() -> list[Rollout]:
-        pool = AgentPool(cfg, Requests(Fleet(*engines)), Scorer(), chat)
+        pool = AgentPool(cfg, Requests(Fleet(*engines)), scorer or Scorer(), chat)
         try:
             return await asyncio.gather(*(pool.run_session(one, i, 1000 * i) for i, one in enumerate(prompts)))
         finally:

@@ -172,6 +172,7 @@ class AgentPool:
             status="scored",
             seed=seed,
             turn_rewards=session.rewards_of_turns(),
+            turn_order=session.order_of_turns(),
             seconds={"model": session.model_s, "tools": outcome.get("tools_s", 0.0), "queue": queue_s},
         )
         if status == "unscored":
@@ -194,14 +195,14 @@ async def _answer(session: Session, request: Mapping[str, Any], tools: ToolCalls
     """Answer one request of an agent; a refusal is an answer too."""
     try:
         if request["do"] == "reward":
-            session.reward_turn(request["value"])
+            session.reward_turn(request["value"], request["turn"])
             return {}
         completion, turn = await session.chat(
             request["messages"], tools=request["tools"], max_tokens=request["max_tokens"], stop=request["stop"]
         )
         message = {"role": "assistant", **tools.message(completion.text, request["tools"])}
         session.record_answer(turn, message)
-        return {"text": completion.text, "message": message, "finish_reason": completion.finish_reason}
+        return {"text": completion.text, "message": message, "finish_reason": completion.finish_reason, "turn": turn}
     except SessionLimitError as error:
         return {"error": str(error), "kind": "limit"}
     except (SessionError, ConversationError) as error:

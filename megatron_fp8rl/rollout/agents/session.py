@@ -7,6 +7,9 @@ A request continues the branch whose messages it starts with: the prompt is the 
 messages. It starts a branch if there is none, or if the chat template rewrites the history. Requests to the same branch
 run one after another. All requests of a session go to one replica, which has cached the prefix. If it dies, another
 continues from the ids.
+
+Turns are numbered by the time of their answers, over all branches. :meth:`Session.withdraw` removes an answer that the
+agent did not get; such answers are not trained.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class SessionLimitError(SessionError):
     """A session has used up its turns, tokens or time."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Branch:
     """A growing trajectory."""
 
@@ -57,6 +60,17 @@ class _Branch:
     @property
     def token_ids(self) -> list[int]:
         return [token for segment in self.segments for token in segment.token_ids]
+
+
+@dataclass(eq=False)
+class _Turn:
+    """An answer of the policy, and what its branch was before."""
+
+    branch: _Branch
+    before: tuple[list[Context | Completion], list[Message], str]  # segments, messages and rendered text
+    num_segments: int  # of the branch after the answer
+    reward: float | None = None
+    is_withdrawn: bool = False
 
 
 class Session:
@@ -77,21 +91,25 @@ class Session:
         self.name = name
         self.seed = seed
         self.is_trained = is_trained
-        self.num_turns = 0
         self.num_rewritten = 0  # requests whose history the chat template rewrote
         self.limit: str = ""  # the limit that ended the session, if any
         self.model_s = 0.0  # time in requests
-        self.turn_rewards: dict[int, float] = {}  # by turn, from 0
         self.token_budget = token_budget
         self._limits, self._max_new = limits, max_completion_tokens
         self._chat, self._sample = chat, sample
         self._asides: dict[int, Session] = {}
         self._branches: list[_Branch] = []
-        self._order: list[int] = []  # the branch of each turn
+        self._turns: list[_Turn] = []  # by time
+        self._num_seeds = 0  # used so far
         self._running: set[asyncio.Task[Any]] = set()
         self._num_open = 0
         self._ended = ""
         self._started_s = time.monotonic()
+
+    @property
+    def num_turns(self) -> int:
+        """Answers that the agent got or waits for."""
+        return sum(not turn.is_withdrawn for turn in self._turns) + len(self._running)
 
     def aside(self, number: int) -> Session:
         """Return side conversation ``number``, which is not trained on and ends with this session; 0: this session."""
@@ -138,7 +156,7 @@ class Session:
         with self._counted():
             for branch in reversed(self._branches):
                 async with branch.lock:
-                    context = self._rest_of(branch, prompt)
+                    context = self._rest_of(branch, prompt) if branch.segments else None
                     if context is not None:
                         return await self._continue(branch, context, "", [], sampling)
             if isinstance(prompt, str):
@@ -147,11 +165,24 @@ class Session:
                 rendered = Rendered(text="", new_text="", new_ids=tuple(prompt))
             return await self._begin(rendered, [], (), sampling)
 
-    def reward_turn(self, value: float) -> None:
-        if not self._order:
+    def reward_turn(self, value: float, turn: int | None = None) -> None:
+        """Add a reward to a turn; None stands for the last one. Raises SessionError if there is no such turn."""
+        turns = self._turns if turn is None else self._turns[turn : turn + 1]
+        rewarded = next((turn for turn in reversed(turns) if not turn.is_withdrawn), None)
+        if rewarded is None:
             raise SessionError("no turn has been taken that a reward could be for")
-        turn = len(self._order) - 1
-        self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + float(value)
+        rewarded.reward = (rewarded.reward or 0.0) + float(value)
+
+    def withdraw(self, turn: int) -> None:
+        """Remove an answer that the agent did not get, as if it had not asked. Later turns keep their numbers."""
+        withdrawn = self._turns[turn]
+        branch = withdrawn.branch
+        if withdrawn.is_withdrawn or len(branch.segments) != withdrawn.num_segments:
+            return  # a request has continued the answer, so the agent has got it
+        withdrawn.is_withdrawn = True
+        branch.segments, branch.messages, branch.rendered = withdrawn.before
+        if not branch.segments:
+            self._branches.remove(branch)
 
     def end(self, reason: str = "it is over") -> None:
         """Reject further requests, and cancel running ones."""
@@ -164,16 +195,22 @@ class Session:
     # ---- the outcome
 
     def trajectories(self) -> tuple[Trajectory, ...]:
-        trained = (branch for branch in self._branches if any(isinstance(s, Completion) for s in branch.segments))
-        return tuple(Trajectory(segments=tuple(branch.segments)) for branch in trained)
+        return tuple(Trajectory(segments=tuple(branch.segments)) for branch in self._branches if branch.segments)
 
     def rewards_of_turns(self) -> tuple[float, ...]:
         """The rewards of turns in the order of the completions of :meth:`trajectories`; empty if none was given."""
-        if not self.turn_rewards:
-            return ()
-        turns = range(len(self._order))
-        by_branch = [t for number in range(len(self._branches)) for t in turns if self._order[t] == number]
-        return tuple(self.turn_rewards.get(turn, 0.0) for turn in by_branch)
+        turns = [turn for _, turn in self._turns_by_branch()]
+        return tuple(turn.reward or 0.0 for turn in turns) if any(turn.reward is not None for turn in turns) else ()
+
+    def order_of_turns(self) -> tuple[int, ...]:
+        """The position in time of each completion of :meth:`trajectories`; empty if they are in order of time."""
+        order = tuple(position for position, _ in self._turns_by_branch())
+        return () if order == tuple(range(len(order))) else order
+
+    def _turns_by_branch(self) -> list[tuple[int, _Turn]]:
+        """(position in time, turn) in the order of the completions of :meth:`trajectories`."""
+        by_time = list(enumerate(turn for turn in self._turns if not turn.is_withdrawn))
+        return [item for branch in self._branches for item in by_time if item[1].branch is branch]
 
     # ---- parts of a request
 
@@ -243,8 +280,12 @@ class Session:
         context = Context(token_ids=rendered.new_ids, role="prompt", text=rendered.new_text)
         self._check(branch, context)
         self._branches.append(branch)
-        async with branch.lock:
-            return await self._continue(branch, context, rendered.text, messages, sampling)
+        try:
+            async with branch.lock:
+                return await self._continue(branch, context, rendered.text, messages, sampling)
+        except BaseException:
+            self._branches.remove(branch)
+            raise
 
     async def _continue(
         self, branch: _Branch, context: Context, rendered: str, messages: Sequence[Message], sampling: Mapping[str, Any]
@@ -252,13 +293,14 @@ class Session:
         """Sample an answer; the branch changes only after that."""
         num_left = self._check(branch, context)
         wanted = sampling.get("max_tokens") or self._max_new
-        turn, self.num_turns = self.num_turns, self.num_turns + 1
+        seed = self.seed + self._num_seeds * _TURN_STRIDE
+        self._num_seeds += 1
         prompt = [*branch.token_ids, *context.token_ids]
         started_s = time.monotonic()
         task = asyncio.ensure_future(
             self._sample(
                 prompt,
-                self.seed + turn * _TURN_STRIDE,
+                seed,
                 self,
                 max_tokens=max(1, min(wanted, self._max_new, num_left)),
                 stop=tuple(sampling.get("stop") or ()),
@@ -275,6 +317,9 @@ class Session:
             self._running.discard(task)
             task.cancel()
             self.model_s += time.monotonic() - started_s
+        if self._ended:
+            raise SessionEndedError(f"session {self.name} has ended: {self._ended}")
+        before = (list(branch.segments), branch.messages, branch.rendered)
         num_before = len(branch.token_ids) - 1 if branch.segments else 0
         if completion.routed_experts is not None and num_before:
             completion = replace(completion, routed_experts=completion.routed_experts[num_before:])
@@ -283,12 +328,12 @@ class Session:
         branch.segments.append(completion)
         branch.rendered = rendered
         branch.messages = [*messages, {"role": "assistant", "content": completion.text}] if messages else []
-        self._order.append(self._branches.index(branch))
-        return completion, len(self._order) - 1
+        self._turns.append(_Turn(branch, before, len(branch.segments)))
+        return completion, len(self._turns) - 1
 
     def record_answer(self, turn: int, message: Message) -> None:
         """Record a turn's answer, with tool calls, in the form that the agent will send back."""
-        branch = self._branches[self._order[turn]]
+        branch = self._turns[turn].branch
         if branch.messages:
             branch.messages[-1] = {"role": "assistant", **message}
 

@@ -140,3 +140,23 @@ def test_the_mismatch_is_known_by_turn():
     (t,) = [t for t in range(len(mb.targets_T)) if mb.targets_T[t] == 42 and mb.loss_mask_T[t]]
     d = abs(mb.old_logprobs_T[t].double() - mb.rollout_logprobs_T[t].double()).item()
     assert report.by_turn[1].abs_logprob_diff_max == d > 0
+
+
+def test_turns_of_interleaved_conversations_are_compared_in_order_of_time():
+    """Conversations A, B, A: the returns follow time, and the advantages reach the tokens of their turns."""
+    a = Trajectory(segments=(given(1, 2, 3), sampled(40), given(50), sampled(41)))
+    b = Trajectory(segments=(given(1, 9), sampled(42)))
+    interleaved = rollout(0, 7.0, a, b, turns=(1.0, 4.0, 2.0), turn_order=(0, 2, 1))
+    straight = rollout(
+        1, 0.0, Trajectory(segments=(given(1), sampled(60), given(5), sampled(61), given(5), sampled(62)))
+    )
+    samples = samples_of(interleaved, straight, advantage="dr_grpo", advantage_unit="turn")
+    # Returns by time: 7 (turn 1, in A), 6 (turn 2, in B), 4 (turn 3, in A); those of the other rollout are 0.
+    by_turn = [
+        [a for a, is_loss in zip(advantages_of(sample), mask_of(sample), strict=True) if is_loss] for sample in samples
+    ]
+    assert by_turn == [pytest.approx([3.5, 2.0]), pytest.approx([3.0]), pytest.approx([-3.5, -3.0, -2.0])]
+    assert interleaved.last_completion.token_ids == (41,)
+    cut = Trajectory(segments=(given(1, 9), sampled(42, reason="length")))
+    assert rollout(0, 1.0, a, cut, turn_order=(0, 2, 1)).finish_reason == "stop"
+    assert rollout(0, 1.0, a, cut, turn_order=(0, 1, 2)).finish_reason == "length"

@@ -44,7 +44,11 @@ def test_sessions_of_several_turns_and_branches_read_back_equal(tmp_path):
     bare = replace(second, routed_experts=None, num_prompt_tokens=11, num_cached_tokens=8)
     rewritten = Trajectory(segments=(replace(asked, token_ids=(5, 1)), bare))
     session = replace(
-        whole, branches=(turns, rewritten), turn_rewards=(0.5, 0.0, 0.25), seconds={"model": 0.5, "tools": 1.25}
+        whole,
+        branches=(turns, rewritten),
+        turn_rewards=(0.5, 0.0, 0.25),
+        turn_order=(0, 2, 1),
+        seconds={"model": 0.5, "tools": 1.25},
     )
     lost = replace(whole, index=1, branches=(), status="score_failed", detail="a tool ended")
     group = RolloutGroup(prompt=prompt, rollouts=(session, lost, replace(whole, index=2)))
