@@ -11,7 +11,7 @@ import pytest
 
 from megatron_fp8rl.config import EnvironmentConfig, RewardConfig
 from megatron_fp8rl.envs import sandbox
-from megatron_fp8rl.envs.rewards import answers
+from megatron_fp8rl.envs.rewards import answers, judge
 from megatron_fp8rl.envs.rewards.configured import RowRewards, build, problem
 from megatron_fp8rl.envs.rewards.extraction import answer_in
 from megatron_fp8rl.envs.rewards.functions import RewardError
@@ -237,13 +237,84 @@ class TestJudge:
 
     def test_the_grade_is_a_share_of_the_highest(self, monkeypatch):
         monkeypatch.setenv("JUDGE_KEY", "very-secret")
-        with self.served((503, ""), (200, "Grade: 7"), (200, "50")) as (url, seen):
+        with self.served((503, ""), (200, "Grade: 7"), (200, "10")) as (url, seen):
             options = {"url": url, "model": "m", "highest": 10, "key_env": "JUDGE_KEY"}
             reward = build(RewardConfig(function="judge", options=options))
             assert reward([prompt("2")], ["my answer"])[0] == 0.7 and reward([prompt("2")], ["x"])[0] == 1.0
         path, key, body = seen[1]
         assert path == "/v1/chat/completions" and key == "Bearer very-secret" and body["model"] == "m"
         assert all(word in body["messages"][0]["content"] for word in ("1 + 1?", "my answer", "from 0 to 10"))
+
+    @pytest.mark.parametrize(
+        ("text", "highest", "share"),
+        [
+            ("8/10", 10, 0.8),
+            ("8 out of 10", 10, 0.8),
+            ("8/10", 1, 0.8),
+            ("8 out of 10", 1, 0.8),
+            ("I give it 8 out of 10.", 10, 0.8),
+            ("**8/10**", 10, 0.8),
+            ("8 / 10 points", 10, 0.8),
+            ("80 %", 10, 0.8),
+            ("80%", 1, 0.8),
+            ("0.8 (80%)", 1, 0.8),
+            ("Grade: 8", 10, 0.8),
+            ("Score (0-10): 8", 10, 0.8),
+            ("Rating: [[8]]", 10, 0.8),
+            ('{"grade": 8, "errors": 2}', 10, 0.8),
+            ("On a scale from 0 to 10, this is an 8.", 10, 0.8),
+            ("Out of 10, this deserves 8.", 10, 0.8),
+            ("The sum 3 + 4 is 7, which is right.\n\n8", 10, 0.8),
+            ("8\n\nIt misses 2 of the 3 cases.", 10, 0.8),
+            ("8/10: it misses 2 cases", 10, 0.8),
+            ("Clarity: 3/10\nStyle: 9/10\nOverall: 8/10", 10, 0.8),
+            ("<think>10 would be too much, 2 too little</think>8", 10, 0.8),
+            ("1", 1, 1.0),
+            ("0", 10, 0.0),
+            ("0.0", 1, 0.0),
+            ("4.5", 5, 0.9),
+        ],
+    )
+    def test_the_grade_in_an_answer(self, text, highest, share):
+        assert judge.share_in(text, highest) == pytest.approx(share)
+
+    @pytest.mark.parametrize(
+        ("text", "highest", "problem"),
+        [
+            ("50", 10, "not from 0 to 10"),
+            ("8", 1, "not from 0 to 1"),
+            ("11/10", 10, "not from 0 to 10"),
+            ("-1", 10, "not from 0 to 10"),
+            ("120%", 10, "not from 0 to 10"),
+            ("8/100", 10, "out of 100, which is not 10"),
+            ("1/2", 10, "out of 2, which is not 10"),
+            ("7-8", 10, "no grade"),
+            ("between 7 and 8", 10, "no grade"),
+            ("7 or 8", 10, "no grade"),
+            ("8,5", 10, "no grade"),
+            ("Grade: B", 10, "no grade"),
+            ("It is wrong.", 1, "no grade"),
+            ("", 1, "no grade"),
+            ("<think>8/10? no", 10, "no grade"),
+            ("Clarity: 3/10\nStyle: 9/10", 10, "several grades"),
+            ("Score: 8. A score of 10 would need a proof.", 10, "several grades"),
+            ("I found 3 mistakes in 5 steps.", 10, "several grades"),
+        ],
+    )
+    def test_an_unclear_grade_is_no_score(self, text, highest, problem):
+        with pytest.raises(ValueError, match=problem):
+            judge.share_in(text, highest)
+
+    def test_a_grade_out_of_range_is_a_failed_score(self):
+        with self.served((200, "12"), (200, "8/10")) as (url, _):
+            reward = RewardConfig(function="judge", options={"url": url, "model": "m", "highest": 10})
+            with ScorePool(
+                {"t": EnvironmentConfig(dataset="t.jsonl", rewards=(reward,))}, num_workers=1, deadline_s=20.0
+            ) as pool:
+                first, second = pool.submit(prompt(), "x").result(100), pool.submit(prompt(), "y").result(100)
+        assert (first.status, first.reward) == ("score_failed", 0.0)
+        assert "m gave a grade that is not from 0 to 10: '12'" in first.detail
+        assert (second.status, second.reward) == ("scored", 0.8)
 
     def test_failures_are_named_without_the_key(self, monkeypatch):
         monkeypatch.setenv("JUDGE_KEY", "very-secret")
