@@ -219,13 +219,17 @@ def _sweep(options: Options) -> int:
     if not options.dry_run:
         print(f"table:  {_PROGRAM}.sweep {shlex.quote(folder)}")
     if options.wait and not is_local:
-        job_ids = [read_jobs(spec.run_dir)[-1]["job_id"] for _, spec, _ in ready if spec is not None]
-        return _show_states(slurm.wait(job_ids))
+        specs = {read_jobs(spec.run_dir)[-1]["job_id"]: spec for _, spec, _ in ready if spec is not None}
+        return _show_ends(slurm.wait(list(specs)), specs)
     return status
 
 
-def _show_states(states: dict[str, str]) -> int:
-    print("\n".join(f"job {job_id}: {state}" for job_id, state in states.items()))
+def _show_ends(states: dict[str, str], specs: dict[str, JobSpec]) -> int:
+    """Print the states of ended jobs, and the first error of each that failed; returns the exit status."""
+    print("\n".join(f"job {job_id}: {state}" for job_id, state in states.items()), flush=True)
+    for job_id, state in states.items():
+        if state not in ("COMPLETED", "CANCELLED"):
+            _show_first_error(specs[job_id], job_id)
     return int(any(state != "COMPLETED" for state in states.values()))
 
 
@@ -254,10 +258,7 @@ def _slurm(options: Options, spec: JobSpec, request: Request) -> int:
     except KeyboardInterrupt:
         print("no longer waiting; the job continues", file=sys.stderr)
         return 1
-    status = _show_states(states)
-    if any(state not in ("COMPLETED", "CANCELLED") for state in states.values()):
-        _show_first_error(spec, job_id)
-    return status
+    return _show_ends(states, {job_id: spec})
 
 
 def _local(options: Options, spec: JobSpec) -> int:

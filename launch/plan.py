@@ -173,7 +173,7 @@ def job_spec(
         max_restarts=cluster.max_restarts,
         save_signal_s=cluster.save_signal_s,
         env={"PYTHONUNBUFFERED": "1", **cluster.env},
-        user_files=() if cfg is None else user_files.reward_files(cfg.data),
+        user_files=() if cfg is None else user_files.function_files(cfg.data),
         user_modules=() if cfg is None else user_files.modules(cfg.algo, cfg.data, request.config_name),
     )
 

@@ -29,9 +29,13 @@ from launch.spec import JobSpec, Role, attempt_dir, log_file
 
 _TRACEBACK = b"Traceback (most recent call last)"
 _ERROR_BYTES = 8000
+_LONG_ERROR_BYTES = 200_000  # output of all ranks since the error of one
 _LAST_LINES = 20
 _RECENT_S = 120.0  # an older traceback did not end the process
 _RANK = re.compile(r"\[rank (\d+)\] ")
+_RANK_LINE = re.compile(rb"\[rank (\d+)\] ")
+_RANK_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) ")  # a line of torchrun
+_SENTENCE = re.compile(r"python -m [\w.]+: ")  # how programs of this project begin an error without a traceback
 _TORCH_RANK = re.compile(r"\[rank\d+\]: ?")  # torch's prefix for each line of an exception
 _MESSAGE = re.compile(r"[\w.<>]+(:|$)")  # last line of a traceback: the exception's name, and its message if any
 _FRAME = '  File "'
@@ -40,7 +44,7 @@ _OWNER = "LAUNCH_OWNER"  # in the environment of all descendants, including thos
 
 @dataclass(frozen=True)
 class Failure:
-    time: float  # seconds since 1970: first traceback, or end of the process
+    time: float  # seconds since 1970: first traceback, last line of the failed rank, or end of the process
     text: str
     rank: int | None  # trainer rank, if the output names it
 
@@ -62,6 +66,7 @@ class RoleProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._tracebacks: list[tuple[float, int]] = []  # (time, offset into the log)
+        self._last_line_s: dict[int, float] = {}  # by rank: when its last line came
         self._begin = 0  # offset of this incarnation's output
         self._port = peers[role.nodes[0]].port  # of the role's first node
         self._owner = f"{board.folder}/{role.name}/{board.place.node}"
@@ -84,7 +89,7 @@ class RoleProcess:
             header = f"=== job {place.job}, attempt {place.attempt}{number}, node {place.node} ({host}), {when} ==="
             log.write(f"{header}\n".encode())
             self._begin = log.tell()
-        self._tracebacks = []
+        self._tracebacks, self._last_line_s = [], {}
         blocked = {signal.SIGUSR1} | ({signal.SIGTERM} if self.role.kind == "torchrun" else set())
         before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
@@ -137,10 +142,16 @@ class RoleProcess:
             self._process.wait(5.0)
 
     def failure(self) -> Failure:
-        """The first traceback of the last two minutes, otherwise the last lines. Call after the process has ended."""
+        """The first traceback of the last two minutes, otherwise the error that the program printed, or its last lines.
+        torchrun's own traceback counts only if no rank has failed. Call after the process has ended."""
         ended_s = time.time()
-        recent = [(when, offset) for when, offset in self._tracebacks if ended_s - when < _RECENT_S]
         with self.log.open("rb") as log:
+            recent = [(when, offset) for when, offset in self._tracebacks if ended_s - when < _RECENT_S]
+            if self.role.kind == "torchrun" and recent:
+                of_ranks = [(when, offset) for when, offset in recent if self._has_rank(log, offset)]
+                if not of_ranks and (failure := self._failed_rank(log)) is not None:
+                    return failure
+                recent = of_ranks or recent
             if recent:
                 when, offset = recent[0]
                 log.seek(offset)
@@ -150,13 +161,30 @@ class RoleProcess:
                     lines = [line.removeprefix(match[0]) for line in lines if line.startswith(match[0])]
                 lines = [_TORCH_RANK.sub("", line, count=1) for line in lines]
                 return Failure(when, "\n".join(_one_error(lines)), int(match[1]) if match else None)
-            log.seek(max(self._begin, self.log.stat().st_size - _ERROR_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
-        status = self._process.poll()
-        last = "\n".join(lines) or "(it wrote nothing)"
-        return Failure(
-            ended_s, f"ended with {format_exit_status(status)} and no traceback; its last lines:\n{last}", None
-        )
+            lines = self._tail(log, _ERROR_BYTES)
+        return Failure(ended_s, _without_traceback(lines, self._process.poll()), None)
+
+    @staticmethod
+    def _has_rank(log: BinaryIO, offset: int) -> bool:
+        log.seek(offset)
+        return _RANK.match(log.readline().decode(errors="replace")) is not None
+
+    def _failed_rank(self, log: BinaryIO) -> Failure | None:
+        """The error of the rank that ended without a traceback, as torchrun names it; None if it names none."""
+        lines = self._tail(log, _LONG_ERROR_BYTES)
+        ends = [match for line in lines if not _RANK.match(line) and (match := _RANK_FAILED.search(line))]
+        if not ends:
+            return None
+        status, local_rank = map(int, ends[0].groups())
+        rank = self.role.rank_of(self._board.place.node) * self.role.processes_per_node + local_rank
+        mark = f"[rank {rank}] "
+        text = _without_traceback([line.removeprefix(mark) for line in lines if line.startswith(mark)], status)
+        return Failure(self._last_line_s.get(rank, time.time()), text, rank)
+
+    def _tail(self, log: BinaryIO, size: int) -> list[str]:
+        """The last lines of this incarnation's output."""
+        log.seek(max(self._begin, self.log.stat().st_size - size))
+        return log.read().decode(errors="replace").splitlines()
 
     def _args(self) -> list[str]:
         role, node = self.role, self._board.place.node
@@ -224,6 +252,8 @@ class RoleProcess:
             for line in output:
                 if _TRACEBACK in line:
                     self._tracebacks.append((time.time(), log.tell()))
+                if (match := _RANK_LINE.match(line)) is not None:
+                    self._last_line_s[int(match[1])] = time.time()
                 with contextlib.suppress(OSError):
                     log.write(line)
 
@@ -250,6 +280,16 @@ def format_exit_status(status: int | None) -> str:
         with contextlib.suppress(ValueError):
             return f"signal {signal.Signals(-status).name}"
     return f"exit status {status}"
+
+
+def _without_traceback(lines: Sequence[str], status: int | None) -> str:
+    """The error that a program printed before it ended with ``status``, otherwise its last lines."""
+    begin = next((i for i, line in reversed([*enumerate(lines)]) if _SENTENCE.match(line)), None)
+    if begin is not None:
+        end = next((i for i in range(begin + 1, len(lines)) if not lines[i].startswith(" ")), len(lines))
+        return "\n".join(lines[begin:end])
+    last = "\n".join(lines[-_LAST_LINES:]) or "(it wrote nothing)"
+    return f"ended with {format_exit_status(status)} and no traceback; its last lines:\n{last}"
 
 
 def _one_error(lines: Sequence[str]) -> list[str]:

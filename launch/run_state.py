@@ -20,6 +20,8 @@ _SLURM_S = 20.0  # deadline of an optional query
 _SILENT_S = 30.0  # agents send a heartbeat every 5 s
 _TAIL_BYTES = 1 << 20
 _MEAN_STEPS = 10
+_TRACEBACK_LINES = 6
+_MOST_LINES = 40  # of an error that is not a traceback
 _FIGURES = (("reward", "reward/score/mean"), ("pass rate", "eval/pass_rate/mean"), ("loss", "train/loss/mean"))
 
 
@@ -79,8 +81,9 @@ def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
         lines += _role_lines(run_dir, current)
     lines += _progress_lines(run_dir)
     if current is not None and (path := first_error_file(run_dir, [current])) is not None:
-        text = path.read_text(errors="replace").splitlines()
-        lines += [_line("error", f"{path}"), *(_line("", line) for line in [*text[:1], *text[1:][-6:]])]
+        where, *text = path.read_text(errors="replace").splitlines()
+        shown = text[-_TRACEBACK_LINES:] if text[:1] == ["Traceback (most recent call last):"] else text[-_MOST_LINES:]
+        lines += [_line("error", f"{path}"), *(_line("", line) for line in [where, *shown])]
     try:
         name = report_name(JobSpec.load(jobs[-1].job["spec"]))
     except ValueError:  # only the owner can read the job's file

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[1]
 _COPIES = "own"  # folder of the copied user files
-_PACKAGES = ("launch", "megatron_fp8rl", "model_configs", "checkpoint_tools")
+PACKAGES = ("launch", "megatron_fp8rl", "model_configs", "checkpoint_tools")  # of this code
+INSTALLED = frozenset(("site-packages", "dist-packages"))  # folders of installed modules
 _COMMAND_DEADLINE_S = 60.0
 _SILENCE_S = 600.0  # a wait ends after this time without an answer from Slurm
 _POLL_S = 5.0
@@ -160,19 +161,29 @@ def copy_code(folder: Path, user_files: Sequence[str] = (), user_modules: Sequen
     folder.mkdir(parents=True)
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
     roots = {"megatron_fp8rl": Path(megatron_fp8rl.__file__).parents[1]}  # elsewhere, when installed
-    for package in _PACKAGES:
+    for package in PACKAGES:
         shutil.copytree(roots.get(package, _ROOT) / package, folder / package, ignore=ignore)
     if (_ROOT / "requirements.toml").is_file():
         shutil.copy(_ROOT / "requirements.toml", folder)
     for module in map(Path, user_modules):
-        if module.is_dir():
+        if (module / "__init__.py").is_file():
             shutil.copytree(module, folder / module.name, ignore=ignore, dirs_exist_ok=True)
-        else:
-            shutil.copy(module, folder / module.name)
+        else:  # a file, or a folder of modules, whose other files may be large
+            for file in python_files(module) if module.is_dir() else [module]:
+                target = folder / file.relative_to(module.parent)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, target)
     for file in user_files:
         target = folder / _COPIES / file.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
+
+
+def python_files(folder: Path) -> Iterator[Path]:
+    """Python files below a folder, without hidden folders and installed modules."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name[0] != "." and name not in INSTALLED | {"__pycache__"})
+        yield from (Path(parent, name) for name in sorted(files) if name.endswith(".py"))
 
 
 def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> dict[str, str]:

@@ -10,36 +10,42 @@ import dataclasses
 import importlib.util
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from launch.cluster import Cluster
+from launch.slurm import INSTALLED, PACKAGES, python_files
 from megatron_fp8rl.config import AlgoConfig, DataConfig, RunConfig
 from megatron_fp8rl.envs.rewards.functions import parse
 from megatron_fp8rl.envs.source_kind import CLASS, kind_of
 
-_ROOT = Path(__file__).absolute().parents[1]
 # Prefixes of shared file system types in /proc/mounts.
 _SHARED = tuple("nfs lustre gpfs beegfs ceph wekafs panfs pvfs2 cifs smb3 9p afs fuse. virtiofs".split())
 
 
-def reward_files(data: DataConfig) -> tuple[str, ...]:
-    functions = (reward.function for source in data.environments for reward in source.rewards)
-    return tuple(dict.fromkeys(str(parse(name)[0].absolute()) for name in functions if ".py:" in name))
+def function_files(data: DataConfig) -> tuple[str, ...]:
+    """Absolute paths of the files in ``FILE.py:function`` of rewards and agents."""
+    names = [reward.function for source in data.environments for reward in source.rewards]
+    names += [source.agent for source in data.environments]
+    return tuple(dict.fromkeys(str(parse(name)[0].absolute()) for name in names if ".py:" in name))
 
 
 def modules(algo: AlgoConfig, data: DataConfig, config_name: str = "") -> tuple[str, ...]:
-    """Packages (folders) and modules (files) that the arguments name, and their imports from the same folder. Omits
-    installed modules and this code. The configuration check reports missing modules."""
+    """Packages (folders) and modules (files) that the arguments name, and the local modules that these and the files of
+    functions import. Omits installed modules and this code. The configuration check reports missing modules."""
     names = [config_name, algo.loss, algo.advantage]
     for source in data.environments:
         names += [source.dataset.removeprefix(CLASS)] if kind_of(source.dataset) == "class" else []
-        names += [reward.function for reward in source.rewards if ".py:" not in reward.function]
+        names += [source.agent, *(reward.function for reward in source.rewards)]
     paths: dict[str, None] = {}
     for name in names:
-        if ":" in name and name.partition(":")[0].replace(".", "").isidentifier():
+        if ".py:" not in name and ":" in name and name.partition(":")[0].replace(".", "").isidentifier():
             _collect(name.partition(":")[0].partition(".")[0], paths)
+    for file in map(Path, function_files(data)):
+        for other in sorted(_imports(file)):
+            _collect(other, paths)
     return tuple(paths)
 
 
@@ -69,28 +75,30 @@ def unreachable(cfg: RunConfig, cluster: Cluster, run_dir: str, mounts: str | No
 
 def _collect(name: str, paths: dict[str, None]) -> None:
     """Add the top-level module ``name`` and its imports from the same folder to ``paths``."""
+    if name in PACKAGES:
+        return
     module = sys.modules.get(name)
     spec = module.__spec__ if module is not None else importlib.util.find_spec(name)
-    if spec is None or spec.origin is None or not spec.has_location:
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if spec is None or not (spec.has_location or folders):
         return
-    origin = Path(spec.origin).absolute()
-    package = origin.parent if origin.name == "__init__.py" else None
-    path = package or origin
-    is_installed = "site-packages" in path.parts or path.is_relative_to(sys.base_prefix)
-    if path.parent == _ROOT or is_installed or str(path) in paths:
+    path = Path(folders[0] if folders else spec.origin).absolute()  # a package without __init__.py has no origin
+    standard = Path(sysconfig.get_paths()["stdlib"])
+    is_installed = not INSTALLED.isdisjoint(path.parts) or path.is_relative_to(standard)
+    if is_installed or not path.exists() or str(path) in paths:
         return
     paths[str(path)] = None
-    for source in sorted(package.rglob("*.py")) if package else [origin]:
-        for other in _imports(source):
-            if (path.parent / f"{other}.py").is_file() or (path.parent / other / "__init__.py").is_file():
+    for source in python_files(path) if folders else [path]:
+        for other in sorted(_imports(source)):
+            if (path.parent / f"{other}.py").is_file() or (path.parent / other).is_dir():
                 _collect(other, paths)
 
 
 def _imports(source: Path) -> set[str]:
-    """Top-level names of the modules that a file imports; empty if the file is not Python."""
+    """Top-level names of the modules that a file imports; empty if the file is missing or not Python."""
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError):
         return set()
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}

@@ -15,7 +15,7 @@ def run_with_status(program: Callable[[], int | None]) -> int:
     try:
         return program() or 0
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(f"python -m megatron_fp8rl: {error}", file=sys.stderr)
         return 2
 
 

@@ -178,7 +178,7 @@ class StopRequest:
             "role": os.environ.get("LAUNCH_ROLE", "trainer"),
             "node": int(os.environ.get("LAUNCH_NODE", "0")),
             "rank": self.rank,
-            "text": "".join(traceback.format_exception(error))[-8000:].rstrip(),
+            "text": _text_of(error),
             "log": os.environ.get("LAUNCH_LOG", "the output of this rank"),
         }
 
@@ -187,6 +187,13 @@ class StopRequest:
         temporary.write_text(json.dumps(content))
         os.replace(temporary, self.folder / name)
         ChangeFlag.mark(self.folder)
+
+
+def _text_of(error: BaseException) -> str:
+    """The end of the traceback; the message alone if the user's configuration or data are wrong."""
+    from megatron_fp8rl.config import ConfigError  # not in the agents, which import this module
+
+    return str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))[-8000:].rstrip()
 
 
 def run_ranks(command: Sequence[str], environment: Mapping[str, str], *, stopped_s: float = 300.0) -> int:

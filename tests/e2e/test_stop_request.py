@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_fp8rl.config import ConfigError, Violation
 from megatron_fp8rl.runtime.stop import SAVED, RunStopped, StopRequest
 from tests.helpers.processes import until
 
@@ -158,3 +159,10 @@ def test_an_error_is_noted_with_its_rank_the_moment_it_passes(tmp_path: Path):
     noted = json.loads((tmp_path / "error-rank3.json").read_text())
     assert noted["rank"] == 3 and noted["text"].endswith("ZeroDivisionError: division by zero")
     assert abs(noted["time"] - time.time()) < 60
+
+
+def test_a_mistake_of_the_user_is_noted_without_a_traceback(tmp_path: Path):
+    with pytest.raises(ConfigError), StopRequest(tmp_path).errors_noted():
+        raise ConfigError([Violation("--seed", -1, "is negative", "Set 0 or more")])
+    noted = json.loads((tmp_path / "error-rank0.json").read_text())
+    assert noted["text"] == "1 mistake in the configuration:\n  1. --seed = -1: is negative. Set 0 or more."

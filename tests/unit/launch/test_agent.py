@@ -191,3 +191,26 @@ def test_ranks_follow_the_order_of_the_roles_nodes_and_the_first_that_fails_is_n
     assert re.match(r"role trainer, node 0 \(.*\), rank 3, at ", error), error
     assert "RuntimeError: tensor layer.3 is not finite" in error and "[rank" not in error
     assert nothing_is_left(job.run_dir)
+
+
+SENTENCE = """
+import os, sys, time
+import torch.distributed as dist
+if os.environ["RANK"] == "3":
+    print("python -m megatron_fp8rl: /data/train.jsonl: no such file", file=sys.stderr)
+    sys.exit(2)
+dist.init_process_group("gloo")
+"""
+
+
+def test_the_sentence_of_a_rank_without_a_traceback_is_the_first_error_of_all_nodes(tmp_path: Path):
+    """The ranks of the other node fail later, with a traceback, because they cannot connect."""
+    program = tmp_path / "ranks.py"
+    program.write_text(SENTENCE)
+    ranks = Role(name="trainer", kind="torchrun", nodes=(0, 1), command=(str(program),), processes_per_node=2)
+    job = Job(tmp_path, ranks, num_nodes=2, max_restarts=0)
+    statuses, outputs = job.run(LAUNCH_GRACE_S="3")
+    assert statuses == {1}, outputs
+    where, *error = (job.board / "first_error.txt").read_text().splitlines()
+    assert re.match(r"role trainer, node 1 \(.*\), rank 3, at ", where), where
+    assert error == ["python -m megatron_fp8rl: /data/train.jsonl: no such file"]
