@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def library() -> int:
     """The console script ``megatron-fp8rl``."""
+    _add_current_folder()
     from megatron_fp8rl.__main__ import main
 
     return main()
@@ -50,9 +52,15 @@ def library() -> int:
 
 def launcher() -> int:
     """The console script ``megatron-fp8rl-launch``."""
+    _add_current_folder()
     from launch.cli import main
 
     return main()
+
+
+def _add_current_folder() -> None:
+    """Make modules of the current folder importable, such as a configuration, as with ``python -m``."""
+    sys.path.insert(0, os.getcwd())
 
 
 def checkpoints() -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +13,8 @@ import pytest
 
 from launch import slurm, user_files
 from launch.cluster import Cluster
-from megatron_fp8rl.config import EnvironmentConfig
+from megatron_fp8rl.config import EnvironmentConfig, RewardConfig
+from megatron_fp8rl.envs.rewards import functions
 from model_configs.tiny import tiny_qwen3
 
 MOUNTS = "/dev/sda / ext4 rw 0 0\nserver:/x /lustre lustre rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n"
@@ -46,6 +50,50 @@ def test_modules_and_what_they_import_beside_them_travel(tmp_path: Path, monkeyp
 def test_modules_of_this_code_and_installed_ones_stay():
     cfg = config("env:reasoning_gym:X")
     assert user_files.modules(cfg.algo, cfg.data, "model_configs.tiny:tiny_qwen3") == ()
+
+
+def test_modules_in_the_root_of_the_project_travel(tmp_path: Path):
+    """As in a clone: the folder of this code has modules of the user, too."""
+    clone = tmp_path / "clone"
+    slurm.copy_code(clone)
+    (clone / "my_run.py").write_text("import my_words, launch.spec, megatron_fp8rl.config, numpy\n")
+    (clone / "my_words.py").write_text("import json\n")
+    program = (
+        "import json; from launch import user_files; from model_configs.tiny import tiny_qwen3 as t; "
+        "print(json.dumps(user_files.modules(t().algo, t().data, 'my_run:model')))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=clone, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [str(clone / "my_run.py"), str(clone / "my_words.py")]
+
+
+def test_agents_and_the_imports_of_files_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file beside its imports, and an agent that is a module, in a folder without __init__.py."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "reward.py").write_text("import math, my_scale\ndef graded(completion): ...\n")
+    (tmp_path / "my_scale.py").write_text("SCALE = 2\n")
+    (tmp_path / "play.py").write_text("from my_tools import web\nasync def rollout(session, row): ...\n")
+    (tmp_path / "my_tools" / "deep").mkdir(parents=True)
+    (tmp_path / "my_tools" / ".cache").mkdir()
+    for name in ("web.py", "deep/er.py", "rows.csv", ".cache/no.py"):
+        (tmp_path / "my_tools" / name).write_text("")
+    reward = RewardConfig(function=f"{tmp_path}/reward.py:graded")
+    sources = [
+        EnvironmentConfig(dataset="hub:x/y", rewards=(reward,), agent=f"{tmp_path}/play.py:rollout"),
+        EnvironmentConfig(dataset="hub:x/y", rewards=(reward,), agent="my_tools.web:rollout"),
+    ]
+    cfg = config("hub:x/y")
+    data = replace(cfg.data, environments=tuple(sources))
+    assert user_files.function_files(data) == (str(tmp_path / "reward.py"), str(tmp_path / "play.py"))
+    found = user_files.modules(cfg.algo, data)
+    assert found == (str(tmp_path / "my_tools"), str(tmp_path / "my_scale.py"))
+    slurm.copy_code(tmp_path / "code", user_files.function_files(data), found)
+    copied = {str(path.relative_to(tmp_path / "code")) for path in (tmp_path / "code" / "my_tools").rglob("*.*")}
+    assert copied == {"my_tools/web.py", "my_tools/deep/er.py"}
+    monkeypatch.setenv(functions.COPIES, str(tmp_path / "code" / "own"))
+    assert functions.parse(f"{tmp_path}/play.py:rollout")[0] == tmp_path / "code" / "own" / f"{tmp_path}/play.py"[1:]
 
 
 @pytest.mark.parametrize(
