@@ -199,8 +199,8 @@ def _on_cpu(cfg: RunConfig, override: Callable[[RunConfig], RunConfig]) -> tuple
     )
     cfg = override(cfg)
     if cfg.precision == PrecisionConfig() and (reason := _reason_against_fp8(cfg)):
-        cfg = replace(cfg, precision=PrecisionConfig(trainer="bf16", rollout="bf16"))
-        notes.append(f"BF16 at both ends: {reason}")
+        fp8, cfg = cfg, replace(cfg, precision=PrecisionConfig(trainer="bf16", rollout="bf16"))
+        notes += [f"BF16 at both ends: {reason}", *_widening(fp8)]
     return cfg, notes
 
 
@@ -209,6 +209,14 @@ def _reason_against_fp8(cfg: RunConfig) -> str:
     bf16 = replace(cfg, precision=PrecisionConfig(trainer="bf16", rollout="bf16"))
     others = {str(violation) for violation in rules.check(bf16)}
     return next((v.problem for v in rules.check(cfg) if str(v) not in others), "")
+
+
+def _widening(cfg: RunConfig) -> list[str]:
+    """The command after which this model's sizes tile; empty if they do, or if it cannot be widened."""
+    folder, model = cfg.model.hf_path, cfg.model
+    if folder is None or model.mla or all(v.code != "untiled_size" for v in rules.check(cfg)):
+        return []
+    return [f"for FP8, widen its sizes without a change of function: python -m checkpoint_tools widen {folder} FOLDER"]
 
 
 def _on_gpus(
@@ -227,10 +235,11 @@ def _on_gpus(
     if start.engine.placement == "colocated":
         start = override(replace(start, engine=replace(start.engine, sleep_level=2)))
     cfg, change, how = auto_layout.fastest(start, machines, override)
+    widening = _widening(start) if cfg.precision.rollout == "bf16" else []
     if violations := rules.check(cfg, accelerator=machines.hardware.generation):
         raise ConfigError(violations)  # otherwise every layout fails, and the error would blame memory
     diagnosis = diagnose(cfg, machines)
-    notes = [headline(diagnosis)]
+    notes = [headline(diagnosis), *widening]
     if change:
         chosen = ", ".join(f"{path} {value}" for path, value in change)
         notes.append(f"{how}, with long microbatches: {chosen}")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_fp8rl.config import ModelConfig
-from megatron_fp8rl.names import blocks, family, slicing
+from megatron_fp8rl.names import blocks, family, slicing, table
 from megatron_fp8rl.names.deepseek_v3 import DEEPSEEK_V3
 from megatron_fp8rl.names.family import Family
 from megatron_fp8rl.names.glm4_moe import GLM4_MOE
@@ -96,6 +96,14 @@ def hf_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     for w in weights(model).values():
         tensors |= dict(w.parts) | dict.fromkeys(w.copies, w.shape)
     return tensors
+
+
+def hf_axes(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """What each axis of every Hugging Face tensor is, as keys of ``names.table.sizes``, such as ("q", "hidden").
+
+    Multi-token prediction layers are left out.
+    """
+    return table.axes(FAMILIES[model.family].rows(model), model)
 
 
 def hf_names_of(global_name: str, model: ModelConfig) -> list[str]:

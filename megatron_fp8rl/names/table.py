@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,13 +118,34 @@ def expand(rows: tuple[Row, ...], model: ModelConfig) -> dict[str, Weight]:
     body = [row for row in rows if "{layer}" in row.mcore]
     for layer in range(model.num_layers):
         for row in body:
-            if row.layers in ("all", "moe" if model.is_moe_layer(layer) else "dense"):
+            if _is_in(row, model, layer):
                 weights += _fill_experts(row, model, row.mcore, layer)
     return {weight.name: weight for weight in weights}
 
 
+def axes(rows: tuple[Row, ...], model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The keys of :func:`sizes` of each axis of every tensor in a checkpoint, by its Hugging Face name, without
+    multi-token prediction layers."""
+    named = {}
+    for row in rows:
+        layers = range(model.num_layers) if "{layer}" in row.mcore else (-1,)
+        for layer, (name, keys) in itertools.product(layers, row.hf):
+            if layer < 0 or _is_in(row, model, layer):
+                for expert in _experts(row.mcore, model):
+                    named[name.format(layer=layer, expert=expert)] = keys
+    return named
+
+
+def _is_in(row: Row, model: ModelConfig, layer: int) -> bool:
+    return row.layers in ("all", "moe" if model.is_moe_layer(layer) else "dense")
+
+
+def _experts(mcore: str, model: ModelConfig) -> Sequence[int]:
+    return range(model.num_experts) if "{expert}" in mcore else (-1,)
+
+
 def _fill_experts(row: Row, model: ModelConfig, mcore: str, layer: int) -> Iterator[Weight]:
-    for expert in range(model.num_experts) if "{expert}" in mcore else (-1,):
+    for expert in _experts(mcore, model):
         yield fill(row, model, mcore=mcore, layer=layer, expert=expert)
 
 

@@ -224,6 +224,8 @@ def _refuse_size(checks: Checks, key: str, dimension: Dimension, size: int, tile
     model = checks.cfg.model
     if key == "ffn" and model.is_moe:
         remedy = f"Set --precision.bf16_first_layers {model.first_dense_layers}"
+    elif model.mla is None and model.hf_path is not None:
+        remedy = f"Widen the model: python -m checkpoint_tools widen {model.hf_path} FOLDER"
     elif dimension.field.endswith("_heads"):
         remedy = f"Choose a model with heads whose product is {-(-size // tile) * tile}"
     else:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli
@@ -368,3 +370,25 @@ def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
         args += ["--model.random", "True", "--model.num_layers", str(layers)]
         cfg, _ = grpo.configure(options, cli.overriding(args))
         assert cfg.engine.sleep_level == 0 and not rules.check(cfg, accelerator="hopper")
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_model_whose_sizes_do_not_tile_can_be_widened(tmp_path, monkeypatch, gpus):
+    monkeypatch.setattr(grpo, "_local_gpus", lambda: (gpus, 140.0))
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    hint = f"checkpoint_tools widen {tmp_path}/untiled FOLDER"
+    base = change(small_qwen3(), model__hidden_size=192)
+    for name, lines in (("untiled", 1), ("tiled", 0)):
+        folder = write_model_dir(change(base, model__hidden_size=192 if lines else 256), tmp_path / name)
+        (folder / "model.safetensors").write_bytes(save({"weight": torch.zeros(1)}))  # for what asks for a file
+        options = grpo.GrpoOptions(model=str(folder), data=(str(tmp_path / "rows.jsonl"),), reward=("exact",))
+        cfg, notes = grpo.configure(options, cli.overriding([]))
+        assert len([note for note in notes if hint in note]) == lines
+        assert cfg.precision.rollout == ("bf16" if lines else "blockwise")
+        asked, notes = grpo.configure(
+            options, cli.overriding(["--precision.trainer", "bf16", "--precision.rollout", "bf16"])
+        )
+        assert asked.precision.rollout == "bf16" and not any("widen" in note for note in notes)
+    untiled = change(base, model__hf_path=str(tmp_path / "untiled"))
+    assert any(hint in v.remedy for v in rules.check(untiled) if v.code == "untiled_size")
+    assert not any("widen" in v.remedy for v in rules.check(base))  # without a folder there is nothing to widen
