@@ -10,6 +10,8 @@ to return a ``RunConfig``. Every configuration field is an option (``--parallel.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -50,7 +52,11 @@ COMMON_FIELDS = """
 """.split()
 
 
-_SET_HELP = "  --set PATH=JSON  a value inside a dictionary, such as data.environments.0.options.KEY"
+_AGENT_OPTIONS = "agent_options"
+_SET_HELP = """\
+  --PATH.KEY VALUE           a value inside a dictionary, such as --data.environments.0.options.KEY VALUE
+  --agent_options.KEY VALUE  an option of the agent: JSON, True, False, None or text; several values are a list
+  --set PATH=JSON            a value of a dictionary, or a whole dictionary"""
 
 
 class UsageError(ValueError):
@@ -306,31 +312,82 @@ def _tyro(defaults: dict[str, Any], args: Sequence[str], program: str, summary: 
 def _apply_set(cfg: RunConfig, args: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """Apply and remove each ``--set path=JSON`` for a dictionary field or a value inside it; JSON or text.
 
-    ``--precision.kernels.ROLE KERNEL`` means ``--set precision.kernels.ROLE=KERNEL``.
+    ``--PATH.KEY VALUE`` below a dictionary field means the same, and several values are a list. ``--agent_options.KEY``
+    sets the option of every source that has an agent.
 
     Raises UsageError for a removed or renamed field, and for a path outside dictionaries.
     """
     rest, queue = [], list(args)
     while queue:
         arg = queue.pop(0)
-        name, _, assignment = arg.partition("=")
-        if name.startswith("--precision.kernels."):
-            name, assignment = "--set", f"{name[2:]}={assignment or (queue.pop(0) if queue else '')}"
-        if name != "--set":
+        name, equals, text = arg.partition("=")
+        if name == "--set":
+            path, equals, text = (text or (queue.pop(0) if queue else "")).partition("=")
+            if not equals:
+                raise UsageError(f"--set {path}: needs PATH=VALUE, such as --set algo.loss_options.dual_clip=3")
+            cfg = _with_value(cfg, path.split("."), _value(text), path)
+            continue
+        paths = _entries(cfg, name)
+        if not paths:
             if arg.startswith("--") and (remedy := removed_fields.remedy(name[2:].replace("-", "_"))):
                 raise UsageError(f"{name} is no longer an option. {remedy}.")
             rest.append(arg)
             continue
-        assignment = assignment or (queue.pop(0) if queue else "")
-        path, equals, text = assignment.partition("=")
-        if not equals:
-            raise UsageError(f"--set {assignment}: needs PATH=VALUE, such as --set algo.loss_options.dual_clip=3")
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
-        cfg = _with_value(cfg, path.split("."), value, path)
+        texts = [text] if equals else []
+        while not equals and queue and not queue[0].startswith("--"):
+            texts.append(queue.pop(0))
+        if not texts:
+            raise UsageError(f"{name} needs a value, such as {name} True")
+        for path in paths:
+            keys = path.split(".")
+            cfg = _with_value(cfg, keys, _entry_value(cfg, keys, texts), path)
     return cfg, rest
+
+
+def _entries(cfg: RunConfig, name: str) -> list[str]:
+    """The dotted paths that an option sets if it names entries of dictionaries; otherwise empty."""
+    if not name.startswith("--"):
+        return []
+    first, dot, rest = name[2:].partition(".")
+    if first.replace("-", "_") == _AGENT_OPTIONS:
+        sources = [*enumerate(cfg.data.environments)]
+        chosen = [index for index, source in sources if source.agent] or [index for index, _ in sources]
+        return [f"data.environments.{index}.{_AGENT_OPTIONS}{dot}{rest}" for index in chosen]
+    node, keys = cfg, name[2:].split(".")
+    for index, key in enumerate(keys):
+        if isinstance(node, dict):
+            return [".".join(keys)]
+        keys[index] = field = key.replace("-", "_")
+        if isinstance(node, tuple) and key.isdecimal() and int(key) < len(node):
+            node = node[int(key)]
+        elif dataclasses.is_dataclass(node) and hasattr(node, field):
+            node = getattr(node, field)
+        else:
+            return []
+    return []
+
+
+def _entry_value(cfg: RunConfig, keys: Sequence[str], texts: Sequence[str]) -> Any:
+    """The value of a dictionary's entry. A text stays a text, and a list a list, if the entry has such a value."""
+    node: Any = cfg
+    for key in keys:
+        is_list = isinstance(node, tuple | list)
+        node = node.get(key) if isinstance(node, dict) else node[int(key)] if is_list else getattr(node, key, None)
+    if len(texts) > 1:
+        return [_value(text) for text in texts]
+    if isinstance(node, str):
+        return texts[0]
+    value = _value(texts[0])
+    return [value] if isinstance(node, tuple | list) and not isinstance(value, list) else value
+
+
+def _value(text: str) -> Any:
+    """A value that was typed: JSON, otherwise a Python literal such as True or .5, otherwise the text itself."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return json.loads(json.dumps(ast.literal_eval(text)))
+    return text
 
 
 def _with_value(node: Any, keys: list[str], value: Any, path: str) -> Any:

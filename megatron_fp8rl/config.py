@@ -332,9 +332,9 @@ class EnvironmentConfig:
     prompt_column: str = ""  # column with the prompt, text or a list of messages; "": the column with a known name
     answer_column: str = ""  # column with the reference answer; "": the column with a known name
     eval: str = ""  # held-out rows, named like ``dataset``; "": an eighth of a generator's questions, and no rows
-    rewards: tuple[RewardConfig, ...] = ()  # of rows; classes and generators have rewards of their own
+    rewards: tuple[RewardConfig, ...] = ()  # of rows without an agent that returns rewards
     agent: str = ""  # FILE.py:function or module:function that plays a session per completion; "": one answer
-    agent_options: dict[str, Any] = field(default_factory=dict)
+    agent_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the agent
 
 
 @dataclass(frozen=True, kw_only=True)

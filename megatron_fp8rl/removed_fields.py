@@ -1,10 +1,8 @@
 """Fields of earlier releases and their remedies, so that an old option fails with advice. Kept for one release."""
 
-import re
 from collections.abc import Iterator
 
 _CONSTANT = "It is a constant now: leave it out"
-_DICTIONARY = re.compile(r"(algo\.(loss|advantage)_options|data\.environments\.\d+\.options)\.\w+")
 REMOVED = {
     "precision.amax_history_len": f"{_CONSTANT} (precision/recipes.py, AMAX_HISTORY_LEN)",
     "precision.amax_algorithm": "Delayed scaling always takes the largest amax of its history: leave it out",
@@ -68,8 +66,6 @@ RENAMED = dict(_renamed())
 
 def remedy(path: str) -> str | None:
     """What to write instead of a removed field; None if ``path`` is not one."""
-    if _DICTIONARY.fullmatch(path):
-        return f"Write --set {path}=VALUE"
     if path in RENAMED:
         return f"It is --{RENAMED[path]} now"
     return REMOVED.get(path)

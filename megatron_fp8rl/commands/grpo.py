@@ -34,7 +34,7 @@ from megatron_fp8rl.config import (
     ScoringConfig,
     Violation,
 )
-from megatron_fp8rl.envs.source_kind import has_rows, kind_of, short_name
+from megatron_fp8rl.envs.source_kind import VERIFIERS, has_rows, kind_of, short_name
 from megatron_fp8rl.names.registry import from_hf_config
 from megatron_fp8rl.preflight import auto_layout, rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
@@ -42,7 +42,8 @@ from megatron_fp8rl.preflight.diagnosis import diagnose
 from megatron_fp8rl.preflight.doctor import headline
 from megatron_fp8rl.preflight.memory import GIB, GpuName
 
-VERIFIERS = "verifiers:"  # prefix of a taskset of that library
+_VERIFIERS = "megatron_fp8rl.envs.libraries.verifiers"
+_TASKS = f"env:{_VERIFIERS}:Tasks"
 _PROMPT_TOKENS, _COMPLETION_TOKENS = 1024, 3072
 
 
@@ -53,7 +54,9 @@ class GrpoOptions:
     model: str = ""  # folder of a Hugging Face model: config.json, tokenizer and weights
     data: tuple[str, ...] = ()  # files, folders, hub:NAME, verifiers:NAME, env:module:Class, reasoning-gym generators
     reward: tuple[str, ...] = ()  # for rows: exact, number, choice, math, code, ..., model:DIR, or FILE.py:function
-    agent: str = ""  # FILE.py:function or module:function that plays a session for each completion (docs/agents.md)
+    # FILE.py:function or module:function that plays a session for each completion (docs/agents.md). Its options are
+    # typed as --agent_options.NAME VALUE.
+    agent: str = ""
     eval: tuple[str, ...] = ()  # held-out rows, in the order of --data
     gpus: int | None = None  # GPUs of trainer and engines; None: those of this machine; 0: the CPU
     gpu: GpuName | None = None  # GPU model to plan for; None: the GPU of this machine, else h200
@@ -63,6 +66,7 @@ def configure(options: GrpoOptions, override: Callable[[RunConfig], RunConfig]) 
     """(configuration, lines that explain it). ``override`` applies the user's fields, before and after the choice.
     Raises ConfigError with every mistake in the options."""
     folder, errors = Path(options.model).expanduser(), _problems(options)
+    typed, override = override, lambda cfg: _with_equal_tasks(typed(cfg))
     model = None
     if options.model:
         try:
@@ -112,6 +116,8 @@ def _problems(options: GrpoOptions) -> list[Violation]:
         errors.append(
             ("--reward", options.reward, f"{', '.join(options.data)} scores its own problems", "Leave it out")
         )
+    if options.agent and options.data and all(name.startswith(VERIFIERS) for name in options.data):
+        errors.append(("--agent", options.agent, f"{options.data[0]} has an agent of its own", "Leave it out"))
     if len(options.eval) > len(rows):
         problem = f"there are {len(options.eval)} held-out sources and {len(rows)} sources of rows to train on"
         errors.append(("--eval", options.eval, problem, "Name a held-out source for each --data, in the same order"))
@@ -125,7 +131,8 @@ def _source_mistakes(options: GrpoOptions) -> list[Violation]:
     size = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"), 1)
     model = ModelConfig(family="llama", vocab_size=1, **size)
     cfg = RunConfig(name="grpo", model=model, data=DataConfig(environments=_environments(options)))
-    return [violation for violation in rules.check_sources(cfg) if not violation.field.endswith(".rewards")]
+    violations = rules.check_sources(cfg)  # without the user's fields, such as options of the agent
+    return [violation for violation in violations if not violation.field.endswith((".rewards", ".agent_options"))]
 
 
 def _environments(options: GrpoOptions) -> tuple[EnvironmentConfig, ...]:
@@ -168,10 +175,21 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
 
 def _taskset(taskset: str) -> EnvironmentConfig:
     options = {"taskset": _absolute(taskset) if taskset.endswith(".py") else taskset}
-    module = "megatron_fp8rl.envs.libraries.verifiers"
-    return EnvironmentConfig(
-        dataset=f"env:{module}:Tasks", options=options, agent=f"{module}:rollout", agent_options=options
+    return EnvironmentConfig(dataset=_TASKS, options=options, agent=f"{_VERIFIERS}:rollout", agent_options=options)
+
+
+def _with_equal_tasks(cfg: RunConfig) -> RunConfig:
+    """Give the tasks of a taskset the options that its agent has for them."""
+    sources = (
+        replace(
+            source,
+            options={key: source.agent_options[key] for key in ("taskset", "options") if key in source.agent_options},
+        )
+        if source.dataset == _TASKS
+        else source
+        for source in cfg.data.environments
     )
+    return replace(cfg, data=replace(cfg.data, environments=tuple(sources)))
 
 
 def _reward(name: str) -> RewardConfig:

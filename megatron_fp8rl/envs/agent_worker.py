@@ -30,10 +30,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from megatron_fp8rl.algo.load_function import load_function
+from megatron_fp8rl.envs import agent_function
 from megatron_fp8rl.envs.agent_session import AgentError, AgentSession, SessionLimit
 from megatron_fp8rl.envs.rewards.configured import reward_and_parts
-from megatron_fp8rl.envs.rewards.functions import function_of
 from megatron_fp8rl.envs.worker_memory import RESERVE_BYTES, AddressSpace, is_exhausted
 
 MARK = struct.Struct("q")
@@ -103,11 +102,12 @@ class Worker:
             self._memory.limit(greeting["memory_bytes"])
             self._base_url, self._max_tokens = greeting["base_url"], greeting["max_tokens"]
             for key, fields in greeting["agents"].items():
-                load = function_of if ".py:" in fields["agent"] else load_function
-                self._agents[key] = partial(load(fields["agent"]), **fields["options"])
+                self._agents[key] = agent_function.load(fields["agent"], fields["options"])
+        except agent_function.AgentSpecError as error:
+            return self._write({"error": str(error)})
         except Exception as error:
             traceback.print_exc()
-            return self._write({"error": f"{type(error).__name__}: {error}"})
+            return self._write({"error": f"the agents cannot be loaded: {type(error).__name__}: {error}"})
         self._write({"ready": True})
 
     async def _play(self, start: Mapping[str, Any]) -> None:
@@ -123,9 +123,10 @@ class Worker:
         agent = self._agents[start["environment"]]
         outcome: dict[str, Any]
         try:
-            if not inspect.iscoroutinefunction(agent.func):
-                raise AgentError("the agent is not a coroutine function; use async def rollout(session, row)")
-            value = await _Marked(agent(session, start["row"]), self._note, number)
+            playing = agent(session, start["row"])
+            if not inspect.isawaitable(playing):
+                raise AgentError(f"the agent is not async: write {agent_function.SIGNATURE}")
+            value = await _Marked(playing, self._note, number)
             outcome = _outcome(value, start["environment"])
         except SessionLimit as error:
             outcome = {"status": "truncated", "detail": str(error)}

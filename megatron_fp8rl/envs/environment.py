@@ -61,6 +61,11 @@ def build_environment(cfg: EnvironmentConfig) -> Environment:
         raise EnvironmentSpecError(f"environment {cfg.dataset!r}: {error}") from error
     except TypeError as error:
         raise EnvironmentSpecError(f"environment {cfg.dataset!r} with options {cfg.options}: {error}") from error
+    except EnvironmentSpecError:
+        raise
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise EnvironmentSpecError(f"environment {cfg.dataset!r} with options {cfg.options}: {reason}") from error
 
 
 def environments_by_key(configs: Iterable[EnvironmentConfig]) -> dict[str, EnvironmentConfig]:

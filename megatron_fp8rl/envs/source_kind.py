@@ -12,6 +12,7 @@ from megatron_fp8rl.algo.near_matches import near_matches
 Kind = Literal["rows", "hub", "class", "generator"]
 
 HUB, CLASS = "hub:", "env:"
+VERIFIERS = "verifiers:"  # a taskset of that library, on the command line
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 
 
@@ -19,7 +20,7 @@ def kind_of(dataset: str) -> Kind:
     """The kind of ``EnvironmentConfig.dataset``. A name that looks like a path is "rows", even if it does not exist."""
     if dataset.startswith(HUB):
         return "hub"
-    if dataset.startswith(CLASS):
+    if dataset.startswith((CLASS, VERIFIERS)):
         return "class"
     looks_like_path = dataset.endswith(SUFFIXES) or "/" in dataset or glob.has_magic(dataset)
     if looks_like_path or Path(dataset).exists():
@@ -34,6 +35,8 @@ def has_rows(dataset: str) -> bool:
 
 def short_name(dataset: str) -> str:
     """A name for metrics and prompt ids: of files and hub names, the last path component without suffix."""
+    if dataset.startswith(VERIFIERS):
+        return VERIFIERS + dataset.removeprefix(VERIFIERS).rpartition("/")[2]
     if not has_rows(dataset):
         return dataset.removeprefix(CLASS)
     name = Path(dataset.removeprefix(HUB)).name

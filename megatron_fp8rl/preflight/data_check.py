@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_fp8rl.config import KERNELS, ConfigError, RunConfig, Violation
+from megatron_fp8rl.envs.source_kind import kind_of
 from megatron_fp8rl.precision.hardware import Generation, cpu_has_avx512
 from megatron_fp8rl.preflight.findings import Finding
 from megatron_fp8rl.preflight.rules import local_accelerator
@@ -43,16 +45,18 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
     """(lines for people, findings): reads rows, renders prompts, scores a few reference and empty answers. Imports take
     seconds."""
     if cfg.model.hf_path is None and not cfg.warm_start.steps and cfg.data.tokenizer == "character":
-        return ["data was not read: neither a model nor a tokenizer is named"], []
+        return ["data was not read: neither a model nor a tokenizer is named"], _unloadable(cfg, with_classes=True)
     tokenizer = cfg.model.hf_path or cfg.data.tokenizer
     if tokenizer != "character" and not Path(tokenizer).is_dir():
-        return [f"data was not read: there is no tokenizer in {tokenizer}"], []
+        return [f"data was not read: there is no tokenizer in {tokenizer}"], _unloadable(cfg, with_classes=True)
     try:
         from megatron_fp8rl.data.dropped import TooManyDroppedError
         from megatron_fp8rl.data.inspection import check_rewards, inspect_ends, inspect_sources, require_usable
         from megatron_fp8rl.data.tokenizer import load_tokenizer
     except ImportError as error:  # on a login node
         return [f"data was not read: {error}"], []
+    if errors := _unloadable(cfg):
+        return [], errors
     try:
         loaded = load_tokenizer(tokenizer)
         end_line, end_warnings = inspect_ends(cfg, loaded)
@@ -71,6 +75,28 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
         lines.append(check.line())
         findings += [Finding("warning", "--data.environments.rewards", text) for text in check.warnings()]
     return lines, findings
+
+
+def _unloadable(cfg: RunConfig, *, with_classes: bool = False) -> list[Finding]:
+    """Errors of agents that a worker cannot load, and with ``with_classes`` of sources that are classes."""
+    if find_spec("transformers") is None:  # on a login node, which may lack the packages of user code, too
+        return []
+    from megatron_fp8rl.envs.environment import EnvironmentSpecError, build_environment, environments_by_key
+
+    sources, errors = environments_by_key(cfg.data.environments), []
+    for source in sources.values():
+        if with_classes and kind_of(source.dataset) == "class":
+            try:
+                build_environment(source)
+            except EnvironmentSpecError as error:
+                errors.append(str(error))
+    agents = {key: {"agent": source.agent, "options": source.agent_options} for key, source in sources.items()}
+    agents = {key: fields for key, fields in agents.items() if fields["agent"]}
+    if agents:
+        from megatron_fp8rl.rollout.agents.agent_process import load_problem
+
+        errors += [error] if (error := load_problem(agents, cfg.scoring)) else []
+    return [Finding("error", "--data.environments", error) for error in errors]
 
 
 def doubts(cfg: RunConfig, accelerator: Generation) -> list[Finding]:

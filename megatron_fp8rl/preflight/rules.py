@@ -20,9 +20,9 @@ from typing import Any
 from megatron_fp8rl.algo import load_function
 from megatron_fp8rl.config import KERNELS, EnvironmentConfig, RunConfig, Violation
 from megatron_fp8rl.data import run_folder
-from megatron_fp8rl.envs import sandbox
+from megatron_fp8rl.envs import agent_function, sandbox
 from megatron_fp8rl.envs.rewards import configured as rewards
-from megatron_fp8rl.envs.source_kind import files_of, has_rows, kind_of
+from megatron_fp8rl.envs.source_kind import VERIFIERS, files_of, has_rows, kind_of
 from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
 from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals
 from megatron_fp8rl.preflight.findings import Checks
@@ -388,6 +388,9 @@ def _check_environment(checks: Checks, path: str, environment: EnvironmentConfig
         refuse("weight", "is not a number above 0", "Set a positive share")
     if not environment.dataset:
         refuse("dataset", "names nothing", "Name a file, or a generator such as chain_sum")
+    if environment.dataset.startswith(VERIFIERS):
+        remedy = "Copy the source that `grpo --data " + environment.dataset + " --dry-run` prints"
+        refuse("dataset", "is a name for the command line", remedy)
     for field in ("dataset", "eval"):
         name = getattr(environment, field)
         try:
@@ -396,12 +399,24 @@ def _check_environment(checks: Checks, path: str, environment: EnvironmentConfig
         except FileNotFoundError as error:
             refuse(field, str(error).removeprefix(f"{name}: ").rstrip("?"), "Name other files")
     is_rows = has_rows(environment.dataset)
-    if is_rows and not environment.rewards:
+    if is_rows and not environment.rewards and not environment.agent:
         remedy = f"Set --{path}.rewards to exact, number, choice, math, code or FILE.py:function"
         refuse("rewards", f"nothing scores the answers to {environment.dataset}", remedy)
     for field in () if is_rows else ("eval", "rewards", "prompt_column", "answer_column"):
         if getattr(environment, field):
             refuse(field, f"is of rows, and {environment.dataset} makes and scores its problems itself", "Leave it out")
+    if environment.agent:
+        has_scores = bool(environment.rewards) or not is_rows
+        wrong = agent_function.problem(environment.agent, environment.agent_options, has_scores=has_scores)
+        if wrong is not None:
+            refuse(wrong.field, wrong.text, wrong.remedy)
+    elif environment.agent_options:
+        refuse("agent_options", "has no effect: the source has no agent", "Name an agent, or leave the options out")
+    for field in ("options", "agent_options"):
+        try:
+            json.dumps(getattr(environment, field))
+        except (TypeError, ValueError) as error:
+            refuse(field, f"cannot be passed to another process: {error}", "Use numbers, texts, lists and dicts")
     for index, reward in enumerate(environment.rewards):
         if problem := rewards.problem(reward):
             refuse(f"rewards.{index}.function", problem.rstrip("?"), "Fix it")

@@ -26,6 +26,13 @@ async def by_turn(session, row):
     return {"format": 0.25}
 
 
+async def turns_only(session, row):
+    for value in row["values"]:
+        await session.ask()
+        session.say(".")
+        await session.reward(value)
+
+
 async def unscored(session, row):
     await session.ask()
 

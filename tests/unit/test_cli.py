@@ -101,7 +101,7 @@ def test_options_of_a_loss_are_set_one_by_one():
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--algo.loss_options.dual_clip", "3"], "Write --set algo.loss_options.dual_clip=VALUE"),
+        (["--algo.loss_options.dual_clip"], "--algo.loss_options.dual_clip needs a value"),
         (["--precision.kernels", "te"], "It is --precision.kernels.trainer now"),
         (["--engine.moe_backend", "triton"], "It is --precision.kernels.engine_experts now"),
         (["--engine.enforce_eager", "True"], "Set --engine.graphs: plain is CUDA graphs without torch.compile"),

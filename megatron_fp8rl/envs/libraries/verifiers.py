@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import importlib.util
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,6 @@ from megatron_fp8rl.envs.environment import Problem
 from megatron_fp8rl.types import Prompt
 
 MOST_TASKS = 100_000  # of an infinite taskset
-Options = tuple[tuple[str, Any], ...]
 _CHAT = "megatron_fp8rl_chat"  # the library finds harnesses as modules without a dot
 _KEY = "MEGATRON_FP8RL_KEY"  # environment variable of the key, which identifies no session
 
@@ -35,7 +36,7 @@ class Tasks:
     """The tasks of a taskset as problems; one eighth of them is held out. Episodes score themselves."""
 
     def __init__(self, *, taskset: str, options: Mapping[str, Any] | None = None) -> None:
-        self._tasks = _tasks(taskset, _frozen(options))
+        self._tasks = _tasks(taskset, _as_json(options))
 
     def make_problem(self, index: int) -> Problem:
         number = index % len(self._tasks)
@@ -67,11 +68,11 @@ async def rollout(
     from verifiers.v1.env import RunSlot
     from verifiers.v1.types import SamplingConfig
 
-    environment = await _environment(taskset, _frozen(options), env, _frozen(env_options))
+    environment = await _environment(taskset, _as_json(options), env, _as_json(env_options))
     # The library keeps one client open for all sessions; each request names its session.
     client = vf.EvalClientConfig(base_url=session.base_url, api_key_var=_KEY)
     context = vf.ModelContext(model="policy", client=client, sampling=SamplingConfig(user=session.api_key))
-    slot = RunSlot(_tasks(taskset, _frozen(options))[row["task"]])
+    slot = RunSlot(_tasks(taskset, _as_json(options))[row["task"]])
     episode = await environment.run_slot(slot, context)
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
@@ -81,25 +82,26 @@ async def rollout(
     return {**parts, "reward": float(sum(trace.reward for trace in episode.traces))}
 
 
-def _frozen(options: Mapping[str, Any] | None) -> Options:
-    return tuple(sorted((options or {}).items()))
+def _as_json(options: Mapping[str, Any] | None) -> str:
+    """Options as text, which a cache can keep."""
+    return json.dumps(options or {}, sort_keys=True)
 
 
 @functools.lru_cache(maxsize=8)
-def _tasks(taskset: str, options: Options) -> list[Any]:
+def _tasks(taskset: str, options: str) -> list[Any]:
     from itertools import islice
 
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
     _make_importable(taskset)
-    config = taskset_config_type(_name(taskset))(id=_name(taskset), **dict(options))
+    config = taskset_config_type(_name(taskset))(id=_name(taskset), **json.loads(options))
     tasks = list(islice(iter(load_taskset(config)), MOST_TASKS))
     if not tasks:
         raise ValueError(f"verifiers:{taskset} has no tasks")
     return tasks
 
 
-async def _environment(taskset: str, options: Options, env: str, env_options: Options) -> Any:
+async def _environment(taskset: str, options: str, env: str, env_options: str) -> Any:
     """The environment, with its servers running, once in this process."""
     key = f"{taskset} {options} {env} {env_options}"
     if key not in _serving:
@@ -112,7 +114,7 @@ async def _environment(taskset: str, options: Options, env: str, env_options: Op
     return await asyncio.shield(_serving[key])
 
 
-async def _start(taskset: str, options: Options, env: str, env_options: Options) -> Any:
+async def _start(taskset: str, options: str, env: str, env_options: str) -> Any:
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
@@ -123,9 +125,9 @@ async def _start(taskset: str, options: Options, env: str, env_options: Options)
     sys.modules[_CHAT] = await asyncio.to_thread(
         importlib.import_module, "megatron_fp8rl.envs.libraries.verifiers_chat"
     )
-    local, rest = {"harness": {"id": _CHAT}, "runtime": {"type": "subprocess"}}, dict(env_options)
+    local, rest = {"harness": {"id": _CHAT}, "runtime": {"type": "subprocess"}}, json.loads(env_options)
     roles = {role: local | rest.pop(role, {}) for role, field in declared.items() if field.annotation is AgentConfig}
-    fields = {"id": env, "taskset": {"id": name, **dict(options)}, **roles, **rest}
+    fields = {"id": env, "taskset": {"id": name, **json.loads(options)}, **roles, **rest}
     environment = load_environment(resolve_env_config(fields))
     _separate_untrained_roles(environment, [*roles])
     await _open.enter_async_context(environment.serving())
@@ -151,8 +153,20 @@ def _name(taskset: str) -> str:
 
 
 def _make_importable(taskset: str) -> None:
-    folder = str(Path(taskset).absolute().parent)
-    if taskset.endswith(".py") and folder not in sys.path:
+    """Put the folder of a file on the Python path. Raises ValueError if the library cannot import the file from it."""
+    if not taskset.endswith(".py"):
+        return
+    path = Path(taskset).absolute()
+    if not path.is_file():
+        raise ValueError(f"the file {path} of the taskset does not exist")
+    name = path.stem.replace("-", "_").lower()
+    if name != path.stem:
+        raise ValueError(f"the library looks for {name}.py instead of {path.name}: rename the file")
+    folder = str(path.parent)
+    if folder not in sys.path:
         sys.path.insert(0, folder)
         known = os.environ.get("PYTHONPATH")  # for the servers of its tools, which are processes
         os.environ["PYTHONPATH"] = folder if known is None else f"{folder}{os.pathsep}{known}"
+    found = importlib.util.find_spec(f"verifiers.v1.tasksets.{name}") or importlib.util.find_spec(name)
+    if found is None or found.origin is None or not os.path.exists(found.origin) or not path.samefile(found.origin):
+        raise ValueError(f"{name} is also the name of another module, which Python imports: rename {path}")

@@ -13,6 +13,7 @@ import asyncio
 import importlib.util
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,19 +41,31 @@ def parse(spec: str) -> tuple[Path, str]:
 def problem(spec: str) -> str:
     """Why the function cannot be used, without running the file; empty if it can."""
     path, name = parse(spec)
-    if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path(".")
-        return f"{path} does not exist{near_matches(path.name, [file.name for file in folder.glob('*.py')])}"
     try:
-        tree = ast.parse(path.read_text(), filename=str(path))
-    except SyntaxError as error:
-        return f"{path}, line {error.lineno}: {error.msg}"
+        tree = tree_of(spec)
+    except RewardError as error:
+        return str(error)
     names = [node.name for node in tree.body if isinstance(node, _FUNCTIONS)]
     imports = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     if name in (*names, *(alias.asname or alias.name for alias in imports)):
         return ""
     hint = near_matches(name, names) or f"; it has {', '.join(names) or 'none'}"
     return f"{path} has no function {name!r}{hint}"
+
+
+def tree_of(spec: str) -> ast.Module:
+    """The syntax tree of the file. Raises RewardError if it does not exist or is not Python."""
+    path, _ = parse(spec)
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path(".")
+        hint = near_matches(path.name, [file.name for file in folder.glob("*.py")])
+        raise RewardError(f"{path} does not exist{hint}")
+    try:
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        raise RewardError(f"{path}, line {error.lineno}: {error.msg}") from error
+    except ValueError as error:
+        raise RewardError(f"{path} is not Python: {error}") from error
 
 
 def takes_batches(spec: str) -> bool:
@@ -70,13 +83,21 @@ def function_of(spec: str) -> Callable[..., Any]:
     """The function of ``FILE.py:function``. Raises RewardError."""
     if reason := problem(spec):
         raise RewardError(reason)
+    return named(spec)
+
+
+def named(spec: str) -> Any:
+    """What the file binds to the name, of any type. Raises RewardError."""
     path, name = parse(spec)
+    tree_of(spec)
     loaded = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-    module = importlib.util.module_from_spec(loaded)
+    module = sys.modules[loaded.name] = importlib.util.module_from_spec(loaded)  # dataclasses look it up
     try:
         loaded.loader.exec_module(module)
     except Exception as error:
         raise RewardError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        raise RewardError(f"{path} has no {name!r}{near_matches(name, dir(module))}")
     return getattr(module, name)
 
 

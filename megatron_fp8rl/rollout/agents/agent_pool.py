@@ -23,6 +23,7 @@ from megatron_fp8rl.data.conversation import ChatFormat, ConversationError
 from megatron_fp8rl.envs.environment import environments_by_key
 from megatron_fp8rl.envs.scorer_process import ScorePoolError
 from megatron_fp8rl.envs.scoring import Score
+from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.rollout.agents.agent_process import AgentLostError, AgentProcess
 from megatron_fp8rl.rollout.agents.gateway import Gateway
 from megatron_fp8rl.rollout.agents.requests import Requests
@@ -34,6 +35,7 @@ from megatron_fp8rl.types import Completion, Prompt, Rollout
 _log = logging.getLogger(__name__)
 
 _NUM_TRIES = 3
+_NO_REWARD = "the agent returned None, and nothing else scores its session: return a reward, or name one (--reward)"
 
 
 class AgentPool:
@@ -175,7 +177,11 @@ class AgentPool:
             turn_order=session.order_of_turns(),
             seconds={"model": session.model_s, "tools": outcome.get("tools_s", 0.0), "queue": queue_s},
         )
-        if status == "unscored":
+        source = self._agents[prompt.environment]
+        if status == "unscored" and has_rows(source.dataset) and not source.rewards:
+            if not rollout.turn_rewards:
+                score = Score.failed(_NO_REWARD)
+        elif status == "unscored":
             score = await self._scorer.score(prompt, rollout.answer_text)
         elif status not in ("scored", "truncated"):
             score = Score.failed(detail)

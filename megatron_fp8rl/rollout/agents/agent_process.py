@@ -202,7 +202,7 @@ class AgentProcess:
         elif "ready" in message:
             self._ready.set_result(None)
         elif "error" in message:
-            self._fail_start(f"an agent cannot be loaded: {message['error']}")
+            self._fail_start(message["error"])
 
     async def _reply(self, message: Mapping[str, Any]) -> None:
         number = message["request"][0]
@@ -250,6 +250,26 @@ class AgentProcess:
         for outcome in self._outcomes.values():
             if not outcome.done():
                 outcome.set_result({"status": "lost"})
+
+
+def load_problem(agents: Mapping[str, Mapping[str, Any]], scoring: ScoringConfig) -> str:
+    """Why a worker cannot load the agents, with the variables and the memory that it has in a run; empty if it can.
+
+    ``agents``: {"agent": spec, "options": {}} by source.
+    """
+    greeting = {"agents": agents, "memory_bytes": int(scoring.memory_gib * 2**30), "base_url": "", "max_tokens": 1}
+
+    async def load() -> str:
+        worker = AgentProcess(greeting, scoring)
+        try:
+            await worker.ready()
+        except ScorePoolError as error:
+            return str(error)
+        finally:
+            await worker.kill("was only started to load the agents")
+        return ""
+
+    return asyncio.run(load())
 
 
 def _tail(errors: Any) -> str:

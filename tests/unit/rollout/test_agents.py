@@ -174,11 +174,28 @@ def test_two_thousand_sessions_leave_nothing(monkeypatch):
     until(lambda: not descendants(mark), "what agents had started to end")
 
 
-def test_an_agent_that_cannot_be_loaded_ends_the_run(tmp_path):
-    with pytest.raises(ScorePoolError, match="an agent cannot be loaded: RewardError: .*has no function 'nothing'"):
+def test_an_agent_that_cannot_be_loaded_ends_the_run():
+    with pytest.raises(ScorePoolError, match="session_agents.py:nothing cannot be loaded: .* has no 'nothing'"):
         play(config("nothing"), prompt())
-    (rollout,) = play(config("not_a_coroutine"), prompt())
-    assert "use async def rollout(session, row)" in rollout.detail
+    with pytest.raises(ScorePoolError, match=r"not_a_coroutine is not async. Write async def rollout\(session, row\)"):
+        play(config("not_a_coroutine"), prompt())
+
+
+def test_rows_without_rewards_take_those_of_the_agent_and_none_is_an_error(tmp_path):
+    def of_rows(agent: str) -> RunConfig:
+        cfg = config(agent)
+        source = replace(cfg.data.environments[0], dataset=str(rows_file(tmp_path, "2+3=")), options={})
+        return replace(cfg, data=replace(cfg.data, environments=(source,)))
+
+    def played(agent: str, **row):
+        (rollout,) = play(of_rows(agent), replace(prompt(**row), environment="rows"))
+        return rollout
+
+    assert played("calculator").reward == 1.0
+    rollout = played("turns_only", values=[0.5, -0.25])
+    assert (rollout.status, rollout.reward) == ("scored", 0.25), rollout.detail
+    rollout = played("unscored")
+    assert rollout.status == "score_failed" and "the agent returned None, and nothing else scores" in rollout.detail
 
 
 def test_a_rewritten_history_starts_a_branch():

@@ -79,3 +79,65 @@ def test_of_a_simulated_user_nothing_is_trained():
     (branch,) = rollout.branches
     assert [segment.text for segment in branch.segments if isinstance(segment, Completion)] == ["That is 2."]
     assert "role-playing a USER" not in QWEN.tokenizer.decode(branch.token_ids)
+
+
+NESTED = """
+import verifiers.v1 as vf
+
+
+class NestedConfig(vf.TasksetConfig):
+    numbers: dict[str, list[int]] = {"first": [1], "second": [1]}
+
+
+class NestedData(vf.TaskData):
+    answer: str = ""
+
+
+class NestedTask(vf.Task[NestedData]):
+    @vf.reward(weight=1.0)
+    async def right(self, trace) -> float:
+        return float(trace.last_reply.strip() == self.data.answer)
+
+
+class Nested(vf.Taskset[NestedTask, NestedConfig]):
+    def load(self):
+        first, second = self.config.numbers["first"], self.config.numbers["second"]
+        return [
+            NestedTask(NestedData(prompt=f"{a}+{b}=", answer=str(a + b)), self.config.task)
+            for a in first
+            for b in second
+        ]
+
+
+__all__ = ["Nested"]
+"""
+
+
+def test_options_of_a_taskset_may_be_nested(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))  # removed after the test, with what the taskset adds
+    file = tmp_path / "nested_sums.py"
+    file.write_text(NESTED)
+    options = {"numbers": {"first": [2, 3], "second": [5]}}
+    problems = [Tasks(taskset=str(file), options=options).make_problem(index) for index in range(2)]
+    assert [(problem.question, problem.answer) for problem in problems] == [("2+5=", "7"), ("3+5=", "8")]
+    assert Tasks(taskset=str(file)).make_problem(0).question == "1+1="
+    cfg = of_taskset(str(file), options=options)
+    (rollout,) = play(cfg, prompt(0, task=1), engines=[Engine(lambda told: "8", chat=QWEN)], chat=QWEN)
+    assert rollout.reward == 1.0 and rollout.reward_parts == {"right": 1.0}, rollout.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("math.py", "math is also the name of another module, which Python imports: rename"),
+        ("harbor.py", "harbor is also the name of another module"),
+        ("My-Sums.py", r"the library looks for my_sums.py instead of My-Sums.py: rename the file"),
+        ("missing.py", "missing.py of the taskset does not exist"),
+    ],
+)
+def test_a_file_that_the_library_would_not_import_is_refused(tmp_path, monkeypatch, name, expected):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if name != "missing.py":
+        (tmp_path / name).write_text(NESTED)
+    with pytest.raises(ValueError, match=expected):
+        Tasks(taskset=str(tmp_path / name))
