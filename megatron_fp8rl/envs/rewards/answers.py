@@ -18,6 +18,7 @@ from megatron_fp8rl.envs.rewards.extraction import (
     find_answer,
     unwrapped,
     with_plain_signs,
+    without_bold,
     without_emphasis,
 )
 from megatron_fp8rl.envs.rewards.numbers import number_of, whole_number
@@ -25,6 +26,7 @@ from megatron_fp8rl.envs.rewards.numbers import number_of, whole_number
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _COMMANDS = {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "±": r"\pm ", "≠": r"\ne "}
 _BARE_UNIT = re.compile(r"(?<=\d)\s+(?:[kcm]?m|kg|g|ft|in|s|hr?|min|mi|yd|mph)(?:\^\{?\d\}?)?\Z")
+_BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")  # of a number such as 101_2
 LETTERS = "ABCDE"  # of multiple-choice questions
 _LONGEST_BARE_ANSWER = 200  # characters of a completion that may be LaTeX without delimiters
 
@@ -127,6 +129,8 @@ def math(*, precision: int = 6) -> Compare:
             return 0.0
         answer = find_answer(completion)
         text = _latex(answer.text).removesuffix(".")
+        if _BASE.findall(text) != _BASE.findall(expected_text):
+            return 0.0
         numbers = whole_number(text), whole_number(expected_text)
         if None not in numbers:
             actual, expected = numbers
@@ -163,7 +167,7 @@ def length(*, free_characters: int, limit_characters: int) -> Compare:
 
 def _latex(text: str) -> str:
     """Text in plain signs, with mixed numbers and mathematical characters as LaTeX, without Markdown."""
-    text = with_plain_signs(without_emphasis(text))
+    text = with_plain_signs(without_emphasis(without_bold(text)))
     text = re.sub(r"(?<![\d.,/^])(\d+)\s+(\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"√\s*(?:\(([^()]*)\)|(\w+))", lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
     return "".join(_COMMANDS.get(character, character) for character in text)

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import re
 
-from megatron_fp8rl.envs.rewards.extraction import after_reasoning, find_answer, with_plain_signs, without_markup
-
-_WORD_COMMAND = re.compile(
-    r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|boldsymbol)\s*\{([^{}]*)\}"
+from megatron_fp8rl.envs.rewards.extraction import (
+    after_reasoning,
+    find_answer,
+    phrase_of,
+    with_plain_signs,
+    without_markup,
+    without_styles,
 )
+
 _ENDING = 200  # characters at the end of a text that are searched for a letter
 _SENTENCE = 500  # characters after a phrase that are read
 _PHRASES = 8  # the last phrases that are read
-_NOUN = r"(?:answers?|options?|choices?|letters?|selection)"
-_PHRASE = re.compile(
-    rf"\b{_NOUN}\b(?:\s+(?:to|for|of|in|from|among)\b[^.:=\n]{{0,60}}?|\s+that\b[^.:=\n]{{0,60}}?)?\s*"
-    r"(?:\b(?:is|are|was|must be|should be|would be)\b|:|=)\s*(?:therefore|thus|then|clearly|simply|definitely)?\s*:?"
-    r"|\bI(?:\s+would|'d)?\s+(?:choose|pick|select|go with)\b|答案\s*(?:是|为|:|应该是)|(?:故选|应选|选择|选)\s*:?",
-    re.IGNORECASE,
+_PHRASE = phrase_of(
+    "(?:answers?|options?|choices?|letters?|selection)",
+    r"|\bI(?:\s+would|'d|\s+will|'ll)?\s+(?:choose|pick|select|go with)\b|(?:故选|应选|选择|选)\s*:?",
 )
 _SENTENCE_END = re.compile(r"(?<=[\w)\]])[.!?。;](?=\s|$)")
 _NEGATION = re.compile(
@@ -31,7 +32,9 @@ _NEGATION = re.compile(
 # A sentence that goes on after "A": otherwise the letter is an article.
 _AFTER_A = r"(?:because|since|as|due|for|and|or|is|which|that|with|the|from|by|based|according|instead|rather)\b"
 _LETTER_WORDS = frozenset(
-    "is are be was option choice answer letter choose pick select so therefore thus hence because then think".split()
+    (
+        "is are be was it's option choice answer letter choose pick select so therefore thus hence because then think"
+    ).split()
 )
 
 
@@ -61,10 +64,7 @@ def letters_of(text: str, letters: str) -> frozenset[str]:
 
 
 def _plain(text: str) -> str:
-    for _ in range(2):
-        text = _WORD_COMMAND.sub(r" \1 ", text)
-    text = re.sub(r"\\[,;:! ]|~|\\q?quad\b|\\(?:left|right)(?![a-zA-Z])", " ", text)
-    return without_markup(with_plain_signs(text)).strip(" \n\t{}\"'")
+    return without_markup(with_plain_signs(without_styles(text))).strip(" \n\t{}\"'\u201c\u201d")
 
 
 def _read(text: str, letters: str, *, is_marked: bool) -> frozenset[str]:
@@ -89,13 +89,13 @@ def _leading(text: str, letters: str, *, is_marked: bool) -> str:
     """The letter before the text of an option, or at the start of a sentence about the choice; empty if none."""
     match = re.match(
         rf"(?:(?:the|my)\s+)?(?:(?:correct|right|best)\s+)?(?:option|choice|letter|answer)?\s*"
-        rf"(?:\(\s*([{letters}{letters.lower()}])\s*\)|\[([{letters}])\]|([{letters}])(?=[.):,;\n]|\s*[-=]\s|\s))",
+        rf"(?:\(\s*([{letters}{letters.lower()}])\s*\)|\[([{letters}])\]|([{letters}])(?=[.):,;\n]|\s*[-=\u2014]\s|\s))",
         text,
     )
     if not match:
         return ""
     letter, after = next(filter(None, match.groups())).upper(), text[match.end() :]
-    if match[3] and after[:1].isspace() and not after.startswith("\n") and not re.match(r"\s*[-=(]", after):
+    if match[3] and after[:1].isspace() and not after.startswith("\n") and not re.match(r"\s*[-=(\u2014]", after):
         is_word = not re.match(rf"\s+{_AFTER_A}", after)
         if is_word and (letter in "AI" or not is_marked):
             return ""
@@ -103,7 +103,8 @@ def _leading(text: str, letters: str, *, is_marked: bool) -> str:
         return ""  # several letters
     if re.match(r"[).]?\s*(?:is|are|was)?\s*(?:not|n't|wrong|incorrect|false)\b|[).]?\s*(?:is|are|can)n.t\b", after):
         return ""
-    labels = re.findall(rf"\(([{letters}])\)|^\s*([{letters}])[.):]", after, re.MULTILINE)
+    after = re.sub(r"\b(?:both|neither|either|all of|none of)\b[^.;\n]*", "", after, flags=re.IGNORECASE)
+    labels = re.findall(rf"\(([{letters}])\)|^\s*([{letters}])(?:[.):]|\s*$)", after, re.MULTILINE)
     return "" if any((a or b) != letter for a, b in labels) else letter
 
 

@@ -11,12 +11,32 @@ from typing import NamedTuple
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s${}\\]+)")
-_PHRASE = re.compile(
-    r"\banswer\b[*_]*(?:\s+(?:to|for|of|in)\b[^.:=\n]{0,60}?)?[*_]*\s*"
-    r"(?:\b(?:is|was|equals|must be|should be|would be)\b(?:\s+(?:therefore|thus|then|simply|now|just))?|:|=)[*_]*\s*:?"
-    r"|答案\s*(?:是|为|[:\uff1a])",
-    re.IGNORECASE,
+# LaTeX commands that change only how their argument looks; the argument may have two levels of braces.
+_BRACED = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+_STYLE = (
+    r"\\(?:text(?:bf|rm|it|sf|tt|sl|sc|md|up|normal)?|math(?:rm|bf|it|sf|tt|normal|strut)?|mbox|hbox|emph|underline"
+    rf"|operatorname\*?|bold(?:symbol)?|bm|pmb)\s*{_BRACED}"
 )
+_STYLED = re.compile(_STYLE)
+_BOLD = re.compile(rf"\\(?:bold(?:symbol)?|bm|pmb|mathbf|mathit|underline)\s*{_BRACED}|\\mathrm\s*\{{([a-z])\}}")
+_SPACE = re.compile(
+    r"\\[,;:! ]|~|\\(?:q?quad|displaystyle|textstyle|left|right|limits)(?![a-zA-Z])|\\[bB]ig+[lr]?(?![a-zA-Z])"
+)
+
+
+def phrase_of(noun: str, others: str = "") -> re.Pattern[str]:
+    """The pattern of "the NOUN is", "NOUN: " and similar, with marks of emphasis; ``others``: alternatives."""
+    where = r"(?:\s+(?:to|for|of|in|from|among|that)\b[^.:=\n]{0,60}?)?"
+    adverb = r"(?-i:therefore|thus|then|clearly|simply|definitely|now|just|probably|most likely|likely)"
+    verb = r"\b(?:is|are|was|equals|must be|should be|would be)\b"
+    return re.compile(
+        rf"\b{noun}\b[*_]*{where}[*_]*\s*(?:{verb}(?:\s+{adverb}\b)?|:|=)[*_]*\s*:?"
+        rf"|答案\s*(?:应该是|是|为|[:\uff1a]){others}",
+        re.IGNORECASE,
+    )
+
+
+_PHRASE = phrase_of("answer")
 _SENTENCE_END = re.compile(r"[.!?。](?=\s|$)")
 _OPENING = re.compile(r"(?:\s*(?:\\\[|\\\(|\$\$?|\*\*|__)[ \t]*\n)*\s*")  # lines before a formula
 
@@ -62,8 +82,8 @@ _EMPHASIS = re.compile(
 )
 
 _WRAPPED = re.compile(
-    r"(\*\*|__|\*|_|`+|\$\$?|\"|')(?=\S)((?:(?!\1).)+)\1|\\\((.+)\\\)|\\\[(.+)\\\]|\u201c(.+)\u201d|\u2018(.+)\u2019"
-    r"|\\(?:text(?:bf|rm|it|sf|tt)?|math(?:rm|bf|it|sf)|mbox)\s*\{([^{}]+)\}",
+    r"(\*\*\*|\*\*|__|\*|_|`+|\$\$?|\"|')(?=\S)((?:(?!\1).)+)\1|\\\((.+)\\\)|\\\[(.+)\\\]|\u201c(.+)\u201d|\u2018(.+)\u2019"
+    rf"|{_STYLE}",
     re.DOTALL,
 )
 
@@ -94,6 +114,8 @@ def find_answer(completion: str) -> Answer:
         line = rest.partition("\n")[0]
         end = _SENTENCE_END.search(line, 2)  # "A. text" and "5. text" may begin with a label
         sentence = line if end is None else line[: end.start()]
+        if sentence.count("**") % 2:
+            sentence = sentence.strip().removesuffix("**")  # "**Answer: 5**"
         if sentence.strip():
             return Answer(sentence.strip(), True, True)
     return Answer(text.strip(), False)
@@ -116,9 +138,22 @@ def is_unfinished(prompt_text: str, completion: str) -> bool:
 
 
 def without_markup(text: str) -> str:
-    """Text without Markdown emphasis, code marks and the delimiters of formulas."""
-    text = re.sub(r"\\\(|\\\)|\\\[|\\\]|(?<!\\)\$", "", without_emphasis(text))
+    """Text without Markdown emphasis, HTML tags, code marks and the delimiters of formulas."""
+    text = re.sub(r"<sup>([^<]*)</sup>", r"^{\1}", text)
+    text = re.sub(r"\\\(|\\\)|\\\[|\\\]|(?<!\\)\$|</?[a-zA-Z][a-zA-Z0-9]*/?>", "", without_emphasis(text))
     return _EMPHASIS.sub(lambda match: match[1] or match[2], text).strip()
+
+
+def without_styles(text: str) -> str:
+    """Text without LaTeX commands for fonts and spaces: ``\\boldsymbol{5}\\,kg`` becomes `` 5  kg``."""
+    for _ in range(3):
+        text = _STYLED.sub(r" \1 ", text)
+    return _SPACE.sub(" ", text)
+
+
+def without_bold(text: str) -> str:
+    """A formula without commands for bold and italic letters, which change no value."""
+    return _BOLD.sub(lambda match: f"{{{match[1] or match[2]}}}", text)
 
 
 def without_emphasis(text: str) -> str:
@@ -145,6 +180,8 @@ def with_plain_signs(text: str) -> str:
 
 def _marked(text: str) -> str | None:
     """The content of the last element, box or "####" line; None without any."""
+    if "</answer>" in text and "<answer>" not in text:
+        text = f"<answer>{text}"  # the prompt has the opening tag
     if "<answer>" in text:
         start, end = text.rfind("<answer>", 0, text.rfind("</answer>") + 1), text.rfind("</answer>")
         # Without a closing tag, generation stopped there.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from megatron_fp8rl.envs.rewards.extraction import find_answer, with_plain_signs, without_markup
+from megatron_fp8rl.envs.rewards.extraction import find_answer, with_plain_signs, without_markup, without_styles
 
 _LONGEST_TEXT = 4000  # characters at the end of an unmarked answer that are searched
 _LARGEST_EXPONENT = 400
@@ -31,19 +31,28 @@ _UNITS = (
 _UNIT_POWER = re.compile(rf"(?<![A-Za-z])({_UNITS})\s*\^\s*\{{?[-+]?\d\}}?")
 _CURRENCY = r"(?:\\?[$€£¥₹₩]|\\(?:pounds|euro))"
 
+# Units of amounts such as "5 ft 6 in" and "5 dollars and 30 cents", which have several numbers.
+_COMPOUND = (
+    r"(?:h|hrs?|hours?|m|mins?|minutes?|s|secs?|seconds?|days?|weeks?|months?|years?|ft|feet|foot|in|inch|inches|yd"
+    r"|yards?|k?m|met(?:er|re)s?|lbs?|pounds?|oz|ounces?|k?g|dollars?|euros?|degrees?)\.?,?\s*(?:and\s+)?"
+)
+
 # What may not stand before or after a number, because the number is then part of an expression or a list.
 _BEFORE = re.compile(
     r"(?:[\d)}%]\s*[-+*/^]\s*|[A-Za-z][-+*/]\s*|[A-Za-z}]\s+[-+*/]\s+|[-+]\s*"  # operators
     r"|[\^√±<>≤≥]\s*[{(]?\s*|[A-Za-z)}]\s*_\{?|\}\s*\{|\\[a-zA-Z]+\s*(?:\[[^\]]*\])?[\s{(]*"  # LaTeX
-    r"|\b[Nn]ot\s+|n't\s+(?:be\s+)?|\d\s*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*|\d[.,:]|\d\s+:\s*)\Z"
+    r"|\b(?:mod|base)\s*|\b[Nn]ot\s+|n't\s+(?:be\s+)?|\d[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*|\d[.,:']|\d\s+:\s*"
+    rf"|\d\s*{_COMPOUND}|\d\s+[A-Za-z]+\s+and\s+)\Z"
 )
 _AFTER = re.compile(
     r"[)\]}]*\s*(?:[+*^]\s*[\w({\\√π]|[√π±<>≤≥]|\\[a-zA-Z]|-\s*[\d(\\]|/\s*[\d(\\]|/\s*[A-Za-z]\b|(?:mod|base)\b)"
     r"|[)\]}]*(?:_|\([-\d\\a-z]|[.,:']\d)"
-    r"|\s?(?:[a-fijnp-rt-zXYZθ]|[kKMBT]|bn|mn|pi|sqrt|x\w*)\b(?!['’])"
-    r"|\s*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*[-+]?\d"
+    r"|\s?(?:[a-fijnp-rt-zXYZθ]|[kKMBT]|bn|mn|pi|sqrt|sin|cos|tan|log|ln|exp|x\w*)\b(?!['’])"
+    r"|[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*[-+]?\d|\s+and\s+an?\b"
+    rf"|\s*{_COMPOUND}\d|\s+[A-Za-z]+\s+and\s+\d"
 )
 _ARTICLES = re.compile(r"\s(?:a|A)\b")
+_REMARK = re.compile(r"(?<=\s)\((?!\s*(?:mod|base)\b)[^()]*[A-Za-z]{2}[^()]*\)")
 _TUPLE = re.compile(r"[(\[{][^()\[\]{}]*\d[^()\[\]{}]*[,;]\s*[-+]?\Z")
 
 
@@ -52,7 +61,7 @@ def number_of(text: str) -> Fraction | None:
     answer = find_answer(text)
     if not answer.is_marked:
         return last_number(answer.text)
-    plain = _plain(answer.text[:_LONGEST_TEXT])
+    plain = _without_remarks(_plain(answer.text[:_LONGEST_TEXT]))
     left, equal, right = plain.rpartition("=")
     if equal and re.search(r"\d", right):
         if not answer.is_phrase and re.search(r"(?:[,;]|\band\b|\bor\b)\s*\w+\s*\Z", left) and re.search(r"\d", left):
@@ -77,28 +86,28 @@ def whole_number(text: str) -> Fraction | None:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in a text; None if there is none, or if the last is part of an expression."""
-    plain = _plain(text[-_LONGEST_TEXT:])
+    plain = _without_remarks(_plain(text[-_LONGEST_TEXT:]))
     matches = _matches(plain)
     return _value(plain, matches[-1]) if matches else None
+
+
+def _without_remarks(text: str) -> str:
+    """Text without parentheses with words after a number: "42 (in 3 steps)" becomes "42 "."""
+    first = re.search(r"\d", text)
+    return text if first is None else text[: first.end()] + _REMARK.sub("", text[first.end() :])
 
 
 def _plain(text: str) -> str:
     """Text without markup and LaTeX commands that do not change a number."""
     text = re.sub(r"\{\s*,\s*\}", ",", text)  # 1{,}200
-    text = re.sub(
-        r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|mathrm|mathbf|mathit|mathsf|mbox|operatorname)\s*\{([^{}]*)\}",
-        r" \1 ",
-        text,
-    )
     text = re.sub(r"(?<=\d)\\[,!](?=\d{3})", ",", text)
-    text = re.sub(
-        r"\\[,;:! ]|~|\\q?quad\b|\\(?:displaystyle|left|right)(?![a-zA-Z])|\\[bB]ig+[lr]?(?![a-zA-Z])", " ", text
-    )
+    text = without_styles(text)
     text = re.sub(r"\\(?:times|cdot|ast)(?![a-zA-Z])", "*", text)
     text = re.sub(r"\\(?:approx|simeq|equiv|implies|Rightarrow|rightarrow|to)(?![a-zA-Z])|[≈≡⇒→]|~=", "=", text)
     text = re.sub(r"\\div(?![a-zA-Z])", "/", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°|\\%|%", " % ", text)
     text = re.sub(rf"([-+])\s*{_CURRENCY}\s*(?=[\d.])", r"\1", text)
+    text = re.sub(rf"({_CURRENCY}\s*[\d.,]+)\s?m\b", r"\1 M", text)  # millions
     text = re.sub(rf"{_CURRENCY}(?=\s*-?[\d.])|\\\$", " ", text)
     text = re.sub(r"\\[dtc]?frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([-+]?[\d.,]+)\s*\}", r" (\1)/(\2) ", text)
     text = re.sub(r"\\[dtc]?frac\s*(\d)\s*(\d)", r" (\1)/(\2) ", text)
@@ -113,7 +122,7 @@ def _matches(text: str) -> list[re.Match[str]]:
     for match in _NUMBER.finditer(text):
         before = text[max(0, match.start() - _CONTEXT) : match.start()]
         is_in_name = match["sign"] is None and re.search(r"[A-Za-z]_?\{?\Z", before) and not before.endswith("\\")
-        if is_in_name and not re.search(r"\\[a-zA-Z]+\Z", before):
+        if is_in_name and not match[0].startswith("(") and not re.search(r"\\[a-zA-Z]+\Z", before):
             continue
         matches.append(match)
     return matches
@@ -123,6 +132,8 @@ def _value(text: str, match: re.Match[str]) -> Fraction | None:
     """The value of a number in a text; None if it is part of an expression."""
     before, after = text[max(0, match.start() - _CONTEXT) : match.start()], text[match.end() :]
     sign = match["sign"] or ""
+    if (match[0].startswith("(") and before[-1:].isalpha()) or (match[0].startswith("-") and before.endswith("|")):
+        return None  # the argument of a function, or an absolute value
     if sign.endswith((" ", "\n")) and before.strip() and before.rstrip()[-1] not in "=:(":
         return None  # subtraction, or a dash
     glued = before[-1:]

@@ -115,7 +115,25 @@ def test_random_references_in_common_phrasings(reward):
 
 
 @pytest.mark.parametrize("reward", RANDOM)
-@pytest.mark.parametrize("text", ["1", "1,", "(", "a_1 ", "x=1,", r"\boxed{", "<answer>", "####", "answer is ", " *1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1",
+        "1,",
+        "(",
+        "a_1 ",
+        "x=1,",
+        r"\boxed{",
+        "<answer>",
+        "####",
+        "answer is ",
+        " *1",
+        r"\text{a",
+        " (ab",
+        "<a>",
+        "5 and ",
+    ],
+)
 def test_long_completions_are_read_fast(reward, text):
     start = time.monotonic()
     score(reward, text * 20_000, "3")
