@@ -104,8 +104,14 @@ class ModelConfig:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The longest sequence the trainer computes correctly: it has full attention only, no sliding window."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+        """The longest sequence that trainer and engines compute: they have full attention only, no sliding window, and
+        with YaRN, vLLM takes the original positions times the factor."""
+        lengths = [self.max_position_embeddings]
+        if self.sliding_window:
+            lengths.append(self.sliding_window)
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn":
+            lengths.append(int(self.rope_scaling.original_max_position_embeddings * self.rope_scaling.factor))
+        return min(lengths)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer (index over the whole model) is an MoE layer."""

@@ -34,6 +34,7 @@ from megatron_fp8rl.config import (
     ScoringConfig,
     Violation,
 )
+from megatron_fp8rl.data import weight_files
 from megatron_fp8rl.envs.source_kind import VERIFIERS, has_rows, kind_of, short_name
 from megatron_fp8rl.names.registry import from_hf_config
 from megatron_fp8rl.preflight import auto_layout, rules
@@ -90,6 +91,8 @@ def model_in(folder: Path) -> ModelConfig:
         names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
         raise ValueError(f"is not a folder{near_matches(folder.name, names)}")
     file = folder / "config.json"
+    if weight_files.is_adapter(folder):
+        raise ValueError(weight_files.adapter_problem(folder))
     if not file.is_file():
         raise ValueError("has no config.json")
     try:

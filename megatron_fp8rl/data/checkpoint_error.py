@@ -11,6 +11,7 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used. ``problems`` lists every problem, one sentence each."""
 
     def __init__(self, path: object, problems: Sequence[str] | str):
+        self.path = path
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         shown = "\n".join(f"  {problem}" for problem in self.problems[:_MAX_SHOWN])
         rest = len(self.problems) - _MAX_SHOWN

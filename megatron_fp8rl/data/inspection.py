@@ -10,10 +10,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import DataConfig, RunConfig
 from megatron_fp8rl.data.columns import Columns
+from megatron_fp8rl.data.conversation import ChatFormat, ConversationError
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.prompts import ProblemSource
 from megatron_fp8rl.data.tokenizer import end_ids, is_special
@@ -32,6 +34,7 @@ _SAMPLE = 2_000  # rows
 _GENERATED = 64  # problems per generator or class
 _COMPARED_UP_TO = 1_000_000  # rows compared between training and held-out data
 _SHOWN = 2_000  # characters of the first prompt
+_QUESTION = "1 1 1"
 _LETTERS = "ABCDEFGHIJ"
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -112,7 +115,7 @@ def inspect_sources(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[
 
 def inspect_ends(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
     """(console line with the tokens that end a completion, warnings about them)."""
-    chat = ProblemSource.from_run(replace(cfg, data=replace(cfg.data, environments=())), tokenizer).chat_format
+    chat = _chat_format(cfg, tokenizer)
     listed = dict.fromkeys((*end_ids(tokenizer), *cfg.sampling.stop_token_ids))
     tokens = {token: tokenizer.convert_ids_to_tokens(token) for token in listed}
     line = ", ".join(f"{text or 'no token'} ({token})" for token, text in tokens.items())
@@ -129,6 +132,30 @@ def inspect_ends(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[st
             f"no completion; set --sampling.stop_token_ids {closing}"
         )
     return f"completions end at {line}", warnings
+
+
+def require_template(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if the chat template is not valid, or leaves out the message of a user."""
+    chat = _chat_format(cfg, tokenizer)
+    try:
+        text = chat.begin([{"role": "user", "content": _QUESTION}]).text
+    except ConversationError as error:
+        if isinstance(error.__context__, TemplateSyntaxError):
+            reason = f"line {error.__context__.lineno}: {error.__context__.message}"
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path} is not valid ({reason}); copy it from the model again, "
+                "or set --data.chat_template False"
+            ) from None
+        return  # it may need other messages; the rows show it
+    if _QUESTION not in text:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} leaves out the message of the user: every prompt is "
+            f"{text[:100]!r}; correct it, or set --data.chat_template False"
+        )
+
+
+def _chat_format(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+    return ProblemSource.from_run(replace(cfg, data=replace(cfg.data, environments=())), tokenizer).chat_format
 
 
 def require_usable(reports: Sequence[SourceReport], max_dropped: float) -> None:

@@ -6,7 +6,6 @@ Out: name, type, shape and position of each tensor, and every missing, damaged o
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -19,14 +18,14 @@ from torch import Tensor
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data.checkpoint_error import CheckpointError
 from megatron_fp8rl.data.safetensors_header import Entry, read_header
+from megatron_fp8rl.data.weight_files import INDEX, SINGLE, explain, no_safetensors, prefix_problem
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.formats import BLOCKWISE_FP32, SCALE_SUFFIX
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 SCALE = SCALE_SUFFIX
 FP8 = BLOCKWISE_FP32  # also reads power-of-two scales
 FP8_DTYPE = getattr(torch, FP8.element)
+_HEAD = "lm_head.weight"
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
@@ -61,6 +60,8 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
             shards = sorted(set(listed.values()))
             if not all(isinstance(file, str) for file in shards):
                 raise TypeError("weight_map has values that are not file names")
+            if not shards:
+                raise ValueError("weight_map is empty")
             if outside := [file for file in shards if Path(file).name != file]:
                 raise ValueError(f"weight_map names {outside[0]!r}, which is not a file of this folder")
         except (ValueError, KeyError, TypeError) as error:
@@ -72,7 +73,7 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
     else:
         listed, shards = {}, sorted(file.name for file in path.glob("model-*.safetensors"))
         if not shards:
-            raise CheckpointError(path, _no_safetensors(path))
+            raise CheckpointError(path, no_safetensors(path))
     entries: dict[str, Entry] = {}
     unreadable: set[str] = set()
     problems = _missing_numbers(shards, listed) if not (path / SINGLE).is_file() else []
@@ -90,18 +91,6 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
             problems += [f"{name}: {INDEX} says {shard}, which lacks it" for name in sorted(expected - names)]
             problems += [f"{name}: in {shard}, but not in {INDEX}" for name in sorted(names - expected)]
     return entries, problems, unreadable
-
-
-def _no_safetensors(path: Path) -> str:
-    """Error of a folder without safetensors, with a remedy for the format that it has."""
-    missing = f"neither {SINGLE} nor {INDEX} exists; other weight formats are not supported"
-    if any(path.glob("*.distcp")):
-        return f"{missing}. This is a Megatron-Core checkpoint: convert it with megatron_to_hf"
-    others = sorted(path.glob("pytorch_model*.bin"))
-    if not others:
-        return f"{missing}. Fetch the model again, or name its folder"
-    model = f'AutoModelForCausalLM.from_pretrained("{path}", dtype="auto")'
-    return f"{missing}. Convert {others[0].name} with transformers: {model}.save_pretrained(NEW_FOLDER)"
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -126,7 +115,8 @@ def compare(entries: dict[str, Entry], model: ModelConfig, unreadable: set[str])
     # Whatever config.json says, a multi-token prediction layer has this projection, and no other layer has it.
     mtp_layers = {registry.layer_of(name) for name in entries.keys() | unreadable if name.endswith(".eh_proj.weight")}
     skipped: dict[str, str] = {}
-    problems = []
+    problems: list[str] = []
+    unexpected: list[str] = []
     for name in entries:
         base = name.removesuffix(SCALE)
         if base in expected:
@@ -142,10 +132,17 @@ def compare(entries: dict[str, Entry], model: ModelConfig, unreadable: set[str])
         if ".lora_" in name or ".base_layer." in name or "lora_magnitude" in name:
             problems.append(f"{name}: an adapter that is not merged; merge it first (peft: merge_and_unload)")
             continue
-        near = difflib.get_close_matches(name, missing, n=1, cutoff=0.8)
-        hint = f"; is it {near[0]}, which is missing?" if near else ""
-        problems.append(f"{name}: not a tensor of this {model.family} model{hint}")
-    problems += [f"{name}: missing; no file holds it" for name in missing]
+        unexpected.append(name)
+    if prefix := prefix_problem(unexpected, set(missing)):
+        problems.append(f"{prefix}; save the model without its wrapper, or rename the tensors")
+        missing = []
+    else:
+        problems += [
+            f"{name}: not a tensor of this {model.family} model{explain(name, missing)}" for name in unexpected
+        ]
+    for name in missing:
+        tied = '; if it is the embedding, set "tie_word_embeddings" to true in config.json' if name == _HEAD else ""
+        problems.append(f"{name}: missing; no file holds it{tied}")
     for name, shape in expected.items():
         if name in entries:
             problems += _tensor_problems(name, entries, shape)

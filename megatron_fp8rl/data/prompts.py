@@ -112,8 +112,9 @@ class ProblemSource:
     ):
         if len(tokenizer) > vocab_size:
             raise ValueError(
-                f"data.tokenizer = {data.tokenizer!r} has {len(tokenizer)} tokens, "
-                f"model.vocab_size is only {vocab_size}"
+                f"the tokenizer in {data.tokenizer!r} has {len(tokenizer)} tokens, "
+                f"model.vocab_size is only {vocab_size}; "
+                "resize the embedding (resize_token_embeddings), or remove the added tokens"
             )
         wanted = data.chat_template
         if wanted and not tokenizer.chat_template:

@@ -65,7 +65,12 @@ def resume_violations(cfg: RunConfig) -> list[Violation]:
     state = json.loads((newest / STATE_FILE).read_text())
     if cfg.warm_start.steps and cfg.model.hf_path is None:  # its weights are in the folder of the run
         cfg = replace(cfg, model=replace(cfg.model, hf_path=state["config"]["model"]["hf_path"]))
-    return resumed_config.refusals(state["config"], cfg, newest, steps=state["step"])
+    errors = resumed_config.refusals(state["config"], cfg, newest, steps=state["step"])
+    if cfg.algo.kl_coef > 0 and cfg.model.hf_path is None and not state.get("has_reference"):
+        problem = f"needs a reference model, which {newest} does not have: the run started from random weights with 0"
+        remedy = "Set 0, or name another output_dir for a new run"
+        errors.append(Violation("--algo.kl_coef", cfg.algo.kl_coef, problem, remedy))
+    return errors
 
 
 @contextlib.contextmanager

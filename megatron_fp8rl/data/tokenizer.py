@@ -75,10 +75,12 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # of transformers, tokenizers or huggingface_hub, for damaged files of many kinds
         reason = " ".join(str(error).split())[:_MAX_REASON]
-        raise ValueError(f"data.tokenizer = {spec!r} cannot be loaded: {type(error).__name__}: {reason}") from error
+        raise ValueError(
+            f"the tokenizer in {spec!r} cannot be loaded: {type(error).__name__}: {reason}; copy its files again"
+        ) from error
     if not end_ids(tokenizer):
         raise ValueError(
-            f"data.tokenizer = {spec!r} has no end token; set eos_token in its tokenizer_config.json, or "
+            f"the tokenizer in {spec!r} has no end token; set eos_token in its tokenizer_config.json, or "
             "eos_token_id in its generation_config.json"
         )
     return tokenizer
@@ -107,7 +109,9 @@ def _listed_ids(file: Path) -> list[int]:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}; copy the file of the model again") from None
-    value = content.get("eos_token_id") if isinstance(content, dict) else None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is not a JSON object; copy the file of the model again")
+    value = content.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if wrong := [token for token in ids if type(token) is not int or token < 0]:
         raise ValueError(f"{file}: eos_token_id = {value!r} contains {wrong[0]!r}, which is not a token id; correct it")

@@ -7,6 +7,7 @@ the model (``neutral_keys.py``). Other fields are errors.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -121,7 +122,7 @@ def read(
     for key, name in family.fields.items():
         value = _value(key, config, {**_WHEN_ABSENT, **family.defaults})
         if value is _MISSING:
-            problems.append(f"{key} is missing")
+            problems.append(f"{key} is missing{' (it is null)' if key in config else ''}")
         elif not _is_of_type(name, value):
             problems.append(f"{key} = {value!r} is not {_TYPES[_type_of(name)][1]}")
         values[name] = value
@@ -193,7 +194,7 @@ def _is_of_type(name: str, value: Any) -> bool:
     if value is None:
         return True
     kinds = _TYPES[_type_of(name)][0]
-    return isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds) and value >= 0
+    return isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds) and 0 <= value < math.inf
 
 
 def _build(family: Family, values: dict[str, Any]) -> ModelConfig:
@@ -226,8 +227,10 @@ def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -
         problems.append(_refusal("layer_types", sorted(kinds), "supported: 'full_attention'"))
     quantization = config.get("quantization_config")
     if quantization and not (fp8_weights and is_block_fp8(quantization)):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        problems.append(_refusal("quantization_config", method, "supported: BF16, FP16 and FP32 weights"))
+        supported = "supported: BF16, FP16 and FP32 weights"
+        if fp8_weights and _quantization_method(quantization) == "fp8":
+            supported += f"; its weight_block_size is {quantization.get('weight_block_size')}, not [128, 128]"
+        problems.append(_refusal("quantization_config", _quantization_method(quantization), supported))
     return problems + _token_ids(config) + _unknown(family, config)
 
 
@@ -291,6 +294,13 @@ def _unknown(family: Family, config: Mapping[str, Any]) -> list[str]:
 
 def _refusal(key: str, value: Any, supported: str) -> str:
     return f"{key} = {value!r} is not supported ({supported}); it needs {_NEEDED.get(key, _UNKNOWN)}"
+
+
+def _quantization_method(quantization: Any) -> Any:
+    """The method of a ``quantization_config``; without one, the options that are set."""
+    if not isinstance(quantization, dict) or quantization.get("quant_method") is not None:
+        return quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    return {name: value for name, value in quantization.items() if value}
 
 
 def is_block_fp8(quantization: Mapping[str, Any]) -> bool:

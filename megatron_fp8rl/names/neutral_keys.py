@@ -37,6 +37,8 @@ NEEDED = {
     "clip_qkv": "clipping of queries, keys and values in trainer and engine",
     "no_rope_layers": "layers without rotary embedding in trainer and engine",
     "swiglu_limit": "a limit of SwiGLU's inputs in trainer and engine",
+    "compression_config": "weights that are dequantized first: name the model before quantization",
+    "quantization": "weights that are dequantized first: name the model before quantization",
     "index_topk": "sparse attention (DeepSeek-V3.2) in trainer and engine",
 }
 _BIASES = frozenset("attention_bias attn_bias qkv_bias use_qkv_bias add_qkv_bias attention_qkv_bias".split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,9 @@ def read(
     fraction = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
     fraction = fraction or default_fraction or 1.0
     for name, number in (("rope_theta", theta), ("partial_rotary_factor", fraction)):
-        if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
-            return {}, [*problems, f"{name} = {number!r} is not a number above 0"]
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+            wrong = "infinite" if number == math.inf else "not a number above 0"
+            return {}, [*problems, f"{name} = {number!r} is {wrong}"]
     values: dict[str, Any] = {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
     if default_fraction is None and fraction != 1.0:
         problems.append(

@@ -28,7 +28,7 @@ def check_data(cfg: RunConfig) -> None:
         print("\n".join(lines), flush=True)
     if errors := [finding for finding in findings if finding.severity == "error"]:
         values = {"--data.environments": [source.dataset for source in cfg.data.environments]}
-        values["--data.max_dropped"] = cfg.data.max_dropped
+        values |= {"--data.max_dropped": cfg.data.max_dropped, _tokenizer_field(cfg): _tokenizer(cfg)}
         raise ConfigError([Violation(e.subject, values[e.subject], e.problem, "Nothing was started") for e in errors])
 
 
@@ -46,12 +46,18 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
     seconds."""
     if cfg.model.hf_path is None and not cfg.warm_start.steps and cfg.data.tokenizer == "character":
         return ["data was not read: neither a model nor a tokenizer is named"], _unloadable(cfg, with_classes=True)
-    tokenizer = cfg.model.hf_path or cfg.data.tokenizer
+    tokenizer = _tokenizer(cfg)
     if tokenizer != "character" and not Path(tokenizer).is_dir():
         return [f"data was not read: there is no tokenizer in {tokenizer}"], _unloadable(cfg, with_classes=True)
     try:
         from megatron_fp8rl.data.dropped import TooManyDroppedError
-        from megatron_fp8rl.data.inspection import check_rewards, inspect_ends, inspect_sources, require_usable
+        from megatron_fp8rl.data.inspection import (
+            check_rewards,
+            inspect_ends,
+            inspect_sources,
+            require_template,
+            require_usable,
+        )
         from megatron_fp8rl.data.tokenizer import load_tokenizer
     except ImportError as error:  # on a login node
         return [f"data was not read: {error}"], []
@@ -60,6 +66,10 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
     try:
         loaded = load_tokenizer(tokenizer)
         end_line, end_warnings = inspect_ends(cfg, loaded)
+        require_template(cfg, loaded)
+    except (ValueError, OSError, ImportError) as error:
+        return [], [Finding("error", _tokenizer_field(cfg), str(error))]
+    try:
         reports = inspect_sources(cfg, loaded)
     except (ValueError, OSError, ImportError) as error:
         return [], [Finding("error", "--data.environments", str(error))]
@@ -97,6 +107,14 @@ def _unloadable(cfg: RunConfig, *, with_classes: bool = False) -> list[Finding]:
 
         errors += [error] if (error := load_problem(agents, cfg.scoring)) else []
     return [Finding("error", "--data.environments", error) for error in errors]
+
+
+def _tokenizer(cfg: RunConfig) -> str:
+    return cfg.model.hf_path or cfg.data.tokenizer
+
+
+def _tokenizer_field(cfg: RunConfig) -> str:
+    return "--data.tokenizer" if cfg.model.hf_path is None else "--model.hf_path"
 
 
 def doubts(cfg: RunConfig, accelerator: Generation) -> list[Finding]:

@@ -69,6 +69,8 @@ def _outside(value: float | None, interval: str) -> tuple[str, str, tuple[int, .
     if math.isfinite(high):
         bounds = [low] * (interval[0] == "[") + [high] * (interval[-1] == "]")
         return f"is outside {interval}", f"Choose a value in {interval}", tuple(map(int, bounds))
+    if value == high:
+        return "is infinite", "Set a finite number", ()
     if interval[0] == "[":
         return f"is below {low:g}", f"Set it to {low:g} or more", (int(low),)
     return f"is not above {low:g}", "Set a positive number", ()

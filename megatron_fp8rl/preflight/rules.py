@@ -124,7 +124,8 @@ def _check_lengths(checks: Checks, accelerator: Generation) -> None:
         return
     longest, most = cfg.max_sequence_tokens, model.max_sequence_tokens
     if longest > most:
-        limit = "positions" if most == model.max_position_embeddings else "tokens in its window"
+        limits = {model.max_position_embeddings: "positions", model.sliding_window: "tokens in its window"}
+        limit = limits.get(most, "positions by its YaRN factor, which engines do not exceed")
         if (cfg.session.max_tokens or 0) > most:
             problem = f"sessions reach {cfg.session.max_tokens} tokens, the model has {most} {limit}"
             checks.refuse("session.max_tokens", problem, f"Lower it to {most}", [most])
@@ -341,6 +342,11 @@ def _check_data(checks: Checks) -> None:
         problem = f"the tokenizer has the chat templates {', '.join(names)}, and none has the name default"
         remedy = f'Choose one by --data.chat_template_arguments \'{{"chat_template": "{names[0]}"}}\''
         checks.refuse("data.chat_template_arguments", problem, remedy)
+    unread = Path(cfg.model.hf_path or data.tokenizer, "chat_template.json")
+    if data.chat_template is not False and unread.is_file() and not _has_chat_template(str(unread.parent)):
+        problem = f"{unread} is the template of a processor, which no tokenizer reads"
+        remedy = "Write its text to chat_template.jinja, or set False to train without a template"
+        checks.refuse("data.chat_template", problem, remedy, [False])
     checks.in_range("data")
     if cfg.warm_start.stop_pass_rate is not None and cfg.observe.eval_prompts == 0:
         problem = "is measured on held-out problems, and observe.eval_prompts = 0 asks for none"
@@ -353,7 +359,8 @@ def _has_chat_template(tokenizer: str) -> bool:
     if not folder.is_dir():
         return tokenizer != "character"
     config = folder / "tokenizer_config.json"
-    return any(folder.glob("*chat_template*")) or (config.is_file() and b'"chat_template"' in config.read_bytes())
+    files = (folder / "chat_template.jinja", folder / "additional_chat_templates")
+    return any(file.exists() for file in files) or (config.is_file() and b'"chat_template"' in config.read_bytes())
 
 
 def check_sources(cfg: RunConfig) -> list[Violation]:
@@ -367,13 +374,14 @@ def check_sources(cfg: RunConfig) -> list[Violation]:
 def _named_templates(tokenizer: str) -> list[str]:
     """The names of a tokenizer's chat templates if none of them is the default; else empty."""
     folder = Path(tokenizer)
+    names = sorted(file.stem for file in folder.glob("additional_chat_templates/*.jinja"))
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text())
         templates = config.get("chat_template") if isinstance(config, dict) else None
-        names = [entry["name"] for entry in templates] if isinstance(templates, list) else []
+        names += [entry["name"] for entry in templates] if isinstance(templates, list) else []
     except (OSError, ValueError, TypeError, KeyError):
         return []  # loading the tokenizer names the error
-    is_default = "default" in names or (folder / "chat_template.jinja").is_file()
+    is_default = "default" in names or isinstance(templates, str) or (folder / "chat_template.jinja").is_file()
     return [] if is_default else names
 
 

@@ -6,8 +6,10 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
-from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.data import weight_files
 from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, to_hf_config
 from megatron_fp8rl.preflight.findings import Checks
 
@@ -20,6 +22,16 @@ _FREE = {
     "num_mtp_layers",
     "sliding_window",
 }
+# Keys of config.json of which vLLM takes the least for the longest sequence.
+_LENGTHS = (
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
 
 
 def check_model(checks: Checks) -> bool:
@@ -150,24 +162,53 @@ def check_checkpoint(checks: Checks) -> None:
     folder = Path(model.hf_path)
     # checkpoint_tools writes config.json and the tokenizer next to a distributed checkpoint.
     has_weights = any(folder.glob("*.safetensors")) or (folder / ".metadata").is_file()
-    if not (folder / "config.json").is_file() or not has_weights:
+    if not has_weights and (folder / "config.json").is_file():
+        checks.refuse(path, weight_files.no_safetensors(folder), "Nothing was started")
+        return
+    if not has_weights or not (folder / "config.json").is_file():
         problem = "is not a Hugging Face checkpoint: config.json or *.safetensors are missing"
+        if weight_files.is_adapter(folder):
+            problem = weight_files.adapter_problem(folder)
         checks.refuse(path, problem, "Name the folder that holds both, or one that checkpoint_tools converted")
         return
     if errors := [error for file in sorted(folder.glob("*.safetensors")) if (error := _header_error(file))]:
         checks.refuse(path, "; ".join(errors), "Download or convert it again")
     if wrong := differences(folder / "config.json", model):
         checks.refuse(path, f"is of another model: {wrong}", "Name a checkpoint of this model")
+    elif problem := _length_problem(json.loads((folder / "config.json").read_text()), checks.cfg):
+        checks.refuse(path, problem, "Remove the key, or lower --sampling.max_completion_tokens")
+
+
+def _length_problem(config: dict[str, Any], cfg: RunConfig) -> str:
+    """A key of config.json by which vLLM refuses the run's longest sequence; empty if there is none."""
+    scaling, longest = cfg.model.rope_scaling, cfg.max_sequence_tokens
+    if scaling is not None and scaling.kind == "yarn":
+        return ""  # vLLM takes its length instead
+    keys = ("model_max_length",) if config.get("model_max_length") else _LENGTHS
+    values = {key: config[key] for key in keys if isinstance(config.get(key), int)}
+    if not values or (least := min(values.values())) >= longest or longest > cfg.model.max_sequence_tokens:
+        return ""
+    key = next(key for key, value in values.items() if value == least)
+    return (
+        f"config.json: {key} = {least}, and vLLM computes no longer sequences; those of the run reach {longest} tokens"
+    )
 
 
 def _header_error(file: Path) -> str:
     """An error of a safetensors file according to its header; empty if there is none."""
-    num_bytes = file.stat().st_size
     try:
+        num_bytes = file.stat().st_size
         with file.open("rb") as content:
-            size = int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(size)) if 8 + size <= num_bytes else {}
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            start = content.read(8)
+            if start == b"version ":
+                return f"{file.name} is a pointer of Git LFS instead of the file (fetch it by git lfs pull)"
+            size = int.from_bytes(start, "little")
+            if 8 + size > num_bytes:
+                return f"{file.name} is truncated or no safetensors file: its {num_bytes} bytes hold no header"
+            header = json.loads(content.read(size))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{file.name} has a header that cannot be read ({error})"
     expected = 8 + size + max(ends, default=0)

@@ -396,5 +396,5 @@ def _require_resumable(path: Path, state: dict[str, Any], policy: Policy) -> Non
     if _keeps_reference(policy) and not state["has_reference"]:
         raise CheckpointError(
             f"{path} has no reference model, which algo.kl_coef needs. "
-            "Set model.hf_path to the weights of the reference model"
+            "Set algo.kl_coef 0, or name another output_dir for a new run"
         )

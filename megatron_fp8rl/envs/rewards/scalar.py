@@ -24,6 +24,10 @@ from megatron_fp8rl.types import Prompt
 
 SERVERS = "MEGATRON_FP8RL_REWARD_SERVERS"  # environment variable: folder with the endpoint files of this run's servers
 _WAIT_S = 0.5
+_PARTS = {  # of a model's folder -> names of files, of which one is there
+    "weights": ("*.safetensors", "*.bin"),
+    "tokenizer": ("tokenizer.json", "vocab.json", "*.model", "*.tiktoken"),
+}
 
 
 def model(
@@ -86,10 +90,15 @@ def problem(options: Mapping[str, Any]) -> str:
         return f"precision = {options['precision']!r} of the reward 'model' is neither bf16 nor fp8"
     if not folder:
         return ""
+    path = Path(folder).expanduser()
     try:
-        config = json.loads(Path(folder).expanduser().joinpath("config.json").read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads(path.joinpath("config.json").read_text())
+        if not isinstance(config, dict):
+            raise TypeError("it is not a JSON object")
+    except (OSError, ValueError, TypeError) as error:
         return f"folder = {folder!r} of the reward 'model' has no readable config.json ({error})"
+    if lacking := [part for part, names in _PARTS.items() if not any(any(path.glob(name)) for name in names)]:
+        return f"folder = {folder!r} of the reward 'model' has no {' and no '.join(lacking)}; copy the whole model"
     names = config.get("architectures") or []
     num_labels = len(config.get("id2label") or {0: "", 1: ""}) if "num_labels" not in config else config["num_labels"]
     if not any("Classification" in name or "Reward" in name for name in names):

@@ -106,6 +106,20 @@ def test_a_field_that_can_no_longer_take_effect_is_refused_by_name(tmp_path, sec
         pass
 
 
+def test_a_reference_model_that_does_not_exist_is_refused_before_anything_starts(tmp_path):
+    random = run(tmp_path, warm_start={"steps": 0}, model={"random": True})
+    folder = write_checkpoint(random)
+    assert problems(random) == []
+    (error,) = problems(replace(random, algo=replace(random.algo, kl_coef=0.1)))
+    assert "--algo.kl_coef = 0.1: needs a reference model, which" in error and "Set 0, or name another" in error
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"has_reference": True}))
+    assert problems(replace(random, algo=replace(random.algo, kl_coef=0.1))) == []
+    loaded = run(tmp_path / "loaded", model={"hf_path": str(weights(tmp_path / "model", 1))})
+    write_checkpoint(loaded)
+    assert problems(replace(loaded, algo=replace(loaded.algo, kl_coef=0.1))) == []
+
+
 def test_a_finished_warm_start_cannot_be_changed_before_the_first_checkpoint(tmp_path):
     cfg = run(tmp_path)
     (tmp_path / "warm_start" / "hf").mkdir(parents=True)

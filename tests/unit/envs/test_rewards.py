@@ -327,3 +327,17 @@ class TestJudge:
                 reward([prompt()], ["x"])[0]
         with pytest.raises(RewardError, match="NO_SUCH_KEY"):
             build(RewardConfig(function="judge", options={"url": "u", "model": "m", "key_env": "NO_SUCH_KEY"}))
+
+
+def test_a_reward_model_s_folder_lacks_a_part(tmp_path):
+    reward = RewardConfig(function="model", options={"folder": str(tmp_path)})
+    config = tmp_path / "config.json"
+    assert "has no readable config.json" in problem(reward)
+    config.write_text("[]")
+    assert "has no readable config.json (it is not a JSON object)" in problem(reward)
+    config.write_text('{"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}')
+    assert "has no weights and no tokenizer; copy the whole model" in problem(reward)
+    (tmp_path / "model.safetensors").touch()
+    assert "has no tokenizer; copy" in problem(reward)
+    (tmp_path / "tokenizer.json").touch()
+    assert problem(reward) == ""

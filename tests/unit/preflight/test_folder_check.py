@@ -17,6 +17,7 @@ from megatron_fp8rl.commands.grpo import model_in
 from megatron_fp8rl.config import ConfigError, RouterConfig
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.preflight import folder_check
 from megatron_fp8rl.preflight.folder_check import check_folder
 from tests.helpers.checkpoints import random_tensors
 from tests.helpers.models import small_model
@@ -183,3 +184,21 @@ def test_commands_end_in_three_lines_before_anything_starts(command, case, tmp_p
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) <= 3 and re.search(message, lines[-1]), lines
     assert not started and not (tmp_path / "runs").exists()
+
+
+def test_blocks_of_every_tensor_are_read_if_all_are_too_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_check, "_MAX_SCANNED_BYTES", 1000)
+    monkeypatch.setattr(folder_check, "_SAMPLED_BYTES", 1000)
+    monkeypatch.setattr(folder_check, "_BLOCK_BYTES", 512)
+    whole = write(tmp_path / "whole")
+    line = check_folder(model_in(whole), whole)
+    num_tensors = len(random_tensors(MODEL))
+    assert f"blocks of all {num_tensors} tensors; the trainer checks all of them" in line
+    for row in (0, -1):
+        change = lambda tensors, row=row: tensors[DOWN][row].fill_(float("nan"))  # noqa: E731
+        folder = write(tmp_path / f"nan{row}", change_tensors=change)
+        with pytest.raises(ConfigError, match=f"{DOWN}: NaN or infinity in model.safetensors"):
+            check_folder(model_in(folder), folder)
+    folder = write(tmp_path / "one", change_tensors=lambda t: t["model.norm.weight"][5].fill_(float("inf")))
+    with pytest.raises(ConfigError, match=r"model.norm.weight: NaN or infinity"):  # small tensors are read whole
+        check_folder(model_in(folder), folder)

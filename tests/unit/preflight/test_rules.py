@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, RewardConfig, RouterConfig
+from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, RewardConfig, RopeScaling, RouterConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.preflight.data_check import doubts
@@ -274,6 +274,40 @@ def test_what_a_family_does_not_have_is_refused():
     window = replace(DENSE, family="mistral", qk_norm=False, sliding_window=32)
     (violation,) = check(make(window), accelerator="cpu")
     assert violation.field == "--sampling.max_completion_tokens" and "32 tokens in its window" in violation.problem
+
+
+@pytest.mark.parametrize(("factor", "limit"), [(1.25, 80), (1.5, 96), (8.0, None)])
+def test_sequences_are_not_longer_than_the_engine_takes_with_yarn(factor, limit):
+    scaling = RopeScaling(kind="yarn", factor=factor, original_max_position_embeddings=64)
+    errors = check(make(replace(DEEPSEEK, rope_scaling=scaling)), accelerator="cpu")
+    lengths = [violation for violation in errors if violation.field == "--sampling.max_completion_tokens"]
+    if limit is None:
+        assert not lengths
+        return
+    assert f"the model has {limit} positions by its YaRN factor" in lengths[0].problem
+    cfg = make(replace(DEEPSEEK, rope_scaling=scaling), sampling__max_completion_tokens=lengths[0].choices[0])
+    assert cfg.max_sequence_tokens == limit and "--sampling.max_completion_tokens" not in fields_of(cfg)
+
+
+@pytest.mark.parametrize(
+    ("keys", "least"),
+    [
+        ({"max_seq_len": 40}, 40),
+        ({"seq_length": 40, "n_positions": 39}, 39),
+        ({"model_max_length": 40, "seq_length": 8}, 40),
+        ({"model_max_length": 4096, "seq_length": 8}, None),
+        ({"max_seq_len": 4096, "seq_length": None}, None),
+    ],
+)
+def test_a_key_that_shortens_the_engines_sequences_is_refused(keys, least, tmp_path):
+    config = registry.to_hf_config(make().model) | keys
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
+    errors = check(make(model__hf_path=str(tmp_path)), accelerator="cpu")
+    if least is None:
+        assert errors == []
+    else:
+        assert [f"= {least}, and vLLM computes no longer sequences" in error.problem for error in errors] == [True]
 
 
 def test_untiled_matrices_that_stay_bf16_are_no_mistake():
