@@ -6,28 +6,39 @@ Supervised by rollout/agents/agent_process.py. Runs many sessions on one event l
     {"start": id, "environment": key, "row": {}, "messages": [], "name": str, "api_key": str}
     {"answer": [id, call], ...} | {"answer": [id, call], "error": text, "kind": str} | {"cancel": id} | {"ping": n}
 
-and writes {"ready": true} or {"error": text}, {"request": [id, call], ...}, {"pong": n}, and at the end of a session
+and writes {"ready": true, "thread": id} or {"error": text}, {"request": [id, call], ...}, {"withdraw": [id, call]} if
+the agent no longer waits for the answer, {"pong": n}, and at the end of a session
 {"done": id, "status": str, "address_bytes": n, ...}. Status ``exhausted``: memory, threads or files are used up.
 
-The worker keeps the id of the running session in a memory-mapped file, whose descriptor is a command-line argument.
-The trainer reads it to identify a session that crashed or blocked the event loop.
+The worker keeps the ids of the sessions whose code runs in a memory-mapped file: one for the event loop and one for
+each thread of its executor. After a crash, a second file has Python's report of the thread that crashed. The trainer
+reads both to identify a session that crashed or blocked the event loop. Their descriptors are command-line arguments.
+
+An exception of a session stays in that session, also ``sys.exit()`` and those of its tasks and threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
 import inspect
+import itertools
 import json
 import mmap
 import os
 import signal
 import struct
 import sys
+import sysconfig
+import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import Context, ContextVar, copy_context
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_fp8rl.envs import agent_function
@@ -35,67 +46,149 @@ from megatron_fp8rl.envs.agent_session import AgentError, AgentSession, SessionL
 from megatron_fp8rl.envs.rewards.configured import reward_and_parts
 from megatron_fp8rl.envs.worker_memory import RESERVE_BYTES, AddressSpace, is_exhausted
 
-MARK = struct.Struct("q")
-_NUM_THREADS = 256
+NUM_THREADS = 256
+MARK = struct.Struct("q")  # the session of the event loop; then one of each thread
+MARKS_BYTES = (1 + NUM_THREADS) * MARK.size
+_MAX_REASON = 1500  # characters
+_LIBRARIES = (str(Path(__file__).parents[1]), *(sysconfig.get_paths()[n] for n in ("stdlib", "purelib", "platlib")))
 _LARGEST_REWARD = 1e15  # as in envs/scoring.py
 _LINE_BYTES = 64 << 20
 
 
-class _Marked(Awaitable[Any]):
-    """A coroutine that records its session id before each step."""
+_session: ContextVar[int] = ContextVar("session", default=-1)  # whose code runs; tasks and threads inherit it
 
-    def __init__(self, coroutine: Any, note: Callable[[int], None], session: int) -> None:
-        self._coroutine, self._note, self._session = coroutine, note, session
 
-    def __await__(self) -> Generator[Any, Any, Any]:
-        steps = self._coroutine.__await__()
-        value: Any = None
-        failure: BaseException | None = None
-        while True:
-            self._note(self._session)
-            try:
-                waited = steps.send(value) if failure is None else steps.throw(failure)
-            except StopIteration as end:
-                return end.value
-            finally:
-                self._note(-1)
-            value = failure = None
-            try:
-                value = yield waited
-            except BaseException as error:
-                failure = error
+class _Loop(asyncio.SelectorEventLoop):
+    """Marks the session whose code runs, in tasks, callbacks and threads of the default executor.
+
+    ``sys.exit()`` and KeyboardInterrupt end the session that raised them, and not the loop. Each session has its own
+    current folder. A session cannot stop what all sessions need.
+    """
+
+    def __init__(self, note: Callable[[int, int], None], fail: Callable[[int, BaseException], None]) -> None:
+        super().__init__()
+        self._note, self._fail = note, fail
+        self._folder = os.getcwd()
+        self._folders: dict[int, str] = {}  # of sessions that have changed it
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        return super().call_soon(self._marked, callback, *args, context=context)
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        return super().call_soon_threadsafe(self._marked, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return super().call_at(when, self._marked, callback, *args, context=context)
+
+    def stop(self) -> None:
+        self._refuse("stop")
+        super().stop()
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        self._refuse("shutdown_default_executor")
+        await super().shutdown_default_executor(timeout)
+
+    def forget(self, session: int) -> None:
+        self._folders.pop(session, None)
+
+    def _marked(self, callback: Callable[..., Any], *args: Any) -> None:
+        session = _session.get()
+        if session < 0:
+            callback(*args)
+            return
+        self._note(0, session)
+        self._enter(self._folders.get(session, self._folder))
+        try:
+            callback(*args)
+        except (SystemExit, KeyboardInterrupt) as error:
+            self._fail(session, error)
+        finally:
+            self._note(0, -1)
+            if (folder := _current_folder()) != self._folder or session in self._folders:
+                self._folders[session] = folder
+
+    def _enter(self, folder: str) -> None:
+        if folder != _current_folder():
+            with contextlib.suppress(OSError):  # it was removed
+                os.chdir(folder)
+
+    def _refuse(self, name: str) -> None:
+        if _session.get() >= 0:
+            raise AgentError(f"an agent called {name}() of the event loop, which other sessions use too")
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return ""
+
+
+class _Threads(ThreadPoolExecutor):
+    """Threads that mark the session whose code they run."""
+
+    def __init__(self, note: Callable[[int, int], None]) -> None:
+        super().__init__(NUM_THREADS)
+        self._note, self._numbers, self._thread = note, itertools.count(1), threading.local()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(self._run, _session.get(), partial(fn, *args, **kwargs))
+
+    def _run(self, session: int, function: Callable[[], Any]) -> Any:
+        if not hasattr(self._thread, "number"):
+            self._thread.number = next(self._numbers)
+        self._note(self._thread.number, session)
+        try:
+            return function()
+        finally:
+            self._note(self._thread.number, -1)
 
 
 class Worker:
-    """The sessions of this process."""
+    """The sessions of this process. Runs on ``loop``."""
 
-    def __init__(self, write: Callable[[dict[str, Any]], None], note: Callable[[int], None]) -> None:
-        self._write, self._note = write, note
+    def __init__(self, write: Callable[[dict[str, Any]], None], loop: asyncio.AbstractEventLoop) -> None:
+        self._write, self._loop = write, loop
         self._agents: dict[str, partial[Any]] = {}
         self._base_url, self._max_tokens = "", 1
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._calls: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
+        self._cancelled: set[int] = set()  # sessions that the trainer cancelled
+        self._failures: dict[int, str] = {}  # of tasks and callbacks of sessions
         self._memory = AddressSpace()
         self._reserve: bytearray | None = bytearray(RESERVE_BYTES)
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Handle one message from the trainer."""
         if "answer" in message:
-            call = self._calls.pop(tuple(message["answer"]), None)
+            call = self._calls.get(tuple(message["answer"]))
             if call is not None and not call.done():
                 call.set_result(dict(message))
         elif "start" in message:
-            task = asyncio.ensure_future(self._play(message))
-            self._tasks[message["start"]] = task
+            context = copy_context()
+            context.run(_session.set, message["start"])
+            self._tasks[message["start"]] = task = self._loop.create_task(self._play(message), context=context)
+            task.add_done_callback(partial(self._ended, message["start"]))
         elif "cancel" in message:
             task = self._tasks.get(message["cancel"])
             if task is not None:
+                self._cancelled.add(message["cancel"])
                 task.cancel()
         elif "ping" in message:
             self._write({"pong": message["ping"]})  # proves that no session blocks the event loop
         else:
             self._begin(message)
+
+    def fail(self, number: int, error: BaseException) -> None:
+        """End a session because one of its tasks or callbacks has called ``sys.exit()`` or was interrupted."""
+        if (task := self._tasks.get(number)) is not None:
+            self._failures.setdefault(number, f"a task of the agent raised {_reason(error)}")
+            task.cancel()
 
     def _begin(self, greeting: Mapping[str, Any]) -> None:
         try:
@@ -105,10 +198,9 @@ class Worker:
                 self._agents[key] = agent_function.load(fields["agent"], fields["options"])
         except agent_function.AgentSpecError as error:
             return self._write({"error": str(error)})
-        except Exception as error:
-            traceback.print_exc()
-            return self._write({"error": f"the agents cannot be loaded: {type(error).__name__}: {error}"})
-        self._write({"ready": True})
+        except (Exception, SystemExit) as error:
+            return self._write({"error": f"the agents cannot be loaded: {_reason(error)}"})
+        self._write({"ready": True, "thread": threading.get_ident()})
 
     async def _play(self, start: Mapping[str, Any]) -> None:
         number, in_model_s, began_s = start["start"], [0.0], time.monotonic()
@@ -126,34 +218,72 @@ class Worker:
             playing = agent(session, start["row"])
             if not inspect.isawaitable(playing):
                 raise AgentError(f"the agent is not async: write {agent_function.SIGNATURE}")
-            value = await _Marked(playing, self._note, number)
+            value = await playing
             outcome = _outcome(value, start["environment"])
         except SessionLimit as error:
             outcome = {"status": "truncated", "detail": str(error)}
-        except asyncio.CancelledError:
-            outcome = {"status": "cancelled", "detail": "it was cancelled"}
-        except Exception as error:
-            status = "raised"
-            if is_exhausted(error):
-                status, self._reserve = "exhausted", None
-            traceback.print_exc()
-            outcome = {"status": status, "detail": f"the agent raised {type(error).__name__}: {error}"[:2000]}
-        finally:
-            self._tasks.pop(number, None)
-            for key in [key for key in self._calls if key[0] == number]:
-                del self._calls[key]
+        except BaseException as error:
+            outcome = self._failure(number, error)
+        if number in self._failures:
+            outcome = {"status": "raised", "detail": self._failures.pop(number)}
         tools_s = time.monotonic() - began_s - in_model_s[0]
         size = {"address_bytes": self._memory.num_bytes()}
+        self._forget(number)
         self._write({"done": number, "tools_s": tools_s, **size, **outcome})
 
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        """Report a session that ended without an outcome, such as one that was cancelled before it began."""
+        if number in self._tasks:
+            reason = "the code of a session cancelled it" if task.cancelled() else _reason(task.exception())
+            outcome = {"status": "interrupted" if task.cancelled() else "raised", "detail": reason}
+            self._forget(number)
+            self._write({"done": number, "tools_s": 0.0, "address_bytes": self._memory.num_bytes(), **outcome})
+
+    def _failure(self, number: int, error: BaseException) -> dict[str, Any]:
+        if isinstance(error, asyncio.CancelledError):
+            if number in self._cancelled:
+                return {"status": "cancelled", "detail": "it was cancelled"}
+            if asyncio.current_task().cancelling():  # such as by a loop over asyncio.all_tasks()
+                return {"status": "interrupted", "detail": "the code of a session cancelled it"}
+        status = "raised"
+        if is_exhausted(error):
+            status, self._reserve = "exhausted", None
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        where = place((frame.filename, frame.lineno) for frame in frames)
+        return {"status": status, "detail": f"the agent raised {_reason(error)}{where}"}
+
+    def _forget(self, number: int) -> None:
+        """Forget a session; its tasks may run on, but get no further answers."""
+        del self._tasks[number]
+        self._cancelled.discard(number)
+        if isinstance(self._loop, _Loop):
+            self._loop.forget(number)
+        for key in [key for key in self._calls if key[0] == number]:
+            self._write({"withdraw": key})
+            call = self._calls.pop(key)
+            if not call.done():
+                call.set_exception(AgentError("the session has ended"))
+
     async def _request(self, number: int, in_model_s: list[float], request: dict[str, Any]) -> dict[str, Any]:
+        if asyncio.get_running_loop() is not self._loop:
+            raise AgentError("the session was used on another event loop; use it on that of rollout(), or use base_url")
+        if number not in self._tasks:
+            await asyncio.sleep(0)  # so that a task that asks for ever does not block the loop
+            raise AgentError("the session has ended")
+        num_bytes = len(json.dumps(request))
+        if num_bytes > _LINE_BYTES // 2:
+            raise SessionLimit(f"a request of {num_bytes} bytes is at its limit of {_LINE_BYTES // 2}")
         self._num_calls += 1
         key = (number, self._num_calls)
-        self._calls[key] = asyncio.get_running_loop().create_future()
+        self._calls[key] = call = self._loop.create_future()
         began_s = time.monotonic()
         self._write({"request": key, **request})
         try:
-            answer = await self._calls[key]
+            answer = await call
+        except BaseException:
+            if key in self._calls:
+                self._write({"withdraw": key})
+            raise
         finally:
             in_model_s[0] += time.monotonic() - began_s
             self._calls.pop(key, None)
@@ -172,34 +302,66 @@ def _outcome(value: Any, environment: str) -> dict[str, Any]:
     return {"status": "scored", "reward": reward, "parts": parts}
 
 
-async def serve(requests: Any, replies: Any, note: Callable[[int], None]) -> None:
+def _reason(error: BaseException) -> str:
+    """The kind and the text of an exception, whatever it contains."""
+    try:
+        text = str(error)
+    except Exception as unprintable:
+        text = f"its text cannot be read ({type(unprintable).__name__})"
+    return f"{type(error).__name__}: {text}"[:_MAX_REASON].encode("utf-8", "replace").decode()
+
+
+def place(frames: Iterable[tuple[str, int | None]]) -> str:
+    """The first of some (file, line) that is in an agent's own code; empty if there is none."""
+    own = ((file, line) for file, line in frames if not file.startswith((*_LIBRARIES, "<")))
+    return next((f" ({Path(file).name}, line {line})" for file, line in own), "")
+
+
+async def serve(requests: Any, worker: Worker) -> None:
     """Handle messages until end of file."""
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS))
     reader = asyncio.StreamReader(limit=_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
 
-    def write(message: dict[str, Any]) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-
-    worker = Worker(write, note)
-    while line := await reader.readline():
+    while True:
+        try:
+            line = await reader.readline()
+        except asyncio.CancelledError:  # an agent has cancelled all tasks of the loop
+            asyncio.current_task().uncancel()
+            continue
+        if not line:
+            return
         worker.take(json.loads(line))
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the trainer closes the pool
-    # Agents may print: reserve standard output for replies and redirect their output to standard error.
+    # Agents and their programs may read standard input and print: reserve the pipes for messages.
+    requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    shared = mmap.mmap(int(sys.argv[1]), MARK.size)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.close = lambda: None  # all sessions use them
+    shared = mmap.mmap(int(sys.argv[1]), MARKS_BYTES)
+    faulthandler.enable(os.fdopen(int(sys.argv[2]), "w"))
 
-    def note(session: int) -> None:
-        shared[:] = MARK.pack(session)
+    def write(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
 
-    asyncio.run(serve(sys.stdin.buffer, replies, note))
-    os._exit(0)  # do not wait for tool threads that hang
+    def note(thread: int, session: int) -> None:
+        MARK.pack_into(shared, thread * MARK.size, session)
+
+    def new_loop() -> asyncio.AbstractEventLoop:
+        return _Loop(note, lambda session, error: worker.fail(session, error))
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        loop = runner.get_loop()
+        loop.set_default_executor(_Threads(note))
+        worker = Worker(write, loop)
+        runner.run(serve(requests, worker))
+        os._exit(0)  # do not wait for tool threads that hang
 
 
 if __name__ == "__main__":

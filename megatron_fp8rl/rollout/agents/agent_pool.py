@@ -4,14 +4,17 @@ In: a prompt of a source with ``agent``. Out: a scored :class:`~megatron_fp8rl.t
 on the fleet's event loop.
 
 Agents are user code that may crash, block, or never end. A worker runs many sessions, and reports which session's code
-is running. If it dies, only that session fails; the others run again, with the same seeds. A session that was running
-in two dead workers runs alone, and fails if a third worker dies. A worker whose memory, threads or files are used up
-takes no further sessions; those that it lost run again in a new one.
+is running. If it dies, only that session fails; the others run again, with the same seeds. If the cause is unknown, all
+run again: a session that was running in two such workers runs alone, and fails if a third worker dies. A worker whose
+memory, threads or files are used up takes no further sessions; those that it lost run again in a new one.
+
+An error of one session, whatever raised it, fails that session. Only an agent that cannot be loaded ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -34,7 +37,9 @@ from megatron_fp8rl.types import Completion, Prompt, Rollout
 
 _log = logging.getLogger(__name__)
 
-_NUM_TRIES = 3
+_NUM_TRIES = 3  # of a session whose worker died, if the cause is unknown
+_MAX_ALONE = 8  # workers at once with a session alone
+_MAX_LINE = 400  # characters of a reason in the terminal
 _NO_REWARD = "the agent returned None, and nothing else scores its session: return a reward, or name one (--reward)"
 
 
@@ -50,6 +55,7 @@ class AgentPool:
         self._agents: dict[str, EnvironmentConfig] = {key: source for key, source in sources.items() if source.agent}
         self._workers: list[AgentProcess] = []
         self._slots = asyncio.Semaphore(cfg.session.max_running)
+        self._alone = asyncio.Semaphore(_MAX_ALONE)
         self._closed = False
 
     def has_agent(self, prompt: Prompt) -> bool:
@@ -61,18 +67,27 @@ class AgentPool:
         async with self._slots:
             await self._open()
             queue_s = time.monotonic() - queued_s
-            for attempt in range(_NUM_TRIES):
+            num_tries = 1
+            while True:
                 session = self._session(f"{prompt.prompt_id}#{index}", seed, temperature)
+                alone = num_tries == _NUM_TRIES
                 try:
-                    outcome = await self._run(session, prompt, alone=attempt == _NUM_TRIES - 1)
+                    async with self._alone if alone else contextlib.nullcontext():
+                        outcome = await self._run(session, prompt, alone=alone)
                     break
                 except AgentLostError as lost:
                     session.end("its agent has ended")
                     outcome = {"status": "failed", "detail": f"the agent's process {lost}"}
-                    if lost.by_this or self._closed:
+                    if lost.by_this or alone or self._closed:
                         break
-                    if attempt < _NUM_TRIES - 1:
-                        _log.warning("session %s is lost and played again: the agent's process %s", session.name, lost)
+                    num_tries += not lost.by_other
+                    _log.warning("session %s is lost and played again: the agent's process %s", session.name, lost)
+                except ScorePoolError:
+                    raise
+                except Exception as error:
+                    session.end("it has failed")
+                    outcome = {"status": "failed", "detail": f"{type(error).__name__}: {error}"}
+                    break
             return await self._rollout(session, prompt, index, seed, outcome, queue_s)
 
     async def close(self) -> None:
@@ -112,13 +127,10 @@ class AgentPool:
     async def _run(self, session: Session, prompt: Prompt, *, alone: bool) -> dict[str, Any]:
         """Run one attempt; return the worker's outcome, or the reason why the session was ended."""
         worker = await self._worker(alone=alone)
-
-        async def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-            return await _answer(session.aside(request["aside"]), request, self._tools)
-
         key = self._gateway.open_session(session)
         try:
-            return await worker.run_agent(session, prompt, answer, self._cfg.session.deadline_s, key)
+            answers = _Answers(session, self._tools)
+            return await worker.run_agent(session, prompt, answers, self._cfg.session.deadline_s, key)
         finally:
             self._gateway.close_session(key)
             if alone or (worker.is_retired and not worker.num_sessions):
@@ -188,7 +200,7 @@ class AgentPool:
         if not branches and score.status == "scored":
             score = Score.failed(detail or "the agent has asked for nothing")
         if score.status != "scored":
-            _log.warning("session %s is lost: %s", session.name, score.detail)
+            _log.warning("session %s is lost: %.*s", session.name, _MAX_LINE, " ".join(score.detail.split()))
         is_cut = status == "truncated" or rollout.finish_reason == "length"
         final = score.status if score.status != "scored" else "truncated" if is_cut else "scored"
         reward = score.reward + (sum(rollout.turn_rewards) if score.status == "scored" else 0.0)
@@ -197,21 +209,40 @@ class AgentPool:
         )
 
 
-async def _answer(session: Session, request: Mapping[str, Any], tools: ToolCalls) -> dict[str, Any]:
-    """Answer one request of an agent; a refusal is an answer too."""
-    try:
-        if request["do"] == "reward":
-            session.reward_turn(request["value"], request["turn"])
-            return {}
-        completion, turn = await session.chat(
-            request["messages"], tools=request["tools"], max_tokens=request["max_tokens"], stop=request["stop"]
-        )
-        message = {"role": "assistant", **tools.message(completion.text, request["tools"])}
-        session.record_answer(turn, message)
-        return {"text": completion.text, "message": message, "finish_reason": completion.finish_reason, "turn": turn}
-    except SessionLimitError as error:
-        return {"error": str(error), "kind": "limit"}
-    except (SessionError, ConversationError) as error:
-        return {"error": str(error), "kind": "session"}
-    except EngineError as error:
-        return {"error": str(error), "kind": "engine"}
+class _Answers:
+    """Answers the requests of one session's agent. Remembers the turns of the answers, in case the agent withdraws."""
+
+    def __init__(self, session: Session, tools: ToolCalls) -> None:
+        self._session, self._tools = session, tools
+        self._turns: dict[tuple[int, int], tuple[Session, int]] = {}
+
+    async def answer(self, key: tuple[int, int], request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer, or the error of the request. Raises nothing."""
+        try:
+            session = self._session.aside(request["aside"])
+            if request["do"] == "reward":
+                session.reward_turn(request["value"], request["turn"])
+                return {}
+            tools = request["tools"]
+            completion, turn = await session.chat(
+                request["messages"], tools=tools, max_tokens=request["max_tokens"], stop=request["stop"]
+            )
+            self._turns[key] = session, turn
+            message = {"role": "assistant", **self._tools.message(completion.text, tools)}
+            session.record_answer(turn, message)
+            answer = {"text": completion.text, "message": message, "finish_reason": completion.finish_reason}
+            return answer | {"turn": turn}
+        except SessionLimitError as error:
+            return {"error": str(error), "kind": "limit"}
+        except (SessionError, ConversationError) as error:
+            return {"error": str(error), "kind": "session"}
+        except EngineError as error:
+            return {"error": str(error), "kind": "engine"}
+        except Exception as error:
+            self.withdraw(key)
+            return {"error": f"{type(error).__name__}: {error}", "kind": "session"}
+
+    def withdraw(self, key: tuple[int, int]) -> None:
+        if key in self._turns:
+            session, turn = self._turns.pop(key)
+            session.withdraw(turn)

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import mmap
 import os
+import re
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_fp8rl.config import ScoringConfig
 from megatron_fp8rl.envs.agent_worker import MARK as SESSION_MARK
+from megatron_fp8rl.envs.agent_worker import MARKS_BYTES, place
 from megatron_fp8rl.envs.scorer_process import MARK as PROCESS_MARK
 from megatron_fp8rl.envs.scorer_process import START_DEADLINE_S, ScorePoolError, environ_of, kill_marked
 from megatron_fp8rl.envs.worker_memory import is_nearly_full
@@ -33,15 +37,34 @@ _PING_S = 1.0
 BLOCKED_S = 60.0  # a worker's event loop that does not answer longer is blocked
 CANCEL_S = 5.0  # time for an agent to end after its session
 _STDERR_TAIL_BYTES = 400
+_MAX_STDERR_BYTES = 1 << 20  # of the agents' output; checked once a second
 _LINE_BYTES = 64 << 20
+# Python's report of a crash: the thread, and what ran in it, innermost first.
+_CRASHED = re.compile(r"Current thread 0x(?P<thread>[0-9a-f]+)[^\n]*\n(?P<frames>(?:  .*\n?)*)", re.IGNORECASE)
+_FRAME = re.compile(r'File "([^"]*)", line (\d+)')
+
+
+class Answers(Protocol):
+    """Answers the requests of one session's agent; a key identifies a request."""
+
+    async def answer(self, key: tuple[int, int], request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer, or the error of the request. Raises nothing."""
+        ...
+
+    def withdraw(self, key: tuple[int, int]) -> None:
+        """Take an answer back that the agent did not get."""
+        ...
 
 
 class AgentLostError(Exception):
-    """A worker crashed, hung or used up its memory while a session ran in it; ``by_this`` if that session caused it."""
+    """A worker crashed, hung or used up its memory while a session ran in it; ``by_this`` if that session caused it.
 
-    def __init__(self, why: str, *, by_this: bool) -> None:
+    ``by_other`` if another session caused it, which has failed; neither if the cause is unknown.
+    """
+
+    def __init__(self, why: str, *, by_this: bool = False, by_other: bool = False) -> None:
         super().__init__(why)
-        self.by_this = by_this
+        self.by_this, self.by_other = by_this, by_other
 
 
 class AgentProcess:
@@ -54,13 +77,14 @@ class AgentProcess:
         self._greeting, self._variables = greeting, scoring.variables
         self._token = os.urandom(8).hex()
         self._outcomes: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._answers: dict[int, Callable[[Mapping[str, Any]], Any]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._answers: dict[int, Answers] = {}
+        self._replies: dict[tuple[int, int], asyncio.Task[None]] = {}  # in progress
         self._number = 0
         self._num_ended = 0
         self._first_bytes = 0  # of the worker's address space, after its first session
         self._lost = ""
-        self._culprit = -1
+        self._culprit = -1  # the session that caused the end
+        self._main_thread = 0
         self._process: asyncio.subprocess.Process | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keep = asyncio.ensure_future(self._live())
@@ -70,18 +94,18 @@ class AgentProcess:
         await asyncio.shield(self._ready)
 
     async def run_agent(
-        self, session: Session, prompt: Prompt, answer: Callable[..., Any], deadline_s: float, api_key: str
+        self, session: Session, prompt: Prompt, answers: Answers, deadline_s: float, api_key: str
     ) -> dict[str, Any]:
         """Run one agent, which ``num_sessions`` already includes. Raises AgentLostError."""
         self._number += 1
         number = self._number
         self._outcomes[number] = outcome = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
+        self._answers[number] = answers
         row = {**prompt.metadata, "prompt": prompt.text, "answer": prompt.answer}
         messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
         try:
             if not self.is_alive:
-                raise AgentLostError(self._lost, by_this=False)
+                raise AgentLostError(self._lost)
             start = {"start": number, "environment": prompt.environment, "row": row, "messages": messages}
             self._send(start | {"name": session.name, "api_key": api_key})
             done, _ = await asyncio.wait({outcome}, timeout=deadline_s)
@@ -89,8 +113,11 @@ class AgentProcess:
                 return await self._give_up(session, number, outcome, deadline_s)
             result = outcome.result()
             if result["status"] == "lost":
-                raise AgentLostError(self._lost, by_this=self._culprit == number)
+                by_this = self._culprit == number
+                raise AgentLostError(self._lost, by_this=by_this, by_other=self._culprit >= 0 and not by_this)
             self._note_memory(result["address_bytes"])
+            if result["status"] == "interrupted":
+                raise AgentLostError(f"lost the session's task: {result['detail']}")
             if result["status"] == "exhausted":
                 self.is_retired = True
                 why = f"has no memory, threads or files left: {result['detail']}"
@@ -134,34 +161,37 @@ class AgentProcess:
         """Start the process, read its messages, and end it after a crash or hang."""
         shared = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         errors = tempfile.TemporaryFile()  # noqa: SIM115
-        shared.truncate(SESSION_MARK.size)
-        mark = mmap.mmap(shared.fileno(), SESSION_MARK.size)
-        mark[:] = SESSION_MARK.pack(-1)
+        crash = tempfile.TemporaryFile()  # noqa: SIM115 - Python's report of a crash
+        fcntl.fcntl(errors, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)  # it is truncated while the process writes
+        shared.truncate(MARKS_BYTES)
+        marks = mmap.mmap(shared.fileno(), MARKS_BYTES)
+        marks[:] = SESSION_MARK.pack(-1) * (MARKS_BYTES // SESSION_MARK.size)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "megatron_fp8rl.envs.agent_worker", str(shared.fileno())),
+                *(sys.executable, "-m", "megatron_fp8rl.envs.agent_worker"),
+                *(str(shared.fileno()), str(crash.fileno())),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
-                pass_fds=(shared.fileno(),),
+                pass_fds=(shared.fileno(), crash.fileno()),
                 env={**environ_of(self._variables), PROCESS_MARK: self._token},
                 start_new_session=True,
                 limit=_LINE_BYTES,
             )
             self._send(self._greeting)
-            await self._read()
+            await self._read(errors)
         except asyncio.CancelledError:
             pass
         except ValueError:
             self._lost = f"wrote a line of more than {_LINE_BYTES >> 20} MiB"
+            marks[:] = SESSION_MARK.pack(-1) * (MARKS_BYTES // SESSION_MARK.size)  # the session is unknown
         finally:
-            self._culprit = SESSION_MARK.unpack(mark[:])[0]
-            await self._end(errors)
-            mark.close()
-            shared.close()
-            errors.close()
+            await self._end(marks, crash, errors)
+            marks.close()
+            for file in (shared, crash, errors):
+                file.close()
 
-    async def _read(self) -> None:
+    async def _read(self, errors: Any) -> None:
         """Read until the process ends or its event loop does not answer."""
         started_s, pinged_s, num_silent = time.monotonic(), 0.0, 0
         read = asyncio.ensure_future(self._process.stdout.readline())
@@ -187,36 +217,35 @@ class AgentProcess:
                 elif now_s - pinged_s > _PING_S:
                     pinged_s = now_s
                     self._send({"ping": 1})
+                    if os.fstat(errors.fileno()).st_size > _MAX_STDERR_BYTES:
+                        os.ftruncate(errors.fileno(), 0)
         finally:
             read.cancel()
 
     def _take(self, message: dict[str, Any]) -> None:
         if "request" in message:
-            task = asyncio.ensure_future(self._reply(message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            key = tuple(message["request"])
+            self._replies[key] = task = asyncio.ensure_future(self._reply(key, message))
+            task.add_done_callback(lambda _: self._replies.pop(key))
+        elif "withdraw" in message:
+            key = tuple(message["withdraw"])
+            if key in self._replies:
+                self._replies[key].cancel()
+            elif (answers := self._answers.get(key[0])) is not None:
+                answers.withdraw(key)
         elif "done" in message:
             outcome = self._outcomes.get(message["done"])
             if outcome is not None and not outcome.done():
                 outcome.set_result(message)
         elif "ready" in message:
+            self._main_thread = message["thread"]
             self._ready.set_result(None)
         elif "error" in message:
             self._fail_start(message["error"])
 
-    async def _reply(self, message: Mapping[str, Any]) -> None:
-        number = message["request"][0]
-        answer = self._answers.get(number)
-        if answer is None:
-            return
-        try:
-            result = await answer(message)
-        except Exception as error:  # of the engines, or a bug: it ends the run, not only the session
-            outcome = self._outcomes.get(number)
-            if outcome is not None and not outcome.done():
-                outcome.set_exception(error)
-            return
-        self._send({"answer": message["request"], **result})
+    async def _reply(self, key: tuple[int, int], message: Mapping[str, Any]) -> None:
+        if (answers := self._answers.get(key[0])) is not None:
+            self._send({"answer": key, **await answers.answer(key, message)})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -228,16 +257,31 @@ class AgentProcess:
             self._ready.set_exception(ScorePoolError(why))
             self._ready.exception()  # marks the error as retrieved
 
-    async def _end(self, errors: Any) -> None:
+    async def _end(self, marks: mmap.mmap, crash: Any, errors: Any) -> None:
         self.is_alive = False
         process = self._process
         if process is not None:
             loop = asyncio.get_running_loop()
+            in_loop, *in_threads = (session for (session,) in SESSION_MARK.iter_unpack(marks[:]))
+            running = {in_loop}
             if not self._lost:  # it ended by itself
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), CANCEL_S)
-                tail = await loop.run_in_executor(None, partial(_tail, errors))
-                self._lost = f"ended with exit code {process.returncode}" + (f": {tail}" if tail else "")
+                crash.seek(0)
+                report = crash.read().decode(errors="replace")
+                crashed = _CRASHED.search(report)
+                if crashed is None or int(crashed["thread"], 16) != self._main_thread:
+                    running = {*in_threads} if crashed else {in_loop, *in_threads}
+                if crashed:
+                    why = place((file, int(line)) for file, line in _FRAME.findall(crashed["frames"]))
+                else:
+                    tail = await loop.run_in_executor(None, partial(_tail, errors))
+                    why = f": {tail}" if tail else ""
+                self._lost = f"ended with exit code {process.returncode}{why}"
+                if process.returncode == -signal.SIGKILL:  # by the system or a person: any session may have run
+                    running = set()
+            running &= self._outcomes.keys()
+            self._culprit = running.pop() if len(running) == 1 else -1
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
             await process.wait()
@@ -245,7 +289,7 @@ class AgentProcess:
             process.stdin.close()
             await asyncio.sleep(0)  # the pipe is closed by the event loop
         self._fail_start(f"an agent's worker {self._lost}")
-        for task in self._tasks:
+        for task in self._replies.values():
             task.cancel()
         for outcome in self._outcomes.values():
             if not outcome.done():
@@ -275,4 +319,4 @@ def load_problem(agents: Mapping[str, Mapping[str, Any]], scoring: ScoringConfig
 def _tail(errors: Any) -> str:
     errors.seek(0, os.SEEK_END)
     errors.seek(max(errors.tell() - _STDERR_TAIL_BYTES, 0))
-    return errors.read().decode(errors="replace").strip()
+    return (errors.read().decode(errors="replace").strip().splitlines() or [""])[-1]
