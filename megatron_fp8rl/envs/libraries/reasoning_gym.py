@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.envs.environment import EnvironmentSpecError, Problem
+from megatron_fp8rl.envs.rewards.extraction import after_reasoning, is_unfinished
 from megatron_fp8rl.types import Prompt
 
 with warnings.catch_warnings():
@@ -27,7 +28,6 @@ with warnings.catch_warnings():
     from reasoning_gym.factory import DATASETS
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_END_OF_THOUGHT = "</think>"
 _CACHED_PROBLEMS = 4096  # completions of one prompt are scored consecutively
 
 
@@ -67,6 +67,8 @@ class ReasoningGymEnvironment:
         return Problem(question=entry["question"], answer=entry["answer"] or "", metadata=metadata)
 
     def score(self, prompt: Prompt, completion_text: str) -> float:
+        if is_unfinished(prompt.text, completion_text):
+            return 0.0
         entry = self._entry(prompt.metadata["problem_index"])
         if entry["question"] != prompt.metadata["question"] or (entry["answer"] or "") != prompt.answer:
             # Some generators iterate over sets, whose order differs between processes.
@@ -88,6 +90,6 @@ class ReasoningGymEnvironment:
 
 def extract_answer(completion_text: str) -> str:
     """Extract the answer: the last ``<answer>`` element, else all text after the reasoning, stripped."""
-    text = completion_text.rpartition(_END_OF_THOUGHT)[2]
+    text = after_reasoning(completion_text)
     tagged = _ANSWER_TAG.findall(text)
     return (tagged[-1] if tagged else text).strip()

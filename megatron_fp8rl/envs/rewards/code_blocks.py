@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from megatron_fp8rl.envs.rewards.extraction import after_reasoning
+
 _OPENINGS = (
     re.compile(r"(?P<before>[^`]*)(?P<mark>`{3,})[ \t]*(?P<tag>[^`\n]*)$"),
     re.compile(r"(?P<before>[ \t>]*)(?P<mark>~{3,})[ \t]*(?P<tag>[^\n]*)$"),
@@ -44,9 +46,7 @@ def program_in(completion: str, names: Collection[str] = ()) -> str | None:
     Args:
         names: names that the tests use; empty if the program reads standard input.
     """
-    text = completion.rpartition("</think>")[2]
-    if "<think>" in text:
-        return None
+    text = after_reasoning(completion)
     fenced = blocks(text)
     candidates = [block for block in fenced if _is_python(block)] if fenced else _without_fence(text)
     if not candidates:

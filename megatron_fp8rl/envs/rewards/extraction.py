@@ -47,6 +47,7 @@ _REASONING = (
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
 )
 

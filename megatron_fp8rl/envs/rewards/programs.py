@@ -17,6 +17,7 @@ from typing import Any
 from megatron_fp8rl.envs import sandbox
 from megatron_fp8rl.envs.rewards.code_blocks import blocks, compiles, defined_names, parsed, program_in
 from megatron_fp8rl.envs.rewards.code_tests import CodeTests, asserts, raises, tests_of, unlimited_digits
+from megatron_fp8rl.envs.rewards.extraction import after_reasoning
 from megatron_fp8rl.types import Prompt
 
 _RUNNER = Path(__file__).with_name("code_runner.py").read_text()
@@ -39,8 +40,7 @@ def code(
 
     def score(prompt: Prompt, completion: str) -> float:
         needed = tests_of(prompt, tests).first(max_tests)
-        is_reasoning = prompt.text.rstrip().endswith("<think>") and "</think>" not in completion
-        program = None if is_reasoning else _program(completion, needed)
+        program = _program(completion, needed)
         if program is None:
             return 0.0
         if needed.cases and not needed.function:
@@ -54,8 +54,8 @@ def code(
 
 def _program(completion: str, tests: CodeTests) -> str | None:
     program = program_in(completion, tests.names)
-    text = completion.rpartition("</think>")[2]
-    if tests.header and "<think>" not in text and not (program and defined_names(program) & tests.names):
+    text = after_reasoning(completion)
+    if tests.header and not (program and defined_names(program) & tests.names):
         body = program if blocks(text) else text
         program = _continued(tests.header, body or "") or program
     if program is None or parsed(program) is None or len(program.encode()) > _LONGEST_PROGRAM:

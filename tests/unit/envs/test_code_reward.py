@@ -142,11 +142,26 @@ def test_tests_with_a_missing_module_are_no_fault_of_the_program():
 
 
 @needs_sandbox
-def test_reasoning_that_the_template_opened_has_to_end():
+@pytest.mark.parametrize(
+    ("opening", "closing"), [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<reasoning>", "</reasoning>")]
+)
+def test_reasoning_has_to_end(opening, closing):
+    """Reasoning that the template opened, or the completion."""
     reward = build(RewardConfig(function="code"))
-    program = "```python\ndef f(n):\n    return n * n\n```"
-    asked = prompt({"tests": ["assert f(2) == 4"]}, "<|assistant|>\n<think>\n")
-    assert reward([asked, asked], [program, f"Let me see.</think>{program}"]) == [0.0, 1.0]
+    draft, program = (f"```python\ndef f(n):\n    return n {sign} n\n```" for sign in "+*")
+    tests = {"tests": ["assert f(3) == 9"]}
+    asked, plain = prompt(tests, f"<|assistant|>\n{opening}\n"), prompt(tests, f"Do not write {opening}. Go:")
+    for text, score in ((program, 0), (f"{draft}{closing}{program}", 1), (f"{program}{closing}{draft}", 0)):
+        assert reward([asked, plain], [text, opening + text]) == [score, score]
+    assert reward([plain, prompt(tests, f"{opening}\n\n{closing}\n\n")], [program, program]) == [1, 1]
+
+
+@needs_sandbox
+def test_unfinished_reasoning_is_no_function_body():
+    row = rows()["humaneval"]
+    reward = build(RewardConfig(function="code"))
+    body = "    return any(abs(a - b) < limit for i, a in enumerate(numbers) for b in numbers[:i])\n"
+    assert reward([prompt(row)] * 3, [body, f"[THINK]{body}", f"[THINK]x[/THINK]\n{body}"]) == [1, 0, 1]
 
 
 @needs_sandbox

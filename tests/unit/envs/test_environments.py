@@ -1,6 +1,7 @@
 """Naming environments, rendering templates, and the reasoning-gym adapter over its generators."""
 
 import json
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -101,3 +102,13 @@ def test_keys_number_repeated_datasets():
 )
 def test_extract_answer(completion, answer):
     assert extract_answer(completion) == answer
+
+
+def test_unfinished_reasoning_scores_0():
+    environment = build_environment(EnvironmentConfig())
+    asked = as_prompt(environment.make_problem(3))
+    opened = replace(asked, text=asked.text + "<|assistant|>\n<think>\n")
+    answer = f"<answer>{asked.answer}</answer>"
+    assert environment.score(asked, answer) == environment.score(opened, f"so</think>{answer}") == 1.0
+    assert environment.score(asked, f"[THINK]1[/THINK]{answer}") == 1.0
+    assert environment.score(asked, f"<think>{answer}? no") == environment.score(opened, answer) == 0.0

@@ -1,8 +1,10 @@
 """Rewards of rows: values against tables made by hand and math-verify, functions of users, programs and judges."""
 
+import dataclasses
 import http.server
 import json
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -209,31 +211,60 @@ class TestPrograms:
         assert reward([prompt()], ["x"])[0]["readable"] == 0.0  # started again
 
 
+@contextmanager
+def answering(answer: Callable[[dict], tuple[int, dict]]):
+    """A server that answers a request's JSON with (status, JSON); yields (url, requests)."""
+    seen = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            seen.append((self.path, self.headers.get("Authorization"), body))
+            status, content = answer(body)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_reward_model_does_not_read_reasoning():
+    """The score of this model is the length of the answer that it reads."""
+
+    def length(body: dict) -> tuple[int, dict]:
+        return 200, {"data": [{"probs": [float(len(body["messages"][-1]["content"]))]}]}
+
+    with answering(length) as (url, seen):
+        opened = dataclasses.replace(prompt(), text="1 + 1?<|assistant|>\n<think>\n")
+        texts = ["long reasoning", "so</think>\n\nab", "<think>12", "[THINK]1[/THINK]abc", "abcd"]
+        asked = [opened, opened, prompt(), prompt(), prompt()]
+        assert build(RewardConfig(function="model", options={"url": url}))(asked, texts) == [0.0, 2.0, 0.0, 3.0, 4.0]
+        whole = build(RewardConfig(function="model", options={"url": url, "reasoning": True}))
+        assert whole(asked[:1], texts[:1]) == [14.0]
+    assert {path for path, *_ in seen} == {"/classify"}
+
+
 class TestJudge:
     @contextmanager
     def served(self, *answers: tuple[int, str]):
         """An OpenAI-compatible server that gives these (status, content) in turn; yields (url, requests)."""
-        left, seen = list(answers), []
+        left = list(answers)
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                seen.append((self.path, self.headers.get("Authorization"), body))
-                status, content = left.pop(0)
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(json.dumps({"choices": [{"message": {"content": content}}]}).encode())
+        def reply(body: dict) -> tuple[int, dict]:
+            status, content = left.pop(0)
+            return status, {"choices": [{"message": {"content": content}}]}
 
-            def log_message(self, *args):
-                pass
-
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/v1", seen
-        finally:
-            server.shutdown()
-            server.server_close()
+        with answering(reply) as (url, seen):
+            yield f"{url}/v1", seen
 
     def test_the_grade_is_a_share_of_the_highest(self, monkeypatch):
         monkeypatch.setenv("JUDGE_KEY", "very-secret")
@@ -315,6 +346,14 @@ class TestJudge:
         assert (first.status, first.reward) == ("score_failed", 0.0)
         assert "m gave a grade that is not from 0 to 10: '12'" in first.detail
         assert (second.status, second.reward) == ("scored", 0.8)
+
+    def test_unfinished_reasoning_is_not_graded(self):
+        with self.served((200, "1"), (200, "1")) as (url, seen):
+            reward = build(RewardConfig(function="judge", options={"url": url, "model": "m"}))
+            opened = dataclasses.replace(prompt("2"), text="1 + 1?<|assistant|>\n[THINK]\n")
+            texts = ["2", "so 2[/THINK]2", "<think>2", "<think>1</think>2"]
+            assert reward([opened, opened, prompt("2"), prompt("2")], texts) == [0.0, 1.0, 0.0, 1.0]
+        assert len(seen) == 2
 
     def test_failures_are_named_without_the_key(self, monkeypatch):
         monkeypatch.setenv("JUDGE_KEY", "very-secret")
