@@ -8,7 +8,8 @@ which are not trained on. A program with one key for all requests can send the s
 
 Tokens are trained under the distribution that they were sampled from. So the gateway replaces a request's temperature,
 top_p, top_k and seed, and rejects other parameters that would change the distribution. Streamed requests get their
-answer in one piece. If a client disconnects, its request is cancelled.
+answer in one piece. If a client disconnects, its request is cancelled. An answer that a client does not get is not
+trained.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from megatron_fp8rl.data.conversation import ConversationError
 from megatron_fp8rl.envs.agent_session import ASIDE
@@ -39,6 +42,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 32 << 20
 _START_S = 10.0
+_NUM_ROUNDS = 4
 # Parameters that change the distribution of tokens, with their neutral values.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -114,8 +118,8 @@ class Gateway:
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
         app.add_api_route("/v1/models", self._models, methods=["GET"])
-        app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
-        app.add_api_route("/v1/completions", self._complete, methods=["POST"])
+        app.add_route("/v1/chat/completions", partial(_delivered, self._chat), methods=["POST"])
+        app.add_route("/v1/completions", partial(_delivered, self._complete), methods=["POST"])
         return app
 
     async def _models(self, request: Request) -> Response:
@@ -135,6 +139,7 @@ class Gateway:
 
         async def sample() -> tuple[Completion, dict[str, Any]]:
             completion, turn = await session.chat(messages, tools=tools, **_sampling(body))
+            request.state.turn = session, turn
             message = self._tools.message(_told(completion, body), tools)
             session.record_answer(turn, message)
             return completion, message
@@ -164,7 +169,8 @@ class Gateway:
         outcome = await _until_disconnect(request, session.complete(prompt, **_sampling(body)))
         if isinstance(outcome, Response):
             return outcome
-        completion, _ = outcome
+        completion, turn = outcome
+        request.state.turn = session, turn
         rows = None
         if body.get("logprobs") is not None:
             rows = {"token_logprobs": list(completion.rollout_logprobs), "tokens": _names(completion)}
@@ -224,7 +230,7 @@ class Gateway:
                 yield f"data: {json.dumps(whole | {'usage': usage})}\n\n"
             yield "data: [DONE]\n\n"
 
-        return StreamingResponse(events(), media_type="text/event-stream")
+        return _Stream(events(), media_type="text/event-stream")
 
 
 def _key(request: Request) -> str:
@@ -285,6 +291,47 @@ def _chat_logprobs(completion: Completion, body: Mapping[str, Any]) -> dict[str,
 
 def _names(completion: Completion) -> list[str]:
     return [f"token_id:{token}" for token in completion.token_ids]
+
+
+class _Stream(StreamingResponse):
+    """A streamed answer; calls ``withdraw`` if the client disconnects before all of it is sent."""
+
+    withdraw: Callable[[], None] = staticmethod(lambda: None)
+    is_sent = False
+
+    async def stream_response(self, send: Send) -> None:
+        await super().stream_response(send)
+        self.is_sent = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if not self.is_sent:
+                self.withdraw()
+
+
+async def _delivered(handler: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+    """Call a handler. Withdraw the turn that it took if the client does not get the answer, so that it is not trained:
+    after an error, or if the client has disconnected."""
+    is_delivered = False
+    try:
+        response = await handler(request)
+        for _ in range(_NUM_ROUNDS):  # of the event loop, so that the server notices a disconnected client
+            await asyncio.sleep(0)
+        if isinstance(response, _Stream):
+            response.withdraw = partial(_withdraw, request)
+        is_delivered = response.status_code == 200 and not await request.is_disconnected()
+        return response
+    finally:
+        if not is_delivered:
+            _withdraw(request)
+
+
+def _withdraw(request: Request) -> None:
+    session, turn = getattr(request.state, "turn", (None, 0))
+    if session is not None:
+        session.withdraw(turn)
 
 
 async def _until_disconnect(request: Request, sampling: Any) -> Any:
