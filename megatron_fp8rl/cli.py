@@ -2,7 +2,7 @@
 
 In: the arguments and the functions of ``model_configs/``. Out: an :class:`Invocation` with a checked ``RunConfig``, or
 a message with every mistake and exit status 2. Imports no heavy package, so help responds at once. ``--dry-run`` prints
-the configuration; for a command that trains, it also reads the data and scores a few answers, which takes seconds.
+the configuration; for a command with data, it also reads the data and scores a few answers, which takes seconds.
 
 CONFIG is ``module:function`` or the name of a function in ``model_configs/`` that takes no arguments and is annotated
 to return a ``RunConfig``. Every configuration field is an option (``--parallel.tensor 2``).
@@ -75,6 +75,8 @@ class Command:
     options: type | None = None  # frozen dataclass of the command's options, all with defaults
     checks_config: bool = False  # True: the command checks the configuration itself
     reads_data: bool = False  # True: a dry run also shows rows, prompts and rewards
+    # For a dry run: checks the options and returns the configuration whose data are shown. Raises ConfigError.
+    data_of: Callable[[Invocation], RunConfig] | None = None
     # In place of CONFIG: (options, function that applies overrides) -> (configuration, lines that explain it).
     configure: Callable[[Any, Callable[[RunConfig], RunConfig]], tuple[RunConfig, list[str]]] | None = None
 
@@ -100,27 +102,31 @@ def main(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
     except (UsageError, ConfigError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
-    if invocation.dry_run:
-        return _dry_run(by_name[invocation.command], invocation.cfg)
-    return by_name[invocation.command].run(invocation)
+    command = by_name[invocation.command]
+    return _dry_run(command, invocation) if invocation.dry_run else command.run(invocation)
 
 
-def _dry_run(command: Command, cfg: RunConfig) -> int:
+def _dry_run(command: Command, invocation: Invocation) -> int:
     """Print the configuration, and what the command reads before it starts; exit status 2 if data cannot be used.
 
     Rows, prompts and rewards are comments of a Python function, or lines on stderr beside JSON. Warnings and errors are
     also on stderr.
     """
-    is_function = command.configure is not None
-    lines, problems = data_check.describe(cfg) if command.reads_data else ([], [])
+    cfg, is_function = invocation.cfg, command.configure is not None
+    try:
+        source = cfg if command.data_of is None else command.data_of(invocation)
+    except ConfigError as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    lines, problems = data_check.describe(source) if command.reads_data else ([], [])
     if is_function and lines:
         print("\n".join(f"# {line}" for text in lines for line in text.splitlines()))
     elif lines:
         print("\n".join(lines), file=sys.stderr)
     print(as_function(cfg) if is_function else to_json(cfg))
     for problem in problems:
-        print(problem, file=sys.stderr)
-    return 2 if any(problem.startswith("ERROR") for problem in problems) else 0
+        print(data_check.shown(problem, sys.stderr), file=sys.stderr)
+    return 2 if any(problem.severity == "error" for problem in problems) else 0
 
 
 def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 
 from megatron_fp8rl import cli, evaluate
 from megatron_fp8rl.commands.ranks import longest_wait_s, on_every_rank
 from megatron_fp8rl.commands.report import write_reports
-from megatron_fp8rl.config import ConfigError
+from megatron_fp8rl.config import ConfigError, RunConfig
 
 _CHECKED = "FP8RL_CHECKPOINT_CHECKED"  # set for ranks that start after the check
 
@@ -33,9 +34,17 @@ def _evaluate(evaluation: evaluate.Evaluation) -> None:
         write_reports(evaluation.cfg)
 
 
+def _data_of(invocation: cli.Invocation) -> RunConfig:
+    evaluation = evaluate.plan(invocation.cfg, invocation.options)
+    folder = None if evaluation.model_dir is None else str(evaluation.model_dir)
+    return replace(evaluation.cfg, model=replace(evaluation.cfg.model, hf_path=folder))
+
+
 COMMAND = cli.Command(
     name="eval",
     summary="accuracy and pass@k of a checkpoint on held-out problems",
     run=_run,
     options=evaluate.EvalOptions,
+    reads_data=True,
+    data_of=_data_of,
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 from megatron_fp8rl.config import KERNELS, ConfigError, RunConfig, Violation
 from megatron_fp8rl.envs.source_kind import kind_of
@@ -12,6 +14,7 @@ from megatron_fp8rl.precision.hardware import Generation, cpu_has_avx512
 from megatron_fp8rl.preflight.findings import Finding
 from megatron_fp8rl.preflight.rules import local_accelerator
 
+_REWARDS = "--data.environments.rewards"
 _GPU_FIELDS = {f"precision.kernels.{role}": "auto" for role in KERNELS if role.startswith("engine_")}
 _GPU_FIELDS |= {"engine.sleep_level": 0}
 
@@ -23,7 +26,7 @@ def check_data(cfg: RunConfig) -> None:
         return
     lines, findings = look_at_data(cfg)
     findings += doubts(cfg, local_accelerator())
-    lines += [f"{finding.severity.upper()}: {finding.problem}" for finding in findings if finding.severity != "error"]
+    lines += [shown(finding, sys.stdout) for finding in findings if finding.severity != "error"]
     if cfg.observe.display != "none" and lines:
         print("\n".join(lines), flush=True)
     if errors := [finding for finding in findings if finding.severity == "error"]:
@@ -32,13 +35,19 @@ def check_data(cfg: RunConfig) -> None:
         raise ConfigError([Violation(e.subject, values[e.subject], e.problem, "Nothing was started") for e in errors])
 
 
-def describe(cfg: RunConfig) -> tuple[list[str], list[str]]:
-    """(contents of the sources with the whole first prompt, warnings and errors as text), for a dry run."""
+def describe(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
+    """(contents of the sources with the whole first prompt, warnings and errors), for a dry run."""
     if cfg.sampling.replay is not None:
         return ["data was not read: a replay reads none"], []
     lines, findings = look_at_data(cfg, whole_prompt=True)
-    findings += doubts(cfg, local_accelerator())
-    return lines, [f"{finding.severity.upper()}: {finding.problem}" for finding in findings]
+    return lines, findings + doubts(cfg, local_accelerator())
+
+
+def shown(finding: Finding, stream: TextIO) -> str:
+    """``WARNING: problem``; errors and doubtful rewards are red on a terminal, unless NO_COLOR is set."""
+    text = f"{finding.severity.upper()}: {finding.problem}"
+    is_red = (finding.severity == "error" or finding.subject == _REWARDS) and not os.environ.get("NO_COLOR")
+    return f"\x1b[31m{text}\x1b[0m" if is_red and stream.isatty() else text
 
 
 def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[str], list[Finding]]:
@@ -83,7 +92,7 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
         findings += [Finding("warning", "--data.environments", text) for text in report.warnings()]
     for check in check_rewards(cfg.data, cfg.scoring.deadline_s, reports):
         lines.append(check.line())
-        findings += [Finding("warning", "--data.environments.rewards", text) for text in check.warnings()]
+        findings += [Finding("warning", _REWARDS, text) for text in check.warnings()]
     return lines, findings
 
 

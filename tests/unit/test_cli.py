@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl import cli, removed_fields
+from megatron_fp8rl.commands import eval as eval_command
+from megatron_fp8rl.commands import study as study_command
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig, RewardConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -194,7 +196,9 @@ def test_dry_run_prints_the_resolved_configuration(capsys):
 
 
 class TestDryRunShowsTheData:
-    def run(self, folder: Path, monkeypatch, *, as_function: bool, broken: int = 0) -> int:
+    def run(
+        self, folder: Path, monkeypatch, *, as_function: bool = False, broken: int = 0, command=None, options=()
+    ) -> int:
         """A dry run of the demo with rows of a file instead of its generator."""
         monkeypatch.setenv("MEGATRON_FP8RL_CACHE", str(folder / "cache"))
         rows = [json.dumps({"question": f"{i} + 1 =", "answer": str(i + 1), "level": "easy"}) for i in range(20)]
@@ -203,6 +207,8 @@ class TestDryRunShowsTheData:
         demo = cli.load_config("tiny_qwen3_moe")
         cfg = dataclasses.replace(demo, data=dataclasses.replace(demo.data, environments=(source,)))
         monkeypatch.setattr(cli, "load_config", lambda target: cfg)
+        if command is not None:
+            return cli.main([command], [command.name, "demo", "--dry-run", *options])
         command = cli.Command(
             name="mine",
             summary="",
@@ -236,6 +242,21 @@ class TestDryRunShowsTheData:
         printed = capsys.readouterr()
         assert json.loads(printed.out)["name"] == "tiny_qwen3_moe"
         assert all(line in printed.err for line in self.LINES), printed.err
+
+    @pytest.mark.parametrize("name", ["eval", "study"])
+    def test_for_an_evaluation_and_a_study(self, name, tmp_path, monkeypatch, capsys):
+        command = {"eval": eval_command, "study": study_command}[name].COMMAND
+        options = ["--checkpoint", str(tmp_path / "weights")] if name == "eval" else ["--seeds", "1"]
+        (tmp_path / "weights").mkdir()
+        (tmp_path / "weights" / ".metadata").touch()
+        assert self.run(tmp_path, monkeypatch, command=command, options=options) == 0
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["name"] == "tiny_qwen3_moe"
+        assert all(line in printed.err for line in self.LINES), printed.err
+        wrong = ["--checkpoint", "nowhere"] if name == "eval" else ["--arms", "fp16"]
+        assert self.run(tmp_path, monkeypatch, command=command, options=wrong) == 2
+        problem = "is not a folder" if name == "eval" else "is not a pair of precisions"
+        assert problem in capsys.readouterr().err
 
     def test_data_that_cannot_be_used_end_with_status_2(self, tmp_path, monkeypatch, capsys):
         assert self.run(tmp_path, monkeypatch, as_function=True, broken=5) == 2
