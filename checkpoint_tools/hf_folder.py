@@ -18,6 +18,7 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.row_chunks import row_chunks
 from checkpoint_tools.safetensors_file import Files
 from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.data.gguf_folder import model_folder
 from megatron_fp8rl.data.model_files import FP8, FP8_DTYPE, INDEX, SCALE, compare, read_config, read_entries
 from megatron_fp8rl.data.safetensors_header import Entry
 from megatron_fp8rl.names import registry
@@ -45,13 +46,13 @@ class HfFolder:
 
     @classmethod
     def open(cls, path: str | Path, *, keep_mtp: bool | None = False) -> HfFolder:
-        """Read headers and check names, types and shapes of all tensors.
+        """Read headers and check names, types and shapes of all tensors. A GGUF file is converted first.
 
         ``keep_mtp``: include multi-token prediction layers. None includes them if the files have them; transformers
         drops them but leaves their number in config.json. Raises CheckpointError that lists every missing, damaged or
         unexpected tensor by name.
         """
-        path = Path(path)
+        path = model_folder(Path(path))
         config = read_config(path)
         try:
             model = registry.from_hf_config(config, keep_mtp=keep_mtp is not False, fp8_weights=True)

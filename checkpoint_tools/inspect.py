@@ -25,6 +25,7 @@ from checkpoint_tools.megatron_folder import MegatronFolder, is_megatron, read_m
 from checkpoint_tools.views import KeyView, dtype_name, model_order, open_view
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data import model_files
+from megatron_fp8rl.data.gguf_folder import model_folder
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.parameters import count
 
@@ -77,7 +78,7 @@ def is_weight(name: str) -> bool:
 
 def read(path: str | Path) -> Contents:
     """Read headers and metadata. Raises CheckpointError that lists everything missing, damaged or misnamed."""
-    path = Path(path)
+    path = model_folder(Path(path))
     if not path.is_dir():
         raise CheckpointError(path, "there is no such folder")
     return _read_megatron(path) if is_megatron(path) else _read_hf(path)

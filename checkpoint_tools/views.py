@@ -24,6 +24,7 @@ from checkpoint_tools.safetensors_file import Files
 from checkpoint_tools.torch_dist import PieceReader, StoredTensor, find_problems, read_metadata
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data import model_files
+from megatron_fp8rl.data.gguf_folder import model_folder
 from megatron_fp8rl.data.model_files import FP8, SCALE
 from megatron_fp8rl.data.safetensors_header import Entry
 from megatron_fp8rl.names import registry
@@ -145,7 +146,7 @@ def open_view(
     Megatron-Core's keys. ``model``: the architecture, for distributed checkpoints of other programs, which do not
     record it. Raises CheckpointError that lists everything missing, damaged or misnamed.
     """
-    path = Path(path)
+    path = model_folder(Path(path))
     if not path.is_dir():
         raise CheckpointError(path, "there is no such folder")
     if not is_megatron(path):

@@ -35,6 +35,8 @@ from megatron_fp8rl.config import (
     Violation,
 )
 from megatron_fp8rl.data.checkpoint_dir import STATE_FILE, latest, missing_part
+from megatron_fp8rl.data.checkpoint_error import CheckpointError
+from megatron_fp8rl.data.gguf_folder import model_folder
 from megatron_fp8rl.preflight.folder_check import check_folder
 from megatron_fp8rl.preflight.shapes import differences
 
@@ -53,7 +55,9 @@ _ROUNDS_IN_FLIGHT = 4  # requests in flight, as a multiple of the engines' concu
 class EvalOptions:
     """Options of the eval command."""
 
-    checkpoint: str = ""  # folder with weights, or a run's folder: its newest checkpoint, or hf/ if it has none
+    checkpoint: str = (
+        ""  # folder with weights, FILE.gguf, or a run's folder: its newest checkpoint, or hf/ if it has none
+    )
     num_problems: int | None = None  # held-out problems; None: observe.eval_prompts
     num_completions: int = 8  # completions sampled per problem
     ks: tuple[int, ...] = ()  # values of k for pass@k; empty: 1, 2, 4, ... up to num_completions
@@ -358,6 +362,10 @@ def _find(checkpoint: str) -> tuple[Path | None, list[Violation]]:
 
     if not checkpoint:
         return refuse("is empty", "Name a Hugging Face or converted folder, a checkpoint of a run, or a run's folder")
+    try:
+        path = model_folder(path)
+    except CheckpointError as error:
+        return refuse("; ".join(error.problems), "Name another checkpoint")
     if not path.is_dir():
         return refuse("is not a folder", "Check the spelling; the folder must be on a file system of this machine")
     if not _has_weights(path):

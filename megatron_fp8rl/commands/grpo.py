@@ -35,6 +35,7 @@ from megatron_fp8rl.config import (
     Violation,
 )
 from megatron_fp8rl.data import weight_files
+from megatron_fp8rl.data.gguf_folder import model_folder
 from megatron_fp8rl.envs.source_kind import VERIFIERS, has_rows, kind_of, short_name
 from megatron_fp8rl.names.registry import from_hf_config
 from megatron_fp8rl.preflight import auto_layout, rules
@@ -52,7 +53,7 @@ _PROMPT_TOKENS, _COMPLETION_TOKENS = 1024, 3072
 class GrpoOptions:
     """Model, data and reward; all fields of a configuration are options as well."""
 
-    model: str = ""  # folder of a Hugging Face model: config.json, tokenizer and weights
+    model: str = ""  # folder of a Hugging Face model (config.json, tokenizer, weights), or FILE.gguf
     data: tuple[str, ...] = ()  # files, folders, hub:NAME, verifiers:NAME, env:module:Class, reasoning-gym generators
     reward: tuple[str, ...] = ()  # for rows: exact, number, choice, math, code, ..., model:DIR, or FILE.py:function
     # FILE.py:function or module:function that plays a session for each completion (docs/agents.md). Its options are
@@ -71,6 +72,7 @@ def configure(options: GrpoOptions, override: Callable[[RunConfig], RunConfig]) 
     model = None
     if options.model:
         try:
+            folder = model_folder(folder)
             model = model_in(folder)
         except (OSError, ValueError) as error:
             errors.append(Violation("--model", options.model, str(error), "Name another folder"))
@@ -155,7 +157,7 @@ def _environments(options: GrpoOptions) -> tuple[EnvironmentConfig, ...]:
 def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
     prompt = min(_PROMPT_TOKENS, model.max_sequence_tokens // 3)
     return RunConfig(
-        name=f"{folder.resolve().name}-{'-'.join(short_name(name) for name in options.data)}",
+        name=f"{folder.resolve().name.removesuffix('.hf')}-{'-'.join(short_name(name) for name in options.data)}",
         model=model,
         optim=OptimConfig(
             warmup_steps=10, weight_decay=0.1, max_tokens_per_microbatch=max(8192, prompt + _COMPLETION_TOKENS)

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.data import weight_files
+from megatron_fp8rl.data.gguf_folder import SUFFIX
 from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, to_hf_config
 from megatron_fp8rl.preflight.findings import Checks
 
@@ -160,6 +161,10 @@ def check_checkpoint(checks: Checks) -> None:
     if model.hf_path is None:
         return
     folder = Path(model.hf_path)
+    if folder.suffix == SUFFIX:
+        remedy = f"Convert it: python -m checkpoint_tools gguf_to_hf {folder} FOLDER"
+        checks.refuse(path, "is a GGUF file, and this field names a folder", remedy)
+        return
     # checkpoint_tools writes config.json and the tokenizer next to a distributed checkpoint.
     has_weights = any(folder.glob("*.safetensors")) or (folder / ".metadata").is_file()
     if not has_weights and (folder / "config.json").is_file():
