@@ -96,7 +96,8 @@ def model_in(folder: Path) -> ModelConfig:
     if weight_files.is_adapter(folder):
         raise ValueError(weight_files.adapter_problem(folder))
     if not file.is_file():
-        raise ValueError("has no config.json")
+        files = sorted(folder.glob("*.gguf"))
+        raise ValueError(f"has no config.json{f'; name the GGUF file itself: {files[0]}' if files else ''}")
     try:
         config = json.loads(file.read_text())
     except ValueError as error:

@@ -40,7 +40,7 @@ def no_safetensors(path: Path) -> str:
     if (path / "consolidated.safetensors").is_file():
         return f"{missing}. consolidated.safetensors has Mistral's own names: fetch the files of transformers"
     if quantized := sorted(path.glob("*.gguf")):
-        return f"{missing}. Name the model from which {quantized[0].name} was made"
+        return f"{missing}. Name the GGUF file itself: {quantized[0]}"
     if others := sorted(path.glob("*.safetensors")):
         return f"{missing}. If {others[0].name} has the weights of the model, rename it to {SINGLE}"
     return f"{missing}. Fetch the model again, or name its folder"

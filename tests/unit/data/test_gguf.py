@@ -243,6 +243,8 @@ def test_the_commands_take_the_file(tmp_path, monkeypatch, capsys):
     assert evaluate._find(str(file)) == (tmp_path / "a.hf", [])
     with pytest.raises(ConfigError, match="there is no such file"):
         grpo.configure(replace(options, model=str(tmp_path / "b.gguf")), cli.overriding([]))
+    with pytest.raises(ConfigError, match=f"name the GGUF file itself: {file}"):
+        grpo.configure(replace(options, model=str(tmp_path)), cli.overriding([]))
     _, (violation,) = evaluate._find(str(tmp_path / "b.gguf"))
     assert violation.problem == "there is no such file"
     (violation,) = [v for v in rules.check(make(replace(LLAMA, hf_path=str(file)))) if v.field == "--model.hf_path"]

@@ -276,7 +276,7 @@ REFUSED = {
     "Mistral's file only": (moved(SINGLE, "consolidated.safetensors"), "has Mistral's own names"),
     "torch only": (pickled, "Convert pytorch_model.bin with transformers"),
     "torch index only": (both(moved(SINGLE, "x"), write("pytorch_model.bin.index.json", {})), "Convert pytorch_model"),
-    "GGUF": (moved(SINGLE, "model.gguf"), "Name the model from which model.gguf was made"),
+    "GGUF": (moved(SINGLE, "model.gguf"), "Name the GGUF file itself: .*model.gguf"),
     "no weights": (lambda folder: (folder / SINGLE).unlink(), NO_WEIGHTS),
     "an adapter": (both(adapter, lambda f: (f / "config.json").unlink()), "is an adapter of org/base, without the mod"),
     "an adapter with config.json": (adapter, "is an adapter of org/base, without the model; merge both"),
