@@ -14,16 +14,19 @@ may trim spaces or rewrite JSON. The rest of ``next`` is new.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.data.tokenizer import encode
 
 Message = Mapping[str, Any]  # role, content and, of an assistant, tool_calls, as in OpenAI's chat completions
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+# Template variables that are no arguments of a request.
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 _MARK = "\u2042answer\u2042"  # placeholder for an answer
 
 
@@ -48,6 +51,17 @@ class ChatFormat:
     uses_chat: bool
     arguments: Mapping[str, Any] = field(default_factory=dict)  # template arguments
     stop_ids: frozenset[int] = frozenset()  # tokens that end an answer
+
+    def for_request(self, tools: Sequence[Any], arguments: Mapping[str, Any]) -> ChatFormat:
+        """Return the format with further template arguments. Raises ConversationError if the chat template writes no
+        tools, or does not use one of the arguments."""
+        template = str(self.tokenizer.chat_template) if self.uses_chat else ""
+        if tools and not _uses(template, "tools"):
+            raise ConversationError("tools: the chat template of the run writes none; describe them in a message")
+        for name in arguments:
+            if name in _RESERVED or name in self.tokenizer.special_tokens_map or not _uses(template, name):
+                raise ConversationError(f"the chat template of the run has no argument {name!r}; leave it out")
+        return replace(self, arguments={**self.arguments, **arguments}) if arguments else self
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Rendered:
         """Render a new conversation. Raises ConversationError."""
@@ -111,17 +125,25 @@ class ChatFormat:
     def _render(self, messages: Sequence[Message], tools: Sequence[Any], *, answered: bool = False) -> str:
         if not self.uses_chat:
             return "".join(plain(message)["content"] for message in messages)
+        keeps_developers = "developer" in str(self.tokenizer.chat_template)
         try:
-            return self.tokenizer.apply_chat_template(
-                [_for_template(message) for message in messages],
+            text = self.tokenizer.apply_chat_template(
+                [_for_template(message, keeps_developers=keeps_developers) for message in messages],
                 tools=list(tools) or None,
                 add_generation_prompt=not answered,
                 tokenize=False,
                 **self.arguments,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template can raise any error
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConversationError(f"the chat template refuses the messages ({roles}): {error}") from None
+        for message in messages:
+            if message.get("role") not in _ROLES and plain(message)["content"].strip() not in text:
+                raise ConversationError(
+                    f"the chat template leaves out messages of role {message.get('role')!r}; use one of "
+                    f"{', '.join(_ROLES)}"
+                )
+        return text
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         try:
@@ -159,9 +181,16 @@ def _arguments(call: Mapping[str, Any]) -> Any:
         return arguments
 
 
-def _for_template(message: Message) -> dict[str, Any]:
-    """Convert content to text and arguments to objects, as templates expect."""
+def _uses(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def _for_template(message: Message, *, keeps_developers: bool) -> dict[str, Any]:
+    """Convert content to text and arguments to objects, as templates expect. Without ``keeps_developers``, messages of
+    role developer become system messages, as in vLLM's server."""
     converted = {**message, "content": plain(message)["content"]}
+    if message.get("role") == "developer" and not keeps_developers:
+        converted["role"] = "system"
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         converted["tool_calls"] = [

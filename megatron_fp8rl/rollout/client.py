@@ -44,6 +44,7 @@ Tag = Literal["weights", "kv_cache"]  # parts of an engine's GPU memory that can
 
 _SETTLE_S = 1.0  # time for results that are in transit when the engine has paused
 _STAGING_POLL_S = 0.05  # the engine answers a poll between two of its steps
+OUTLAST_S = 1.0  # in which a request that ends engines does so
 _EXIT_GRACE_S = 2.0  # between checks whether vLLM's server exits, as it does after its engine core has died
 _EXIT_DEADLINE_S = 60.0  # limit of these checks
 
@@ -277,10 +278,21 @@ class EngineClient:
     async def health(self, deadline_s: float = 10.0) -> None:
         await self._call("/health", verb="GET", deadline_s=deadline_s)
 
+    async def outlast(self) -> None:
+        """Return if the engine answers; after a pause, once it has sampled for a second. Raises EngineError."""
+        if not self._open.is_set():
+            await self._until_open()
+            await asyncio.sleep(OUTLAST_S)
+        await self._call(self._probe_path(), verb="GET", deadline_s=self._request_deadline_s)
+
+    def _probe_path(self) -> str:
+        """A path that the engine answers between two steps; while it does not sample, one that the server answers."""
+        return "/is_sleeping" if self.num_running and self._open.is_set() else "/health"
+
     async def is_silent(self, deadline_s: float) -> bool:
         """Whether the server, or while it samples the engine, does not answer for ``deadline_s``. Asks twice: the first
         timeout may expire because the trainer itself was suspended."""
-        path = "/is_sleeping" if self.num_running and self._open.is_set() else "/health"
+        path = self._probe_path()
         for share in (0.8, 0.2):
             try:
                 await self._call(path, verb="GET", deadline_s=share * deadline_s)
@@ -308,7 +320,7 @@ class EngineClient:
 
     async def _within(self, ask: Callable[[], Coroutine[Any, Any, Any]], path: str, deadline_s: float) -> Any:
         if not self.is_alive:
-            raise EngineDeadError(self._message(f"{self.replica.exited.result()}", path))
+            raise self._dead(path, reached=False)
         request = asyncio.ensure_future(ask())
         try:
             await asyncio.wait({request, self.replica.exited}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -318,7 +330,7 @@ class EngineClient:
                 except (aiohttp.ClientError, OSError, EngineError) as error:
                     await self._raise_failure(path, error)
             if self.replica.exited.done():
-                raise EngineDeadError(self._message(f"{self.replica.exited.result()}", path))
+                raise self._dead(path)
             raise EngineDeadlineError(
                 self._message(
                     f"did not answer within {deadline_s:g} s",
@@ -349,7 +361,7 @@ class EngineClient:
         if status is None or status >= 500:
             await self._until_exited_or_healthy()
         if self.replica.exited.done():
-            raise EngineDeadError(self._message(f"{self.replica.exited.result()}", path)) from error
+            raise self._dead(path, reached=not isinstance(error, aiohttp.ClientConnectorError)) from error
         message = self._message(f"failed ({type(error).__name__}: {error})", path)
         raise EngineError(message, status=status) from error
 
@@ -363,6 +375,11 @@ class EngineClient:
             with contextlib.suppress(aiohttp.ClientError, OSError, EngineError):
                 async with asyncio.timeout(_EXIT_GRACE_S):
                     return await self._request("GET", "/health", None, json.loads)
+
+    def _dead(self, path: str, *, reached: bool = True) -> EngineDeadError:
+        """The error of a request to a replica that has ended, which the request may have ``reached``."""
+        how = self.replica.exited.result()
+        return EngineDeadError(self._message(str(how), path), is_innocent=how.was_killed or not reached)
 
     def _message(self, problem: str, path: str, remedy: str = "") -> str:
         replica = self.replica

@@ -13,13 +13,32 @@ class EngineError(RuntimeError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def summary(self) -> str:
+        """The message in one line, without the end of the replica's log."""
+        return summary_of(str(self))
+
 
 class EngineDeadError(EngineError):
-    """The process of a rollout replica has ended."""
+    """The process of a rollout replica has ended. ``is_innocent`` if the request cannot be the cause: it has not
+    reached the replica, or SIGKILL ended it."""
+
+    def __init__(self, message: str, *, is_innocent: bool = False) -> None:
+        super().__init__(message)
+        self.is_innocent = is_innocent
+
+
+class RequestLostError(EngineError):
+    """A request has cost two replicas, and is not sent to a third."""
 
 
 class EngineDeadlineError(EngineError):
     """A rollout replica did not answer before the deadline."""
+
+
+def summary_of(message: str) -> str:
+    """The first line of an error message, which may end with a replica's log."""
+    return message.partition("\n")[0].removesuffix(", which ends with").removesuffix(" ends with")
 
 
 @dataclass(frozen=True)

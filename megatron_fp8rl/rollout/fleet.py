@@ -31,7 +31,7 @@ from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout import placement, vllm_args
 from megatron_fp8rl.rollout.client import EngineClient, Tag
 from megatron_fp8rl.rollout.completions import Sampling
-from megatron_fp8rl.rollout.errors import EngineDeadError, EngineDeadlineError, EngineError, Exit
+from megatron_fp8rl.rollout.errors import EngineDeadError, EngineDeadlineError, EngineError, Exit, summary_of
 from megatron_fp8rl.rollout.replicas import LocalReplicas, RemoteReplicas, Replica, Replicas, ping
 from megatron_fp8rl.rollout.server_process import TERM_GRACE_S
 from megatron_fp8rl.weight_sync.engines import NoReplicaError
@@ -170,7 +170,8 @@ class Fleet:
             self._first_failure = reason
         if client in self.clients:
             self._num_lost += 1
-            _log.warning("%d of %d replicas left: %s", len(self.clients) - 1, self.cfg.engine.num_replicas, reason)
+            left = f"{len(self.clients) - 1} of {self.cfg.engine.num_replicas} replicas left"
+            _log.warning("%s: %s", left, summary_of(reason))
         self.clients = tuple(other for other in self.clients if other is not client)
         self._joining = [other for other in self._joining if other is not client]
         self._fewest = min(self._fewest, len(self.clients))

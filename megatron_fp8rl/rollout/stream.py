@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from megatron_fp8rl.observe.spans import add_seconds, span
 from megatron_fp8rl.rollout import unfinished
 from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
 from megatron_fp8rl.rollout.agents.requests import Requests, seed_of
+from megatron_fp8rl.rollout.errors import RequestLostError
 from megatron_fp8rl.rollout.window import MAX_REFILLS, Window
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from megatron_fp8rl.envs.scoring import CompletionScorer
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.parallel import Parallel
+
+_log = logging.getLogger(__name__)
 
 Groups = tuple[RolloutGroup, ...]
 
@@ -303,7 +307,10 @@ class RolloutStream:
             )
             return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
         with self._requests.timed() if timed else contextlib.nullcontext():
-            completions = await self._requests.ask(prompt.token_ids, num_completions, seed, temperature=temperature)
+            try:
+                completions = await self._requests.ask(prompt.token_ids, num_completions, seed, temperature=temperature)
+            except RequestLostError as error:
+                return _lost_group(prompt, num_completions, seed, error.summary)
         sampled_s = time.monotonic()
         rollouts = await asyncio.gather(
             *(self._rollout(prompt, i, completion, seed + i) for i, completion in enumerate(completions))
@@ -341,3 +348,16 @@ class RolloutStream:
         if self._agents is not None:  # rounds of concurrent sessions
             replaced_s += -(-num_scores // self.cfg.session.max_running) * self.cfg.session.deadline_s
         return num_rounds * (engine.request_s + engine.update_s + score_s) + replaced_s
+
+
+def _lost_group(prompt: Prompt, num_completions: int, seed: int, why: str) -> RolloutGroup:
+    """The group of a prompt that cannot be sampled."""
+    _log.warning("prompt %s is lost: %s", prompt.prompt_id, why)
+    score = Score.failed(why)
+    rollouts = [
+        Rollout(
+            prompt=prompt, index=i, branches=(), reward=0.0, status=score.status, detail=score.detail, seed=seed + i
+        )
+        for i in range(num_completions)
+    ]
+    return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))

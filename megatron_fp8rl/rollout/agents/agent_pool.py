@@ -29,10 +29,11 @@ from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.rollout.agents.agent_process import AgentLostError, AgentProcess
 from megatron_fp8rl.rollout.agents.gateway import Gateway
+from megatron_fp8rl.rollout.agents.request_fields import check_request
 from megatron_fp8rl.rollout.agents.requests import Requests
 from megatron_fp8rl.rollout.agents.session import Session, SessionError, SessionLimitError
 from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls
-from megatron_fp8rl.rollout.errors import EngineError
+from megatron_fp8rl.rollout.errors import EngineError, RequestLostError
 from megatron_fp8rl.types import Completion, Prompt, Rollout
 
 _log = logging.getLogger(__name__)
@@ -109,12 +110,18 @@ class AgentPool:
 
     def _session(self, name: str, seed: int, temperature: float | None) -> Session:
         async def sample(token_ids: list[int], seed: int, session: Session, **sampling: Any) -> Completion:
-            with self._requests.timed():
-                return (
-                    await self._requests.ask(token_ids, 1, seed, temperature=temperature, session=session, **sampling)
-                )[0]
+            try:
+                with self._requests.timed():
+                    (completion,) = await self._requests.ask(
+                        token_ids, 1, seed, temperature=temperature, session=session, **sampling
+                    )
+            except RequestLostError as error:
+                whole.lost = error.summary
+                whole.end(whole.lost)
+                raise
+            return completion
 
-        return Session(
+        whole = Session(
             name,
             self._cfg.session,
             self._chat,
@@ -123,6 +130,7 @@ class AgentPool:
             token_budget=self._cfg.max_sequence_tokens,
             max_completion_tokens=self._cfg.sampling.max_completion_tokens,
         )
+        return whole
 
     async def _run(self, session: Session, prompt: Prompt, *, alone: bool) -> dict[str, Any]:
         """Run one attempt; return the worker's outcome, or the reason why the session was ended."""
@@ -175,6 +183,8 @@ class AgentPool:
     ) -> Rollout:
         branches = session.trajectories()
         status, detail = outcome["status"], outcome.get("detail", "")
+        if session.lost:  # whatever its agent made of it
+            status, detail = "failed", session.lost
         if status == "raised" and session.limit:  # as an agent of our own protocol: its client raised at the refusal
             status = "truncated"
         score = Score(outcome.get("reward", 0.0), "scored", "", outcome.get("parts", {}))
@@ -223,12 +233,11 @@ class _Answers:
             if request["do"] == "reward":
                 session.reward_turn(request["value"], request["turn"])
                 return {}
-            tools = request["tools"]
-            completion, turn = await session.chat(
-                request["messages"], tools=tools, max_tokens=request["max_tokens"], stop=request["stop"]
-            )
+            fields = {name: request[name] for name in ("messages", "tools", "max_tokens", "stop")}
+            check_request(fields, "chat")
+            completion, turn = await session.chat(**fields)
             self._turns[key] = session, turn
-            message = {"role": "assistant", **self._tools.message(completion.text, tools)}
+            message = {"role": "assistant", **self._tools.message(completion.text, fields["tools"])}
             session.record_answer(turn, message)
             answer = {"text": completion.text, "message": message, "finish_reason": completion.finish_reason}
             return answer | {"turn": turn}

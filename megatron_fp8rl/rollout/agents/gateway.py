@@ -7,9 +7,12 @@ The API key gives access to one session until it ends. Append ``.1``, ``.2``, ..
 which are not trained on. A program with one key for all requests can send the session's key as ``user`` instead.
 
 Tokens are trained under the distribution that they were sampled from. So the gateway replaces a request's temperature,
-top_p, top_k and seed, and rejects other parameters that would change the distribution. Streamed requests get their
-answer in one piece. If a client disconnects, its request is cancelled. An answer that a client does not get is not
-trained.
+top_p, top_k and seed, and rejects other parameters that would change the distribution (``request_fields.py``). Streamed
+requests get their answer in one piece. If a client disconnects, its request is cancelled. An answer that a client does
+not get is not trained.
+
+Clients repeat requests after some statuses. Status 429 and 503 with ``Retry-After`` stand for what may pass; a request
+that is wrong, or whose session is at its limit, gets 400, 401, 410 or 413.
 """
 
 from __future__ import annotations
@@ -27,15 +30,17 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from megatron_fp8rl.data.conversation import ConversationError
 from megatron_fp8rl.envs.agent_session import ASIDE
+from megatron_fp8rl.rollout.agents.request_fields import RequestError, Surface, check_request
 from megatron_fp8rl.rollout.agents.session import Session, SessionEndedError, SessionError, SessionLimitError
 from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls
-from megatron_fp8rl.rollout.errors import EngineError
+from megatron_fp8rl.rollout.errors import EngineDeadError, EngineError, RequestLostError
 from megatron_fp8rl.types import Completion
 
 _log = logging.getLogger(__name__)
@@ -43,27 +48,7 @@ _log = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 32 << 20
 _START_S = 10.0
 _NUM_ROUNDS = 4
-# Parameters that change the distribution of tokens, with their neutral values.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "bad_words": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "use_beam_search": (None, False),
-    "ignore_eos": (None, False),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-}
-_STATUS = {SessionEndedError: 410, SessionLimitError: 429, SessionError: 409, ConversationError: 400, EngineError: 503}
+_RETRY_S = 1
 
 
 class Gateway:
@@ -117,59 +102,59 @@ class Gateway:
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
-        app.add_api_route("/v1/models", self._models, methods=["GET"])
-        app.add_route("/v1/chat/completions", partial(_delivered, self._chat), methods=["POST"])
-        app.add_route("/v1/completions", partial(_delivered, self._complete), methods=["POST"])
+        for path, verb, handler in (
+            ("/v1/models", "GET", self._models),
+            ("/v1/chat/completions", "POST", self._chat),
+            ("/v1/completions", "POST", self._complete),
+        ):
+            app.add_route(path, partial(_delivered, partial(_answered, handler)), methods=[verb])
+        served = "/v1/chat/completions, /v1/completions and /v1/models"
+
+        async def not_found(request: Request, error: HTTPException) -> Response:
+            problem = f"there is no {request.method} {request.url.path}"
+            return _error(error.status_code, f"{problem}; this endpoint serves {served}")
+
+        app.add_exception_handler(404, not_found)
+        app.add_exception_handler(405, not_found)
         return app
 
     async def _models(self, request: Request) -> Response:
-        if isinstance(found := self._session(_key(request)), Response):
-            return found
+        self._session(_key(request))
         return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "trainer"}]})
 
     async def _chat(self, request: Request) -> Response:
-        if isinstance(asked := await self._asked(request), Response):
-            return asked
-        session, body = asked
-        messages, tools = body.get("messages"), body.get("tools") or []
-        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-            return _error(400, "messages is not a list of messages")
-        if body.get("tool_choice") == "none":
-            tools = []
+        session, body = await self._asked(request, "chat")
+        tools = [] if body.get("tool_choice") == "none" else body.get("tools", [])
+        arguments = dict(body.get("chat_template_kwargs", {}))
+        if "reasoning_effort" in body:
+            arguments["reasoning_effort"] = body["reasoning_effort"]
 
         async def sample() -> tuple[Completion, dict[str, Any]]:
-            completion, turn = await session.chat(messages, tools=tools, **_sampling(body))
+            completion, turn = await session.chat(body["messages"], tools=tools, arguments=arguments, **_sampling(body))
             request.state.turn = session, turn
             message = self._tools.message(_told(completion, body), tools)
+            if body.get("parallel_tool_calls") is False and "tool_calls" in message:
+                message["tool_calls"] = message["tool_calls"][:1]
             session.record_answer(turn, message)
             return completion, message
 
-        outcome = await _until_disconnect(request, sample())
-        if isinstance(outcome, Response):
-            return outcome
-        completion, message = outcome
+        completion, message = await _until_disconnect(request, sample())
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
         choice_base = {"index": 0, "finish_reason": reason, "logprobs": _chat_logprobs(completion, body)}
         if not body.get("stream"):
             choice = choice_base | {"message": {"role": "assistant", **message}}
-            return JSONResponse(self._answer("chat.completion", [choice], completion))
+            return JSONResponse(self._answer("chat.completion", [choice], completion, body))
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or ())]
         delta = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
         chunks = [[{"index": 0, "delta": delta, "finish_reason": None}], [choice_base | {"delta": {}}]]
         return self._stream("chat.completion.chunk", chunks, completion, body)
 
     async def _complete(self, request: Request) -> Response:
-        if isinstance(asked := await self._asked(request), Response):
-            return asked
-        session, body = asked
-        prompt = body.get("prompt")
-        is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
-        if not is_ids and not (isinstance(prompt, str) and prompt):
-            return _error(400, "prompt is neither a text nor a list of token ids; send one prompt in a request")
-        outcome = await _until_disconnect(request, session.complete(prompt, **_sampling(body)))
-        if isinstance(outcome, Response):
-            return outcome
-        completion, turn = outcome
+        session, body = await self._asked(request, "completions")
+        prompt = body["prompt"]
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
+            (prompt,) = prompt  # a list of one prompt
+        completion, turn = await _until_disconnect(request, session.complete(prompt, **_sampling(body)))
         request.state.turn = session, turn
         rows = None
         if body.get("logprobs") is not None:
@@ -177,30 +162,32 @@ class Gateway:
         choice = {"index": 0, "text": _told(completion, body), "logprobs": rows}
         choice["finish_reason"] = completion.finish_reason
         if not body.get("stream"):
-            return JSONResponse(self._answer("text_completion", [choice], completion))
+            return JSONResponse(self._answer("text_completion", [choice], completion, body))
         return self._stream("text_completion", [[choice]], completion, body)
 
-    async def _asked(self, request: Request) -> tuple[Session, dict[str, Any]] | Response:
-        """Return the session and the body of a request, or an error response."""
-        session, body = self._session(_key(request)), await _body(request)
-        if isinstance(session, Response) and isinstance(body, dict) and isinstance(user := body.get("user"), str):
+    async def _asked(self, request: Request, surface: Surface) -> tuple[Session, dict[str, Any]]:
+        """Return the session and the fields of a request. Raises _Refused or RequestError."""
+        body = await _body(request)
+        user = body.get("user") if isinstance(body, dict) else None
+        try:
+            session = self._session(_key(request))
+        except _Refused:
+            if not isinstance(user, str):
+                raise
             session = self._session(user)
-        if isinstance(session, Response):
-            return session
-        return body if isinstance(body, Response) else (session, body)
+        return session, check_request(body, surface)
 
-    def _session(self, key: str) -> Session | Response:
+    def _session(self, key: str) -> Session:
         key, _, aside = key.partition(ASIDE)
         if (session := self._sessions.get(key)) is not None and (not aside or aside.isdecimal()):
-            try:
-                return session.aside(int(aside or 0))
-            except SessionLimitError as error:
-                return _error(_STATUS[SessionLimitError], str(error))
+            return session.aside(int(aside or 0))
         if key in self._ended:
-            return _error(410, "the session of this API key has ended")
-        return _error(401, "the API key names no session")
+            raise _Refused(410, "the session of this API key has ended")
+        raise _Refused(401, "the API key names no session")
 
-    def _answer(self, kind: str, choices: Sequence[Mapping[str, Any]], completion: Completion) -> dict[str, Any]:
+    def _answer(
+        self, kind: str, choices: Sequence[Mapping[str, Any]], completion: Completion, body: Mapping[str, Any]
+    ) -> dict[str, Any]:
         num_sampled, num_prompt = len(completion.token_ids), completion.num_prompt_tokens
         usage = {
             "prompt_tokens": num_prompt,
@@ -209,7 +196,7 @@ class Gateway:
             "prompt_tokens_details": {"cached_tokens": completion.num_cached_tokens},
         }
         return {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"cmpl-{body.get('request_id') or uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
             "model": self._model,
@@ -220,7 +207,7 @@ class Gateway:
     def _stream(
         self, kind: str, chunks: Sequence[Any], completion: Completion, body: Mapping[str, Any]
     ) -> StreamingResponse:
-        whole = self._answer(kind, [], completion)
+        whole = self._answer(kind, [], completion, body)
         usage = whole.pop("usage")
 
         async def events() -> AsyncIterator[str]:
@@ -237,39 +224,26 @@ def _key(request: Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
-async def _body(request: Request) -> dict[str, Any] | Response:
-    """Return the JSON object of a request, or an error response."""
+async def _body(request: Request) -> Any:
+    """Return the JSON value of a request. Raises _Refused."""
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > _MAX_BODY_BYTES:
-        return _error(413, f"the request has {length} bytes, more than {_MAX_BODY_BYTES}")
+        raise _Refused(413, f"the request has {length} bytes, more than {_MAX_BODY_BYTES}")
     content = b""
     async for chunk in request.stream():
         content += chunk
         if len(content) > _MAX_BODY_BYTES:
-            return _error(413, f"the request has more than {_MAX_BODY_BYTES} bytes")
+            raise _Refused(413, f"the request has more than {_MAX_BODY_BYTES} bytes")
     try:
-        body = json.loads(content)
+        return json.loads(content)
     except ValueError as error:
-        return _error(400, f"the request is no JSON: {error}")
-    if not isinstance(body, dict):
-        return _error(400, "the request is no JSON object")
-    for name, harmless in _REFUSED.items():
-        if body.get(name) not in harmless:
-            return _error(
-                400,
-                f"{name} = {json.dumps(body[name])[:200]} would sample from another distribution than the one that is "
-                "trained; leave it out",
-            )
-    if not isinstance(body.get("stop") or "", str | list):
-        return _error(400, "stop is neither a text nor a list of texts")
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None and (type(limit) is not int or limit < 1):
-        return _error(400, f"max_tokens = {limit!r} is no positive number")
-    return body
+        raise _Refused(400, f"the request is no JSON: {error}") from None
+    except RecursionError:
+        raise _Refused(400, "the JSON of the request is nested too deeply") from None
 
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    stop = body.get("stop") or []
+    stop = body.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     return {"max_tokens": body.get("max_completion_tokens") or body.get("max_tokens"), "stop": stop}
 
@@ -277,9 +251,11 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
 def _told(completion: Completion, body: Mapping[str, Any]) -> str:
     """Return the text before the first stop string, whose tokens are trained too."""
     text = completion.text
-    for stop in _sampling(body)["stop"]:
-        text = text.partition(stop)[0]
-    return text
+    found = [(text.find(stop), stop) for stop in _sampling(body)["stop"] if stop in text]
+    if not found:
+        return text
+    start, stop = min(found)
+    return text[: start + len(stop) if body.get("include_stop_str_in_output") else start]
 
 
 def _chat_logprobs(completion: Completion, body: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -335,7 +311,7 @@ def _withdraw(request: Request) -> None:
 
 
 async def _until_disconnect(request: Request, sampling: Any) -> Any:
-    """Await a coroutine; return its result or an error response. Cancel it if the client disconnects."""
+    """Await a coroutine and return its result. Cancel it and raise _Refused if the client disconnects."""
     task = asyncio.ensure_future(sampling)
 
     async def gone() -> None:
@@ -346,18 +322,62 @@ async def _until_disconnect(request: Request, sampling: Any) -> Any:
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            return Response(status_code=499)
+            raise _Refused(499, "the client has disconnected")
         return task.result()
-    except tuple(_STATUS) as error:
-        status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
-        return _error(status, str(error))
     finally:
         for pending in (task, watch):
             pending.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def _error(status: int, message: str) -> JSONResponse:
-    body = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
-    # Clients retry some statuses automatically, which helps only if an engine comes back.
-    return JSONResponse({"error": body}, status_code=status, headers={"x-should-retry": str(status == 503).lower()})
+class _Refused(Exception):
+    """The answer to a request is an error with this status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def _answered(handler: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+    """Call a handler; return its answer, or the answer that describes its error."""
+    try:
+        return await handler(request)
+    except _Refused as error:
+        return _error(error.status, str(error))
+    except ClientDisconnect:
+        return _error(499, "the client has disconnected")
+    except RequestError as error:
+        return _error(400, str(error), field=error.field)
+    except ConversationError as error:
+        return _error(400, str(error))
+    except SessionLimitError as error:
+        is_length = "--session.max_tokens" in str(error)  # clients know this code, and shorten their messages
+        return _error(400, str(error), code="context_length_exceeded" if is_length else "session_limit")
+    except SessionEndedError as error:
+        return _error(410, str(error))
+    except SessionError as error:  # too many requests at once
+        return _error(429, str(error), may_pass=True)
+    except EngineError as error:
+        if isinstance(error, RequestLostError):
+            return _error(400, error.summary)
+        if isinstance(error, EngineDeadError):  # no replica is left
+            return _error(503, error.summary)
+        if error.status is None:
+            return _error(503, error.summary, may_pass=True)
+        return _error(400 if error.status < 500 else 500, error.summary)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
+        _log.error("a request to the endpoint of the sessions failed: %s", reason)
+        return _error(500, reason)
+
+
+def _error(
+    status: int, message: str, *, field: str | None = None, code: str | None = None, may_pass: bool = False
+) -> JSONResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = {"message": message, "type": kind, "param": field, "code": code or status}
+    headers = {"x-should-retry": str(may_pass).lower()}
+    if may_pass:
+        headers["Retry-After"] = str(_RETRY_S)
+    content = {"error": body}
+    return JSONResponse(content, status_code=status, headers=headers)

@@ -2,27 +2,45 @@
 
 In: token ids and seeds. Out: completions. Requests of a session go to the replica that has cached its prefix; others to
 the replica with the fewest running requests. If a replica dies, its requests go to another, with the same seeds.
+
+A request may be the cause of the death. So the requests of a dead replica start one after another at the next one: each
+must outlast a second there. The request that does not is the cause, and is lost. If a replica dies and the cause is
+still unknown, for example because it acts late, the requests with two dead replicas run one after another, to the end.
+A replica that SIGKILL ended is not counted, because an operator or the kernel sends it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_fp8rl.net import open_files
 from megatron_fp8rl.observe.spans import add_seconds
-from megatron_fp8rl.rollout.client import EngineClient
+from megatron_fp8rl.rollout.client import OUTLAST_S, EngineClient
 from megatron_fp8rl.rollout.completions import Sampling
-from megatron_fp8rl.rollout.errors import EngineDeadError
+from megatron_fp8rl.rollout.errors import EngineDeadError, RequestLostError
 from megatron_fp8rl.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
+
+
+class _Requests:
+    """The requests of one replica, among them the possible causes of its death."""
+
+    def __init__(self) -> None:
+        self.start = asyncio.Lock()  # of the possible cause that has not yet outlasted its start
+        self.running: set[object] = set()
+        self.at_death: frozenset[object] | None = None  # those that ran when the replica died
+        self.death = "the replica has ended"
+        self.is_cause_known = False
 
 
 class Requests:
@@ -30,6 +48,7 @@ class Requests:
         self._fleet = fleet
         open_files.raise_limit()
         self._replica_of: weakref.WeakKeyDictionary[Any, EngineClient] = weakref.WeakKeyDictionary()
+        self._running: weakref.WeakKeyDictionary[Any, _Requests] = weakref.WeakKeyDictionary()
         self._num_sampling = 0  # active requests, and since when there are any
         self._sampling_since_s = 0.0
 
@@ -45,7 +64,9 @@ class Requests:
         stop: Sequence[str] = (),
     ) -> list[Completion]:
         """Sample completions of a prompt; completion i has seed ``seed + i``. None stands for the run's value. Raises
-        EngineDeadError if no replica is left and none comes back, or another error of the request."""
+        EngineDeadError if no replica is left and none comes back, RequestLostError if the request has cost two
+        replicas, or another error of the request."""
+        lost: list[str] = []  # for each replica that died with this request, the error
         while True:
             if not self._fleet.clients:
                 await self._fleet.wait_for_members()
@@ -55,10 +76,58 @@ class Requests:
             sampling = replace(sampling, **{name: value for name, value in changes.items() if value is not None})
             if stop:
                 sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *stop))
+            generate = partial(client.generate, token_ids, num_completions, seed, sampling=sampling)
             try:
-                return await client.generate(token_ids, num_completions, seed, sampling=sampling)
+                return await self._run(client, generate, lost)
             except EngineDeadError as error:
                 self._fleet.remove(client, str(error), num_retried=1)
+                if not error.is_innocent:
+                    lost.append(error.summary)
+            except RequestLostError as error:
+                self._fleet.remove(client, str(error))
+                raise
+
+    async def _run(
+        self, client: EngineClient, generate: Callable[[], Coroutine[Any, Any, list[Completion]]], lost: Sequence[str]
+    ) -> list[Completion]:
+        """Sample at one replica. ``lost``: the errors of replicas that died with this request.
+
+        Raises RequestLostError if the request is the cause of a second death; otherwise an EngineDeadError, which is
+        innocent if another request is the cause.
+        """
+        others = self._running.setdefault(client, _Requests())
+        request, task, is_starting = object(), None, bool(lost)
+        if is_starting:
+            await others.start.acquire()
+        others.running.add(request)
+        try:
+            if not lost:
+                return await generate()
+            if client not in self._fleet.clients:
+                raise EngineDeadError(others.death, is_innocent=True)  # it died during the wait for the start
+            task = asyncio.ensure_future(generate())
+            if len(lost) == 1 and await _outlasts(client, task):
+                is_starting = False
+                others.start.release()
+            return await task
+        except EngineDeadError as error:
+            if others.at_death is None:
+                others.at_death, others.death = frozenset(others.running), str(error)
+                others.is_cause_known = others.start.locked()
+            if lost and not error.is_innocent and (is_starting or len(others.at_death) == 1):
+                others.is_cause_known = True
+                raise RequestLostError(
+                    f"the request has cost two rollout replicas and is not sent to a third: {lost[-1]}; {error.summary}"
+                ) from error
+            error.is_innocent |= others.is_cause_known
+            raise
+        finally:
+            others.running.discard(request)
+            if is_starting:
+                others.start.release()
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     def _choose(self, session: Any) -> EngineClient:
         client = None if session is None else self._replica_of.get(session)
@@ -84,6 +153,20 @@ class Requests:
             self._num_sampling -= 1
             if self._num_sampling == 0:
                 add_seconds("generate", time.monotonic() - self._sampling_since_s)
+
+
+async def _outlasts(client: EngineClient, task: asyncio.Future[Any]) -> bool:
+    """Whether the replica still answers after a second of this task. False if the task ends before."""
+    await asyncio.wait({task}, timeout=OUTLAST_S)
+    if task.done():
+        return False
+    probe = asyncio.ensure_future(client.outlast())
+    try:
+        await asyncio.wait({task, probe}, return_when=asyncio.FIRST_COMPLETED)
+        return not task.done() and probe.exception() is None
+    finally:
+        probe.cancel()
+        await asyncio.gather(probe, return_exceptions=True)
 
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:

@@ -19,10 +19,11 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from megatron_fp8rl.config import SessionConfig
-from megatron_fp8rl.data.conversation import ChatFormat, Message, Rendered, plain
+from megatron_fp8rl.data.conversation import ChatFormat, ConversationError, Message, Rendered, plain
 from megatron_fp8rl.data.tokenizer import decode
 from megatron_fp8rl.envs.agent_session import CHARACTERS_PER_TOKEN
 from megatron_fp8rl.types import Completion, Context, Trajectory
@@ -54,6 +55,7 @@ class _Branch:
     segments: list[Context | Completion]
     messages: list[Message]  # the messages of the ids, including the last answer
     rendered: str  # the last prompt as text
+    chat: ChatFormat
     tools: tuple[Any, ...] = ()
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -93,6 +95,7 @@ class Session:
         self.is_trained = is_trained
         self.num_rewritten = 0  # requests whose history the chat template rewrote
         self.limit: str = ""  # the limit that ended the session, if any
+        self.lost = ""  # why the session fails, whatever its agent returns
         self.model_s = 0.0  # time in requests
         self.token_budget = token_budget
         self._limits, self._max_new = limits, max_completion_tokens
@@ -135,24 +138,33 @@ class Session:
     # ---- requests
 
     async def chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), **sampling: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        **sampling: Any,
     ) -> tuple[Completion, int]:
-        """Return the policy's answer to a conversation, and its turn number. ``sampling``: max_tokens, stop. Raises
-        SessionError, ConversationError, or EngineError."""
+        """Return the policy's answer to a conversation, and its turn number. ``arguments`` are those of the chat
+        template. ``sampling``: max_tokens, stop. Raises SessionError, ConversationError, or EngineError."""
+        chat = self._chat.for_request(tools, arguments)
         num_characters = sum(len(plain(message)["content"]) for message in messages)
         if num_characters > CHARACTERS_PER_TOKEN * self.token_budget:
             raise self._limit(f"its messages have {num_characters} characters (--session.max_tokens)")
         with self._counted():
             while True:
-                branch = self._branch_of(messages, tools)
+                branch = self._branch_of(messages, tools, chat)
                 if branch is None:
-                    return await self._begin(self._chat.begin(messages, tools), messages, tools, sampling)
+                    return await self._begin(chat, chat.begin(messages, tools), messages, tools, sampling)
                 async with branch.lock:
-                    if self._branch_of(messages, tools) is branch:  # no other request has continued it meanwhile
+                    if self._branch_of(messages, tools, chat) is branch:  # no other request has continued it meanwhile
                         return await self._extend(branch, messages, sampling)
 
     async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> tuple[Completion, int]:
-        """Continue a text or token ids; continue a branch if the ids start with its ids."""
+        """Continue a text or token ids; continue a branch if the ids start with its ids. Raises like :meth:`chat`."""
+        num_known = len(self._chat.tokenizer)
+        if not isinstance(prompt, str) and (unknown := [token for token in prompt if not 0 <= token < num_known]):
+            raise ConversationError(f"prompt has the token id {unknown[0]}; the vocabulary ends at {num_known - 1}")
         with self._counted():
             for branch in reversed(self._branches):
                 async with branch.lock:
@@ -163,7 +175,7 @@ class Session:
                 rendered = replace(self._chat, uses_chat=False).begin([{"content": prompt}])
             else:
                 rendered = Rendered(text="", new_text="", new_ids=tuple(prompt))
-            return await self._begin(rendered, [], (), sampling)
+            return await self._begin(self._chat, rendered, [], (), sampling)
 
     def reward_turn(self, value: float, turn: int | None = None) -> None:
         """Add a reward to a turn; None stands for the last one. Raises SessionError if there is no such turn."""
@@ -225,7 +237,7 @@ class Session:
         finally:
             self._num_open -= 1
 
-    def _branch_of(self, messages: Sequence[Message], tools: Sequence[Any]) -> _Branch | None:
+    def _branch_of(self, messages: Sequence[Message], tools: Sequence[Any], chat: ChatFormat) -> _Branch | None:
         """Return the longest branch that ``messages`` start with."""
         wanted = [plain(message) for message in messages]
         fits = [
@@ -234,6 +246,7 @@ class Session:
             if branch.messages
             and len(branch.messages) < len(wanted)
             and branch.tools == tuple(tools)
+            and branch.chat.arguments == chat.arguments
             and [plain(message) for message in branch.messages] == wanted[: len(branch.messages)]
         ]
         return max(fits, key=lambda branch: len(branch.messages), default=None)
@@ -263,20 +276,26 @@ class Session:
         self, branch: _Branch, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> tuple[Completion, int]:
         new = messages[len(branch.messages) :]
-        rendered = self._chat.extend(branch.rendered, branch.messages, branch.segments[-1].token_ids, new, branch.tools)
+        chat, tools = branch.chat, branch.tools
+        rendered = chat.extend(branch.rendered, branch.messages, branch.segments[-1].token_ids, new, tools)
         if rendered is None:
             self.num_rewritten += 1
-            return await self._begin(self._chat.begin(messages, branch.tools), messages, branch.tools, sampling)
+            return await self._begin(chat, chat.begin(messages, tools), messages, tools, sampling)
         context = Context(token_ids=rendered.new_ids, role=str(new[-1].get("role", "user")), text=rendered.new_text)
         # Keep the rendered history, because an agent may return calls with their keys in another order.
         return await self._continue(branch, context, rendered.text, [*branch.messages, *new], sampling)
 
     async def _begin(
-        self, rendered: Rendered, messages: Sequence[Message], tools: Sequence[Any], sampling: Mapping[str, Any]
+        self,
+        chat: ChatFormat,
+        rendered: Rendered,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        sampling: Mapping[str, Any],
     ) -> tuple[Completion, int]:
         if len(self._branches) >= self._limits.max_turns:
             raise self._limit(f"it has {len(self._branches)} branches (--session.max_turns)")
-        branch = _Branch(segments=[], messages=[], rendered="", tools=tuple(tools))
+        branch = _Branch(segments=[], messages=[], rendered="", chat=chat, tools=tuple(tools))
         context = Context(token_ids=rendered.new_ids, role="prompt", text=rendered.new_text)
         self._check(branch, context)
         self._branches.append(branch)

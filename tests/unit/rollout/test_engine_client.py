@@ -202,3 +202,41 @@ def test_an_engine_that_samples_is_not_put_to_sleep(tmp_path):
             await client.sleep(1)
 
     assert run(tmp_path, play) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "is_innocent"), [(Exit(code=1), False), (Exit(signal=9), True), (Exit(reason="hung and was killed"), False)]
+)
+def test_a_request_may_be_the_cause_of_a_death_but_not_of_sigkill(tmp_path, how, is_innocent):
+    async def error_of(*, died_before: bool) -> EngineDeadError:
+        exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+
+        async def generate(_request: web.Request) -> web.Response:
+            exited.set_result(how)
+            await asyncio.sleep(60)
+            return web.Response()
+
+        app = web.Application()
+        app.add_routes([web.post(GENERATE_PATH, generate)])
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        replica = Replica(name="rollout-3", url=url, log_path=tmp_path / "log", process_group=0, exited=exited)
+        client = EngineClient(
+            replica, sampling=SAMPLING, decode=lambda ids: "", request_deadline_s=60.0, update_deadline_s=60.0
+        )
+        if died_before:
+            exited.set_result(how)
+        try:
+            with pytest.raises(EngineDeadError) as caught:
+                await client.generate([1, 2], 1, 0)
+        finally:
+            await client.close()
+            await runner.cleanup()
+        return caught.value
+
+    error = asyncio.run(error_of(died_before=False))
+    assert error.is_innocent == is_innocent and "\n" not in error.summary
+    assert asyncio.run(error_of(died_before=True)).is_innocent

@@ -116,7 +116,7 @@ def test_an_unknown_parser_is_named():
 def test_a_key_with_a_number_is_a_conversation_beside_the_session(tmp_path):
     agent = tmp_path / "agent.py"
     agent.write_text(
-        "from openai import AsyncOpenAI, RateLimitError\n"
+        "from openai import AsyncOpenAI, BadRequestError\n"
         "async def rollout(session, row):\n"
         "    beside = session.aside()\n"
         "    async def ask(key, text):\n"
@@ -127,7 +127,7 @@ def test_a_key_with_a_number_is_a_conversation_beside_the_session(tmp_path):
         "    assert await ask(beside.api_key, '9') == '5' and await ask(session.api_key, '7') == '5'\n"
         "    try:\n"
         "        await ask(session.api_key + '.65', '8')\n"
-        "    except RateLimitError as error:\n"
+        "    except BadRequestError as error:\n"
         "        return float('at most 64 conversations' in str(error))\n"
     )
     engine = Engine(lambda text: "5")
