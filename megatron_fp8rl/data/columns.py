@@ -12,7 +12,7 @@ import json
 import math
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ _ANSWERS = (
     "answer reward_model.ground_truth ground_truth final_answer target label solution output completion response"
 ).split()
 _REPLIES = ("completion", "response")  # answers that stay in the metadata, where rewards of older runs expect them
+_SYSTEM = ("system_prompt", "system_message")
 _ROLES = {"human": "user", "gpt": "assistant"}  # names used in "conversations"
 _LOOKS_LIKE_MESSAGES = re.compile(
     r"""\s*(?:\{\s*["'](?:messages|conversations)["']\s*:\s*)?\[?\s*\{\s*["'](?:role|from|content|value)["']\s*:"""
@@ -44,6 +45,8 @@ class Columns:
     prompt: str
     answer: str | None
     inputs: tuple[str, ...] = ()  # columns with more text of the prompt; a row may lack them
+    system: str = ""  # column with a system prompt; a row may lack it
+    history: str = ""  # column with messages before the question, or pairs of question and answer; a row may lack it
     counts: str = ""  # column with the options that an integer answer counts from 0, as in MMLU; the answer is a letter
 
     def problem(self, row: Mapping[str, Any]) -> Problem:
@@ -59,6 +62,8 @@ class Columns:
             answer = replied if answer is None else answer
         if not question.strip():
             raise RowError(f"{self.prompt} is empty")
+        if before := self._before(row, messages):
+            messages = (*before, *(messages or ({"role": "user", "content": question},)))
         text = _letter(answer, row.get(self.counts), self.counts)
         whole = {"full_answer": text} if _FINAL_ANSWER in text else {}
         used = {name for name in (self.answer, "answer") if name and name.lower() not in _REPLIES}
@@ -70,6 +75,27 @@ class Columns:
             metadata={**rest, **whole},
             messages=messages,
         )
+
+    def _before(self, row: Mapping[str, Any], messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+        """The messages of other columns that come before the prompt."""
+        system, history = row.get(self.system) or "", row.get(self.history) or ()
+        if not isinstance(system, str):
+            raise RowError(f"{self.system} is a system prompt and no text: {str(system)[:60]!r}")
+        if not isinstance(history, list | tuple):
+            raise RowError(f"{self.history} is no list of messages: {str(history)[:60]!r}")
+        if history and messages:
+            raise RowError(f"{self.history} and {self.prompt} both contain messages")
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        before = [{"role": "system", "content": system}] if system.strip() and not has_system else []
+        for turn in history:
+            if not isinstance(turn, Mapping):
+                texts = list(turn) if isinstance(turn, list | tuple) else [turn]
+                if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+                    raise RowError(f"{self.history} contains {str(turn)[:60]!r}, which is no question with its answer")
+                before += [{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}]
+            else:
+                before.append(_message(turn, self.history))
+        return before
 
     def _inputs(self, row: Mapping[str, Any]) -> list[str]:
         values = {name: row[name] for name in self.inputs if row.get(name) is not None}
@@ -102,7 +128,19 @@ def find_columns(
     options = _first(row, ("choices",)) or ""
     is_counted = is_choice and answer_column is not None and _index(lookup(row, answer_column)) is not None
     counts = options if is_counted and isinstance(row.get(options), list) else ""
-    return Columns(prompt_column, answer_column, inputs, counts)
+    system, history = _messages_before(row, _fields(template))
+    return Columns(prompt_column, answer_column, inputs, system, history, counts)
+
+
+def _messages_before(row: Mapping[str, Any], used: Collection[str]) -> tuple[str, str]:
+    """The columns with a system prompt and with earlier messages, unless the template uses them; "" if there is none.
+
+    ``system`` counts beside an instruction or a history, as in files for LLaMA-Factory.
+    """
+    names = (*_SYSTEM, "system") if _first(row, ("instruction", "history")) else _SYSTEM
+    system, history = _first(row, names) or "", _first(row, ("history",)) or ""
+    system = system if isinstance(row.get(system), str | None) and system not in used else ""
+    return system, history if isinstance(row.get(history), list | tuple | None) and history not in used else ""
 
 
 def _inputs_of(row: Mapping[str, Any], prompt_column: str) -> tuple[str, ...]:

@@ -61,6 +61,10 @@ class SourceReport:
         """Suspicious results, as sentences."""
         if self.num_equal:
             yield f"{self.num_equal} held-out questions of {self.key} are training questions, too"
+        for prompt in self.prompts[:1]:
+            history = prompt.metadata.get("history")
+            if isinstance(history, str) and history.strip() and history.strip() not in prompt.text:
+                yield f"the prompts of {self.key} lack the text in 'history'; add {{history}} to template"
         column = self.columns.counts if self.columns is not None else ""
         for prompt in self.prompts[:1] if column else ():
             if not any(str(option) in prompt.text for option in prompt.metadata[column]):
@@ -75,6 +79,8 @@ class SourceReport:
         if self.columns is not None:
             prompts = " and ".join(map(repr, (self.columns.prompt, *self.columns.inputs)))
             yield f"  prompt in {prompts}, answer in {self.columns.answer!r}"
+            if before := [name for name in (self.columns.system, self.columns.history) if name]:
+                yield f"  messages before the prompt in {' and '.join(map(repr, before))}"
             if self.columns.counts:
                 yield f"  integers in {self.columns.answer!r} count {self.columns.counts!r} from 0: 0 is A, 1 is B"
         if self.lengths:

@@ -12,12 +12,17 @@ input.
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
+import functools
+import io
 import json
+import pickle
 import re
 import sys
+import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_fp8rl.envs.rewards.code_blocks import parsed, used_names
@@ -26,7 +31,12 @@ from megatron_fp8rl.types import Prompt
 COLUMNS = (
     *("tests", "test_list", "test_cases", "input_output", "public_test_cases", "public_tests", "official_tests"),
     *("verification_info", "unit_tests", "test_code", "test"),
+    *("private_tests", "private_test_cases", "generated_tests"),
 )
+# Columns with more cases of a row: of CodeContests, and of LiveCodeBench.
+_MORE = {"public_tests": ("private_tests", "generated_tests"), "public_test_cases": ("private_test_cases",)}
+_PACKED = re.compile(r"e[AFJN][A-Za-z0-9+/=\s]{20,}")  # base64 of what zlib has compressed
+_LARGEST_BYTES = 1 << 28  # of unpacked tests
 _SETUP_COLUMNS = ("test_imports", "test_setup_code")
 _INPUTS, _OUTPUTS = ("inputs", "input", "stdin"), ("outputs", "output", "expected_output", "expected", "stdout")
 _FUNCTION_NAMES = ("fn_name", "func_name", "function_name")
@@ -73,18 +83,20 @@ def tests_of(prompt: Prompt, column: str = "") -> CodeTests:
     Raises ValueError if there are none, if they cannot be read, or if they assert nothing.
     """
     row = prompt.metadata
-    names = [column] if column else [name for name in COLUMNS if _is_set(row.get(name))]
-    value = _lookup(row, names[0]) if names else row.get("full_answer", prompt.answer)
-    where = (
-        f"{prompt.prompt_id}: the tests in {names[0]!r}" if names else f"{prompt.prompt_id}: the tests in the answer"
-    )
-    value = _decoded(value)
-    if not _is_set(value):
+    names = [column] if column else [name for name in COLUMNS if _is_set(row.get(name))][:1]
+    names += [name for name in _MORE.get("".join(names), ()) if _is_set(row.get(name)) and not column]
+    where = f"{prompt.prompt_id}: the tests in {' and '.join(map(repr, names)) or 'the answer'}"
+    try:
+        values = [_unpacked(_decoded(_lookup(row, name))) for name in names]
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from None
+    values = list(filter(_is_set, values or [_decoded(row.get("full_answer", prompt.answer))]))
+    if not values:
         raise ValueError(
             f"{prompt.prompt_id} has no tests in {' or '.join(names or COLUMNS)}; name their column by options.tests"
         )
     try:
-        return _cases(value, row) if _has_cases(value) else _statements(value, prompt)
+        return _all_cases(values, row) if any(map(_has_cases, values)) else _statements(values[0], prompt)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
 
@@ -201,6 +213,42 @@ def _has_cases(value: Any) -> bool:
     return isinstance(value, Mapping) or (
         isinstance(value, (list, tuple)) and bool(value) and all(isinstance(case, Mapping) for case in value)
     )
+
+
+def _all_cases(values: Sequence[Any], row: Mapping[str, Any]) -> CodeTests:
+    """The cases of all columns, in their order."""
+    if other := [value for value in values if not _has_cases(value)]:
+        raise ValueError(f"are not all inputs and outputs: {str(other[0])[:60]!r}; write them as JSON")
+    filled = [value for value in values if not isinstance(value, Mapping) or any(value.values())]
+    read = [_cases(value, row) for value in filled or values[:1]]
+    if len(functions := {tests.function for tests in read}) > 1:
+        raise ValueError(f"call several functions: {', '.join(sorted(functions))}")
+    return replace(read[0], cases=tuple(case for tests in read for case in tests.cases))
+
+
+def _unpacked(value: Any) -> Any:
+    """The tests of LiveCodeBench's text in base64, which is compressed, pickled JSON; other values unchanged."""
+    return _unpacked_text(value) if isinstance(value, str) and _PACKED.fullmatch(value) else value
+
+
+@functools.lru_cache(maxsize=8)
+def _unpacked_text(text: str) -> Any:
+    unpacking = zlib.decompressobj()
+    try:
+        data = unpacking.decompress(base64.b64decode(text), _LARGEST_BYTES)
+        if unpacking.unconsumed_tail:
+            raise ValueError(f"unpack to more than {_LARGEST_BYTES >> 20} MiB")
+        tests = _Texts(io.BytesIO(data)).load() if data[:1] == b"\x80" else data.decode()
+        return json.loads(tests) if isinstance(tests, str) else tests
+    except (zlib.error, pickle.UnpicklingError, EOFError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"are packed and cannot be read: {error}; unpack them to JSON") from None
+
+
+class _Texts(pickle.Unpickler):
+    """Reads texts, numbers and lists; anything else could run code."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"they use {module_name}.{global_name}")
 
 
 def _cases(value: Any, row: Mapping[str, Any]) -> CodeTests:

@@ -465,3 +465,74 @@ def test_a_reward_of_wrong_answers_is_reported(tmp_path):
     (check,) = check_rewards(cfg.data, cfg.scoring.deadline_s, inspect_sources(cfg, TOKENIZER))
     assert [wrong for _, wrong, _ in check.rewarded_wrong] == ["pass", "22", "pass", "12"]
     assert "a: 4 wrong answers are rewarded, such as 'pass' by 1 where the reference is '12'" in check.warnings()[0]
+
+
+class TestMessagesBeforeThePrompt:
+    TEMPLATE = "{% for m in messages %}[{{ m['role'][0] }}:{{ m['content'] }}]{% endfor %}"
+
+    def prompts(self, tmp_path, rows: list[dict], **source) -> list[str]:
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = self.TEMPLATE
+        source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows), **source)
+        self.report = inspect_sources(config(tmp_path, source), tokenizer)[0]
+        return [prompt.text for prompt in self.report.prompts]
+
+    @pytest.mark.parametrize(
+        ("row", "text"),
+        [
+            ({"system_prompt": "Add.", "question": "1+1"}, "[s:Add.][u:1+1]"),
+            ({"system_prompt": "", "question": "1+1"}, "[u:1+1]"),
+            ({"system_prompt": None, "question": "1+1"}, "[u:1+1]"),
+            ({"system": "Add.", "instruction": "1+1", "input": "now"}, "[s:Add.][u:1+1\n\nnow]"),
+            ({"instruction": "2", "history": [["1", "a"], ["3", "b"]]}, "[u:1][a:a][u:3][a:b][u:2]"),
+            ({"system": "S", "instruction": "2", "history": [["1", "a"]]}, "[s:S][u:1][a:a][u:2]"),
+            ({"question": "2", "history": [{"role": "user", "content": "1"}, {"from": "gpt", "value": "a"}]},
+             "[u:1][a:a][u:2]"),
+            ({"question": "2", "history": []}, "[u:2]"),
+            ({"system_prompt": "A", "messages": [{"role": "user", "content": "1"}]}, "[s:A][u:1]"),
+            ({"system_prompt": "A", "messages": [{"role": "system", "content": "B"}, {"role": "user", "content": "1"}]},
+             "[s:B][u:1]"),
+            ({"system": "pendulum", "question": "1+1"}, "[u:1+1]"),  # a column of another kind
+        ],
+    )  # fmt: skip
+    def test_system_prompts_and_histories(self, tmp_path, row, text):
+        assert self.prompts(tmp_path, [{**row, "answer": "2"}]) == [text]
+        assert self.report.prompts[0].metadata.get("system_prompt") == row.get("system_prompt")
+
+    def test_the_rows_system_prompt_precedes_that_of_the_source(self, tmp_path):
+        rows = [{"question": "1", "system_prompt": text} for text in ("A", "")]
+        assert self.prompts(tmp_path, rows, system_prompt="B") == ["[s:A][u:1]", "[s:B][u:1]"]
+        assert "  messages before the prompt in 'system_prompt'" in list(self.report.lines())
+
+    def test_a_template_with_the_column_uses_it(self, tmp_path):
+        rows = [{"question": "1", "system_prompt": "A", "history": [["0", "z"]]}]
+        template = "{system_prompt}/{history[0][0]}/{question}"
+        assert self.prompts(tmp_path, rows, template=template) == ["[u:A/0/1]"]
+
+    @pytest.mark.parametrize(
+        ("row", "reason"),
+        [
+            ({"question": "1", "history": [["0", "z"], ["0"]]}, "history contains .*no question with its answer"),
+            ({"question": "1", "history": [["0", "z"], 3]}, "history contains '3', which is no question"),
+            ({"question": "1", "history": [["0", "z"], {"a": 1}]}, "history contains a message without role or text"),
+            ({"messages": [{"role": "user", "content": "1"}], "history": [["0", "z"]]}, "both contain messages"),
+        ],
+    )
+    def test_what_cannot_be_read_is_refused(self, tmp_path, row, reason):
+        self.prompts(tmp_path, [row] * 3)
+        with pytest.raises(TooManyDroppedError, match=reason):
+            require_usable([self.report], 0.01)
+
+    def test_without_a_chat_template_the_rows_are_refused(self, tmp_path):
+        source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", [{"question": "1", "system_prompt": "A"}] * 3))
+        with pytest.raises(TooManyDroppedError, match="a system prompt, and needs a tokenizer with a chat template"):
+            require_usable(inspect_sources(config(tmp_path, source), TOKENIZER), 0.01)
+
+    def test_a_history_in_one_text_is_mentioned(self, tmp_path):
+        rows = [{"question": "2", "history": "We had 1."}]
+        assert self.prompts(tmp_path, rows) == ["[u:2]"]
+        assert list(self.report.warnings()) == [
+            "the prompts of a lack the text in 'history'; add {history} to template"
+        ]
+        assert self.prompts(tmp_path, rows, template="{history} {question}") == ["[u:We had 1. 2]"]
+        assert list(self.report.warnings()) == []

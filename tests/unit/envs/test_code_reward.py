@@ -1,7 +1,10 @@
 """The reward ``code``: a table of completions and rows with their scores, and rows that it refuses."""
 
+import base64
 import json
+import pickle
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -162,6 +165,73 @@ def test_unfinished_reasoning_is_no_function_body():
     reward = build(RewardConfig(function="code"))
     body = "    return any(abs(a - b) < limit for i, a in enumerate(numbers) for b in numbers[:i])\n"
     assert reward([prompt(row)] * 3, [body, f"[THINK]{body}", f"[THINK]x[/THINK]\n{body}"]) == [1, 0, 1]
+
+
+ECHO = "```python\nprint(input())\n```"
+PACKED = base64.b64encode(zlib.compress(pickle.dumps('[{"input": "7", "output": "8", "testtype": "stdin"}]'))).decode()
+BOMB = base64.b64encode(zlib.compress(b"[" * (300 << 20), 1)).decode()
+
+
+class _Harmful:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("row", "cases"),
+    [
+        ({"private_tests": {"input": ["7"], "output": ["8"]}}, [("1", "1"), ("7", "8")]),
+        (
+            {"private_tests": {"input": [], "output": []}, "generated_tests": {"input": ["5"], "output": ["6"]}},
+            [("1", "1"), ("5", "6")],
+        ),
+        ({"private_tests": None, "generated_tests": {"input": [], "output": []}}, [("1", "1")]),
+        (
+            {"public_tests": {"input": [], "output": []}, "private_tests": {"input": ["7"], "output": ["8"]}},
+            [("7", "8")],
+        ),
+        ({"public_tests": None, "generated_tests": {"input": ["5"], "output": ["6"]}}, [("5", "6")]),
+    ],
+)
+def test_hidden_tests_of_codecontests_count(row, cases):
+    asked = prompt({"public_tests": {"input": ["1"], "output": ["1"]}, **row})
+    assert list(code_tests.tests_of(asked).cases) == cases
+    assert build(RewardConfig(function="code"))([asked], [ECHO]) == [float(all(a == b for a, b in cases))]
+    if row.get("private_tests") and "public_tests" not in row:
+        assert list(code_tests.tests_of(asked, "public_tests").cases) == [("1", "1")]  # if the user names the column
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "private",
+    [PACKED, '[{"input": "7", "output": "8"}]', [{"input": "7", "output": "8"}], PACKED[:40] + "\n" + PACKED[40:]],
+)
+def test_hidden_tests_of_livecodebench_count(private):
+    public = '[{"input": "1", "output": "1", "testtype": "stdin"}]'
+    asked = prompt({"public_test_cases": public, "private_test_cases": private})
+    assert list(code_tests.tests_of(asked).cases) == [("1", "1"), ("7", "8")]
+    right = ECHO.replace("input()", "input().replace('7', '8')")
+    assert build(RewardConfig(function="code"))([asked, asked], [ECHO, right]) == [0.0, 1.0]
+    assert list(code_tests.tests_of(prompt({"private_test_cases": private})).cases) == [("7", "8")]
+
+
+@pytest.mark.parametrize(
+    ("private", "problem"),
+    [
+        (PACKED[:-12], "'private_test_cases' are packed and cannot be read: .*; unpack them to JSON"),
+        (base64.b64encode(zlib.compress(pickle.dumps(_Harmful()))).decode(), "they use builtins.print; unpack"),
+        (BOMB, "unpack to more than 256 MiB"),
+        ("AAAA", "'private_test_cases' are not all inputs and outputs: 'AAAA'; write them as JSON"),
+        ('[{"input": "7", "output": "8"}', "are not all inputs and outputs"),
+    ],
+    ids=["cut", "code", "bomb", "text", "no JSON"],
+)
+def test_hidden_tests_that_cannot_be_read_are_refused(private, problem, capsys):
+    row = {"public_test_cases": '[{"input": "1", "output": "1"}]', "private_test_cases": private}
+    with pytest.raises(ValueError, match=problem):
+        code_tests.tests_of(prompt(row))
+    assert capsys.readouterr().out == ""
 
 
 @needs_sandbox
