@@ -296,17 +296,13 @@ def _check_type(name: str, value: Any, surface: Surface) -> None:
         # Of a union, the longest path belongs to the alternative that fits best.
         problem = max(error.errors(include_url=False), key=lambda found: len(found["loc"]))
         path, inner = _place(name, value, problem["loc"])
-        reason = problem["msg"].replace("Input", "it", 1)
+        reason = problem["msg"].replace("Input", "it", 1).partition(" or instance of")[0]
         wrong = f"{path} = {_shown(inner)}: {reason}"
         if problem["type"] == "missing":
             wrong = f"{path} has no {problem['loc'][-1]}"
         if name == "messages":
-            is_list = len(problem["loc"]) > 1
-            wrong = (
-                f"messages[{problem['loc'][0]}] is not a message: {wrong}"
-                if is_list
-                else f"not a list of messages: {wrong}"
-            )
+            kind = f"messages[{problem['loc'][0]}] is not a message" if problem["loc"] else "not a list of messages"
+            wrong = f"{kind}: {wrong}"
         if name == "prompt":
             wrong += "; send one text, or the token ids of one prompt"
         raise RequestError(wrong, name) from None
