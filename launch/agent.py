@@ -3,6 +3,7 @@
 In: the job's file (``spec.py``) and this node's place from the environment. Out: an exit status, the same on all
 nodes: 0 done, 85 saved and to be restarted, 130 cancelled, otherwise failed. Uses only the standard library.
 
+    claim     node 0 holds the run's folder, so that no other job uses it
     join      write this node's address, and wait for all nodes
     start     torchrun for the trainer, with ranks in node order; replicas; other commands
     check     restart replicas; forward save requests to the trainer; read what other nodes wrote
@@ -12,17 +13,19 @@ nodes: 0 done, 85 saved and to be restarted, 130 cancelled, otherwise failed. Us
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-from launch import outcome
+from launch import in_use, outcome
 from launch.outcome import Outcome, Result
-from launch.peers import CANCEL, FAILED, STOP, STOPPED, Board, PeersMissingError, Place, free_port
+from launch.peers import CANCEL, CLAIMED, FAILED, STOP, STOPPED, Board, PeersMissingError, Place, free_port
 from launch.roles import Failure, RoleProcess, format_exit_status, kill_leftovers
 from launch.spec import SAVED, JobSpec, endpoint_file, read_jobs, record_job
+from megatron_fp8rl.data.folder_lock import InUseError
 
 JOIN_DEADLINE_S = float(os.environ.get("LAUNCH_JOIN_DEADLINE_S", "600"))  # other nodes may still download images
 GRACE_S = float(os.environ.get("LAUNCH_GRACE_S", "15"))  # from a request to exit until SIGKILL
@@ -64,9 +67,10 @@ class Agent:
             self._show_error(refused)
             return refused.status if refused.status not in (0, SAVED) else outcome.FAILED
         try:
-            result, reason = self._work()
-            self._end_all()
-            return self._conclude(result, reason)
+            with contextlib.ExitStack() as claim:
+                result, reason = self._work(claim)
+                self._end_all()
+                return self._conclude(result, reason)
         finally:
             for process in self.processes:  # no process outlives its agent, even if the board cannot be written
                 if process.is_running:
@@ -76,11 +80,12 @@ class Agent:
         # One write per line, because nodes share the file and an unbuffered print writes the line break separately.
         print(f"[node {self.place.node}, attempt {self.place.attempt}] {text}\n", end="", flush=True)
 
-    def _work(self) -> tuple[Result, str]:
-        """(result, reason) of the attempt; processes may still run."""
+    def _work(self, claim: contextlib.ExitStack) -> tuple[Result, str]:
+        """(result, reason) of the attempt; processes may still run. ``claim`` holds the run's folder."""
         roles = self.spec.on_node(self.place.node)
         kill_leftovers(self.spec.run_dir, self.place.job, but=self.place.attempt)
         try:
+            self._claim_folder(claim)
             for role in roles:  # before other nodes see this one
                 if role.kind == "replica":
                     endpoint_file(self.spec.run_dir, role.name).unlink(missing_ok=True)
@@ -94,6 +99,10 @@ class Agent:
             while (end := self._turn()) is None:
                 pass
             return end
+        except InUseError as error:
+            outcome.conclude(self.spec, self.board, "refused", str(error))  # before other nodes can decide
+            self.board.put(FAILED, {"role": "agent", "node": self.place.node, "reason": str(error)}, once=True)
+            return "refused", str(error)
         except (PeersMissingError, OSError) as error:
             names = self.board.names()
             if isinstance(error, PeersMissingError) and FAILED not in names and (self._signals or CANCEL in names):
@@ -101,6 +110,29 @@ class Agent:
                 return ("cancelled" if is_cancelled else "saved"), "asked to end before all nodes were there"
             self._fail("agent", Failure(time.time(), f"{type(error).__name__}: {error}", None), log="the job's log")
             return "failed", str(error)
+
+    def _claim_folder(self, claim: contextlib.ExitStack) -> None:
+        """Hold the run's folder on node 0; on other nodes, wait for node 0.
+
+        Raises:
+            InUseError: another job or run uses the folder.
+            PeersMissingError: node 0 does not hold it.
+        """
+        if self.place.node == 0:
+            claim.enter_context(in_use.claimed(self.spec, on_loss=self._lose_folder))
+            self.board.put(CLAIMED, {}, once=True)
+            return
+        deadline = time.monotonic() + JOIN_DEADLINE_S
+        while CLAIMED not in (names := self.board.names()):
+            if names & {FAILED, CANCEL} or self._signals or time.monotonic() > deadline:
+                raise PeersMissingError("node 0 does not hold the run's folder; read its output in the job's log")
+            time.sleep(self.board.poll_s)
+
+    def _lose_folder(self) -> None:
+        """End at once, with all processes: another job has taken over the folder while this one was suspended."""
+        for process in self.processes:
+            process.kill()
+        os._exit(outcome.FAILED)
 
     def _record_job(self) -> None:
         """Add a job that another program submitted, such as nemo-run, to the run's ``jobs.jsonl``."""

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch import cluster as clusters
-from launch import jobs, local, slurm, sweep, user_files
+from launch import in_use, jobs, local, slurm, sweep, user_files
 from launch.outcome import CANCELLED
 from launch.plan import Plan, Request, absolute_run_dir, lines
-from launch.run_state import error_file, no_output_message, report_name, supervisor
+from launch.run_state import error_file, no_output_message, report_name
 from launch.spec import SAVED, JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
 from megatron_fp8rl.config import ConfigError
@@ -161,7 +161,7 @@ def check(options: Options, request: Request) -> tuple[Plan, list[str], list[str
     if cluster.kind == "slurm" and request.cfg is not None:
         problems += user_files.unreachable(request.cfg, cluster, spec.run_dir)
     if not options.dry_run and not problems:
-        problems += _active_jobs(spec, cluster)
+        problems += in_use.problems(spec, cluster.sbatch)
         if options.job in ("train", "rl") and request.cfg is not None:
             report, findings = data_check.look_at_data(request.cfg)
             print("\n".join(report))
@@ -299,23 +299,3 @@ def _show_first_error(spec: JobSpec, job_id: str) -> None:
     else:
         text = f"it left no error; `{_PROGRAM} logs {shlex.quote(spec.run_dir)}` shows its logs"
     print(text, file=sys.stderr)
-
-
-def _active_jobs(spec: JobSpec, cluster: clusters.Cluster) -> list[str]:
-    """Errors for jobs that already use the run's folder; both would overwrite checkpoints, logs and endpoints."""
-    if str(cluster.sbatch.get("dependency", "")).partition(":")[0] in ("singleton", "afterany"):
-        return []  # Slurm runs these jobs one after another
-    return [
-        f"job {job['job_id']} of cluster {job['cluster']!r} is {state} in {spec.run_dir}. Cancel it by "
-        f"`{_PROGRAM} cancel`, or choose another --output_dir."
-        for job in read_jobs(spec.run_dir)
-        if (state := _state(job)) is not None
-    ]
-
-
-def _state(job: dict) -> str | None:
-    """The state of an active job; None if it has ended or its state is unknown."""
-    if job["kind"] == "slurm":
-        state = slurm.job_state(job["job_id"])
-        return state if state is not None and not slurm.is_over(state) else None
-    return "RUNNING" if supervisor(job) is not None else None

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.plan import TRAINING_JOBS, Plan, Request, absolute_run_dir, plan_training, task_plan
-from launch.spec import escape_braces
+from launch.plan import Plan, Request, absolute_run_dir, plan_training, task_plan
+from launch.spec import TRAINING_JOBS, escape_braces
 from megatron_fp8rl import cli, evaluate
 from megatron_fp8rl.__main__ import COMMANDS
 from megatron_fp8rl.algo.near_matches import near_matches

@@ -28,10 +28,11 @@ from typing import Any
 
 import nemo_run as run
 
-from launch import jobs, slurm, user_files
+from launch import in_use, jobs, slurm, user_files
 from launch.batch_script import ORDER, SRUN, Submission, ending, run_mounts
 from launch.cluster import Cluster
-from launch.plan import TRAINING_JOBS, Request
+from launch.plan import Request
+from launch.spec import TRAINING_JOBS
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.config_source import as_function
 from megatron_fp8rl.preflight import data_check
@@ -100,6 +101,8 @@ def _planned(
             problems.append(f"the run's folder = {folder!r} contains {PLACEHOLDER!r}, which nemo-run replaces")
         if job != "sft":
             problems += [finding.problem for finding in data_check.look_at_data(cfg)[1] if finding.severity == "error"]
+        if not problems:
+            problems += in_use.problems(plan.spec, cluster.sbatch)
     if problems or plan.spec is None:
         raise PlanError("\n".join(problems))
     id = slurm.new_id(plan.spec)

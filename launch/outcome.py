@@ -29,7 +29,7 @@ MAX_FAILURES = 3  # in a row, without a new checkpoint
 MAX_SAME_FAILURES = 2  # in a row, with the same message
 _PARTS = ("", "warm_start")  # folders of a run with checkpoints/ and metrics.jsonl
 
-Result = Literal["done", "saved", "cancelled", "failed", "unsaved"]
+Result = Literal["done", "saved", "cancelled", "failed", "unsaved", "refused"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,10 @@ def _decide(spec: JobSpec, board: Board, result: Result, reason: str) -> Outcome
     if result in ("done", "saved", "cancelled"):
         status = {"done": 0, "saved": SAVED, "cancelled": CANCELLED}[result]
         return Outcome(attempt=place.attempt, result=result, status=status, reason=reason, checkpoint=checkpoint)
+    if result == "refused":
+        return Outcome(
+            attempt=place.attempt, result=result, status=FAILED, reason=reason, checkpoint=checkpoint, error=reason
+        )
     # The death of a replica that was restarted did not cause later failures.
     lost = {
         name.removeprefix("role-").rpartition(".node")[0]

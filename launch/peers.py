@@ -5,6 +5,7 @@ of the run on the shared file system. Runs in the agent of every node. Uses only
 contains job and attempt, so that no files of earlier attempts are read:
 
     node-<i>.json            {"host", "address", "port", "pid"}; the modification time is the agent's last heartbeat
+    claimed.json             node 0 holds the run's folder for this attempt; other nodes may change files in it
     role-<role>.node<i>.json {"state": "running" | "dead" | "given up" | "ended" | "stopped", "pid", "incarnation",
                              "status", "port"}; dead roles are restarted, stopped roles were asked to exit
     ended-<role>.node<i>.json  {"status"}: this part of an essential role has ended
@@ -41,7 +42,7 @@ from megatron_fp8rl.runtime.stop import ChangeFlag
 
 POLL_S = 1.0  # between checks of a shared file system
 _SIOCGIFCONF = 0x8912  # linux/sockios.h
-STOP, STOPPED, FAILED, CANCEL = "stop.json", "stopped.json", "failed.json", "cancel"
+CLAIMED, STOP, STOPPED, FAILED, CANCEL = "claimed.json", "stop.json", "stopped.json", "failed.json", "cancel"
 
 
 class PeersMissingError(RuntimeError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from launch import user_files
 from launch.cluster import Cluster
 from launch.layout import Layout, Need, Place, plan_layout
-from launch.spec import JobSpec, Role, endpoint_file, escape_braces, format_nodes
+from launch.spec import TRAINING_JOBS, JobSpec, Role, endpoint_file, escape_braces, format_nodes
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.preflight import rules
@@ -21,7 +21,6 @@ from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.diagnosis import diagnose
 from megatron_fp8rl.preflight.findings import arguments
 
-TRAINING_JOBS = ("train", "rl", "sft")
 REMOTE = ("--engine.placement", "remote")  # agents start the engines
 
 

@@ -47,8 +47,7 @@ def job_states(run_dir: Path) -> list[JobState]:
     """All jobs of a run, oldest first."""
     states = []
     for job in read_jobs(run_dir):
-        folders = launch_dir(run_dir).glob(f"{job['job_id']}.*")
-        attempts = sorted(int(suffix) for folder in folders if (suffix := folder.name.rpartition(".")[2]).isdigit())
+        attempts = _attempts(run_dir, job["job_id"])
         state, note = _state(run_dir, job, attempts)
         states.append(JobState(job=job, state=state, note=note, attempts=tuple(attempts)))
     return states
@@ -62,6 +61,20 @@ def supervisor(job: dict[str, Any]) -> int | None:
     except OSError:
         return None
     return int(pid) if pid.isdigit() and any(arg.startswith(b"launch") for arg in args) else None
+
+
+def hosts(run_dir: str | Path, job_id: str) -> set[str]:
+    """The hosts of all agents of a job so far."""
+    names = set()
+    for path in launch_dir(run_dir).glob(f"{job_id}.*/node-*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            names.add(json.loads(path.read_text())["host"])
+    return names
+
+
+def has_heartbeat(run_dir: str | Path, job_id: str) -> bool:
+    """Whether an agent of the last attempt lives, according to its files."""
+    return _state_by_files(Path(run_dir), job_id, _attempts(run_dir, job_id))[0] == "RUNNING"
 
 
 def no_output_message(run_dir: str | Path, job_id: str) -> str:
@@ -117,6 +130,12 @@ def first_error_file(run_dir: Path, jobs: list[JobState]) -> Path | None:
             if (path := error_file(attempt_dir(run_dir, state.job_id, attempt))) is not None:
                 return path
     return None
+
+
+def _attempts(run_dir: str | Path, job_id: str) -> list[int]:
+    """The attempts of a job that have a folder, oldest first."""
+    suffixes = (folder.name.rpartition(".")[2] for folder in launch_dir(run_dir).glob(f"{job_id}.*"))
+    return sorted(int(suffix) for suffix in suffixes if suffix.isdigit())
 
 
 def _state(run_dir: Path, job: dict[str, Any], attempts: list[int]) -> tuple[str, str]:

@@ -77,7 +77,7 @@ def _check_model(cfg: RunConfig) -> None:
     """Check a resume and the folder of the model, and print a line about keys of config.json that are ignored."""
     from megatron_fp8rl.data import run_folder
 
-    if errors := run_folder.resume_violations(cfg):
+    if errors := run_folder.in_use(cfg) or run_folder.resume_violations(cfg):
         raise ConfigError(errors)
     ignored = check_folder(cfg.model, None if cfg.model.hf_path is None else Path(cfg.model.hf_path))
     if ignored and cfg.observe.display != "none":

@@ -1,8 +1,5 @@
 """Lock the folder of a run, on trainer rank 0, and check its content.
 
-``run.lock`` is locked with flock, which ends with the process. On file systems where flock works only within a node,
-the owner also touches the file every few seconds (heartbeat).
-
 Stopped processes (debugger, SIGSTOP) can outlive a killed run. All its processes inherit an environment variable with
 the folder's name, so that the next run in the folder can kill them.
 """
@@ -10,29 +7,21 @@ the folder's name, so that the next run in the folder can kill them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 from megatron_fp8rl.config import ConfigError, RunConfig, Violation
-from megatron_fp8rl.data import resumed_config
+from megatron_fp8rl.data import folder_lock, resumed_config
 from megatron_fp8rl.data.checkpoint_dir import STATE_FILE, complete, damaged, latest, make_folder
+from megatron_fp8rl.data.folder_lock import RUN_LOCK, InUseError
 from megatron_fp8rl.net import sockets
 
-LOCK = "run.lock"
-_MARKS = (LOCK, "versions.json", "launch/jobs", "launch/jobs.jsonl")  # every run folder contains at least one
+_MARKS = (RUN_LOCK, "versions.json", "launch/jobs", "launch/jobs.jsonl")  # every run folder contains at least one
 _HARMLESS = ("logs",)  # may exist before a run
-_BEAT_S = 5.0
 _OWNER = "FP8RL_RUN_DIR"  # environment variable of all processes of a run on its host: the folder
-_DYING_S = 5.0  # time for the last processes of a killed run to end and release the lock
-_SILENT_S = 20.0  # without a heartbeat for this long, an owner on another node counts as dead
 
 
 def violations(cfg: RunConfig) -> list[Violation]:
@@ -80,30 +69,34 @@ def locked(cfg: RunConfig) -> Iterator[None]:
         raise ConfigError(errors)
     folder = Path(cfg.run_dir)
     make_folder(folder)
-    with (folder / LOCK).open("a+b", buffering=0) as file:
-        if owner := _other_owner(file):
-            remedy = "Wait for it or stop it, or name another output_dir"
-            raise ConfigError([Violation("--output_dir", cfg.run_dir, f"another run uses it: {owner}", remedy)])
+    with contextlib.ExitStack() as stack:
         try:
-            _write(file, json.dumps(_me()))
+            stack.enter_context(folder_lock.hold(folder / RUN_LOCK, is_restart="LAUNCH_DIR" in os.environ))
+        except InUseError as error:
+            raise ConfigError([_in_use(cfg, str(error))]) from error
         except OSError as error:
-            problem, remedy = f"{folder / LOCK} cannot be written: {error.strerror}", "Check free space and quota"
+            problem = f"{folder / RUN_LOCK} cannot be written: {error.strerror}"
+            remedy = "Check permissions, free space and quota"
             raise ConfigError([Violation("--output_dir", cfg.run_dir, problem, remedy)]) from error
         _kill_left_processes(str(folder.resolve()))
         sockets.remove_stale()
         os.environ[_OWNER] = str(folder.resolve())
-        ended = threading.Event()
-        beat = threading.Thread(target=_beat, args=(file, ended), name="run lock", daemon=True)
-        beat.start()
         try:
             yield
         finally:
-            ended.set()
-            beat.join()
             os.environ.pop(_OWNER)
             sockets.remove_stale()
-            with contextlib.suppress(OSError):
-                _write(file, "")
+
+
+def in_use(cfg: RunConfig) -> list[Violation]:
+    """An error if another process of this machine trains in the folder, found without waiting or writing."""
+    owner = folder_lock.owner(Path(cfg.run_dir) / RUN_LOCK, waits=False)
+    return [_in_use(cfg, owner)] if owner else []
+
+
+def _in_use(cfg: RunConfig, owner: str) -> Violation:
+    remedy = "Wait for it or stop it, or name another output_dir"
+    return Violation("--output_dir", cfg.run_dir, f"another run uses it: {owner}", remedy)
 
 
 def _kill_left_processes(folder: str) -> None:
@@ -114,64 +107,3 @@ def _kill_left_processes(folder: str) -> None:
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(_OWNER) == folder:
                 process.kill()
-
-
-def _other_owner(file: IO[bytes]) -> str:
-    """Describe the owner of the lock; empty once this process owns it."""
-    end = time.monotonic() + _DYING_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > end:
-                return _described(file)
-            time.sleep(0.2)
-        except OSError:
-            break  # no locks on this file system; rely on the heartbeat
-    file.seek(0)
-    before = _read(file)
-    if before and before.get("host") != socket.gethostname():
-        # Watch for a change instead of comparing times: clocks of two nodes may differ.
-        touched, end = os.fstat(file.fileno()).st_mtime, time.monotonic() + _SILENT_S
-        while time.monotonic() < end:
-            time.sleep(0.5)
-            if os.fstat(file.fileno()).st_mtime != touched:
-                return _described(file)
-    return ""
-
-
-def _described(file: IO[bytes]) -> str:
-    owner = _read(file)
-    job = f", job {owner['job']}" if owner.get("job") else ""
-    host = owner.get("host", "an unknown host")
-    return f"process {owner.get('pid', '?')} on {host}{job}, since {owner.get('since', '?')}"
-
-
-def _read(file: IO[bytes]) -> dict[str, str]:
-    file.seek(0)
-    try:
-        return json.loads(file.read() or "{}")
-    except ValueError:
-        return {}
-
-
-def _write(file: IO[bytes], text: str) -> None:
-    file.seek(0)
-    file.truncate()
-    file.write(text.encode())
-
-
-def _me() -> dict[str, str]:
-    return {
-        "host": socket.gethostname(),
-        "pid": str(os.getpid()),
-        "job": os.environ.get("SLURM_JOB_ID", ""),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-    }
-
-
-def _beat(file: IO[bytes], ended: threading.Event) -> None:
-    while not ended.wait(_BEAT_S):
-        with contextlib.suppress(OSError):
-            os.utime(file.fileno())

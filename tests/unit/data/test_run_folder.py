@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl.config import CheckpointConfig, ConfigError
-from megatron_fp8rl.data import run_folder
+from megatron_fp8rl.data import folder_lock, run_folder
 from megatron_fp8rl.net import sockets
 from megatron_fp8rl.preflight import rules
 from model_configs.tiny import tiny_qwen3
@@ -59,7 +59,7 @@ def test_a_second_run_is_refused_and_a_killed_ones_folder_is_taken_over(tmp_path
 
 @pytest.mark.parametrize("is_alive", [False, True])
 def test_the_heartbeat_tells_of_a_run_on_another_node(tmp_path, monkeypatch, is_alive):
-    monkeypatch.setattr(run_folder, "_SILENT_S", 2.0)
+    monkeypatch.setattr(folder_lock, "SILENT_S", 2.0)
     lock = tmp_path / "run.lock"
     lock.write_text(json.dumps({"host": "elsewhere", "pid": "7", "job": "123", "since": "today"}))
     ended = threading.Event()
@@ -81,7 +81,7 @@ def test_the_heartbeat_tells_of_a_run_on_another_node(tmp_path, monkeypatch, is_
 
 
 def test_a_living_holder_whose_clock_is_behind_keeps_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "_SILENT_S", 2.0)
+    monkeypatch.setattr(folder_lock, "SILENT_S", 2.0)
     lock = tmp_path / "run.lock"
     lock.write_text(json.dumps({"host": "elsewhere", "pid": "7"}))
     ended = threading.Event()
@@ -104,7 +104,7 @@ def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
     def full(file, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_folder, "_write", full)
+    monkeypatch.setattr(folder_lock, "_write", full)
     with pytest.raises(ConfigError, match="run.lock cannot be written: No space left on device"):
         with run_folder.locked(config(tmp_path)):
             pass
