@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 CHARACTERS_PER_TOKEN = 64  # upper bound for ordinary text
+AT_LIMIT = "is at its limit"  # in the text of every refusal because of a limit of the session
 ASIDE = "."  # separates a session's API key from the number of a side conversation
 
 

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8rl.envs import agent_function
-from megatron_fp8rl.envs.agent_session import AgentError, AgentSession, SessionLimit
+from megatron_fp8rl.envs.agent_session import AT_LIMIT, AgentError, AgentSession, SessionLimit
 from megatron_fp8rl.envs.rewards.configured import reward_and_parts
 from megatron_fp8rl.envs.worker_memory import RESERVE_BYTES, AddressSpace, is_exhausted
 
@@ -220,8 +220,6 @@ class Worker:
                 raise AgentError(f"the agent is not async: write {agent_function.SIGNATURE}")
             value = await playing
             outcome = _outcome(value, start["environment"])
-        except SessionLimit as error:
-            outcome = {"status": "truncated", "detail": str(error)}
         except BaseException as error:
             outcome = self._failure(number, error)
         if number in self._failures:
@@ -245,7 +243,9 @@ class Worker:
                 return {"status": "cancelled", "detail": "it was cancelled"}
             if asyncio.current_task().cancelling():  # such as by a loop over asyncio.all_tasks()
                 return {"status": "interrupted", "detail": "the code of a session cancelled it"}
-        status = "raised"
+        if isinstance(error, SessionLimit):
+            return {"status": "truncated", "detail": _text(error)}
+        status = "limited" if _is_limit(error) else "raised"
         if is_exhausted(error):
             status, self._reserve = "exhausted", None
         frames = reversed(traceback.extract_tb(error.__traceback__))
@@ -272,7 +272,7 @@ class Worker:
             raise AgentError("the session has ended")
         num_bytes = len(json.dumps(request))
         if num_bytes > _LINE_BYTES // 2:
-            raise SessionLimit(f"a request of {num_bytes} bytes is at its limit of {_LINE_BYTES // 2}")
+            raise SessionLimit(f"a request of {num_bytes} bytes is longer than {_LINE_BYTES // 2}")
         self._num_calls += 1
         key = (number, self._num_calls)
         self._calls[key] = call = self._loop.create_future()
@@ -302,13 +302,37 @@ def _outcome(value: Any, environment: str) -> dict[str, Any]:
     return {"status": "scored", "reward": reward, "parts": parts}
 
 
-def _reason(error: BaseException) -> str:
-    """The kind and the text of an exception, whatever it contains."""
+def _is_limit(error: BaseException) -> bool:
+    """Whether an exception is, or was raised from, the refusal of a request at a limit of the session.
+
+    A limit that the agent caught before it raised another error does not count.
+    """
+    if isinstance(error, SessionLimit):
+        return True
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_is_limit, error.exceptions))
+    # Clients keep the answer of the server in a field, programs that were started write it to their output.
+    sources = (error, getattr(error, "response", None))
+    fields = [_text(getattr(source, name, "")) for source in sources for name in ("text", "body", "stdout", "stderr")]
+    if any(AT_LIMIT in text for text in (_text(error), *fields)):
+        return True
+    return error.__cause__ is not None and _is_limit(error.__cause__)
+
+
+def _text(value: Any) -> str:
+    """The text of an exception or of a field of it, whatever it contains."""
     try:
-        text = str(error)
+        text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
     except Exception as unprintable:
         text = f"its text cannot be read ({type(unprintable).__name__})"
-    return f"{type(error).__name__}: {text}"[:_MAX_REASON].encode("utf-8", "replace").decode()
+    return text.encode("utf-8", "replace").decode()
+
+
+def _reason(error: BaseException) -> str:
+    text = _text(error)
+    if isinstance(error, BaseExceptionGroup):  # of tasks; its text does not name them
+        text = "; ".join([text, *map(_reason, error.exceptions[:3])])
+    return f"{type(error).__name__}: {text}"[:_MAX_REASON]
 
 
 def place(frames: Iterable[tuple[str, int | None]]) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_fp8rl.config import EnvironmentConfig, RunConfig
 from megatron_fp8rl.data.conversation import ChatFormat, ConversationError
+from megatron_fp8rl.envs.agent_session import AT_LIMIT
 from megatron_fp8rl.envs.environment import environments_by_key
 from megatron_fp8rl.envs.scorer_process import ScorePoolError
 from megatron_fp8rl.envs.scoring import Score
@@ -183,10 +184,11 @@ class AgentPool:
     ) -> Rollout:
         branches = session.trajectories()
         status, detail = outcome["status"], outcome.get("detail", "")
+        if status == "limited":  # its client raised at the refusal
+            status = "truncated" if session.any_limit else "raised"
+            detail = f"session {session.name} {AT_LIMIT}: {session.any_limit}" if session.any_limit else detail
         if session.lost:  # whatever its agent made of it
             status, detail = "failed", session.lost
-        if status == "raised" and session.limit:  # as an agent of our own protocol: its client raised at the refusal
-            status = "truncated"
         score = Score(outcome.get("reward", 0.0), "scored", "", outcome.get("parts", {}))
         rollout = Rollout(
             prompt=prompt,

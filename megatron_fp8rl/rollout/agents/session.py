@@ -25,7 +25,7 @@ from typing import Any
 from megatron_fp8rl.config import SessionConfig
 from megatron_fp8rl.data.conversation import ChatFormat, ConversationError, Message, Rendered, plain
 from megatron_fp8rl.data.tokenizer import decode
-from megatron_fp8rl.envs.agent_session import CHARACTERS_PER_TOKEN
+from megatron_fp8rl.envs.agent_session import AT_LIMIT, CHARACTERS_PER_TOKEN
 from megatron_fp8rl.types import Completion, Context, Trajectory
 
 _TURN_STRIDE = 1 << 20  # difference of the seeds of two turns; more than completions per prompt
@@ -94,7 +94,7 @@ class Session:
         self.seed = seed
         self.is_trained = is_trained
         self.num_rewritten = 0  # requests whose history the chat template rewrote
-        self.limit: str = ""  # the limit that ended the session, if any
+        self.limit: str = ""  # the limit that rejected a request, if any
         self.lost = ""  # why the session fails, whatever its agent returns
         self.model_s = 0.0  # time in requests
         self.token_budget = token_budget
@@ -108,6 +108,11 @@ class Session:
         self._num_open = 0
         self._ended = ""
         self._started_s = time.monotonic()
+
+    @property
+    def any_limit(self) -> str:
+        """The limit that rejected a request, of this session or of a side conversation; empty if there is none."""
+        return next((session.limit for session in (self, *self._asides.values()) if session.limit), "")
 
     @property
     def num_turns(self) -> int:
@@ -311,7 +316,8 @@ class Session:
     ) -> tuple[Completion, int]:
         """Sample an answer; the branch changes only after that."""
         num_left = self._check(branch, context)
-        wanted = sampling.get("max_tokens") or self._max_new
+        limit = min(self._max_new, num_left)
+        wanted = sampling.get("max_tokens") or limit
         seed = self.seed + self._num_seeds * _TURN_STRIDE
         self._num_seeds += 1
         prompt = [*branch.token_ids, *context.token_ids]
@@ -321,7 +327,7 @@ class Session:
                 prompt,
                 seed,
                 self,
-                max_tokens=max(1, min(wanted, self._max_new, num_left)),
+                max_tokens=max(1, min(wanted, limit)),
                 stop=tuple(sampling.get("stop") or ()),
             )
         )
@@ -344,7 +350,9 @@ class Session:
             completion = replace(completion, routed_experts=completion.routed_experts[num_before:])
         if context.token_ids or not branch.segments:
             branch.segments.append(context)
-        branch.segments.append(completion)
+        # The agent wanted no more tokens, so the answer is complete for it; the agent itself is told "length".
+        is_complete = completion.finish_reason == "length" and wanted < limit
+        branch.segments.append(replace(completion, finish_reason="stop") if is_complete else completion)
         branch.rendered = rendered
         branch.messages = [*messages, {"role": "assistant", "content": completion.text}] if messages else []
         self._turns.append(_Turn(branch, before, len(branch.segments)))
@@ -371,4 +379,4 @@ class Session:
 
     def _limit(self, what: str) -> SessionLimitError:
         self.limit = self.limit or what
-        return SessionLimitError(f"session {self.name} is at its limit: {what}")
+        return SessionLimitError(f"session {self.name} {AT_LIMIT}: {what}")

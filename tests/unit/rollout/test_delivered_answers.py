@@ -8,6 +8,7 @@ import pytest
 from megatron_fp8rl.rollout.agents import agent_pool
 from megatron_fp8rl.rollout.agents.gateway import _Stream
 from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls
+from tests.helpers.chat_templates import format_of
 from tests.helpers.sessions import TOKENIZER, Engine, agent_file, config, play, prompt
 
 
@@ -149,6 +150,35 @@ def test_answers_of_requests_that_run_when_the_agent_returns_are_not_trained(tmp
 
     (rollout,) = play(config(agent_file(tmp_path, body)), prompt(), engines=[Uneven(lambda text: "5")])
     assert rollout.status == "score_failed" and not rollout.branches, "nothing was sampled for the session itself"
+
+
+def test_malformed_tools_are_refused_before_sampling(tmp_path):
+    """The client sends the same request again and again; the one that it corrects is trained."""
+    chat = format_of("qwen3")
+    body = """
+    from openai import APIStatusError
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    malformed = [[{"type": "function"}], [{"type": "function", "function": {"parameters": {}}}], [5], ["add"]]
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=1) as client:
+        for tools in malformed:
+            try:
+                await client.chat.completions.create(model="policy", messages=session.messages, tools=tools)
+                return 0.0
+            except APIStatusError as error:
+                assert "tools" in str(error), error
+            try:
+                await session.ask(tools=tools)
+                return 0.0
+            except AgentError as error:
+                assert "tools" in str(error), error
+        await client.chat.completions.create(model="policy", messages=session.messages, tools=[add])
+    return 1.0
+    """
+    engine = Engine(lambda text: "5", chat=chat)
+    cfg = config(agent_file(tmp_path, body), max_tokens=1000, tool_parser="hermes")
+    (rollout,) = play(cfg, prompt(), engines=[engine], chat=chat)
+    assert rollout.reward == 1.0, rollout.detail
+    assert len(engine.prompts) == 1 == len(rollout.completions)
 
 
 @pytest.mark.parametrize("leaves_after", [0, 1, 2, None])

@@ -40,10 +40,10 @@ IN_ONE_SESSION = {
     "a generator": "which is not a number",
     "a coroutine": "which is not a number",
     "not json": "the agent raised TypeError: Object of type set is not JSON serializable",
-    "no number of tokens": "the agent raised AgentError",
+    "no number of tokens": "the agent raised AgentError: max_tokens",
     "a lone surrogate": "the agent raised AgentError",
-    "a huge message": "is at its limit",
-    "an unknown message": "is not a message",
+    "a huge message": "a request of 41943",
+    "an unknown message": "messages[2] = 5",
     "leaves a task": SCORED,
     "a task raises": SCORED,
 }
