@@ -69,14 +69,16 @@ class AgentSession:
         self.messages.append({"role": role, "content": text, **fields})
 
     async def ask(
-        self, *, max_tokens: int | None = None, stop: Sequence[str] = (), tools: Sequence[Mapping[str, Any]] = ()
+        self, *, max_tokens: int | None = None, stop: str | Sequence[str] = (), tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
         """Sample the policy's answer, append it to the messages and return its text. Its tokens are trained.
 
+        The text ends before ``stop``, a text or several.
         ``tools``: JSON schemas for the chat template. With ``session.tool_parser`` set, tool calls are in
         ``self.messages[-1]["tool_calls"]``. Raises SessionLimit or AgentError.
         """
-        request = {"do": "ask", "messages": self.messages, "max_tokens": max_tokens, "stop": list(stop)}
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        request = {"do": "ask", "messages": self.messages, "max_tokens": max_tokens, "stop": stops}
         answer = await self._request(request | {"tools": list(tools), "aside": self._number})
         self.finish_reason, self._turn = answer["finish_reason"], answer["turn"]
         self.messages.append(answer["message"])

@@ -32,6 +32,7 @@ def check_data(cfg: RunConfig) -> None:
     if errors := [finding for finding in findings if finding.severity == "error"]:
         values = {"--data.environments": [source.dataset for source in cfg.data.environments]}
         values |= {"--data.max_dropped": cfg.data.max_dropped, _tokenizer_field(cfg): _tokenizer(cfg)}
+        values["--session.tool_parser"] = cfg.session.tool_parser
         raise ConfigError([Violation(e.subject, values[e.subject], e.problem, "Nothing was started") for e in errors])
 
 
@@ -78,6 +79,8 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
         require_template(cfg, loaded)
     except (ValueError, OSError, ImportError) as error:
         return [], [Finding("error", _tokenizer_field(cfg), str(error))]
+    if problem := _tool_parser_problem(cfg):
+        return [], [Finding("error", "--session.tool_parser", problem)]
     try:
         reports = inspect_sources(cfg, loaded)
     except (ValueError, OSError, ImportError) as error:
@@ -116,6 +119,15 @@ def _unloadable(cfg: RunConfig, *, with_classes: bool = False) -> list[Finding]:
 
         errors += [error] if (error := load_problem(agents, cfg.scoring)) else []
     return [Finding("error", "--data.environments", error) for error in errors]
+
+
+def _tool_parser_problem(cfg: RunConfig) -> str:
+    """Why vLLM's parser of tool calls cannot be used; empty if it can, without agents, or without vLLM."""
+    if not cfg.session.tool_parser or not any(source.agent for source in cfg.data.environments):
+        return ""
+    from megatron_fp8rl.rollout.agents.tool_calls import load_problem
+
+    return load_problem(cfg.session.tool_parser, _tokenizer(cfg))
 
 
 def _tokenizer(cfg: RunConfig) -> str:

@@ -33,7 +33,7 @@ from megatron_fp8rl.rollout.agents.gateway import Gateway
 from megatron_fp8rl.rollout.agents.request_fields import check_request
 from megatron_fp8rl.rollout.agents.requests import Requests
 from megatron_fp8rl.rollout.agents.session import Session, SessionError, SessionLimitError
-from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls
+from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls, before_stop
 from megatron_fp8rl.rollout.errors import EngineError, RequestLostError
 from megatron_fp8rl.types import Completion, Prompt, Rollout
 
@@ -239,9 +239,10 @@ class _Answers:
             check_request(fields, "chat")
             completion, turn = await session.chat(**fields)
             self._turns[key] = session, turn
-            message = {"role": "assistant", **self._tools.message(completion.text, fields["tools"])}
+            text = before_stop(completion.text, fields["stop"])
+            message = {"role": "assistant", **self._tools.message(text, fields["tools"])}
             session.record_answer(turn, message)
-            answer = {"text": completion.text, "message": message, "finish_reason": completion.finish_reason}
+            answer = {"text": text, "message": message, "finish_reason": completion.finish_reason}
             return answer | {"turn": turn}
         except SessionLimitError as error:
             return {"error": str(error), "kind": "limit"}

@@ -39,7 +39,7 @@ from megatron_fp8rl.data.conversation import ConversationError
 from megatron_fp8rl.envs.agent_session import ASIDE
 from megatron_fp8rl.rollout.agents.request_fields import RequestError, Surface, check_request
 from megatron_fp8rl.rollout.agents.session import Session, SessionEndedError, SessionError, SessionLimitError
-from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls
+from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls, before_stop
 from megatron_fp8rl.rollout.errors import EngineDeadError, EngineError, RequestLostError
 from megatron_fp8rl.types import Completion
 
@@ -249,13 +249,8 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _told(completion: Completion, body: Mapping[str, Any]) -> str:
-    """Return the text before the first stop string, whose tokens are trained too."""
-    text = completion.text
-    found = [(text.find(stop), stop) for stop in _sampling(body)["stop"] if stop in text]
-    if not found:
-        return text
-    start, stop = min(found)
-    return text[: start + len(stop) if body.get("include_stop_str_in_output") else start]
+    """Return the text before the stop string, whose tokens are trained too."""
+    return before_stop(completion.text, _sampling(body)["stop"], included=bool(body.get("include_stop_str_in_output")))
 
 
 def _chat_logprobs(completion: Completion, body: Mapping[str, Any]) -> dict[str, Any] | None:
