@@ -1,14 +1,16 @@
 """Runs a program and its tests inside the sandbox. ``programs.py`` passes this file's text to Python.
 
 Imports the standard library only. Reads one JSON request from standard input and prints one line: the request's secret
-and a JSON reply. Tests have their own namespace and built-ins, so a program that replaces ``sum`` or ``abs`` changes no
-test. A value that equals every object fails the comparison.
+and a JSON reply. Tests have their own namespace and built-ins, and the modules that they use are restored before each
+statement. So a program that replaces ``abs`` or ``math.isclose`` changes no test. A value that equals every object
+fails the comparison.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import json
 import os
 import sys
@@ -78,13 +80,54 @@ def _accepts(method: types.FunctionType, item: Any) -> bool:
         return False
 
 
+class _Modules:
+    """The modules that tests use, as they were before the program ran; ``sys``, which tests may change, is not kept."""
+
+    def __init__(self, texts: list[str]):
+        nodes = [node for text in texts for node in ast.walk(_parsed(text))]
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+        bases = {node.value for node in nodes if isinstance(node, ast.Attribute)}
+        names |= {base.id for base in bases if isinstance(base, ast.Name)} & sys.stdlib_module_names
+        names |= {"unittest"} if any("unittest" in text for text in texts) else set()
+        names -= {"solution", "sys", "__main__"}
+        for name in names:
+            try:
+                importlib.import_module(name)
+            except Exception:
+                continue
+        roots = {name.partition(".")[0] for name in names}
+        loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in roots}
+        self._modules = {name: module for name, module in loaded.items() if type(module) is types.ModuleType}
+        self._contents = [(module, dict(vars(module))) for module in self._modules.values()]
+        values = {id(value): value for _, content in self._contents for value in content.values()}.values()
+        classes = [value for value in values if isinstance(value, type) and value.__module__ in self._modules]
+        self._classes = [(value, dict(vars(value))) for value in classes]
+
+    def restore(self) -> None:
+        sys.modules.update(self._modules)
+        for module, content in self._contents:
+            module.__class__ = types.ModuleType
+            vars(module).update(content)
+        for value, content in self._classes:
+            for name, part in content.items():
+                if vars(value).get(name) is not part:
+                    setattr(value, name, part)
+
+
+def _parsed(text: str) -> ast.AST:
+    try:
+        return ast.parse(text)
+    except SyntaxError:  # reported when it runs
+        return ast.Pass()
+
+
 def main() -> None:
     run, dumps = exec, json.dumps
     originals = dict(vars(builtins))
     request = json.loads(sys.stdin.buffer.read())
-    if any("unittest" in statement for statement in request["statements"]):
-        import unittest  # noqa: F401 - takes time, and a later import could find a module of the program
     reply = os.fdopen(os.dup(1), "w")
+    modules = _Modules([request["setup"], *request["statements"]])
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -134,8 +177,10 @@ def main() -> None:
         scope = tests.__dict__
         scope |= {name: names[name] for name in visible} | {"__builtins__": originals}
         scope |= {_COUNTED: counted, _CHECKED: _checked}
+        modules.restore()
         if attempt(lambda: run(compile(request["setup"], "setup.py", "exec", dont_inherit=True), scope)):
             for statement in request["statements"]:
+                modules.restore()
                 tree = _Tests().visit(ast.parse(statement))
                 answer["passed"].append(
                     attempt(lambda tree=tree: run(compile(tree, "test.py", "exec", dont_inherit=True), scope))
