@@ -160,6 +160,7 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
     cfg, started_s = evaluation.cfg, time.monotonic()
     stop = StopRequest.install()  # before starting anything that a signal to the whole job could kill
     with ExitStack() as stack:
+        stack.enter_context(stop.watched(cfg.engine, deadline_s))
         stack.enter_context(stop.errors_noted())
         parallel = Parallel.init(cfg.parallel, deadline_s=deadline_s)
         stack.callback(parallel.close)

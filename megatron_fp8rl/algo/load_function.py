@@ -11,7 +11,8 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.config import AlgoConfig, Violation
@@ -25,6 +26,18 @@ type AdvantageFn = Callable[[Sequence[float]], Sequence[float]]
 type LossFn = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 _Field = Literal["loss", "advantage"]
 _MODULES = {"loss": "megatron_fp8rl.algo.losses", "advantage": "megatron_fp8rl.algo.advantages"}
+
+
+class Call(NamedTuple):
+    """A call of a user's function."""
+
+    number: int  # of its own in this process
+    field: str
+    name: str
+
+
+running_call: Call | None = None  # in the trainer's thread; read by runtime/watch.py
+_numbers = count()
 
 
 class FunctionError(ValueError):
@@ -94,7 +107,22 @@ def _load(field: _Field, algo: AlgoConfig) -> Callable[..., Any]:
         problem = f"{name} cannot be called with these options: {error}"
         remedy = f"Match its signature: {inspect.signature(function) if callable(function) else 'it is not a function'}"
         raise FunctionError(Violation(f"--algo.{field}_options", options, problem, remedy)) from error
-    return partial(function, **options)
+    bound = partial(function, **options)
+    return _noted(bound, f"algo.{field}", name) if ":" in name else bound
+
+
+def _noted(function: Callable[..., Any], field: str, name: str) -> Callable[..., Any]:
+    """Note in :data:`running_call` that a user's function runs."""
+
+    def noted(*args: Any) -> Any:
+        global running_call
+        running_call = Call(next(_numbers), field, name)
+        try:
+            return function(*args)
+        finally:
+            running_call = None
+
+    return noted
 
 
 def _with_checked_result(function: LossFn, algo: AlgoConfig) -> LossFn:

@@ -31,7 +31,7 @@ def on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
         command = [sys.executable, *torchrun.split(), *sys.argv[1:]]
         cores = max(1, (os.cpu_count() or 1) // parallel.world_size)
         environment = {"OMP_NUM_THREADS": str(cores), **os.environ}
-        return run_ranks(command, environment, stopped_s=cfg.engine.update_s)
+        return run_ranks(command, environment, hang_s=2 * cfg.engine.hang_s)
     import torch
 
     if not torch.cuda.is_available():

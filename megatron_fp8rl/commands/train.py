@@ -89,6 +89,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
     add_seconds("start_command", time.time() - float(os.environ.get(STARTED, time.time())))
     stop = StopRequest.install()  # before starting anything that a signal to the whole job could kill
     with contextlib.ExitStack() as stack:
+        stack.enter_context(stop.watched(cfg.engine, longest_wait_s(cfg.engine)))
         stack.enter_context(stop.errors_noted())
         fleet = _prepare(cfg, stack, wants_rl) if os.environ.get("RANK", "0") == "0" else None
         with span("start_imports"):  # while engines start

@@ -33,10 +33,14 @@ from typing import TYPE_CHECKING
 from megatron_fp8rl.net.parent import end_with_thread
 
 if TYPE_CHECKING:
+    import psutil
+
+    from megatron_fp8rl.config import EngineConfig
     from megatron_fp8rl.trainer.parallel import Parallel
 
 SAVED = 85  # exit status: not finished; start again to continue
 FOLDER_VARIABLE = "LAUNCH_DIR"
+STILL_VARIABLE = "FP8RL_STILL_DIR"  # folder where ranks that are asked to end note how long they have stood still
 _STOP, _STOPPED = "stop.json", "stopped.json"
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 _LOOK_S = 1.0
@@ -124,12 +128,23 @@ class StopRequest:
         is_told = self.folder is not None and "RANK" in os.environ
         raise RunStopped(step, 0 if is_told else SAVED)
 
+    def watched(self, engine: EngineConfig, wait_s: float) -> contextlib.AbstractContextManager[None]:
+        """End this rank if it stands still during the block. ``wait_s``: the longest wait between trainer ranks."""
+        from megatron_fp8rl.runtime.watch import watched
+
+        return watched(engine, wait_s, self._was_asked, self._origin())
+
     @contextlib.contextmanager
     def errors_noted(self) -> Iterator[None]:
-        """Report an exception to the launcher as it propagates, before any cleanup that it causes."""
+        """Report an exception to the launcher as it propagates, before any cleanup that it causes. The error of a
+        collective operation gets a note with this rank and the operation."""
+        from megatron_fp8rl.runtime.watch import waited_for_ranks
+
         try:
             yield
         except Exception as error:
+            if (note := waited_for_ranks(error, self.rank)) and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
             name = f"error-rank{self.rank}.json"
             if self.folder is not None and not (self.folder / name).exists():
                 with contextlib.suppress(OSError):  # the error itself matters more
@@ -139,6 +154,10 @@ class StopRequest:
     def is_asked(self) -> bool:
         """Whether this rank was asked to stop; rank 0 checks a launcher's folder once a second."""
         return self._is_signalled or signal.SIGUSR1 in signal.sigpending() or self._is_told()
+
+    def _was_asked(self) -> bool:
+        """:meth:`is_asked` for another thread: does not look into the folder."""
+        return self._is_signalled or self._was_told or signal.SIGUSR1 in signal.sigpending()
 
     def _agreed(self, parallel: Parallel) -> bool:
         """Collective: whether any rank was asked to stop."""
@@ -173,12 +192,13 @@ class StopRequest:
         print("saving a checkpoint, then ending; a second Ctrl-C ends at once", flush=True)
 
     def _describe(self, error: BaseException) -> dict[str, object]:
+        return {"time": time.time(), "rank": self.rank, "text": _text_of(error), **self._origin()}
+
+    @staticmethod
+    def _origin() -> dict[str, object]:
         return {
-            "time": time.time(),
             "role": os.environ.get("LAUNCH_ROLE", "trainer"),
             "node": int(os.environ.get("LAUNCH_NODE", "0")),
-            "rank": self.rank,
-            "text": _text_of(error),
             "log": os.environ.get("LAUNCH_LOG", "the output of this rank"),
         }
 
@@ -196,13 +216,13 @@ def _text_of(error: BaseException) -> str:
     return str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))[-8000:].rstrip()
 
 
-def run_ranks(command: Sequence[str], environment: Mapping[str, str], *, stopped_s: float = 300.0) -> int:
+def run_ranks(command: Sequence[str], environment: Mapping[str, str], *, hang_s: float = 30.0) -> int:
     """Run torchrun on this machine and forward stop requests; return its exit status, or SAVED if its ranks saved.
 
     torchrun kills its ranks 30 s after a SIGTERM, and a SIGUSR1 kills it. It ends with this process.
 
-    A rank that is stopped (SIGSTOP) for ``stopped_s`` seconds is named and killed, because all other ranks wait for it
-    in a collective operation; at once, if the run is asked to end by SIGTERM or Ctrl-C. A second SIGTERM or Ctrl-C ends
+    Ranks that were asked to end by SIGTERM or Ctrl-C are killed if all of them wait for each other, at the same places
+    for ``hang_s``; a rank that stands still elsewhere ends by itself (:mod:`.watch`). A second SIGTERM or Ctrl-C ends
     all ranks at once.
     """
     with tempfile.TemporaryDirectory(prefix="stop-") as temporary:
@@ -221,48 +241,79 @@ def run_ranks(command: Sequence[str], environment: Mapping[str, str], *, stopped
         # The ranks inherit the blocked signals and unblock them once their handlers are installed.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         # In a separate process group, so that Ctrl-C reaches only this process, which asks the ranks to save.
-        environment = {**environment, FOLDER_VARIABLE: str(folder)}
+        environment = {**environment, FOLDER_VARIABLE: str(folder), STILL_VARIABLE: temporary}
         process = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=end_with_thread)
         for number in (*_SIGNALS, signal.SIGINT):
             signal.signal(number, ask)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        stopped = _StoppedRanks(process.pid)
+        ranks = _AskedRanks(process, Path(temporary), hang_s)
         while True:
             try:
                 status = process.wait(_LOOK_S)
                 break
             except subprocess.TimeoutExpired:
-                stopped.kill(0.0 if asked_to_end else stopped_s)
+                if asked_to_end:
+                    ranks.end(at_once=len(asked_to_end) > 1)
         return SAVED if status == 0 and (folder / _STOPPED).exists() else status
 
 
-class _StoppedRanks:
-    """Ranks of a torchrun on this machine that SIGSTOP has stopped, and since when."""
+class _AskedRanks:
+    """The ranks of a torchrun on this machine that were asked to end. Times are counted in calls of :meth:`end`."""
 
-    def __init__(self, torchrun: int) -> None:
-        self._torchrun = torchrun
-        self._since_s: dict[int, float] = {}
+    _KILL_CALLS = 10  # until ranks that were to end at once are killed
+    _STOPPED_CALLS = 4  # until a stopped process is killed that no other process watches
 
-    def kill(self, after_s: float) -> None:
-        """Print the name of each rank that has been stopped for ``after_s``, and kill it; torchrun ends the others."""
+    def __init__(self, torchrun: subprocess.Popen[bytes], still_folder: Path, hang_s: float) -> None:
+        self._torchrun, self._folder, self._hang_s = torchrun, still_folder, hang_s
+        self._told: set[int] = set()
+        self._num_stopped: dict[int, int] = {}
+        self._num_at_once = 0
+
+    def end(self, *, at_once: bool) -> None:
+        """Call once a second: tell new ranks to end, and kill those that cannot."""
         import psutil
 
-        now, ranks = time.monotonic(), {}
+        ranks: list[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self._torchrun).children():
+            torchrun = psutil.Process(self._torchrun.pid)
+            for child in torchrun.children():
                 with contextlib.suppress(psutil.Error):
-                    if child.status() == psutil.STATUS_STOPPED and (rank := child.environ().get("RANK")) is not None:
-                        ranks[child.pid] = (rank, child)
-        self._since_s = {pid: self._since_s.get(pid, now) for pid in ranks}
-        for pid, (rank, child) in ranks.items():
-            stood_s = now - self._since_s[pid]
-            if stood_s >= after_s:
-                print(
-                    f"trainer rank {rank} (process {pid}) was stopped by a signal and has stood still for "
-                    f"{stood_s:.0f} s, while all other ranks wait for it. The run ends; when it is started again, it "
-                    "continues from its last checkpoint",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                    if "RANK" in child.environ():
+                        ranks.append(child)
+            self._kill_stopped([torchrun, *ranks])
+        for rank in ranks:
+            if rank.pid not in self._told:
+                self._told.add(rank.pid)
                 with contextlib.suppress(psutil.Error):
-                    child.kill()
+                    rank.terminate()  # the rank notes it, and stands still for a shorter time at most
+        self._num_at_once += at_once
+        if self._num_at_once > self._KILL_CALLS or self._wait_for_each_other(len(ranks)):
+            for rank in ranks:
+                with contextlib.suppress(psutil.Error):
+                    rank.kill()
+
+    def _kill_stopped(self, processes: Sequence[psutil.Process]) -> None:
+        """Kill torchrun, or a rank at its very start, if a signal has stopped it."""
+        import psutil
+
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                is_stopped = process.status() == psutil.STATUS_STOPPED
+                self._num_stopped[process.pid] = self._num_stopped.get(process.pid, 0) + 1 if is_stopped else 0
+                if self._num_stopped[process.pid] > self._STOPPED_CALLS:
+                    print(f"process {process.pid} was stopped by a signal, and is killed", file=sys.stderr, flush=True)
+                    process.kill()
+
+    def _wait_for_each_other(self, num_ranks: int) -> bool:
+        """Whether no rank can go on; prints where each one waits."""
+        still = {}
+        for file in sorted(self._folder.glob("still-rank*.json")):
+            with contextlib.suppress(OSError, ValueError):
+                still[file.stem.removeprefix("still-rank")] = json.loads(file.read_text())
+        if not still or len(still) < num_ranks:
+            return False
+        if any(rank["kind"] != "collective" or rank["still_s"] < self._hang_s for rank in still.values()):
+            return False
+        places = "; ".join(f"rank {rank} in {still[rank]['place']}" for rank in sorted(still, key=int))
+        print(f"all trainer ranks wait for each other and are killed: {places}", file=sys.stderr, flush=True)
+        return True

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.spec import Role, endpoint_file, log_file
-from tests.helpers.agents import HOLD, Job, nothing_is_left, replica, trainer
+from tests.helpers.agents import HOLD, ROOT, Job, nothing_is_left, replica, trainer
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +161,22 @@ def test_a_number_of_nodes_that_is_not_the_plans_is_refused(tmp_path: Path):
     job = Job(tmp_path, trainer("3"), num_nodes=1)
     statuses, outputs = job.run(LAUNCH_NODES="2")
     assert statuses == {2} and "has 2 nodes, and its plan is for 1" in outputs[0], outputs
+
+
+STILL_RANK = Path(__file__).parents[2] / "helpers" / "still_rank.py"
+
+
+@pytest.mark.parametrize("fault", ["stop", "regex"])
+def test_a_rank_of_another_node_that_stands_still_is_the_first_error(fault, tmp_path: Path):
+    command = (str(STILL_RANK), fault, "300")
+    ranks = Role(name="trainer", kind="torchrun", nodes=(0, 1), command=command, processes_per_node=1)
+    job = Job(tmp_path, ranks, num_nodes=2, max_restarts=0)
+    statuses, outputs = job.run(STILL_SCALE="0.01", PYTHONPATH=str(ROOT))
+    assert statuses == {1}, outputs
+    error = (job.board / "first_error.txt").read_text()
+    assert re.match(r"role trainer, node 1 \(.*\), rank 1, at .*\ntrainer rank 1 \(process \d+\) ", error), error
+    assert "was stopped by a signal" in error if fault == "stop" else "has run one call without a pause" in error
+    assert nothing_is_left(job.run_dir)
 
 
 RANKS = """
