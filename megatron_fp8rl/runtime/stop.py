@@ -132,7 +132,8 @@ class StopRequest:
         """End this rank if it stands still during the block. ``wait_s``: the longest wait between trainer ranks."""
         from megatron_fp8rl.runtime.watch import watched
 
-        return watched(engine, wait_s, self._was_asked, self._origin())
+        still = os.environ.get(STILL_VARIABLE)
+        return watched(engine, wait_s, self._was_asked, folder=self.folder, still_folder=still, error=self._origin())
 
     @contextlib.contextmanager
     def errors_noted(self) -> Iterator[None]:

@@ -21,13 +21,12 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from megatron_fp8rl.algo import load_function
 from megatron_fp8rl.config import EngineConfig
-from megatron_fp8rl.runtime.stop import FOLDER_VARIABLE, STILL_VARIABLE
 
 _EVERY_S = 1.0
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -39,16 +38,23 @@ _KINDS = {"rollout/": "engines", "weight_sync/": "engines", "trainer/checkpoint"
 
 @contextlib.contextmanager
 def watched(
-    engine: EngineConfig, wait_s: float, is_asked: Callable[[], bool], error: dict[str, object] | None = None
+    engine: EngineConfig,
+    wait_s: float,
+    is_asked: Callable[[], bool],
+    *,
+    folder: Path | None = None,
+    still_folder: str | None = None,
+    error: Mapping[str, object] | None = None,
 ) -> Iterator[None]:
     """Watch the main thread of this rank during the block. Call in the main thread.
 
     Args:
         wait_s: the longest wait between trainer ranks; a rank that stands still ends before the others time out.
         is_asked: whether the run was asked to end.
-        error: further fields of the error file for a launcher.
+        folder: a launcher's folder, where the error of this rank is written.
+        still_folder: a rank that is asked to end notes there how long it has stood still.
+        error: further fields of the error file.
     """
-    folder, still = os.environ.get(FOLDER_VARIABLE), os.environ.get(STILL_VARIABLE)
     rank = int(os.environ.get("RANK", "0"))
     with tempfile.TemporaryFile() as dumps, contextlib.ExitStack() as stack:
         options = {
@@ -60,9 +66,9 @@ def watched(
             "wait_s": 0.9 * wait_s,
             "dump_fd": dumps.fileno(),
             "caller": os.path.join("algo", "load_function.py"),
-            "still_file": str(Path(still, f"still-rank{rank}.json")) if still else "",
-            "error_file": str(Path(folder, f"error-rank{rank}.json")) if folder else "",
-            "error": error or {},
+            "still_file": str(Path(still_folder, f"still-rank{rank}.json")) if still_folder else "",
+            "error_file": str(folder / f"error-rank{rank}.json") if folder else "",
+            "error": dict(error or {}),
         }
         command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("watchdog.py")), json.dumps(options)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(dumps.fileno(),), bufsize=0)
