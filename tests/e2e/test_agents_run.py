@@ -1,10 +1,12 @@
 """A run with an agent, trainer and engine as they are: every turn is exact, and nothing is left behind."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,53 @@ async def rollout(session, row):
     session.say(str(len(call)), role="tool")
     return float(len(await session.ask()) % 2)
 """
+KINDS = ("works", "works", "by url", "gives up", "exit", "crash", "bug")
+FAILING_AGENT = """
+import asyncio, ctypes, json, os, sys, zlib
+from openai import AsyncOpenAI
+
+KINDS = ("works", "works", "by url", "gives up", "exit", "crash", "bug")
+
+async def rollout(session, row):
+    kind = KINDS[zlib.crc32(session.name.encode()) % len(KINDS)]
+    attempt = os.urandom(4).hex()
+
+    def tell(text):
+        with open("FILE", "a") as output:
+            output.write(json.dumps([session.name, attempt, text]) + chr(10))
+
+    if kind == "by url":
+        async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            messages = list(session.messages)
+            for _ in range(2):
+                answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+                tell(answer.choices[0].message.content)
+                messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "="}]
+        return 1.0
+    if kind == "gives up":
+        for _ in range(5):
+            try:
+                await asyncio.wait_for(session.ask(), 0.002)
+                return 0.0
+            except TimeoutError:
+                pass
+    tell(await session.ask())
+    if kind == "exit":
+        sys.exit("no licence")
+    if kind == "crash":
+        ctypes.string_at(0)
+    if kind == "bug":
+        return row["missing"]
+    session.say("=")
+    tell(await session.ask())
+    return 0.5
+"""
+
+
+def hash_of(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
 OPTIONS = options(
     "--observe.display plain --observe.eval_prompts 0 --num_steps 2 --warm_start.steps 0 --model.random True "
     "--sampling.prompts_per_step 4 --sampling.completions_per_prompt 4 --algo.zero_variance keep --precision.exact "
@@ -57,6 +106,42 @@ def test_two_turns_are_trained_exactly(tmp_path):
         kinds = [type(segment) for segment in session.branches[0].segments]
         assert kinds == [Context, Completion, Context, Completion] and session.branches[0].segments[2].role == "tool"
     assert "policy, turn 2" in (tmp_path / "report.html").read_text()
+
+
+def test_sessions_that_fail_are_named_and_only_delivered_answers_are_trained(tmp_path):
+    """Of 64 sessions, some end their process, give up requests, or have errors; the others are trained."""
+    agent, told = tmp_path / "failing.py", tmp_path / "told.jsonl"
+    agent.write_text(FAILING_AGENT.replace("FILE", str(told)))
+    options = OPTIONS | {
+        "--output_dir": str(tmp_path / "run"),
+        "--sampling.prompts_per_step": "8",
+        "--data.environments.0.agent": f"{agent}:rollout",
+    }
+    args = [word for item in options.items() for word in item]
+    command = [sys.executable, "-m", "megatron_fp8rl", "train", "tiny_calculator", *args]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=DEADLINE_S)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and "Traceback" not in output, output[-3000:]
+    rollouts = [
+        r for _, groups in read_steps(tmp_path / "run" / "rollouts") for group in groups for r in group.rollouts
+    ]
+    assert len(rollouts) == 64
+    answers: dict[str, list[str]] = {}
+    for line in told.read_text().splitlines():
+        name, attempt, text = json.loads(line)
+        answers.setdefault((name, attempt), []).append(text)
+    reasons = {"exit": "SystemExit: no licence", "crash": "ended with exit code -11", "bug": "KeyError: 'missing'"}
+    for one in rollouts:
+        kind = KINDS[hash_of(one.name) % len(KINDS)]
+        lines = re.findall(rf"session {re.escape(one.name)} is lost: (.*)", output)
+        if kind in reasons:
+            assert one.status == "score_failed" and reasons[kind] in one.detail, (kind, one.detail)
+            assert len(lines) == 1 and reasons[kind] in lines[0], (kind, lines)
+        else:
+            assert one.status in ("scored", "truncated") and not lines, (kind, one.detail)
+            played = [texts for (name, _), texts in answers.items() if name == one.name]
+            assert [completion.text for completion in one.completions] == played[-1], kind
+    assert {KINDS[hash_of(one.name) % len(KINDS)] for one in rollouts} == set(KINDS)
 
 
 def test_sessions_go_on_over_publications_and_a_restart(tmp_path):

@@ -102,15 +102,19 @@ def _tasks(taskset: str, options: str) -> list[Any]:
 
 
 async def _environment(taskset: str, options: str, env: str, env_options: str) -> Any:
-    """The environment, with its servers running, once in this process."""
+    """The environment, with its servers running, once in this process.
+
+    A session that ends while it waits does not end the start, because other sessions wait too.
+    """
     key = f"{taskset} {options} {env} {env_options}"
     if key not in _serving:
-        _serving[key] = asyncio.get_running_loop().create_future()
-        try:
-            _serving[key].set_result(await _start(taskset, options, env, env_options))
-        except BaseException as error:
-            _serving.pop(key).set_exception(error)
-            raise
+        _serving[key] = started = asyncio.ensure_future(_start(taskset, options, env, env_options))
+
+        def forget_failure(_: asyncio.Future[Any]) -> None:
+            if started.cancelled() or started.exception() is not None:
+                del _serving[key]  # the next session tries again
+
+        started.add_done_callback(forget_failure)
     return await asyncio.shield(_serving[key])
 
 

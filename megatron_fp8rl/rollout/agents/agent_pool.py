@@ -82,8 +82,9 @@ class AgentPool:
                     outcome = {"status": "failed", "detail": f"the agent's process {lost}"}
                     if lost.by_this or alone or self._closed:
                         break
-                    num_tries += not lost.by_other
-                    _log.warning("session %s is lost and played again: the agent's process %s", session.name, lost)
+                    if not lost.by_other:
+                        num_tries += 1
+                        _log.warning("session %s is lost and played again: the agent's process %s", session.name, lost)
                 except ScorePoolError:
                     raise
                 except Exception as error:

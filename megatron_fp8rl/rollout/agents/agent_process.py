@@ -282,6 +282,9 @@ class AgentProcess:
                     running = set()
             running &= self._outcomes.keys()
             self._culprit = running.pop() if len(running) == 1 else -1
+            if self._culprit >= 0 and len(self._outcomes) > 1:
+                num_others = len(self._outcomes) - 1
+                _log.warning("%d other sessions are played again: an agent's process %s", num_others, self._lost)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
             await process.wait()

@@ -1,5 +1,6 @@
 """One session breaks something; the others of its worker do not notice. The workers are real processes."""
 
+import asyncio
 import json
 import os
 import re
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fp8rl.envs.libraries import verifiers
 from megatron_fp8rl.observe.recording import RolloutWriter, read_steps
 from megatron_fp8rl.rollout.agents import agent_process
 from megatron_fp8rl.types import RolloutGroup
@@ -132,3 +134,29 @@ def test_an_unexpected_error_of_the_program_fails_the_session(caplog):
     assert (works.status, other.status) == ("scored", "scored")
     assert lost.status == "score_failed" and "ZeroDivisionError: a bug" in lost.detail
     assert json.dumps(lost.detail)
+
+
+def test_a_session_that_ends_while_an_environment_starts_does_not_end_the_start(monkeypatch):
+    """The first session is cancelled, others wait for the same environment; a start that fails is tried again."""
+    num_starts = []
+
+    async def start(*_):
+        num_starts.append(1)
+        await asyncio.sleep(0.1)
+        if len(num_starts) == 1:
+            raise OSError("no port is free")
+        return "environment"
+
+    monkeypatch.setattr(verifiers, "_start", start)
+    monkeypatch.setattr(verifiers, "_serving", {})
+
+    async def run() -> None:
+        with pytest.raises(OSError, match="no port is free"):
+            await verifiers._environment("tasks", "", "", "")
+        first, *others = (asyncio.ensure_future(verifiers._environment("tasks", "", "", "")) for _ in range(3))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        assert await asyncio.gather(*others) == ["environment"] * 2 and first.cancelled()
+
+    asyncio.run(run())
+    assert len(num_starts) == 2
