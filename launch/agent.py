@@ -6,7 +6,8 @@ nodes: 0 done, 85 saved and to be restarted, 130 cancelled, otherwise failed. Us
     claim     node 0 holds the run's folder, so that no other job uses it
     join      write this node's address, and wait for all nodes
     start     torchrun for the trainer, with ranks in node order; replicas; other commands
-    check     restart replicas; forward save requests to the trainer; read what other nodes wrote
+    check     restart replicas; forward save requests to the trainer; read what other nodes wrote; if the agent of
+              another node has died, save, or fail if the trainer was on that node
     end       when an essential role has ended on all of its nodes, a role has failed, or the checkpoint is saved
     conclude  stop the remaining roles, wait for the other nodes, print the first error of all nodes
 """
@@ -33,7 +34,8 @@ RESTART_PAUSE_S = float(os.environ.get("LAUNCH_RESTART_PAUSE_S", "0.5"))  # doub
 FILES_DEADLINE_S = float(os.environ.get("LAUNCH_FILES_DEADLINE_S", "60"))  # retries while the file system fails
 MAX_RESTARTS = 5  # in a row, of a role that runs for less than _SETTLED_S each time
 _SETTLED_S = 600.0
-_HEARTBEAT_S = 5.0
+SILENT_S = float(os.environ.get("LAUNCH_SILENT_S", "30"))  # without a heartbeat, until an agent counts as dead
+_HEARTBEAT_S = SILENT_S / 6
 _LATE_TERM_S = 20.0  # by default, Slurm kills 30 s after its SIGTERM
 
 
@@ -54,6 +56,7 @@ class Agent:
         self._deadline: float | None = None  # for the trainer to save
         self._rank_failed_at: float | None = None
         self._next_heartbeat = 0.0
+        self._lost: dict[int, str] = {}  # by node: how its agent has died
         self._trouble_since: float | None = None  # since when the board's files cannot be read or written
 
     def run(self) -> int:
@@ -174,9 +177,29 @@ class Agent:
             if self._deadline is not None and number != signal.SIGUSR1:
                 self._deadline = min(self._deadline, time.monotonic() + _LATE_TERM_S)
             del self._signals[0]
-        if time.monotonic() > self._next_heartbeat:
-            self._next_heartbeat = time.monotonic() + _HEARTBEAT_S
-            self.board.heartbeat()
+        self._watch_agents()
+
+    def _watch_agents(self, silent_s: float = SILENT_S) -> None:
+        """At each heartbeat: send it, and record agents of other nodes that have sent none for ``silent_s``."""
+        if time.monotonic() < self._next_heartbeat:
+            return
+        self._next_heartbeat = time.monotonic() + _HEARTBEAT_S
+        self.board.heartbeat()
+        for node, (when, silence_s) in self.board.silent_nodes(silent_s).items():
+            if node not in self._lost:
+                text = f"sent no heartbeat for {silence_s:.0f} s: it was killed, or its node is lost"
+                self._lost[node] = f"the agent of node {node} {text}"
+                self.board.note_lost(node, when, self._lost[node])
+                self.say(self._lost[node])
+
+    def _check_lost(self) -> None:
+        """If an agent has died, fail if an essential role was on its node, and otherwise ask the trainer to save."""
+        for node, text in self._lost.items():
+            if any(role.essential and node in role.nodes for role in self.spec.roles):
+                failed = {"role": "agent", "node": node, "reason": text, "is_lost": True}
+                self.board.put(FAILED, failed, once=True)
+            elif STOP not in self.board.names():
+                self._ask_to_save(text, is_cancelled=False)
 
     def _ask_to_save(self, reason: str, *, is_cancelled: bool) -> None:
         if is_cancelled:
@@ -190,9 +213,11 @@ class Agent:
         names = self.board.names()
         for process in self.processes:
             self._check_role(process, names)
+        self._check_lost()
         names = self.board.names()  # read again: a role that exited after saving has just written STOPPED
         if FAILED in names and (failed := self.board.get(FAILED)):
-            return "failed", f"role {failed['role']} on node {failed['node']}: {failed['reason']}"
+            where = "" if failed.get("is_lost") else f"role {failed['role']} on node {failed['node']}: "
+            return "failed", f"{where}{failed['reason']}"
         if CANCEL in names and STOP not in names:
             self._ask_to_save(CANCEL, is_cancelled=True)
         self._watch_ranks(names)
@@ -200,7 +225,8 @@ class Agent:
         if STOPPED in names and (stopped := self.board.get(STOPPED)):
             if complete or time.monotonic() > self._saving_deadline():
                 where = f"step {stopped.get('step')}, checkpoint {stopped.get('checkpoint') or 'none'}"
-                return ("cancelled" if self._is_cancelled() else "saved"), f"stopped on request at {where}"
+                why = "".join(f"; {text}" for text in self._lost.values())
+                return ("cancelled" if self._is_cancelled() else "saved"), f"stopped on request at {where}{why}"
         elif complete and is_clean:
             return "done", f"{complete} has finished"
         elif complete and self._is_cancelled():
@@ -381,6 +407,8 @@ class Agent:
             process.request_exit()
         deadline = time.monotonic() + GRACE_S
         while any(process.is_running for process in running) and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                self._watch_agents()
             time.sleep(0.05)
         for process in running:
             if process.is_running:
@@ -392,15 +420,20 @@ class Agent:
 
     def _conclude(self, result: Result, reason: str) -> int:
         """Wait until all nodes have ended their roles, decide the outcome, and return its exit status."""
-        names = self.board.names()
-        expected = {f"gone-{node}.json" for node in range(self.place.num_nodes) if f"node-{node}.json" in names}
-        deadline = time.monotonic() + GRACE_S + 15.0
-        while not expected <= self.board.names() and time.monotonic() < deadline:
+        deadline = time.monotonic() + GRACE_S + SILENT_S
+        while self._missing() and time.monotonic() < deadline:
+            self._watch_agents()
             time.sleep(self.board.poll_s)
         end = outcome.conclude(self.spec, self.board, result, reason)
         self.say(f"{end.result}: {end.reason}")
         self._show_error(end)
         return end.status
+
+    def _missing(self) -> bool:
+        """Whether an agent of this attempt lives and has not ended its roles."""
+        names = self.board.names()
+        nodes = [node for node in range(self.place.num_nodes) if f"node-{node}.json" in names]
+        return any(f"gone-{node}.json" not in names and node not in self._lost for node in nodes)
 
     def _show_error(self, end: Outcome) -> None:
         if end.error:

@@ -2,7 +2,8 @@
 
 The agents know whether a checkpoint was saved, so they decide how an attempt ended and write the status to the file
 ``done``. (The exit status of srun is the largest of all nodes.) 85 requeues the job; any other status ends it. Slurm
-itself requeues a job that was preempted or lost a node.
+itself requeues a job that was preempted or lost a node. If all agents were killed, there is no such file: the job is
+queued again, at most twice with the same checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from launch.outcome import CANCELLED
+from launch.outcome import CANCELLED, MAX_FAILURES
 from launch.spec import SAVED, JobSpec, launch_dir, submission_dir
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ scontrol show topology 2> /dev/null | sed -nE '/Level=0 |^BlockName=/s/.* Nodes=
 if [ -s "$notes/order" ] && [ "$(wc -l < "$notes/order")" = "$(wc -l < "$notes/nodes")" ]; then
     export SLURM_HOSTFILE="$notes/order" SLURM_DISTRIBUTION=arbitrary
 fi"""
-# Agents use all cores of their nodes and end within two minutes of the first. They handle the failure of a node.
-SRUN = ("--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=120")
+_END_S = 120  # for all agents to end after the first, beside the time to save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Submission:
 
 def render(submission: Submission) -> str:
     cluster, folder = submission.cluster, submission.folder
-    run = ["srun", '--output="$log"', *srun_options(submission), *SRUN]
+    run = ["srun", '--output="$log"', *srun_options(submission), *ending_options(submission.spec)]
     run += [*map(quote, cluster.srun), quote(cluster.interpreter), "-m", "launch.agent", '"$folder/job.json"']
     parts = [
         "#!/bin/bash",
@@ -67,6 +67,11 @@ def render(submission: Submission) -> str:
         "\n" + " ".join(run),
     ]
     return "\n".join(parts) + "\n"
+
+
+def ending_options(spec: JobSpec) -> list[str]:
+    """Options of srun: agents use all cores of their nodes. If an agent dies, the others save, and end with time."""
+    return ["--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={spec.save_signal_s + _END_S}"]
 
 
 def srun_options(submission: Submission) -> list[str]:
@@ -95,6 +100,7 @@ def ending(spec: JobSpec) -> str:
         ("@RESTARTS@", str(spec.max_restarts)),
         ("@SAVED@", str(SAVED)),
         ("@CANCELLED@", str(CANCELLED)),
+        ("@KILLED@", str(MAX_FAILURES)),
     ):
         text = text.replace(name, value)
     return text.rstrip("\n")
@@ -129,14 +135,26 @@ end() {
     status=$?
     trap - EXIT
     mkdir -p "$notes"
-    [ -r "$notes/done" ] && read -r status < "$notes/done"
+    if [ -r "$notes/done" ]; then
+        read -r status < "$notes/done"
+    elif [ "$status" -gt 133 ] && [ "$status" -lt 140 ]; then
+        # All agents were killed, as by SIGKILL, and their roles ended with them.
+        echo "the agents were killed: srun ended with status $status" > "$notes/first_error.txt"
+        tail -qn 5 "$folder"/*"$SLURM_JOB_ID"*.out >> "$notes/first_error.txt" 2> /dev/null
+        cd @LAUNCH@ && ls -d ../checkpoints/step_* ../warm_start/checkpoints/step_* > "$notes/killed" 2> /dev/null
+        same=0
+        for earlier in "$SLURM_JOB_ID".*/killed; do
+            cmp -s "$earlier" "$notes/killed" && same=$((same + 1))
+        done
+        if [ "$same" -lt @KILLED@ ]; then status=@SAVED@; fi
+    fi
     case $status in
         0) ;;
         @SAVED@)
             if [ "$attempt" -ge @RESTARTS@ ]; then
-                echo "launch: saved, but max_restarts = @RESTARTS@ attempts are used up; submit the run again" >&2
+                echo "launch: max_restarts = @RESTARTS@ attempts are used up; submit the run again" >&2
             elif scontrol -o show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING '; then
-                echo "launch: attempt $attempt has saved; the job is queued again" >&2
+                echo "launch: attempt $attempt ended; the job is queued again from its last checkpoint" >&2
                 scontrol requeue "$SLURM_JOB_ID"
             fi ;;
         @CANCELLED@)

@@ -15,12 +15,14 @@ import sys
 import time
 from pathlib import Path
 
-from launch.roles import kill_leftovers
+from launch import outcome
+from launch.peers import Board, Place
+from launch.roles import format_exit_status, kill_leftovers
 from launch.spec import SAVED, JobSpec, attempt_dir, launch_dir, record_job, spec_file
 
 _ROOT = Path(__file__).parents[1]
 _POLL_S = 0.2
-_GRACE_S = 120.0  # for the other agents after the first has ended
+_GRACE_S = 120.0  # for the other agents after the first has ended, beside the time to save
 
 
 def start(spec: JobSpec, *, cluster_name: str) -> tuple[str, subprocess.Popen[bytes]]:
@@ -57,7 +59,7 @@ def supervise(spec: JobSpec, job: str) -> int:
         if status != SAVED or any(number != signal.SIGUSR1 for number in signals[:received]):
             return status
         del signals[:received]
-    print(f"launch: saved, but max_restarts = {spec.max_restarts} attempts are used up; start it again", flush=True)
+    print(f"launch: max_restarts = {spec.max_restarts} attempts are used up; start it again", flush=True)
     return status
 
 
@@ -82,18 +84,30 @@ def _attempt(spec: JobSpec, job: str, job_id: str, attempt: int, signals: list[i
                     agent.send_signal(number)
         sent = len(signals)
         if deadline is None and any(agent.poll() is not None for agent in agents):
-            deadline = time.monotonic() + _GRACE_S
+            deadline = time.monotonic() + spec.save_signal_s + _GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             for node, agent in enumerate(agents):
                 if agent.poll() is None:
-                    late = f"{_GRACE_S:.0f} s after the first ended"
+                    late = f"{spec.save_signal_s + _GRACE_S:.0f} s after the first ended"
                     print(f"launch: the agent of node {node} is killed, {late}", flush=True)
                     agent.kill()
         time.sleep(_POLL_S)
     kill_leftovers(spec.run_dir, job_id)
+    if killed := [node for node, agent in enumerate(agents) if agent.returncode < 0]:
+        _conclude(spec, job_id, attempt, killed[0], agents[killed[0]].returncode)
     with contextlib.suppress(OSError, ValueError):
         return int((attempt_dir(spec.run_dir, job_id, attempt) / "done").read_text())
     return next((agent.returncode for agent in agents if agent.returncode), 0) & 0xFF
+
+
+def _conclude(spec: JobSpec, job_id: str, attempt: int, node: int, status: int) -> None:
+    """Decide the outcome for an agent that was killed, unless another agent has decided it."""
+    place = Place(job=job_id, attempt=attempt, node=node, num_nodes=spec.nodes, is_slurm=False)
+    with contextlib.suppress(OSError):
+        board = Board(spec.run_dir, place)
+        reason = f"the agent of node {node} was killed by {format_exit_status(status)}"
+        board.note_lost(node, time.time(), reason)
+        outcome.conclude(spec, board, "failed", reason)
 
 
 def _python_path() -> str:

@@ -29,7 +29,7 @@ from typing import Any
 import nemo_run as run
 
 from launch import in_use, jobs, slurm, user_files
-from launch.batch_script import ORDER, SRUN, Submission, ending, run_mounts
+from launch.batch_script import ORDER, Submission, ending, ending_options, run_mounts
 from launch.cluster import Cluster
 from launch.plan import Request
 from launch.spec import TRAINING_JOBS
@@ -117,7 +117,7 @@ def _executor(executor: run.SlurmExecutor, submission: Submission) -> run.SlurmE
     ours = copy.deepcopy(executor)
     ours.nodes, ours.ntasks_per_node, ours.launcher, ours.env_vars = spec.nodes, 1, None, {}
     ours.signal = f"USR1@{spec.save_signal_s}"
-    ours.srun_args = [*(ours.srun_args or []), *SRUN]
+    ours.srun_args = [*(ours.srun_args or []), *ending_options(spec)]
     ours.additional_parameters = {**(ours.additional_parameters or {}), "requeue": True}
     setup = f"set +evx\n{_FOLDER}\n{ending(spec)}{ORDER}"
     ours.setup_lines = "\n".join([setup, *([executor.setup_lines] if executor.setup_lines else [])])

@@ -5,8 +5,8 @@ In: the errors of all nodes, and the outcomes of earlier attempts. Out: an exit 
 all. Uses only the standard library and the names of checkpoints.
 
 A failed attempt is repeated if the run has finished a step, and the same error did not end the previous attempt at the
-same checkpoint. Three failures without a new checkpoint end the job; its error is the first, because later errors are
-often consequences.
+same checkpoint. It is also repeated if an agent has died, as after the loss of a node. Three failures without a new
+checkpoint end the job; its error is the first, because later errors are often consequences.
 """
 
 from __future__ import annotations
@@ -125,9 +125,12 @@ def _decide(spec: JobSpec, board: Board, result: Result, reason: str) -> Outcome
         loop.insert(0, earlier)
     status = SAVED
     metrics = [Path(spec.run_dir, part, "metrics.jsonl") for part in _PARTS]
-    if not (checkpoint or any(path.exists() and path.stat().st_size for path in metrics)):
+    is_lost = any(e.get("is_lost") for e in errors)
+    if not (is_lost or checkpoint or any(path.exists() and path.stat().st_size for path in metrics)):
         status, reason = FAILED, f"{reason}; no step was ever finished, so it is not tried again"
-    elif [o.signature for o in loop].count(signature) + 1 >= MAX_SAME_FAILURES or len(loop) + 1 >= MAX_FAILURES:
+    elif len(loop) + 1 >= MAX_FAILURES or (
+        not is_lost and [o.signature for o in loop].count(signature) + 1 >= MAX_SAME_FAILURES
+    ):
         attempts = ", ".join(str(outcome.attempt) for outcome in loop)
         reason = f"{reason}; a crash loop: attempt(s) {attempts} failed at the same checkpoint. The first error counts"
         status, error = FAILED, loop[0].error

@@ -14,7 +14,8 @@ contains job and attempt, so that no files of earlier attempts are read:
     cancel                   the job must end without another attempt
     stop.json                the trainer must save and exit: {"reason", "node"}
     stopped.json             the trainer has saved and exited: {"step", "checkpoint"}
-    error-<where>.json       a failure: {"time", "role", "node", "rank", "text", "log", "is_restarted"}
+    error-<where>.json       a failure: {"time", "role", "node", "rank", "text", "log", "is_restarted"}; "is_lost" if an
+                             agent has died, whose roles end with it
     failed.json              the attempt has failed, all roles stop: {"role", "node", "reason"}
     gone-<i>.json            all processes on node i have ended
     .bell                    grows with every file; agents check it once a second, and list the folder if it has grown
@@ -102,6 +103,8 @@ class Board:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.poll_s = POLL_S if place.is_slurm else 0.2
         self._changes = ChangeFlag(self.folder)
+        self._beats: dict[int, tuple[float, float]] = {}  # by node: (its last heartbeat, when it was seen)
+        self._looked_s = float("-inf")
         self._names: set[str] = set()
 
     def names(self) -> set[str]:
@@ -179,6 +182,34 @@ class Board:
     def heartbeat(self) -> None:
         with contextlib.suppress(OSError):
             os.utime(self.folder / f"node-{self.place.node}.json")
+
+    def silent_nodes(self, limit_s: float) -> dict[int, tuple[float, float]]:
+        """{node: (time of its last heartbeat, seconds without)} of other nodes that are silent for longer than
+        ``limit_s`` and have not ended. Compares no clocks of different nodes. Call it once per heartbeat."""
+        now, names, silent = time.monotonic(), self.names(), {}
+        was_paused = now > self._looked_s + limit_s / 2  # as by `scontrol suspend`, which pauses the other nodes, too
+        self._looked_s = now
+        for node in range(self.place.num_nodes):
+            name = f"node-{node}.json"
+            if node == self.place.node or name not in names or f"gone-{node}.json" in names:
+                continue
+            try:
+                with open(self.folder / name, "rb") as file:  # opening asks the server, also on NFS
+                    beat_s = os.fstat(file.fileno()).st_mtime
+            except OSError:
+                continue
+            last_beat_s, seen_s = self._beats.get(node, (0.0, now))
+            if was_paused or beat_s != last_beat_s:
+                seen_s = now
+            self._beats[node] = beat_s, seen_s
+            if now > seen_s + limit_s:
+                silent[node] = beat_s, now - seen_s
+        return silent
+
+    def note_lost(self, node: int, when: float, text: str) -> None:
+        """Record that the agent of a node has died."""
+        error = {"time": when, "role": "agent", "node": node, "rank": None, "text": text, "log": "the job's log"}
+        self.put(f"error-agent.node{node}.json", {**error, "is_lost": True}, once=True)
 
 
 def local_address(place: Place) -> str:

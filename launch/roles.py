@@ -7,6 +7,8 @@ Slurm sends SIGUSR1 before the time limit and SIGTERM at the end, to every proce
 process. The agent blocks SIGUSR1, and its children inherit that: torchrun, ranks, engines. torchrun also has SIGTERM
 blocked, because it would kill its ranks after 30 s, even while they write a checkpoint; SIGINT ends it. Trainer ranks
 unblock the signals that they handle (``megatron_fp8rl/runtime/stop.py``).
+
+The kernel kills the process of a role when its agent ends. Ranks end with torchrun, and engines with their server.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import BinaryIO
 
 from launch.peers import Board, Peer, interfaces
 from launch.spec import JobSpec, Role, attempt_dir, log_file
+from megatron_fp8rl.net.parent import end_with_thread
 
 _TRACEBACK = b"Traceback (most recent call last)"
 _ERROR_BYTES = 8000
@@ -100,6 +103,7 @@ class RoleProcess:
                 stderr=subprocess.STDOUT,
                 env=self._environment(),
                 start_new_session=True,
+                preexec_fn=end_with_thread,  # the agent's main thread
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

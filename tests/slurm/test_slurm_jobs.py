@@ -3,6 +3,7 @@
 The programs are a few lines each, so that these tests cost seconds; training itself is in ``test_slurm_training.py``.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +174,47 @@ def test_the_time_limit_itself_saves_and_queues_the_job_again(slurm: SlurmCluste
     slurm.until(lambda: (folder / "launch" / f"{job}.1" / "node-1.json").exists(), "the second attempt", 300)
     assert slurm.wait(job, deadline_s=300) == "COMPLETED", logs_of(folder)
     assert "saved at" in log_file(folder, "task", 0).read_text() and steps(folder) == 180
+
+
+def kill_agent(slurm: SlurmCluster, folder: Path, job: str, node: int) -> str:
+    """Kill the agent of a node by SIGKILL; returns the name of the node."""
+    peer = json.loads((folder / "launch" / f"{job}.0" / f"node-{node}.json").read_text())
+    on_node = ("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", peer["host"])
+    slurm.command(*on_node, "kill", "-9", str(peer["pid"]))
+    return peer["host"]
+
+
+def test_an_agent_that_is_killed_beside_the_trainer_costs_no_step(slurm: SlurmCluster, folder: Path):
+    """The agents of the other two nodes notice it, the trainer saves, and the job is queued again."""
+    ranks = Role(name="more", kind="command", nodes=(2,), command=("-c", SERVE), restart=True, essential=False)
+    spec = counting(folder, last=400, pause=0.25)
+    job = submit(replace(spec, nodes=3, roles=(*spec.roles, ranks)), ci_cluster())
+    begun = lambda: steps(folder) >= 3 and log_file(folder, "serve", 1).exists()  # noqa: E731
+    slurm.until(begun, "three steps and the server", 300, lambda: logs_of(folder))
+    host = kill_agent(slurm, folder, job, 1)
+    processes = ("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", host, "ps", "-eo", "args")
+    slurm.until(lambda: "print('serving'" not in slurm.command(*processes), "the end of its roles", 10)
+    slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be queued again", 60, lambda: logs_of(folder))
+    slurm.until(lambda: log_file(folder, "task", 0).read_text().count("=== job") == 2, "the next attempt", 120)
+    status = slurm.launch("status", folder).stdout
+    assert "attempt 0: saved (stopped on request" in status and "the agent of node 1 sent no heartbeat" in status, (
+        status
+    )
+    log = log_file(folder, "task", 0).read_text()
+    saved = int(log.partition("saved at ")[2].split()[0])
+    slurm.until(lambda: f"from step {saved} on" in log_file(folder, "task", 0).read_text(), "its first line", 60)
+
+
+def test_an_agent_that_is_killed_on_its_only_node_ends_its_role_and_the_job_goes_on(slurm: SlurmCluster, folder: Path):
+    spec = counting(folder, last=60, pause=0.25)
+    job = submit(replace(spec, nodes=1, roles=spec.roles[:1]), ci_cluster())
+    slurm.until(lambda: steps(folder) >= 3, "three steps", 300, lambda: logs_of(folder))
+    kill_agent(slurm, folder, job, 0)
+    slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be queued again", 60, lambda: logs_of(folder))
+    assert slurm.wait(job) == "COMPLETED" and steps(folder) == 60, logs_of(folder)
+    error = (folder / "launch" / f"{job}.0" / "first_error.txt").read_text()
+    assert error.startswith("the agents were killed: srun ended with status 137\n"), error
+    assert log_file(folder, "task", 0).read_text().count("=== job") == 2
 
 
 def test_singletons_go_on_where_the_job_before_them_stopped(slurm: SlurmCluster, folder: Path):

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -128,29 +129,74 @@ def test_a_signal_that_comes_while_agents_start_is_heard(tmp_path: Path):
 
 def test_a_job_that_was_suspended_goes_on(tmp_path: Path):
     """As by `scontrol suspend`: a wait for signals that is stopped beyond its time ends as if a signal had come."""
-    job = Job(tmp_path, trainer("30", nodes=(0, 1)), num_nodes=2)
-    job.start()
+    job = Job(tmp_path, trainer("100", nodes=(0, 1)), num_nodes=2)
+    job.start(LAUNCH_SILENT_S="3")
     job.until(lambda: "step 3\n" in job.log("trainer", 1))
-    for number in (signal.SIGSTOP, signal.SIGCONT):
+    for number, pause_s in ((signal.SIGSTOP, 5.0), (signal.SIGCONT, 0.5)):  # longer than the silence of a dead agent
         for agent in job.agents:
             agent.send_signal(number)
-        time.sleep(0.5)
+        time.sleep(pause_s)
     statuses, outputs = job.wait()
     assert statuses == {0}, outputs
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_roles_end_with_their_agent_and_the_agents_of_other_nodes_end_the_attempt(node: int, tmp_path: Path):
+    """The trainer is on both nodes, so it cannot save. The attempt is repeated, although no step was saved."""
+    job = Job(tmp_path, trainer("5000", nodes=(0, 1)), replica(0, 1), num_nodes=2)
+    job.start(LAUNCH_SILENT_S="3")
+    job.until(lambda: "step 3\n" in job.log("trainer", 0) and "listens" in job.log("rollout-0", 1))
+    of_all = len(fake_processes(job.run_dir))
+    job.agents.pop(node).kill()
+    until(lambda: len(fake_processes(job.run_dir)) < of_all, "the end of the roles", 10)
+    statuses, outputs = job.wait()
+    assert statuses == {85}, outputs
+    error = (job.board / "first_error.txt").read_text()
+    assert re.match(rf"role agent, node {node} \(.*\), at .*:\nthe agent of node {node} sent no heartbeat for", error)
+    assert f"failed: the agent of node {node} sent no heartbeat" in outputs[1 - node], outputs
+    assert nothing_is_left(job.run_dir)
+
+
+def test_if_an_agent_beside_the_trainer_dies_the_trainer_saves(tmp_path: Path):
+    job = Job(tmp_path, trainer("5000", nodes=(0, 1)), replica(0, 2), num_nodes=3)
+    job.start(LAUNCH_SILENT_S="3")
+    job.until(lambda: "step 3\n" in job.log("trainer", 1) and "listens" in job.log("rollout-0", 2))
+    job.agents.pop(2).kill()
+    statuses, outputs = job.wait()
+    assert statuses == {85} and "saved step" in job.log("trainer", 0), outputs
+    assert re.search(r"saved: stopped on request at step \d+.*; the agent of node 2 sent no heartbeat", outputs[0])
+    job.start(attempt=1)
+    job.until(lambda: len(job.steps()) > 0 and "listens" in job.log("rollout-0", 2).partition("attempt 1")[2])
+    os.kill(job.agents[0].pid, signal.SIGINT)
+    assert job.wait()[0] == {130} and nothing_is_left(job.run_dir)
+
+
+def test_agents_that_die_again_and_again_end_the_job(tmp_path: Path):
+    """Three times without a new checkpoint. The error that is shown is the first."""
+    spec = JobSpec(name="fake", run_dir=str(tmp_path), roles=(trainer("5"),), nodes=2)
+    ends = []
+    for attempt in range(3):
+        board = Board(tmp_path, Place(job="7", attempt=attempt, node=0, num_nodes=2, is_slurm=True))
+        board.note_lost(1, 1.0, f"the agent of node 1 died, attempt {attempt}")
+        ends.append(outcome.conclude(spec, board, "failed", "it died"))
+    assert [end.status for end in ends] == [85, 85, 1] and "a crash loop" in ends[2].reason
+    assert "died, attempt 0" in ends[2].error
+
+
 def test_what_a_killed_agent_left_is_ended_by_the_next_attempt(tmp_path: Path):
+    """A process that does not end with its parent, in a session of its own."""
     job = Job(tmp_path, trainer("5000"), replica(0, 1), num_nodes=2)
     job.start()
     job.until(lambda: "listens" in job.log("rollout-0", 1))
+    environment = {**os.environ, "LAUNCH_OWNER": f"{job.board}/rollout-0/1"}
+    left = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
     for agent in job.agents:
         agent.kill()
         agent.wait(DEADLINE_S)
-    servers = [each for each in fake_processes(job.run_dir) if "serve" in each]
-    assert len(servers) == 1, "it has nothing to write, and so does not notice"
+    assert nothing_is_left(job.run_dir) and left.poll() is None
     job.start(attempt=1)
     job.until(lambda: job.log("rollout-0", 1).count("listens") == 2)
-    job.until(lambda: [each for each in fake_processes(job.run_dir) if "serve" in each] == servers)
+    assert left.wait(DEADLINE_S) == -signal.SIGKILL
     os.kill(job.agents[0].pid, signal.SIGINT)
     assert job.wait()[0] == {130}
     assert nothing_is_left(job.run_dir)
@@ -168,7 +214,8 @@ def test_what_a_killed_agent_of_this_machine_left_is_ended_with_its_attempt(tmp_
     board = Board(run_dir, Place(job="local-1", attempt=0, node=0, num_nodes=1, is_slurm=False))
     os.kill(board.get("node-0.json")["pid"], signal.SIGKILL)
     attempt.join(DEADLINE_S)
-    assert statuses == [-signal.SIGKILL & 0xFF] and nothing_is_left(run_dir)
+    assert statuses == [85] and nothing_is_left(run_dir), "another attempt may begin"
+    assert "the agent of node 0 was killed by signal SIGKILL" in (board.folder / "first_error.txt").read_text()
 
 
 # ---- files

@@ -182,7 +182,9 @@ REQUEUED = "-o show job 7\nrequeue 7\n"
         pytest.param(85, {"done": "85", "restarts": 2}, 85, "", "max_restarts = 2", id="last-attempt"),
         pytest.param(0, {"restarts": 3}, 1, "", "is not started", id="too-many-attempts"),
         pytest.param(85, {"done": "85", "state": "CANCELLED"}, 85, "-o show job 7\n", "", id="cancelled-in-slurm"),
-        pytest.param(143, {"restarts": 1}, 143, "", "first_error", id="killed"),
+        pytest.param(143, {"restarts": 1}, 143, "", "first_error", id="ended-by-slurm"),
+        pytest.param(137, {}, 85, REQUEUED, "the agents were killed: srun ended with status 137", id="killed"),
+        pytest.param(137, {"restarts": 2}, 85, "", "max_restarts = 2", id="killed-in-the-last-attempt"),
         pytest.param(0, {"done": "130\n"}, 130, "scancel 7\n", "", id="cancelled"),
         pytest.param(0, {"done": "3\n"}, 3, "", "", id="failed"),
         pytest.param(1, {}, 1, "", "'srun: error: Unable to open image\\n'", id="no-agent-started"),
@@ -196,6 +198,20 @@ def test_the_end_of_an_attempt(end_of_job, srun, options, status, calls, text):
         assert "first_error" not in shown
     if srun == 1:
         assert "7.0/first_error.txt" in shown
+
+
+def test_agents_that_are_killed_at_the_same_checkpoint_end_the_job(end_of_job, tmp_path):
+    checkpoints = tmp_path / 'it\'s a "run" $x' / "checkpoints"
+    assert end_of_job(137)[0] == 85
+    assert end_of_job(137, restarts=1)[0] == 85
+    (checkpoints / "step_00000002").mkdir(parents=True)  # a new one: it counts from here
+    for _ in range(2):
+        assert end_of_job(137, restarts=1)[0] == 85
+    for attempt in (3, 4):
+        (checkpoints.parent / "launch" / f"7.{attempt}").mkdir()
+        (checkpoints.parent / "launch" / f"7.{attempt}" / "killed").write_text("../checkpoints/step_00000002\n")
+    status, calls, shown = end_of_job(137, restarts=1)
+    assert (status, calls) == (137, "") and "the agents were killed" in shown
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,26 @@ end() {
     status=$?
     trap - EXIT
     mkdir -p "$notes"
-    [ -r "$notes/done" ] && read -r status < "$notes/done"
+    if [ -r "$notes/done" ]; then
+        read -r status < "$notes/done"
+    elif [ "$status" -gt 133 ] && [ "$status" -lt 140 ]; then
+        # All agents were killed, as by SIGKILL, and their roles ended with them.
+        echo "the agents were killed: srun ended with status $status" > "$notes/first_error.txt"
+        tail -qn 5 "$folder"/*"$SLURM_JOB_ID"*.out >> "$notes/first_error.txt" 2> /dev/null
+        cd /lustre/runs/qwen3/launch && ls -d ../checkpoints/step_* ../warm_start/checkpoints/step_* > "$notes/killed" 2> /dev/null
+        same=0
+        for earlier in "$SLURM_JOB_ID".*/killed; do
+            cmp -s "$earlier" "$notes/killed" && same=$((same + 1))
+        done
+        if [ "$same" -lt 3 ]; then status=85; fi
+    fi
     case $status in
         0) ;;
         85)
             if [ "$attempt" -ge 3 ]; then
-                echo "launch: saved, but max_restarts = 3 attempts are used up; submit the run again" >&2
+                echo "launch: max_restarts = 3 attempts are used up; submit the run again" >&2
             elif scontrol -o show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING '; then
-                echo "launch: attempt $attempt has saved; the job is queued again" >&2
+                echo "launch: attempt $attempt ended; the job is queued again from its last checkpoint" >&2
                 scontrol requeue "$SLURM_JOB_ID"
             fi ;;
         130)
@@ -59,4 +71,4 @@ if [ -s "$notes/order" ] && [ "$(wc -l < "$notes/order")" = "$(wc -l < "$notes/n
     export SLURM_HOSTFILE="$notes/order" SLURM_DISTRIBUTION=arbitrary
 fi
 
-srun --output="$log" '--container-image=/lustre/my images/fp8.sqsh' '--container-mounts=/lustre/models:/models:ro,/a b:/c d,/lustre/runs:/lustre/runs' --container-workdir="$folder/code" --cpu-bind=none --kill-on-bad-exit=0 --wait=120 python -m launch.agent "$folder/job.json"
+srun --output="$log" '--container-image=/lustre/my images/fp8.sqsh' '--container-mounts=/lustre/models:/models:ro,/a b:/c d,/lustre/runs:/lustre/runs' --container-workdir="$folder/code" --cpu-bind=none --kill-on-bad-exit=0 --wait=420 python -m launch.agent "$folder/job.json"
