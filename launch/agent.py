@@ -36,6 +36,7 @@ MAX_RESTARTS = 5  # in a row, of a role that runs for less than _SETTLED_S each 
 _SETTLED_S = 600.0
 SILENT_S = float(os.environ.get("LAUNCH_SILENT_S", "30"))  # without a heartbeat, until an agent counts as dead
 _HEARTBEAT_S = SILENT_S / 6
+_ENDING_S = 60.0  # between the error of a process and its end
 _LATE_TERM_S = 20.0  # by default, Slurm kills 30 s after its SIGTERM
 
 
@@ -72,7 +73,7 @@ class Agent:
         try:
             with contextlib.ExitStack() as claim:
                 result, reason = self._work(claim)
-                self._end_all()
+                self._end_all(has_failed=result == "failed")
                 return self._conclude(result, reason)
         finally:
             for process in self.processes:  # no process outlives its agent, even if the board cannot be written
@@ -400,8 +401,10 @@ class Agent:
         }
         self.board.put(f"error-{name}.node{self.place.node}.json", error)
 
-    def _end_all(self) -> None:
-        """Ask every process to exit, and kill those that still run after GRACE_S."""
+    def _end_all(self, *, has_failed: bool) -> None:
+        """Ask every process to exit, and kill those that still run after GRACE_S. If the attempt has failed, record the
+        errors of processes that were ending already: their error may be the first."""
+        asked_s = time.time()
         running = [process for process in self.processes if process.is_running]
         for process in running:
             process.request_exit()
@@ -416,6 +419,8 @@ class Agent:
             process.kill()
             process.report("stopped", process.exit_status())
             self._withdraw(process)
+            if has_failed and asked_s - _ENDING_S < (failure := process.failure()).time < asked_s:
+                self._note(process.role.name, failure, str(process.log))
         self.board.put(f"gone-{self.place.node}.json", {})
 
     def _conclude(self, result: Result, reason: str) -> int:

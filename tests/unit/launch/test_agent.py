@@ -230,3 +230,23 @@ def test_the_sentence_of_a_rank_without_a_traceback_is_the_first_error_of_all_no
     where, *error = (job.board / "first_error.txt").read_text().splitlines()
     assert re.match(r"role trainer, node 1 \(.*\), rank 3, at ", where), where
     assert error == ["python -m megatron_fp8rl: /data/train.jsonl: no such file"]
+
+
+def test_an_error_whose_process_takes_its_time_to_end_is_still_the_first(tmp_path: Path):
+    """The other node fails because of it, and is ready to end at once."""
+    slow = (
+        "import signal, sys, time, traceback; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "sys.stderr.write('Traceback (most recent call last):\\nRuntimeError: the cause\\n'); sys.stderr.flush(); "
+        f"open({str(tmp_path / 'told')!r}, 'w').close(); time.sleep(2); sys.exit(1)"
+    )
+    quick = (
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'told')!r}): time.sleep(0.05)\n"
+        "time.sleep(0.3)\nraise ConnectionError('a consequence')"
+    )
+    roles = [
+        Role(name=f"task-{i}", kind="command", nodes=(i,), command=("-c", text)) for i, text in enumerate([quick, slow])
+    ]
+    job = Job(tmp_path, *roles, num_nodes=2, max_restarts=0)
+    assert job.run()[0] == {1}
+    where, *error = (job.board / "first_error.txt").read_text().splitlines()
+    assert where.startswith("role task-1, node 1 (") and error[-1] == "RuntimeError: the cause"
