@@ -11,6 +11,7 @@ from megatron_fp8rl import cli, evaluate
 from megatron_fp8rl.commands.ranks import longest_wait_s, on_every_rank
 from megatron_fp8rl.commands.report import write_reports
 from megatron_fp8rl.config import ConfigError, RunConfig
+from megatron_fp8rl.preflight.data_check import check_agents
 
 _CHECKED = "FP8RL_CHECKPOINT_CHECKED"  # set for ranks that start after the check
 
@@ -20,6 +21,7 @@ def _run(invocation: cli.Invocation) -> int:
         evaluation = evaluate.plan(invocation.cfg, invocation.options)
         if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
             evaluate.check(evaluation)
+            check_agents(evaluation.cfg)
             os.environ[_CHECKED] = "1"
     except ConfigError as error:
         print(f"eval: {error}", file=sys.stderr)

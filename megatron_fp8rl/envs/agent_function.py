@@ -21,6 +21,7 @@ from megatron_fp8rl.envs.rewards import functions
 from megatron_fp8rl.envs.rewards.functions import RewardError
 
 SIGNATURE = "async def rollout(session, row)"
+_REMEDY = "Name FILE.py:function, or module:function of a module on the Python path"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
@@ -39,9 +40,9 @@ class AgentSpecError(ValueError):
 
 
 class Problem(NamedTuple):
-    """Why an agent cannot play."""
+    """Why an agent cannot play, or a class cannot make problems."""
 
-    field: Literal["agent", "agent_options", "rewards"]
+    field: Literal["agent", "agent_options", "rewards", "dataset"]
     text: str
     remedy: str
 
@@ -53,19 +54,12 @@ def problem(spec: str, options: Mapping[str, Any], *, has_scores: bool) -> Probl
         has_scores: Whether the source scores the last answer of an agent that returns no reward.
     """
     try:
-        tree, name = _source(spec)
+        bindings, name = _bindings(spec)
     except AgentSpecError as error:
-        return Problem("agent", str(error), "Name FILE.py:function, or module:function of a module on the Python path")
-    if tree is None:
-        return None
-    bindings = list(_bound(tree.body))
+        return Problem("agent", str(error), _REMEDY)
     bound = dict(bindings)
     if name not in bound:
-        if "*" in bound or "__getattr__" in bound:
-            return None
-        names = [key for key, node in bound.items() if isinstance(node, _DEFINITIONS)]
-        hint = near_matches(name, names).rstrip("?") or f"; its functions are {', '.join(names) or 'none'}"
-        return Problem("agent", f"{spec.rpartition(':')[0]} has no function {name!r}{hint}", "Name one that it has")
+        return _missing(spec, bound)
     node = bound[name]
     if isinstance(node, ast.ClassDef):
         return _class_problem(name)
@@ -80,6 +74,17 @@ def problem(spec: str, options: Mapping[str, Any], *, has_scores: bool) -> Probl
     return None
 
 
+def class_problem(spec: str) -> Problem | None:
+    """A reason why ``module:Class`` does not exist, found without running the module; None if there is none."""
+    if ":" not in spec or ".py:" in spec:
+        return Problem("dataset", "is not env:module:Class", "Name a module, whose folder is on the Python path")
+    try:
+        bindings, name = _bindings(spec)
+    except AgentSpecError as error:
+        return Problem("dataset", str(error), "Name module:Class of a module on the Python path")
+    return None if name in dict(bindings) else _missing(spec, dict(bindings), ast.ClassDef)
+
+
 def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """The agent with its options, as ``agent(session, row)``. Raises AgentSpecError."""
     try:
@@ -90,7 +95,13 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
         raise AgentSpecError(f"the agent {spec} cannot be loaded: its module called sys.exit({error.code})") from error
     if (wrong := function_problem(function, options)) is not None:
         raise AgentSpecError(f"the agent {spec}: {wrong.text}. {wrong.remedy}")
-    return functools.partial(function, **options)
+    agent = functools.partial(function, **options)
+    if check := getattr(function, "check_options", None):  # of agents of this library
+        try:
+            check(**options)
+        except Exception as error:
+            raise AgentSpecError(f"the agent {spec}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    return agent
 
 
 def function_problem(function: Any, options: Mapping[str, Any]) -> Problem | None:
@@ -175,8 +186,21 @@ def _is_of_type(value: Any, annotation: Any) -> bool:
     return any(isinstance(value, _TYPES[name]) for name in names if name != "bool")
 
 
-def _source(spec: str) -> tuple[ast.Module | None, str]:
-    """(syntax tree of the agent's module, name of the function). The tree is None if the module has no Python source.
+def _missing(spec: str, bound: Mapping[str, ast.AST], *kinds: type[ast.AST]) -> Problem | None:
+    """The problem of a name that a module does not bind; None if the module may bind it when it runs."""
+    if not bound or "*" in bound or "__getattr__" in bound:
+        return None
+    module, _, name = spec.rpartition(":")
+    names = [key for key, node in bound.items() if isinstance(node, kinds or _DEFINITIONS)]
+    noun, nouns = ("class", "classes") if kinds else ("function", "functions")
+    hint = near_matches(name, names).rstrip("?") or f"; its {nouns} are {', '.join(names) or 'none'}"
+    text = f"{module} has no {noun} {name!r}{hint}"
+    return Problem("dataset" if kinds else "agent", text, "Name one that it has")
+
+
+def _bindings(spec: str) -> tuple[list[tuple[str, ast.AST]], str]:
+    """(names that the module binds at its top level, with their nodes; the name in ``spec``). No names are known if the
+    module has no Python source, or may be installed on other nodes only.
 
     Raises AgentSpecError if there is no such file or module, or its syntax is wrong.
     """
@@ -185,17 +209,24 @@ def _source(spec: str) -> tuple[ast.Module | None, str]:
         raise AgentSpecError("names no function" if spec.endswith(".py") else "is not FILE.py:function")
     try:
         if ".py:" in spec:
-            return functions.tree_of(spec), name
+            return list(_bound(functions.tree_of(spec).body)), name
         try:
             found = importlib.util.find_spec(module)
         except Exception as error:  # of a parent package, which is imported
+            if not _has_packages():
+                return [], name
             raise AgentSpecError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
-        if found is None:
+        if found is None and _has_packages():
             raise AgentSpecError(f"there is no module {module!r}")
-        is_python = found.has_location and (found.origin or "").endswith(".py")
-        return (functions.tree_of(f"{found.origin}:{name}") if is_python else None), name
+        is_python = found is not None and found.has_location and (found.origin or "").endswith(".py")
+        return list(_bound(functions.tree_of(f"{found.origin}:{name}").body)) if is_python else [], name
     except RewardError as error:
         raise AgentSpecError(str(error).rstrip("?")) from error
+
+
+def _has_packages() -> bool:
+    """Whether this machine has the packages of a run. A login node may lack them, and modules of the user, too."""
+    return importlib.util.find_spec("torch") is not None
 
 
 def _bound(statements: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:

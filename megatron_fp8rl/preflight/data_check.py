@@ -99,6 +99,13 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
     return lines, findings
 
 
+def check_agents(cfg: RunConfig) -> None:
+    """Raise ConfigError if a worker cannot load the agents."""
+    if errors := _unloadable(cfg):
+        datasets = [source.dataset for source in cfg.data.environments]
+        raise ConfigError([Violation(e.subject, datasets, e.problem, "Nothing was started") for e in errors])
+
+
 def _unloadable(cfg: RunConfig, *, with_classes: bool = False) -> list[Finding]:
     """Errors of agents that a worker cannot load, and with ``with_classes`` of sources that are classes."""
     if find_spec("transformers") is None:  # on a login node, which may lack the packages of user code, too

@@ -22,7 +22,7 @@ from megatron_fp8rl.config import KERNELS, EnvironmentConfig, RunConfig, Violati
 from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.envs import agent_function, sandbox
 from megatron_fp8rl.envs.rewards import configured as rewards
-from megatron_fp8rl.envs.source_kind import VERIFIERS, files_of, has_rows, kind_of
+from megatron_fp8rl.envs.source_kind import CLASS, VERIFIERS, files_of, has_rows, kind_of
 from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
 from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals
 from megatron_fp8rl.preflight.findings import Checks
@@ -399,6 +399,9 @@ def _check_environment(checks: Checks, path: str, environment: EnvironmentConfig
     if environment.dataset.startswith(VERIFIERS):
         remedy = "Copy the source that `grpo --data " + environment.dataset + " --dry-run` prints"
         refuse("dataset", "is a name for the command line", remedy)
+    elif ":" in environment.dataset and kind_of(environment.dataset) == "class":
+        if (wrong := agent_function.class_problem(environment.dataset.removeprefix(CLASS))) is not None:
+            refuse(wrong.field, wrong.text, wrong.remedy)
     for field in ("dataset", "eval"):
         name = getattr(environment, field)
         try:

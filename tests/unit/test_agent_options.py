@@ -3,10 +3,11 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_fp8rl import cli
+from megatron_fp8rl import cli, evaluate
 from megatron_fp8rl.__main__ import COMMANDS
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig
 from tests.helpers.own_model import make_model
@@ -158,4 +159,18 @@ def test_a_dry_run_loads_the_agent_and_the_environment(folder, monkeypatch, caps
         assert len(errors.splitlines()) == 1, errors
     model = ("train", "grpo_qwen3_1_7b", "--model.random", "True", "--dry-run")  # neither a tokenizer nor weights
     status, _, errors = run(capsys, *model, "--data.environments.0.dataset", "env:no_module:Tasks")
-    assert status == 2 and "environment 'env:no_module:Tasks': cannot import 'no_module'" in errors, errors
+    assert status == 2 and "dataset = 'env:no_module:Tasks': there is no module 'no_module'" in errors, errors
+    (folder / "my_tasks.py").write_text("class Tasks:\n    def __init__(self):\n        raise KeyError('server')\n")
+    monkeypatch.syspath_prepend(str(folder))
+    status, _, errors = run(capsys, *model, "--data.environments.0.dataset", "env:my_tasks:Tasks")
+    assert status == 2 and "environment 'env:my_tasks:Tasks' with options {}: KeyError: 'server'" in errors, errors
+
+
+def test_an_evaluation_loads_the_agents_before_it_starts(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(evaluate, "check", lambda evaluation: None)
+    monkeypatch.setattr(evaluate, "plan", lambda cfg, options: SimpleNamespace(cfg=cfg))
+    agent = ("--data.environments.0.agent", "play.py:blocking")
+    monkeypatch.delenv("FP8RL_CHECKPOINT_CHECKED", raising=False)
+    assert cli.main(COMMANDS, ["eval", "tiny_calculator", *agent]) == 2
+    assert "play.py:blocking: print is not async" in capsys.readouterr().err

@@ -119,23 +119,42 @@ async def _environment(taskset: str, options: str, env: str, env_options: str) -
 
 
 async def _start(taskset: str, options: str, env: str, env_options: str) -> Any:
+    from verifiers.v1.utils.loaders import load_environment
+
+    config, roles = await asyncio.to_thread(_config, taskset, options, env, env_options)
+    environment = load_environment(config)
+    _separate_untrained_roles(environment, roles)
+    await _open.enter_async_context(environment.serving())
+    return environment
+
+
+def _config(taskset: str, options: str, env: str, env_options: str) -> tuple[Any, list[str]]:
+    """(configuration of the environment, names of its agents)."""
     from verifiers.v1.configs.agent import AgentConfig
-    from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
+    from verifiers.v1.utils.loaders import env_config_type, resolve_env_config
 
     _make_importable(taskset)
     name = _name(taskset)
     declared = env_config_type(name, env).model_fields
     os.environ[_KEY] = "each request has the session's key"
-    sys.modules[_CHAT] = await asyncio.to_thread(
-        importlib.import_module, "megatron_fp8rl.envs.libraries.verifiers_chat"
-    )
+    sys.modules[_CHAT] = importlib.import_module("megatron_fp8rl.envs.libraries.verifiers_chat")
     local, rest = {"harness": {"id": _CHAT}, "runtime": {"type": "subprocess"}}, json.loads(env_options)
     roles = {role: local | rest.pop(role, {}) for role, field in declared.items() if field.annotation is AgentConfig}
-    fields = {"id": env, "taskset": {"id": name, **json.loads(options)}, **roles, **rest}
-    environment = load_environment(resolve_env_config(fields))
-    _separate_untrained_roles(environment, [*roles])
-    await _open.enter_async_context(environment.serving())
-    return environment
+    return resolve_env_config({"id": env, "taskset": {"id": name, **json.loads(options)}, **roles, **rest}), [*roles]
+
+
+def _check_options(
+    *,
+    taskset: str,
+    options: Mapping[str, Any] | None = None,
+    env: str = "",
+    env_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise an error of the library if it has no such taskset or environment, or its fields are wrong."""
+    _config(taskset, _as_json(options), env, _as_json(env_options))
+
+
+rollout.check_options = _check_options
 
 
 def _separate_untrained_roles(environment: Any, roles: Sequence[str]) -> None:

@@ -180,6 +180,32 @@ def test_a_missing_file_or_module_is_named(file, spec, expected):
 
 
 @pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("megatron_fp8rl.envs.example_agents:Products", ""),
+        ("megatron_fp8rl.envs.example_agents:Product", "has no class 'Product'; did you mean Products. Name one that"),
+        ("no_such_module:Products", "there is no module 'no_such_module'. Name module:Class of a module"),
+        ("players.py:Products", "is not env:module:Class. Name a module, whose folder is on the Python path"),
+        ("players", "is not env:module:Class"),
+    ],
+)
+def test_a_class_that_makes_problems_is_looked_for_too(spec, expected):
+    actual = refusal(agent_function.class_problem(spec))
+    assert expected in actual and bool(actual) == bool(expected)
+
+
+def test_a_login_node_without_packages_does_not_refuse_modules_of_other_nodes(file, monkeypatch):
+    def here(spec: str) -> str:
+        return refusal(agent_function.problem(spec, {}, has_scores=True))
+
+    assert here("no_such_module:rollout") and here("no_such_package.module:rollout")
+    monkeypatch.setattr(agent_function, "_has_packages", lambda: False)
+    assert here("no_such_module:rollout") == here("no_such_package.module:rollout") == ""
+    assert agent_function.class_problem("no_such_module:Tasks") is None
+    assert "does not exist" in here(f"{file}x.py:rollout") and "no function" in here(f"{file}:nothing")
+
+
+@pytest.mark.parametrize(
     ("body", "is_refused"),
     [
         ("await session.ask()", True),

@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import RunConfig, ScoringConfig
 from megatron_fp8rl.envs.libraries.verifiers import Tasks
+from megatron_fp8rl.rollout.agents.agent_process import load_problem
 from megatron_fp8rl.types import Completion
 from tests.helpers.chat_templates import format_of
 from tests.helpers.sessions import TOKENIZER, Engine, config, play, prompt
@@ -141,3 +142,20 @@ def test_a_file_that_the_library_would_not_import_is_refused(tmp_path, monkeypat
         (tmp_path / name).write_text(NESTED)
     with pytest.raises(ValueError, match=expected):
         Tasks(taskset=str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, ""),
+        ({"env": "user-sim"}, ""),
+        ({"env_options": {"agent": {"harness": {"id": "bash"}}}}, ""),
+        ({"env": "user-simm"}, "environment 'user-simm' not found"),
+        ({"env_options": {"agents": {}}}, "agents"),
+        ({"options": {"numbers": 3}}, "numbers"),
+    ],
+)
+def test_a_worker_refuses_environments_and_fields_that_the_library_does_not_have(more, expected):
+    fields = {"agent": "megatron_fp8rl.envs.libraries.verifiers:rollout", "options": {"taskset": FILE, **more}}
+    actual = load_problem({"tasks": fields}, ScoringConfig())
+    assert expected in actual and bool(actual) == bool(expected) and "\n" not in actual
