@@ -144,6 +144,72 @@ def test_sessions_that_fail_are_named_and_only_delivered_answers_are_trained(tmp
     assert {KINDS[hash_of(one.name) % len(KINDS)] for one in rollouts} == set(KINDS)
 
 
+HOSTILE_AGENT = r"""
+import json
+import aiohttp
+from openai import AsyncOpenAI, BadRequestError
+from megatron_fp8rl.envs.agent_session import AgentError
+
+WRONG = [{"stop": [""]}, {"max_tokens": 2.5}, {"n": 2}, {"tools": [{"type": "function"}]}, {"logit_bias": {"5": 1}},
+         {"extra_body": {"allowed_token_ids": [1]}}, {"messages": [{"role": "user", "content": "\u20ac"}]}]
+BODIES = [b"[" * 100000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff"]
+
+async def rollout(session, row):
+    num_wrong = 0
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        for prompt in ([-1], [10**6], []):
+            try:
+                await client.completions.create(model="m", prompt=prompt)
+            except BadRequestError:
+                num_wrong += 1
+        for fields in WRONG:
+            try:
+                await client.chat.completions.create(**{"model": "m", "messages": session.messages, **fields})
+            except BadRequestError:
+                num_wrong += 1
+    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {session.api_key}"}) as http:
+        for body in BODIES:
+            async with http.post(f"{session.base_url}/chat/completions", data=body) as answer:
+                num_wrong += answer.status == 400
+    for arguments in ({"max_tokens": 5 / 2}, {"stop": [""]}, {"tools": [{"type": "function"}]}):
+        try:
+            await session.ask(**arguments)
+        except AgentError:
+            num_wrong += 1
+    assert num_wrong == 16, num_wrong
+    return float(len(await session.ask()) % 2)
+"""
+
+
+def test_wrong_requests_reach_no_engine_and_cost_no_session(tmp_path):
+    agent = tmp_path / "hostile.py"
+    agent.write_text(HOSTILE_AGENT)
+    chosen = OPTIONS | {
+        "--output_dir": str(tmp_path / "run"),
+        "--precision.exact": "False",
+        "--data.environments.0.agent": f"{agent}:rollout",
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            *"-m megatron_fp8rl train tiny_calculator".split(),
+            *(w for item in chosen.items() for w in item),
+        ],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=DEADLINE_S,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-3000:]
+    assert "Traceback" not in output and "is lost" not in output, output[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line.get("rollout/replicas_lost/sum", 0) for line in lines) == 0
+    groups = [group for _, of_step in read_steps(tmp_path / "run" / "rollouts") for group in of_step]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert rollouts and all(len(rollout.completions) == 1 for rollout in rollouts)
+
+
 def test_sessions_go_on_over_publications_and_a_restart(tmp_path):
     """Asynchronous, two data-parallel ranks, one restart: slow tools keep sessions open; every step is trained once."""
     agent = tmp_path / "slow.py"

@@ -1,5 +1,6 @@
 """Replicas that die: rollouts and rewards are those of a run in which none did, and successors hold current weights."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -14,8 +15,11 @@ from inprocess import random_weights, set_weights
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import character_tokenizer
+from megatron_fp8rl.rollout.agents.requests import Requests
+from megatron_fp8rl.rollout.errors import RequestLostError
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import Groups, RolloutStream
+from megatron_fp8rl.types import Completion
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.processes import until
@@ -125,6 +129,27 @@ def test_a_run_in_which_replicas_die_is_the_run_in_which_none_does(pair: Fleet):
     metrics = pair.take_metrics()
     assert metrics["rollout/replicas_lost/sum"] == 2 and metrics["rollout/num_retried/sum"] >= 2
     assert metrics["rollout/replicas/min"] == 0
+
+
+@pytest.mark.long
+def test_a_request_that_ends_engines_costs_two_and_no_other_request(engine_cfg: RunConfig, tmp_path):
+    """A token id below 0 ends an engine. The endpoint rejects it, so it is sent as the trainer's own request."""
+    engine = replace(
+        engine_cfg.engine, num_replicas=3, kv_cache_bytes=16 << 20, max_replica_restarts=0, record_routed_experts=False
+    )
+    cfg = replace(engine_cfg, engine=engine)
+
+    async def ask_all(fleet: Fleet) -> list:
+        requests = Requests(fleet)
+        poison = requests.ask([-1], 1, 0)
+        others = [requests.ask([5, 6, 7 + i], 2, i, max_tokens=128) for i in range(11)]
+        return await asyncio.gather(poison, *others, return_exceptions=True)
+
+    with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
+        poisoned, *others = fleet.sync(ask_all(fleet), BACK_S)
+        assert isinstance(poisoned, RequestLostError) and "Traceback" not in poisoned.summary
+        assert [[type(completion) for completion in completions] for completions in others] == [[Completion] * 2] * 11
+        assert len(fleet.clients) == 1 and fleet.take_metrics()["rollout/replicas_lost/sum"] == 2
 
 
 @pytest.mark.long
