@@ -7,7 +7,7 @@ The API key gives access to one session until it ends. Append ``.1``, ``.2``, ..
 which are not trained on. A program with one key for all requests can send the session's key as ``user`` instead.
 
 Tokens are trained under the distribution that they were sampled from. So the gateway replaces a request's temperature,
-top_p, top_k and seed, and rejects other parameters that would change the distribution (``request_fields.py``). Streamed
+top_p and top_k, and rejects other parameters that would change the distribution (``request_fields.py``). Streamed
 requests get their answer in one piece. If a client disconnects, its request is cancelled. An answer that a client does
 not get is not trained.
 
@@ -245,7 +245,8 @@ async def _body(request: Request) -> Any:
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     stop = body.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
-    return {"max_tokens": body.get("max_completion_tokens") or body.get("max_tokens"), "stop": stop}
+    max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+    return {"max_tokens": max_tokens, "stop": stop, "seed": body.get("seed")}
 
 
 def _told(completion: Completion, body: Mapping[str, Any]) -> str:

@@ -134,6 +134,10 @@ _COMMON: dict[str, RequestField] = {
         type=_Text | Annotated[list[_Text], Field(max_length=_MAX_STOPS)],
     ),
     "include_stop_str_in_output": RequestField(effect="true: the text ends after the `stop` text", type=bool),
+    "seed": RequestField(
+        effect="repeats the answer to the same prompt within a session",
+        type=Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)],
+    ),
     "stream": RequestField(effect="true: the complete answer as a stream", type=bool),
     "stream_options": RequestField(effect="`include_usage`", type=_StreamOptions),
     "user": RequestField(effect="the API key of the session, if the header has none", type=str),
@@ -142,7 +146,6 @@ _COMMON: dict[str, RequestField] = {
     "temperature": RequestField(effect=_REPLACED, type=Annotated[float, Field(ge=0, allow_inf_nan=False)]),
     "top_p": RequestField(effect=_REPLACED, type=Annotated[float, Field(gt=0, le=1)]),
     "top_k": RequestField(effect=_REPLACED, type=Annotated[int, Field(ge=-1, lt=1 << 31)]),
-    "seed": RequestField(effect=_REPLACED, type=Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]),
     "metadata": RequestField(effect=_NO_EFFECT, type=dict[str, Any]),
     **_only(
         _DISTRIBUTION,

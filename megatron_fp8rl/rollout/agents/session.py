@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -151,7 +152,7 @@ class Session:
         **sampling: Any,
     ) -> tuple[Completion, int]:
         """Return the policy's answer to a conversation, and its turn number. ``arguments`` are those of the chat
-        template. ``sampling``: max_tokens, stop. Raises SessionError, ConversationError, or EngineError."""
+        template. ``sampling``: max_tokens, stop, seed. Raises SessionError, ConversationError, or EngineError."""
         chat = self._chat.for_request(tools, arguments)
         num_characters = sum(len(plain(message)["content"]) for message in messages)
         if num_characters > CHARACTERS_PER_TOKEN * self.token_budget:
@@ -318,9 +319,12 @@ class Session:
         num_left = self._check(branch, context)
         limit = min(self._max_new, num_left)
         wanted = sampling.get("max_tokens") or limit
-        seed = self.seed + self._num_seeds * _TURN_STRIDE
-        self._num_seeds += 1
         prompt = [*branch.token_ids, *context.token_ids]
+        if (wanted_seed := sampling.get("seed")) is None:
+            seed = self.seed + self._num_seeds * _TURN_STRIDE
+            self._num_seeds += 1
+        else:
+            seed = _seed_of(self.seed, wanted_seed, prompt)
         started_s = time.monotonic()
         task = asyncio.ensure_future(
             self._sample(
@@ -380,3 +384,11 @@ class Session:
     def _limit(self, what: str) -> SessionLimitError:
         self.limit = self.limit or what
         return SessionLimitError(f"session {self.name} {AT_LIMIT}: {what}")
+
+
+def _seed_of(session: int, wanted: int, prompt: Sequence[int]) -> int:
+    """The seed of a request that has a seed. It repeats only for the same prompt and session: answers to other prompts,
+    and those of the other sessions of a group, stay independent."""
+    return int.from_bytes(
+        hashlib.blake2b(repr((session, wanted, list(prompt))).encode(), digest_size=5).digest(), "big"
+    )

@@ -104,6 +104,7 @@ class Endpoint:
         self.answer, self.chat, self.fails = answer, chat, fails
         self.prompts: list[str] = []
         self.sampling: list[dict] = []
+        self.seeds: list[int] = []
         self.gateway = Gateway("policy", ToolCalls(parser, chat.tokenizer))
         limits = {"token_budget": 2000, "max_completion_tokens": 100}
         self.session = Session("s", SessionConfig(), chat, self._sample, 0, **limits)
@@ -111,6 +112,7 @@ class Endpoint:
     async def _sample(self, token_ids, seed, session, **sampling):
         self.prompts.append(self.chat.tokenizer.decode(token_ids))
         self.sampling.append(sampling)
+        self.seeds.append(seed)
         if self.fails is not None:
             raise self.fails
         (end,) = self.chat.stop_ids
@@ -362,10 +364,10 @@ def test_replaced_fields_and_fields_without_effect_are_accepted():
     assert answer.choices[0].message.content == "5" and answer.id == "cmpl-mine"
 
 
-def test_the_text_ends_before_or_after_the_first_stop_text():
+def test_the_text_ends_before_or_after_the_stop_text():
     endpoint = Endpoint("one two three")
-    assert endpoint.chatted(stop=["three", "two"]).choices[0].message.content == "one "
-    assert endpoint.sampling[0]["stop"] == ("three", "two")
+    assert endpoint.chatted(stop=["zero", "two"]).choices[0].message.content == "one "
+    assert endpoint.sampling[0]["stop"] == ("zero", "two")
     included = {"stop": "two", "extra_body": {"include_stop_str_in_output": True}}
     assert Endpoint("one two three").completed(**included).choices[0].text == "one two"
 
@@ -379,6 +381,24 @@ def test_the_shorter_limit_of_tokens_holds():
         endpoint = Endpoint()
         endpoint.chatted(**fields)
         assert [sampling["max_tokens"] for sampling in endpoint.sampling] == [expected]
+
+
+def test_a_seed_repeats_the_answer_to_one_prompt_in_one_session():
+    def seeds(session_seed: int) -> list[int]:
+        endpoint = Endpoint()
+        endpoint.session.seed = session_seed
+
+        async def ask(client):
+            for text, seed in (("a", 7), ("a", 7), ("a", 8), ("b", 7), ("a", None), ("a", None)):
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}], seed=seed)
+
+        endpoint.asked(ask)
+        return endpoint.seeds
+
+    first, again, other = seeds(0), seeds(0), seeds(1)
+    assert first == again and first[0] == first[1] and len(set(first)) == 5
+    assert not set(first[:4]) & set(other[:4]), "the sessions of a group differ"
+    assert first[4:] == [0, 1 << 20], "as if the others had not been"
 
 
 def test_logprobs_are_those_of_the_sampled_tokens():
