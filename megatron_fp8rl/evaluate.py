@@ -258,7 +258,9 @@ def result_of(groups: Sequence[RolloutGroup], ks: Sequence[int]) -> dict[str, An
         "pass_at": {str(k): asdict(estimate) for k, estimate in pass_at_ks(counts, ks).items()} if has_rate else {},
         "mean_reward": statistics.fmean(rollout.reward for rollout in rollouts),
         "mean_length_tokens": statistics.fmean(rollout.num_sampled_tokens for rollout in rollouts),
-        "truncated": statistics.fmean(rollout.finish_reason == "length" for rollout in rollouts),
+        "truncated": statistics.fmean(
+            rollout.status == "truncated" or rollout.finish_reason == "length" for rollout in rollouts
+        ),
         "not_scored": statistics.fmean(rollout.status == "score_failed" for rollout in rollouts),
     }
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 CHARACTERS_PER_TOKEN = 64  # upper bound for ordinary text
+LARGEST_REWARD = 1e15  # as in envs/scoring.py
 AT_LIMIT = "is at its limit"  # in the text of every refusal because of a limit of the session
 ASIDE = "."  # separates a session's API key from the number of a side conversation
 
@@ -89,7 +90,10 @@ class AgentSession:
 
         The last turn is that of :meth:`ask`; for agents that only use the endpoint, the last one of the session.
         """
-        await self._request({"do": "reward", "value": float(value), "turn": self._turn, "aside": self._number})
+        number = float(value)
+        if not abs(number) <= LARGEST_REWARD:
+            raise AgentError(f"session.reward({value!r}): a reward is a finite number of at most {LARGEST_REWARD:g}")
+        await self._request({"do": "reward", "value": number, "turn": self._turn, "aside": self._number})
 
     def aside(self, *messages: Mapping[str, Any]) -> AgentSession:
         """Open a side conversation with the policy, such as a game opponent's. It is not trained on."""

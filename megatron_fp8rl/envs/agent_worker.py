@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8rl.envs import agent_function
-from megatron_fp8rl.envs.agent_session import AT_LIMIT, AgentError, AgentSession, SessionLimit
+from megatron_fp8rl.envs.agent_session import AT_LIMIT, LARGEST_REWARD, AgentError, AgentSession, SessionLimit
 from megatron_fp8rl.envs.rewards.configured import reward_and_parts
 from megatron_fp8rl.envs.worker_memory import RESERVE_BYTES, AddressSpace, is_exhausted
 
@@ -51,7 +51,6 @@ MARK = struct.Struct("q")  # the session of the event loop; then one of each thr
 MARKS_BYTES = (1 + NUM_THREADS) * MARK.size
 _MAX_REASON = 1500  # characters
 _LIBRARIES = (str(Path(__file__).parents[1]), *(sysconfig.get_paths()[n] for n in ("stdlib", "purelib", "platlib")))
-_LARGEST_REWARD = 1e15  # as in envs/scoring.py
 _LINE_BYTES = 64 << 20
 
 
@@ -84,6 +83,10 @@ class _Loop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         return super().call_at(when, self._marked, callback, *args, context=context)
 
+    def set_default_executor(self, executor: Any) -> None:
+        self._refuse("set_default_executor")
+        super().set_default_executor(executor)
+
     def stop(self) -> None:
         self._refuse("stop")
         super().stop()
@@ -100,6 +103,7 @@ class _Loop(asyncio.SelectorEventLoop):
         if session < 0:
             callback(*args)
             return
+        process = os.getpid()
         self._note(0, session)
         self._enter(self._folders.get(session, self._folder))
         try:
@@ -107,6 +111,8 @@ class _Loop(asyncio.SelectorEventLoop):
         except (SystemExit, KeyboardInterrupt) as error:
             self._fail(session, error)
         finally:
+            if os.getpid() != process:  # a copy of this process that the session has made by os.fork()
+                os._exit(0)
             self._note(0, -1)
             if (folder := _current_folder()) != self._folder or session in self._folders:
                 self._folders[session] = folder
@@ -156,6 +162,7 @@ class Worker:
         self._agents: dict[str, partial[Any]] = {}
         self._base_url, self._max_tokens = "", 1
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._api_keys: dict[int, str] = {}
         self._calls: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
         self._cancelled: set[int] = set()  # sessions that the trainer cancelled
@@ -172,6 +179,7 @@ class Worker:
         elif "start" in message:
             context = copy_context()
             context.run(_session.set, message["start"])
+            self._api_keys[message["start"]] = message["api_key"]
             self._tasks[message["start"]] = task = self._loop.create_task(self._play(message), context=context)
             task.add_done_callback(partial(self._ended, message["start"]))
         elif "cancel" in message:
@@ -189,6 +197,15 @@ class Worker:
         if (task := self._tasks.get(number)) is not None:
             self._failures.setdefault(number, f"a task of the agent raised {_reason(error)}")
             task.cancel()
+
+    def check(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Audit hook: raise AgentError if a session puts its API key where other sessions would use it."""
+        key = self._api_keys.get(_session.get()) if event == "os.putenv" and len(self._api_keys) > 1 else None
+        if key is not None and key.encode() in arguments[1]:
+            raise AgentError(
+                f"the agent puts its API key into the environment variable {os.fsdecode(arguments[0])}, which all "
+                "sessions of its process share. Pass session.api_key and session.base_url as arguments of the client"
+            )
 
     def _begin(self, greeting: Mapping[str, Any]) -> None:
         try:
@@ -254,7 +271,7 @@ class Worker:
 
     def _forget(self, number: int) -> None:
         """Forget a session; its tasks may run on, but get no further answers."""
-        del self._tasks[number]
+        del self._tasks[number], self._api_keys[number]
         self._cancelled.discard(number)
         if isinstance(self._loop, _Loop):
             self._loop.forget(number)
@@ -297,7 +314,7 @@ def _outcome(value: Any, environment: str) -> dict[str, Any]:
     if value is None:
         return {"status": "unscored"}
     reward, parts = reward_and_parts(value, environment)
-    if bad := [number for number in (reward, *parts.values()) if not abs(number) <= _LARGEST_REWARD]:
+    if bad := [number for number in (reward, *parts.values()) if not abs(number) <= LARGEST_REWARD]:
         raise AgentError(f"{environment} returned {bad[0]}, which is not a valid reward")
     return {"status": "scored", "reward": reward, "parts": parts}
 
@@ -377,6 +394,15 @@ def main() -> None:
     def note(thread: int, session: int) -> None:
         MARK.pack_into(shared, thread * MARK.size, session)
 
+    def separate() -> None:
+        """Take the pipes and the report of crashes from a copy of this process."""
+        faulthandler.disable()
+        null = os.open(os.devnull, os.O_RDWR)
+        for file in (requests, replies):
+            os.dup2(null, file.fileno())
+
+    os.register_at_fork(after_in_child=separate)
+
     def new_loop() -> asyncio.AbstractEventLoop:
         return _Loop(note, lambda session, error: worker.fail(session, error))
 
@@ -384,6 +410,7 @@ def main() -> None:
         loop = runner.get_loop()
         loop.set_default_executor(_Threads(note))
         worker = Worker(write, loop)
+        sys.addaudithook(worker.check)
         runner.run(serve(requests, worker))
         os._exit(0)  # do not wait for tool threads that hang
 

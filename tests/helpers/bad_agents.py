@@ -1,6 +1,7 @@
 """Agents that break something that all sessions of their worker use. The others must not notice."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import os
@@ -148,6 +149,45 @@ async def closes_output(session):
     sys.stdout.close()
     sys.stderr.close()
     return 1.0
+
+
+async def forks(session):
+    """A program that is started by fork, and copies of the worker that return into the agent."""
+    import multiprocessing
+
+    queue = multiprocessing.get_context("fork").SimpleQueue()
+    process = multiprocessing.get_context("fork").Process(target=queue.put, args=("from a process",))
+    process.start()
+    assert await asyncio.to_thread(queue.get) == "from a process"
+    await asyncio.to_thread(process.join)
+    children = [os.fork()]
+    if not children[0]:
+        sys.exit(3)
+    children.append(os.fork())
+    if not children[1]:
+        return 0.0
+    children.append(os.fork())
+    if not children[2]:
+        await session.ask()
+        return 0.0
+    for child in children:
+        await asyncio.to_thread(os.waitpid, child, 0)
+    return 1.0
+
+
+async def replaces_the_threads(session):
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+
+
+async def an_infinite_reward(session):
+    await session.reward(float("inf"))
+    return 1.0
+
+
+async def puts_its_key_into_the_environment(session):
+    os.environ["MODE_OF_TEST"] = "shared by all"
+    os.environ["OPENAI_API_KEY"] = session.api_key
 
 
 async def a_set(session):
