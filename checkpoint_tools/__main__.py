@@ -20,6 +20,7 @@ COMMANDS = {  # module name: line of help
     "gguf_to_hf": "GGUF file of llama.cpp to a Hugging Face checkpoint",
     "hf_to_fp8": "quantize a Hugging Face checkpoint to block FP8 for vLLM and transformers",
     "widen": "the same function with larger sizes, so that FP8 blocks tile every matrix",
+    "upcycle": "dense Hugging Face checkpoint to a mixture of experts that starts from it",
     "verify": "check a conversion: the digest of every tensor, and logits against transformers",
     "inspect": "list tensors with shapes, types and sizes, and count parameters; reads no weights",
     "diff": "compare two checkpoints of any kind, tensor by tensor",

@@ -44,7 +44,7 @@ class DerivedOptions(WorkerOptions):
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Folder to create."""
     logits: Literal["auto", "yes", "no"] = "auto"
-    """Compare logits in float64. auto: those of the first layers if free memory is too small for all."""
+    """Compare logits in float64. auto: those of the first two layers if all would take much of the free memory."""
     shard_gb: float = 5.0
     """Largest shard, in GB of 10^9 bytes."""
 

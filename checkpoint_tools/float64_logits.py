@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _BYTES_PER_WEIGHT = 16  # the tensors and the model
+_MEMORY_SHARE = 0.25  # of free memory, which other programs need as well
 
 
 class _Float64(TorchFunctionMode):
@@ -39,8 +40,8 @@ def random_tokens(vocab_size: int, num_tokens: int, seed: int = 0) -> Tensor:
 
 
 def fits(num_weights: int) -> bool:
-    """Whether free memory suffices for a model of ``num_weights``."""
-    return num_weights * _BYTES_PER_WEIGHT < psutil.virtual_memory().available
+    """Whether a model of ``num_weights`` takes a small share of free memory."""
+    return num_weights * _BYTES_PER_WEIGHT < _MEMORY_SHARE * psutil.virtual_memory().available
 
 
 def float64_logits(

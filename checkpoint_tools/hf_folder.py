@@ -124,6 +124,13 @@ class HfFolder:
         """Rows of a tensor as stored, without dequantization and digest check."""
         return self._files.rows(self.entries[name], first, end)
 
+    def whole(self, name: str) -> Tensor:
+        """All rows of a tensor, without digest check; FP8 is dequantized to BF16."""
+        stored = self.stored(name)
+        if not self.is_fp8(name):
+            return stored
+        return dequantize(stored, self._files.rows(self.entries[name + SCALE]).float(), FP8).to(torch.bfloat16)
+
     def _check_digest(self, name: str, first: int, rows: Tensor) -> None:
         if self.recorded_digests:
             self._digests = self._digests or digests.TensorDigests(self.path, self.recorded_digests)
