@@ -14,12 +14,14 @@ from typing import Any
 
 from megatron_fp8rl.envs.rewards.choices import letters_of
 from megatron_fp8rl.envs.rewards.extraction import (
+    DENIAL,
     answer_in,
     find_answer,
     unwrapped,
     with_plain_signs,
     without_bold,
     without_emphasis,
+    without_styles,
 )
 from megatron_fp8rl.envs.rewards.numbers import number_of, whole_number
 
@@ -129,6 +131,9 @@ def math(*, precision: int = 6) -> Compare:
             return 0.0
         answer = find_answer(completion)
         text = _latex(answer.text).removesuffix(".")
+        text = text if answer.is_marked and not answer.is_phrase else _stated(text)
+        if _is_denied(text, expected_text):
+            return 0.0
         if _BASE.findall(text) != _BASE.findall(expected_text):
             return 0.0
         numbers = whole_number(text), whole_number(expected_text)
@@ -141,6 +146,24 @@ def math(*, precision: int = 6) -> Compare:
         return float(math_verify.verify(wanted, answers, float_rounding=precision, timeout_seconds=None))
 
     return score
+
+
+def _stated(text: str) -> str:
+    """The part of a sentence that states the answer: after a question, and before "because" and "rather than"."""
+    last = text.rpartition("? ")[2]
+    text = last if last.strip() else text
+    end = re.search(r"(?<=[\d})$a-z])[,;]?\s+\(?(?:not|rather than|instead of|because|since)\b", text)
+    return text[: end.start()] if end and re.search(r"[\d\\$]", text[: end.start()]) else text
+
+
+def _is_denied(text: str, expected: str) -> bool:
+    """Whether the last sentence of an answer denies its value, or names several where one is expected."""
+    formulas = [part for part in re.split(r"(?<=[.!?])\s|\n", text) if re.search(r"[\d\\$]", part)]
+    last = without_styles(formulas[-1]) if formulas else ""
+    is_one = not re.search(r"\bor\b|[,;{]|\\(?:pm|cup|ne)", expected)
+    if is_one and re.search(r"\bor\b|\\neq?(?![a-z])", last):
+        return True
+    return bool(re.search(DENIAL, re.split(r"[\d\\$(]", last)[0], re.IGNORECASE))
 
 
 def matches(*, pattern: str, whole: bool = False) -> Compare:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import re
 
 from megatron_fp8rl.envs.rewards.extraction import (
+    DENIAL,
     after_reasoning,
     find_answer,
+    line_below_heading,
     phrase_of,
+    phrases_in,
     with_plain_signs,
     without_markup,
     without_styles,
@@ -26,9 +29,7 @@ _PHRASE = phrase_of(
     r"|\bI(?:\s+would|'d|\s+will|'ll)?\s+(?:choose|pick|select|go with)\b|(?:故选|应选|选择|选)\s*:?",
 )
 _SENTENCE_END = re.compile(r"(?<=[\w)\]])[.!?。;](?=\s|$)")
-_NEGATION = re.compile(
-    r"\b(?:not|neither|nor|never|except|eliminates?|wrong|incorrect|cannot|rules? out)\b|n't\b|\bunless\b", re.I
-)
+_NEGATION = re.compile(rf"{DENIAL}|\b(?:eliminates?|wrong|incorrect|rules? out|unless|whether)\b", re.IGNORECASE)
 # A sentence that goes on after "A": otherwise the letter is an article.
 _AFTER_A = r"(?:because|since|as|due|for|and|or|is|which|that|with|the|from|by|based|according|instead|rather)\b"
 _LETTER_WORDS = frozenset(
@@ -45,22 +46,27 @@ def letters_of(text: str, letters: str) -> frozenset[str]:
     if answer.is_marked and not answer.is_phrase:
         return _read(plain, letters, is_marked=True)
     whole = _plain(after_reasoning(text))
-    phrases = list(_PHRASE.finditer(whole))
+    phrases = phrases_in(whole, _PHRASE)
+    if phrases is None:
+        return frozenset()
+    if line := line_below_heading(whole, phrases[-1].end() if phrases else 0):
+        return _read(line, letters, is_marked=True)
     for match in reversed(phrases[-_PHRASES:]):
         rest = whole[match.end() : match.end() + _SENTENCE].lstrip(" \n:*")
         end = _SENTENCE_END.search(rest, 2)
-        sentence = rest if end is None else rest[: end.start()]
+        sentence = (rest if end is None else rest[: end.start()]).partition("\n\n")[0]
+        if _NEGATION.match(sentence.strip()) or _leading(sentence.strip(), letters, is_marked=True) == "":
+            return frozenset()
         if chosen := _read(sentence.strip(" \n\"'"), letters, is_marked=True):
             return chosen
-        if _NEGATION.match(sentence.strip()):
-            return frozenset()
     stated = re.findall(
         rf"\(?\b([{letters}])\b\)?\s+(?:is|must be|seems)\s+(?:therefore\s+)?(?:the\s+)?(?:right|correct|best|true)\b",
         whole,
     )
     if stated:
         return frozenset(stated) if len(set(stated)) == 1 else frozenset()
-    return _read(whole, letters, is_marked=False)
+    last = whole.rpartition("? ")[2]
+    return _read(last if last.strip() else whole, letters, is_marked=False)
 
 
 def _plain(text: str) -> str:
@@ -80,32 +86,37 @@ def _read(text: str, letters: str, *, is_marked: bool) -> frozenset[str]:
         return frozenset(re.sub(r"\band\b|[^A-Za-z]", "", text).upper())
     if re.fullmatch(rf"[{letters}]{{2,}}\.?", text) and list(text.rstrip(".")) == sorted(set(text.rstrip("."))):
         return frozenset(text.rstrip("."))
-    if chosen := _leading(text, letters, is_marked=is_marked):
-        return frozenset(chosen)
-    return _ending(text, letters)
+    chosen = _leading(text, letters, is_marked=is_marked)
+    return _ending(text, letters) if chosen is None else frozenset(chosen)
 
 
-def _leading(text: str, letters: str, *, is_marked: bool) -> str:
-    """The letter before the text of an option, or at the start of a sentence about the choice; empty if none."""
+def _leading(text: str, letters: str, *, is_marked: bool) -> str | None:
+    """The letter before the text of an option, or at the start of a sentence about the choice.
+
+    None if there is none, and empty if another letter follows or the sentence denies it.
+    """
     match = re.match(
         rf"(?:(?:the|my)\s+)?(?:(?:correct|right|best)\s+)?(?:option|choice|letter|answer)?\s*"
         rf"(?:\(\s*([{letters}{letters.lower()}])\s*\)|\[([{letters}])\]|([{letters}])(?=[.):,;\n]|\s*[-=\u2014]\s|\s))",
         text,
     )
     if not match:
-        return ""
+        return None
     letter, after = next(filter(None, match.groups())).upper(), text[match.end() :]
     if match[3] and after[:1].isspace() and not after.startswith("\n") and not re.match(r"\s*[-=(\u2014]", after):
         is_word = not re.match(rf"\s+{_AFTER_A}", after)
         if is_word and (letter in "AI" or not is_marked):
-            return ""
+            return None
     if re.match(rf"[).]?\s*(?:or|and|,|/)\s*\(?[{letters}]\b(?!')", after):
         return ""  # several letters
     if re.match(r"[).]?\s*(?:is|are|was)?\s*(?:not|n't|wrong|incorrect|false)\b|[).]?\s*(?:is|are|can)n.t\b", after):
         return ""
     after = re.sub(r"\b(?:both|neither|either|all of|none of)\b[^.;\n]*", "", after, flags=re.IGNORECASE)
-    labels = re.findall(rf"\(([{letters}])\)|^\s*([{letters}])(?:[.):]|\s*$)", after, re.MULTILINE)
-    return "" if any((a or b) != letter for a, b in labels) else letter
+    label = (
+        rf"\(([{letters}])\)|^\s*([{letters}])(?:[.):]|\s*$)|(?:\bor|[,;])\s+\(?([{letters}])(?:[.):]\s+\S|\)?\s*\Z)"
+    )
+    labels = ["".join(groups) for groups in re.findall(label, after, re.MULTILINE)]
+    return letter if set(labels) <= {letter} else ""
 
 
 def _ending(text: str, letters: str) -> frozenset[str]:

@@ -37,6 +37,16 @@ def phrase_of(noun: str, others: str = "") -> re.Pattern[str]:
 
 
 _PHRASE = phrase_of("answer")
+_HEADING = re.compile(
+    r"^[#*_ \t]*(?:(?:the|my)\s+)?(?:(?:final|correct)\s+)?answer[*_ \t]*\n\s*(?P<line>[^\n]*\S)",
+    re.IGNORECASE | re.MULTILINE,
+)
+# Words before a value that is not the answer, or not certainly.
+DENIAL = (
+    r"(?:\b(?:not|unclear|unknown|uncertain|cannot|never|neither|nor|either|none of|anything but|rather than|except"
+    r"|instead of|other than|unlike|(?:larger|greater|smaller|lower|higher|more|less|fewer) than)\b|n't\b)"
+)
+_CONDITION = re.compile(r"\b(?:whether|if|unless|assum(?:e|ing)|suppos(?:e|ing))\b[^.!?;,\n]*\Z", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?。](?=\s|$)")
 _OPENING = re.compile(r"(?:\s*(?:\\\[|\\\(|\$\$?|\*\*|__)[ \t]*\n)*\s*")  # lines before a formula
 
@@ -106,9 +116,15 @@ def find_answer(completion: str) -> Answer:
     """The answer of a completion."""
     text = after_reasoning(completion)
     marked = _marked(text)
-    if marked is not None:
+    if marked is not None and not phrases_in(marked, _PHRASE):
         return Answer(marked.strip(), True)
-    phrases = list(_PHRASE.finditer(text))
+    text = text if marked is None else marked
+    phrases = phrases_in(text, _PHRASE)
+    if phrases is None:
+        return Answer("", True, True)
+    line = line_below_heading(text, phrases[-1].end() if phrases else 0)
+    if line and len(re.findall(r"[A-Za-z]{2,}", line)) <= 2:  # otherwise a sentence
+        return Answer(line, True, True)
     if phrases:
         rest = text[phrases[-1].end() :]
         rest = rest[_OPENING.match(rest).end() :]
@@ -120,6 +136,22 @@ def find_answer(completion: str) -> Answer:
         if sentence.strip():
             return Answer(sentence.strip(), True, True)
     return Answer(text.strip(), False)
+
+
+def line_below_heading(text: str, start: int) -> str:
+    """The line below the last heading "Answer" or "Final answer" after ``start``; empty if there is none."""
+    headings = list(_HEADING.finditer(text, start))
+    return headings[-1]["line"].strip().removesuffix(".") if headings else ""
+
+
+def phrases_in(text: str, pattern: re.Pattern[str]) -> list[re.Match[str]] | None:
+    """The phrases of a text without those in a condition ("if the answer is 5"); None if it ends in a condition."""
+    every = list(pattern.finditer(text))
+    stated = [match for match in every if not _CONDITION.search(text[max(0, match.start() - 60) : match.start()])]
+    if every and not stated:
+        end = _SENTENCE_END.search(text, every[-1].end() + 2)
+        return [] if end and text[end.end() :].strip() else None
+    return stated
 
 
 def after_reasoning(completion: str) -> str:

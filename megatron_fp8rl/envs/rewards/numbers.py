@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from megatron_fp8rl.envs.rewards.extraction import find_answer, with_plain_signs, without_markup, without_styles
+from megatron_fp8rl.envs.rewards.extraction import DENIAL, find_answer, with_plain_signs, without_markup, without_styles
 
 _LONGEST_TEXT = 4000  # characters at the end of an unmarked answer that are searched
 _LARGEST_EXPONENT = 400
@@ -41,14 +41,14 @@ _COMPOUND = (
 _BEFORE = re.compile(
     r"(?:[\d)}%]\s*[-+*/^]\s*|[A-Za-z][-+*/]\s*|[A-Za-z}]\s+[-+*/]\s+|[-+]\s*"  # operators
     r"|[\^√±<>≤≥]\s*[{(]?\s*|[A-Za-z)}]\s*_\{?|\}\s*\{|\\[a-zA-Z]+\s*(?:\[[^\]]*\])?[\s{(]*"  # LaTeX
-    r"|\b(?:mod|base)\s*|\b[Nn]ot\s+|n't\s+(?:be\s+)?|\d[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*|\d[.,:']|\d\s+:\s*"
+    rf"|\b(?:mod|base)\s*|(?i:{DENIAL}|\bif)\s+(?:be\s+)?|\d[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*|\d[.,:']|\d\s+:\s*"
     rf"|\d\s*{_COMPOUND}|\d\s+[A-Za-z]+\s+and\s+)\Z"
 )
 _AFTER = re.compile(
     r"[)\]}]*\s*(?:[+*^]\s*[\w({\\√π]|[√π±<>≤≥]|\\[a-zA-Z]|-\s*[\d(\\]|/\s*[\d(\\]|/\s*[A-Za-z]\b|(?:mod|base)\b)"
     r"|[)\]}]*(?:_|\([-\d\\a-z]|[.,:']\d)"
     r"|\s?(?:[a-fijnp-rt-zXYZθ]|[kKMBT]|bn|mn|pi|sqrt|sin|cos|tan|log|ln|exp|x\w*)\b(?!['’])"
-    r"|[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*[-+]?\d|\s+and\s+an?\b"
+    r"|[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*[-+]?\d|\s+(?:or|and)\s+[-+]?\(\d|\s+and\s+an?\b"
     rf"|\s*{_COMPOUND}\d|\s+[A-Za-z]+\s+and\s+\d"
 )
 _ARTICLES = re.compile(r"\s(?:a|A)\b")

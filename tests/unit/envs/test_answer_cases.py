@@ -26,6 +26,48 @@ PHRASINGS = (
     "Answer: {}",
     "**Final answer:** {}",
     "The final answer is **{}**. I hope it is correct.",
+    "### Final Answer\n{}",
+    "**Answer**\n\n{}",
+    "<answer>The answer is {}</answer>",
+    "{}</answer>",
+    "Not every case works. The correct answer is:\n**{}**",
+    "Let me see if the answer is plausible. It is.\n\n\\boxed{{{}}}",
+    "We verify whether the answer is consistent. The answer is {}. I am not sure.",
+)
+# "right" is no answer in these texts, and "other" is another answer.
+DENIALS = (
+    "{right} is wrong. The answer is {other}.",
+    "I first thought {right}, but the answer is {other}.",
+    "Answer: {other} (not {right})",
+    "\\boxed{{{other}}} (not {right})",
+    "The answer is {other}, not {right}.",
+    "<answer>{other}</answer> {right}",
+    "Is it {right}? No.\nFinal answer: {other}",
+    "{right}? No, {other}.",
+    "Either {right} or {other}.",
+    "The answer is either {right} or {other}.",
+    "The answer is {right} or {other}.",
+    "The answer is unclear: {right} or {other}",
+    "Final answer: none of {right}, {other}",
+    "The answer is neither {right} nor {other}.",
+    "The answer is not {right}.",
+    "The answer isn't {right}.",
+    "The correct answer isn't {right}; it is {other}.",
+    "It is not {right}.",
+    "The answer cannot be {right}.",
+    "The answer can't be {right}",
+    "The answer is definitely not {right}",
+    "The answer is anything but {right}.",
+    "I don't know whether the answer is {right}.",
+    "If the answer is {right}, then it fails. So the answer is {other}.",
+    "{other} rather than {right}",
+    "{other} instead of {right}.",
+    "**Answer:** {other}\n\nSome say {right}, which is false.",
+    "\\boxed{{{right} \\text{{ or }} {other}}}",
+    "\\boxed{{{right}, {other}}}",
+    "\\boxed{{\\text{{not }}{right}}}",
+    "The answer is {right}. Wait, the answer is {other}.",
+    "answer is {other}. Note: {right}",
 )
 
 
@@ -105,13 +147,26 @@ def test_a_template_that_opens_the_reasoning(reward, opening):
 @pytest.mark.parametrize("reward", RANDOM)
 def test_random_references_in_common_phrasings(reward):
     rng = random.Random(47)
-    for _ in range(40):
+    for _ in range(15):
         reference, other = RANDOM[reward](rng), RANDOM[reward](rng)
         for phrasing in PHRASINGS:
             completion = phrasing.format(reference)
             assert score(reward, completion, reference) == 1, (completion, reference)
             if not score(reward, other, reference):
                 assert score(reward, completion, other) == 0, (completion, other)
+
+
+@pytest.mark.parametrize("reward", RANDOM)
+def test_answers_that_are_denied_or_doubtful_score_0(reward):
+    rng, num_tried = random.Random(5), 0
+    while num_tried < 12:
+        right, other = RANDOM[reward](rng), RANDOM[reward](rng)
+        if score(reward, other, right) or score(reward, right, other):
+            continue
+        num_tried += 1
+        for text in DENIALS:
+            completion = text.format(right=right, other=other)
+            assert score(reward, completion, right) == 0, (completion, right)
 
 
 @pytest.mark.parametrize("reward", RANDOM)
