@@ -379,7 +379,9 @@ class EngineClient:
     def _dead(self, path: str, *, reached: bool = True) -> EngineDeadError:
         """The error of a request to a replica that has ended, which the request may have ``reached``."""
         how = self.replica.exited.result()
-        return EngineDeadError(self._message(str(how), path), is_innocent=how.was_killed or not reached)
+        return EngineDeadError(
+            self._message(str(how), path), is_innocent=how.was_killed or how.left_no_error or not reached
+        )
 
     def _message(self, problem: str, path: str, remedy: str = "") -> str:
         replica = self.replica

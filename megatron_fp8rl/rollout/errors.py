@@ -21,7 +21,7 @@ class EngineError(RuntimeError):
 
 class EngineDeadError(EngineError):
     """The process of a rollout replica has ended. ``is_innocent`` if the request cannot be the cause: it has not
-    reached the replica, or SIGKILL ended it."""
+    reached the replica, SIGKILL ended it, or a replica on another host ended without an error."""
 
     def __init__(self, message: str, *, is_innocent: bool = False) -> None:
         super().__init__(message)
@@ -46,12 +46,14 @@ class Exit:
     """How a replica ended; the text completes a sentence that begins with the name of the replica.
 
     ``code``: exit code; None if a signal ended the process, or if it is unknown. ``signal``: that signal's number.
-    ``reason``: text to show instead of both, such as "hung for 30 s and was killed".
+    ``reason``: text to show instead of both, such as "hung for 30 s and was killed". ``left_no_error``: the replica is
+    on another host, where its end is unknown, and its log has no error.
     """
 
     code: int | None = None
     signal: int | None = None
     reason: str = ""
+    left_no_error: bool = False
 
     @classmethod
     def from_returncode(cls, returncode: int) -> Exit:

@@ -17,7 +17,7 @@ import logging
 import re
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,14 +66,29 @@ class Replica:
 def last_lines(path: Path, count: int = 15) -> str:
     """Return the last ``count`` lines of a log, after the line of its first exception."""
     try:
-        with path.open("rb") as log:
-            log.seek(max(0, log.seek(0, 2) - _LOG_TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
+        lines = _tail(path)
     except OSError as error:
         return f"(no log: {error})"
-    causes = [line for line in lines[:-count] if _EXCEPTION.search(line) and "WARNING" not in line]
-    first = causes[:1] if count > 1 else []
+    first = _errors(lines[:-count])[:1] if count > 1 else []
     return "\n".join(f"    {line}" for line in [*first, *lines[-count:]])
+
+
+def _tail(path: Path) -> list[str]:
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, 2) - _LOG_TAIL_BYTES))
+        return log.read().decode(errors="replace").splitlines()
+
+
+def _errors(lines: Sequence[str]) -> list[str]:
+    return [line for line in lines if _EXCEPTION.search(line) and "WARNING" not in line]
+
+
+def _has_no_error(path: Path) -> bool:
+    """Whether the end of a log has no exception. False if there is no log."""
+    try:
+        return not _errors(_tail(path))
+    except OSError:
+        return False
 
 
 class Replicas(Protocol):
@@ -253,15 +268,19 @@ async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[Exit]) -
     """Watch a remote replica until it has ended, and set ``exited``."""
     heard_s = time.monotonic()
     num_refusals = 0
+
+    async def has_ended(reason: str) -> None:
+        left_no_error = await asyncio.to_thread(_has_no_error, Path(endpoint.log))
+        if not exited.done():
+            exited.set_result(Exit(reason=reason, left_no_error=left_no_error))
+
     while True:
         await asyncio.sleep(_PING_S)
         newer = await asyncio.to_thread(Endpoint.read, path)
         if exited.done():
             return None
         if newer is not None and newer != endpoint:
-            return exited.set_result(
-                Exit(reason=f"was started again on {newer.host} (incarnation {newer.incarnation})")
-            )
+            return await has_ended(f"was started again on {newer.host} (incarnation {newer.incarnation})")
         problem = await ping(endpoint.url)
         if exited.done():
             return None
@@ -271,11 +290,9 @@ async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[Exit]) -
         num_refusals = num_refusals + 1 if isinstance(problem, ConnectionRefusedError) else 0
         silent_s = time.monotonic() - heard_s
         if num_refusals >= 2:
-            reason = f"has ended: nothing listens at {endpoint.url} on {endpoint.host} any more"
-            return exited.set_result(Exit(reason=reason))
+            return await has_ended(f"has ended: nothing listens at {endpoint.url} on {endpoint.host} any more")
         if silent_s > _SILENCE_S:
-            reason = f"was lost: {endpoint.host} has been silent for {silent_s:.0f} s ({problem})"
-            return exited.set_result(Exit(reason=reason))
+            return await has_ended(f"was lost: {endpoint.host} has been silent for {silent_s:.0f} s ({problem})")
 
 
 async def ping(url: str) -> OSError | None:

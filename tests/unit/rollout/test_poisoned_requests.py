@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
+from megatron_fp8rl.net.endpoint import Endpoint
+from megatron_fp8rl.rollout import replicas
 from megatron_fp8rl.rollout.agents import agent_pool
 from megatron_fp8rl.rollout.agents import requests as requests_module
 from megatron_fp8rl.rollout.agents.requests import Requests
-from megatron_fp8rl.rollout.errors import EngineDeadError, RequestLostError
+from megatron_fp8rl.rollout.errors import EngineDeadError, Exit, RequestLostError
 from megatron_fp8rl.rollout.stream import RolloutStream
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.fields import set_fields
@@ -78,6 +80,34 @@ def test_a_poisoned_session_costs_two_replicas_and_itself(tmp_path, monkeypatch,
     assert "has cost two rollout replicas and is not sent to a third" in detail and "Traceback" not in detail
     (warning,) = warnings
     assert warning.startswith("session chain_sum/9#9 is lost: the request has cost two rollout replicas")
+
+
+@pytest.mark.parametrize(
+    ("log", "left_no_error"),
+    [("INFO 1 request\n", True), ("INFO\nvllm.v1.EngineDeadError: EngineCore\nINFO\n", False), (None, False)],
+)
+def test_a_remote_replica_that_ends_without_an_error_was_ended_from_outside(tmp_path, monkeypatch, log, left_no_error):
+    """So an operator's or a scheduler's SIGKILL on another host is not counted."""
+    monkeypatch.setattr(replicas, "_PING_S", 0.01)
+    if log is not None:
+        (tmp_path / "log").write_text(log)
+
+    async def ended() -> Exit:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        told = {"name": "rollout-0", "url": url, "host": "node3", "pid": 1, "incarnation": 1, "token": ""}
+        endpoint = Endpoint(log=str(tmp_path / "log"), **told)
+        endpoint.write(tmp_path / "endpoint.json")
+        exited = asyncio.get_running_loop().create_future()
+        watching = asyncio.ensure_future(replicas._watch(endpoint, tmp_path / "endpoint.json", exited))
+        await asyncio.sleep(0.1)
+        assert not exited.done()
+        server.close()
+        await asyncio.wait_for(watching, 30)
+        return exited.result()
+
+    how = asyncio.run(ended())
+    assert how.left_no_error == left_no_error and "nothing listens" in str(how)
 
 
 def ask_all(fleet: list[Mortal], texts: list[str]) -> list:
