@@ -110,10 +110,11 @@ class ChatFormat:
         question = {"role": "user", "content": "?"}
         try:
             text = self._render([question, {"role": "assistant", "content": _MARK}, question], ())
-            ids = self._encode(text.rpartition(_MARK)[2].lstrip(), add_special_tokens=False) if _MARK in text else ()
         except ConversationError:
             return None
-        return ids[0] if ids else None
+        rest = text.rpartition(_MARK)[2].lstrip() if _MARK in text else ""
+        ids = self.tokenizer.encode(rest, add_special_tokens=False)  # later characters may be unknown
+        return ids[0] if ids and ids[0] != self.tokenizer.unk_token_id else None
 
     def _closing(self, tools: Sequence[Any]) -> str:
         """The template's text after an answer, such as end token and line break."""

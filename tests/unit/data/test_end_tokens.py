@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fp8rl.data.conversation import ChatFormat
 from megatron_fp8rl.data.inspection import inspect_ends
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.data.prompts import ProblemSource
@@ -173,3 +174,15 @@ def test_end_tokens_are_listed_and_doubtful_ones_warned_about(tmp_path):
     _, (warning,) = inspect_ends(config(tmp_path / "base"), base)
     assert warning.endswith(f"set --sampling.stop_token_ids {im_end}")
     assert inspect_ends(config(tmp_path / "base", stop_token_ids=(im_end,)), base)[1] == []
+
+
+def test_the_end_token_of_a_template_is_found_without_the_characters_of_a_question(tmp_path):
+    tokenizer = character_tokenizer("0123456789=")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+    )
+    chat = ChatFormat(tokenizer, True)
+    assert tokens(tokenizer, [chat.closing_id()]) == ["<|im_end|>"]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert chat.closing_id() is None  # "?" is unknown
