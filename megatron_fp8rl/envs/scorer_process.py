@@ -24,6 +24,7 @@ import psutil
 from megatron_fp8rl.envs import worker_memory
 
 START_DEADLINE_S = 180.0  # covers importing all environments on a busy machine
+_LATE_DEADLINE_S = 10.0  # the least time to read the reply, however long ago the worker started
 _STDERR_TAIL_BYTES = 400
 _MAX_STDERR_BYTES = 1 << 20  # limit of a scorer's output; checked once a second
 MARK = "MEGATRON_FP8RL_SCORER"  # environment variable that marks a worker and its child processes
@@ -89,7 +90,9 @@ class Worker:
         """Wait until the environments are built; a build failure is final for this process."""
         if self._state == "started":
             try:
-                reply = self._receive(self._started_at + START_DEADLINE_S - time.monotonic())
+                # The first score of a slow run is asked late, and the reply has been waiting for long.
+                remaining_s = self._started_at + START_DEADLINE_S - time.monotonic()
+                reply = self._receive(max(remaining_s, _LATE_DEADLINE_S))
                 failure = reply.get("error", "")
             except WorkerLost as lost:
                 if self.was_killed():

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RewardConfig, ScoringConfig
+from megatron_fp8rl.envs import scorer_process
 from megatron_fp8rl.envs.environment import build_environment
 from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError, keys_of
 from megatron_fp8rl.types import Prompt
@@ -201,6 +202,12 @@ def test_close_interrupts_and_refuses(pool):
     pool.close()
     with pytest.raises(ScorePoolError, match="closed"):
         score(pool, "3")
+
+
+def test_a_worker_that_was_ready_long_ago_scores(monkeypatch, pool):
+    """The first answer of a slow run comes minutes after the workers started."""
+    monkeypatch.setattr(scorer_process, "START_DEADLINE_S", -200.0)  # it passed before the first question
+    assert score(pool, "3") == (1.5, "scored", "", {})
 
 
 def test_environment_that_cannot_be_built_is_an_error_with_its_reason():
