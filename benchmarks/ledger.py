@@ -37,6 +37,7 @@ ARMS = {
     "fp8_kv": ("--engine.kv_cache_dtype", "fp8"),
     "fp8_deep_gemm": ("--precision.kernels.engine_experts", "deep_gemm"),  # MoE models only
     "exact": ("--precision.exact", "True"),
+    "exact_kv": ("--precision.exact", "True", "--engine.kv_cache_dtype", "fp8"),
 }
 _SEPARATE = ("--engine.placement", "separate", "--engine.gpu_memory_utilization", "0.85")
 

@@ -198,19 +198,21 @@ def _flex(cfg: RunConfig, hardware: Hardware, package: Package, name: str, sourc
 
 
 def engine_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """The engine's attention in the trainer's forward pass."""
+    """The engine's attention in the trainer's forward pass. Over an FP8 cache it is that of FP8_CACHE, if it can be."""
     path, head_dim = "precision.kernels.attention", cfg.model.head_dim
     if not hardware.is_gpu:
         return _wrong(cfg, path, "needs a GPU, and this machine has none", "Choose auto")
     if cfg.model.mla is not None:
         return _wrong(cfg, path, "the engine uses a different kernel for latent attention", "Choose auto")
-    if not 96 < head_dim <= 128:
+    named = cfg.precision.kernel("engine_attention")
+    is_ours = named == "FP8_CACHE" or (named == "auto" and not fp8_cache_attention(cfg, hardware))
+    if not is_ours and not 96 < head_dim <= 128:
         problem = f"'engine' is bitwise equal only for model.head_dim from 97 to 128; this model has {head_dim}"
         return _wrong(cfg, path, problem, "Choose auto")
     if "transformer_engine" not in hardware.packages:
         problem = "requires transformer_engine (cuDNN backward), which is not installed"
         return _wrong(cfg, path, problem, "Install transformer_engine, or choose auto")
-    return _untested(cfg, path, ["vllm_flash_attention"], "Choose auto")
+    return None if is_ours else _untested(cfg, path, ["vllm_flash_attention"], "Choose auto")
 
 
 def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -275,6 +277,12 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if model.router.score != "softmax" and model.is_moe:
         problem = "precision.exact: the trainer lacks the engine's kernel for this router"
         return _wrong(cfg, "model.router.score", problem, "Use --precision.exact False")
+    if cfg.engine.kv_cache_dtype == "fp8":
+        if precision.kernel("engine_attention") == "FLASH_ATTN":
+            problem = "precision.exact: over an FP8 cache, FlashAttention decodes by another function than it prefills"
+            return _wrong(cfg, "precision.kernels.engine_attention", problem, "Set auto", ("auto", "FP8_CACHE"))
+        if wrong := fp8_cache_attention(cfg, hardware):
+            return wrong
     sides = (*(use.shape for use in linears_of(cfg)),)
     if odd := next((s for s in sides if s.rows % BLOCK or s.columns % BLOCK), None):
         problem = f"precision.exact: a {odd.rows} x {odd.columns} matrix does not consist of whole blocks of {BLOCK}"
@@ -332,8 +340,7 @@ _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
     ("precision.kernels.engine_linears", ("auto", "deep_gemm"), "the trainer uses DeepGEMM"),
     ("precision.kernels.engine_experts", ("auto", "deep_gemm"), "the trainer uses DeepGEMM"),
     ("sampling.temperature", (1.0,), "the engine divides logits in a different kernel"),
-    ("engine.kv_cache_dtype", ("auto",), "with an FP8 cache, decode and prefill attention give different results"),
-    ("precision.kernels.engine_attention", ("auto", "FLASH_ATTN"), "the trainer uses FlashAttention"),
+    ("precision.kernels.engine_attention", ("auto", "FLASH_ATTN", "FP8_CACHE"), "the trainer has no such kernel"),
 )
 
 
@@ -382,12 +389,6 @@ def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, path, "supports only an FP8 KV cache", "Set auto, or --engine.kv_cache_dtype fp8")
     if hardware.is_gpu and hardware.generation != "hopper":
         return _wrong(cfg, path, f"runs only on Hopper; this machine is {hardware.generation!r}", "Set auto")
-    if cfg.engine.batch_invariant or cfg.precision.exact:
-        return _wrong(cfg, path, "is not batch-invariant: it splits a sequence by the number of sequences", "Set auto")
-    if cfg.precision.kernel("attention") == "engine":
-        return _wrong(
-            cfg, path, "is not FlashAttention, which precision.kernels.attention = 'engine' needs", "Set auto"
-        )
     if model.mla is not None or model.sliding_window is not None:
         return _wrong(cfg, path, "supports neither latent attention nor sliding windows", "Set auto")
     group = model.num_attention_heads // max(1, model.num_key_value_heads)

@@ -320,6 +320,56 @@ static void multiply(float (&d)[NUMBERS], uint32_t a, uint32_t b, int adds) {
     }
 }
 
+static float product(float a, float b) { return a * b; }
+static float sum(float a, float b) { return a + b; }
+static float fused(float a, float b, float c) { return std::fma(a, b, c); }
+static float maximum(float a, float b) { return std::fmax(a, b); }
+static float power_of_two(float x) { return std::exp2(x); }
+static float log_of_two(float x) { return std::log2(x); }
+static float quotient(float a, float b) { return a / b; }
+static uint32_t fp16_bits(float x) {
+    const _Float16 half = x;
+    uint16_t bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+}
+static uint32_t fp16_pair(float a, float b) { return fp16_bits(a) | fp16_bits(b) << 16; }
+static float fp16(uint16_t bits) {
+    _Float16 half;
+    std::memcpy(&half, &bits, 2);
+    return half;
+}
+static float fp16_at(uint32_t matrix, int line, int term) {  // term: of 64 in a line of 128 bytes
+    const uint32_t at = matrix + line * 128 + term * 2, swizzled = at ^ (at >> 7 & 7) << 4;
+    return fp16(*(uint16_t*)(mine().memory.data() + swizzled));
+}
+static void multiply_fp16(float (&d)[64], uint32_t a, uint32_t b, int adds) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
+    for (int j = 0; j < 64; ++j) {
+        float total = adds ? d[j] : 0.0f;
+        for (int term = 0; term < 16; ++term)
+            total += fp16_at(a, row + (j & 2) * 4, term) * fp16_at(b, column + j / 4 * 8 + (j & 1), term);
+        d[j] = total;
+    }
+}
+template <int NUMBERS>
+static void multiply_fp16(float (&d)[NUMBERS], const uint32_t* a, uint32_t b, uint32_t next, int adds) {
+    const int lane = threadIdx.x % 32, column = lane % 4 * 2;
+    float terms[2][16];  // of this thread's two rows, held by the four threads of the rows
+    for (int owner = 0; owner < 4; ++owner)
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t pair = of_lane(a[i], lane / 4 * 4 + owner);
+            for (int j = 0; j < 2; ++j) terms[i % 2][i / 2 * 8 + owner * 2 + j] = fp16(pair >> 16 * j);
+        }
+    for (int j = 0; j < NUMBERS; ++j) {
+        const int at = column + j / 4 * 8 + (j & 1);
+        float total = adds ? d[j] : 0.0f;
+        for (int term = 0; term < 16; ++term)
+            total += terms[j / 2 % 2][term] * fp16_at(b + at / 64 * next, term, at % 64);
+        d[j] = total;
+    }
+}
+
 template <int CLUSTER, int THREADS, class... Arguments>
 static void launch(int num_blocks, void (*kernel)(Arguments...), Arguments... arguments) {
     gridDim.x = num_blocks, block_threads = THREADS;

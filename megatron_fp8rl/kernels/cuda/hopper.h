@@ -207,6 +207,40 @@ ON_GPU float sigmoid(float x) {
     return y;
 }
 
+// Arithmetic, identical to that of triton/attention.py. The compiler may not join a product and a sum.
+
+ON_GPU float product(float a, float b) { return __fmul_rn(a, b); }
+
+ON_GPU float sum(float a, float b) { return __fadd_rn(a, b); }
+
+ON_GPU float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+
+ON_GPU float maximum(float a, float b) { return fmaxf(a, b); }
+
+ON_GPU float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+ON_GPU float log_of_two(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+ON_GPU float quotient(float a, float b) {
+    float y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+ON_GPU u32 fp16_pair(float a, float b) {  // a in the lower half
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(y) : "f"(a), "f"(b));
+    return y;
+}
+
 ON_GPU u32 bf16_pair(float a, float b) {  // a in the lower half
     u32 y;
     asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(y) : "f"(a), "f"(b));
@@ -259,9 +293,17 @@ ON_GPU u64 descriptor(u32 at) {
     return (u64)((at & 0x3FFFF) >> 4) | (u64(1) << 16) | (u64(1024 >> 4) << 32) | (u64(1) << 62);
 }
 
+// The same for an operand whose terms are lines: each line has 64 of its columns, and the next 64 stand ``next`` later.
+ON_GPU u64 descriptor_of_columns(u32 at, u32 next) {
+    return (u64)((at & 0x3FFFF) >> 4) | (u64(next >> 4) << 16) | (u64(1024 >> 4) << 32) | (u64(1) << 62);
+}
+
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 
+#define NUMBERS_32 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NUMBERS_64 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -291,6 +333,33 @@ ON_GPU void multiply(float (&d)[96], u32 a, u32 b, int adds) {
     asm volatile(MULTIPLY("192", NUMBERS_96, "%96", "%97", "%98")
                  : D16(0), D16(16), D16(32), D16(48), D16(64), D16(80)
                  : "l"(descriptor(a)), "l"(descriptor(b)), "r"(adds));
+}
+
+#define MULTIPLY_FP16(COLUMNS, NUMBERS, A, B, ADDS, TURNS) \
+    "{\n" \
+    ".reg .pred adds;\n" \
+    "setp.ne.b32 adds, " ADDS ", 0;\n" \
+    "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.f16.f16 {" NUMBERS "}, " A ", " B ", adds, 1, 1, " TURNS ";\n" \
+    "}\n"
+
+// The same over 16 terms in FP16.
+ON_GPU void multiply_fp16(float (&d)[64], u32 a, u32 b, int adds) {
+    asm volatile(MULTIPLY_FP16("128", NUMBERS_64, "%64", "%65", "%66", "0, 0")
+                 : D16(0), D16(16), D16(32), D16(48)
+                 : "l"(descriptor(a)), "l"(descriptor(b)), "r"(adds));
+}
+
+// d = a b + (adds ? d : 0): a in registers, as a thread's sums of 16 columns are rounded to pairs; b has a line per term.
+ON_GPU void multiply_fp16(float (&d)[64], const u32* a, u32 b, u32 next, int adds) {
+    asm volatile(MULTIPLY_FP16("128", NUMBERS_64, "{%64, %65, %66, %67}", "%68", "%69", "1")
+                 : D16(0), D16(16), D16(32), D16(48)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor_of_columns(b, next)), "r"(adds));
+}
+
+ON_GPU void multiply_fp16(float (&d)[32], const u32* a, u32 b, u32 next, int adds) {
+    asm volatile(MULTIPLY_FP16("64", NUMBERS_32, "{%32, %33, %34, %35}", "%36", "%37", "1")
+                 : D16(0), D16(16)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor_of_columns(b, next)), "r"(adds));
 }
 #endif
 

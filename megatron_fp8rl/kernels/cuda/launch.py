@@ -8,6 +8,7 @@ They replace Triton and DeepGEMM kernels that leave the GPU idle:
                            of each tile until the sums are in memory. The sums and their order are as in DeepGEMM.
     multiply_rows          y = x W^T per expert, with each row weighted and written to its token's position. Bitwise
                            equal to DeepGEMM, which writes all rows with padding and needs another kernel to copy them.
+    packed_attention       triton/attention.py's packed(), bit for bit. Triton's version uses half of the tensor cores.
     swiglu_backward        fused_moe.swiglu_backward_quantize for rowwise and columnwise FP8 with power-of-two scales.
                            The Triton version does not overlap memory accesses with compute.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +35,7 @@ from megatron_fp8rl.kernels.types import BLOCK
 
 _FOLDER = Path(__file__).parent
 _WIDTH = 192  # tile columns of multiply_rows
+PART = 512  # keys of a part of an attention
 _LONG = 4096  # rows of an expert from which wgrad schedules its tiles differently
 
 
@@ -174,6 +177,44 @@ def swiglu_backward(
         kernel(dy_PF, h_P2F, weights, rows, experts, *dh, *activation, partial, num_rows, width)
 
 
+def packed_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cu_queries: Tensor,
+    key_starts: Tensor,
+    num_keys: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+    softmax_scale: float,
+    max_queries: int,
+    out: Tensor,
+    log_sums: Tensor,
+) -> None:
+    """Fill ``out`` and ``log_sums``: ``triton/attention.packed``, whose shapes these are."""
+    (num_tokens, num_heads, head_dim), num_groups = query.shape, keys.shape[1]
+    to_log2 = torch.tensor(softmax_scale) * torch.tensor(math.log2(math.e))  # float32, as in Triton
+    with torch.cuda.device(query.device):
+        _packed_attention(query.device.index, head_dim)(
+            *(_map_of(x.data_ptr(), len(x), num_groups * head_dim * 2, BLOCK) for x in (keys, values)),
+            query,
+            cu_queries,
+            key_starts,
+            num_keys,
+            key_scale,
+            value_scale,
+            out,
+            log_sums,
+            int(to_log2.view(torch.int32)),
+            query.stride(0),
+            num_tokens,
+            len(cu_queries) - 1,
+            num_heads,
+            num_groups,
+            -(-max_queries // BLOCK),
+        )
+
+
 def _cluster(num_experts: int, num_rows: int, num_columns: int, num_tokens: int) -> tuple[int, int]:
     """Cluster size (down, across): the faster of (2, 1) and (1, 2) on an H200 if features are multiples of 256."""
     down, across = num_rows % (2 * BLOCK) == 0, num_columns % (2 * BLOCK) == 0
@@ -204,6 +245,13 @@ def _swiglu_backward(device: int, weighted: bool) -> _Kernel:
     parts, stages = 4 * 2 * 256 + 4 * 3 * 256 + 4 * 512, 2 * 3 * BLOCK * (2 * BLOCK + 16)
     options = [f"-DWEIGHTED={int(weighted)}"]
     return _compiled("swiglu_backward", "swiglu_backward", device, options, 640, 128 + 2 * parts + stages + 128)
+
+
+@functools.cache
+def _packed_attention(device: int, head_dim: int) -> _Kernel:
+    shared_bytes = 2 * 1024 + 5 * BLOCK * head_dim * 2 + BLOCK * head_dim * 4
+    options = [f"-DDIM={head_dim}", f"-DTILES={PART // BLOCK}"]
+    return _compiled("packed_attention", "packed_attention", device, options, 384, shared_bytes)
 
 
 def _compiled(

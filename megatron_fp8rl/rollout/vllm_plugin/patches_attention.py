@@ -2,9 +2,8 @@
 
 Runs in every engine worker, as vLLM's backend ``CUSTOM``. vLLM's FlashAttention multiplies in FP8 over such a cache: it
 also rounds queries and probabilities to E4M3, and it transposes values in registers. On an H200 it decodes hardly
-faster than over a BF16 cache. Here, sequences with one new token use ``kernels/triton/decode_attention.py``. For
-sequences with several new tokens, FlashAttention reads a BF16 copy of their pages. Both compute the same function, so a
-token's result does not depend on the batch.
+faster than over a BF16 cache. Here, sequences with one new token are decoded, and sequences with several new tokens are
+packed (``kernels/triton/attention.py``). Both give a token the same bits, which do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from megatron_fp8rl.kernels.triton.decode_attention import decode
+from megatron_fp8rl.kernels.triton.attention import decode, packed, read_pages
 from megatron_fp8rl.upstream import patches
 
-_COPIED_TOKENS = 32768  # maximum tokens of one BF16 copy
+_COPIED_TOKENS = 131072  # maximum tokens of one FP16 copy
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,8 @@ class Part:
     rows: Tensor  # int64 [n] on the device: indices of the sequences
     tokens: Tensor  # int64 on the device: their tokens in the batch
     starts: Tensor  # int32 [n + 1] on the device: where the tokens of each begin in ``tokens``
+    copies: Tensor  # int32 [n] on the device: where a copy of each sequence begins
+    num_copied: int  # tokens of all sequences
     max_query: int  # new tokens of a sequence
     max_length: int
 
@@ -49,31 +50,35 @@ def parts_of(counts: Sequence[int], lengths: Sequence[int], device: torch.device
     decoding = [i for i, count in enumerate(counts) if count == 1]
     several = [i for i, count in enumerate(counts) if count > 1]
     groups = ([decoding] if decoding else []) + list(_bounded(several, lengths))
-    return [_part(group, counts, first_tokens, max(lengths[i] for i in group), device) for group in groups]
+    return [_part(group, counts, first_tokens, lengths, device) for group in groups]
 
 
 def _bounded(sequences: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield groups of at most :data:`_COPIED_TOKENS` tokens when padded to the longest, or of one sequence."""
+    """Yield groups of at most :data:`_COPIED_TOKENS` tokens, or of one sequence."""
     group: list[int] = []
-    longest = 0
     for i in sequences:
-        longest = max(longest, lengths[i])
-        if group and longest * (len(group) + 1) > _COPIED_TOKENS:
+        if group and sum(lengths[j] for j in group) + lengths[i] > _COPIED_TOKENS:
             yield group
-            group, longest = [], lengths[i]
+            group = []
         group.append(i)
     if group:
         yield group
 
 
 def _part(
-    group: Sequence[int], counts: Sequence[int], first_tokens: Sequence[int], max_length: int, device: torch.device
+    group: Sequence[int],
+    counts: Sequence[int],
+    first_tokens: Sequence[int],
+    lengths: Sequence[int],
+    device: torch.device,
 ) -> Part:
-    lengths = torch.tensor([counts[i] for i in group])
+    new = torch.tensor([counts[i] for i in group])
+    whole = torch.tensor([lengths[i] for i in group])
     tokens = torch.cat([torch.arange(first_tokens[i], first_tokens[i + 1]) for i in group])
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    rows, tokens, starts = (x.to(device, non_blocking=True) for x in (torch.tensor(group), tokens, starts))
-    return Part(rows, tokens, starts, int(lengths.max()), max_length)
+    starts = torch.nn.functional.pad(new.cumsum(0), (1, 0)).int()
+    copies = (whole.cumsum(0) - whole).int()
+    on_device = (x.to(device, non_blocking=True) for x in (torch.tensor(group), tokens, starts, copies))
+    return Part(*on_device, int(whole.sum()), int(new.max()), int(whole.max()))
 
 
 @patches(
@@ -144,44 +149,28 @@ class FP8CacheAttention(FlashAttentionImpl):
             return output
         for part in attn_metadata.parts:
             part_query, part_pages = query.index_select(0, part.tokens), pages.index_select(0, part.rows)
-            part_lengths, out = lengths.index_select(0, part.rows), torch.empty_like(part_query)
+            part_lengths = lengths.index_select(0, part.rows)
             if part.max_query == 1:
+                out = torch.empty_like(part_query)
                 decode(part_query, cache, part_pages, part_lengths, *scales, self.scale, out)
             else:
-                self._attend_to_copy(part_query, cache, part_pages, part_lengths, part, scales, out)
+                keys, values = read_pages(
+                    cache, part_pages, part.copies, part_lengths, part.num_copied, part.max_length
+                )
+                out, _ = packed(
+                    part_query,
+                    keys,
+                    values,
+                    *scales,
+                    self.scale,
+                    cu_queries=part.starts,
+                    key_starts=part.copies,
+                    num_keys=part_lengths,
+                    max_queries=part.max_query,
+                    max_keys=part.max_length,
+                )
             output.index_copy_(0, part.tokens, out)
         return output
-
-    def _attend_to_copy(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        pages: Tensor,
-        lengths: Tensor,
-        part: Part,
-        scales: tuple[Tensor, Tensor],
-        out: Tensor,
-    ) -> None:
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # does not exist on a CPU
-
-        pages = pages[:, : -(-part.max_length // cache.shape[1])]
-        copy = cache.view(torch.uint8).index_select(0, pages.flatten()).view(torch.float8_e4m3fn).to(out.dtype)
-        keys, values = (x.mul_(scale) for x, scale in zip(copy.split(self.head_size, dim=-1), scales))
-        table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
-        flash_attn_varlen_func(
-            q=query,
-            k=keys,
-            v=values,
-            out=out,
-            cu_seqlens_q=part.starts,
-            max_seqlen_q=part.max_query,
-            seqused_k=lengths,
-            max_seqlen_k=part.max_length,
-            softmax_scale=self.scale,
-            causal=True,
-            block_table=table,
-            fa_version=self.vllm_flash_attn_version,
-        )
 
 
 @patches(
@@ -207,7 +196,7 @@ class FP8CacheBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return False  # its split of a sequence depends on the number of sequences
+        return True
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:

@@ -1,8 +1,8 @@
 """Causal varlen attention on a Hopper or newer GPU, by Transformer Engine's cuDNN or the engine's kernel.
 
-The engine uses FlashAttention 3, which vLLM ships without a backward pass. With ``match_engine`` it also computes the
-outputs here, and cuDNN's backward uses them: both kernels save only the logsumexp of every row. One split of the keys
-(``num_splits=1``) makes a query's sums independent of the rest of the batch, as under ``engine.batch_invariant``.
+The engine's kernels have no backward pass. cuDNN's uses their outputs, because all of them save only the logsumexp of
+every row. :func:`by_flash_attention` uses one split of the keys (``num_splits=1``), so that a query's sums do not
+depend on the rest of the batch, as under ``engine.batch_invariant``. :func:`by_cache_attention` never depends on it.
 
 Transformer Engine's functions are called directly. Its DotProductAttention could silently select a kernel that
 materializes all scores, compares lengths on the device in every layer, and runs a ring over context-parallel ranks.
@@ -14,7 +14,7 @@ of a query or key head, V = features of a value head.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from megatron_fp8rl.trainer.model.packed_sequences import PAGE_TOKENS, Segments
 from megatron_fp8rl.upstream import patches
 
 _LAYOUT = "thd_thd_thd"
+
+# query, key, value, segments, softmax scale, scales of an FP8 KV cache -> (output, statistics)
+Forward = Callable[[Tensor, Tensor, Tensor, Segments, float, Tensor | None], tuple[Tensor, Sequence[Tensor]]]
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> bool:
@@ -44,15 +47,15 @@ def attend(
     scale: float,
     cache_scales: Tensor | None = None,
     *,
-    match_engine: bool = False,
+    forward: Forward | None = None,
 ) -> Tensor:
     """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
 
-    ``match_engine``: forward by the engine's kernel; requires V = D, and raises RuntimeError without vLLM. It
-    multiplies in E4M3 with ``cache_scales``, FP32 [3] of the FP8 KV cache to which the inputs are rounded.
+    ``forward``: :func:`by_flash_attention` or :func:`by_cache_attention`, which require V = D; otherwise cuDNN.
+    ``cache_scales`` FP32 [3] of the FP8 KV cache to whose values keys and values are rounded.
     """
     tensors = query.contiguous(), key.contiguous(), value.contiguous()
-    return _Attention.apply(*tensors, segments, scale, cache_scales, match_engine)
+    return _Attention.apply(*tensors, segments, scale, cache_scales, forward or by_cudnn)
 
 
 def _mask_type(is_square: bool) -> str:
@@ -118,12 +121,9 @@ class _Attention(torch.autograd.Function):
         segments: Segments,
         scale: float,
         cache_scales: Tensor | None,
-        match_engine: bool,
+        by_kernel: Forward,
     ) -> Tensor:
-        if match_engine:
-            out, statistics = _like_engine(query, key, value, segments, scale, cache_scales)
-        else:
-            out, statistics = _by_cudnn(query, key, value, segments, scale)
+        out, statistics = by_kernel(query, key, value, segments, scale, cache_scales)
         ctx.save_for_backward(query, key, value, out, *statistics)
         ctx.segments, ctx.scale = segments, scale
         return out
@@ -156,9 +156,10 @@ class _Attention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None, None, None
 
 
-def _by_cudnn(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+def by_cudnn(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cache_scales: Tensor | None
 ) -> tuple[Tensor, Sequence[Tensor]]:
+    """As :func:`attend`, with the statistics that the backward pass needs."""
     from transformer_engine.pytorch.cpp_extensions import fused_attn
 
     return fused_attn.fused_attn_fwd(
@@ -177,9 +178,10 @@ def _by_cudnn(
     )
 
 
-def _like_engine(
+def by_flash_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cache_scales: Tensor | None
 ) -> tuple[Tensor, Sequence[Tensor]]:
+    """vLLM's FlashAttention 3; with ``cache_scales`` its products are E4M3. Raises RuntimeError without vLLM."""
     shape = {"cu_queries": segments.cu_queries, "max_queries": segments.max_queries, "max_keys": segments.max_keys}
     if cache_scales is None:
         keys = {"cu_keys": segments.cu_keys}
@@ -192,8 +194,35 @@ def _like_engine(
         keys = {"num_keys": pages.num_keys, "page_table": pages.table, "cache_scales": cache_scales}
         query_in_e4m3 = to_cache(query, cache_scales[0])
         out, sums_HT = engine_ops.flash_attention(query_in_e4m3, key, value, **shape, **keys, scale=scale)
-    no_dropout = torch.zeros(2, dtype=torch.int64, device=query.device)
-    return out, (sums_HT.t().contiguous().unsqueeze(-1), no_dropout)
+    return out, _statistics(sums_HT)
+
+
+def by_cache_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cache_scales: Tensor | None
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Our attention over an FP8 KV cache (``kernels/triton/attention.py``); cuDNN's without ``cache_scales``."""
+    if cache_scales is None:
+        return by_cudnn(query, key, value, segments, scale, None)
+    from megatron_fp8rl.kernels.triton import attention  # imports Triton
+
+    scales = cache_scales[1], cache_scales[2]
+    out, sums_HT = attention.packed(
+        query,
+        *attention.read_rows(key, value, *scales),
+        *scales,
+        scale,
+        cu_queries=segments.cu_queries,
+        key_starts=segments.cu_keys,
+        num_keys=segments.cu_keys.diff(),
+        max_queries=segments.max_queries,
+        max_keys=segments.max_keys,
+    )
+    return out, _statistics(sums_HT)
+
+
+def _statistics(sums_HT: Tensor) -> Sequence[Tensor]:
+    """What cuDNN's backward pass needs: the log-sum-exp of each row, and the state of a dropout that is not used."""
+    return sums_HT.t().contiguous().unsqueeze(-1), torch.zeros(2, dtype=torch.int64, device=sums_HT.device)
 
 
 def _offsets(segments: Segments) -> dict:

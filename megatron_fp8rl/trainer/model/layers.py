@@ -131,6 +131,8 @@ class LayerFactory:
         self._model, self._precision, self._engine = model, precision, engine
         self._parallel, self._kernels = parallel, choice.trainer
         self._rounds_queries = choice.engine.rounds_queries
+        is_ours = choice.engine.attention == "FP8_CACHE"
+        self._engine_attention = attention_te.by_cache_attention if is_ours else attention_te.by_flash_attention
         self._table = LayerTable.build(model, precision)
         self._recipe = make_recipe(precision)
         norm = _norm(self._kernels.norms)
@@ -178,7 +180,7 @@ class LayerFactory:
         kernels = {
             "torch": None,
             "cudnn": attention_te.attend,
-            "engine": partial(attention_te.attend, match_engine=True),
+            "engine": partial(attention_te.attend, forward=self._engine_attention),
         }
         settings = dict(
             rotary=Rotary.of(model),

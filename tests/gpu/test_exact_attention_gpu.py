@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("num_sequences", [4, 40, 300])
 def test_decoding(heads, num_sequences):
     """Sequences of no token, of one, and up to five parts."""
-    from megatron_fp8rl.kernels.triton.decode_attention import decode
+    from megatron_fp8rl.kernels.triton.attention import decode
 
     lengths = torch.randint(1, 1400, (num_sequences,), generator=torch.Generator().manual_seed(0)).tolist()
     lengths[:3] = [5000, 0, 1]
@@ -26,7 +26,7 @@ def test_decoding(heads, num_sequences):
 
 
 def test_a_captured_graph_reads_new_lengths_and_new_scales():
-    from megatron_fp8rl.kernels.triton.decode_attention import decode
+    from megatron_fp8rl.kernels.triton.attention import decode
 
     case = Case.drawn((32, 8, 128), lengths=(700, 900, 64, 1), page_tokens=16, device="cuda")
     out = torch.empty_like(case.query)

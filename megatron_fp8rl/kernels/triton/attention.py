@@ -1,0 +1,422 @@
+"""Causal attention as one function of a query, its keys and values: decoding over a paged cache, and packed sequences.
+
+Both kernels give a query the same bits, whatever the batch, the pages and the position in a chunk:
+
+- keys are read in tiles of ``TILE`` tokens at fixed positions, and each tile is one pair of matrix products;
+- ``SPLIT`` tokens at fixed positions are one part, with its own maximum and sums; parts are added from left to right;
+- the sum of exponentials of a tile is a sum of integers, which does not depend on an order.
+
+A cache in E4M3 has keys and values times powers of two. Products are FP16, which represents every E4M3 number, and
+queries and probabilities more precisely than BF16. Even and odd features of a key are multiplied one after the other.
+A cache in BF16 has products in BF16. All sums are float32.
+
+Decoding saves arithmetic per cached byte. Keys are the rows of its products, and the few queries of a group the 8 or 16
+columns. Bytes are read in pairs of features, because 16-bit matrices can be transposed on the way from shared memory.
+
+Shapes: S = sequences, T = queries of all sequences, K = keys of all sequences, Q = query heads, G = groups (key and
+value heads), D = features of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fp8rl.kernels.cuda import launch
+from megatron_fp8rl.kernels.triton.bits import HARDWARE, rounded_to_bf16
+
+HEAD_DIMS = (64, 128)
+MAX_GROUP = 16  # query heads of a group
+TILE = 128  # keys of one product
+SPLIT = launch.PART  # keys of a part
+ROWS = 128  # queries of a program over packed sequences
+# (programs without cuts, parts of a program): enough programs for the 132 processors of a Hopper GPU.
+_PARTS = ((512, 4), (128, 2), (0, 1))
+
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_ONE: tl.constexpr = tl.constexpr(0x3F800000)  # the bits of 1.0
+_UNIT: tl.constexpr = tl.constexpr(2.0**-23)  # the last bit of numbers from 1 to 2
+
+
+@triton.jit
+def _halves(pairs, HARDWARE: tl.constexpr):
+    """Pairs of E4M3 bytes as int16 -> (lower bytes, upper bytes), each as FP16."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 turned;
+            .reg .b16 lower, upper;
+            prmt.b32 turned, $2, 0, 0x3120;
+            mov.b32 {lower, upper}, turned;
+            cvt.rn.f16x2.e4m3x2 $0, lower;
+            cvt.rn.f16x2.e4m3x2 $1, upper;
+            }
+            """,
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    # Moved to their place, sign, exponent and mantissa are FP16 of 2^-8 times the number, also where it is subnormal.
+    bits = pairs.to(tl.int32)
+    lower = (((bits << 8) & 0x8000) | ((bits << 7) & 0x3F80)).to(tl.uint16)
+    upper = ((bits & 0x8000) | ((bits >> 1) & 0x3F80)).to(tl.uint16)
+    return lower.to(tl.float16, bitcast=True) * 256.0, upper.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def _weights(scores, factor, largest, total, AXIS: tl.constexpr):
+    """(weights, factor of earlier sums, largest, total) after a tile. ``AXIS``: the keys of ``scores``."""
+    new_largest = tl.maximum(largest, tl.max(scores, AXIS) * factor)
+    shrink = tl.math.exp2(largest - new_largest)
+    zero = tl.zeros_like(scores)
+    weights = tl.math.exp2(tl.fma(scores, zero + factor, zero - tl.expand_dims(new_largest, AXIS)))
+    # From 1 to 2 all numbers have the same last bit, so their bits are integers that add without rounding.
+    units = tl.sum((weights + 1.0).to(tl.int32, bitcast=True) - _ONE, AXIS)
+    total = tl.fma(total, shrink, units.to(tl.float32) * _UNIT)
+    return weights, shrink, new_largest, total
+
+
+@triton.jit
+def _fold(largest, total, part_largest, part_total):
+    """(largest, total, factor of the sums so far, factor of the part's sums) with one more part."""
+    new_largest = tl.maximum(largest, part_largest)
+    shrink, weight = tl.math.exp2(largest - new_largest), tl.math.exp2(part_largest - new_largest)
+    return new_largest, tl.fma(part_total, weight, total * shrink), shrink, weight
+
+
+@triton.jit
+def _added(sums, part_sums, shrink, weight):
+    return tl.fma(part_sums, tl.zeros_like(sums) + weight, sums * shrink)
+
+
+@triton.jit
+def _decode(
+    query, cache, pages, lengths, key_scale, value_scale, out, parts, norms, softmax_scale, query_stride, page_stride,
+    token_stride, head_stride, table_stride, num_parts, PAGE: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, EACH: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Program (s, g, i): ``EACH`` parts of sequence s for the queries of group g. ``cache`` and its strides are in
+    pairs of bytes. ``parts`` float32 [S, parts, Q, D] and ``norms`` float32 [2, S, parts, Q]: maximum and sum."""
+    sequence, group, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length, first = tl.load(lengths + sequence), block * (SPLIT * EACH)
+    if first > 0 and first >= length:
+        return
+    num_heads = tl.num_programs(1) * GROUP
+    pair, column = tl.arange(0, D // 2), tl.arange(0, COLUMNS)
+    head, is_head = group * GROUP + column, (column < GROUP)[None, :]
+    place = query + sequence * query_stride + head[None, :] * D + 2 * pair[:, None]
+    to_log2 = softmax_scale * _LOG2_E
+    even = (tl.load(place, mask=is_head, other=0.0).to(tl.float32) * to_log2).to(tl.float16)
+    odd = (tl.load(place + 1, mask=is_head, other=0.0).to(tl.float32) * to_log2).to(tl.float16)
+    factor = tl.load(key_scale)
+    cache += group * head_stride
+    largest, total = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.float32)
+    sum_even, sum_odd = tl.zeros([D // 2, COLUMNS], tl.float32), tl.zeros([D // 2, COLUMNS], tl.float32)
+    for part in range(first // SPLIT, tl.minimum(tl.cdiv(length, SPLIT), first // SPLIT + EACH)):
+        part_largest, part_total = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.float32)
+        part_even, part_odd = tl.zeros([D // 2, COLUMNS], tl.float32), tl.zeros([D // 2, COLUMNS], tl.float32)
+        end = tl.minimum(length, (part + 1) * SPLIT)
+        for start in range(part * SPLIT, end, TILE):
+            token = start + tl.arange(0, TILE)
+            is_token = (token < end)[:, None]
+            token = tl.minimum(token, end - 1)  # memory of this sequence
+            page = tl.load(pages + sequence * table_stride + token // PAGE).to(tl.int64)
+            row = cache + page * page_stride + (token % PAGE) * token_stride
+            key_even, key_odd = _halves(tl.load(row[:, None] + pair[None, :]), HARDWARE)
+            scores = tl.where(is_token, tl.dot(key_odd, odd, tl.dot(key_even, even)), float("-inf"))
+            weights, shrink, part_largest, part_total = _weights(scores, factor, part_largest, part_total, 0)
+            value_even, value_odd = _halves(tl.load(row[None, :] + D // 2 + pair[:, None]), HARDWARE)
+            part_even = tl.dot(value_even, weights.to(tl.float16), part_even * shrink[None, :])
+            part_odd = tl.dot(value_odd, weights.to(tl.float16), part_odd * shrink[None, :])
+        if length <= SPLIT * EACH:
+            largest, total, shrink, weight = _fold(largest, total, part_largest, part_total)
+            sum_even = _added(sum_even, part_even, shrink[None, :], weight[None, :])
+            sum_odd = _added(sum_odd, part_odd, shrink[None, :], weight[None, :])
+        else:
+            result = (sequence * num_parts + part) * num_heads + head
+            tl.store(parts + result[None, :] * D + 2 * pair[:, None], part_even, mask=is_head)
+            tl.store(parts + result[None, :] * D + 2 * pair[:, None] + 1, part_odd, mask=is_head)
+            tl.store(norms + result, part_largest, mask=column < GROUP)
+            second = tl.num_programs(0).to(tl.int64) * num_parts * num_heads
+            tl.store(norms + second + result, part_total, mask=column < GROUP)
+    if length <= SPLIT * EACH:
+        scale = tl.where(total > 0, tl.load(value_scale) / total, 0.0)[None, :]
+        whole = out + (sequence * num_heads + head)[None, :] * D + 2 * pair[:, None]
+        tl.store(whole, rounded_to_bf16(sum_even * scale, HARDWARE), mask=is_head)
+        tl.store(whole + 1, rounded_to_bf16(sum_odd * scale, HARDWARE), mask=is_head)
+
+
+@triton.jit
+def _merge(
+    lengths, value_scale, out, parts, norms, num_parts,
+    D: tl.constexpr, SPLIT: tl.constexpr, EACH: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Program (s, q): the parts of query head q of sequence s, from left to right."""
+    sequence, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    length = tl.load(lengths + sequence)
+    if length <= SPLIT * EACH:
+        return
+    feature = tl.arange(0, D)
+    second = tl.num_programs(0).to(tl.int64) * num_parts * num_heads
+    largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    sums = tl.zeros([D], tl.float32)
+    for part in range(tl.cdiv(length, SPLIT)):
+        row = (sequence * num_parts + part) * num_heads + head
+        norm = norms + row + tl.arange(0, 1)
+        largest, total, shrink, weight = _fold(largest, total, tl.load(norm), tl.load(norm + second))
+        sums = _added(sums, tl.load(parts + row * D + feature), shrink, weight)
+    scale = tl.load(value_scale) / total
+    tl.store(out + (sequence * num_heads + head) * D + feature, rounded_to_bf16(sums * scale, HARDWARE))
+
+
+def _check(query: Tensor, num_groups: int) -> int:
+    """Query heads of a group. Raises ValueError for other shapes than :func:`decode` supports."""
+    _, num_heads, head_dim = query.shape
+    group = num_heads // num_groups
+    if head_dim not in HEAD_DIMS or not 0 < group <= MAX_GROUP or query.stride()[1:] != (head_dim, 1):
+        raise ValueError(f"queries {list(query.shape)} in {num_groups} groups: not supported by this kernel")
+    return group
+
+
+def decode(
+    query: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, key_scale: Tensor, value_scale: Tensor,
+    softmax_scale: float, out: Tensor, parts_of_a_program: int | None = None,
+) -> None:  # fmt: skip
+    """Fill ``out``, BF16 [S, Q, D], contiguous; zeros for a sequence without tokens.
+
+    ``query`` BF16 [S, Q, D] with adjacent heads; ``cache`` bytes [pages, tokens of a page, G, 2 D] of any strides, key
+    before value; ``pages`` int32 [S or more, pages of a sequence]; ``lengths`` int32 [S or more], including the new
+    token, whose key and value are in the cache; scales float32 with one element, powers of two. The bits do not depend
+    on ``parts_of_a_program``. Raises ValueError unless D is one of :data:`HEAD_DIMS` and a group has at most
+    :data:`MAX_GROUP` query heads.
+    """
+    num_sequences, num_heads, head_dim = query.shape
+    group = _check(query, cache.shape[2])
+    if num_sequences == 0:
+        return
+    paired = cache.view(torch.int16)
+    programs = num_sequences * cache.shape[2]
+    each = parts_of_a_program or next(parts for least, parts in _PARTS if programs >= least)
+    blocks = max(1, math.ceil(pages.shape[1] * cache.shape[1] / (SPLIT * each)))
+    num_parts = blocks * each
+    parts, norms = out, out  # not used by one block
+    if blocks > 1:
+        parts = torch.empty(num_sequences, num_parts, num_heads, head_dim, dtype=torch.float32, device=out.device)
+        norms = torch.empty(2, num_sequences, num_parts, num_heads, dtype=torch.float32, device=out.device)
+    with torch.cuda.device_of(query):
+        _decode[(num_sequences, cache.shape[2], blocks)](
+            query, paired, pages, lengths, key_scale, value_scale, out, parts, norms, softmax_scale, query.stride(0),
+            paired.stride(0), paired.stride(1), paired.stride(2), pages.stride(0), num_parts, PAGE=cache.shape[1],
+            D=head_dim, GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group)), TILE=TILE, SPLIT=SPLIT, EACH=each,
+            HARDWARE=HARDWARE, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        if blocks > 1:
+            _merge[(num_sequences, num_heads)](
+                lengths, value_scale, out, parts, norms, num_parts, D=head_dim, SPLIT=SPLIT, EACH=each,
+                HARDWARE=HARDWARE, num_warps=1 if head_dim == 64 else 4,
+            )  # fmt: skip
+
+
+@triton.jit
+def _packed(
+    query, keys, values, cu_queries, key_starts, num_keys, value_scale, key_scale, out, log_sums, softmax_scale,
+    query_stride, token_stride, D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, IS_ONE_PART: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Program (i, q, s): ``ROWS`` queries of head q of sequence s, the last queries first."""
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    first_query, first_key = tl.load(cu_queries + sequence), tl.load(key_starts + sequence)
+    num_queries, length = tl.load(cu_queries + sequence + 1) - first_query, tl.load(num_keys + sequence)
+    begin = (tl.cdiv(num_queries, ROWS) - 1 - tl.program_id(0)) * ROWS
+    if begin < 0:
+        return
+    row = begin + tl.arange(0, ROWS)
+    is_row = (row < num_queries)[:, None]
+    position = length - num_queries + row
+    pair = tl.arange(0, D // 2)
+    token = (first_query + row).to(tl.int64)
+    place = query + token[:, None] * query_stride + head * D + 2 * pair[None, :]
+    to_log2 = softmax_scale * _LOG2_E
+    even = (tl.load(place, mask=is_row, other=0.0).to(tl.float32) * to_log2).to(tl.float16)
+    odd = (tl.load(place + 1, mask=is_row, other=0.0).to(tl.float32) * to_log2).to(tl.float16)
+    factor = tl.load(key_scale)
+    offset = first_key.to(tl.int64) * token_stride + (head // GROUP) * D
+    keys, values = keys + offset, values + offset
+    end = tl.minimum(length, length - num_queries + begin + ROWS)
+    unmasked = (length - num_queries + begin + 1) // TILE * TILE  # all rows see the keys before this one
+    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, D], tl.float32)
+    if IS_ONE_PART:
+        largest, total, sums = _part(
+            even, odd, keys, values, token_stride, 0, unmasked, end, end, position, factor, largest, total, sums, D,
+            TILE,
+        )  # fmt: skip
+    else:
+        for start in range(0, end, SPLIT):
+            part_end = tl.minimum(start + SPLIT, end)
+            middle = tl.maximum(start, tl.minimum(part_end, unmasked))
+            part_largest, part_total, part_sums = _part(
+                even, odd, keys, values, token_stride, start, middle, part_end, end, position, factor,
+                tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
+                tl.zeros([ROWS, D], tl.float32), D, TILE,
+            )  # fmt: skip
+            new_largest, new_total, shrink, weight = _fold(largest, total, part_largest, part_total)
+            sees = start <= position  # a row that sees no key of this part keeps its sums
+            shrink, weight = tl.where(sees, shrink, 1.0), tl.where(sees, weight, 0.0)
+            sums = _added(sums, tl.where(sees[:, None], part_sums, 0.0), shrink[:, None], weight[:, None])
+            largest, total = tl.where(sees, new_largest, largest), tl.where(sees, new_total, total)
+    scale = tl.load(value_scale) / total
+    whole = out + (token[:, None] * tl.num_programs(1) + head) * D + tl.arange(0, D)[None, :]
+    tl.store(whole, rounded_to_bf16(sums * scale[:, None], HARDWARE), mask=is_row)
+    num_tokens = tl.load(cu_queries + tl.num_programs(2)).to(tl.int64)
+    tl.store(log_sums + head * num_tokens + token, (largest + tl.math.log2(total)) / _LOG2_E, mask=row < num_queries)
+
+
+@triton.jit
+def _part(
+    even, odd, keys, values, token_stride, start, middle, end, stop, position, factor, largest, total, sums,
+    D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sums over the keys from ``start`` to ``end``; all rows see those before ``middle``. No key follows ``stop``."""
+    for at in range(start, middle, TILE):
+        largest, total, sums = _tile(
+            even, odd, keys, values, token_stride, at, stop, position, factor, largest, total, sums, D, TILE, False
+        )  # fmt: skip
+    for at in range(middle, end, TILE):
+        largest, total, sums = _tile(
+            even, odd, keys, values, token_stride, at, stop, position, factor, largest, total, sums, D, TILE, True
+        )  # fmt: skip
+    return largest, total, sums
+
+
+@triton.jit
+def _tile(
+    even, odd, keys, values, token_stride, start, stop, position, factor, largest, total, sums,
+    D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    token = start + tl.arange(0, TILE)
+    place = (tl.minimum(token, stop - 1) if MASKED else token).to(tl.int64) * token_stride
+    key = keys + place[None, :] + tl.arange(0, D // 2)[:, None]
+    scores = tl.dot(odd, tl.load(key + D // 2), tl.dot(even, tl.load(key)))
+    if MASKED:
+        scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+    weights, shrink, largest, total = _weights(scores, factor, largest, total, 1)
+    value = tl.load(values + place[:, None] + tl.arange(0, D)[None, :])
+    return largest, total, tl.dot(weights.to(tl.float16), value, sums * shrink[:, None])
+
+
+def packed(
+    query: Tensor, keys: Tensor, values: Tensor, key_scale: Tensor, value_scale: Tensor, softmax_scale: float, *,
+    cu_queries: Tensor, key_starts: Tensor, num_keys: Tensor, max_queries: int, max_keys: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal attention over packed sequences: (BF16 [T, Q, D], natural log-sum-exp float32 [Q, T]).
+
+    ``query`` BF16 [T, Q, D] with adjacent heads; ``keys`` and ``values`` FP16 [K, G, D] from :func:`read_pages` or
+    :func:`read_rows`; ``cu_queries`` int32 [S + 1] cumulative; ``key_starts`` and ``num_keys`` int32 [S or more]. The
+    last query of a sequence sees all its keys. Each query has the bits of :func:`decode`. Raises ValueError for shapes
+    that :func:`decode` does not support.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    _check(query, keys.shape[1])
+    out = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.bfloat16, device=query.device)
+    log_sums = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=query.device)
+    if HARDWARE and launch.is_hopper(query.device):
+        launch.packed_attention(
+            query, keys, values, cu_queries, key_starts, num_keys, key_scale, value_scale, softmax_scale, max_queries,
+            out, log_sums,
+        )  # fmt: skip
+    else:
+        _packed_by_triton(
+            query, keys, values, cu_queries, key_starts, num_keys, key_scale, value_scale, softmax_scale, max_queries,
+            max_keys, out, log_sums,
+        )  # fmt: skip
+    return out, log_sums
+
+
+def _packed_by_triton(
+    query: Tensor, keys: Tensor, values: Tensor, cu_queries: Tensor, key_starts: Tensor, num_keys: Tensor,
+    key_scale: Tensor, value_scale: Tensor, softmax_scale: float, max_queries: int, max_keys: int, out: Tensor,
+    log_sums: Tensor,
+) -> None:  # fmt: skip
+    _, num_heads, head_dim = query.shape
+    with torch.cuda.device_of(query):
+        _packed[(triton.cdiv(max_queries, ROWS), num_heads, len(cu_queries) - 1)](
+            query, keys, values, cu_queries, key_starts, num_keys, value_scale, key_scale, out, log_sums,
+            softmax_scale, query.stride(0), keys.stride(0), D=head_dim, GROUP=num_heads // keys.shape[1], ROWS=ROWS,
+            TILE=TILE, SPLIT=SPLIT, IS_ONE_PART=max_keys <= SPLIT, HARDWARE=HARDWARE, num_warps=8, num_stages=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _read_pages(
+    cache, pages, starts, lengths, keys, values, page_stride, token_stride, head_stride, table_stride,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Program (i, g, s): ``BLOCK`` tokens of group g of sequence s. ``cache`` as in :func:`_decode`."""
+    group, sequence = tl.program_id(1), tl.program_id(2)
+    token, pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D // 2)[None, :]
+    is_token = token < tl.load(lengths + sequence)
+    page = tl.load(pages + sequence.to(tl.int64) * table_stride + token // PAGE, mask=is_token, other=0).to(tl.int64)
+    row = (cache + page * page_stride + (token % PAGE) * token_stride + group * head_stride)[:, None] + pair
+    key_even, key_odd = _halves(tl.load(row, mask=is_token[:, None], other=0), HARDWARE)
+    value_even, value_odd = _halves(tl.load(row + D // 2, mask=is_token[:, None], other=0), HARDWARE)
+    place = ((tl.load(starts + sequence) + token).to(tl.int64) * tl.num_programs(1) + group)[:, None] * D
+    tl.store(keys + place + pair, key_even, mask=is_token[:, None])
+    tl.store(keys + place + D // 2 + pair, key_odd, mask=is_token[:, None])
+    tl.store(values + place + 2 * pair, value_even, mask=is_token[:, None])
+    tl.store(values + place + 2 * pair + 1, value_odd, mask=is_token[:, None])
+
+
+def read_pages(
+    cache: Tensor, pages: Tensor, starts: Tensor, lengths: Tensor, num_tokens: int, max_length: int
+) -> tuple[Tensor, Tensor]:
+    """Copy sequences out of a cache as :func:`packed` reads them: (keys, values), FP16 [num_tokens, G, D].
+
+    ``cache`` and ``pages`` as for :func:`decode`; sequence s has ``lengths[s]`` tokens, int32, from row ``starts[s]``
+    on. The even features of a key stand before the odd ones. Rows of no sequence are not written.
+    """
+    _, page_tokens, num_groups, width = cache.shape
+    keys = torch.empty(num_tokens, num_groups, width // 2, dtype=torch.float16, device=cache.device)
+    values, paired = torch.empty_like(keys), cache.view(torch.int16)
+    with torch.cuda.device_of(cache):
+        _read_pages[(triton.cdiv(max_length, 64), num_groups, len(pages))](
+            paired, pages, starts, lengths, keys, values, paired.stride(0), paired.stride(1), paired.stride(2),
+            pages.stride(0), PAGE=page_tokens, D=width // 2, BLOCK=64, HARDWARE=HARDWARE, num_warps=4,
+        )  # fmt: skip
+    return keys, values
+
+
+@triton.jit
+def _fp16(pairs, factor):
+    """Pairs of BF16 numbers as int32 -> (lower, upper), each as FP16, times ``factor``."""
+    lower, upper = (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
+    return (lower * factor).to(tl.float16), (upper * factor).to(tl.float16)
+
+
+@triton.jit
+def _read_rows(key, value, key_scale, value_scale, keys, values, num_rows, D: tl.constexpr, BLOCK: tl.constexpr):
+    """``key``, ``value`` and ``values`` as int32: pairs of features."""
+    row, pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D // 2)[None, :]
+    is_row, place = (row < num_rows)[:, None], (row * (D // 2))[:, None] + pair
+    even, odd = _fp16(tl.load(key + place, mask=is_row, other=0), 1.0 / tl.load(key_scale))
+    to = keys + (row * D)[:, None] + pair
+    tl.store(to, even, mask=is_row)
+    tl.store(to + D // 2, odd, mask=is_row)
+    even, odd = _fp16(tl.load(value + place, mask=is_row, other=0), 1.0 / tl.load(value_scale))
+    lower, upper = even.to(tl.uint16, bitcast=True).to(tl.int32), odd.to(tl.uint16, bitcast=True).to(tl.int32)
+    tl.store(values + place, lower | (upper << 16), mask=is_row)
+
+
+def read_rows(key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`read_pages`, from contiguous BF16 [K, G, D] that a cache holds exactly: E4M3 times a power of two."""
+    keys, values = (torch.empty(x.shape, dtype=torch.float16, device=x.device) for x in (key, value))
+    num_rows, head_dim = key.shape[0] * key.shape[1], key.shape[2]
+    with torch.cuda.device_of(key):
+        pairs, value_pairs, out_pairs = (x.view(torch.int32) for x in (key, value, values))
+        _read_rows[(triton.cdiv(num_rows, 64),)](
+            pairs, value_pairs, key_scale, value_scale, keys, out_pairs, num_rows, D=head_dim, BLOCK=64, num_warps=4
+        )  # fmt: skip
+    return keys, values
