@@ -74,14 +74,16 @@ def test_sequences_of_an_fp8_cache_have_the_bits_of_decoding_for_narrow_heads_al
 
     scales = torch.tensor(SCALES, device="cuda")
     tensors = [as_cached(x, s) for x, s in zip(_case(*heads), scales)]
-    packed = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, scales, match_engine=True)
+    packed = attention_te.attend(
+        *tensors, _segments(), heads[2] ** -0.5, scales, forward=attention_te.by_flash_attention
+    )
     rows = scales.view(3, 1, 1).expand(3, sum(LENGTHS), heads[1])
     descales = dict(zip(("q_descale", "k_descale", "v_descale"), rows))
     decoded = _decoded(*map(to_cache, tensors, scales), heads[2] ** -0.5, descales)
-    in_bf16 = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, match_engine=True)
+    in_bf16 = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, forward=attention_te.by_flash_attention)
     apart = f"decoding {_decibels(packed, decoded):.1f} dB, probabilities in BF16 {_decibels(packed, in_bf16):.1f} dB"
     print(f"\n{heads}: {apart}")
-    # Once 128 features are equal, precision.exact can allow an FP8 cache on a GPU.
+    # precision.exact therefore uses our attention over an FP8 cache (test_exact_attention_gpu.py).
     assert torch.equal(packed, decoded) == (heads[2] == 64)
 
 
@@ -97,7 +99,7 @@ def test_packed_sequences_have_the_bits_of_decoding(heads):
 
     query, key, value = _case(*heads)
     scale = heads[2] ** -0.5
-    packed = attention_te.attend(query, key, value, _segments(), scale, match_engine=True)
+    packed = attention_te.attend(query, key, value, _segments(), scale, forward=attention_te.by_flash_attention)
     decoded = _decoded(query, key, value, scale)
     print(f"\n{heads}: decoding {_decibels(packed, decoded):.1f} dB, equal {(packed == decoded).float().mean():.4%}")
     if heads[2] == 128:
@@ -113,8 +115,8 @@ def test_gradients_continue_from_the_engines_outputs(heads):
     tensors = [x.requires_grad_() for x in _case(*heads)]
     grad = torch.randn(tensors[0].shape, device="cuda").bfloat16()
     outputs, gradients = [], []
-    for match_engine in (False, True):
-        out = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, match_engine=match_engine)
+    for forward in (attention_te.by_cudnn, attention_te.by_flash_attention):
+        out = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, forward=forward)
         outputs.append(out.detach())
         gradients.append(torch.autograd.grad(out, tensors, grad))
     apart = [_decibels(b, a) for a, b in zip(*gradients)]

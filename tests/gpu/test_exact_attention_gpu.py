@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.decode_cases import Case, expected
-from tests.tolerances import DECODE_ATTENTION, PROMPT_ATTENTION
+from tests.helpers.decode_cases import Case, expected, packed_case
+from tests.tolerances import DECODE_ATTENTION, TE_DECIBELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -70,12 +70,84 @@ def test_a_batch_of_prompts_and_decoding_is_each_alone(counts, monkeypatch):
         seq_lens=case.lengths,
         parts=patches_attention.parts_of(counts, lengths, case.lengths.device),
     )
-    assert [len(part.rows) for part in metadata.parts if part.max_query > 1] == [1] * sum(n > 1 for n in counts)
+    assert sum(part.num_copied for part in metadata.parts) == sum(lengths)
+    assert all(part.num_copied <= 512 or len(part.rows) == 1 for part in metadata.parts if part.max_query > 1)
     layer = SimpleNamespace(_k_scale=case.key_scale, _v_scale=case.value_scale)
     padded, out = (torch.zeros(len(query) + 3, *query.shape[1:], device="cuda").bfloat16() for _ in range(2))
     padded[: len(query)] = query
     impl.forward(layer, padded, None, None, case.cache.transpose(1, 2), metadata, out)
-    torch.testing.assert_close(out[: len(query)].double(), expected(alone), **PROMPT_ATTENTION)
-    decoded = torch.tensor(counts).repeat_interleave(torch.tensor(counts)) == 1
-    torch.testing.assert_close(out[: len(query)][decoded].double(), expected(alone)[decoded], **DECODE_ATTENTION)
+    torch.testing.assert_close(out[: len(query)].double(), expected(alone), **DECODE_ATTENTION)
     assert not out[len(query) :].any()
+    assert torch.equal(out[: len(query)], _decoded(alone))  # prompts have the bits of decoding
+
+
+def _decoded(case: Case, parts_of_a_program: int | None = None) -> torch.Tensor:
+    from megatron_fp8rl.kernels.triton.attention import decode
+
+    out = torch.full_like(case.query, 7.0)
+    scales = case.key_scale, case.value_scale
+    decode(case.query, case.cache, case.pages, case.lengths, *scales, case.softmax_scale, out, parts_of_a_program)
+    return out
+
+
+HEADS = [(32, 8, 128), (32, 4, 128), (16, 1, 128), (9, 3, 128), (8, 8, 128), (16, 2, 64)]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("before, counts", [((700, 0, 40, 0, 1500), (5, 130, 1, 3, 600)), ((0,), (2100,))], ids=str)
+def test_packed_queries_have_the_bits_of_decoding(heads, before, counts):
+    """At every position in a chunk and a part, and however many parts a program decodes."""
+    from megatron_fp8rl.kernels.triton.attention import packed
+
+    each, arguments = packed_case(heads, before, counts, device="cuda")
+    out, _ = packed(**arguments)
+    for parts_of_a_program in (1, 2, 4):
+        assert torch.equal(out, _decoded(each, parts_of_a_program))
+    torch.testing.assert_close(out.double(), expected(each), **DECODE_ATTENTION)
+
+
+def test_the_bits_depend_neither_on_the_batch_nor_on_the_length_of_others():
+    """Sequences of 1 to 40,000 tokens, alone and among 512."""
+    lengths = [1, 2, 127, 128, 129, 511, 512, 513, 4097, 40_000] + [300] * 502
+    case = Case.drawn((16, 2, 128), lengths=lengths, page_tokens=16, device="cuda")
+    together = _decoded(case)
+    for i in range(10):
+        row = slice(i, i + 1)
+        alone = Case(
+            case.query[row], case.cache, case.pages[row], case.lengths[row], case.key_scale, case.value_scale,
+            case.softmax_scale,
+        )  # fmt: skip
+        assert torch.equal(_decoded(alone), together[row]), lengths[i]
+
+
+def test_the_trainers_forward_pass_has_the_bits_of_decoding_and_cudnns_gradients():
+    from megatron_fp8rl.kernels.kv_rounding import as_cached, to_cache
+    from megatron_fp8rl.trainer.model import attention_te
+    from megatron_fp8rl.trainer.model.packed_sequences import plan_pack
+
+    lengths, heads = (700, 1, 515), (32, 8, 128)
+    scales = torch.tensor([1.0, 2.0**-6, 2.0**-5], device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(sum(lengths), n, heads[2], generator=generator, device="cuda").bfloat16() for n in (32, 8, 8)
+    )
+    key, value = as_cached(key, scales[1]), as_cached(value, scales[2])
+    tensors = [x.requires_grad_() for x in (query, key, value)]
+    segments = plan_pack(lengths, 1, 0, torch.device("cuda")).segments
+    results = []
+    for forward in (attention_te.by_cache_attention, attention_te.by_cudnn):
+        out = attention_te.attend(*tensors, segments, heads[2] ** -0.5, scales, forward=forward)
+        results.append((out.detach(), *torch.autograd.grad(out.float().square().sum(), tensors)))
+    for actual, reference in zip(*results):
+        error = (actual.double() - reference.double()).norm() / reference.double().norm()
+        assert error < 10 ** (-TE_DECIBELS / 20), float(error)
+
+    page = torch.cat([to_cache(key, scales[1]), to_cache(value, scales[2])], dim=-1).view(torch.uint8).detach()
+    starts = torch.tensor([0, 700, 701])
+    rows = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    num_keys = torch.arange(sum(lengths)) - starts[rows] + 1
+    pages = (starts[rows][:, None] + torch.arange(700).clamp(max=699)).clamp(max=sum(lengths) - 1)
+    each = Case(
+        query.detach(), page[:, None], pages.int().cuda(), num_keys.int().cuda(), scales[1:2], scales[2:], 128**-0.5
+    )
+    assert torch.equal(results[0][0], _decoded(each))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of ``kernels/triton/decode_attention.decode``; Q query heads, G groups, D features."""
+    """The arguments of ``kernels/triton/attention.decode``; Q query heads, G groups, D features."""
 
     query: Tensor  # BF16 [S, Q, D]
     cache: Tensor  # uint8 [pages, tokens of a page, G, 2 D]
@@ -62,3 +62,32 @@ def expected(case: Case) -> Tensor:
         scores = torch.einsum("hd,thd->ht", query, key) * (case.key_scale.double() * case.softmax_scale)
         result.copy_(torch.einsum("ht,thd->hd", scores.softmax(-1), value) * case.value_scale.double())
     return out
+
+
+def packed_case(
+    heads: tuple[int, int, int], before: Sequence[int], counts: Sequence[int], device: str = "cpu"
+) -> tuple[Case, dict]:
+    """Sequences with ``before`` cached and ``counts`` new tokens: each new token decoded alone, and the arguments of
+    ``kernels/triton/attention.packed`` for all of them."""
+    from megatron_fp8rl.kernels.triton.attention import read_pages
+
+    lengths = [b + n for b, n in zip(before, counts, strict=True)]
+    case = Case.drawn(heads, lengths=lengths, page_tokens=16, device=device)
+    rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
+    ends = torch.cat([torch.arange(b + 1, n + 1) for b, n in zip(before, lengths)]).int().to(device)
+    generator = torch.Generator().manual_seed(len(rows))
+    query = torch.randn(len(rows), heads[0], heads[2], generator=generator).bfloat16().to(device)
+    scales = dict(key_scale=case.key_scale, value_scale=case.value_scale, softmax_scale=case.softmax_scale)
+    each = Case(query=query, cache=case.cache, pages=case.pages[rows].contiguous(), lengths=ends, **scales)
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0).int().to(device)
+    keys, values = read_pages(case.cache, case.pages, starts, case.lengths, sum(lengths), max(lengths))
+    return each, dict(
+        query=query,
+        keys=keys,
+        values=values,
+        **scales,
+        cu_queries=torch.tensor([0, *counts]).cumsum(0).int().to(device),
+        key_starts=starts,
+        num_keys=case.lengths,
+        max_queries=max(counts),
+    )

@@ -8,7 +8,8 @@ They replace Triton and DeepGEMM kernels that leave the GPU idle:
                            of each tile until the sums are in memory. The sums and their order are as in DeepGEMM.
     multiply_rows          y = x W^T per expert, with each row weighted and written to its token's position. Bitwise
                            equal to DeepGEMM, which writes all rows with padding and needs another kernel to copy them.
-    packed_attention       triton/attention.py's packed(), bit for bit. Triton's version uses half of the tensor cores.
+    packed_attention       Attention of packed sequences with the bits of triton/attention.py's decoding. A version in
+                           Triton reached half of the speed.
     swiglu_backward        fused_moe.swiglu_backward_quantize for rowwise and columnwise FP8 with power-of-two scales.
                            The Triton version does not overlap memory accesses with compute.
 
@@ -191,8 +192,10 @@ def packed_attention(
     out: Tensor,
     log_sums: Tensor,
 ) -> None:
-    """Fill ``out`` and ``log_sums``: ``triton/attention.packed``, whose shapes these are."""
+    """Fill ``out`` and ``log_sums``, results of ``triton/attention.packed``. Raises RuntimeError except on Hopper."""
     (num_tokens, num_heads, head_dim), num_groups = query.shape, keys.shape[1]
+    if not is_hopper(query.device):
+        raise RuntimeError("attention of packed sequences over an FP8 cache needs a Hopper GPU. Use an inexact run")
     to_log2 = torch.tensor(softmax_scale) * torch.tensor(math.log2(math.e))  # float32, as in Triton
     with torch.cuda.device(query.device):
         _packed_attention(query.device.index, head_dim)(

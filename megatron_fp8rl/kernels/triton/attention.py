@@ -1,14 +1,15 @@
 """Causal attention as one function of a query, its keys and values: decoding over a paged cache, and packed sequences.
 
-Both kernels give a query the same bits, whatever the batch, the pages and the position in a chunk:
+Decoding (Triton) and packed sequences (``cuda/packed_attention.cu``) give a query the same bits. Neither the batch, nor
+the pages, nor the position in a chunk changes them:
 
 - keys are read in tiles of ``TILE`` tokens at fixed positions, and each tile is one pair of matrix products;
 - ``SPLIT`` tokens at fixed positions are one part, with its own maximum and sums; parts are added from left to right;
 - the sum of exponentials of a tile is a sum of integers, which does not depend on an order.
 
-A cache in E4M3 has keys and values times powers of two. Products are FP16, which represents every E4M3 number, and
+The cache has keys and values in E4M3 times powers of two. Products are FP16, which represents every E4M3 number, and
 queries and probabilities more precisely than BF16. Even and odd features of a key are multiplied one after the other.
-A cache in BF16 has products in BF16. All sums are float32.
+Sums are float32.
 
 Decoding saves arithmetic per cached byte. Keys are the rows of its products, and the few queries of a group the 8 or 16
 columns. Bytes are read in pairs of features, because 16-bit matrices can be transposed on the way from shared memory.
@@ -33,7 +34,6 @@ HEAD_DIMS = (64, 128)
 MAX_GROUP = 16  # query heads of a group
 TILE = 128  # keys of one product
 SPLIT = launch.PART  # keys of a part
-ROWS = 128  # queries of a program over packed sequences
 # (programs without cuts, parts of a program): enough programs for the 132 processors of a Hopper GPU.
 _PARTS = ((512, 4), (128, 2), (0, 1))
 
@@ -220,97 +220,9 @@ def decode(
             )  # fmt: skip
 
 
-@triton.jit
-def _packed(
-    query, keys, values, cu_queries, key_starts, num_keys, value_scale, key_scale, out, log_sums, softmax_scale,
-    query_stride, token_stride, D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, IS_ONE_PART: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Program (i, q, s): ``ROWS`` queries of head q of sequence s, the last queries first."""
-    head, sequence = tl.program_id(1), tl.program_id(2)
-    first_query, first_key = tl.load(cu_queries + sequence), tl.load(key_starts + sequence)
-    num_queries, length = tl.load(cu_queries + sequence + 1) - first_query, tl.load(num_keys + sequence)
-    begin = (tl.cdiv(num_queries, ROWS) - 1 - tl.program_id(0)) * ROWS
-    if begin < 0:
-        return
-    row = begin + tl.arange(0, ROWS)
-    is_row = (row < num_queries)[:, None]
-    position = length - num_queries + row
-    pair = tl.arange(0, D // 2)
-    token = (first_query + row).to(tl.int64)
-    place = query + token[:, None] * query_stride + head * D + 2 * pair[None, :]
-    to_log2 = softmax_scale * _LOG2_E
-    even = (tl.load(place, mask=is_row, other=0.0).to(tl.float32) * to_log2).to(tl.float16)
-    odd = (tl.load(place + 1, mask=is_row, other=0.0).to(tl.float32) * to_log2).to(tl.float16)
-    factor = tl.load(key_scale)
-    offset = first_key.to(tl.int64) * token_stride + (head // GROUP) * D
-    keys, values = keys + offset, values + offset
-    end = tl.minimum(length, length - num_queries + begin + ROWS)
-    unmasked = (length - num_queries + begin + 1) // TILE * TILE  # all rows see the keys before this one
-    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, D], tl.float32)
-    if IS_ONE_PART:
-        largest, total, sums = _part(
-            even, odd, keys, values, token_stride, 0, unmasked, end, end, position, factor, largest, total, sums, D,
-            TILE,
-        )  # fmt: skip
-    else:
-        for start in range(0, end, SPLIT):
-            part_end = tl.minimum(start + SPLIT, end)
-            middle = tl.maximum(start, tl.minimum(part_end, unmasked))
-            part_largest, part_total, part_sums = _part(
-                even, odd, keys, values, token_stride, start, middle, part_end, end, position, factor,
-                tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
-                tl.zeros([ROWS, D], tl.float32), D, TILE,
-            )  # fmt: skip
-            new_largest, new_total, shrink, weight = _fold(largest, total, part_largest, part_total)
-            sees = start <= position  # a row that sees no key of this part keeps its sums
-            shrink, weight = tl.where(sees, shrink, 1.0), tl.where(sees, weight, 0.0)
-            sums = _added(sums, tl.where(sees[:, None], part_sums, 0.0), shrink[:, None], weight[:, None])
-            largest, total = tl.where(sees, new_largest, largest), tl.where(sees, new_total, total)
-    scale = tl.load(value_scale) / total
-    whole = out + (token[:, None] * tl.num_programs(1) + head) * D + tl.arange(0, D)[None, :]
-    tl.store(whole, rounded_to_bf16(sums * scale[:, None], HARDWARE), mask=is_row)
-    num_tokens = tl.load(cu_queries + tl.num_programs(2)).to(tl.int64)
-    tl.store(log_sums + head * num_tokens + token, (largest + tl.math.log2(total)) / _LOG2_E, mask=row < num_queries)
-
-
-@triton.jit
-def _part(
-    even, odd, keys, values, token_stride, start, middle, end, stop, position, factor, largest, total, sums,
-    D: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Sums over the keys from ``start`` to ``end``; all rows see those before ``middle``. No key follows ``stop``."""
-    for at in range(start, middle, TILE):
-        largest, total, sums = _tile(
-            even, odd, keys, values, token_stride, at, stop, position, factor, largest, total, sums, D, TILE, False
-        )  # fmt: skip
-    for at in range(middle, end, TILE):
-        largest, total, sums = _tile(
-            even, odd, keys, values, token_stride, at, stop, position, factor, largest, total, sums, D, TILE, True
-        )  # fmt: skip
-    return largest, total, sums
-
-
-@triton.jit
-def _tile(
-    even, odd, keys, values, token_stride, start, stop, position, factor, largest, total, sums,
-    D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    token = start + tl.arange(0, TILE)
-    place = (tl.minimum(token, stop - 1) if MASKED else token).to(tl.int64) * token_stride
-    key = keys + place[None, :] + tl.arange(0, D // 2)[:, None]
-    scores = tl.dot(odd, tl.load(key + D // 2), tl.dot(even, tl.load(key)))
-    if MASKED:
-        scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
-    weights, shrink, largest, total = _weights(scores, factor, largest, total, 1)
-    value = tl.load(values + place[:, None] + tl.arange(0, D)[None, :])
-    return largest, total, tl.dot(weights.to(tl.float16), value, sums * shrink[:, None])
-
-
 def packed(
     query: Tensor, keys: Tensor, values: Tensor, key_scale: Tensor, value_scale: Tensor, softmax_scale: float, *,
-    cu_queries: Tensor, key_starts: Tensor, num_keys: Tensor, max_queries: int, max_keys: int,
+    cu_queries: Tensor, key_starts: Tensor, num_keys: Tensor, max_queries: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal attention over packed sequences: (BF16 [T, Q, D], natural log-sum-exp float32 [Q, T]).
 
@@ -323,31 +235,11 @@ def packed(
     _check(query, keys.shape[1])
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.bfloat16, device=query.device)
     log_sums = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=query.device)
-    if HARDWARE and launch.is_hopper(query.device):
-        launch.packed_attention(
-            query, keys, values, cu_queries, key_starts, num_keys, key_scale, value_scale, softmax_scale, max_queries,
-            out, log_sums,
-        )  # fmt: skip
-    else:
-        _packed_by_triton(
-            query, keys, values, cu_queries, key_starts, num_keys, key_scale, value_scale, softmax_scale, max_queries,
-            max_keys, out, log_sums,
-        )  # fmt: skip
+    launch.packed_attention(
+        query, keys, values, cu_queries, key_starts, num_keys, key_scale, value_scale, softmax_scale, max_queries, out,
+        log_sums,
+    )  # fmt: skip
     return out, log_sums
-
-
-def _packed_by_triton(
-    query: Tensor, keys: Tensor, values: Tensor, cu_queries: Tensor, key_starts: Tensor, num_keys: Tensor,
-    key_scale: Tensor, value_scale: Tensor, softmax_scale: float, max_queries: int, max_keys: int, out: Tensor,
-    log_sums: Tensor,
-) -> None:  # fmt: skip
-    _, num_heads, head_dim = query.shape
-    with torch.cuda.device_of(query):
-        _packed[(triton.cdiv(max_queries, ROWS), num_heads, len(cu_queries) - 1)](
-            query, keys, values, cu_queries, key_starts, num_keys, value_scale, key_scale, out, log_sums,
-            softmax_scale, query.stride(0), keys.stride(0), D=head_dim, GROUP=num_heads // keys.shape[1], ROWS=ROWS,
-            TILE=TILE, SPLIT=SPLIT, IS_ONE_PART=max_keys <= SPLIT, HARDWARE=HARDWARE, num_warps=8, num_stages=2,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -376,11 +268,12 @@ def read_pages(
     """Copy sequences out of a cache as :func:`packed` reads them: (keys, values), FP16 [num_tokens, G, D].
 
     ``cache`` and ``pages`` as for :func:`decode`; sequence s has ``lengths[s]`` tokens, int32, from row ``starts[s]``
-    on. The even features of a key stand before the odd ones. Rows of no sequence are not written.
+    on. The even features of a key stand before the odd ones. Values of no
+    sequence are zeros.
     """
     _, page_tokens, num_groups, width = cache.shape
     keys = torch.empty(num_tokens, num_groups, width // 2, dtype=torch.float16, device=cache.device)
-    values, paired = torch.empty_like(keys), cache.view(torch.int16)
+    values, paired = torch.zeros_like(keys), cache.view(torch.int16)
     with torch.cuda.device_of(cache):
         _read_pages[(triton.cdiv(max_length, 64), num_groups, len(pages))](
             paired, pages, starts, lengths, keys, values, paired.stride(0), paired.stride(1), paired.stride(2),

@@ -167,7 +167,6 @@ class FP8CacheAttention(FlashAttentionImpl):
                     key_starts=part.copies,
                     num_keys=part_lengths,
                     max_queries=part.max_query,
-                    max_keys=part.max_length,
                 )
             output.index_copy_(0, part.tokens, out)
         return output

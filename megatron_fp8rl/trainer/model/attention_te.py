@@ -215,7 +215,6 @@ def by_cache_attention(
         key_starts=segments.cu_keys,
         num_keys=segments.cu_keys.diff(),
         max_queries=segments.max_queries,
-        max_keys=segments.max_keys,
     )
     return out, _statistics(sums_HT)
 

@@ -1,4 +1,4 @@
-"""Decoding over an FP8 cache against torch in float64: in Triton's interpreter, and compiled for a Hopper GPU."""
+"""Attention over an FP8 cache against torch in float64: in Triton's interpreter, and compiled for a Hopper GPU."""
 
 import pytest
 import torch
@@ -19,22 +19,55 @@ def test_in_the_interpreter():
 
 @in_interpreter
 @pytest.mark.parametrize("heads", [(4, 1, 64), (4, 2, 128), (16, 1, 64), (24, 2, 64)], ids=str)
+@pytest.mark.parametrize("parts_of_a_program", [1, 2, 4])
 @pytest.mark.parametrize("page_tokens", [16, 64])
-def test_sequences_of_one_part_and_of_several(heads, page_tokens):
-    """Parts have 512 tokens here: a sequence of none, of one token, of exactly one part, and of three."""
-    from megatron_fp8rl.kernels.triton.decode_attention import decode
+def test_sequences_of_one_part_and_of_several(heads, parts_of_a_program, page_tokens):
+    """Parts have 512 tokens: a sequence of none, of one token, of exactly one part, and of three."""
+    from megatron_fp8rl.kernels.triton.attention import decode
 
     case = Case.drawn(heads, lengths=(1, 0, 130, 512, 513, 1100), page_tokens=page_tokens)
     out = torch.full_like(case.query, 7.0)
-    decode(case.query, case.cache, case.pages, case.lengths, case.key_scale, case.value_scale, case.softmax_scale, out)
+    scales = case.key_scale, case.value_scale
+    decode(case.query, case.cache, case.pages, case.lengths, *scales, case.softmax_scale, out, parts_of_a_program)
     assert not out[1].any()
     torch.testing.assert_close(out.double(), expected(case), **DECODE_ATTENTION)
 
 
 @in_interpreter
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_of_the_trainer_are_those_of_the_cache(head_dim):
+    from megatron_fp8rl.kernels.kv_rounding import as_cached, to_cache
+    from megatron_fp8rl.kernels.triton.attention import read_rows
+
+    generator = torch.Generator().manual_seed(head_dim)
+    key, value = (torch.randn(77, 3, head_dim, generator=generator).bfloat16() for _ in range(2))
+    scales = torch.tensor([2.0**-6]), torch.tensor([2.0**-4])
+    keys, values = read_rows(*(as_cached(x, s[0]) for x, s in zip((key, value), scales)), *scales)
+    of_cache = [to_cache(x, s).half() for x, s in zip((key, value), scales)]
+    assert torch.equal(keys, of_cache[0].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
+    assert torch.equal(values, of_cache[1])
+
+
+@in_interpreter
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sequences_are_read_from_their_pages(head_dim):
+    from megatron_fp8rl.kernels.triton.attention import read_pages
+
+    lengths = (3, 0, 70)
+    case = Case.drawn((4, 2, head_dim), lengths=lengths, page_tokens=16)
+    keys, values = read_pages(case.cache, case.pages, torch.tensor([0, 5, 7]).int(), case.lengths, 80, 70)
+    rows = torch.tensor([*range(3), *range(7, 77)])
+    cached = [case.cache[row.long()].flatten(0, 1)[:n].view(torch.float8_e4m3fn) for row, n in zip(case.pages, lengths)]
+    key, value = torch.cat(cached).half().chunk(2, dim=-1)
+    assert torch.equal(keys[rows], key.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
+    assert torch.equal(values[rows], value)
+    assert not values[[3, 4, 5, 6, 77, 78, 79]].any()
+
+
+@in_interpreter
 def test_every_byte_is_the_number_that_it_stands_for():
     """The only key of a sequence has all the weight, so the result is its value: each of the 254 finite numbers."""
-    from megatron_fp8rl.kernels.triton.decode_attention import decode
+    from megatron_fp8rl.kernels.triton.attention import decode
 
     finite = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8)
     case = Case.drawn((2, 2, 128), lengths=(1,), page_tokens=16)
@@ -47,7 +80,7 @@ def test_every_byte_is_the_number_that_it_stands_for():
 
 
 def test_other_shapes_are_refused():
-    from megatron_fp8rl.kernels.triton.decode_attention import decode
+    from megatron_fp8rl.kernels.triton.attention import decode
 
     for heads in ((4, 2, 96), (34, 2, 64)):
         case = Case.drawn(heads, lengths=(3,), page_tokens=16)
@@ -57,17 +90,17 @@ def test_other_shapes_are_refused():
 
 @starts_interpreter
 def test_compiled_it_reads_the_cache_asynchronously_and_converts_bytes_by_pairs():
-    from megatron_fp8rl.kernels.triton import decode_attention
+    from megatron_fp8rl.kernels.triton import attention
 
     types = {"query": "*bf16", "cache": "*i16", "pages": "*i32", "lengths": "*i32", "out": "*bf16"}
     types |= dict.fromkeys(("key_scale", "value_scale", "parts", "norms"), "*fp32") | {"softmax_scale": "fp32"}
-    constants = {"PAGE": 16, "D": 128, "GROUP": 4, "COLUMNS": 8, "TILE": 128, "SPLIT": 2048, "HARDWARE": True}
+    constants = {"PAGE": 16, "D": 128, "GROUP": 4, "COLUMNS": 8, "TILE": 128, "SPLIT": 512, "EACH": 4, "HARDWARE": True}
 
     def is_aligned(name: str, kind: str) -> bool:
         return kind.startswith("*") or name.endswith("_stride")
 
     how = dict(default="i32", is_aligned=is_aligned, num_warps=4)
-    actual = instructions(compile_kernel(decode_attention._attend, types, constants, **how)["ptx"])
+    actual = instructions(compile_kernel(attention._decode, types, constants, **how)["ptx"])
     # 128 keys and 128 values of 128 bytes, by 128 threads: 32 bytes of each for a conversion, 2 bytes at a time.
     assert actual["cvt.rn.f16x2.e4m3x2"] == 2 * 128 // 2
     # A product of 16 x 8 x 16 needs 2,048 multiplications: 128 x 8 x 128, twice, by 4 warps.

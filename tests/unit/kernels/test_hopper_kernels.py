@@ -1,5 +1,6 @@
 """Our CUDA kernels in threads of a CPU: where numbers lie, who waits for whom, and what the results are."""
 
+import contextlib
 import ctypes
 import itertools
 import shutil
@@ -16,6 +17,7 @@ from megatron_fp8rl.kernels.fused_moe import expert_permutation, permute_quantiz
 from megatron_fp8rl.kernels.fused_moe_torch import swizzled
 from megatron_fp8rl.kernels.gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens
 from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
+from tests.tolerances import DECODE_ATTENTION
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -210,3 +212,42 @@ def test_the_gradient_of_swiglu_is_torchs_in_bytes(swiglu_backward, counts, exac
     if weighted:
         dprobs = sums.sum(0)[layout.positions.clamp(min=0).long()]
         torch.testing.assert_close(dprobs, expected.dprobs, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_queries_attend_to_all_keys_before_them(head_dim, tmp_path, monkeypatch):
+    """Two sequences of several parts (of 256 keys here), one with more keys than queries, and two heads of a group."""
+    counts, lengths, num_heads, scale = (3, 40), (300, 200), 2, 0.05
+    types = ["const TensorMap"] * 2 + ["const u16*"] + ["const int*"] * 3 + ["const float*"] * 2
+    types += ["u16*", "float*"] + ["int"] * 7
+    options = [f"-DDIM={head_dim}", "-DTILES=2"]
+    run, encode = compiled(tmp_path, "packed_attention.cu", "packed_attention", types, 1, 384, options)
+    monkeypatch.setattr(launch, "_encoder", lambda: encode)
+    monkeypatch.setattr(launch, "_packed_attention", lambda device, dim: run(2))
+    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    launch._map_of.cache_clear()
+
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(sum(counts), num_heads, head_dim, generator=generator).bfloat16()
+    key, value = (
+        (4 * torch.randn(sum(lengths), head_dim, generator=generator)).to(torch.float8_e4m3fn).half() for _ in range(2)
+    )
+    keys = key.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    starts, ends = (torch.tensor([0, *x]).cumsum(0).int() for x in (counts, lengths))
+    out, log_sums = torch.full_like(query, 7.0), torch.full((num_heads, sum(counts)), 7.0)
+    scales = torch.tensor([0.5]), torch.tensor([2.0**-4])
+    arguments = query, keys[:, None].contiguous(), value[:, None], starts, ends, ends.diff(), *scales, scale
+    launch.packed_attention(*arguments, max(counts), out, log_sums)
+    launch._map_of.cache_clear()
+
+    for row in range(sum(counts)):
+        sequence = int(row >= counts[0])
+        last = int(ends[sequence + 1]) - int(starts[sequence + 1]) + row + 1
+        seen = slice(int(ends[sequence]), last)
+        scores = query[row].double() @ key[seen].double().t() * (scale * 0.5)
+        torch.testing.assert_close(
+            out[row].double(), scores.softmax(-1) @ value[seen].double() * 2.0**-4, **DECODE_ATTENTION
+        )
+        torch.testing.assert_close(log_sums[:, row].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-3)

@@ -201,7 +201,6 @@ def test_exact_selects_the_kernels_that_both_ends_share():
         ("sampling.max_staleness", 1, False),
         ("sampling.top_p", 0.9, False),
         ("sampling.top_k", 5, False),
-        ("engine.kv_cache_dtype", "fp8", True),
         ("engine.tensor", 2, False),
         ("parallel.tensor", 2, False),
         ("parallel.expert_tensor", 2, False),
@@ -222,6 +221,22 @@ def test_exact_refuses_what_cannot_be(path, value, on_gpu_only):
     assert not refusals(replace(cfg, precision=replace(cfg.precision, exact=False)), Hardware("cpu"))
     assert refusals(cfg, Hardware("hopper"))
     assert bool(refusals(cfg, Hardware("cpu"))) != on_gpu_only
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_exact_with_an_fp8_cache_uses_our_attention_at_both_ends(head_dim):
+    from megatron_fp8rl.precision.kernel_choice import choose, refusals
+
+    changes = [("engine.kv_cache_dtype", "fp8"), ("model.head_dim", head_dim)]
+    cfg = findings.apply(EXACT, changes)
+    choice = choose(cfg, Hardware("hopper"))
+    assert (choice.trainer.attention, choice.engine.attention) == ("engine", "FP8_CACHE")
+    assert not choice.engine.rounds_queries
+    flash = findings.apply(cfg, [("precision.kernels.engine_attention", "FLASH_ATTN")])
+    (violation,) = refusals(flash, Hardware("hopper"))
+    assert violation.field == "--precision.kernels.engine_attention" and "FP8_CACHE" in violation.choices
+    (violation,) = refusals(findings.apply(cfg, [("model.head_dim", 96)]), Hardware("hopper"))
+    assert "head_dim 64 or 128" in violation.problem
 
 
 DENSE = replace(
