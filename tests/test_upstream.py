@@ -17,6 +17,7 @@ ALLOWED = ("trainer/compat/", "rollout/vllm_plugin/patches", "kernels/compat.py"
 NOT_PRIVATE = {
     "_replace",  # a documented method of named tuples
     "_exit",  # a documented function of os
+    "_current_frames",  # a documented function of sys
 }
 OVERRIDING = ("megatron.", "vllm.", "transformer_engine.")  # packages whose classes change from release to release
 

@@ -83,7 +83,7 @@ def test_sequences_of_an_fp8_cache_have_the_bits_of_decoding_for_narrow_heads_al
     in_bf16 = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, forward=attention_te.by_flash_attention)
     apart = f"decoding {_decibels(packed, decoded):.1f} dB, probabilities in BF16 {_decibels(packed, in_bf16):.1f} dB"
     print(f"\n{heads}: {apart}")
-    # precision.exact therefore uses our attention over an FP8 cache (test_exact_attention_gpu.py).
+    # precision.exact therefore uses our attention over an FP8 cache (test_cache_attention_gpu.py).
     assert torch.equal(packed, decoded) == (heads[2] == 64)
 
 
