@@ -42,6 +42,7 @@ from megatron_fp8rl.preflight.shapes import differences
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
+    from megatron_fp8rl.runtime.stop import StopRequest
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.types import Prompt, PublishReport, RolloutGroup
 
@@ -172,13 +173,14 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
             engine_dir = cfg.run_dir if cfg.engine.placement == "remote" else evaluation.folder
             fleet = stack.enter_context(Fleet.start(cfg, model_dir, engine_dir, wait=False))
             scorers = stack.enter_context(ScorePool.build(cfg.scoring, cfg.data.environments))
-            wait_and_sleep(cfg.engine, fleet)
+            wait_and_sleep(cfg.engine, fleet, stop.is_asked)
+        stop.at_start(parallel)
         model_dir = parallel.broadcast_object(model_dir)
         stream = PromptStream(cfg, load_tokenizer(str(model_dir)))
         prompts = stream.eval_prompts(evaluation.num_problems)
         if not prompts:
             raise ValueError("no source has held-out problems; name rows by --data.environments.0.eval")
-        published, republish = _publish(cfg, parallel, fleet, prompts, stack)
+        published, republish = _publish(cfg, parallel, fleet, prompts, stack, stop)
         ready_s = time.monotonic()
         source = stream if parallel.rank == 0 else None
         rollouts = stack.enter_context(RolloutStream(cfg, fleet, source, scorers, parallel))
@@ -196,7 +198,12 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
 
 
 def _publish(
-    cfg: RunConfig, parallel: Parallel, fleet: Fleet | None, prompts: Sequence[Prompt], stack: ExitStack
+    cfg: RunConfig,
+    parallel: Parallel,
+    fleet: Fleet | None,
+    prompts: Sequence[Prompt],
+    stack: ExitStack,
+    stop: StopRequest,
 ) -> tuple[PublishReport, Callable[[], None] | None]:
     """Collective: load the checkpoint and publish it to the engines, which can sample afterwards.
 
@@ -213,9 +220,10 @@ def _publish(
     scales = policy.kv_scales(prompts[: cfg.sampling.prompts_per_step])
     exporter = WeightExporter(policy, fleet, PlanInputs.of(cfg))
     if fleet is not None:
-        fleet.wait_until_ready()
-        if cfg.engine.sleep_level:
-            fleet.wake("weights")
+        fleet.wait_until_ready(stop.is_asked)
+    stop.at_start(parallel)
+    if fleet is not None and cfg.engine.sleep_level:
+        fleet.wake("weights")
     if not cfg.engine.sleep_level:
         stack.callback(exporter.close)
         return exporter.publish(0, scales), lambda: exporter.publish(0, scales)  # noqa: F821  the `del` is on another path

@@ -114,6 +114,7 @@ class Trainer:
             stack.callback(self.exporter.close)
         if not self.is_complete:
             self._wait_for_engines()
+            stop.at_boundary(parallel, self.step)  # the start of engines takes minutes
         self.rollouts = stack.enter_context(RolloutStream(cfg, fleet, self.prompts, scorers, parallel))
         self.rollouts.republish = None if self.exporter is None else self.republish
         self.colocated = ColocatedMemory(cfg, self.policy, fleet)
@@ -280,7 +281,8 @@ class Trainer:
         if self.fleet is None:
             return
         with span("start_engines"):
-            self.fleet.wait_until_ready()
+            if not self.fleet.wait_until_ready(self.stop.is_asked):
+                return
         in_use = self.fleet.kernels()
         self.observer.note({f"engine kernel, {role}": ", ".join(names) for role, names in in_use.items()})
         for disagreement in self.kernels.disagreements(in_use):

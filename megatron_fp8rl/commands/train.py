@@ -106,8 +106,9 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
         stack.callback(parallel.close)
         host = host_memory(cfg, parallel.device) if wants_rl else None
         if fleet is not None:
-            wait_and_sleep(cfg.engine, fleet)
+            wait_and_sleep(cfg.engine, fleet, stop.is_asked)
         parallel.barrier("model folder")
+        stop.at_start(parallel)
         tokenizer_dir = model_dir(cfg)
         if wants_sft and cfg.warm_start.steps and cfg.model.hf_path is None:
             warm_start = sft_loop.run(cfg, parallel, tokenizer_dir, stop)

@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 _HEALTH_POLL_S = 0.25
 _PROGRESS_S = 10.0
+_ASKED_S = 1.0  # between two questions whether the run should stop
 _MEMBER_POLL_S = 0.1
 _PROBE_S = 5.0  # interval of health checks
 _NEWS_S = 3.0  # after a failed call, time until the end of a replica is detected
@@ -102,11 +103,22 @@ class Fleet:
             raise
         return fleet
 
-    def wait_until_ready(self) -> None:
-        """Wait until every replica answers, at most ``engine.start_s`` after the start."""
+    def wait_until_ready(self, is_asked: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until every replica answers, at most ``engine.start_s`` after the start; False if ``is_asked`` says so
+        before: the run should stop."""
         if not self._is_ready:
-            self.sync(self._all_ready(), self.cfg.engine.start_s + 2 * _PROGRESS_S)
+            ready = self.submit(self._all_ready())
+            end = time.monotonic() + self.cfg.engine.start_s + 2 * _PROGRESS_S
+            while not self.wait_for_any([ready], _ASKED_S).done:
+                if is_asked():
+                    ready.cancel()
+                    return False
+                if time.monotonic() > end:
+                    ready.cancel()
+                    raise TimeoutError(f"the start of the replicas took longer than {self.cfg.engine.start_s:g} s")
+            ready.result()
             _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
+        return True
 
     def kernels(self) -> dict[str, list[str]]:
         """vLLM's names of the engines' kernels: {"linears": ..., "experts": ..., "attention": ...}; several if replicas

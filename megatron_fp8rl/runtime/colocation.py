@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
 
 
-def wait_and_sleep(engine: EngineConfig, fleet: Fleet) -> None:
+def wait_and_sleep(engine: EngineConfig, fleet: Fleet, is_asked: Callable[[], bool]) -> None:
     """Rank 0: wait for colocated engines and put them to sleep. Call before the trainer allocates: an engine measures
-    free memory while it starts. Does nothing on a CPU or with another placement."""
+    free memory while it starts. Does nothing on a CPU or with another placement, or if the run ``is_asked`` to stop."""
     if engine.placement == "colocated" and torch.cuda.is_available():
         with span("start_engines"):
-            fleet.wait_until_ready()
-            fleet.sleep()
+            if fleet.wait_until_ready(is_asked):
+                fleet.sleep()
 
 
 class ResidencyError(RuntimeError):

@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_fp8rl.net.parent import end_with_thread
 
@@ -120,7 +120,14 @@ class StopRequest:
             self._first_step = step
         if not self._agreed(parallel):
             return
-        checkpoint = save(step) if step > self._first_step else None
+        self._end(parallel, step, save(step) if step > self._first_step else None)
+
+    def at_start(self, parallel: Parallel) -> None:
+        """Collective: :meth:`at_boundary` before the run knows its step, and has anything to save."""
+        if self._agreed(parallel):
+            self._end(parallel, 0, None)
+
+    def _end(self, parallel: Parallel, step: int, checkpoint: Path | None) -> NoReturn:
         if self.folder is not None and parallel.rank == 0:
             self._write(_STOPPED, {"step": step, "checkpoint": checkpoint and str(checkpoint)})
         parallel.barrier("stop")

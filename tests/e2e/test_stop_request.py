@@ -152,6 +152,16 @@ def test_a_rank_under_a_launcher_ends_with_zero_and_leaves_word(tmp_path: Path, 
     assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 9, "checkpoint": "step_00000009"}
 
 
+def test_a_run_that_is_asked_at_its_start_ends_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")
+    stop = StopRequest(tmp_path)
+    stop.at_start(Alone())  # nobody asked
+    (tmp_path / "stop.json").write_text("{}")
+    with pytest.raises(RunStopped):
+        stop.at_start(Alone())
+    assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 0, "checkpoint": None}
+
+
 def test_an_error_is_noted_with_its_rank_the_moment_it_passes(tmp_path: Path):
     stop = StopRequest(tmp_path, rank=3)
     with pytest.raises(ZeroDivisionError), stop.errors_noted():

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,6 +168,20 @@ def started(tmp_path, monkeypatch):
     yield start
     for fleet in made:
         fleet.shutdown()
+
+
+def test_a_run_that_is_asked_to_stop_waits_no_longer_for_engines(tmp_path, monkeypatch):
+    async def never(self, client):
+        await asyncio.sleep(600)
+
+    character_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(fleet_module.Fleet, "_wait_healthy", never)
+    fleet = fleet_module.Fleet(tiny_qwen3_moe(), tmp_path, Source(1))
+    fleet._keep_all()
+    began, answers = time.monotonic(), iter((False, True))
+    assert not fleet.wait_until_ready(lambda: next(answers))
+    fleet.shutdown()
+    assert 1 < time.monotonic() - began < 60
 
 
 def die(fleet, source, index: int, how: Exit) -> None:
