@@ -33,7 +33,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _COLLECTIVE = f"{os.sep}torch{os.sep}distributed{os.sep}"
 # Parts of this package whose waits have deadlines of their own, or depend on a disk.
-_KINDS = {"rollout/": "engines", "weight_sync/": "engines", "trainer/checkpoint": "saves", "data/": "saves"}
+_KINDS = {"rollout/": "engines", "weight_sync/": "engines", "trainer/checkpoint": "saves"}
 
 
 @contextlib.contextmanager

@@ -113,6 +113,31 @@ def test_places_are_those_of_the_callers_of_libraries():
     assert where(None)[0] == "works"
 
 
+PACKAGE = str(Path(where.__code__.co_filename).parents[1])
+TORCH = str(Path(dist.__file__).parent)
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        ([f"{PACKAGE}/rl_loop.py", f"{TORCH}/distributed_c10d.py"], "collective"),
+        ([f"{PACKAGE}/trainer/parallel.py", "/site/megatron/core/x.py", f"{TORCH}/distributed_c10d.py"], "collective"),
+        ([f"{PACKAGE}/rl_loop.py", f"{PACKAGE}/rollout/stream.py", "/usr/lib/threading.py"], "engines"),
+        ([f"{PACKAGE}/rl_loop.py", f"{PACKAGE}/weight_sync/publish.py"], "engines"),
+        ([f"{PACKAGE}/rl_loop.py", f"{PACKAGE}/trainer/checkpoint.py", "/usr/lib/threading.py"], "saves"),
+        ([f"{PACKAGE}/rl_loop.py", f"{PACKAGE}/data/prompts.py", "/home/me/env.py"], "works"),
+        ([f"{TORCH}/run.py", f"{PACKAGE}/trainer/policy.py"], "works"),
+    ],
+)
+def test_waits_that_have_deadlines_of_their_own_are_known(files, kind):
+    function = lambda: where(sys._getframe(1))  # noqa: E731  the innermost frame is that of the last file
+    for file in reversed(files):
+        names: dict = {"inner": function}
+        exec(compile("def outer():\n    return inner()", file, "exec"), names)
+        function = names["outer"]
+    assert function()[0] == kind
+
+
 LEAVES = """
 import datetime, os, time
 import torch, torch.distributed as dist
