@@ -33,7 +33,7 @@ TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     *("-m", "megatron_fp8rl", *OWN),
 )
-START_S, END_S = 150.0, 60.0  # until a rank stands still; after its deadline
+START_S, END_S = 300.0, 120.0  # until a rank stands still; after its deadline
 
 
 @pytest.fixture(scope="module")
