@@ -16,7 +16,8 @@ from pathlib import Path
 
 from megatron_fp8rl.observe.recording import read_steps
 from tests.campaign import faults
-from tests.campaign.faults import ENDING, MARK, RESTING, RUNNING, Target
+from tests.campaign.faults import ENDING, MARK, RESTING, RUNNING, SAYS, Target
+from tests.campaign.run_config import DATA, FAILS, write_data
 from tests.helpers.fields import options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,7 @@ _STEPS = options(
     "--num_steps 40 --checkpoint.every_steps 3 --checkpoint.keep 3 --checkpoint.export_hf False "
     "--parallel.world_size 2 --engine.num_replicas 2 --sampling.prompts_per_step 16 --engine.deadline_scale 0.25 "
     "--engine.max_replica_restarts 100 --observe.display plain --observe.eval_prompts 8 --scoring.num_workers 2 "
-    "--scoring.deadline_s 10"
+    "--scoring.deadline_s 10 --scoring.memory_gib 2"
 )
 
 
@@ -56,8 +57,11 @@ class Trial:
 
 
 class Campaign:
-    def __init__(self, work: Path, seed: int, limit_s: float, num_faults: int):
+    def __init__(self, work: Path, seed: int, limit_s: float, num_faults: int, only: set[str]):
         self.work, self.limit_s, self.faults_left = work, limit_s, num_faults
+        self.running = {name: fault for name, fault in RUNNING.items() if not only or name in only}
+        self.resting = {name: fault for name, fault in RESTING.items() if not only or name in only}
+        self.data = work / "data"
         self.rng = random.Random(seed)
         self.model = work / "model" / "hf"
         # Of these runs alone: engines of other programs may be killed on this machine, too. Paths of sockets are short.
@@ -65,6 +69,7 @@ class Campaign:
 
     def prepare(self) -> None:
         """Weights to start from, and the undisturbed run. Raises RuntimeError if that does not end well."""
+        write_data(self.data)
         sft = [
             *"sft tiny_qwen3 --output_dir".split(),
             str(self.work / "sft"),
@@ -76,6 +81,7 @@ class Campaign:
         self._done("undisturbed", self._words(self.work / "undisturbed"))
         self.undisturbed_s = time.monotonic() - began
         self.expected = contents(self.work / "undisturbed")
+        self.last_step = last_step(self.work / "undisturbed")
         lines = (self.work / "undisturbed" / "metrics.jsonl").read_text().splitlines()
         self.step_s = statistics.median(json.loads(line).get("time/step/s", 0.0) for line in lines)
 
@@ -86,7 +92,7 @@ class Campaign:
         with small_disk(disk) as folder:
             clock = self.work / f"clock-{number}"
             clock.write_bytes(bytes(8))
-            target = Target(f"{os.getpid()}-{number}", folder / "run", clock, self.rng)
+            target = Target(f"{os.getpid()}-{number}", folder / "run", clock, self.data, self.rng)
             before = left_behind(self._tmp.name)
             try:
                 self._until_the_end(target, result, began)
@@ -112,21 +118,26 @@ class Campaign:
                 return
             if self.rng.random() < 0.5:  # else the next start finds what the one before has left
                 self._wait_for_silence(target)
-            for name in self.rng.sample(list(RESTING), self.rng.randint(0, 2)):
-                self._strike(trial, target, name, RESTING[name])
+            for name in self.rng.sample(list(self.resting), min(len(self.resting), self.rng.randint(0, 2))):
+                if name != "reward fails always" or last_step(target.folder) < self.last_step:
+                    self._strike(trial, target, name, self.resting[name])
 
     def _disturbed(self, target: Target, trial: Trial, began: float) -> int | None:
         """Start and disturb a run; its exit status, or None after the time limit."""
         environ = self._environ(target.mark) | {"FP8RL_CLOCK": str(target.clock)}
         environ["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests" / "campaign" / "clock"), str(ROOT)))
         log = self.work / f"trial-{trial.number}.log"
+        # Such a start ends in its first step. Another fault could save completions whose scores have failed.
+        has_reward = not (self.data / FAILS).exists()
+        ended_by = [] if has_reward else ["reward fails always"]
         with log.open("ab") as output:
+            begin = output.tell()
             process = subprocess.Popen(
                 self._command(self._words(target.folder)), cwd=self.work, env=environ, stdout=output, stderr=output
             )
         is_early, first = self.rng.random() < _EARLY_SHARE, last_step(target.folder)
         next_s = time.monotonic() + self.rng.uniform(*_START_S)
-        is_stepping, num_early = False, 0
+        target.is_stepping, num_early = False, 0
         while process.poll() is None:
             if time.monotonic() - began > self.limit_s:
                 process.kill()
@@ -135,30 +146,38 @@ class Campaign:
             target.do_what_is_due()
             step = last_step(target.folder)
             self._count(trial, step)
-            if not is_stepping and step > first:
-                is_stepping, next_s = True, time.monotonic() + self.rng.uniform(*_STEP_S)
+            if not target.is_stepping and step > first:
+                target.is_stepping, next_s = True, time.monotonic() + self.rng.uniform(*_STEP_S)
             first = min(first, step)  # what came after the checkpoint is cut
-            if time.monotonic() > next_s and (is_stepping or num_early < _EARLY_FAULTS):
-                num_early += not is_stepping
-                names = [name for name in RUNNING if is_stepping or is_early or name not in ENDING]
-                (name,) = self.rng.choices(names, weights=[RUNNING[name][0] for name in names])
-                self._strike(trial, target, name, RUNNING[name][1])
-                next_s = time.monotonic() + self.rng.uniform(*(_STEP_S if is_stepping else _START_S))
+            is_due = time.monotonic() > next_s and (target.is_stepping or num_early < _EARLY_FAULTS)
+            names = [name for name in self.running if target.is_stepping or is_early or name not in ENDING]
+            if is_due and has_reward and names:
+                num_early += not target.is_stepping
+                (name,) = self.rng.choices(names, weights=[self.running[name][0] for name in names])
+                if self._strike(trial, target, name, self.running[name][1]) and name in ENDING:
+                    ended_by.append(name)
+                next_s = time.monotonic() + self.rng.uniform(*(_STEP_S if target.is_stepping else _START_S))
             time.sleep(0.1)
         target.do_what_is_due(all_of_it=True)
         if process.returncode == 0:
             self._count(trial, None)
+        elif len(ended_by) == 1 and (text := SAYS.get(ended_by[0], "")):
+            said = log.read_bytes()[begin:].decode(errors="replace")
+            if text not in said:
+                trial.losses.append(f"after {ended_by[0]}: the run has ended without {text!r}")
         return process.returncode
 
-    def _strike(self, trial: Trial, target: Target, name: str, fault) -> None:
+    def _strike(self, trial: Trial, target: Target, name: str, fault) -> bool:
+        """Whether the fault could take place."""
         at, step = time.monotonic(), last_step(target.folder)
         if self.faults_left <= 0:
-            return
+            return False
         if details := fault(target):
             self.faults_left -= 1
             trial.struck.append(Struck(name, details, at, step))
             with (self.work / "faults.log").open("a") as log:
                 log.write(f"{time.strftime('%H:%M:%S')} run {trial.number} after step {step}: {name}, {details}\n")
+        return bool(details)
 
     def _count(self, trial: Trial, step: int | None) -> None:
         """Note the seconds of faults after which a run is further than before; ``step`` None: it is at its end."""
@@ -188,14 +207,14 @@ class Campaign:
 
     def _words(self, folder: Path) -> list[str]:
         options = _STEPS | {"--model.hf_path": str(self.model), "--output_dir": str(folder)}
-        return ["rl", "tiny_qwen3", *(word for pair in options.items() for word in pair)]
+        return ["rl", "tests.campaign.run_config:config", *(word for pair in options.items() for word in pair)]
 
     def _command(self, args: list[str]) -> list[str]:
         return [sys.executable, "-m", "megatron_fp8rl", *args]
 
     def _environ(self, mark: str) -> dict[str, str]:
         own = {MARK: mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self._tmp.name}
-        return os.environ | own
+        return os.environ | own | {DATA: str(self.data)}
 
 
 def last_step(folder: Path) -> int:
@@ -223,6 +242,20 @@ def contents(folder: Path) -> dict[str, object]:
             for group in groups
             for r in group.rollouts
         ]
+    return result | scalars(folder / "tensorboard", {key for key in result if "rollouts" not in key})
+
+
+def scalars(folder: Path, names: set[str]) -> dict[str, object]:
+    """The values that TensorBoard shows for ``names`` of :func:`contents`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    shown.Reload()
+    result: dict[str, object] = {}
+    for key in shown.Tags()["scalars"]:
+        for event in shown.Scalars(key):
+            if (name := f"step {event.step}: {key}") in names:
+                result[f"TensorBoard, {name}"] = event.value
     return result
 
 
@@ -292,11 +325,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=2400.0, help="of one run, with all its starts")
     parser.add_argument("--work", type=Path, help="folder for logs; a temporary one by default")
+    parser.add_argument("--only", default="", help="names of faults, separated by commas; by default, all")
     given = parser.parse_args()
+    only = {name.strip() for name in given.only.split(",") if name.strip()}
+    if unknown := only - RUNNING.keys() - RESTING.keys():
+        parser.error(f"--only: unknown faults {sorted(unknown)}; there are {sorted(RUNNING | RESTING)}")
     work = given.work or Path(tempfile.mkdtemp(prefix="fp8rl-campaign-"))
     work.mkdir(parents=True, exist_ok=True)
     print(f"logs: {work}", flush=True)
-    campaign, trials = Campaign(work, given.seed, given.limit_s, given.faults), []
+    campaign, trials = Campaign(work, given.seed, given.limit_s, given.faults, only), []
     end = time.monotonic() + 60 * given.minutes
     campaign.prepare()
     while time.monotonic() < end and campaign.faults_left > 0:

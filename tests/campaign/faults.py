@@ -1,4 +1,4 @@
-"""Faults of a campaign: what can happen to a run's processes, clock, disk and files."""
+"""Faults of a campaign: what can happen to a run's processes, clock, disk, files, rows and reward."""
 
 import contextlib
 import os
@@ -12,15 +12,18 @@ from pathlib import Path
 
 import psutil
 
+from tests.campaign.run_config import FAILS, LEAKS, ROWS
+
 _SAVE_S = 10.0  # that a fault waits for the beginning of a checkpoint
 MARK = "FP8RL_CAMPAIGN"  # environment variable of every process of a run
 
 
 class Target:
-    """A run: its processes by role, its folder and its clock."""
+    """A run: its processes by role, its folder, its clock, and the folder of its rows and its reward."""
 
-    def __init__(self, mark: str, folder: Path, clock: Path, rng: random.Random):
-        self.mark, self.folder, self.clock, self.rng = mark, folder, clock, rng
+    def __init__(self, mark: str, folder: Path, clock: Path, data: Path, rng: random.Random):
+        self.mark, self.folder, self.clock, self.data, self.rng = mark, folder, clock, data, rng
+        self.is_stepping = False  # this start of the run has finished a step
         self._later: list[tuple[float, Callable[[], object]]] = []
 
     def processes(self) -> list[psutil.Process]:
@@ -39,6 +42,10 @@ class Target:
     def later(self, seconds: float, do: Callable[[], object]) -> None:
         """Do something after some seconds; see :meth:`do_what_is_due`."""
         self._later.append((time.monotonic() + seconds, do))
+
+    def at_the_end(self, do: Callable[[], object]) -> None:
+        """Do something when the run's command has ended."""
+        self.later(float("inf"), do)
 
     def do_what_is_due(self, *, all_of_it: bool = False) -> None:
         now = time.monotonic()
@@ -150,6 +157,40 @@ def fill_disk(target: Target) -> str:
     return "until nothing fitted"
 
 
+def change_rows(how: str) -> Callable[[Target], str]:
+    """The file of rows changes in place; it is restored when the run has ended."""
+
+    def change(target: Target) -> str:
+        file = target.data / ROWS
+        if not target.is_stepping:  # a run that starts reads the file as it is then
+            return ""
+        content = file.read_bytes()
+        new = content[: len(content) // 3] if how == "truncated" else content.replace(b"1", b"7")
+        file.write_bytes(new)
+        target.at_the_end(lambda: file.write_bytes(content))
+        return f"{len(content)} bytes, then {len(new)}"
+
+    return change
+
+
+def leak_in_reward(target: Target) -> str:
+    """The reward keeps 64 MiB per call for some seconds."""
+    file = target.data / LEAKS
+    if file.exists():
+        return ""
+    file.touch()
+    seconds = target.rng.uniform(3, 8)
+    target.later(seconds, lambda: file.unlink(missing_ok=True))
+    return f"{seconds:.1f} s"
+
+
+def fail_in_reward(target: Target) -> str:
+    """Every score of the next start fails; its first step ends the run."""
+    (target.data / FAILS).touch()
+    target.at_the_end((target.data / FAILS).unlink)
+    return "until the run ends"
+
+
 def flip_checkpoint(target: Target) -> str:
     """A bit of the newest checkpoint; an older one stays."""
     if len(list((target.folder / "checkpoints").glob("step_*"))) < 2:
@@ -224,6 +265,9 @@ RUNNING: dict[str, tuple[float, Callable[[Target], str]]] = {
     "trainer rank stands still": (2.0, _pause("trainer")),
     "scorer has no memory left": (1.0, exhaust_scorer),
     "trainer rank stopped for good": (0.2, _signal("trainer", signal.SIGSTOP)),
+    "reward leaks": (1.0, leak_in_reward),
+    "rows truncated": (0.3, change_rows("truncated")),
+    "rows rewritten": (0.3, change_rows("rewritten")),
     "clock jumps": (2.0, jump_clock),
     "disk full": (0.7, fill_disk),
 }
@@ -231,16 +275,26 @@ ENDING = (
     "trainer rank killed",
     "trainer rank killed in a save",
     "trainer rank stopped for good",
+    "rows truncated",
+    "rows rewritten",
     "launching process killed",
     "save and end asked for",
     "disk full",
 )
+# What the run says that such a fault ends, unless another one ends it first.
+SAYS = {
+    "rows truncated": f"{ROWS} was truncated during the run",
+    "rows rewritten": f"{ROWS} was rewritten during the run",
+    "trainer rank stopped for good": "was stopped by a signal and has stood still for",
+    "reward fails always": "completions of rows got no score",
+}
 RESTING: dict[str, Callable[[Target], str]] = {
     "checkpoint: bit flipped": flip_checkpoint,
     "checkpoint: file lost": cut_checkpoint,
     "record cut in a line": cut_line,
     "rollouts cut short": cut_rollouts,
     "left-over partial files": leave_rubbish,
+    "reward fails always": fail_in_reward,
 }
 
 
