@@ -145,9 +145,9 @@ def _state(pid: int) -> tuple[bool, bool]:
     except OSError:
         return False, False
     lines = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-    waiting = int(lines["ShdPnd"], 16) | int(lines["SigPnd"], 16)
+    waiting = int(lines.get("ShdPnd", "0"), 16) | int(lines.get("SigPnd", "0"), 16)  # some kernels lack them
     asks = any(waiting >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-    return lines["State"].startswith("T"), asks
+    return lines.get("State", "").startswith("T (stopped"), asks
 
 
 if __name__ == "__main__":
