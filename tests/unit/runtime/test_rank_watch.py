@@ -125,7 +125,7 @@ TORCH = str(Path(dist.__file__).parent)
         ([f"{PACKAGE}/rl_loop.py", f"{PACKAGE}/rollout/stream.py", "/usr/lib/threading.py"], "engines"),
         ([f"{PACKAGE}/rl_loop.py", f"{PACKAGE}/weight_sync/publish.py"], "engines"),
         ([f"{PACKAGE}/rl_loop.py", f"{PACKAGE}/trainer/checkpoint.py", "/usr/lib/threading.py"], "saves"),
-        ([f"{PACKAGE}/rl_loop.py", f"{PACKAGE}/data/prompts.py", "/home/me/env.py"], "works"),
+        ([f"{PACKAGE}/rl_loop.py", f"{PACKAGE}/data/prompts.py", "/user/env.py"], "works"),
         ([f"{TORCH}/run.py", f"{PACKAGE}/trainer/policy.py"], "works"),
     ],
 )
