@@ -131,7 +131,8 @@ def write(submission: Submission) -> None:
 def with_code(submission: Submission) -> Submission:
     spec, code = submission.spec, str(submission.code_dir)
     inherited = spec.env.get("PYTHONPATH")
-    env = {**spec.env, "PYTHONPATH": f"{code}:{inherited}" if inherited else code, COPIES: f"{code}/{_COPIES}"}
+    files = {COPIES: f"{code}/{_COPIES}", f"{COPIES}_FROM": os.getcwd()}
+    env = {**spec.env, "PYTHONPATH": f"{code}:{inherited}" if inherited else code, **files}
     return dataclasses.replace(submission, spec=dataclasses.replace(spec, env=env))
 
 

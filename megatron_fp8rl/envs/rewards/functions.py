@@ -27,14 +27,17 @@ class RewardError(ValueError):
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-COPIES = "MEGATRON_FP8RL_OWN_FILES"  # environment variable: folder with copies of files, by their absolute paths
+# Environment variable: folder with copies of files, by their absolute paths. Relative paths start at the folder in
+# the variable with the suffix _FROM, in which the job was submitted.
+COPIES = "MEGATRON_FP8RL_OWN_FILES"
 
 
 def parse(spec: str) -> tuple[Path, str]:
     """(file, function) of ``FILE.py:function``; in a queued job, the file's copy."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
-    copy = Path(os.environ.get(COPIES, "")) / str(path.absolute()).lstrip("/")
+    absolute = Path(os.environ.get(f"{COPIES}_FROM", ""), path).absolute()
+    copy = Path(os.environ.get(COPIES, "")) / str(absolute).lstrip("/")
     return (copy if os.environ.get(COPIES) and copy.is_file() else path), name
 
 

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from launch import slurm
+from launch.batch_script import Submission
+from launch.cluster import Cluster
+from launch.spec import JobSpec, Role
 from megatron_fp8rl.config import EnvironmentConfig, ScoringConfig
 from megatron_fp8rl.envs import agent_function
 from megatron_fp8rl.envs.agent_function import AgentSpecError
@@ -250,3 +254,22 @@ def test_a_worker_loads_agents_before_a_run(file):
     assert told("rollout").endswith("players.py:rollout cannot be loaded: its module called sys.exit(no licence)")
     file.write_text("import no_such_package\nasync def rollout(session, row): ...\n")
     assert "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'" in told("rollout")
+
+
+def test_a_queued_job_finds_the_copy_of_a_file_with_a_relative_path(file, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    role = Role(name="trainer", kind="torchrun", nodes=(0,), command=("-m", "megatron_fp8rl", "train"))
+    spec = JobSpec(name="x", run_dir=str(tmp_path / "run"), roles=(role,), nodes=1, user_files=(str(file),))
+    submission = slurm.with_code(Submission(spec=spec, cluster=Cluster(), id="x_1"))
+    monkeypatch.setattr(slurm, "PACKAGES", ())
+    slurm.copy_code(submission.code_dir, (str(file),))
+    file.unlink()
+    monkeypatch.chdir(elsewhere)
+    relative = "players.py:rollout"
+    assert "players.py does not exist" in refusal(agent_function.problem(relative, {}, has_scores=True))
+    for name, value in submission.spec.env.items():
+        monkeypatch.setenv(name, value)
+    assert agent_function.problem(relative, {"bonus": 1.0}, has_scores=True) is None
+    assert callable(agent_function.load(relative, {"bonus": 1.0}))
