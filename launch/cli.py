@@ -185,11 +185,6 @@ def _start(options: Options, spec: JobSpec, request: Request) -> int:
     if options.dry_run:
         print(_dry_run_text(options, spec, request))
         return 0
-    try:
-        launch_dir(spec.run_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        print(f"{_PROGRAM}: cannot create the run's folder {spec.run_dir!r}: {error}", file=sys.stderr)
-        return 2
     return _local(options, spec) if request.cluster.kind == "local" else _slurm(options, spec, request)
 
 
@@ -215,11 +210,17 @@ def _sweep(options: Options) -> int:
         return 2
     if not options.dry_run:
         sweep.note(folder, options.over)
-    status = max(_start(single, spec, request) for single, spec, request in ready if spec is not None)
+    planned = [(single, spec, request) for single, spec, request in ready if spec is not None]
+    try:
+        status = max(_start(*each) for each in planned)
+    except BaseException:
+        if not any(read_jobs(spec.run_dir) for _, spec, _ in planned):
+            sweep.forget(folder)
+        raise
     if not options.dry_run:
         print(f"table:  {_PROGRAM}.sweep {shlex.quote(folder)}")
     if options.wait and not is_local:
-        specs = {read_jobs(spec.run_dir)[-1]["job_id"]: spec for _, spec, _ in ready if spec is not None}
+        specs = {read_jobs(spec.run_dir)[-1]["job_id"]: spec for _, spec, _ in planned}
         return _show_ends(slurm.wait(list(specs)), specs)
     return status
 
@@ -262,7 +263,11 @@ def _slurm(options: Options, spec: JobSpec, request: Request) -> int:
 
 
 def _local(options: Options, spec: JobSpec) -> int:
-    job_id, process = local.start(spec, cluster_name=options.cluster)
+    try:
+        job_id, process = local.start(spec, cluster_name=options.cluster)
+    except OSError as error:
+        print(f"{_PROGRAM}: cannot create the run's folder {spec.run_dir!r}: {error}", file=sys.stderr)
+        return 2
     _show_launched(f"job {job_id} has started on this machine", spec)
     if not options.wait:
         return 0

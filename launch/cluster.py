@@ -60,7 +60,9 @@ class Cluster:
     # Slurm options.
     account: str | None = None
     partition: str | None = None
-    time_limit: str = "04:00:00"  # minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as in sbatch
+    time_limit: str | None = (
+        "04:00:00"  # None: the partition's default; minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as in sbatch
+    )
     sbatch: dict[str, Any] = field(default_factory=dict)  # more options: {"qos": "high", "exclusive": True}
     srun: tuple[str, ...] = ()  # more arguments for the srun that starts the agents
 
@@ -104,7 +106,7 @@ class Cluster:
         fields = {
             "account": executor.account,
             "partition": executor.partition,
-            "time_limit": executor.time,
+            "time_limit": str(executor.time) if isinstance(executor.time, int) else executor.time,  # minutes
             "gpu": None,
             "gpus_per_node": gpus,
             "cpus_per_node": executor.cpus_per_task,
@@ -112,11 +114,14 @@ class Cluster:
             "container_mounts": tuple(executor.container_mounts or ()),
             "sbatch": sbatch,
             "srun": tuple(executor.srun_args or ()),
-            "env": dict(executor.env_vars),
+            "env": dict(executor.env_vars or {}),
             "setup": tuple((executor.setup_lines or "").splitlines()),
             **({"save_signal_s": int(signal_s[1])} if signal_s else {}),
         }
-        return cls(**fields | more)
+        cluster = cls(**fields | more)
+        if errors := _type_errors(cluster):
+            raise ClusterError("executor: " + "\n  ".join(map(str, errors)))
+        return cluster
 
     @property
     def slots_per_node(self) -> int:
@@ -131,8 +136,8 @@ class Cluster:
         errors = _node_errors(self)
         if self.kind == "local":
             return errors
-        limit = parse_time_limit(self.time_limit)
-        if limit is None:
+        limit = None if self.time_limit is None else parse_time_limit(self.time_limit)
+        if limit is None and self.time_limit is not None:
             remedy = "Write hours as 04:00:00, or days as 2-00:00:00"
             errors.append(_bad("time_limit", self.time_limit, "is not a time", remedy))
         if not 1 <= self.save_signal_s <= _LONGEST_SIGNAL_S:
@@ -149,6 +154,9 @@ class Cluster:
     def missing_files(self) -> list[Violation]:
         """Configured files that do not exist on this machine."""
         files = []
+        if self.run_root is not None:
+            remedy = "Create it on a file system that all nodes share, or correct the path"
+            files.append(_bad("run_root", self.run_root, "does not exist", remedy))
         image = self.container_image
         if image is not None and image.startswith(("/", ".")):
             files.append(_bad("container_image", image, "does not exist", "Name an image file, or registry#name:tag"))
@@ -157,7 +165,12 @@ class Cluster:
             files.append(_bad("container_mounts", mount, problem, "Use a path that all nodes see"))
         if self.python is not None and image is None:
             files.append(_bad("python", self.python, "does not exist", "Name the interpreter of all nodes"))
-        return [violation for violation in files if not Path(violation.value.partition(":")[0]).exists()]
+        return [violation for violation in files if not Path(_path_of(violation)).exists()]
+
+
+def _path_of(violation: Violation) -> str:
+    """The path of this machine in a value; a mount is ``from:to``."""
+    return violation.value if violation.field == "CLUSTER.run_root" else violation.value.partition(":")[0]
 
 
 def _node_errors(cluster: Cluster) -> list[Violation]:

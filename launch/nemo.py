@@ -69,8 +69,13 @@ def experiment(
     """
     cluster = Cluster.from_executor(executor, **cluster_fields)
     submission, source = _planned(cfg, cluster, job, nodes, title)
-    slurm.write(submission)
-    (submission.code_dir / f"{_CONFIG}.py").write_text(source, encoding="utf-8")
+    with slurm.removed_on_error(submission):
+        slurm.write(submission)
+        (submission.code_dir / f"{_CONFIG}.py").write_text(source, encoding="utf-8")
+        return _experiment(executor, submission, cluster)
+
+
+def _experiment(executor: run.SlurmExecutor, submission: Submission, cluster: Cluster) -> run.Experiment:
     name = submission.id.rpartition("_")[0]
     made = run.Experiment(name, id=submission.id, serialize_metadata_for_scripts=False)
     script = run.Script(

@@ -25,6 +25,17 @@ _MOST_LINES = 40  # of an error that is not a traceback
 _FIGURES = (("reward", "reward/score/mean"), ("pass rate", "eval/pass_rate/mean"), ("loss", "train/loss/mean"))
 
 
+# How an attempt ended whose agents recorded no outcome, by Slurm's state of the job.
+_WITHOUT_OUTCOME = {
+    "CANCELLED": "cancelled, before its agents could record an outcome",
+    "TIMEOUT": "ended by the time limit, before the trainer had saved",
+    "NODE_FAIL": "ended, because a node was lost",
+    "OUT_OF_MEMORY": "ended, because a node ran out of host memory",
+    "PREEMPTED": "ended by another job with a higher priority",
+}
+_UNKNOWN_END = "ended without an outcome (a node was lost, all processes were killed, or the disk was full)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobState:
     """State of one submission of a run."""
@@ -93,7 +104,8 @@ def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
     if current is not None:
         lines += _role_lines(run_dir, current)
     lines += _progress_lines(run_dir)
-    if current is not None and (path := first_error_file(run_dir, [current])) is not None:
+    has_error = current is not None and current.state not in ("COMPLETED", "CANCELLED")
+    if has_error and (path := first_error_file(run_dir, [current])) is not None:
         where, *text = path.read_text(errors="replace").splitlines()
         shown = text[-_TRACEBACK_LINES:] if text[:1] == ["Traceback (most recent call last):"] else text[-_MOST_LINES:]
         lines += [_line("error", f"{path}"), *(_line("", line) for line in [where, *shown])]
@@ -188,7 +200,7 @@ def _job_lines(run_dir: Path, state: JobState) -> list[str]:
         elif attempt == state.attempts[-1] and not state.is_over:
             text = "in progress"
         else:
-            text = "ended without an outcome (a node was lost, all processes were killed, or the disk was full)"
+            text = _WITHOUT_OUTCOME.get(state.state if attempt == state.attempts[-1] else "", _UNKNOWN_END)
         lines.append(_line("", f"attempt {attempt}: {text}"))
     return lines
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import megatron_fp8rl
 from launch.batch_script import Submission, render
-from launch.spec import JobSpec, record_job
+from launch.spec import JobSpec, record_job, remove_job
 from megatron_fp8rl.envs.rewards.functions import COPIES
 
 if TYPE_CHECKING:
@@ -47,12 +50,28 @@ _PERHAPS_NEVER = {
     "PartitionConfig": "the partition cannot run it now: compare CLUSTER with `scontrol show partition`",
     "BadConstraints": "no node satisfies the request now: compare CLUSTER with `sinfo -o '%n %c %m %G %f'`",
 }
+# The first pattern that matches Slurm's error names the field.
 _REMEDIES = (
-    (r"account", "CLUSTER.account", "`sacctmgr show associations user=$USER format=account,partition` lists yours"),
+    (
+        r"QOS policy",
+        "CLUSTER.sbatch['qos']",
+        "a limit of the QOS or account is reached; `sacctmgr show qos` lists limits",
+    ),
+    (
+        r"invalid account",
+        "CLUSTER.account",
+        "`sacctmgr show associations user=$USER format=account,partition` lists yours",
+    ),
+    (r"invalid qos", "CLUSTER.sbatch['qos']", "`sacctmgr show qos format=name` lists them"),
     (r"partition", "CLUSTER.partition", "`sinfo -s` lists partitions"),
-    (r"qos", "CLUSTER.sbatch['qos']", "`sacctmgr show qos format=name` lists them"),
-    (r"time limit", "CLUSTER.time_limit", "`sinfo -o '%P %l'` lists limits"),
-    (r"gres|gpu", "CLUSTER.gpus_per_node", "`sinfo -o '%n %G'` lists the GPUs of nodes"),
+    (r"time limit|time specification", "CLUSTER.time_limit", "`sinfo -o '%P %l'` lists limits"),
+    (r"gres|generic resource|gpu", "CLUSTER.gpus_per_node", "`sinfo -o '%n %G'` lists the GPUs of nodes"),
+    (r"memory", "CLUSTER.sbatch['mem']", "`sinfo -o '%n %m'` lists the memory of nodes in MB"),
+    (r"cpu count|processors", "CLUSTER.cpus_per_node", "`sinfo -o '%n %c'` lists the CPUs of nodes"),
+    (r"feature", "CLUSTER.sbatch['constraint']", "`sinfo -o '%n %f'` lists features"),
+    (r"reservation", "CLUSTER.sbatch['reservation']", "`scontrol show reservation` lists them"),
+    (r"dependency", "CLUSTER.sbatch['dependency']", "`squeue --me` lists your jobs"),
+    (r"unrecognized option|invalid option|requires an argument", "CLUSTER.sbatch", "`sbatch --help` lists options"),
     (r"node count|node configuration|nodes", "--nodes", "`sinfo -o '%P %D %c %m %G'` lists what nodes have"),
 )
 
@@ -104,23 +123,38 @@ def submit(spec: JobSpec, cluster: Cluster, *, cluster_name: str, id: str | None
     submission = _submission(spec, cluster, id or new_id(spec))
     if submission.folder.exists():
         raise SubmitError(f"submission {submission.id!r} already exists in {submission.folder}: choose another --id")
-    job_id = None
     try:
-        write(submission)
-        submission.script.write_text(render(submission), encoding="utf-8")
-        job_id = _sbatch(submission.script, cluster, cluster_name)
-        folder, script = str(submission.folder), str(submission.script)
-        files = {"folder": folder, "script": script, "file": f"{folder}/job.json"}
-        record_job(spec, job_id=job_id, cluster=cluster_name, kind="slurm", **files)
-        _reject_impossible(job_id, cluster_name)
-    except BaseException as error:  # also an interrupt: do not leave a job that the user does not know about
-        if job_id is not None:
-            slurm_output("scancel", job_id)
-        shutil.rmtree(submission.folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise SubmitError(f"the run's folder {spec.run_dir!r} cannot be written: {error}") from error
-        raise
+        with removed_on_error(submission):
+            write(submission)
+            submission.script.write_text(render(submission), encoding="utf-8")
+            job_id = _sbatch(submission.script, cluster, cluster_name)
+            folder, script = str(submission.folder), str(submission.script)
+            files = {"folder": folder, "script": script, "file": f"{folder}/job.json"}
+            try:
+                record_job(spec, job_id=job_id, cluster=cluster_name, kind="slurm", **files)
+                _reject_impossible(job_id, cluster_name)
+            except BaseException:  # also an interrupt: do not leave a job that the user does not know about
+                slurm_output("scancel", job_id)
+                with contextlib.suppress(OSError):
+                    remove_job(spec.run_dir, job_id)
+                raise
+    except OSError as error:
+        raise SubmitError(f"the run's folder {spec.run_dir!r} cannot be written: {error}") from error
     return job_id
+
+
+@contextlib.contextmanager
+def removed_on_error(submission: Submission) -> Iterator[None]:
+    """After an error, remove the submission's folder, and its parents that did not exist before."""
+    kept = next(parent for parent in submission.folder.parents if parent.exists())
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(submission.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a parent has files of others
+            for parent in itertools.takewhile(lambda parent: parent != kept, submission.folder.parents):
+                parent.rmdir()
+        raise
 
 
 def write(submission: Submission) -> None:
@@ -218,6 +252,13 @@ def job_state(job_id: str) -> str | None:
     return states[0] if states else None
 
 
+def has_other_nodes() -> bool:
+    """Whether Slurm has nodes beside this machine; False without an answer."""
+    here = socket.gethostname().partition(".")[0]
+    names = (slurm_output("sinfo", "-h", "-N", "-o", "%N") or "").split()
+    return any(name.partition(".")[0] != here for name in names)
+
+
 def is_over(state: str) -> bool:
     """Whether a job in this state never runs again."""
     waiting = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "CONFIGURING", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
@@ -246,7 +287,7 @@ def slurm_output(*args: str, deadline_s: float = _COMMAND_DEADLINE_S) -> str | N
 
 
 def _submit_error_text(stderr: str, cluster: Cluster) -> str:
-    errors = [line.strip() for line in stderr.splitlines() if "error" in line.lower()]
+    errors = [line.strip() for line in stderr.splitlines() if re.search(r"error|option", line, re.IGNORECASE)]
     shown = "; ".join(errors or stderr.strip().splitlines()[-3:]) or "sbatch failed without a message"
     values = {
         "CLUSTER.account": cluster.account,
@@ -254,9 +295,9 @@ def _submit_error_text(stderr: str, cluster: Cluster) -> str:
         "CLUSTER.time_limit": cluster.time_limit,
         "CLUSTER.gpus_per_node": cluster.gpus_per_node,
     }
+    matching = (hint for hint in _REMEDIES if re.search(hint[0], shown, re.IGNORECASE))
     hints = [
         f"{field}{f' = {values[field]!r}' if field in values else ''}: {remedy}"
-        for pattern, field, remedy in _REMEDIES
-        if re.search(pattern, shown, re.IGNORECASE)
+        for _, field, remedy in itertools.islice(matching, 1)
     ]
     return "\n  ".join([f"Slurm rejected the job: {shown}", *hints])

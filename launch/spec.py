@@ -185,6 +185,17 @@ def add_job(run_dir: str | Path, job: dict[str, Any]) -> None:
         file.write(json.dumps(job) + "\n")
 
 
+def remove_job(run_dir: str | Path, job_id: str) -> None:
+    """Remove a refused job from :func:`jobs_file`."""
+    path, jobs = jobs_file(run_dir), [job for job in read_jobs(run_dir) if job["job_id"] != job_id]
+    if jobs:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+        os.replace(temporary, path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def escape_braces(path: str) -> str:
     """A path as a value of ``--output_dir``, which is a format string."""
     return path.replace("{", "{{").replace("}", "}}")

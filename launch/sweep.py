@@ -9,6 +9,7 @@ A value with blanks is several arguments (``"mlp moe"``). Each run is a separate
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -48,6 +49,13 @@ def format_label(label: Label) -> str:
 def note(folder: str | Path, axes: Axes) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     _write(Path(folder) / SWEEP, json.dumps({"labels": labels(axes)}, indent=2) + "\n")
+
+
+def forget(folder: str | Path) -> None:
+    """Remove the note of a sweep that queued nothing, and its folder if it is empty."""
+    (Path(folder) / SWEEP).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it has files of earlier jobs
+        Path(folder).rmdir()
 
 
 def write_table(folder: str | Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import glob
 import importlib.util
 import os
 import sys
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import Cluster
-from launch.slurm import INSTALLED, PACKAGES, python_files
+from launch.slurm import INSTALLED, PACKAGES, has_other_nodes, python_files
 from megatron_fp8rl.config import AlgoConfig, DataConfig, RunConfig
 from megatron_fp8rl.envs.rewards.functions import parse
 from megatron_fp8rl.envs.source_kind import CLASS, kind_of
 
 # Prefixes of shared file system types in /proc/mounts.
 _SHARED = tuple("nfs lustre gpfs beegfs ceph wekafs panfs pvfs2 cifs smb3 9p afs fuse. virtiofs".split())
+_NODE_FOLDERS = ("/tmp", "/dev/shm", "/run")
+_PATH_FIELDS = ("hf_path", "tokenizer", "dataset", "eval")  # may name a folder of the current folder, without a '/'
 
 
 def function_files(data: DataConfig) -> tuple[str, ...]:
@@ -49,28 +52,59 @@ def modules(algo: AlgoConfig, data: DataConfig, config_name: str = "") -> tuple[
     return tuple(paths)
 
 
-def unreachable(cfg: RunConfig, cluster: Cluster, run_dir: str, mounts: str | None = None) -> list[str]:
-    """Errors for paths in ``cfg`` that the nodes of a Slurm cluster cannot see. ``mounts``: text of /proc/mounts."""
+def unreachable(
+    cfg: RunConfig, cluster: Cluster, run_dir: str, mounts: str | None = None, *, other_nodes: bool | None = None
+) -> list[str]:
+    """Errors for paths in ``cfg``, and for the run's folder, that the nodes of a Slurm cluster cannot see.
+
+    ``mounts``: text of /proc/mounts. ``other_nodes``: whether Slurm has nodes beside this machine. None: ask.
+    """
     mounts = Path("/proc/mounts").read_text() if mounts is None else mounts
+    other_nodes = has_other_nodes() if other_nodes is None else other_nodes
     is_run_shared = _file_system(run_dir, mounts).startswith(_SHARED)
     errors = []
+    if other_nodes and (folder := _node_folder(run_dir, mounts)):
+        errors.append(
+            f"--output_dir = {run_dir!r}: is in {folder}, which is local to each node. Set CLUSTER.run_root to a "
+            "folder that all nodes share."
+        )
     for field, value in _texts(cfg, "-"):
-        path = Path(value).expanduser()
-        if not value or field == "--output_dir" or not (os.sep in value or path.suffix) or not path.exists():
+        path = _existing(field, value)
+        if path is None or field == "--output_dir":
             continue
         if not path.is_absolute():
             problem = "is relative to the current folder, which differs on the nodes"
-            remedy = f"Write {path.absolute()}"
+            remedy = f"Write {Path(value).expanduser().absolute()}"
         elif cluster.container_image is not None and not _is_mounted(path, cluster, run_dir):
             problem = "is not mounted into the container"
             remedy = f"Add '{path.parent}:{path.parent}' to CLUSTER.container_mounts"
-        elif is_run_shared and not (kind := _file_system(value, mounts)).startswith(_SHARED):
+        elif is_run_shared and not (kind := _file_system(str(path), mounts)).startswith(_SHARED):
             problem = f"is on a local file system of this machine ({kind}), which the nodes do not see"
+            remedy = f"Copy it below {Path(run_dir).parent}"
+        elif other_nodes and (folder := _node_folder(str(path), mounts)):
+            problem = f"is in {folder}, which is local to each node"
             remedy = f"Copy it below {Path(run_dir).parent}"
         else:
             continue
         errors.append(f"{field} = {value!r}: {problem}. {remedy}.")
     return errors
+
+
+def _existing(field: str, value: str) -> Path | None:
+    """The file or folder that a text names on this machine, or the first file of a pattern; None if it names none."""
+    path = Path(value).expanduser()
+    if value and glob.has_magic(value) and (files := sorted(glob.iglob(str(path), recursive=True))):
+        return Path(files[0])
+    is_path = os.sep in value or path.suffix or field.rpartition(".")[2] in _PATH_FIELDS
+    return path if value and is_path and path.exists() else None
+
+
+def _node_folder(path: str, mounts: str) -> str:
+    """The folder that each node has for itself and that contains the path; empty without one."""
+    if _file_system(path, mounts).startswith(_SHARED):
+        return ""
+    real = Path(os.path.realpath(path))
+    return next((folder for folder in _NODE_FOLDERS if real.is_relative_to(folder)), "")
 
 
 def _collect(name: str, paths: dict[str, None]) -> None:

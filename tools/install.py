@@ -32,6 +32,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "fp8rl-installed.json"
 LOCKS = ROOT / "locks"
+OUTPUT = None  # file for the output of commands; None: the terminal
 PINS = tomllib.loads((ROOT / "requirements.toml").read_text())
 
 
@@ -136,12 +137,14 @@ def install(extras: list[str]) -> None:
         install_with_uv(now, overrides, *locked)
         if later:
             isolation = [f"--no-build-isolation-package={name}" for name in PINS["compiled"]["packages"]]
-            install_with_uv([*now, *later], overrides, *isolation, *locked)
+            with compiling():
+                install_with_uv([*now, *later], overrides, *isolation, *locked)
     else:
         print("uv is not available; pip installs instead, which takes longer.", flush=True)
         install_with_pip(now, overrides, *locked)
         if later:
-            install_with_pip([*now, *later], overrides, "--no-build-isolation", *locked)
+            with compiling():
+                install_with_pip([*now, *later], overrides, "--no-build-isolation", *locked)
     # The project itself, whose requirements are there: resolving them again would undo the overrides.
     run([PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", ROOT])
 
@@ -234,11 +237,45 @@ def install_with_pip(wanted: list[str], overrides: list[str], *options: str) -> 
         run([*pip, "--no-deps", *overrides])
 
 
+@contextmanager
+def compiling():
+    """Commands that compile write hundreds of lines. They go to a file, and a failure is one line with its cause."""
+    global OUTPUT
+    path = VENV / "compile.log"
+    print(f"Compiling {', '.join(PINS['compiled']['packages'])}: minutes. The output is in {path}.", flush=True)
+    try:
+        with path.open("w") as OUTPUT:
+            yield
+    except InstallError as error:
+        raise InstallError(compile_error(path.read_text(errors="replace"), path) or str(error)) from None
+    finally:
+        OUTPUT = None
+
+
+def compile_error(output: str, path: Path) -> str:
+    """The cause that the output of a compilation names, and its remedy; empty if there is no cause that is known."""
+    missing = re.search(
+        r"(?:fatal error|error): ['\"]?([\w./-]+\.(?:h|hpp|cuh))['\"]?(?::| file) ?(?:No such file|not found)", output
+    )
+    if missing:
+        cause = f"the header {missing[1]} is missing on this machine"
+    elif re.search(r"CUDA_HOME|CUDA not found|nvcc.*not found|Could not find (?:nvcc|CUDA)", output):
+        cause = "no CUDA toolkit was found on this machine"
+    else:
+        return ""
+    names = ", ".join(PINS["compiled"]["packages"])
+    return (
+        f"{names} cannot be compiled: {cause}. Load the module of a CUDA 13 toolkit with cuDNN headers, or set "
+        f"CUDA_HOME to one, then run this again. All output is in {path}"
+    )
+
+
 def run(command: list, environment: dict[str, str] | None = None) -> None:
     words = [str(word) for word in command]
-    status = subprocess.run(words, cwd=ROOT, env=environment).returncode
+    status = subprocess.run(words, cwd=ROOT, env=environment, stdout=OUTPUT, stderr=OUTPUT).returncode
     if status:
-        raise InstallError(f"this command failed with status {status}: {shlex.join(words)}")
+        where = "" if OUTPUT is None else f". Its output is in {OUTPUT.name}"
+        raise InstallError(f"this command failed with status {status}: {shlex.join(words)}{where}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ def cluster_file(folder: Path, **changes) -> Path:
         )
         | changes
     )
+    if values["run_root"] == str(folder / "all runs"):
+        (folder / "all runs").mkdir(exist_ok=True)
     fields = ",\n    ".join(f"{name}={value!r}" for name, value in values.items())
     path = folder / CLUSTER_NAME
     path.write_text(f"from launch.cluster import Cluster\n\nCLUSTER = Cluster(\n    {fields},\n)\n")

@@ -175,3 +175,31 @@ def test_a_library_that_the_system_lacks_is_named_with_what_to_install(install):
     install.require_libraries()  # this machine has them
     with pytest.raises(install.InstallError, match="libnothing.so.9 is missing.*apt install"):
         install.require_libraries(("libnothing.so.9",))
+
+
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [
+        (
+            "a\n/te/common.h:11:10: fatal error: cudnn.h: No such file or directory\n   11 | #include\n",
+            "header cudnn.h is",
+        ),
+        (
+            "catastrophic error: cannot open\nx.cu(3): fatal error: 'crt/host_defines.h' file not found\n",
+            "crt/host_defines.h",
+        ),
+        ("OSError: CUDA_HOME environment variable is not set.\n", "no CUDA toolkit was found"),
+        ("RuntimeError: CUDA not found.\n", "no CUDA toolkit was found"),
+        ("error: no space left on device\n", ""),
+    ],
+)
+def test_a_compilation_that_fails_says_what_is_missing(install, tmp_path, monkeypatch, capfd, output, cause):
+    """In one line; the output is in a file."""
+    monkeypatch.setattr(install, "VENV", tmp_path)
+    program = f"import sys; print({output!r} * 99); sys.exit(1)"
+    with pytest.raises(install.InstallError) as failed, install.compiling():
+        install.run([sys.executable, "-c", program])
+    said = str(failed.value)
+    assert cause in said and "compile.log" in said and "\n" not in said and ("CUDA 13" in said) == bool(cause)
+    assert (tmp_path / "compile.log").read_text().count(output) == 99
+    assert len(capfd.readouterr().out.splitlines()) == 1 and install.OUTPUT is None

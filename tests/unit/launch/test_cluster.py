@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
-from launch import cluster
+from launch import cluster, slurm
 from launch.cluster import Cluster, ClusterError
+from launch.spec import JobSpec, Role
 
 
 @pytest.mark.parametrize("name", ["pyxis", "plain", "local"])
@@ -102,6 +104,44 @@ def test_nodes_without_gpus_have_ranks():
 def test_the_signal_comes_before_the_limit():
     [found] = Cluster(time_limit="5:00", save_signal_s=300).violations()
     assert found.field == "CLUSTER.save_signal_s" and "300 s" in found.remedy
+
+
+def executor(**changes) -> SimpleNamespace:
+    """What a ``nemo_run.SlurmExecutor`` has. Importing nemo-run takes seconds."""
+    names = "heterogeneous array het_group_indices retries signal gpus_per_task cpus_per_task container_image srun_args"
+    names += (
+        " additional_parameters setup_lines qos mem mem_per_gpu mem_per_cpu comment constraint exclude gres exclusive"
+    )
+    fields = dict.fromkeys(
+        f"{names} segment network account partition gpus_per_node time env_vars container_mounts".split()
+    )
+    return SimpleNamespace(**fields | {"tunnel": type("LocalTunnel", (), {})()} | changes)
+
+
+@pytest.mark.parametrize(("time", "limit"), [(None, None), (30, "30"), ("00:10:00", "00:10:00")])
+def test_an_executor_may_leave_its_time_out_or_give_minutes(time, limit):
+    made = Cluster.from_executor(executor(time=time), ranks_per_node=2)
+    assert made.time_limit == limit and made.violations() == [] and made.env == {}
+
+
+def test_a_field_of_an_executor_that_is_of_another_type_is_named():
+    with pytest.raises(ClusterError, match=r"CLUSTER.time_limit = 0.5: is of type float. Write text, in quotes"):
+        Cluster.from_executor(executor(time=0.5), ranks_per_node=2)
+    with pytest.raises(ClusterError, match=r"CLUSTER.env = {'A': 1}: is of type dict"):
+        Cluster.from_executor(executor(env_vars={"A": 1}), ranks_per_node=2)
+
+
+def test_without_a_time_limit_the_script_asks_for_none():
+    spec = JobSpec(name="j", run_dir="/r", roles=(Role(name="t", kind="command", nodes=(0,), command=()),), nodes=1)
+    script = slurm.dry_run(spec, Cluster(time_limit=None))
+    assert "--time" not in script and "--signal=USR1@300" in script
+    assert "--time=30" in slurm.dry_run(spec, Cluster(time_limit="30"))
+
+
+def test_a_run_root_has_to_exist(tmp_path):
+    assert Cluster(run_root=str(tmp_path)).missing_files() == []
+    [found] = Cluster(run_root=f"{tmp_path}/a:b").missing_files()
+    assert found.field == "CLUSTER.run_root" and "does not exist" in str(found) and "all nodes share" in found.remedy
 
 
 def test_files_are_looked_for(tmp_path):

@@ -201,6 +201,45 @@ def test_a_full_disk_queues_nothing_and_is_said_with_the_folder(
     assert queue.cancelled == ([] if name == "copy_code" else ["7"])
 
 
+@pytest.mark.parametrize("at", ["sbatch", "reason"])
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_refused_submission_leaves_no_file(
+    tmp_path: Path, queue: Queue, monkeypatch: pytest.MonkeyPatch, at: str, has_run: bool
+):
+    """Neither folders nor an entry of jobs.jsonl. Files that were there before stay."""
+    run_dir = tmp_path / "runs" / "mine"
+    if has_run:
+        add_job(run_dir, {"job_id": "5", **record(run_dir)})
+    before = sorted(path for path in tmp_path.rglob("*"))
+
+    def refuse(*args: object) -> str:
+        raise SubmitError("no")
+
+    monkeypatch.setattr(slurm, *(("_sbatch", refuse) if at == "sbatch" else ("_reject_impossible", refuse)))
+    with pytest.raises(SubmitError):
+        submit(run_dir)
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    assert [job["job_id"] for job in read_jobs(run_dir)] == ["5"] * has_run
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("CANCELLED", "attempt 0: cancelled, before its agents could record an outcome"),
+        ("TIMEOUT", "attempt 0: ended by the time limit, before the trainer had saved"),
+        ("FAILED", "attempt 0: ended without an outcome (a node was lost"),
+    ],
+)
+def test_an_attempt_without_an_outcome_is_explained_by_the_state(tmp_path: Path, monkeypatch, capsys, state, said):
+    monkeypatch.setattr(run_state, "job_state", lambda job_id: state)
+    add_job(tmp_path, {"job_id": "5", **record(tmp_path)})
+    (launch_dir(tmp_path) / "5.0").mkdir()
+    (launch_dir(tmp_path) / "5.0" / "first_error.txt").write_text("srun: error: task 0: Terminated\n")
+    assert cli.main(["status", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert said in shown and ("Terminated" in shown) == (state != "CANCELLED")
+
+
 # ---- jobs of which little is known
 
 

@@ -29,6 +29,7 @@ def cluster_file(tmp_path):
 
     def write(more: str = "") -> str:
         path = tmp_path / "it's my cluster.py"
+        (tmp_path / "the runs").mkdir(exist_ok=True)
         text = "from launch.cluster import Cluster\n" + CPU.format(root=str(tmp_path / "the runs"), more=more)
         path.write_text(text)
         return str(path)
@@ -179,11 +180,28 @@ def test_what_is_shown_cannot_leave_its_comment(capsys, tmp_path):
         ("sbatch: error: invalid partition specified: p", "CLUSTER.partition = 'p'"),
         ("sbatch: error: Batch job submission failed: Requested time limit is invalid", "CLUSTER.time_limit"),
         ("sbatch: error: Invalid generic resource (gres) specification", "CLUSTER.gpus_per_node"),
+        ("sbatch: error: Batch job submission failed: Invalid qos specification", "CLUSTER.sbatch['qos']"),
+        (
+            "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's "
+            "size and/or time limits)",
+            "a limit of the QOS or account is reached",
+        ),
+        ("sbatch: error: Memory specification can not be satisfied", "CLUSTER.sbatch['mem']"),
+        ("sbatch: error: CPU count per node can not be satisfied", "CLUSTER.cpus_per_node"),
+        ("sbatch: error: Batch job submission failed: Node count specification invalid", "--nodes"),
+        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "--nodes"),
+        ("sbatch: error: Batch job submission failed: Invalid feature specification", "CLUSTER.sbatch['constraint']"),
+        ("sbatch: unrecognized option '--nice-day'\nsbatch: error: Try", "CLUSTER.sbatch: `sbatch --help`"),
+        (
+            "sbatch: error: Batch job submission failed: Requested reservation is invalid",
+            "CLUSTER.sbatch['reservation']",
+        ),
     ],
 )
 def test_what_slurm_says_leads_to_the_field(stderr, said):
     text = slurm._submit_error_text(f"some warning\n{stderr}\n", Cluster(account="acc", partition="p"))
-    assert stderr in text and said in text and "some warning" not in text
+    assert said in text and "some warning" not in text
+    assert len(text.splitlines()) == 2, "one hint, for the cause that Slurm names"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from launch.spec import JobSpec
 @pytest.fixture
 def cluster(tmp_path: Path) -> str:
     path = tmp_path / "mine.py"
+    (tmp_path / "the runs").mkdir()
     how = f"gpu=None, gpus_per_node=0, ranks_per_node=2, partition='main', run_root={str(tmp_path / 'the runs')!r}"
     path.write_text(f"from launch.cluster import Cluster\nCLUSTER = Cluster({how})\n")
     return str(path)
@@ -101,3 +102,13 @@ def test_the_table_says_how_runs_failed_and_what_evaluations_found(tmp_path: Pat
     assert "failed: EngineDeadError" in rows[1] and "element-2/launch/7.0/first_error.txt" in rows[2]
     assert "begun" in rows[3]
     assert sweep.main([str(tmp_path / "element-0")]) == 2
+
+
+@pytest.mark.slow
+def test_a_sweep_that_slurm_refuses_leaves_nothing(cluster: str, monkeypatch, tmp_path: Path):
+    def refuse(*args: object, **how: object) -> str:
+        raise slurm.SubmitError("Slurm rejected the job")
+
+    monkeypatch.setattr(slurm, "submit", refuse)
+    assert cli.main(["tiny_qwen3_moe", "--cluster", cluster, "--over", "seed", "1", "2"]) == 2
+    assert list((tmp_path / "the runs").iterdir()) == [] or not list((tmp_path / "the runs" / "runs").iterdir())

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,3 +129,36 @@ def test_a_relative_path_is_named_with_the_whole_one(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     [found] = user_files.unreachable(config("data/train.jsonl"), Cluster(), "/data/run", MOUNTS)
     assert f"Write {tmp_path}/data/train.jsonl" in found
+
+
+LOCAL = "/dev/sda / ext4 rw 0 0\n"
+
+
+def test_files_and_runs_in_a_folder_that_each_node_has_for_itself_are_refused():
+    """Where Slurm has other nodes. A model folder without a '/' and a pattern of files are paths, too."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        Path(folder, "a.jsonl").write_text("{}\n")
+        for dataset in (f"{folder}/a.jsonl", f"{folder}/*.jsonl", folder):
+            [found] = user_files.unreachable(config(dataset), Cluster(), "/data/run", LOCAL, other_nodes=True)
+            assert "is in /dev/shm, which is local to each node. Copy it below /data." in found
+            assert user_files.unreachable(config(dataset), Cluster(), "/data/run", LOCAL, other_nodes=False) == []
+        [found] = user_files.unreachable(config("x"), Cluster(), f"{folder}/run", LOCAL, other_nodes=True)
+        assert found.startswith("--output_dir = ") and "Set CLUSTER.run_root" in found
+        shared = LOCAL + "server:/x /dev/shm nfs4 rw 0 0\n"
+        assert user_files.unreachable(config(f"{folder}/*"), Cluster(), f"{folder}/r", shared, other_nodes=True) == []
+
+
+def test_a_model_in_the_current_folder_is_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen3").mkdir()
+    cfg = config("hub:x/y")
+    cfg = replace(cfg, model=replace(cfg.model, hf_path="Qwen3"))
+    [found] = user_files.unreachable(cfg, Cluster(), "/data/run", LOCAL, other_nodes=False)
+    assert found.startswith("--model.hf_path = 'Qwen3': is relative") and f"Write {tmp_path}/Qwen3" in found
+
+
+@pytest.mark.parametrize(("nodes", "has"), [("node1\nnode2\n", True), ("here\n", False), (None, False)])
+def test_other_nodes_are_those_that_slurm_lists(monkeypatch: pytest.MonkeyPatch, nodes: str | None, has: bool):
+    monkeypatch.setattr(slurm, "slurm_output", lambda *args: nodes)
+    monkeypatch.setattr(slurm.socket, "gethostname", lambda: "here.cluster")
+    assert slurm.has_other_nodes() == has
