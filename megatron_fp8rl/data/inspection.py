@@ -67,7 +67,7 @@ class SourceReport:
                 yield f"the prompts of {self.key} lack the text in 'history'; add {{history}} to template"
         column = self.columns.counts if self.columns is not None else ""
         for prompt in self.prompts[:1] if column else ():
-            if not any(str(option) in prompt.text for option in prompt.metadata[column]):
+            if not all(str(option) in prompt.text for option in prompt.metadata[column]):
                 template = rf"{{question}}\nA. {{{column}[0]}}\nB. {{{column}[1]}}"
                 yield f"the prompts of {self.key} lack the options in {column!r}; set template to {template} and so on"
 

@@ -12,6 +12,7 @@ from megatron_fp8rl.envs.rewards import answers, functions, judge, programs, san
 from megatron_fp8rl.envs.rewards.choices import letters_of
 from megatron_fp8rl.envs.rewards.extraction import is_unfinished
 from megatron_fp8rl.envs.rewards.functions import RewardError
+from megatron_fp8rl.envs.rewards.numbers import number_of
 from megatron_fp8rl.types import IS_RIGHT, Prompt
 
 Reward = Callable[[Sequence[Prompt], Sequence[str]], list[Any]]  # a number or dict of numbers of each completion
@@ -138,6 +139,11 @@ def reference_problem(configs: Sequence[RewardConfig], answer: str) -> str:
                 f"has the reference answer {answer[:60]!r}, and the reward 'choice' compares letters of {letters}. "
                 "Write the letter, or set options.letters; an integer is read beside a list in the column 'choices'"
             )
+    if set(names) == {"number"} and not any(number_of(text) is not None for text in answers.references(answer)):
+        return (
+            f"has the reference answer {answer[:60]!r}, and the reward 'number' reads no single number in it. "
+            "Use the reward math or exact, or remove the row"
+        )
     return ""
 
 

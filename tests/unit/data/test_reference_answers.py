@@ -93,13 +93,31 @@ def test_references_that_name_no_letter_are_refused(tmp_path, row):
     )
 
 
+@pytest.mark.parametrize("answer", ["x + 1", "(3, 4)", "three", "5 or 6", ["a", "b"], "2\\sqrt{3}"])
+def test_references_without_a_number_are_refused(tmp_path, answer):
+    rows = [{"question": "1 + 1", "answer": answer}] * 3
+    _, report = report_of(tmp_path, rows, "number", template="{question}")
+    assert "and the reward 'number' reads no single number in it. Use the reward math or exact" in reason(report)
+    _, report = report_of(tmp_path, rows, "math", template="{question}")
+    assert not report.dropped
+
+
+@pytest.mark.parametrize(
+    "answer", ["$1,200", "3/4", "\\frac{3}{4}", "-5 m", "The sum is 7. #### 7", ["x", "2"], 1e-3, 0]
+)
+def test_references_with_a_number(tmp_path, answer):
+    _, report = report_of(tmp_path, [{"question": "1 + 1", "answer": answer}], "number", template="{question}")
+    assert not report.dropped
+
+
 def test_more_letters(tmp_path):
     _, report = report_of(tmp_path, [{"question": "Who?", "answer": "I"}], template="{question}", letters="ABCDEFGHIJ")
     assert [prompt.answer for prompt in report.prompts] == ["I"] and not report.dropped
 
 
-def test_a_prompt_without_the_choices_is_a_warning(tmp_path):
-    _, report = report_of(tmp_path, [{**MMLU, "answer": 2}], template="{question}")
+@pytest.mark.parametrize("question", ["Who?", "Is it Ann?"])
+def test_a_prompt_without_the_choices_is_a_warning(tmp_path, question):
+    _, report = report_of(tmp_path, [{**MMLU, "question": question, "answer": 2}], template="{question}")
     (warning,) = report.warnings()
     assert warning == (
         r"the prompts of rows lack the options in 'choices'; set template to {question}\nA. {choices[0]}"
