@@ -65,6 +65,11 @@ class ChatFormat:
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Rendered:
         """Render a new conversation. Raises ConversationError."""
+        template = str(self.tokenizer.chat_template) if self.uses_chat else ""
+        if any(message.get("tool_calls") for message in messages) and not _uses(template, "tool_calls"):
+            raise ConversationError(
+                "messages: the chat template of the run writes no tool calls; write them as content"
+            )
         text = self._render(messages, tools)
         ids = self._encode(text, add_special_tokens=not self.uses_chat)
         return Rendered(text=text, new_text=text, new_ids=ids)

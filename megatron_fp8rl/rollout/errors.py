@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import signal as signals
 from dataclasses import dataclass
+
+EXCEPTION = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")  # in a line of a log
+_MAX_CAUSE = 300  # characters of an exception in a summary
 
 
 class EngineError(RuntimeError):
@@ -15,7 +19,7 @@ class EngineError(RuntimeError):
 
     @property
     def summary(self) -> str:
-        """The message in one line, without the end of the replica's log."""
+        """The message in one line, without the log of the replica but for its first exception."""
         return summary_of(str(self))
 
 
@@ -37,8 +41,11 @@ class EngineDeadlineError(EngineError):
 
 
 def summary_of(message: str) -> str:
-    """The first line of an error message, which may end with a replica's log."""
-    return message.partition("\n")[0].removesuffix(", which ends with").removesuffix(" ends with")
+    """One line of an error message that may end with a replica's log: its first line, and the log's first exception."""
+    first, _, log = message.partition("\n")
+    first = first.removesuffix(", which ends with").removesuffix(" ends with")
+    found = EXCEPTION.search(log)
+    return f"{first}: {found[0][:_MAX_CAUSE]}" if found else first
 
 
 @dataclass(frozen=True)

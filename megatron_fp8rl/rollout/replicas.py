@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from megatron_fp8rl.config import EngineConfig
 from megatron_fp8rl.net.address import LOOPBACK
 from megatron_fp8rl.net.auth import new_token
 from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path, replica_name
-from megatron_fp8rl.rollout.errors import Exit
+from megatron_fp8rl.rollout.errors import EXCEPTION, Exit
 from megatron_fp8rl.rollout.server_process import is_stopped, kill_group, shared_memory_of, start_server, stop
 
 _log = logging.getLogger(__name__)
@@ -38,7 +37,6 @@ _FILE_POLL_S = 0.5
 _PING_S = 0.5  # interval of pings to a remote replica
 _SILENCE_S = 15.0  # a host that is silent longer is lost
 _LOG_TAIL_BYTES = 1 << 16
-_EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ def _tail(path: Path) -> list[str]:
 
 
 def _errors(lines: Sequence[str]) -> list[str]:
-    return [line for line in lines if _EXCEPTION.search(line) and "WARNING" not in line]
+    return [line for line in lines if EXCEPTION.search(line) and "WARNING" not in line]
 
 
 def _has_no_error(path: Path) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -154,9 +155,8 @@ class Session:
         """Return the policy's answer to a conversation, and its turn number. ``arguments`` are those of the chat
         template. ``sampling``: max_tokens, stop, seed. Raises SessionError, ConversationError, or EngineError."""
         chat = self._chat.for_request(tools, arguments)
-        num_characters = sum(len(plain(message)["content"]) for message in messages)
-        if num_characters > CHARACTERS_PER_TOKEN * self.token_budget:
-            raise self._limit(f"its messages have {num_characters} characters (--session.max_tokens)")
+        self._check_length(sum(len(plain(message)["content"]) for message in messages), "messages have")
+        self._check_length(sum(len(json.dumps(tool)) for tool in tools), "tools have")
         with self._counted():
             while True:
                 branch = self._branch_of(messages, tools, chat)
@@ -171,6 +171,8 @@ class Session:
         num_known = len(self._chat.tokenizer)
         if not isinstance(prompt, str) and (unknown := [token for token in prompt if not 0 <= token < num_known]):
             raise ConversationError(f"prompt has the token id {unknown[0]}; the vocabulary ends at {num_known - 1}")
+        if isinstance(prompt, str):
+            self._check_length(len(prompt), "prompt has")
         with self._counted():
             for branch in reversed(self._branches):
                 async with branch.lock:
@@ -380,6 +382,11 @@ class Session:
         if num_tokens >= self.token_budget:
             raise self._limit(f"its next prompt has {num_tokens} of {self.token_budget} tokens (--session.max_tokens)")
         return self.token_budget - num_tokens
+
+    def _check_length(self, num_characters: int, what: str) -> None:
+        """Raises SessionLimitError for a text that cannot fit, before it is tokenized."""
+        if num_characters > CHARACTERS_PER_TOKEN * self.token_budget:
+            raise self._limit(f"its {what} {num_characters} characters (--session.max_tokens)")
 
     def _limit(self, what: str) -> SessionLimitError:
         self.limit = self.limit or what

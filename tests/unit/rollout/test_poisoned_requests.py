@@ -48,7 +48,7 @@ class Mortal(Engine):
         finally:
             dying.cancel()
         if self.is_dead:
-            reason = f"rollout replica {self.name} died, which ends with\n  Traceback"
+            reason = f"rollout replica {self.name} died, which ends with\n  Traceback\n  ERROR IndexError: {self.name}"
             raise EngineDeadError(reason, is_innocent=self._by_sigkill)
         return await super().generate(prompt, n, seed, sampling=sampling)
 
@@ -77,7 +77,8 @@ def test_a_poisoned_session_costs_two_replicas_and_itself(tmp_path, monkeypatch,
     assert [rollout.status for rollout in rollouts] == ["scored"] * 9 + ["score_failed"]
     assert [rollout.reward for rollout in rollouts[:9]] == [1.0] * 9
     detail = rollouts[9].detail
-    assert "has cost two rollout replicas and is not sent to a third" in detail and "Traceback" not in detail
+    assert "has cost two rollout replicas and is not sent to a third" in detail
+    assert "Traceback" not in detail and detail.count("IndexError: rollout-") == 2
     (warning,) = warnings
     assert warning.startswith("session chain_sum/9#9 is lost: the request has cost two rollout replicas")
 

@@ -457,6 +457,33 @@ def test_tools_need_a_template_that_writes_them():
             assert isinstance(error, openai.BadRequestError) and "tools" in str(error)
 
 
+def test_calls_need_a_template_that_writes_them():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "5"},
+    ]
+    error = Endpoint(chat=ChatFormat(QWEN.tokenizer, False, {}, QWEN.stop_ids)).chatted(messages=messages)
+    assert isinstance(error, openai.BadRequestError) and "tool calls" in str(error)
+    assert Endpoint().chatted(messages=messages).choices[0].message.content == "5"
+
+
+@pytest.mark.parametrize("field", ["messages", "tools", "prompt"])
+def test_what_cannot_fit_is_rejected_before_it_is_tokenized(field, monkeypatch):
+    def encode(*args, **fields):
+        raise AssertionError("it is tokenized")
+
+    endpoint, text = Endpoint(), "7" * 200_000
+    monkeypatch.setattr(endpoint.chat.tokenizer, "encode", encode)
+    error = {
+        "messages": lambda: endpoint.chatted(messages=[{"role": "user", "content": text}]),
+        "tools": lambda: endpoint.chatted(tools=[{"type": "function", "function": {"name": "a", "description": text}}]),
+        "prompt": lambda: endpoint.completed(prompt=text),
+    }[field]()
+    assert isinstance(error, openai.BadRequestError) and error.code == "context_length_exceeded"
+
+
 def test_a_developer_is_a_system_unless_the_template_knows_developers():
     endpoint = Endpoint()
     endpoint.chatted(messages=[{"role": "developer", "content": "Be brief."}, *ASK])
