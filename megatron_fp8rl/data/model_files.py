@@ -138,7 +138,8 @@ def compare(entries: dict[str, Entry], model: ModelConfig, unreadable: set[str])
         missing = []
     else:
         problems += [
-            f"{name}: not a tensor of this {model.family} model{explain(name, missing)}" for name in unexpected
+            f"{name}: not a tensor of this {model.family} model{explain(name, missing, model.num_experts)}"
+            for name in unexpected
         ]
     for name in missing:
         tied = '; if it is the embedding, set "tie_word_embeddings" to true in config.json' if name == _HEAD else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ _QUANTIZED = {
     "compressed-tensors": ("weight_packed", "weight_shape", "weight_zero_point", "weight_global_scale"),
     "ModelOpt or compressed-tensors": ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"),
 }
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _FUSED = {
     "qkv_proj": "q_proj, k_proj and v_proj",
     "query_key_value": "q_proj, k_proj and v_proj",
@@ -72,9 +74,15 @@ def prefix_problem(unexpected: Sequence[str], missing: Collection[str]) -> str:
     return ""
 
 
-def explain(name: str, missing: Sequence[str]) -> str:
-    """What an unexpected tensor is, as the end of a sentence; empty if its name tells nothing."""
+def explain(name: str, missing: Sequence[str], num_experts: int = 0) -> str:
+    """What an unexpected tensor is, as the end of a sentence; empty if its name tells nothing. ``num_experts``: those
+    of the model."""
     parts = name.split(".")
+    expert = _EXPERT.search(name)
+    if expert and 0 < num_experts <= int(expert[1]):
+        return f"; config.json says {num_experts} experts"
+    if parts[-2:-1] == ["experts"]:
+        return "; it contains all experts of a layer: save the model by save_pretrained, which writes each of them"
     for program, endings in _QUANTIZED.items():
         if any(part in endings for part in parts[-2:]):
             return f"; it belongs to weights that {program} quantized; name the model before quantization"

@@ -12,6 +12,7 @@ from megatron_fp8rl.config import KERNELS, ConfigError, RunConfig, Violation
 from megatron_fp8rl.envs.source_kind import kind_of
 from megatron_fp8rl.precision.hardware import Generation, cpu_has_avx512
 from megatron_fp8rl.preflight.findings import Finding
+from megatron_fp8rl.preflight.folder_check import check_folder
 from megatron_fp8rl.preflight.rules import local_accelerator
 
 _REWARDS = "--data.environments.rewards"
@@ -40,8 +41,24 @@ def describe(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
     """(contents of the sources with the whole first prompt, warnings and errors), for a dry run."""
     if cfg.sampling.replay is not None:
         return ["data was not read: a replay reads none"], []
+    folder_lines, errors = _look_at_folder(cfg)
+    if errors:
+        return [], errors
     lines, findings = look_at_data(cfg, whole_prompt=True)
-    return lines, findings + doubts(cfg, local_accelerator())
+    return folder_lines + lines, findings + doubts(cfg, local_accelerator())
+
+
+def _look_at_folder(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
+    """(lines about the folder of the model, errors in it); nothing without torch, or without its config.json."""
+    folder = None if cfg.model.hf_path is None else Path(cfg.model.hf_path)
+    if folder is None or not (folder / "config.json").is_file() or find_spec("torch") is None:
+        return [], []
+    try:
+        line = check_folder(cfg.model, folder)
+    except ConfigError as error:
+        texts = [f"{violation.field} = {violation.value!r}: {violation.problem}" for violation in error.violations]
+        return [], [Finding("error", "--model.hf_path", text) for text in texts]
+    return [line] if line else [], []
 
 
 def shown(finding: Finding, stream: TextIO) -> str:

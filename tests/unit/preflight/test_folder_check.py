@@ -134,6 +134,31 @@ def test_a_layer_beyond_those_of_config_json_is_no_prediction_layer(tmp_path):
     assert check_folder(model_in(whole), whole) == ""
 
 
+def fuse_experts(tensors: dict) -> None:
+    experts = "model.layers.1.mlp.experts."
+    parts = [tensors.pop(f"{experts}{index}.down_proj.weight") for index in range(4)]
+    tensors[f"{experts}down_proj"] = torch.stack(parts)
+
+
+@pytest.mark.parametrize(
+    ("change_config", "change_tensors", "message"),
+    [
+        (lambda c: c.update(n_routed_experts=2), keep, r"experts.2.\S+: not a tensor .*; config.json says 2 experts"),
+        (lambda c: c.update(n_routed_experts=8), keep, r"experts.4.\S+: missing; no file holds it"),
+        (keep, lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), r"experts.3.up_proj.weight: missing"),
+        (keep, lambda t: t.pop("model.layers.1.mlp.gate.e_score_correction_bias"), "e_score_correction_bias: missing"),
+        (keep, fuse_experts, "experts.down_proj: .* all experts of a layer: save the model by save_pretrained"),
+        (lambda c: c.update(moe_intermediate_size=64), keep, r"experts.0.gate_proj.weight: shape \(128, 128\)"),
+        (lambda c: c.update(first_k_dense_replace=0), keep, r"layers.0.mlp.\S+: not a tensor of this glm4_moe model"),
+    ],
+)
+def test_experts_that_config_json_does_not_describe(change_config, change_tensors, message, tmp_path):
+    folder = write(tmp_path / "model", change_config, change_tensors, model=GLM)
+    with pytest.raises(ConfigError, match=message) as error:
+        check_folder(model_in(folder), folder)
+    assert len(str(error.value).splitlines()) == 2
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     folder = write(tmp_path / "model")
     (folder / "tokenizer.json").unlink()

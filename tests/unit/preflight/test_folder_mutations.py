@@ -420,3 +420,18 @@ def test_a_folder_is_refused_in_one_sentence(name, started, tmp_path):
     assert status == 2 and len(errors) == 2 and "1 mistake in the configuration" in errors[0], errors
     assert re.search(message, errors[1]), errors[1]
     assert errors[1].startswith("  1. --") and not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_reads_the_folder_too(saved, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron_fp8rl.data.inspection.check_rewards", lambda *args: [])
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+2?", "answer": "3"}\n' * 4)
+    folder = tmp_path / "model"
+    shutil.copytree(saved, folder)
+    args = ["grpo", "--model", str(folder), *"--data rows.jsonl --reward number --gpus 0 --dry-run".split()]
+    assert cli.main(COMMANDS, args) == 0 and "4 rows" in capsys.readouterr().out
+    renamed("_orig_mod.{}".format)(folder)
+    assert cli.main(COMMANDS, args) == 2
+    shown = capsys.readouterr()
+    assert f"ERROR: --model.hf_path = '{folder}': the names of 24 tensors begin with '_orig_mod.' too many" in shown.err
+    assert "4 rows" not in shown.out
