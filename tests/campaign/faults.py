@@ -23,6 +23,7 @@ class Target:
 
     def __init__(self, mark: str, folder: Path, clock: Path, data: Path, rng: random.Random):
         self.mark, self.folder, self.clock, self.data, self.rng = mark, folder, clock, data, rng
+        self.rows = (data / ROWS).read_bytes()
         self.is_stepping = False  # this start of the run has finished a step
         self._later: list[tuple[float, Callable[[], object]]] = []
 
@@ -162,9 +163,10 @@ def change_rows(how: str) -> Callable[[Target], str]:
 
     def change(target: Target) -> str:
         file = target.data / ROWS
-        if not target.is_stepping:  # a run that starts reads the file as it is then
+        # A run that starts reads the file as it is then.
+        if not target.is_stepping or file.read_bytes() != target.rows:
             return ""
-        content = file.read_bytes()
+        content = target.rows
         new = content[: len(content) // 3] if how == "truncated" else content.replace(b"1", b"7")
         file.write_bytes(new)
         target.at_the_end(lambda: file.write_bytes(content))
