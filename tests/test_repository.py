@@ -171,7 +171,12 @@ def test_versions_are_named_in_one_place():
     """requirements.toml is the only place for exact versions."""
     pins = tomllib.loads((ROOT / "requirements.toml").read_text())
     assert re.fullmatch(r"3\.\d+", pins["python"])
-    listed = {*pins["core"], *pins["engine"], *(r for extra in pins["extras"].values() for r in extra)}
+    listed = {
+        *pins["core"],
+        *pins["engine"],
+        *pins["fetched"].values(),
+        *(r for extra in pins["extras"].values() for r in extra),
+    }
     exact = [
         requirement
         for requirement in [*listed, *(o for overrides in pins["overrides"].values() for o in overrides)]
