@@ -233,6 +233,9 @@ class _Answers:
         """Return the answer, or the error of the request. Raises nothing."""
         try:
             session = self._session.aside(request["aside"])
+        except SessionLimitError as error:  # of the program, which truncates no session
+            return {"error": str(error), "kind": "session"}
+        try:
             if request["do"] == "reward":
                 session.reward_turn(request["value"], request["turn"])
                 return {}

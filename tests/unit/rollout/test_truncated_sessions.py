@@ -182,6 +182,14 @@ return {}["answer"]
         """,
         "truncated",
     ),
+    "too many side conversations": (
+        """
+        await session.ask()
+        for _ in range(70):
+            await session.aside({"role": "user", "content": "7"}).ask()
+        """,
+        "score_failed",
+    ),
     "of a tool, before any limit of the session": (
         """
         await session.ask()

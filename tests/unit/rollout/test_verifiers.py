@@ -67,6 +67,15 @@ def test_a_tool_that_keeps_a_state_is_called_over_several_turns():
     assert "the counter shows 5" in QWEN.tokenizer.decode(branch.token_ids)
 
 
+def test_a_task_that_reaches_a_limit_of_the_session_is_truncated():
+    call = '<tool_call>\n{"name": "counter_add", "arguments": {"number": 1}}\n</tool_call>'
+    cfg = of_taskset(COUNTER)
+    cfg = replace(cfg, session=replace(cfg.session, max_turns=2))
+    (rollout,) = play(cfg, prompt(0, task=3), engines=[Engine(lambda told: call, chat=QWEN)], chat=QWEN)
+    assert (rollout.status, rollout.reward, len(rollout.completions)) == ("truncated", 0.0, 2), rollout.detail
+    assert "it has taken 2 turns (--session.max_turns)" in rollout.detail
+
+
 def test_of_a_simulated_user_nothing_is_trained():
     def answer(told: str) -> str:
         if "role-playing a USER" in told:
