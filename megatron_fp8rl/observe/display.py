@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import sys
+from collections import deque
 from collections.abc import Mapping
 from time import monotonic
 from typing import Any, Literal
@@ -12,6 +14,7 @@ from megatron_fp8rl.observe.metrics import PHASES
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_INTERVAL_S = 1.0  # steps of a few milliseconds would flood a log file
+_RECENT_STEPS = 20  # in the estimate of the remaining time
 
 
 def make_display(kind: Literal["live", "plain", "none"], title: str, num_steps: int) -> Display:
@@ -134,28 +137,31 @@ class LiveDisplay(Display):
 
 
 class _Pace:
+    """Time since the start, and remaining time from the lower median of recent steps, so that a step that compiles kernels does not count."""
+
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._start = self._first_at = monotonic()
-        self._first_step: int | None = None
-        self._step, self._at = 0, self._start
+        self._start = monotonic()
+        self._last: tuple[int, float] | None = None  # last finished step, and when
+        self._step_s: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def start(self) -> None:
         self._start = monotonic()
 
     def count(self, step: int) -> None:
-        self._step, self._at = step, monotonic()
-        if self._first_step is None:
-            self._first_step, self._first_at = step, self._at  # excluded: it starts engines and compiles kernels
+        now = monotonic()
+        if self._last is not None and step > self._last[0]:  # the first step starts engines and compiles kernels
+            self._step_s.append((now - self._last[1]) / (step - self._last[0]))
+        self._last = step, now
 
     def elapsed_s(self) -> float:
         return monotonic() - self._start
 
     def left_s(self) -> float | None:
-        if self._first_step is None or self._step <= self._first_step:
+        if self._last is None or not self._step_s:
             return None
-        per_step = (self._at - self._first_at) / (self._step - self._first_step)
-        return max(0.0, per_step * (self._num_steps - self._step) - (monotonic() - self._at))
+        step, at = self._last
+        return max(0.0, statistics.median_low(self._step_s) * (self._num_steps - step) - (monotonic() - at))
 
 
 def headline(metrics: Mapping[str, float], skip: tuple[str, ...] = ()) -> list[str]:

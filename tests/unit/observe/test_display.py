@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from megatron_fp8rl.observe import display as display_module
 from megatron_fp8rl.observe.display import LiveDisplay, PlainDisplay, duration, make_display, phase_times, sparkline
 
 METRICS = {
@@ -48,6 +49,44 @@ def test_plain_lines_hold_the_numbers_and_the_last_step_is_never_left_out(capsys
     lines = capsys.readouterr().out.splitlines()
     assert [line[:7] for line in lines] == ["run 1/3", "run 3/3"]  # within a second, step 2 is passed over
     assert "reward 0.500  mismatch 1.23e-02" in lines[0]
+
+
+def remaining_times(monkeypatch, seconds, num_steps, first=1) -> list[str]:
+    """The remaining time in the line of each step, of a run whose steps take ``seconds``."""
+    clock, lines = [100.0], []
+    monkeypatch.setattr(display_module, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("builtins.print", lambda line, **_: lines.append(line))
+    display = PlainDisplay("run", num_steps)
+    display.start()
+    for step, step_s in enumerate(seconds, first):
+        clock[0] += step_s
+        display.show_step(step, {})
+    return [line.split("  ")[-1] if line.endswith(" left") else "" for line in lines]
+
+
+def test_slow_steps_that_compile_kernels_do_not_count_in_the_remaining_time(monkeypatch):
+    # Mean of steps 2 to 8: 15 s, which would be 23 minutes.
+    assert remaining_times(monkeypatch, [60, 36, 2, 2, 22, 2, 2, 39], 100)[1:] == [
+        "58m 48s left",  # a single step is all that is known
+        "3m 14s left",
+        "3m 12s left",
+        "3m 10s left",
+        "3m 08s left",
+        "3m 06s left",
+        "3m 04s left",
+    ]
+
+
+def test_the_first_step_gives_no_remaining_time_and_the_last_gives_none_left(monkeypatch):
+    assert remaining_times(monkeypatch, [60, 2, 2], 3) == ["", "2s left", "0s left"]
+
+
+def test_a_resumed_run_counts_its_own_steps(monkeypatch):
+    assert remaining_times(monkeypatch, [60, 4], 100, first=50)[-1] == "3m 16s left"
+
+
+def test_the_remaining_time_follows_steps_that_become_slower_for_good(monkeypatch):
+    assert remaining_times(monkeypatch, [60, *[2] * 30, *[6] * 20], 100)[-1] == "4m 54s left"
 
 
 def test_the_live_panel_shows_step_reward_mismatch_and_phases():
