@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from slurm_cluster import ROOT, SlurmCluster, lines_of, logs_of
 
 PROGRAM = """
@@ -68,3 +69,36 @@ def test_an_executor_of_nemo_run_queues_the_job_and_its_commands_know_it(slurm: 
         "WANDB_API_KEY"
     ]
     assert holders[0].stat().st_mode & 0o777 == 0o600
+
+
+STOCK = """
+import sys
+import nemo_run as run
+
+launcher, output_dir, home = sys.argv[1:]
+executor = run.SlurmExecutor(
+    account="research", partition="main", time="00:10:00", ntasks_per_node=2 if launcher == "torchrun" else 1,
+    launcher=launcher if launcher == "torchrun" else None, signal="USR1@60", packager=run.Packager(),
+    tunnel=run.LocalTunnel(job_dir=home + "/experiments"),
+)
+args = "sft tiny_qwen3 --warm_start.steps 4 --parallel.world_size 2 --observe.display plain --output_dir".split()
+script = run.Script(path="megatron_fp8rl", m=True, entrypoint=sys.executable, args=[*args, output_dir])
+with run.Experiment("stock-" + launcher, base_dir=home) as made:
+    made.add(script, executor=executor, name="stock")
+    made.run(detach=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["none", "torchrun"])
+def test_nemo_runs_own_launchers_work_on_one_node(slurm: SlurmCluster, launcher: str):
+    """As the table of docs/cluster.md says: without this launcher, by a plain script of nemo-run."""
+    home = slurm.shared / f"stock-{launcher}-{time.time_ns()}"
+    home.mkdir()
+    environment = slurm.environment | {"NEMORUN_HOME": str(home), "PYTHONPATH": str(ROOT), "TERM": "dumb"}
+    environment["PATH"] = f"{os.path.dirname(sys.executable)}:{environment['PATH']}"  # torchrun is looked up there
+    words = [sys.executable, "-c", STOCK, launcher, str(home / "run"), str(home)]
+    done = subprocess.run(words, cwd=home, env=environment, capture_output=True, text=True, timeout=300, input="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    slurm.until(lambda: not slurm.command("squeue", "-h"), "the end of the job", 300, lambda: logs_of(home))
+    assert (home / "run" / "warm_start" / "done.json").is_file(), done.stdout + logs_of(home)
+    assert len(lines_of(home / "run" / "warm_start" / "metrics.jsonl")) == 4
