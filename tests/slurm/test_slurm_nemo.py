@@ -78,7 +78,7 @@ import nemo_run as run
 launcher, output_dir, home = sys.argv[1:]
 executor = run.SlurmExecutor(
     account="research", partition="main", time="00:10:00", ntasks_per_node=2 if launcher == "torchrun" else 1,
-    launcher=launcher if launcher == "torchrun" else None, signal="USR1@60", packager=run.Packager(),
+    launcher=launcher if launcher == "torchrun" else None, packager=run.Packager(),
     tunnel=run.LocalTunnel(job_dir=home + "/experiments"),
 )
 args = "sft tiny_qwen3 --warm_start.steps 4 --parallel.world_size 2 --observe.display plain --output_dir".split()
