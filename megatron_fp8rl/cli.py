@@ -342,11 +342,15 @@ def _apply_set(cfg: RunConfig, args: Sequence[str]) -> tuple[RunConfig, list[str
         texts = [text] if equals else []
         while not equals and queue and not queue[0].startswith("--"):
             texts.append(queue.pop(0))
+        is_whole = "." not in name
+        values = [_value(text) for text in texts]
+        if is_whole and not (len(values) == 1 and isinstance(values[0], dict)):
+            raise UsageError(f"{name} needs a JSON object; set one option by {name}.NAME VALUE")
         if not texts:
             raise UsageError(f"{name} needs a value, such as {name} True")
         for path in paths:
             keys = path.split(".")
-            cfg = _with_value(cfg, keys, _entry_value(cfg, keys, texts), path)
+            cfg = _with_value(cfg, keys, values[0] if is_whole else _entry_value(cfg, keys, texts), path)
     return cfg, rest
 
 

@@ -122,6 +122,8 @@ def _problems(options: GrpoOptions) -> list[Violation]:
         errors.append(
             ("--reward", options.reward, f"{', '.join(options.data)} scores its own problems", "Leave it out")
         )
+    if nameless := [name for name in options.data if name.startswith(VERIFIERS) and name.endswith((":", "/"))]:
+        errors.append(("--data", nameless[0], "names no taskset", "Write verifiers:NAME or verifiers:dir/file.py"))
     if options.agent and options.data and all(name.startswith(VERIFIERS) for name in options.data):
         errors.append(("--agent", options.agent, f"{options.data[0]} has an agent of its own", "Leave it out"))
     if len(options.eval) > len(rows):

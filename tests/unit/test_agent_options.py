@@ -10,6 +10,7 @@ import pytest
 from megatron_fp8rl import cli, evaluate
 from megatron_fp8rl.__main__ import COMMANDS
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig
+from megatron_fp8rl.envs.libraries import verifiers
 from tests.helpers.own_model import make_model
 
 BY_NAME = {command.name: command for command in COMMANDS}
@@ -128,6 +129,8 @@ def test_a_taskset_is_a_file_in_any_folder(folder, monkeypatch, path):
         (["--data", "train.jsonl", "--reward", "number", "--agent_options.x", "1"], "the source has no agent"),
         (["--data", "verifiers:gsm8k", "--agent", "play.py:few"], "verifiers:gsm8k has an agent of its own"),
         (["--data", "verifiers:gsm8k", "--reward", "number"], "verifiers:gsm8k scores its own problems"),
+        (["--data", "verifiers:"], "--data = 'verifiers:': names no taskset. Write verifiers:NAME or"),
+        (["--data", "verifiers:tasks/"], "--data = 'verifiers:tasks/': names no taskset"),
     ],
 )
 def test_a_mistake_is_refused_by_name(folder, monkeypatch, args, expected):
@@ -138,11 +141,31 @@ def test_a_mistake_is_refused_by_name(folder, monkeypatch, args, expected):
     assert expected in actual
 
 
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--agent_options.bonus"], "--agent_options.bonus needs a value, such as --agent_options.bonus True"),
+        (["--agent_options"], "--agent_options needs a JSON object; set one option by --agent_options.NAME VALUE"),
+        (["--agent_options", "3", "--num_steps", "2"], "--agent_options needs a JSON object"),
+    ],
+)
+def test_an_option_needs_a_value(args, expected):
+    with pytest.raises(cli.UsageError, match=expected):
+        cli.parse_overrides(cli.load_config("tiny_calculator"), args)
+
+
 def test_a_configuration_names_a_taskset_by_its_class():
     cfg = cli.load_config("tiny_calculator")
     with pytest.raises(ConfigError, match="'verifiers:gsm8k': is a name for the command line. Copy the source that"):
         cli.parse(["train", "tiny_calculator", "--data.environments.0.dataset", "verifiers:gsm8k"], BY_NAME)
     assert cfg.data.environments[0].dataset != "verifiers:gsm8k"
+
+
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(folder, monkeypatch):
+    monkeypatch.setattr(verifiers.importlib.util, "find_spec", lambda name: None)
+    for options in (verifiers.Tasks, verifiers.rollout.check_options):
+        with pytest.raises(ValueError, match="verifiers is not installed: `make install EXTRAS=verifiers`"):
+            options(taskset="gsm8k")
 
 
 def test_a_dry_run_loads_the_agent_and_the_environment(folder, monkeypatch, capsys):

@@ -89,11 +89,11 @@ def _as_json(options: Mapping[str, Any] | None) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _tasks(taskset: str, options: str) -> list[Any]:
+    _make_importable(taskset)
     from itertools import islice
 
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
-    _make_importable(taskset)
     config = taskset_config_type(_name(taskset))(id=_name(taskset), **json.loads(options))
     tasks = list(islice(iter(load_taskset(config)), MOST_TASKS))
     if not tasks:
@@ -130,10 +130,10 @@ async def _start(taskset: str, options: str, env: str, env_options: str) -> Any:
 
 def _config(taskset: str, options: str, env: str, env_options: str) -> tuple[Any, list[str]]:
     """(configuration of the environment, names of its agents)."""
+    _make_importable(taskset)
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import env_config_type, resolve_env_config
 
-    _make_importable(taskset)
     name = _name(taskset)
     declared = env_config_type(name, env).model_fields
     os.environ[_KEY] = "each request has the session's key"
@@ -176,7 +176,10 @@ def _name(taskset: str) -> str:
 
 
 def _make_importable(taskset: str) -> None:
-    """Put the folder of a file on the Python path. Raises ValueError if the library cannot import the file from it."""
+    """Put the folder of a file on the Python path. Raises ValueError if the library cannot import the file from it, or
+    is not installed."""
+    if importlib.util.find_spec("verifiers") is None:
+        raise ValueError("the package verifiers is not installed: `make install EXTRAS=verifiers`")
     if not taskset.endswith(".py"):
         return
     path = Path(taskset).absolute()
