@@ -17,6 +17,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import pkgutil
 import re
@@ -71,7 +72,7 @@ class Command:
     summary: str  # one line of help
     run: Callable[[Invocation], int]  # returns the exit status
     default_config: str | None = None  # used if CONFIG is omitted; None: CONFIG is required
-    takes_config: bool = True  # False: only the command's options; a positional argument sets the first
+    takes_config: bool = True  # False: only the command's options; positional arguments set them in order
     options: type | None = None  # frozen dataclass of the command's options, all with defaults
     checks_config: bool = False  # True: the command checks the configuration itself
     reads_data: bool = False  # True: a dry run also shows rows, prompts and rewards
@@ -143,8 +144,11 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
         raise UsageError(f"unknown command {name!r}{_near(name, commands)}. Commands: {', '.join(commands)}")
     command = commands[name]
     if not command.takes_config:
-        if rest and not rest[0].startswith("-"):  # positional, in place of CONFIG
-            rest.insert(0, f"--{dataclasses.fields(command.options)[0].name}")
+        names = [field.name for field in dataclasses.fields(command.options)]
+        values = list(itertools.takewhile(lambda word: not word.startswith("-"), rest))[: len(names)]  # positional
+        rest = [word for pair in zip(names, values, strict=False) for word in (f"--{pair[0]}", pair[1])] + rest[
+            len(values) :
+        ]
         return Invocation(command=name, cfg=None, options=_parse_args(command, None, rest)[1])
     dry_run = not {"--dry-run", "--dry_run"}.isdisjoint(rest)
     rest = [arg for arg in rest if arg not in ("--dry-run", "--dry_run")]

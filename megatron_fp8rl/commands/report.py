@@ -1,4 +1,4 @@
-"""The ``report`` command, and the reports that other commands write at their end."""
+"""The ``report`` command, which also compares two runs, and the reports that other commands write at their end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ class ReportOptions:
     """Options of the report command."""
 
     run_dir: str = "runs/demo"  # folder of a run, finished or not
+    other_dir: str | None = None  # folder of a second run: name the first value that differs, without a report
 
 
 def _run(invocation: cli.Invocation) -> int:
+    if invocation.options.other_dir is not None:
+        return _compare(invocation.options)
     from megatron_fp8rl.report.run_report import write_report
 
     try:
@@ -26,6 +29,19 @@ def _run(invocation: cli.Invocation) -> int:
         print(f"report: {error}. Name the folder of a run: report RUN_DIR", file=sys.stderr)
         return 2
     return 0
+
+
+def _compare(options: ReportOptions) -> int:
+    """Print whether two runs are equal; exit status 1 if they are not."""
+    from megatron_fp8rl.report.repetition import compare_results
+
+    try:
+        comparison = compare_results(options.run_dir, options.other_dir)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"report: {error}. Name the folders of two runs: report RUN_DIR OTHER_DIR", file=sys.stderr)
+        return 2
+    print("\n".join(comparison.lines))
+    return 0 if comparison.is_equal else 1
 
 
 def write_reports(cfg: RunConfig) -> None:
@@ -46,5 +62,9 @@ def write_reports(cfg: RunConfig) -> None:
 
 
 COMMAND = cli.Command(
-    name="report", summary="write report.html of a run", run=_run, takes_config=False, options=ReportOptions
+    name="report",
+    summary="write report.html of a run, or compare the values of two runs",
+    run=_run,
+    takes_config=False,
+    options=ReportOptions,
 )

@@ -137,7 +137,10 @@ class LiveDisplay(Display):
 
 
 class _Pace:
-    """Time since the start, and remaining time from the lower median of recent steps, so that a step that compiles kernels does not count."""
+    """Time since the start, and the remaining time from the lower median of recent steps.
+
+    A step that compiles kernels does not change the median.
+    """
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps

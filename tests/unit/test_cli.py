@@ -26,6 +26,12 @@ class StudyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TwoFolders:
+    run_dir: str = "runs/x"
+    other_dir: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     """Own options of a command without configuration."""
 
@@ -38,6 +44,7 @@ COMMANDS = {
         cli.Command(name="rl", summary="Train.", run=lambda _: 0),
         cli.Command(name="demo", summary="Show.", run=lambda _: 3, default_config="tiny_qwen3_moe"),
         cli.Command(name="study", summary="Compare.", run=lambda _: 0, options=StudyOptions),
+        cli.Command(name="compare", summary="Compare.", run=lambda _: 0, takes_config=False, options=TwoFolders),
         cli.Command(name="report", summary="Draw.", run=lambda _: 0, takes_config=False, options=ReportOptions),
     )
 }
@@ -132,6 +139,17 @@ def test_removed_fields_do_not_exist():
 @pytest.mark.parametrize("words", [["runs/a run"], ["--run_dir", "runs/a run"]])
 def test_a_command_without_configuration_takes_its_subject_as_a_bare_word(words):
     assert cli.parse(["report", *words], COMMANDS).options.run_dir == "runs/a run"
+
+
+@pytest.mark.parametrize("words", [["a", "b c"], ["a", "--other_dir", "b c"], ["--run_dir", "a", "--other_dir", "b c"]])
+def test_bare_words_set_the_options_in_order(words):
+    assert cli.parse(["compare", *words], COMMANDS).options == TwoFolders(run_dir="a", other_dir="b c")
+
+
+def test_a_bare_word_too_many_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.parse(["compare", "a", "b", "c"], COMMANDS)
+    assert ended.value.code == 2 and "c" in capsys.readouterr().err
 
 
 def test_a_report_of_no_run_says_so_without_a_traceback(tmp_path):
