@@ -37,7 +37,7 @@ class Options(DerivedOptions):
     """Number of experts in each layer."""
     top_k: int = 2
     """Experts of a token."""
-    fraction: float = 0.25
+    fraction: float = 0.05
     """Part of the features of each expert's feed-forward layer that is drawn anew, from 0 to 1."""
     router_std: float = 0.02
     """Standard deviation of the router's weights."""
