@@ -24,6 +24,7 @@ from launch.spec import SAVED, JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
 from megatron_fp8rl.config import ConfigError
 from megatron_fp8rl.preflight import data_check
+from megatron_fp8rl.preflight.findings import Finding
 
 _PROGRAM = "python -m launch"
 WATCH = ("status", "logs", "cancel")
@@ -149,12 +150,13 @@ def launch(options: Options, request: Request) -> int:
     return _start(options, plan.spec, request)
 
 
-def check(options: Options, request: Request) -> tuple[Plan, list[str], list[str]]:
+def check(options: Options, request: Request) -> tuple[Plan, list[str], list[Finding]]:
     """(plan, problems, warnings). With problems, nothing may be queued."""
     plan = jobs.plan(request)
     cluster, spec = request.cluster, plan.spec
-    problems, warnings = list(plan.problems), list(plan.warnings)
-    (warnings if options.dry_run else problems).extend(map(str, cluster.missing_files()))
+    problems, texts = list(plan.problems), list(plan.warnings)
+    (texts if options.dry_run else problems).extend(map(str, cluster.missing_files()))
+    warnings = [Finding("warning", "", text) for text in texts]
     if spec is None:
         return plan, problems, warnings
     problems += slurm.problems(spec, cluster) if cluster.kind == "slurm" else spec.problems()
@@ -166,13 +168,13 @@ def check(options: Options, request: Request) -> tuple[Plan, list[str], list[str
             report, findings = data_check.look_at_data(request.cfg)
             print("\n".join(report))
             problems += [finding.problem for finding in findings if finding.severity == "error"]
-            warnings += [finding.problem for finding in findings if finding.severity == "warning"]
+            warnings += [finding for finding in findings if finding.severity == "warning"]
     return plan, problems, warnings
 
 
-def _show(problems: Sequence[str], warnings: Sequence[str]) -> bool:
-    for text in warnings:
-        print(f"warning: {text}", file=sys.stderr)
+def _show(problems: Sequence[str], warnings: Sequence[Finding]) -> bool:
+    for finding in warnings:
+        print(data_check.shown(finding, sys.stderr), file=sys.stderr)
     if problems:
         noun = "problem" if len(problems) == 1 else "problems"
         print(f"{_PROGRAM}: {len(problems)} {noun}, nothing is queued:", file=sys.stderr)
@@ -204,7 +206,9 @@ def _sweep(options: Options) -> int:
         request = read_request(single)
         plan, new_problems, new_warnings = check(single, request)
         problems += [f"{sweep.format_label(label)}: {text}" for text in new_problems]
-        warnings += [f"{sweep.format_label(label)}: {text}" for text in new_warnings]
+        for finding in new_warnings:
+            problem = f"{sweep.format_label(label)}: {finding.problem}"
+            warnings.append(dataclasses.replace(finding, problem=problem))
         ready.append((single, plan.spec, request))
     if not _show(problems, warnings):
         return 2

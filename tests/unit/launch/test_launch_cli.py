@@ -14,6 +14,7 @@ from launch import cli, local, slurm
 from launch.cluster import Cluster
 from launch.slurm import SubmitError
 from launch.spec import JobSpec, Role, add_job, read_jobs
+from megatron_fp8rl.preflight.findings import Finding
 from tests.helpers.launching import saved
 
 ROOT = Path(__file__).parents[3]
@@ -321,3 +322,20 @@ def test_a_local_job_outlives_who_started_it(tmp_path):
     _, process = local.start(spec, cluster_name="here")
     assert os.getsid(process.pid) == process.pid != os.getsid(0)
     assert process.wait(timeout=300) == 0
+
+
+@pytest.mark.parametrize(("is_terminal", "variable"), [(True, ""), (True, "1"), (False, "")])
+def test_a_doubtful_reward_is_red_on_a_terminal_as_in_the_program(
+    submitted, cluster_file, capsys, monkeypatch, is_terminal, variable
+):
+    doubtful = Finding("warning", "--data.environments.rewards", "wrong answers are rewarded")
+    other = Finding("warning", "--seed", "another doubt")
+    monkeypatch.setattr(cli.data_check, "look_at_data", lambda cfg: ([], [doubtful, other]))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("NO_COLOR", variable)
+    assert cli.main(["tiny_qwen3_moe", "--cluster", cluster_file()]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    red = is_terminal and not variable
+    text = "WARNING: wrong answers are rewarded"
+    assert lines == [f"\x1b[31m{text}\x1b[0m" if red else text, "WARNING: another doubt"]
+    assert len(submitted) == 1
