@@ -34,8 +34,10 @@ def passes(rollout: Rollout) -> bool | None:
 
 
 def has_pass_rate(groups: Sequence[RolloutGroup]) -> bool:
-    """Whether each completion passes or does not."""
-    return all(passes(rollout) is not None for group in groups for rollout in group.rollouts)
+    """Whether each completion passes or does not. Completions without a score fail, unless none has a score."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scored = [rollout for rollout in rollouts if rollout.status != "score_failed"]
+    return bool(scored or not rollouts) and all(passes(rollout) is not None for rollout in scored)
 
 
 def pass_counts(groups: Sequence[RolloutGroup]) -> list[tuple[int, int]]:

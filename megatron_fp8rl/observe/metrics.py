@@ -20,7 +20,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "reward/score/max": "Highest reward in the step.",
         "reward/score_<environment>/mean": "Mean reward of one environment's completions.",
         "reward/part_<name>/mean": "Mean of one reward part, before weighting.",
-        "reward/pass_rate/mean": "Fraction of right completions; absent if the reward does not say which are right.",
+        "reward/pass_rate/mean": "Fraction of right completions; absent if no score says which are right.",
         "reward/pass_any/mean": "Fraction of prompts with at least one full-reward completion.",
         "reward/zero_variance/mean": "Fraction of groups with identical rewards, and so no learning signal.",
         "reward/failed/mean": "Fraction of completions whose scoring failed; their reward is 0.",

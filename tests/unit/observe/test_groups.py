@@ -102,3 +102,13 @@ def test_the_pass_rate_counts_right_answers_or_is_absent(parts, reward, rate):
         (True, True) if rate is None else (False,) * 2
     )
     assert ("eval reward" in " ".join(headline(evaluation_metrics([group])))) == (rate is None)
+
+
+def test_without_any_score_there_is_no_pass_rate_and_a_lost_score_fails():
+    lost = make_group("a", [0.0, 0.0], [1, 1], status="score_failed")
+    assert not {"reward/pass_rate/mean", "reward/pass_any/mean"}.intersection(group_metrics([lost]))
+    assert "eval/pass_rate/mean" not in evaluation_metrics([lost])
+    assert summarize([lost], (1,))["overall"]["accuracy"] is None
+    assert summarize([lost], (1,))["overall"]["not_scored"] == 1.0
+    metrics = group_metrics([lost, make_group("a", [1.0, 1.0], [1, 1])])
+    assert metrics["reward/pass_rate/mean"] == 0.5 and metrics["reward/failed/mean"] == 0.5
