@@ -16,8 +16,9 @@ from megatron_fp8rl.data.dropped import DroppedLog, RowError
 from megatron_fp8rl.data.prompts import ProblemSource, apportion
 from megatron_fp8rl.data.tokenizer import encode, end_ids
 from megatron_fp8rl.envs.environment import Problem
-from megatron_fp8rl.envs.rewards.answers import references
+from megatron_fp8rl.envs.rewards.answers import decoded, references
 from megatron_fp8rl.envs.rewards.configured import needs_answers
+from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample, Segment
 
@@ -76,6 +77,11 @@ class SftSource:
         text = problem.answer
         if any(map(needs_answers, self._source.configs[key].rewards)):
             text = next(iter(references(text)), "")  # the first of several accepted answers
+        elif has_rows(self._source.configs[key].dataset) and _is_list_of_texts(text):
+            raise RowError(
+                f"problem {name} has the list {text[:60]} as reference answer, and no reward compares with it, so its "
+                "members may be alternatives or one answer; set answer_column to a text, or warm_start.steps to 0"
+            )
         if not text:
             raise RowError(f"problem {name} has no reference answer to learn from; set warm_start.steps to 0")
         answer = (*encode(self._tokenizer, text, add_special_tokens=False), self._end_id)
@@ -87,3 +93,8 @@ class SftSource:
             )
         segments = Segment(TokenArray.from_ids(prompt.token_ids)), Segment(TokenArray.from_ids(answer), is_trained=True)
         return Sample(name=name, environment=key, segments=segments)
+
+
+def _is_list_of_texts(answer: str) -> bool:
+    value = decoded(answer)
+    return isinstance(value, list) and any(isinstance(member, str) for member in value)

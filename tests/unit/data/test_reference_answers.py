@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RewardConfig, RunConfig, SamplingConfig
-from megatron_fp8rl.data.dropped import TooManyDroppedError
+from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.inspection import SourceReport, check_rewards, inspect_sources, require_usable
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.sft import SftSource
@@ -133,7 +133,8 @@ def test_a_prompt_without_the_choices_is_a_warning(tmp_path, question):
         (["", "B"], "choice", "B"),
         ([1, 2], "exact", "[1, 2]"),  # a vector
         ("x #### 7", "number", "7"),
-        (["a", "b"], "length", '["a", "b"]'),  # nothing says that these are alternatives
+        ([1, 2], "length", "[1, 2]"),
+        ("[a]", "length", "[a]"),
     ],
 )
 def test_the_warm_start_learns_an_accepted_answer(tmp_path, answer, reward, learned):
@@ -142,3 +143,11 @@ def test_the_warm_start_learns_an_accepted_answer(tmp_path, answer, reward, lear
     cfg = replace(cfg, warm_start=replace(cfg.warm_start, batch_size=1))
     (sample,) = SftSource(cfg, TOKENIZER).samples(0)
     assert TOKENIZER.decode(list(sample.segments[1].token_ids)[:-1]) == learned
+
+
+@pytest.mark.parametrize("answer", [["a", "b"], [1, "b"], '["a", "b"]'])
+def test_the_warm_start_refuses_texts_that_may_be_alternatives_or_one_answer(tmp_path, answer):
+    reward = RewardConfig(function="length", options={"free_characters": 9, "limit_characters": 10})
+    cfg = config(tmp_path, [{"question": "1 + 1", "answer": answer}], reward)
+    with pytest.raises((RowError, TooManyDroppedError), match=r"as reference answer, and no reward compares with it"):
+        SftSource(cfg, TOKENIZER).samples(0)
