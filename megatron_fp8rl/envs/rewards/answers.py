@@ -14,7 +14,10 @@ from typing import Any
 
 from megatron_fp8rl.envs.rewards.choices import letters_of
 from megatron_fp8rl.envs.rewards.extraction import (
+    BOUND,
     DENIAL,
+    FALSE,
+    TAIL,
     answer_in,
     find_answer,
     unwrapped,
@@ -29,6 +32,12 @@ _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _COMMANDS = {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "±": r"\pm ", "≠": r"\ne "}
 _BARE_UNIT = re.compile(r"(?<=\d)\s+(?:[kcm]?m|kg|g|ft|in|s|hr?|min|mi|yd|mph)(?:\^\{?\d\}?)?\Z")
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")  # of a number such as 101_2
+_UNEQUAL = r"\\neq?(?![a-z])|\\not(?![a-z])|(?<![\d)])!=|=/=|<>"
+_ORDER = r"(?:<(?![A-Za-z/])|>|\\[lg](?:e|eq|t|eqslant)(?![a-z]))"
+_TURNED = re.compile(  # "5 = x"
+    r"(\$*)\s*((?:\\[a-zA-Z]+|[^=$\\A-Za-z<>]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))*[^=$\s<>!~:])\s*=\s*([A-Za-z])\s*(\$*)"
+)
+_CONDITION = re.compile(r"\b(?:if|unless|whether|wrong|incorrect|false|fails?)\b", re.IGNORECASE)
 LETTERS = "ABCDE"  # of multiple-choice questions
 _LONGEST_BARE_ANSWER = 200  # characters of a completion that may be LaTeX without delimiters
 
@@ -69,8 +78,8 @@ def exact(*, ignore_case: bool = False) -> Compare:
     def score(completion: str, reference: str) -> float:
         answers = {find_answer(completion).text, answer_in(completion)}
         answers |= {text.removesuffix(end) for text in answers for end in (".", "\u3002")}
-        answers |= {unwrapped(text) for text in answers}
-        answers |= {text.removesuffix(".") for text in answers}
+        inner = {unwrapped(text) for text in answers} - answers
+        answers |= inner | {text.removesuffix(".") for text in inner}
         expected = {form(reference), form(answer_in(reference))} - {""}
         return float(not expected.isdisjoint(map(form, answers)))
 
@@ -115,7 +124,7 @@ def math(*, precision: int = 6) -> Compare:
 
     # math-verify's timeout would replace the worker's alarm.
     def parsed(text: str) -> list:
-        return math_verify.parse(text, parsing_timeout=None)
+        return _with_imaginary_unit(math_verify.parse(text, parsing_timeout=None))
 
     def formula(text: str) -> list:
         """The expressions of a text that is an answer."""
@@ -148,6 +157,19 @@ def math(*, precision: int = 6) -> Compare:
     return score
 
 
+def _with_imaginary_unit(expressions: list) -> list:
+    """Expressions in which i is the imaginary unit if it stands in an exponent of e; texts among them stay."""
+    import sympy
+
+    def converted(value: Any) -> Any:
+        if not isinstance(value, sympy.Expr):
+            return value
+        symbols = {symbol for power in value.atoms(sympy.exp) for symbol in power.free_symbols & value.free_symbols}
+        return value.subs({symbol: sympy.I for symbol in symbols if symbol.name == "i"})
+
+    return list(map(converted, expressions))
+
+
 def _stated(text: str) -> str:
     """The part of a sentence that states the answer: after a question, and before "because" and "rather than"."""
     last = text.rpartition("? ")[2]
@@ -160,10 +182,21 @@ def _is_denied(text: str, expected: str) -> bool:
     """Whether the last sentence of an answer denies its value, or names several where one is expected."""
     formulas = [part for part in re.split(r"(?<=[.!?])\s|\n", text) if re.search(r"[\d\\$]", part)]
     last = without_styles(formulas[-1]) if formulas else ""
+    conclusion = re.split(r",\s*(?:so|hence|thus|therefore|then)\b", last)[-1]
+    last = conclusion if re.search(r"[\d\\$]", conclusion) else last
     is_one = not re.search(r"\bor\b|[,;{]|\\(?:pm|cup|ne)", expected)
-    if is_one and re.search(r"\bor\b|\\neq?(?![a-z])", last):
+    if is_one and re.search(rf"\bor\b|\bbetween\b|{_UNEQUAL}", last):
         return True
-    return bool(re.search(DENIAL, re.split(r"[\d\\$(]", last)[0], re.IGNORECASE))
+    if is_one and not re.search(_ORDER, expected) and re.match(rf"\s*{_ORDER}", last):
+        return True
+    start = re.search(r"[\d\\$(]", last)
+    head, tail = (last, "") if start is None else (last[: start.start()], last[start.start() :])
+    doubt = re.compile(rf"{TAIL}|{FALSE}|\?[ $.*]*\Z", re.IGNORECASE)
+    if doubt.search(tail) and not doubt.search(expected):
+        return True
+    condition = _CONDITION.search(head.rpartition(",")[2]) and not re.search(r",.*[\d\\$]", tail)
+    is_bound = re.search(rf"{BOUND}\s*\Z", head, re.IGNORECASE) and not re.search(BOUND, expected, re.IGNORECASE)
+    return bool(is_bound or condition or re.search(DENIAL, head, re.IGNORECASE))
 
 
 def matches(*, pattern: str, whole: bool = False) -> Compare:
@@ -193,4 +226,6 @@ def _latex(text: str) -> str:
     text = with_plain_signs(without_emphasis(without_bold(text)))
     text = re.sub(r"(?<![\d.,/^])(\d+)\s+(\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"√\s*(?:\(([^()]*)\)|(\w+))", lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
-    return "".join(_COMMANDS.get(character, character) for character in text)
+    text = "".join(_COMMANDS.get(character, character) for character in text)
+    turned = _TURNED.fullmatch(text.strip())
+    return text if turned is None or turned[2].isalpha() else turned.expand(r"\1\3 = \2\4")

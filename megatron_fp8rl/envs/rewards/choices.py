@@ -10,12 +10,17 @@ from __future__ import annotations
 import re
 
 from megatron_fp8rl.envs.rewards.extraction import (
+    BOUND,
     DENIAL,
+    FALSE,
+    RELATION,
+    TAIL,
     after_reasoning,
     find_answer,
     line_below_heading,
     phrase_of,
     phrases_in,
+    stated,
     with_plain_signs,
     without_markup,
     without_styles,
@@ -29,7 +34,18 @@ _PHRASE = phrase_of(
     r"|\bI(?:\s+would|'d|\s+will|'ll)?\s+(?:choose|pick|select|go with)\b|(?:故选|应选|选择|选)\s*:?",
 )
 _SENTENCE_END = re.compile(r"(?<=[\w)\]])[.!?。;](?=\s|$)")
-_NEGATION = re.compile(rf"{DENIAL}|\b(?:eliminates?|wrong|incorrect|rules? out|unless|whether)\b", re.IGNORECASE)
+_NEGATION = re.compile(
+    rf"{DENIAL}|{RELATION}|\\(?:neg|lnot)(?![a-z])|\b(?:eliminates?|wrong|incorrect|rules? out|unless|whether)\b",
+    re.IGNORECASE,
+)
+# Before a letter that is not the choice.
+_NO_CHOICE = re.compile(
+    rf"{_NEGATION.pattern}|{BOUND}|(?:around|about|approximately|roughly|close to|near|similar to)\b|[!~\u00ac\u2248]",
+    re.IGNORECASE,
+)
+_INSTEAD = re.compile(  # "not A but B" is B
+    r"\bnot\s+(?:option\s+)?\(?[A-Z]\)?\s*,?\s+but\s+(?:(?:rather|instead|it is|it's)\s+)*", re.IGNORECASE
+)
 # A sentence that goes on after "A": otherwise the letter is an article.
 _AFTER_A = r"(?:because|since|as|due|for|and|or|is|which|that|with|the|from|by|based|according|instead|rather)\b"
 _LETTER_WORDS = frozenset(
@@ -44,8 +60,9 @@ def letters_of(text: str, letters: str) -> frozenset[str]:
     answer = find_answer(text)
     plain = _plain(answer.text)
     if answer.is_marked and not answer.is_phrase:
-        return _read(plain, letters, is_marked=True)
-    whole = _plain(after_reasoning(text))
+        plain = _INSTEAD.sub("", plain)
+        return frozenset() if _NO_CHOICE.match(plain) else _read(plain, letters, is_marked=True)
+    whole = _INSTEAD.sub("", _plain(after_reasoning(text)))
     phrases = phrases_in(whole, _PHRASE)
     if phrases is None:
         return frozenset()
@@ -53,23 +70,26 @@ def letters_of(text: str, letters: str) -> frozenset[str]:
         return _read(line, letters, is_marked=True)
     for match in reversed(phrases[-_PHRASES:]):
         rest = whole[match.end() : match.end() + _SENTENCE].lstrip(" \n:*")
-        end = _SENTENCE_END.search(rest, 2)
-        sentence = (rest if end is None else rest[: end.start()]).partition("\n\n")[0]
-        if _NEGATION.match(sentence.strip()) or _leading(sentence.strip(), letters, is_marked=True) == "":
+        sentence, new = stated(rest.partition("\n\n")[0], rest, _SENTENCE_END)
+        sentence = sentence if new is None else new
+        if _NO_CHOICE.match(sentence.strip()) or _leading(sentence.strip(), letters, is_marked=True) == "":
             return frozenset()
         if chosen := _read(sentence.strip(" \n\"'"), letters, is_marked=True):
             return chosen
-    stated = re.findall(
+        if new is not None:
+            return frozenset()
+    right = re.findall(
         rf"\(?\b([{letters}])\b\)?\s+(?:is|must be|seems)\s+(?:therefore\s+)?(?:the\s+)?(?:right|correct|best|true)\b",
         whole,
     )
-    if stated:
-        return frozenset(stated) if len(set(stated)) == 1 else frozenset()
+    if right:
+        return frozenset(right) if len(set(right)) == 1 else frozenset()
     last = whole.rpartition("? ")[2]
     return _read(last if last.strip() else whole, letters, is_marked=False)
 
 
 def _plain(text: str) -> str:
+    text = re.sub(r"[-=]+>", " ", text)
     return without_markup(with_plain_signs(without_styles(text))).strip(" \n\t{}\"'\u201c\u201d")
 
 
@@ -109,7 +129,11 @@ def _leading(text: str, letters: str, *, is_marked: bool) -> str | None:
             return None
     if re.match(rf"[).]?\s*(?:or|and|,|/)\s*\(?[{letters}]\b(?!')", after):
         return ""  # several letters
-    if re.match(r"[).]?\s*(?:is|are|was)?\s*(?:not|n't|wrong|incorrect|false)\b|[).]?\s*(?:is|are|can)n.t\b", after):
+    if re.match(rf"[).]?\s*{FALSE}|[).]?\s*(?:not\b|n't\b|can.?not\b|can.t\b)|\)?\s*,?\s*{TAIL}", after):
+        return ""
+    if re.search(
+        r"(?<!whether )\bor\s+(?:maybe|perhaps|possibly|not|none|something|another)\b", after.partition("\n")[0]
+    ):
         return ""
     after = re.sub(r"\b(?:both|neither|either|all of|none of)\b[^.;\n]*", "", after, flags=re.IGNORECASE)
     label = (

@@ -7,6 +7,7 @@ The reasoning ends at its last closing mark. The answer is then the last ``<answ
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import NamedTuple
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -46,8 +47,58 @@ DENIAL = (
     r"(?:\b(?:not|unclear|unknown|uncertain|cannot|never|neither|nor|either|none of|anything but|rather than|except"
     r"|instead of|other than|unlike|(?:larger|greater|smaller|lower|higher|more|less|fewer) than)\b|n't\b)"
 )
-_CONDITION = re.compile(r"\b(?:whether|if|unless|assum(?:e|ing)|suppos(?:e|ing))\b[^.!?;,\n]*\Z", re.IGNORECASE)
+# Before a value that is only a bound; after a value that is restricted, doubted or denied.
+BOUND = (
+    r"(?:\b(?:at (?:most|least)|up to|no (?:more|less|fewer) than|below|above|under|over|beyond|within|nearly|almost"
+    r"|exceed(?:s|ing)?|(?:maximum|minimum) of|or equal to)(?:\s+(?:about|around))?)"
+)
+TAIL = (
+    r"(?:(?<!whether )\b(?:and/)?or\s+(?:maybe|perhaps|possibly|probably|not|none|neither|nothing|something|another"
+    r"|else|otherwise)\b|\b(?:or|and)\s+(?:more|less|fewer|greater|larger|smaller|higher|lower|above|below|over|under|up)\b"
+    r"|\b(?:if|unless|otherwise|at (?:most|least)|give or take)\b"
+    r"|[,;.\u2026\u2014-]\s*(?:wait|actually)\b|[,;\u2026]\s*no\b(?! other)|\u2014\s*no,)"
+)
+FALSE = (
+    r"(?:\b(?:is|are|was|were|seems?|looks?|would be)(?:\s+(?:also|clearly|definitely|probably|simply|just|therefore))?"
+    r"(?:n.t|\s*(?:not|wrong|incorrect|false|impossible|excluded|invalid|too)\b)"
+    r"|[(,:;-]\s*(?:(?:that|which) is\s+)?(?:wrong|incorrect)\b)"
+)
+# A relation that gives no value: not equal, less, greater.
+RELATION = (
+    r"(?:\u2260|(?<![\d)])!=|=/=|<(?!-)|(?<![-=])>|[\u2264\u2265]"
+    r"|\\n(?:eq?|ot)(?![a-zA-Z])|\\[lg](?:e|eq|t|eqslant)(?![a-zA-Z]))"
+)
+_CONDITION = re.compile(
+    r"\b(?:whether|if|unless|assum(?:e|ing)|suppos(?:e|ing))\b[^.!?;,\n]*\Z"
+    r"|\b(?:wrong|incorrect|false|bad|poor|worst|unlikely|least\s+\w+)\s+(?:\w+\s+)?\Z",
+    re.IGNORECASE,
+)
+# The start of a sentence that takes back the answer before it.
+_RETRACTION = re.compile(
+    r"[\s$.,;)*\]\\\u2026-]*(?:(?:hmm+|oh|hold on|but|ah|sorry)\b[\s,.!\u2026]*)*"
+    r"(?:no(?:\s*[,.!\u2026]|\s+(?:wait|it|that|this)\b)|wait\b|actually\b|or (?:maybe |perhaps |possibly )?not\b"
+    r"|(?:that|this|it)(?:'s|\s+(?:is|was|seems))\s+(?:(?:not|n't) (?:right|correct|true)"
+    r"|(?:wrong|incorrect)(?=\s*(?:[.,;!]|because\b|as\b|since\b|\Z)))"
+    r"|(?:that|this|it)\s+(?:can't be|cannot be|isn't|wasn't)\s+(?:right|correct|true|possible)"
+    r"|scratch that|correction\b|on second thought|oops\b|sorry\b"
+    r"|let me (?:reconsider|redo|recalculate|correct|rethink))",
+    re.IGNORECASE,
+)
+# "B. Wait" and "B?", but not "B. No" and "B. A good conductor".
+_RETRACTED_LABEL = re.compile(
+    rf"\w(?:\?(?=\s|$)|[.!](?!\s+no\b(?!,?\s+(?:wait|actually)))(?={_RETRACTION.pattern}))", re.IGNORECASE
+)
+_NEW_VALUE = re.compile(
+    r"\b(?:it|this|that)(?:'s|\s+(?:is|should be|must be|would be))(?:\s+(?:actually|really|rather|in fact))?\b",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"[.!?。](?=\s|$)")
+_BEFORE_DENIED_BOX = re.compile(
+    r"(?:\b(?:not(?:\s+equal\s+to)?|never|neither|nor|cannot be|rather than|instead of|except)|n't(?:\s+be)?"
+    r"|\\n(?:eq?|ot\s*=)|\u2260|!=)[\s$:*({\\]*\Z",
+    re.IGNORECASE,
+)
+_BETWEEN_BOXES = re.compile(r"[\s$.]*(?P<word>,|;|&|(?:,\s*)?(?:and/or|and|or)\b)[\s$]*", re.IGNORECASE)
 _OPENING = re.compile(r"(?:\s*(?:\\\[|\\\(|\$\$?|\*\*|__)[ \t]*\n)*\s*")  # lines before a formula
 
 # Marks of models and chat templates around reasoning.
@@ -99,6 +150,10 @@ _WRAPPED = re.compile(
 )
 
 
+_LONGEST_RETRACTION = 500  # characters after an answer
+_BOXES = 20  # the last boxes that are read
+
+
 class Answer(NamedTuple):
     """An extracted answer."""
 
@@ -129,13 +184,39 @@ def find_answer(completion: str) -> Answer:
         rest = text[phrases[-1].end() :]
         rest = rest[_OPENING.match(rest).end() :]
         line = rest.partition("\n")[0]
-        end = _SENTENCE_END.search(line, 2)  # "A. text" and "5. text" may begin with a label
-        sentence = line if end is None else line[: end.start()]
+        sentence, new = stated(line, rest)
+        if new is not None:
+            return Answer(new, True, True)
         if sentence.count("**") % 2:
             sentence = sentence.strip().removesuffix("**")  # "**Answer: 5**"
         if sentence.strip():
             return Answer(sentence.strip(), True, True)
     return Answer(text.strip(), False)
+
+
+def stated(line: str, rest: str, sentence_end: re.Pattern[str] = _SENTENCE_END) -> tuple[str, str | None]:
+    """(first sentence of a line, what replaces it); ``rest``: the text that begins with the line."""
+    label = _RETRACTED_LABEL.match(line)
+    end = sentence_end.search(line, 1 if label else 2)  # "A. text" and "5. text" may begin with a label
+    sentence = line if end is None else line[: end.start()]
+    is_asked = end is not None and end[0] == "?"
+    return sentence, replacement(rest[len(sentence) :].lstrip(".!"), is_retracted=is_asked)
+
+
+def replacement(text: str, *, is_retracted: bool = False) -> str | None:
+    """The value that replaces the answer before a text: empty without a new value; None if the answer stays.
+
+    "Wait, that's wrong. It should be 7." replaces the answer by 7. ``is_retracted``: the answer does not stay.
+    """
+    text = text[:_LONGEST_RETRACTION]
+    if not is_retracted and not _RETRACTION.match(text):
+        return None
+    values = list(_NEW_VALUE.finditer(text))
+    if not values:
+        return ""
+    new = text[values[-1].end() :].strip()
+    end = _SENTENCE_END.search(new, 2)
+    return new if end is None else new[: end.start()] if end[0] != "?" else ""
 
 
 def line_below_heading(text: str, start: int) -> str:
@@ -229,16 +310,33 @@ def _marked(text: str) -> str | None:
 
 
 def _box(text: str) -> str | None:
-    """The content of the last ``\\boxed{}`` whose braces are closed."""
-    starts = {match.end() - 1: match.end() for match in _BOX.finditer(text)}
+    """The content of the last ``\\boxed{}`` whose braces are closed, or of several that "and" or "or" connects.
+
+    A box after "not" is ignored. The text is empty if all are, or if the next sentence takes the last one back.
+    """
+    starts = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
     if not starts:
-        bare = _BARE_BOX.findall(text)
-        return bare[-1] if bare else None
-    last: tuple[int, int] | None = None
-    opened: list[int] = []
-    for brace in re.finditer(r"(?<!\\)[{}]", text):
-        if brace[0] == "{":
-            opened.append(brace.start())
-        elif opened and (start := starts.get(opened.pop())) is not None and (last is None or start > last[1]):
-            last = start, brace.start()
-    return None if last is None else text[slice(*last)]
+        bare = list(_BARE_BOX.finditer(text))
+        boxes = [(match.start(), match.end(), match[1]) for match in bare]
+    else:
+        boxes = []
+        opened: list[int] = []
+        for brace in re.finditer(r"(?<!\\)[{}]", text):
+            if brace[0] == "{":
+                opened.append(brace.start())
+            elif opened and (start := starts.get(brace_start := opened.pop())) is not None:
+                boxes.append((start, brace.end(), text[brace_start + 1 : brace.start()]))
+        boxes.sort()
+    if not boxes:
+        return None
+    kept = [box for box in boxes[-_BOXES:] if not _BEFORE_DENIED_BOX.search(text[max(0, box[0] - 40) : box[0]])]
+    if not kept:
+        return ""
+    content = kept[-1][2]
+    for (_, end, earlier), (start, _, _) in reversed(list(pairwise(kept))):
+        between = _BETWEEN_BOXES.fullmatch(text[end:start]) if end <= start else None
+        if between is None:
+            break
+        content = f"{earlier} or {content}" if "or" in between["word"].lower() else f"{earlier}, {content}"
+    new = replacement(text[kept[-1][1] :]) if kept[-1] is boxes[-1] else None
+    return content if new is None else new

@@ -9,7 +9,17 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from megatron_fp8rl.envs.rewards.extraction import DENIAL, find_answer, with_plain_signs, without_markup, without_styles
+from megatron_fp8rl.envs.rewards.extraction import (
+    BOUND,
+    DENIAL,
+    FALSE,
+    RELATION,
+    TAIL,
+    find_answer,
+    with_plain_signs,
+    without_markup,
+    without_styles,
+)
 
 _LONGEST_TEXT = 4000  # characters at the end of an unmarked answer that are searched
 _LARGEST_EXPONENT = 400
@@ -37,11 +47,18 @@ _COMPOUND = (
     r"|yards?|k?m|met(?:er|re)s?|lbs?|pounds?|oz|ounces?|k?g|dollars?|euros?|degrees?)\.?,?\s*(?:and\s+)?"
 )
 
+_MONTH = (  # a day or a year of a date is no number
+    r"\b(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?"
+    r"|Nov(?:ember)?|Dec(?:ember)?)\b\.?"
+)
+
 # What may not stand before or after a number, because the number is then part of an expression or a list.
 _BEFORE = re.compile(
     r"(?:[\d)}%]\s*[-+*/^]\s*|[A-Za-z][-+*/]\s*|[A-Za-z}]\s+[-+*/]\s+|[-+]\s*"  # operators
     r"|[\^√±<>≤≥]\s*[{(]?\s*|[A-Za-z)}]\s*_\{?|\}\s*\{|\\[a-zA-Z]+\s*(?:\[[^\]]*\])?[\s{(]*"  # LaTeX
-    rf"|\b(?:mod|base)\s*|(?i:{DENIAL}|\bif)\s+(?:be\s+)?|\d[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*|\d[.,:']|\d\s+:\s*"
+    rf"|(?:{RELATION}|[<>]=|=[<>])\s*|\b(?:mod|base)\s*|(?i:{DENIAL}|{BOUND})\s+(?:be\s+)?"
+    r"|(?i:\b(?:if|unless|except|(?:wrong|incorrect|false|invalid|fails?) (?:for|when|with|at)))\s+(?:\w\s*=\s*)?"
+    rf"|{_MONTH}\s+|\d(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH},?\s+|\d[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*|\d[.,:']|\d\s+:\s*"
     rf"|\d\s*{_COMPOUND}|\d\s+[A-Za-z]+\s+and\s+)\Z"
 )
 _AFTER = re.compile(
@@ -49,7 +66,8 @@ _AFTER = re.compile(
     r"|[)\]}]*(?:_|\([-\d\\a-z]|[.,:']\d)"
     r"|\s?(?:[a-fijnp-rt-zXYZθ]|[kKMBT]|bn|mn|pi|sqrt|sin|cos|tan|log|ln|exp|x\w*)\b(?!['’])"
     r"|[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*[-+]?\d|\s+(?:or|and)\s+[-+]?\(\d|\s+and\s+an?\b"
-    rf"|\s*{_COMPOUND}\d|\s+[A-Za-z]+\s+and\s+\d"
+    rf"|\s*{_COMPOUND}\d|\s+[A-Za-z]+\s+and\s+\d|\s?[+?]|(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}\b"
+    rf"|[\s%)]*(?:(?!because|since)[A-Za-z]+)?\s*,?\s*(?i:{TAIL}|{FALSE})"
 )
 _ARTICLES = re.compile(r"\s(?:a|A)\b")
 _REMARK = re.compile(r"(?<=\s)\((?!\s*(?:mod|base)\b)[^()]*[A-Za-z]{2}[^()]*\)")
@@ -62,6 +80,8 @@ def number_of(text: str) -> Fraction | None:
     if not answer.is_marked:
         return last_number(answer.text)
     plain = _without_remarks(_plain(answer.text[:_LONGEST_TEXT]))
+    if re.search(RELATION, re.split(r"\d", plain)[0] if answer.is_phrase else plain):
+        return None
     left, equal, right = plain.rpartition("=")
     if equal and re.search(r"\d", right):
         if not answer.is_phrase and re.search(r"(?:[,;]|\band\b|\bor\b)\s*\w+\s*\Z", left) and re.search(r"\d", left):
@@ -72,7 +92,7 @@ def number_of(text: str) -> Fraction | None:
     matches = _matches(plain)
     if not matches or (len(matches) > 1 and not answer.is_phrase):
         return None
-    if not answer.is_phrase and re.search(r"!|\\[a-zA-Z]", plain):
+    if not answer.is_phrase and re.search(r"[!?]|\\[a-zA-Z]", plain):
         return None
     return _value(plain, matches[0])
 
@@ -88,7 +108,7 @@ def last_number(text: str) -> Fraction | None:
     """The last number in a text; None if there is none, or if the last is part of an expression."""
     plain = _without_remarks(_plain(text[-_LONGEST_TEXT:]))
     matches = _matches(plain)
-    return _value(plain, matches[-1]) if matches else None
+    return _value(plain, matches[-1]) if matches and not plain.endswith("?") else None
 
 
 def _without_remarks(text: str) -> str:
@@ -103,7 +123,7 @@ def _plain(text: str) -> str:
     text = re.sub(r"(?<=\d)\\[,!](?=\d{3})", ",", text)
     text = without_styles(text)
     text = re.sub(r"\\(?:times|cdot|ast)(?![a-zA-Z])", "*", text)
-    text = re.sub(r"\\(?:approx|simeq|equiv|implies|Rightarrow|rightarrow|to)(?![a-zA-Z])|[≈≡⇒→]|~=", "=", text)
+    text = re.sub(r"\\(?:approx|simeq|equiv|implies|Rightarrow|rightarrow|to)(?![a-zA-Z])|[≈≡⇒→]|~=|[-=]>", "=", text)
     text = re.sub(r"\\div(?![a-zA-Z])", "/", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°|\\%|%", " % ", text)
     text = re.sub(rf"([-+])\s*{_CURRENCY}\s*(?=[\d.])", r"\1", text)
