@@ -17,6 +17,8 @@ from megatron_fp8rl.envs.rewards.extraction import (
     BOUND,
     DENIAL,
     FALSE,
+    OPERATION_AFTER,
+    OPERATION_BEFORE,
     TAIL,
     answer_in,
     find_answer,
@@ -182,8 +184,10 @@ def _is_denied(text: str, expected: str) -> bool:
     """Whether the last sentence of an answer denies its value, or names several where one is expected."""
     formulas = [part for part in re.split(r"(?<=[.!?])\s|\n", text) if re.search(r"[\d\\$]", part)]
     last = without_styles(formulas[-1]) if formulas else ""
-    conclusion = re.split(r",\s*(?:so|hence|thus|therefore|then)\b", last)[-1]
-    last = conclusion if re.search(r"[\d\\$]", conclusion) else last
+    *premises, conclusion = re.split(
+        r",\s*(?:so|hence|thus|therefore|then)\b|(?<=[\d$)}])\s+(?:is|equals|makes|gives)\s+(?=[-(]*[\d$\\])", last
+    )
+    last = conclusion if premises and re.search(r"[\d\\$]", conclusion) else last
     is_one = not re.search(r"\bor\b|[,;{]|\\(?:pm|cup|ne)", expected)
     if is_one and re.search(rf"\bor\b|\bbetween\b|{_UNEQUAL}", last):
         return True
@@ -191,11 +195,13 @@ def _is_denied(text: str, expected: str) -> bool:
         return True
     start = re.search(r"[\d\\$(]", last)
     head, tail = (last, "") if start is None else (last[: start.start()], last[start.start() :])
-    doubt = re.compile(rf"{TAIL}|{FALSE}|\?[ $.*]*\Z", re.IGNORECASE)
+    doubt = re.compile(rf"{TAIL}|{FALSE}|{OPERATION_AFTER}|\?[ $.*]*\Z", re.IGNORECASE)
     if doubt.search(tail) and not doubt.search(expected):
         return True
     condition = _CONDITION.search(head.rpartition(",")[2]) and not re.search(r",.*[\d\\$]", tail)
-    is_bound = re.search(rf"{BOUND}\s*\Z", head, re.IGNORECASE) and not re.search(BOUND, expected, re.IGNORECASE)
+    is_bound = re.search(rf"(?:{BOUND}|{OPERATION_BEFORE})\s*[-+{{]*\s*\Z", head, re.IGNORECASE) and not re.search(
+        BOUND, expected, re.IGNORECASE
+    )
     return bool(is_bound or condition or re.search(DENIAL, head, re.IGNORECASE))
 
 

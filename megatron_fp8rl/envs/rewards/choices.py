@@ -35,13 +35,17 @@ _PHRASE = phrase_of(
 )
 _SENTENCE_END = re.compile(r"(?<=[\w)\]])[.!?。;](?=\s|$)")
 _NEGATION = re.compile(
-    rf"{DENIAL}|{RELATION}|\\(?:neg|lnot)(?![a-z])|\b(?:eliminates?|wrong|incorrect|rules? out|unless|whether)\b",
+    rf"{DENIAL}|{RELATION}|\\(?:neg|lnot)(?![a-z])"
+    r"|\b(?:might|may|could|eliminates?|wrong|incorrect|rules? out|unless|whether)\b",
     re.IGNORECASE,
 )
 # Before a letter that is not the choice.
 _NO_CHOICE = re.compile(
     rf"{_NEGATION.pattern}|{BOUND}|(?:around|about|approximately|roughly|close to|near|similar to)\b|[!~\u00ac\u2248]",
     re.IGNORECASE,
+)
+_COMPLEMENT = re.compile(
+    r"\\(?:overline|bar|cancel|[bx]cancel|sout|complement)(?![a-z])|~~|\A[^'\"\w]*[A-Za-z]'+[^\w']*\Z"
 )
 _INSTEAD = re.compile(  # "not A but B" is B
     r"\bnot\s+(?:option\s+)?\(?[A-Z]\)?\s*,?\s+but\s+(?:(?:rather|instead|it is|it's)\s+)*", re.IGNORECASE
@@ -61,7 +65,8 @@ def letters_of(text: str, letters: str) -> frozenset[str]:
     plain = _plain(answer.text)
     if answer.is_marked and not answer.is_phrase:
         plain = _INSTEAD.sub("", plain)
-        return frozenset() if _NO_CHOICE.match(plain) else _read(plain, letters, is_marked=True)
+        is_denied = _NO_CHOICE.match(plain) or _COMPLEMENT.search(answer.text)
+        return frozenset() if is_denied else _read(plain, letters, is_marked=True)
     whole = _INSTEAD.sub("", _plain(after_reasoning(text)))
     phrases = phrases_in(whole, _PHRASE)
     if phrases is None:
@@ -127,17 +132,21 @@ def _leading(text: str, letters: str, *, is_marked: bool) -> str | None:
         is_word = not re.match(rf"\s+{_AFTER_A}", after)
         if is_word and (letter in "AI" or not is_marked):
             return None
-    if re.match(rf"[).]?\s*(?:or|and|,|/)\s*\(?[{letters}]\b(?!')", after):
+    also = r"(?:(?:possibly|maybe|perhaps|probably|also|or|and|even)\s+)*"
+    joined = r"or|and|to|through|,?\s*but\s+(?:maybe|possibly|perhaps)|[,/&+]"
+    if re.match(rf"[).]?\s*(?:{joined})\s*{also}\(?[{letters}]\b(?!')", after):
         return ""  # several letters
     if re.match(rf"[).]?\s*{FALSE}|[).]?\s*(?:not\b|n't\b|can.?not\b|can.t\b)|\)?\s*,?\s*{TAIL}", after):
         return ""
     if re.search(
-        r"(?<!whether )\bor\s+(?:maybe|perhaps|possibly|not|none|something|another)\b", after.partition("\n")[0]
+        r"\bunless\b|(?<!whether )\bor\s+(?:maybe|perhaps|possibly|not|none|something|another)\b",
+        after.partition("\n")[0],
     ):
         return ""
     after = re.sub(r"\b(?:both|neither|either|all of|none of)\b[^.;\n]*", "", after, flags=re.IGNORECASE)
     label = (
-        rf"\(([{letters}])\)|^\s*([{letters}])(?:[.):]|\s*$)|(?:\bor|[,;])\s+\(?([{letters}])(?:[.):]\s+\S|\)?\s*\Z)"
+        rf"\(([{letters}])\)|^\s*([{letters}])(?:[.):]|\s*$)"
+        rf"|(?:\bor|\botherwise|[,;])\s+\(?([{letters}])(?:[.):]\s+\S|\)?\s*\Z)"
     )
     labels = ["".join(groups) for groups in re.findall(label, after, re.MULTILINE)]
     return letter if set(labels) <= {letter} else ""

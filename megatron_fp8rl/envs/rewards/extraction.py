@@ -63,6 +63,18 @@ FALSE = (
     r"(?:n.t|\s*(?:not|wrong|incorrect|false|impossible|excluded|invalid|too)\b)"
     r"|[(,:;-]\s*(?:(?:that|which) is\s+)?(?:wrong|incorrect)\b)"
 )
+# Words for an operation before and after a value, which is then a part of an expression.
+OPERATION_BEFORE = (
+    r"(?:\b(?:minus|negative|plus|twice|thrice|half(?: of)?|doubled?|triple|quarter of|(?:square|cube)? ?root of"
+    r"|(?:square|cube) of|times|(?:divided|multiplied) by|(?:reject|exclud|discard|eliminat)(?:e?s?|ed|ing)"
+    r"|(?:cannot|not|n't|never) (?:be )?equal(?: to)?))"
+)
+OPERATION_AFTER = (
+    r"(?:\b(?:plus|minus|squared|cubed|divided|multiplied|and an?)\b|\btimes (?:[-$(\\]*\d|as\b|the\b|larger|more)"
+    r"|\b(?:more|less|fewer|greater|larger|smaller|higher|lower) than [-$(\\]*\d|\bout of [-$(\\]*\d"
+    r"|(?:%|\bpercent)\s+of\s+[-$(\\]*\d|\((?:or|and|plus|minus)\b"
+    r"|\b(?:does|do|did|can|could|will|would)(?:n.t|\s*not)\b)"
+)
 # A relation that gives no value: not equal, less, greater.
 RELATION = (
     r"(?:\u2260|(?<![\d)])!=|=/=|<(?!-)|(?<![-=])>|[\u2264\u2265]"

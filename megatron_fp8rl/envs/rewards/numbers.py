@@ -13,6 +13,8 @@ from megatron_fp8rl.envs.rewards.extraction import (
     BOUND,
     DENIAL,
     FALSE,
+    OPERATION_AFTER,
+    OPERATION_BEFORE,
     RELATION,
     TAIL,
     find_answer,
@@ -56,7 +58,7 @@ _MONTH = (  # a day or a year of a date is no number
 _BEFORE = re.compile(
     r"(?:[\d)}%]\s*[-+*/^]\s*|[A-Za-z][-+*/]\s*|[A-Za-z}]\s+[-+*/]\s+|[-+]\s*"  # operators
     r"|[\^√±<>≤≥]\s*[{(]?\s*|[A-Za-z)}]\s*_\{?|\}\s*\{|\\[a-zA-Z]+\s*(?:\[[^\]]*\])?[\s{(]*"  # LaTeX
-    rf"|(?:{RELATION}|[<>]=|=[<>])\s*|\b(?:mod|base)\s*|(?i:{DENIAL}|{BOUND})\s+(?:be\s+)?"
+    rf"|(?:{RELATION}|[<>]=|=[<>])\s*|\b(?:mod|base)\s*|(?i:{DENIAL}|{BOUND}|{OPERATION_BEFORE})\s+(?:be\s+)?"
     r"|(?i:\b(?:if|unless|except|(?:wrong|incorrect|false|invalid|fails?) (?:for|when|with|at)))\s+(?:\w\s*=\s*)?"
     rf"|{_MONTH}\s+|\d(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH},?\s+|\d[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*|\d[.,:']|\d\s+:\s*"
     rf"|\d\s*{_COMPOUND}|\d\s+[A-Za-z]+\s+and\s+)\Z"
@@ -67,10 +69,10 @@ _AFTER = re.compile(
     r"|\s?(?:[a-fijnp-rt-zXYZθ]|[kKMBT]|bn|mn|pi|sqrt|sin|cos|tan|log|ln|exp|x\w*)\b(?!['’])"
     r"|[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*[-+]?\d|\s+(?:or|and)\s+[-+]?\(\d|\s+and\s+an?\b"
     rf"|\s*{_COMPOUND}\d|\s+[A-Za-z]+\s+and\s+\d|\s?[+?]|(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}\b"
-    rf"|[\s%)]*(?:(?!because|since)[A-Za-z]+)?\s*,?\s*(?i:{TAIL}|{FALSE})"
+    rf"|[\s%)]*(?:(?!because|since)[A-Za-z]+)?\s*,?\s*(?i:{TAIL}|{FALSE}|{OPERATION_AFTER})"
 )
 _ARTICLES = re.compile(r"\s(?:a|A)\b")
-_REMARK = re.compile(r"(?<=\s)\((?!\s*(?:mod|base)\b)[^()]*[A-Za-z]{2}[^()]*\)")
+_REMARK = re.compile(r"(?<=\s)\((?!\s*(?:mod|base|or|and|plus|minus)\b)[^()]*[A-Za-z]{2}[^()]*\)")
 _TUPLE = re.compile(r"[(\[{][^()\[\]{}]*\d[^()\[\]{}]*[,;]\s*[-+]?\Z")
 
 
@@ -125,6 +127,7 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\(?:times|cdot|ast)(?![a-zA-Z])", "*", text)
     text = re.sub(r"\\(?:approx|simeq|equiv|implies|Rightarrow|rightarrow|to)(?![a-zA-Z])|[≈≡⇒→]|~=|[-=]>", "=", text)
     text = re.sub(r"\\div(?![a-zA-Z])", "/", text)
+    text = re.sub(r"(\A\s*|\b(?:is|are|be|equals|get|gives)\s+|[=:(]\s*)(?:minus|negative)\s+(?=[\d.])", r"\1-", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°|\\%|%", " % ", text)
     text = re.sub(rf"([-+])\s*{_CURRENCY}\s*(?=[\d.])", r"\1", text)
     text = re.sub(rf"({_CURRENCY}\s*[\d.,]+)\s?m\b", r"\1 M", text)  # millions

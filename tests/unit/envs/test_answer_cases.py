@@ -33,6 +33,12 @@ PHRASINGS = (
     "Not every case works. The correct answer is:\n**{}**",
     "Let me see if the answer is plausible. It is.\n\n\\boxed{{{}}}",
     "We verify whether the answer is consistent. The answer is {}. I am not sure.",
+    "The answer is {}. No other answer fits.",
+    "The answer is {}.\n\nThis is because the others fail.",
+    "So the result is \\boxed{{{}}}. It isn't unusual.",
+    "The wrong answers are easy to find. The answer is {}.",
+    "The answer is 99. Wait, that's wrong. It should be {}.",
+    "At most 99 are possible, so the answer is {}.",
 )
 # "right" is no answer in these texts, and "other" is another answer.
 DENIALS = (
@@ -68,6 +74,27 @@ DENIALS = (
     "\\boxed{{\\text{{not }}{right}}}",
     "The answer is {right}. Wait, the answer is {other}.",
     "answer is {other}. Note: {right}",
+    "The answer is at most {right}.",
+    "The answer is nearly {right}",
+    "The answer is {right} or maybe not.",
+    "The answer is {right}, or perhaps {other}.",
+    "The answer is {right}?",
+    "The answer is {right}? No, it is {other}.",
+    "The answer is {right}. Wait, that's wrong.",
+    "The answer is {right}. Hmm, actually no, it is {other}.",
+    "The answer is {right}. Or not.",
+    "The answer is {right} if n is even, otherwise {other}.",
+    "The answer is {right} unless n is odd.",
+    "The wrong answer is {right}.",
+    "The answer is not \\boxed{{{right}}}.",
+    "\\boxed{{\\neq {right}}}",
+    "\\boxed{{\\text{{at most }} {right}}}",
+    "\\boxed{{{right}}} or \\boxed{{{other}}}",
+    "\\boxed{{{other}}} or \\boxed{{{right}}}",
+    "\\boxed{{{other}}}, not \\boxed{{{right}}}",
+    "\\boxed{{{right}}}. Wait, that's wrong. It should be {other}.",
+    "<answer>not {right}</answer>",
+    "<answer>{right} or {other}</answer>",
 )
 
 
