@@ -19,6 +19,7 @@ import importlib
 import inspect
 import itertools
 import json
+import os
 import pkgutil
 import re
 import sys
@@ -32,6 +33,7 @@ from typing import Annotated, Any, Literal
 from megatron_fp8rl import removed_fields
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.config_source import as_function
+from megatron_fp8rl.observe.other_packages import VERBOSE_VARIABLE, pytorch_level
 from megatron_fp8rl.preflight import data_check, findings, rules
 
 _PROGRAM = "python -m megatron_fp8rl"
@@ -98,6 +100,10 @@ def main(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
     """Parse, check and run one command; return the exit status. Usage errors go to stderr, with status 2."""
     by_name = {command.name: command for command in commands}
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--verbose" in arguments:
+        arguments = [word for word in arguments if word != "--verbose"]
+        os.environ[VERBOSE_VARIABLE] = "1"
+    os.environ.update(pytorch_level())  # before any command imports PyTorch
     try:
         invocation = parse(arguments, by_name)
     except (UsageError, ConfigError) as error:
@@ -144,7 +150,7 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
         raise UsageError(f"unknown command {name!r}{_near(name, commands)}. Commands: {', '.join(commands)}")
     command = commands[name]
     if not command.takes_config:
-        names = [field.name for field in dataclasses.fields(command.options)]
+        names = [field.name for field in dataclasses.fields(command.options)] if command.options else []
         values = list(itertools.takewhile(lambda word: not word.startswith("-"), rest))[: len(names)]  # positional
         rest = [word for pair in zip(names, values, strict=False) for word in (f"--{pair[0]}", pair[1])] + rest[
             len(values) :
@@ -264,6 +270,7 @@ def overview(commands: Mapping[str, Command]) -> str:
         "",
         f"{_PROGRAM} {with_config} {example} --help    lists the fields that most runs set; --help-all lists all",
         f"{_PROGRAM} {with_config} {example} --dry-run prints the configuration, rows, prompts and rewards",
+        "--verbose shows the warnings of other packages, which are otherwise in logs/packages.rank<i>.txt of the run",
         "CONFIG may also be module:function for a function of your own that returns a RunConfig.",
     ]
     return "\n".join(lines)

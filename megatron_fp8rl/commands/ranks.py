@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_fp8rl.config import ConfigError, EngineConfig, ParallelConfig, RunConfig
+from megatron_fp8rl.observe.other_packages import keep_in_log
 from megatron_fp8rl.runtime.stop import run_ranks
 
 
@@ -32,6 +34,7 @@ def on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
         cores = max(1, (os.cpu_count() or 1) // parallel.world_size)
         environment = {"OMP_NUM_THREADS": str(cores), **os.environ}
         return run_ranks(command, environment, hang_s=2 * cfg.engine.hang_s)
+    keep_in_log(Path(cfg.run_dir, "logs"), int(os.environ.get("RANK", "0")))
     import torch
 
     if not torch.cuda.is_available():

@@ -26,9 +26,14 @@ TERM_GRACE_S = 5.0
 # torchrun sets these for the trainer. An engine that inherits them would act as a trainer rank.
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-# Settings for the trainer's allocator and streams. Expandable segments do not support the memory pools of a sleeping
-# engine, and with a single queue for all streams, copies would wait for kernels.
-_TRAINER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+# Settings for the trainer's terminal, allocator and streams. An engine logs all warnings. Expandable segments do not
+# support the memory pools of a sleeping engine, and with a single queue for all streams, copies would wait for kernels.
+_TRAINER_VARIABLES = (
+    "TORCH_CPP_LOG_LEVEL",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+)
 
 
 def start_server(
