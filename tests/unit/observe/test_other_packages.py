@@ -24,7 +24,7 @@ other_packages.keep_in_log(Path(folder), 3)
 files = {
     "package": sysconfig.get_paths()["purelib"] + "/megatron/core/optimizer.py",
     "program": str(Path(megatron_fp8rl.__file__).parent / "trainer" / "build.py"),
-    "user": "/home/user/reward.py",
+    "user": "/nowhere/reward.py",
 }
 log = logging.getLogger("some.name")
 exec(compile(code, files[place], "exec"))
