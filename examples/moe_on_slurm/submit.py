@@ -30,6 +30,7 @@ def main() -> None:
     )
     parser.add_argument("--run", action="store_true", help="queue the job instead of printing its script")
     options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
     cfg = grpo_qwen3_30b_a3b_16gpu()
     hf_path = str(options.model.resolve()) if options.model else None
     cfg = replace(cfg, model=replace(cfg.model, hf_path=hf_path, random=hf_path is None))

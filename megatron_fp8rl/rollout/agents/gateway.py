@@ -45,6 +45,7 @@ from megatron_fp8rl.types import Completion
 
 _log = logging.getLogger(__name__)
 
+_MAX_DIGITS = 4300  # of an integer in a request, as Python allows by default
 _MAX_BODY_BYTES = 32 << 20
 _START_S = 10.0
 _NUM_ROUNDS = 4
@@ -235,11 +236,18 @@ async def _body(request: Request) -> Any:
         if len(content) > _MAX_BODY_BYTES:
             raise _Refused(413, f"the request has more than {_MAX_BODY_BYTES} bytes")
     try:
-        return json.loads(content)
+        return json.loads(content, parse_int=_integer)
     except ValueError as error:
         raise _Refused(400, f"the request is no JSON: {error}") from None
     except RecursionError:
         raise _Refused(400, "the JSON of the request is nested too deeply") from None
+
+
+def _integer(digits: str) -> int:
+    """Python's limit may be off, because rows have longer integers. Reading one takes time quadratic in its digits."""
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits, more than {_MAX_DIGITS}")
+    return int(digits)
 
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
