@@ -36,6 +36,7 @@ _BARE_UNIT = re.compile(r"(?<=\d)\s+(?:[kcm]?m|kg|g|ft|in|s|hr?|min|mi|yd|mph)(?
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")  # of a number such as 101_2
 _UNEQUAL = r"\\neq?(?![a-z])|\\not(?![a-z])|(?<![\d)])!=|=/=|<>"
 _ORDER = r"(?:<(?![A-Za-z/])|>|\\[lg](?:e|eq|t|eqslant)(?![a-z]))"
+_FORMULA = re.compile(r"(?<!\$)\$[^$]+\$(?!\$)")
 _TURNED = re.compile(  # "5 = x"
     r"(\$*)\s*((?:\\[a-zA-Z]+|[^=$\\A-Za-z<>]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))*[^=$\s<>!~:])\s*=\s*([A-Za-z])\s*(\$*)"
 )
@@ -233,5 +234,10 @@ def _latex(text: str) -> str:
     text = re.sub(r"(?<![\d.,/^])(\d+)\s+(\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"√\s*(?:\(([^()]*)\)|(\w+))", lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
     text = "".join(_COMMANDS.get(character, character) for character in text)
-    turned = _TURNED.fullmatch(text.strip())
-    return text if turned is None or turned[2].isalpha() else turned.expand(r"\1\3 = \2\4")
+    return _FORMULA.sub(lambda formula: _with_variable_first(formula[0]), _with_variable_first(text))
+
+
+def _with_variable_first(text: str) -> str:
+    """An equation such as ``5 = x`` as ``x = 5``; other texts stay."""
+    equation = _TURNED.fullmatch(text.strip())
+    return text if equation is None or equation[2].isalpha() else equation.expand(r"\1\3 = \2\4")

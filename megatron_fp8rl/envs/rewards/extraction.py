@@ -88,7 +88,8 @@ _CONDITION = re.compile(
 # The start of a sentence that takes back the answer before it.
 _RETRACTION = re.compile(
     r"[\s$.,;)*\]\\\u2026-]*(?:(?:hmm+|oh|hold on|but|ah|sorry)\b[\s,.!\u2026]*)*"
-    r"(?:no(?:\s*[,.!\u2026]|\s+(?:wait|it|that|this)\b)|wait\b|actually\b|or (?:maybe |perhaps |possibly )?not\b"
+    r"(?:no(?:\s*[,.!\u2026]|\s+(?:wait|it|that|this)\b)|wait\b(?!\s+(?:for|until)\b)|actually\b"
+    r"|or (?:maybe |perhaps |possibly )?not\b"
     r"|(?:that|this|it)(?:'s|\s+(?:is|was|seems))\s+(?:(?:not|n't) (?:right|correct|true)"
     r"|(?:wrong|incorrect)(?=\s*(?:[.,;!]|because\b|as\b|since\b|\Z)))"
     r"|(?:that|this|it)\s+(?:can't be|cannot be|isn't|wasn't)\s+(?:right|correct|true|possible)"
