@@ -192,7 +192,7 @@ def _is_denied(text: str, expected: str) -> bool:
     is_one = not re.search(r"\bor\b|[,;{]|\\(?:pm|cup|ne)", expected)
     if is_one and re.search(rf"\bor\b|\bbetween\b|{_UNEQUAL}", last):
         return True
-    if is_one and not re.search(_ORDER, expected) and re.match(rf"\s*{_ORDER}", last):
+    if is_one and not re.search(_ORDER, expected) and re.match(rf"[\s$]*{_ORDER}", last):
         return True
     start = re.search(r"[\d\\$(]", last)
     head, tail = (last, "") if start is None else (last[: start.start()], last[start.start() :])

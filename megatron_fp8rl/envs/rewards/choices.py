@@ -15,6 +15,7 @@ from megatron_fp8rl.envs.rewards.extraction import (
     FALSE,
     RELATION,
     TAIL,
+    after_conditions,
     after_reasoning,
     find_answer,
     line_below_heading,
@@ -76,6 +77,9 @@ def letters_of(text: str, letters: str) -> frozenset[str]:
     for match in reversed(phrases[-_PHRASES:]):
         rest = whole[match.end() : match.end() + _SENTENCE].lstrip(" \n:*")
         sentence, new = stated(rest.partition("\n\n")[0], rest, _SENTENCE_END)
+        also = rf"[.;]\s*\(?[{letters}]\)?\s+(?:is|could be|may be|might be)\s+(?:also|equally|just as)\b"
+        if re.match(also, rest[len(sentence) :]):
+            return frozenset()
         sentence = sentence if new is None else new
         if _NO_CHOICE.match(sentence.strip()) or _leading(sentence.strip(), letters, is_marked=True) == "":
             return frozenset()
@@ -89,6 +93,7 @@ def letters_of(text: str, letters: str) -> frozenset[str]:
     )
     if right:
         return frozenset(right) if len(set(right)) == 1 else frozenset()
+    whole = whole if phrases else after_conditions(whole, _PHRASE)
     last = whole.rpartition("? ")[2]
     return _read(last if last.strip() else whole, letters, is_marked=False)
 
@@ -160,7 +165,7 @@ def _ending(text: str, letters: str) -> frozenset[str]:
         start, word = max(0, match.start(2 if match[2] else 3) - 60), match[1].strip("\"'*(").rstrip(",:;.").lower()
         clause = re.split(r"[.!?;\n]|,", end[start : match.end() - 1])[-1]
         if _NEGATION.search(clause) or re.search(
-            rf"[{letters}]\)?\s*(?:or|and|/|,|to)\s*\(?[{letters}]\)?[.!]?\s*\Z", end
+            rf"[{letters}]\)?\s*(?:,?\s*(?:or|and)|/|,|to)\s*\(?[{letters}]\)?[.!]?\s*\Z", end
         ):
             return frozenset()
         is_separate = not word or not match[1][-1:].isalnum()

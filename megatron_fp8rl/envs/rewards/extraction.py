@@ -82,7 +82,10 @@ RELATION = (
 )
 _CONDITION = re.compile(
     r"\b(?:whether|if|unless|assum(?:e|ing)|suppos(?:e|ing))\b[^.!?;,\n]*\Z"
-    r"|\b(?:wrong|incorrect|false|bad|poor|worst|unlikely|least\s+\w+)\s+(?:\w+\s+)?\Z",
+    r"|\b(?:wrong|incorrect|false|bad|poor|worst|unlikely|least\s+\w+)\s+(?:\w+\s+)?\Z"
+    r"|\b(?:(?:do|does|did|would|can)(?:n't| ?not) (?:think|believe|say)|doubts?|(?:false|not true|wrong|unlikely) that"
+    r"|mistake|tempting|(?:some|someone|somebody|people|others?|another|one|many|you|they|students?)(?: \w+)?"
+    r" (?:say|says|said|think|thinks|believe|claims?|argue|guess|asked|assume))\b[^.!?;,\n]*\Z",
     re.IGNORECASE,
 )
 # The start of a sentence that takes back the answer before it.
@@ -190,6 +193,8 @@ def find_answer(completion: str) -> Answer:
     phrases = phrases_in(text, _PHRASE)
     if phrases is None:
         return Answer("", True, True)
+    if not phrases:
+        text = after_conditions(text, _PHRASE)
     line = line_below_heading(text, phrases[-1].end() if phrases else 0)
     if line and len(re.findall(r"[A-Za-z]{2,}", line)) <= 2:  # otherwise a sentence
         return Answer(line, True, True)
@@ -243,9 +248,16 @@ def phrases_in(text: str, pattern: re.Pattern[str]) -> list[re.Match[str]] | Non
     every = list(pattern.finditer(text))
     stated = [match for match in every if not _CONDITION.search(text[max(0, match.start() - 60) : match.start()])]
     if every and not stated:
-        end = _SENTENCE_END.search(text, every[-1].end() + 2)
+        end = _SENTENCE_END.search(text, every[-1].end() + 1)
         return [] if end and text[end.end() :].strip() else None
     return stated
+
+
+def after_conditions(text: str, pattern: re.Pattern[str]) -> str:
+    """The text after the sentence with the last phrase, all of which are conditional, denied or reported."""
+    every = list(pattern.finditer(text))
+    end = _SENTENCE_END.search(text, every[-1].end() + 1) if every else None
+    return text if end is None else text[end.end() :]
 
 
 def after_reasoning(completion: str) -> str:

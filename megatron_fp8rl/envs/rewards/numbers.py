@@ -68,7 +68,7 @@ _AFTER = re.compile(
     r"|[)\]}]*(?:_|\([-\d\\a-z]|[.,:']\d)"
     r"|\s?(?:[a-fijnp-rt-zXYZθ]|[kKMBT]|bn|mn|pi|sqrt|sin|cos|tan|log|ln|exp|x\w*)\b(?!['’])"
     r"|[\s%]*(?:,|;|&|\bor\b|\band\b|\bto\b)\s*[-+]?\d|\s+(?:or|and)\s+[-+]?\(\d|\s+and\s+an?\b"
-    rf"|\s*{_COMPOUND}\d|\s+[A-Za-z]+\s+and\s+\d|\s?[+?]|(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}\b"
+    rf"|\s*{_COMPOUND}\d|\s+[A-Za-z]+\s+and\s+\d|\s?[+?]|-?ish\b|(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}\b"
     rf"|[\s%)]*(?:(?!because|since)[A-Za-z]+)?\s*,?\s*(?i:{TAIL}|{FALSE}|{OPERATION_AFTER})"
 )
 _ARTICLES = re.compile(r"\s(?:a|A)\b")
