@@ -1,5 +1,6 @@
 """Settings that all tests share. They must be in the environment before torch is imported."""
 
+import logging
 import os
 import random
 import sys
@@ -34,6 +35,12 @@ def same_random_numbers() -> None:
     random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def same_log_level() -> None:
+    """Reset the level of the root logger, which vLLM's command line raises to ERROR."""
+    logging.root.setLevel(logging.WARNING)
 
 
 _ORDER = ("tests/slurm/", "tests/e2e/", "tests/dist/")  # what takes longest comes first, lest it be waited for alone
