@@ -1,6 +1,5 @@
 """Settings that all tests share. They must be in the environment before torch is imported."""
 
-import logging
 import os
 import random
 import sys
@@ -14,6 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing here is worth compiling, and a compiler may be missing.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A package that vLLM's command line imports raises the root logger and its handlers to this level; by default to ERROR.
+os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
 
 ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
@@ -35,12 +36,6 @@ def same_random_numbers() -> None:
     random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def same_log_level() -> None:
-    """Reset the level of the root logger, which vLLM's command line raises to ERROR."""
-    logging.root.setLevel(logging.WARNING)
 
 
 _ORDER = ("tests/slurm/", "tests/e2e/", "tests/dist/")  # what takes longest comes first, lest it be waited for alone
