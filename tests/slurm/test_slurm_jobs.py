@@ -168,7 +168,7 @@ def test_cancelling_lets_the_job_save_and_is_what_slurm_says_too(slurm: SlurmClu
 
 def test_the_time_limit_itself_saves_and_queues_the_job_again(slurm: SlurmCluster, folder: Path):
     """Slurm looks at limits twice a minute, and its shortest limit is one: nothing here is asked for by hand."""
-    cluster = ci_cluster(time_limit="00:01:00", save_signal_s=50)
+    cluster = ci_cluster(time_limit="00:01:00", save_signal_s=50, max_restarts=10)
     job = submit(counting(folder, last=180, pause=0.25, save_signal_s=50), cluster)
     slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be queued again", 300, lambda: logs_of(folder))
     slurm.until(lambda: (folder / "launch" / f"{job}.1" / "node-1.json").exists(), "the second attempt", 300)
