@@ -31,6 +31,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_fp8rl.net.parent import end_with_thread
+from megatron_fp8rl.runtime.watchdog import ASKED_FILE
 
 if TYPE_CHECKING:
     import psutil
@@ -281,6 +282,7 @@ class _AskedRanks:
         """Call once a second: tell new ranks to end, and kill those that cannot."""
         import psutil
 
+        (self._folder / ASKED_FILE).touch()
         ranks: list[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
             torchrun = psutil.Process(self._torchrun.pid)

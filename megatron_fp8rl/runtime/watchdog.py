@@ -24,6 +24,7 @@ _LONGEST_TURN_S = 2.0  # a longer one is a pause of this process
 _DUMP_S = 5.0  # between two requests for a traceback
 _TOLD_STOPPED_S = 2.0  # a stopped rank ends so soon after it was asked to end
 _ASKED = (b"\x02", b"\x0f")  # SIGINT and SIGTERM, as the interpreter writes them to its wakeup file
+ASKED_FILE = "asked"  # beside the files of ranks that stand still
 _DENIALS = 3  # lines that say that the rank was not asked to end
 _RESUME = "The run ends; when it is started again, it continues from its last checkpoint"
 
@@ -47,6 +48,9 @@ class Watchdog:
         while os.getppid() == self.pid:
             if select.select([0], [], [], _TURN_S)[0] and not self._read():
                 return
+            # A rank whose main thread waits for others does not note a signal; its command does (``runtime/stop.py``).
+            if self.options["still_file"] and Path(self.options["still_file"]).with_name(ASKED_FILE).exists():
+                self.asked = True
             now = time.monotonic()
             passed_s, before = min(now - before, _LONGEST_TURN_S), now
             if (problem := self._problem(passed_s)) is not None:
