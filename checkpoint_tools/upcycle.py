@@ -102,7 +102,7 @@ class Upcycling:
         return self._with_new_features(name, expert, dense, rows, first).to(dtype)
 
     def _dense_name(self, name: str) -> str | None:
-        """The source's tensor of which a tensor is made; None for a router."""
+        """Return the name of the source's tensor for a tensor of the mixture; None for a router."""
         if match := _EXPERT.fullmatch(name):
             projection = dict(zip(blocks.EXPERT_PROJECTIONS[match[2]], blocks.EXPERT_PROJECTIONS["mlp"]))[match[4]]
             return f"{match[1]}.mlp.{projection}.weight"

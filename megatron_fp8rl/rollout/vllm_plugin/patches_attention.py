@@ -56,11 +56,13 @@ def parts_of(counts: Sequence[int], lengths: Sequence[int], device: torch.device
 def _bounded(sequences: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
     """Yield groups of at most :data:`_COPIED_TOKENS` tokens, or of one sequence."""
     group: list[int] = []
+    num_tokens = 0
     for i in sequences:
-        if group and sum(lengths[j] for j in group) + lengths[i] > _COPIED_TOKENS:
+        if group and num_tokens + lengths[i] > _COPIED_TOKENS:
             yield group
-            group = []
+            group, num_tokens = [], 0
         group.append(i)
+        num_tokens += lengths[i]
     if group:
         yield group
 

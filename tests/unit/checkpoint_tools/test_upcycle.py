@@ -14,20 +14,8 @@ from megatron_fp8rl.commands.grpo import model_in
 from megatron_fp8rl.config import ModelConfig, RopeScaling
 from megatron_fp8rl.names import registry
 from tests.helpers.checkpoints import assert_same_tensors, random_tensors, read_tensors, write_folder
-from tests.unit.checkpoint_tools.test_widen import transformers_model
+from tests.unit.checkpoint_tools.test_widen import LLAMA, transformers_model
 
-LLAMA = ModelConfig(
-    family="llama",
-    num_layers=2,
-    hidden_size=96,
-    num_attention_heads=6,
-    num_key_value_heads=3,
-    head_dim=32,
-    vocab_size=101,
-    ffn_hidden_size=200,
-    rope_theta=10_000.0,
-    tie_embeddings=True,
-)
 MODELS = {
     "llama": LLAMA,
     "mistral": replace(LLAMA, family="mistral", tie_embeddings=False, sliding_window=64),
