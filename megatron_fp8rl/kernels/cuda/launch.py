@@ -196,7 +196,6 @@ def packed_attention(
     (num_tokens, num_heads, head_dim), num_groups = query.shape, keys.shape[1]
     if not is_hopper(query.device):
         raise RuntimeError("attention of packed sequences over an FP8 cache needs a Hopper GPU. Use an inexact run")
-    to_log2 = torch.tensor(softmax_scale) * torch.tensor(math.log2(math.e))  # float32, as in Triton
     with torch.cuda.device(query.device):
         _packed_attention(query.device.index, head_dim)(
             *(_map_of(x.data_ptr(), len(x), num_groups * head_dim * 2, BLOCK) for x in (keys, values)),
@@ -208,7 +207,7 @@ def packed_attention(
             value_scale,
             out,
             log_sums,
-            int(to_log2.view(torch.int32)),
+            _bits_of_log2(softmax_scale),
             query.stride(0),
             num_tokens,
             len(cu_queries) - 1,
@@ -216,6 +215,12 @@ def packed_attention(
             num_groups,
             -(-max_queries // BLOCK),
         )
+
+
+@functools.cache
+def _bits_of_log2(softmax_scale: float) -> int:
+    """The float32 factor of scores to base 2, as an integer; a product in float32, as in Triton."""
+    return int((torch.tensor(softmax_scale) * torch.tensor(math.log2(math.e))).view(torch.int32))
 
 
 def _cluster(num_experts: int, num_rows: int, num_columns: int, num_tokens: int) -> tuple[int, int]:
