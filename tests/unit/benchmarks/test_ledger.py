@@ -133,8 +133,8 @@ def test_every_shape_can_be_planned_for_h200(name, tmp_path):
             continue
         actual = ledger.job_of(options, name, arm)
         assert actual.cfg.num_steps > options.steps and actual.cfg.checkpoint.every_steps == 0
-        assert actual.cfg.precision.exact == (arm == "exact")
-        assert (actual.cfg.engine.kv_cache_dtype == "fp8") == (arm == "fp8_kv")
+        assert actual.cfg.precision.exact == (arm in ("exact", "exact_kv"))
+        assert (actual.cfg.engine.kv_cache_dtype == "fp8") == (arm in ("fp8_kv", "exact_kv"))
 
 
 @pytest.mark.parametrize(
