@@ -36,7 +36,7 @@ def trainer_key(weight: Weight, model: ModelConfig) -> KeyIndex:
 def possible_keys(weight: Weight, model: ModelConfig) -> Iterator[KeyIndex]:
     """Keys that Megatron-Core checkpoints use for a parameter; the trainer's key comes first. Models without
     Transformer Engine have other norms, and ``singleton_local_shards`` stacks nothing."""
-    stacked = model.first_dense_layers == 0 or not model.is_moe
+    stacked = not model.is_moe or not model.has("dense")
     fused = _fused_norm(weight.name, model)
     for name in dict.fromkeys((fused, weight.name)):
         name = name.replace(".mtp_model_layer.", ".transformer_layer.")
@@ -66,9 +66,10 @@ def _fused_norm(name: str, model: ModelConfig) -> str:
     layer = _LAYER.search(name)
     if layer is None:
         return name
-    if model.mla is None:
+    kind = model.layers[int(layer[1])]
+    if kind.mixer == "attention":
         name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
-    if not model.is_moe_layer(int(layer[1])):
+    if not kind.is_moe:
         name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
     return name
 

@@ -103,8 +103,8 @@ def _with_heads(model: ModelConfig, head_dim: int, num_kv_heads: int) -> ModelCo
 def _family(model: ModelConfig) -> str | None:
     """The family in which transformers and vLLM read these sizes; None if there is none."""
     heads, hidden = model.num_attention_heads, model.hidden_size
-    if model.family == "qwen2":  # vLLM derives the head size
-        return "qwen2" if model.head_dim * heads == hidden else None
+    if registry.FAMILIES[model.family].derives_head_dim:
+        return model.family if model.head_dim * heads == hidden else None
     if model.family == "llama" and hidden % heads:  # transformers refuses it
         return "mistral" if model.rope_scaling is None else None
     return model.family

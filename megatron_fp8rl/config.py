@@ -6,6 +6,7 @@ single fields (``--parallel.tensor 2``). This module imports nothing heavy: a lo
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,6 +60,19 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """The parts of a layer. The names of weights, the trainer, the planner and the precision rules read them."""
+
+    mixer: Literal["attention", "mla"]  # how a token reads the tokens before it
+    feed_forward: Literal["dense", "moe"]
+    window: int | None = None  # tokens that the mixer reads; None: all
+
+    @property
+    def is_moe(self) -> bool:
+        return self.feed_forward == "moe"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Model architecture, as in a Hugging Face config.json. ``hf_path`` names the pretrained weights to start from."""
 
@@ -81,6 +95,8 @@ class ModelConfig:
     mla: MlaConfig | None = None
     num_mtp_layers: int = 0  # multi-token prediction layers after the last layer; 0 ignores those of a checkpoint
     sliding_window: int | None = None  # attention window in tokens; sequences must not be longer
+    # As in config.json, repeated over the layers; empty: a window in all layers if sliding_window is set, else in none.
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
     rotary_fraction: float = 1.0  # fraction of head_dim that is rotated
     rope_scaling: RopeScaling | None = None
     rope_theta: float = 1_000_000.0
@@ -97,25 +113,38 @@ class ModelConfig:
     def __post_init__(self):
         if self.qk_norm is None:
             object.__setattr__(self, "qk_norm", self.family in QK_NORM_FAMILIES)
+        object.__setattr__(self, "layer_types", (self.layer_types * self.num_layers)[: self.num_layers])
 
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
+
+    @functools.cached_property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, and then of each multi-token prediction layer."""
+        types = self.layer_types or ("sliding_attention",)  # a window only if sliding_window is set
+        return tuple(
+            LayerKind(
+                mixer="attention" if self.mla is None else "mla",
+                feed_forward="moe" if self.is_moe and index >= self.first_dense_layers else "dense",
+                window=self.sliding_window if types[index % len(types)] == "sliding_attention" else None,
+            )
+            for index in range(self.num_layers + self.num_mtp_layers)
+        )
+
+    def has(self, part: str) -> bool:
+        """Whether a layer has this mixer or feed-forward."""
+        return any(part in (kind.mixer, kind.feed_forward) for kind in self.layers)
 
     @property
     def max_sequence_tokens(self) -> int:
         """The longest sequence that trainer and engines compute: they have full attention only, no sliding window, and
         with YaRN, vLLM takes the original positions times the factor."""
         lengths = [self.max_position_embeddings]
-        if self.sliding_window:
-            lengths.append(self.sliding_window)
+        lengths += [kind.window for kind in self.layers if kind.window]
         if self.rope_scaling is not None and self.rope_scaling.kind == "yarn":
             lengths.append(int(self.rope_scaling.original_max_position_embeddings * self.rope_scaling.factor))
         return min(lengths)
-
-    def is_moe_layer(self, layer: int) -> bool:
-        """Whether a layer (index over the whole model) is an MoE layer."""
-        return self.is_moe and layer >= self.first_dense_layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,12 +58,12 @@ class Difference:
 
 def operation_names(model: ModelConfig) -> list[str]:
     """Names in execution order. Raises ValueError for latent attention, which has other operations."""
-    if model.mla is not None:
+    if model.has("mla"):
         raise ValueError("model.mla: latent attention cannot be probed; its engine fuses other operations")
     names = ["embedding"]
     for layer in range(model.num_layers):
         norms = ["q_norm", "k_norm"] if model.qk_norm else []
-        mlp = ["router", "experts"] if model.is_moe_layer(layer) else ["gate_up", "activation", "down"]
+        mlp = ["router", "experts"] if model.layers[layer].is_moe else ["gate_up", "activation", "down"]
         operations = ["input", "input_norm", "qkv", *norms, "attention", "o_proj", "middle", "post_norm", *mlp]
         names += [f"layer.{layer}.{operation}" for operation in operations]
     return [*names, "final", "final_norm", "logits"]

@@ -99,7 +99,7 @@ class TrainerProbe:
         again("o_proj", engine[at + "attention"])
         results[at + "middle"] = self._add(engine[at + "input"], engine[at + "o_proj"])
         again("post_norm", engine[at + "middle"])
-        if model.is_moe_layer(layer):
+        if model.layers[layer].is_moe:
             again("router", engine[at + "post_norm"])
             again("experts", engine[at + "post_norm"])
         else:
@@ -128,7 +128,7 @@ class TrainerProbe:
             yield at + "attention", attention.core_attention
             yield at + "o_proj", attention.linear_proj
             yield at + "post_norm", layer.pre_mlp_layernorm
-            if self.cfg.model.is_moe_layer(index):
+            if self.cfg.model.layers[index].is_moe:
                 yield at + "router", mlp.router
                 yield at + "experts", mlp
             else:
@@ -173,7 +173,7 @@ class TrainerProbe:
         return (last @ weight.detach()[: self.cfg.model.vocab_size].t()).cpu()
 
     def _sum_after(self, layer: int, engine: Mapping[str, Tensor]) -> Tensor:
-        out = "experts" if self.cfg.model.is_moe_layer(layer) else "down"
+        out = "experts" if self.cfg.model.layers[layer].is_moe else "down"
         return self._add(engine[f"layer.{layer}.middle"], engine[f"layer.{layer}.{out}"])
 
     def _add(self, stream: Tensor, branch: Tensor) -> Tensor:

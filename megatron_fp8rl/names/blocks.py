@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from megatron_fp8rl.config import ModelConfig
@@ -125,9 +126,14 @@ def experts(model: ModelConfig, prefix: str = "mlp") -> tuple[Row, ...]:
     return rows
 
 
-def decoder(model: ModelConfig) -> tuple[Row, ...]:
-    moe = experts(model) if model.is_moe else ()
-    return (*edges(model), *NORMS, *attention(model), *DENSE, *moe)
+MIXERS = {"attention": attention, "mla": latent_attention}
+
+
+def decoder(model: ModelConfig, parent: str = "mlp") -> tuple[Row, ...]:
+    """A standard decoder with the parts of its layers; ``parent`` is a key of :data:`EXPERT_PROJECTIONS`."""
+    mixers = [replace(row, layers=name) for name, rows in MIXERS.items() if model.has(name) for row in rows(model)]
+    moe = experts(model, parent) if model.is_moe else ()
+    return (*edges(model), *NORMS, *mixers, *DENSE, *moe)
 
 
 MTP = (  # additional weights of a multi-token prediction layer; its embedding and head are the model's

@@ -1,9 +1,7 @@
 """DeepSeek-V3: latent attention, sigmoid routing over groups with a correction bias, shared experts."""
 
-from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import blocks
 from megatron_fp8rl.names.family import COMMON, Family
-from megatron_fp8rl.names.table import Row
 
 # Router and experts of every family that adopted DeepSeek-V3's.
 EXPERTS = {
@@ -24,16 +22,10 @@ ALIASES = {"num_mtp_layers": "num_nextn_predict_layers", "num_local_experts": "n
 
 _FOR_ENGINES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
-
-def _rows(model: ModelConfig) -> tuple[Row, ...]:
-    attention = blocks.latent_attention(model)
-    return (*blocks.edges(model), *blocks.NORMS, *attention, *blocks.DENSE, *blocks.experts(model))
-
-
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    rows=_rows,
+    rows=blocks.decoder,
     fields=COMMON
     | EXPERTS
     | {

@@ -71,9 +71,9 @@ _NEEDED = {
     "is_causal": "attention in both directions in trainer and engine",
     "use_sliding_window": "attention over a window in some layers of the trainer",
     "layer_types": "layers of several kinds of attention in the trainer",
-    "mlp_only_layers": "experts in some layers only, by ModelConfig.first_dense_layers or a list",
-    "decoder_sparse_step": "experts in some layers only, by ModelConfig.first_dense_layers or a list",
-    "moe_layer_freq": "experts in some layers only, by ModelConfig.first_dense_layers or a list",
+    **dict.fromkeys(
+        ("mlp_only_layers", "decoder_sparse_step", "moe_layer_freq"), "experts in some layers only: ModelConfig.layers"
+    ),
     "scoring_func": "another score in RouterConfig and in the trainer's router",
     "topk_method": "another choice of experts in RouterConfig and in the trainer's router",
     "rope_interleave": "rotation of the two halves in the trainer's latent attention",
@@ -103,6 +103,8 @@ class Family:
     rotary_fraction: float | None = None  # if missing; None: the family always rotates whole heads
     for_engines: Mapping[str, Any] = _NOTHING  # keys of ``fixed`` that transformers does not write and vLLM reads
     mtp: tuple[Row, ...] = field(default=())  # the weights of a multi-token prediction layer besides its decoder layer
+    fp32_router: bool = False  # the engine multiplies by the router's weight in FP32
+    derives_head_dim: bool = False  # the engine takes hidden_size / num_attention_heads, whatever config.json says
 
     @property
     def has_experts(self) -> bool:
@@ -125,7 +127,7 @@ def read(
             problems.append(f"{key} is missing{' (it is null)' if key in config else ''}")
         elif not _is_of_type(name, value):
             problems.append(f"{key} = {value!r} is not {_TYPES[_type_of(name)][1]}")
-        values[name] = value
+        values[name] = tuple(value) if isinstance(value, list) else value
     if checks_numbers and not problems:
         problems = _contradictions(family, values)
     if problems:
@@ -180,6 +182,7 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "a whole number of at least 0"),
     "float": ((int, float), "a number of at least 0"),
     "bool": ((bool,), "true or false"),
+    "tuple": ((list, tuple), "a list"),
 }
 
 
@@ -187,13 +190,13 @@ def _type_of(name: str) -> str:
     """Type of a field of ModelConfig or, by its dotted name, of one of its parts, without None."""
     owner, _, leaf = name.rpartition(".")
     part = {"": ModelConfig, "router": RouterConfig, "mla": MlaConfig}[owner]
-    return part.__annotations__[leaf].removesuffix(" | None")
+    return part.__annotations__[leaf].removesuffix(" | None").partition("[")[0]
 
 
 def _is_of_type(name: str, value: Any) -> bool:
-    if value is None:
-        return True
     kinds = _TYPES[_type_of(name)][0]
+    if value is None or list in kinds:
+        return value is None or isinstance(value, kinds)
     return isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds) and 0 <= value < math.inf
 
 
@@ -222,9 +225,10 @@ def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -
         if actual != value and (actual is not None or (key == "is_causal" and key in config)):
             problems.append(_refusal(key, actual, f"supported: {value!r}"))
     layers = config.get("layer_types") or []
-    kinds = {str(kind) for kind in layers} - {"full_attention"} if isinstance(layers, list) else {str(layers)}
+    supported = ("full_attention", "sliding_attention") if "layer_types" in family.fields else ("full_attention",)
+    kinds = {str(kind) for kind in layers} - {*supported} if isinstance(layers, list | tuple) else {str(layers)}
     if kinds:
-        problems.append(_refusal("layer_types", sorted(kinds), "supported: 'full_attention'"))
+        problems.append(_refusal("layer_types", sorted(kinds), f"supported: {' or '.join(map(repr, supported))}"))
     quantization = config.get("quantization_config")
     if quantization and not (fp8_weights and is_block_fp8(quantization)):
         supported = "supported: BF16, FP16 and FP32 weights"

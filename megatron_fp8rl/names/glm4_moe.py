@@ -15,4 +15,5 @@ GLM4_MOE = Family(
     routing={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     rotary_fraction=0.5,
     mtp=blocks.MTP,
+    fp32_router=True,
 )

@@ -1,20 +1,14 @@
 """Mixtral: Mistral's attention, and experts that the checkpoint calls w1 (gate), w3 (up) and w2 (down)."""
 
-from megatron_fp8rl.config import ModelConfig
+from functools import partial
+
 from megatron_fp8rl.names import blocks
 from megatron_fp8rl.names.family import COMMON, GROUPED_QUERY, Family
-from megatron_fp8rl.names.table import Row
-
-
-def _rows(model: ModelConfig) -> tuple[Row, ...]:
-    experts = blocks.experts(model, "block_sparse_moe")
-    return (*blocks.edges(model), *blocks.NORMS, *blocks.attention(model), *experts)
-
 
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    rows=_rows,
+    rows=partial(blocks.decoder, parent="block_sparse_moe"),
     fields=COMMON
     | GROUPED_QUERY
     | {

@@ -12,4 +12,5 @@ QWEN2 = Family(
     implied={"qkv_bias": True},
     defaults={"num_key_value_heads": 32},
     ignored=frozenset({"sliding_window"}),  # no effect without use_sliding_window
+    derives_head_dim=True,
 )

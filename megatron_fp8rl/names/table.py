@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.config import LayerKind, ModelConfig
 
 Cut = Literal["none", "rows", "columns"]
 Join = Literal["copy", "qkv", "gate_up"]
@@ -27,7 +27,7 @@ class Row:
     join: Join = "copy"
     # "copy": the tensor itself. "qkv": for each query group its query heads, key head and value head; a rank has whole
     # groups, or an equal share of a group's rows. "gate_up": the gate rows, then the up rows, also on each rank.
-    layers: Literal["all", "dense", "moe"] = "all"  # by the kind of their MLP; for names with {layer}
+    layers: Literal["all", "attention", "mla", "dense", "moe"] = "all"  # by a part of their kind; with {layer}
     unit: str = ""  # key of :func:`sizes`: the number of indivisible units along the sharded axis
     padded: bool = False  # ranks hold equal numbers of rows; an uneven axis is zero-padded at the end
     dtype: DType = "bfloat16"  # in a BF16 checkpoint
@@ -112,32 +112,30 @@ def split_indices(name: str) -> tuple[str, int, int]:
     return pattern, int(layer[1]) if layer else -1, int(expert[1]) if expert else -1
 
 
+def rows_of(rows: Iterable[Row], kind: LayerKind) -> list[Row]:
+    """The rows of a layer of this kind."""
+    parts = ("all", kind.mixer, kind.feed_forward)
+    return [row for row in rows if "{layer}" in row.mcore and row.layers in parts]
+
+
 def expand(rows: tuple[Row, ...], model: ModelConfig) -> dict[str, Weight]:
     """All weights of a model by their Megatron name: those outside layers, then layer by layer in row order."""
     weights = [fill(row, model, layer=-1, expert=-1) for row in rows if "{layer}" not in row.mcore]
-    body = [row for row in rows if "{layer}" in row.mcore]
     for layer in range(model.num_layers):
-        for row in body:
-            if _is_in(row, model, layer):
-                weights += _fill_experts(row, model, row.mcore, layer)
+        for row in rows_of(rows, model.layers[layer]):
+            weights += _fill_experts(row, model, row.mcore, layer)
     return {weight.name: weight for weight in weights}
 
 
 def axes(rows: tuple[Row, ...], model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """The keys of :func:`sizes` of each axis of every tensor in a checkpoint, by its Hugging Face name, without
     multi-token prediction layers."""
-    named = {}
-    for row in rows:
-        layers = range(model.num_layers) if "{layer}" in row.mcore else (-1,)
-        for layer, (name, keys) in itertools.product(layers, row.hf):
-            if layer < 0 or _is_in(row, model, layer):
-                for expert in _experts(row.mcore, model):
-                    named[name.format(layer=layer, expert=expert)] = keys
+    named = {name: keys for row in rows if "{layer}" not in row.mcore for name, keys in row.hf}
+    for layer in range(model.num_layers):
+        for row in rows_of(rows, model.layers[layer]):
+            for expert, (name, keys) in itertools.product(_experts(row.mcore, model), row.hf):
+                named[name.format(layer=layer, expert=expert)] = keys
     return named
-
-
-def _is_in(row: Row, model: ModelConfig, layer: int) -> bool:
-    return row.layers in ("all", "moe" if model.is_moe_layer(layer) else "dense")
 
 
 def _experts(mcore: str, model: ModelConfig) -> Sequence[int]:
@@ -153,13 +151,11 @@ def expand_mtp(rows: tuple[Row, ...], extra: tuple[Row, ...], model: ModelConfig
     """Weights of the multi-token prediction layers: a decoder layer each, and the ``extra`` rows. In Megatron,
     ``mtp.layers.{i}`` holds the decoder layer as ``mtp_model_layer``; in the checkpoint it is layer ``num_layers + i``.
     """
-    kind = "moe" if model.is_moe else "dense"
-    body = [row for row in rows if "{layer}" in row.mcore and row.layers in ("all", kind)]
     weights: list[Weight] = []
     for index in range(model.num_mtp_layers):
         prefix, layer = f"mtp.layers.{index}.", model.num_layers + index
         weights += [fill(row, model, mcore=prefix + row.mcore, layer=layer, expert=-1) for row in extra]
-        for row in body:
+        for row in rows_of(rows, model.layers[layer]):
             mcore = row.mcore.replace("decoder.layers.{layer}.", f"{prefix}mtp_model_layer.")
             weights += _fill_experts(row, model, mcore, layer)
     return {weight.name: weight for weight in weights}

@@ -83,7 +83,7 @@ def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if precision.kernel("trainer") == "emulated":
         problem = "the emulation supports only BF16 and FP32 parameters"
         return _wrong(cfg, "precision.kernels.trainer", problem, f"Choose auto, {otherwise}")
-    if cfg.model.mla is None and cfg.model.head_dim % BLOCK:
+    if cfg.model.has("attention") and cfg.model.head_dim % BLOCK:
         problem = (
             f"heads of {cfg.model.head_dim} rows do not fill blocks of {BLOCK}. Blocks of Megatron's QKV matrix would "
             "mix rows of two projections, unlike the engine's blocks"
@@ -202,7 +202,7 @@ def engine_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     path, head_dim = "precision.kernels.attention", cfg.model.head_dim
     if not hardware.is_gpu:
         return _wrong(cfg, path, "needs a GPU, and this machine has none", "Choose auto")
-    if cfg.model.mla is not None:
+    if cfg.model.has("mla"):
         return _wrong(cfg, path, "the engine uses a different kernel for latent attention", "Choose auto")
     named = cfg.precision.kernel("engine_attention")
     is_ours = named == "FP8_CACHE" or (named == "auto" and not fp8_cache_attention(cfg, hardware))
@@ -257,7 +257,7 @@ def inexact(cfg: RunConfig, hardware: Hardware) -> list[Violation]:
 
 
 def _exact_on_cpu(cfg: RunConfig) -> Violation | None:
-    if cfg.model.mla is not None:
+    if cfg.model.has("mla"):
         problem = "on a CPU the engine's latent attention multiplies other matrices than the trainer's"
         return _wrong(cfg, "precision.exact", problem, "Set False")
     if cfg.model.is_moe and cfg.model.router.score != "softmax":
@@ -370,7 +370,7 @@ def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | 
         return wrong
     path, precision = "precision.kernels.engine_experts", cfg.precision
     edges = precision.bf16_last_layers
-    edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
+    edges += any(kind.is_moe for kind in cfg.model.layers[: precision.bf16_first_layers])
     if precision.rollout == "bf16" or edges:
         return _wrong(cfg, path, "supports only FP8, but some experts are BF16", "Set triton", ("triton",))
     if cfg.engine.batch_invariant and precision.scales == "fp32":
@@ -389,7 +389,7 @@ def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, path, "supports only an FP8 KV cache", "Set auto, or --engine.kv_cache_dtype fp8")
     if hardware.is_gpu and hardware.generation != "hopper":
         return _wrong(cfg, path, f"runs only on Hopper; this machine is {hardware.generation!r}", "Set auto")
-    if model.mla is not None or model.sliding_window is not None:
+    if any(kind.mixer != "attention" or kind.window for kind in model.layers):
         return _wrong(cfg, path, "supports neither latent attention nor sliding windows", "Set auto")
     group = model.num_attention_heads // max(1, model.num_key_value_heads)
     if model.head_dim not in (64, 128) or group > 16:

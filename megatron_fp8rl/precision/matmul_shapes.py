@@ -10,7 +10,7 @@ from megatron_fp8rl.config import ModelConfig, OptimConfig, ParallelConfig, RunC
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.registry import FAMILIES
-from megatron_fp8rl.names.table import Weight, fill
+from megatron_fp8rl.names.table import Weight, fill, rows_of
 from megatron_fp8rl.precision.layer_table import LayerTable
 
 Field = Literal["linears", "experts"]  # of PrecisionConfig
@@ -99,9 +99,9 @@ def linears_of(cfg: RunConfig) -> list[Use]:
     model, table = cfg.model, LayerTable.build(cfg.model, cfg.precision)
     in_fp8 = range(table.first_fp8_layer, table.end_fp8_layer)
     num_layers_of: dict[tuple[str, Linear], int] = {}
-    for is_moe in (False, True):  # layers of one kind are identical
-        layers = [layer for layer in in_fp8 if model.is_moe_layer(layer) == is_moe]
-        for name, weight in _linears_of_layer(model, layers[0]) if layers else ():
+    for kind in dict.fromkeys(model.layers[layer] for layer in in_fp8):
+        layers = [layer for layer in in_fp8 if model.layers[layer] == kind]
+        for name, weight in _linears_of_layer(model, layers[0]):
             if table.is_quantizable(weight.parts[0][0]) and not name.endswith("linear_fc2"):
                 key = name, _shape(model, cfg.parallel, cfg.optim, name, weight)
                 num_layers_of[key] = num_layers_of.get(key, 0) + len(layers)
@@ -123,9 +123,9 @@ def deciding_work(name: str, cfg: RunConfig) -> tuple[float, tuple[int, ...]]:
 
 def _linears_of_layer(model: ModelConfig, layer: int) -> list[tuple[str, Weight]]:
     """(name within its layer, weight) of the matrices outside routed experts."""
-    kind, linears = "moe" if model.is_moe_layer(layer) else "dense", []
-    for row in FAMILIES[model.family].rows(model):
-        if "{layer}" in row.mcore and "{expert}" not in row.mcore and row.layers in ("all", kind):
+    linears = []
+    for row in rows_of(FAMILIES[model.family].rows(model), model.layers[layer]):
+        if "{expert}" not in row.mcore:
             weight = fill(row, model, layer=layer, expert=-1)
             if len(weight.shape) == 2:
                 linears.append((row.mcore.partition("{layer}.")[2].removesuffix(".weight"), weight))

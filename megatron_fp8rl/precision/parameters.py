@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import blocks
 from megatron_fp8rl.names.registry import FAMILIES
-from megatron_fp8rl.names.table import Row, Weight, fill
+from megatron_fp8rl.names.table import Weight, fill, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +38,13 @@ def entries(model: ModelConfig) -> tuple[Entry, ...]:
     family = FAMILIES[model.family]
     rows = family.rows(model)
     result = [Entry(fill(row, model, layer=-1, expert=-1), -1) for row in rows if "{layer}" not in row.mcore]
-    for layer in range(model.num_layers + model.num_mtp_layers):
-        is_mtp = layer >= model.num_layers
-        kind = "moe" if (model.is_moe if is_mtp else model.is_moe_layer(layer)) else "dense"
-        result += _of_layer([row for row in rows if row.layers in ("all", kind)], model, layer)
-        if is_mtp:
+    for layer, kind in enumerate(model.layers):
+        for row in rows_of(rows, kind):
+            num_experts = model.num_experts if "{expert}" in row.mcore else 1
+            result.append(Entry(fill(row, model, layer=layer, expert=0), layer, num_experts))
+        if layer >= model.num_layers:
             result += [Entry(fill(row, model, layer=layer, expert=-1), layer) for row in family.mtp]
     return tuple(result)
-
-
-def _of_layer(rows: Iterable[Row], model: ModelConfig, layer: int) -> Iterator[Entry]:
-    for row in rows:
-        if "{layer}" in row.mcore:
-            num_experts = model.num_experts if "{expert}" in row.mcore else 1
-            yield Entry(fill(row, model, layer=layer, expert=0), layer, num_experts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import LayerKind, RunConfig
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision.kernel_choice import TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -79,9 +79,10 @@ def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKern
         fp8=recipe.activation_bytes_per_value if recipe.is_quantized else None,
     )
     norms = 2 * tokens.sequence * model.hidden_size * width.element  # inputs of the two norms: the residual stream
-    attention, core, core_inputs = _attention(cfg, tokens, width)
+    kind = model.layers[layer]
+    attention, core, core_inputs = _attention(cfg, kind, tokens, width)
     hidden = tokens.sequence * model.hidden_size * width.element  # input of a layer, of a router, of a checkpoint
-    if model.is_moe_layer(layer):
+    if kind.is_moe:
         shared = _shared_experts(cfg, tokens, width)
         feed_forward = hidden + _routed_experts(cfg, tokens, width, kernels) + shared
         workspace = _moe_workspace(cfg, tokens, width, kernels)
@@ -98,8 +99,8 @@ def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKern
     # (bytes kept inside a module, which are recomputed; bytes of its inputs that only its checkpoint keeps)
     modules = {
         "core_attn": (core, core_inputs),
-        "mlp": (0.0, 0.0) if model.is_moe_layer(layer) else (feed_forward, hidden),
-        "moe": (feed_forward - hidden, 0.0) if model.is_moe_layer(layer) else (0.0, 0.0),
+        "mlp": (0.0, 0.0) if kind.is_moe else (feed_forward, hidden),
+        "moe": (feed_forward - hidden, 0.0) if kind.is_moe else (0.0, 0.0),
         "shared_experts": (shared, 0.0) if "moe" not in optim.recompute_modules else (0.0, 0.0),
     }
     chosen = [modules[name] for name in set(optim.recompute_modules)]
@@ -108,7 +109,7 @@ def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKern
     return LayerBytes(kept=everything - inside + inputs, recomputed=inside, workspace=workspace)
 
 
-def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, float, float]:
+def _attention(cfg: RunConfig, kind: LayerKind, tokens: Tokens, width: _Widths) -> tuple[float, float, float]:
     """(bytes that attention keeps after the norm, the part inside core attention, the inputs of its checkpoint).
 
     Core attention keeps rotated queries and keys and a contiguous copy of the values. Its checkpoint keeps queries,
@@ -117,8 +118,8 @@ def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, f
     model, tensor = cfg.model, cfg.parallel.tensor
     heads = model.num_attention_heads / tensor
     normed = tokens.sequence * model.hidden_size * width.separate_input
-    if model.mla is not None:
-        mla = model.mla
+    mla = model.mla if kind.mixer == "mla" else None
+    if mla is not None:
         queries = keys = heads * mla.qk_head_dim
         values = heads * mla.v_head_dim
         latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank
@@ -131,7 +132,7 @@ def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, f
         keys = values = max(model.num_key_value_heads / tensor, 1) * model.head_dim
         before = tokens.context * (queries + keys) * width.element if model.qk_norm else 0.0  # inputs of their norms
         inputs = queries + (keys if model.qk_norm else 0.0) + (queries + 2 * keys)
-    outputs = heads * (model.mla.v_head_dim if model.mla is not None else model.head_dim)
+    outputs = heads * (model.head_dim if mla is None else mla.v_head_dim)
     rotated = tokens.context * (queries + keys + values) * width.element
     output = tokens.context * outputs * width.element
     log_sums = tokens.context * heads * _FP32_BYTES

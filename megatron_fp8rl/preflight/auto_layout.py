@@ -357,7 +357,7 @@ def _memory_steps(cfg: RunConfig) -> Iterator[Option]:
     stages = {cfg.parallel.virtual_stages, 1}
     turns = [(optim.offload, engine.sleep_level)]
     if engine.placement == "colocated" and cfg.sampling.max_staleness == 0:
-        sleep = engine.sleep_level or (1 if cfg.model.mla is not None else 2)
+        sleep = engine.sleep_level or (1 if cfg.model.has("mla") else 2)
         offload = optim.offload or ("params", "gradients", "optimizer")
         turns += [(optim.offload, sleep), (offload, sleep)]
     for (i, recompute), (j, size), virtual, (k, (offload, sleep)) in itertools.product(

@@ -99,7 +99,7 @@ def _activation_bytes(cfg: RunConfig) -> int:
     model, tensor, tokens = cfg.model, cfg.engine.tensor, max_batched_tokens(cfg)
     stream = 3 * model.hidden_size * 2
     attention = 2 * 2 * (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / tensor
-    has_dense = not model.is_moe_layer(0)
+    has_dense = model.has("dense")
     dense = model.ffn_hidden_size / tensor * (2 * 2 + 2 + 1) if has_dense else 0.0
     experts = 0.0
     if model.is_moe:

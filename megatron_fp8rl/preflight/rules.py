@@ -91,7 +91,7 @@ def _check_optim(checks: Checks) -> None:
         checks.refuse("optim.min_lr", f"exceeds the learning rate {optim.lr}", "Lower it")
     parts = {
         "core_attn": True,
-        "mlp": not model.is_moe or model.first_dense_layers > 0,
+        "mlp": model.has("dense"),
         "moe": model.is_moe,
         "shared_experts": model.num_shared_experts > 0,
     }
@@ -113,7 +113,7 @@ def _check_sampling(checks: Checks) -> None:
         checks.refuse("sampling.stop_token_ids", problem, "Remove them")
     if engine.record_routed_experts and not model.is_moe:
         checks.refuse("engine.record_routed_experts", "records a router, and the model is dense", choices=[False])
-    if engine.kv_cache_dtype == "fp8" and model.mla is not None:
+    if engine.kv_cache_dtype == "fp8" and model.has("mla"):
         problem = "latent attention caches one vector for keys and values, for which no scales are measured"
         checks.refuse("engine.kv_cache_dtype", problem, choices=["auto"])
 
@@ -216,7 +216,7 @@ def _check_sleep_and_offload(checks: Checks) -> None:
             checks.refuse("engine.sleep_level", f"{reason}, and cannot sleep", choices=[0])
         if offload:
             checks.refuse("optim.offload", f"{reason}, so that its state is always needed", "Leave it empty")
-    if engine.sleep_level == 2 and cfg.model.mla is not None:
+    if engine.sleep_level == 2 and cfg.model.has("mla"):
         problem = "drops tensors that latent attention computes from its weights once, and no update restores them"
         checks.refuse("engine.sleep_level", problem, choices=[1])
 

@@ -15,24 +15,9 @@ from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, to_hf_config
 from megatron_fp8rl.preflight.findings import Checks
 
 # Fields that do not affect what the weights compute, and layers that a run omits.
-_FREE = {
-    "hf_path",
-    "initializer_range",
-    "embedding_range",
-    "max_position_embeddings",
-    "num_mtp_layers",
-    "sliding_window",
-}
+_FREE = {*"hf_path initializer_range embedding_range max_position_embeddings num_mtp_layers sliding_window".split()}
 # Keys of config.json of which vLLM takes the least for the longest sequence.
-_LENGTHS = (
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "max_target_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
-)
+_LENGTHS = "n_positions max_seq_len seq_length max_target_positions max_sequence_length max_seq_length seq_len".split()
 
 
 def check_model(checks: Checks) -> bool:
@@ -52,11 +37,14 @@ def check_model(checks: Checks) -> bool:
         checks.within("model.experts_per_token", f"[1, {model.num_experts}]")
         checks.within("model.first_dense_layers", f"[0, {model.num_layers}]")
         _check_router(checks)
-    if model.is_moe == has_experts and (not model.is_moe or model.first_dense_layers):
+    if model.is_moe == has_experts and model.has("dense"):
         checks.within("model.ffn_hidden_size", "(0, inf)")
     if model.num_mtp_layers:
         problem = "asks for multi-token prediction layers, which reinforcement learning does not use"
         checks.refuse("model.num_mtp_layers", problem, "Set 0; checkpoint_tools keeps them in conversions")
+    if "sliding_attention" in model.layer_types and not model.sliding_window:
+        problem = "has layers with a window of attention, and model.sliding_window is not set"
+        checks.refuse("model.layer_types", problem, "Set --model.sliding_window to the tokens of the window")
     _check_rotary(checks)
     if model.embedding_range is not None and model.tie_embeddings:
         problem = "needs an embedding with separate weights, and this embedding is also the output layer"
@@ -65,8 +53,7 @@ def check_model(checks: Checks) -> bool:
         to_hf_config(model)  # engines and checkpoints read nothing else
     except ValueError as error:
         checks.refuse("model.family", str(error), "Choose the family that has it, or leave the field at its default")
-    if model.family == "qwen2" and model.head_dim * model.num_attention_heads != model.hidden_size:
-        # vLLM 0.26 computes it, whatever config.json says.
+    if FAMILIES[model.family].derives_head_dim and model.head_dim * model.num_attention_heads != model.hidden_size:
         problem = "is not hidden_size / num_attention_heads, which the engine takes for this family"
         checks.refuse("model.head_dim", problem, f"Set {model.hidden_size // model.num_attention_heads}")
     return len(checks.violations) == before
@@ -232,7 +219,7 @@ def differences(file: Path, model: ModelConfig) -> str:
         return str(error)
     if stored is None:
         return f"{file.name} is not a JSON object"
-    free = _FREE if model.first_dense_layers or not model.is_moe else _FREE | {"ffn_hidden_size"}  # of no layer
+    free = _FREE if model.has("dense") else _FREE | {"ffn_hidden_size"}  # of no layer
     values = {
         field.name: (getattr(stored, field.name), getattr(model, field.name))
         for field in dataclasses.fields(model)

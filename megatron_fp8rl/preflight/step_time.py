@@ -254,8 +254,7 @@ class _Step:
 
     @property
     def moe_layers(self) -> int:
-        model = self.cfg.model
-        return model.num_layers - model.first_dense_layers if model.is_moe else 0
+        return sum(kind.is_moe for kind in self.cfg.model.layers)
 
     @functools.cached_property
     def weights(self) -> weights.RankWeights:

@@ -18,7 +18,7 @@ from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.layouts import EngineLayout
 from megatron_fp8rl.names.registry import FAMILIES
-from megatron_fp8rl.names.table import Weight, fill, sizes
+from megatron_fp8rl.names.table import Weight, fill, rows_of, sizes
 from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, rollout_format, trainer_format
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight.findings import Checks
@@ -56,12 +56,9 @@ class Kind:
 def kinds(model: ModelConfig, first_fp8_layer: int = 0, end_fp8_layer: int | None = None) -> tuple[Kind, ...]:
     end = model.num_layers if end_fp8_layer is None else end_fp8_layer
     table = LayerTable(model.num_layers, first_fp8_layer, end, BLOCKWISE_POW2, BLOCKWISE_POW2)
-    layers = range(model.num_layers + model.num_mtp_layers)
     result = []
     for row in FAMILIES[model.family].rows(model):
-        if "{layer}" not in row.mcore:
-            continue
-        row_layers = [i for i in layers if row.layers in ("all", "moe" if model.is_moe_layer(i) else "dense")]
+        row_layers = [i for i, kind in enumerate(model.layers) if rows_of([row], kind)]
         experts = model.num_experts if "{expert}" in row.mcore else 1
         for part, (name, keys) in enumerate(row.hf):
             fp8 = [i for i in row_layers if table.is_quantizable(name.format(layer=i, expert=0))]

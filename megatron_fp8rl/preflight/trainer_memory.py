@@ -121,7 +121,7 @@ def estimate_stage(
     indices = [i for i in range(cfg.model.num_layers) if layout.stage(i, cfg.model.num_layers) == stage]
     kernels = kernels or KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
     table = LayerTable.build(cfg.model, cfg.precision)
-    kinds = {i: (cfg.model.is_moe_layer(i), table.first_fp8_layer <= i < table.end_fp8_layer) for i in indices}
+    kinds = {i: (cfg.model.layers[i], table.first_fp8_layer <= i < table.end_fp8_layer) for i in indices}
     examples = {kind: i for i, kind in kinds.items()}
     sizes = {kind: layer_bytes(cfg, i, tokens, kernels) for kind, i in examples.items()}
     layers = [sizes[kind] for kind in kinds.values()]

@@ -6,6 +6,7 @@ Random weights depend only on the seed and the parameter's global name, so they 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,8 @@ from megatron_fp8rl.trainer.model.layers import LayerFactory
 from megatron_fp8rl.trainer.model.linear import GroupedLinear, QuantizableLinear
 from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
 from megatron_fp8rl.trainer.parallel import Parallel
+
+logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)  # GPTModel is deprecated: see docs/extending.md
 
 Get = Callable[[str], Tensor]  # returns a Hugging Face tensor by name
 
@@ -121,10 +124,10 @@ def _moe_settings(cfg: RunConfig, device: torch.device) -> dict:
         return dict(moe_token_dispatcher_type="alltoall")  # required by variable lengths, for dense models too
     coefficient = cfg.optim.moe_aux_loss_coef
     # With a list, Megatron-Core stores layers separately in checkpoints, as heterogeneous layers require.
-    kinds = [int(model.is_moe_layer(layer)) for layer in range(model.num_layers)]
+    kinds = [int(kind.is_moe) for kind in model.layers[: model.num_layers]]
     return dict(
         num_moe_experts=model.num_experts,
-        moe_layer_freq=kinds if model.first_dense_layers else 1,
+        moe_layer_freq=1 if all(kinds) else kinds,
         moe_router_topk=model.experts_per_token,
         moe_router_score_function=model.router.score,
         moe_router_pre_softmax=model.experts_per_token == 1,  # only to pass a check: trainer/model/router.py routes

@@ -55,8 +55,6 @@ from megatron_fp8rl.trainer.model.router import RoutedLayer, Router
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.upstream import patches
 
-_FP32_ROUTERS = ("glm4_moe",)  # families whose router GEMM runs in FP32 in the engine
-
 
 @patches(
     "megatron-core",
@@ -176,7 +174,7 @@ class LayerFactory:
         def linear(name: str) -> LinearSpec:
             return self.linear(layer, f"self_attention.{name}")
 
-        model = self._model
+        model, kind = self._model, self._model.layers[layer]
         kernels = {
             "torch": None,
             "cudnn": attention_te.attend,
@@ -185,13 +183,13 @@ class LayerFactory:
         settings = dict(
             rotary=Rotary.of(model),
             scale=softmax_scale(model),
-            window=model.sliding_window,
+            window=kind.window,
             attend=kernels[self._kernels.attention],
             rounds_queries=self._rounds_queries,
             has_fallback=self._kernels.attention != "engine",
         )
         out = partial(RowLinear, spec=linear("linear_proj"))
-        if model.mla is not None:
+        if kind.mixer == "mla":
             core = ModuleSpec(PackedAttention, params=settings)
             submodules = LatentSubmodules(core_attention=core, linear_proj=out)
             return ModuleSpec(LatentAttention, params={"linear": linear, "norm": self.norm}, submodules=submodules)
@@ -216,14 +214,14 @@ class LayerFactory:
 
     def _feed_forward(self, layer: int) -> Any:
         model = self._model
-        if not model.is_moe_layer(layer):
+        if not model.layers[layer].is_moe:
             linears = [self.linear(layer, f"mlp.linear_{part}") for part in ("fc1", "fc2")]
             kind = DeepGemmMlp if all(linear.gemm is on_deep_gemm for linear in linears) else MLP
             return partial(kind.as_mlp_submodule, submodules=self._dense(layer, "mlp"))
         router = partial(
             Router,
             router=model.router,
-            rounds=model.family not in _FP32_ROUTERS,
+            rounds=not registry.FAMILIES[model.family].fp32_router,
             match_engine=self._kernels.router == "batch_invariant",
             gathers=self._kernels.dispatch == "gather",
         )
@@ -253,13 +251,13 @@ class LayerFactory:
     def layer(self, layer: int) -> ModuleSpec:
         """The spec of one layer, by its index in the whole model."""
         # Use Transformer Engine's checkpoint names, where these norms are part of the linear that follows.
-        names = {}
-        if self._model.mla is None:
+        names, kind = {}, self._model.layers[layer]
+        if kind.mixer == "attention":
             names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
-        if not self._model.is_moe_layer(layer):
+        if not kind.is_moe:
             names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         return ModuleSpec(
-            RoutedLayer if self._model.is_moe_layer(layer) else TransformerLayer,
+            RoutedLayer if kind.is_moe else TransformerLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=self._first_norm,
                 self_attention=self._attention(layer),

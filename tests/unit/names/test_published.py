@@ -126,7 +126,7 @@ def test_deepseek_v3_in_full():
         max_position_embeddings=163840,
     )
     assert registry.from_hf_config(DEEPSEEK_V3, fp8_weights=True) == expected
-    assert [expected.is_moe_layer(layer) for layer in (0, 2, 3, 60)] == [False, False, True, True]
+    assert [expected.layers[layer].is_moe for layer in (0, 2, 3, 60)] == [False, False, True, True]
 
 
 def test_deepseek_v3_travels_in_blocks_that_its_matrices_fill_but_for_one():
