@@ -111,7 +111,7 @@ class AgentTurns(runner.Benchmark):
     def is_wrong(self, row: Row) -> bool:
         """Whether a run in exact mode has differences."""
         cfg = cli.parse_overrides(cli.load_config(row["config"]), row["fields"])
-        return cfg.precision.exact and any(worst > 0 for _, worst in row.get("difference_by_turn", ()))
+        return cfg.precision.exact is True and any(worst > 0 for _, worst in row.get("difference_by_turn", ()))
 
     def line(self, row: Row) -> Row:
         seconds = ", ".join(f"{part} {value:.1f}" for part, value in row["session_s"].items())

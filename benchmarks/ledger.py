@@ -31,11 +31,12 @@ from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.preflight import rules
 from model_configs import dense, qwen3, small, tiny
 
+_INEXACT = ("--precision.exact", "False")
 ARMS = {
-    "bf16": ("--precision.trainer", "bf16", "--precision.rollout", "bf16"),
-    "fp8": (),
-    "fp8_kv": ("--engine.kv_cache_dtype", "fp8"),
-    "fp8_deep_gemm": ("--precision.kernels.engine_experts", "deep_gemm"),  # MoE models only
+    "bf16": ("--precision.trainer", "bf16", "--precision.rollout", "bf16", *_INEXACT),
+    "fp8": _INEXACT,
+    "fp8_kv": ("--engine.kv_cache_dtype", "fp8", *_INEXACT),
+    "fp8_deep_gemm": ("--precision.kernels.engine_experts", "deep_gemm", *_INEXACT),  # MoE models only
     "exact": ("--precision.exact", "True"),
     "exact_kv": ("--precision.exact", "True", "--engine.kv_cache_dtype", "fp8"),
 }

@@ -77,7 +77,7 @@ def run_config(arm: Row) -> RunConfig:
         name="publish",
         model=replace(model, num_layers=arm["layers"] or model.num_layers),
         parallel=parallel,
-        precision=PrecisionConfig(trainer=precision, rollout=precision),
+        precision=PrecisionConfig(trainer=precision, rollout=precision, exact=False),
         engine=engines,
         sampling=SamplingConfig(max_prompt_tokens=128, max_completion_tokens=128),
         weight_sync=WeightSyncConfig(transport=arm["transport"]),

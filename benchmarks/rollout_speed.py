@@ -79,7 +79,9 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
     return RunConfig(
         name="rollout_speed",
         model=MODELS[cell.model](),
-        precision=PrecisionConfig(trainer="bf16", rollout=rollout_precision, scales=scales, kernels=kernels),
+        precision=PrecisionConfig(
+            trainer="bf16", rollout=rollout_precision, scales=scales, kernels=kernels, exact=False
+        ),
         sampling=sampling,
         engine=engine,
         optim=optim,

@@ -60,7 +60,7 @@ def run_config(arm: Row, placement: str) -> RunConfig:
         name="same_bytes",
         model=replace(model, num_layers=arm["layers"] or model.num_layers),
         parallel=TRAINERS[arm["trainer"]],
-        precision=PrecisionConfig(trainer="blockwise", rollout="blockwise", scales=arm["scales"]),
+        precision=PrecisionConfig(trainer="blockwise", rollout="blockwise", scales=arm["scales"], exact=False),
         engine=EngineConfig(
             tensor=tensor,
             expert=expert,

@@ -190,9 +190,10 @@ class PrecisionConfig:
     params: Literal["bf16", "fp32", "fp8"] = "bf16"  # trainer; fp8: FP8 linears keep no BF16 copy; fp32 is for tests
     # Kernels by role, where ``auto`` is not wanted: {"experts": "te"}. KERNELS has the roles and their values.
     kernels: dict[str, str] = field(default_factory=dict)
-    # Trainer and engine compute the same bits: "auto" selects such kernels. The first update of a step measures every
-    # token, and a difference stops the run. There is no pass for old log-probabilities.
-    exact: bool = False
+    # Trainer and engine compute the same bits: kernels that are "auto" are chosen for it. The first update of a step
+    # measures every token, and a difference stops the run. There is no pass for old log-probabilities. "auto": True on
+    # Hopper GPUs and on CPUs unless another field forbids it; precision/kernel_choice.py:resolved decides.
+    exact: Literal["auto"] | bool = "auto"
 
     def kernel(self, role: str) -> str:
         """The kernel that the user chose for a role of :data:`KERNELS`; "auto" if none."""

@@ -27,7 +27,7 @@ from megatron_fp8rl.envs.scoring import ScorePool
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.precision.hardware import local_hardware
-from megatron_fp8rl.precision.kernel_choice import choose
+from megatron_fp8rl.precision.kernel_choice import choose, resolved
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.runtime.colocation import ColocatedMemory
@@ -67,6 +67,7 @@ def run(
         explain: adds detail to the error if exact mode finds a mismatch.
         host: pinned host memory for offloading.
     """
+    cfg = parallel.broadcast_object(resolved(cfg, local_hardware()))  # one choice, even if ranks differ
     with ExitStack() as stack:
         Trainer(cfg, parallel, tokenizer_dir, fleet, stop or StopRequest(), explain, host, stack).run()
 
@@ -104,6 +105,7 @@ class Trainer:
         with span("start_model"):
             self.policy = Policy.build(cfg, parallel, host)
             self.kernels = choose(cfg, local_hardware(), "trainer")
+            self.observer.message(f"precision.exact: {self.kernels.exact_text()}")
             self.observer.note({**self.kernels.record(), "trainer kernel, optimizer": adam_name()})
             # Number of finished steps, metrics of the last step so far, and whether the run is complete.
             self.step, self.record, self.is_complete = self._resume(checkpoints)
@@ -163,7 +165,7 @@ class Trainer:
             batches = build_for(cfg.parallel, self.parallel.scatter_over_data(shares))
         if not batches:
             return False
-        exact = cfg.precision.exact
+        exact = cfg.precision.exact is True  # resolved by run
         in_update = exact or not needs_old_pass(cfg)
         with span("old_logprobs"):
             batches = [policy.with_old_logprobs(batch, are_rollout=exact, are_of_update=in_update) for batch in batches]

@@ -65,7 +65,8 @@ def ledger_config(row: Row, models: dict[tuple[str, int], ModelConfig]) -> tuple
     model = replace(model, num_layers=row["layers"])
     in_fp8, sequences = row["arm"] != "bf16", int(row["sequences"])
     mean = row["sampled_tokens"] / sequences
-    precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
+    name = "blockwise" if in_fp8 else "bf16"
+    precision = PrecisionConfig(trainer=name, rollout=name, exact=False)
     cfg = RunConfig(
         name=row["arm"],
         model=model,

@@ -84,7 +84,7 @@ def _depth_seconds(changes: dict[str, float], row: Row, layers: int) -> float:
     sampling = SamplingConfig(prompts_per_step=row["tokens"] // 2048, completions_per_prompt=1)
     engine = EngineConfig(num_replicas=1)
     optim = OptimConfig(max_tokens_per_microbatch=row["tokens"])
-    precision = PrecisionConfig(trainer=row["precision"])
+    precision = PrecisionConfig(trainer=row["precision"], exact=False)
     cfg = RunConfig(
         name="layers",
         model=replace(model, num_layers=layers),
@@ -134,7 +134,8 @@ def decode_equations() -> list[Equation]:
         sampling = SamplingConfig(
             prompts_per_step=64, completions_per_prompt=1, max_prompt_tokens=512, max_completion_tokens=8192
         )
-        precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
+        name = "blockwise" if in_fp8 else "bf16"
+        precision = PrecisionConfig(trainer=name, rollout=name, exact=False)
         cfg = RunConfig(name="engine", model=model, precision=precision, engine=engine, sampling=sampling)
         lengths, gpu = Lengths(prompt=512, mean=8192, longest=8192), {"device": "H200", "gpus": 2}
         seconds = functools.partial(_rollout_seconds, gpu=gpu, cfg=cfg, lengths=lengths)

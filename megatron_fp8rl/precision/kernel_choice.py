@@ -8,14 +8,15 @@ run, from the shapes of a full microbatch (``matmul_shapes.py``). The choice mus
 two sum products in different orders: old log-probabilities and the first update use microbatches of different sizes,
 and their ratio must be 1. All ranks and resumed runs make the same choice.
 
-``auto`` optimizes speed, not bitwise equality. The forward pass of ``deep_gemm`` equals vLLM's DeepGEMM kernels.
+``precision.exact`` is such a field, too: :func:`resolved` alone reads its ``auto``. With it, ``auto`` of the other
+fields selects kernels that are equal at both ends; without it, the fastest.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal
 
@@ -54,6 +55,25 @@ class Role:
 
     def kernel(self, cfg: RunConfig, hardware: Hardware) -> str:
         return self.named(cfg, hardware) or self.auto(cfg, hardware)[0]
+
+
+def resolved(cfg: RunConfig, hardware: Hardware) -> RunConfig:
+    """The configuration with True or False in place of ``precision.exact`` = "auto"."""
+    if cfg.precision.exact != "auto":
+        return cfg
+    return replace(cfg, precision=replace(cfg.precision, exact=support.forbids_exact(cfg, hardware) is None))
+
+
+def _exact(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
+    if cfg.precision.exact:
+        fp8 = replace(cfg, engine=replace(cfg.engine, kv_cache_dtype="fp8"))
+        if hardware.is_gpu and cfg != fp8 and not support.forbids_exact(fp8, hardware):
+            return "on", "--engine.kv_cache_dtype fp8 would make it faster"
+        return "on", "trainer and engine compute the same bits"
+    if wrong := support.forbids_exact(cfg, hardware):
+        name, problem = wrong.field.removeprefix("--"), wrong.problem.removeprefix("precision.exact: ")
+        return "off", problem if name == "precision.exact" else f"{name} = {wrong.value!r}: {problem}"
+    return "off", "the configuration says False"
 
 
 def _base(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
@@ -175,7 +195,7 @@ _INVARIANT = Kernel("Triton, invariant", support.batch_invariant)
 
 TABLE: dict[str, Role] = {
     "formats": Role("number formats", {"given": Kernel("", support.formats)}, _always("given", "")),
-    "exact": Role("bitwise equality", {"given": Kernel("", support.exact)}, _always("given", "")),
+    "exact": Role("bitwise equality", {"on": Kernel("on", support.exact), "off": Kernel("off")}, _exact),
     "trainer.params": Role(
         "parameters",
         {"bf16": Kernel("BF16"), "fp32": Kernel("FP32"), "fp8": Kernel("FP8", support.fp8_parameters)},
@@ -308,6 +328,7 @@ class EngineKernels:
 @dataclass(frozen=True, kw_only=True)
 class KernelChoice:
     hardware: Hardware
+    exact: Literal["on", "off"]  # precision.exact
     trainer: TrainerKernels
     engine: EngineKernels
     reasons: Mapping[str, str] = field(compare=False)  # by key of TABLE
@@ -315,12 +336,14 @@ class KernelChoice:
     @classmethod
     def of(cls, cfg: RunConfig, hardware: Hardware) -> KernelChoice:
         """The choice, unchecked. Degrees of parallelism must divide the model."""
+        cfg = resolved(cfg, hardware)
         picked = {key: _pick(role, cfg, hardware) for key, role in TABLE.items()}
         ends: dict[str, dict[str, str]] = defaultdict(dict)
         for key, (kernel, _) in picked.items():
             ends[key.partition(".")[0]][key.partition(".")[2]] = kernel
         return cls(
             hardware=hardware,
+            exact=picked["exact"][0],
             trainer=TrainerKernels(**ends["trainer"]),
             engine=EngineKernels(**ends["engine"]),
             reasons={key: why for key, (_, why) in picked.items()},
@@ -333,7 +356,13 @@ class KernelChoice:
 
     def record(self) -> dict[str, str]:
         keys = ("trainer.linears", "trainer.experts", "trainer.norms", "trainer.attention")
-        return {f"trainer kernel, {TABLE[key].words}": self.text(key) for key in keys}
+        return {"precision.exact": self.exact_text()} | {
+            f"trainer kernel, {TABLE[key].words}": self.text(key) for key in keys
+        }
+
+    def exact_text(self) -> str:
+        """Whether ``precision.exact`` is on, and why not, such as "off: sampling.top_p = 0.9: ..."."""
+        return f"{self.exact}: {self.reasons['exact']}"
 
     def disagreements(self, in_use: Mapping[str, Sequence[str]]) -> list[str]:
         """One sentence per role whose engine kernel differs from the chosen one. ``in_use``: names of vLLM classes by
@@ -369,6 +398,7 @@ def refusals(cfg: RunConfig, hardware: Hardware, end: End | None = None) -> list
 
 
 def _refusals(cfg: RunConfig, hardware: Hardware, end: End | None) -> Iterator[Violation]:
+    cfg = resolved(cfg, hardware)
     for key, role in TABLE.items():
         if end is not None and key not in ("formats", "exact") and not key.startswith(end):
             continue

@@ -7,6 +7,7 @@ matter only on GPUs: a CPU computes everything in torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_fp8rl import upstream
@@ -152,7 +153,7 @@ def _deep_gemm_is_there(cfg: RunConfig, hardware: Hardware, name: str) -> Violat
 
 def may_gather(parallel: ParallelConfig, precision: PrecisionConfig) -> bool:
     """Whether some hardware could gather tokens; packing and plans do not know the hardware."""
-    return parallel.dispatch in ("auto", "gather") and parallel.expert_tensor == 1 and not precision.exact
+    return parallel.dispatch in ("auto", "gather") and parallel.expert_tensor == 1 and precision.exact is not True
 
 
 def gather(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -224,6 +225,24 @@ def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     return _untested(cfg, path, INVARIANT_PATCHES, "Set False")
 
 
+def invariant_nccl(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """Refuse NCCL between a trainer and batch-invariant engines on GPUs."""
+    transport = cfg.weight_sync.transport
+    if not hardware.is_gpu or not (transport == "nccl" or (transport == "auto" and cfg.engine.placement == "remote")):
+        return None
+    problem = (
+        "takes NCCL. Batch-invariant vLLM sets another NCCL algorithm and protocol than the trainer, and ranks "
+        "that differ in these can deadlock"
+    )
+    return _wrong(cfg, "weight_sync.transport", problem, "Set gloo, or ipc on one host", ("gloo", "ipc"))
+
+
+def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """The first field that forbids ``precision.exact``, whatever its value; None if it can be on."""
+    exact = replace(cfg, precision=replace(cfg.precision, exact=True))
+    return next(iter(inexact(exact, hardware)), None) or invariant_nccl(cfg, hardware)
+
+
 def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """Under ``precision.exact``, return the first reason why trainer and engine would compute different bits."""
     return next(iter(inexact(cfg, hardware)), None)
@@ -234,7 +253,7 @@ def inexact(cfg: RunConfig, hardware: Hardware) -> list[Violation]:
 
     Limits of the model and of kernels are checked after the fields, and only the first is returned.
     """
-    if not cfg.precision.exact:
+    if cfg.precision.exact is not True:
         return []
     wrong = []
     for path, allowed, problem in (*_EXACT, *(_EXACT_ON_GPU if hardware.is_gpu else ())):

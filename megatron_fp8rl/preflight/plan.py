@@ -16,6 +16,8 @@ from operator import attrgetter
 
 from megatron_fp8rl.config import PrecisionConfig, RunConfig
 from megatron_fp8rl.precision import parameters
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import resolved
 from megatron_fp8rl.preflight import step_time
 from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.auto_layout import Layout, all_layouts
@@ -91,7 +93,7 @@ def plan(cfg: RunConfig, options: PlanOptions) -> Plan:
     lengths = Lengths.of(sampling, options.prompt_tokens, options.completion_tokens)
 
     def timed(cfg: RunConfig) -> StepTime:
-        memory = machines.hardware.memory_bytes
+        memory, cfg = machines.hardware.memory_bytes, resolved(cfg, Hardware(machines.hardware.generation))
         return step_time.step_time(
             cfg, lengths, rates, network, memory_bytes=memory, gpus=options.gpus, gpus_per_node=options.gpus_per_node
         )

@@ -112,7 +112,9 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
         problem += f"and engine, bytes in about one of a thousand ({gpu.name.upper()} takes both kinds)"
         remedy = "Powers of two make all bytes and scales equal"
         result.append(Finding("note", "--precision.scales", problem, remedy, change=(("precision.scales", "pow2"),)))
-    if cfg.engine.kv_cache_dtype == "fp8":
+    choice = KernelChoice.of(cfg, Hardware(gpu.generation))
+    result.append(Finding("note", "--precision.exact", choice.exact_text()))
+    if cfg.engine.kv_cache_dtype == "fp8" and choice.exact == "off":
         problem = "the engine stores keys and values in FP8, with scales that are measured at every step. The trainer "
         problem += "rounds its keys and values alike, but attends with another kernel"
         remedy, change = (
@@ -121,7 +123,7 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
         )
         result.append(Finding("warning", "--engine.kv_cache_dtype", problem, remedy, change=(change,)))
     # The only matrix that DeepGEMM cannot multiply; ``rules.py`` refuses all others.
-    mla, kernels = cfg.model.mla, KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
+    mla, kernels = cfg.model.mla, choice.trainer
     rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim
     if kernels.linear_kernel(rows, BLOCK) != kernels.linears:
         problem = f"kv_a_proj_with_mqa has {rows} rows, no multiple of {BLOCK}: DeepGEMM does not multiply it, and the "

@@ -24,7 +24,8 @@ from megatron_fp8rl.envs import agent_function, sandbox
 from megatron_fp8rl.envs.rewards import configured as rewards
 from megatron_fp8rl.envs.source_kind import CLASS, VERIFIERS, files_of, has_rows, kind_of
 from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
-from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals
+from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals, resolved
+from megatron_fp8rl.precision.kernel_support import invariant_nccl
 from megatron_fp8rl.preflight.findings import Checks
 from megatron_fp8rl.preflight.shapes import check_checkpoint, check_degrees, check_model
 from megatron_fp8rl.preflight.tiling import check_tiling
@@ -191,13 +192,9 @@ def _check_transport(checks: Checks, accelerator: Generation) -> None:
     elif transport == "nccl" and placement == "colocated":
         problem = "NCCL does not take two processes on one GPU, and the engines are colocated with the trainer"
         checks.refuse(path, problem, "Choose ipc, gloo across hosts, or --engine.placement separate", ("ipc", "gloo"))
-    uses_nccl = transport == "nccl" or (transport == "auto" and placement == "remote")
-    if uses_nccl and is_invariant(cfg.engine, cfg.precision, Hardware(accelerator)):
-        problem = (
-            "takes NCCL. Batch-invariant vLLM sets another NCCL algorithm and protocol than the trainer, and ranks "
-        )
-        problem += "that differ in these can deadlock"
-        checks.refuse(path, problem, "Set gloo, or ipc on one host", ("gloo", "ipc"))
+    hardware = Hardware(accelerator)
+    if is_invariant(cfg.engine, resolved(cfg, hardware).precision, hardware):
+        checks.violations += filter(None, [invariant_nccl(cfg, hardware)])
 
 
 def _check_sleep_and_offload(checks: Checks) -> None:

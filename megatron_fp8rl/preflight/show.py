@@ -64,7 +64,10 @@ def text(cfg: RunConfig, options: ShowOptions, violations: list[Violation]) -> s
         choice = KernelChoice.of(cfg, Hardware(options.generation))
         rows = tuple(astuple(group) for group in groups(cfg, choice))
         title = f"{cfg.name} on {options.gpu.upper()}: what computes what"
-        blocks = [plain_table(Table(title, _COLUMNS, rows)), _lines("Why", reasons(cfg, choice))]
+        blocks = [
+            plain_table(Table(title, _COLUMNS, rows)),
+            _lines("Why", [f"precision.exact: {choice.exact_text()}", *reasons(cfg, choice)]),
+        ]
         if cfg.precision.rollout != "bf16":
             blocks[0] += "\n  scales on the wire: FP32, one for each 128x128 block of a matrix; pow2 are powers of two"
     if violations:

@@ -26,6 +26,8 @@ from megatron_fp8rl.algo.old_pass import needs_old_pass
 from megatron_fp8rl.config import ModelConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, ITEM_BYTES, QuantFormat, rollout_format, trainer_format
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import resolved
 from megatron_fp8rl.precision.kernel_support import may_gather
 from megatron_fp8rl.preflight import weights
 from megatron_fp8rl.preflight.assessment import DoctorOptions, gpus_wanted
@@ -227,7 +229,7 @@ def step_time(
 def step_seconds(cfg: RunConfig, machines: DoctorOptions) -> float:
     """Seconds of a step with the default network and half of the longest sequences, as ``plan`` without options."""
     return step_time(
-        cfg,
+        resolved(cfg, Hardware(machines.hardware.generation)),
         Lengths.of(cfg.sampling),
         Rates.of(machines.gpu),
         Network(),

@@ -23,10 +23,13 @@ from megatron_fp8rl.preflight import rules
 
 WARM_START_DIR = "warm_start"
 PRECISIONS = {
-    "bf16/bf16": ("--precision.rollout", "bf16", "--precision.trainer", "bf16"),
-    "fp8/bf16": ("--precision.rollout", "blockwise", "--precision.trainer", "bf16"),
-    "fp8/fp8": ("--precision.rollout", "blockwise", "--precision.trainer", "blockwise"),
-    "exact": ("--precision.rollout", "blockwise", "--precision.trainer", "blockwise", "--precision.exact", "True"),
+    name: ("--precision.rollout", rollout, "--precision.trainer", trainer, "--precision.exact", str(name == "exact"))
+    for name, rollout, trainer in (
+        ("bf16/bf16", "bf16", "bf16"),
+        ("fp8/bf16", "blockwise", "bf16"),
+        ("fp8/fp8", "blockwise", "blockwise"),
+        ("exact", "blockwise", "blockwise"),
+    )
 }
 _UNCORRECTED = ("--algo.correction", "off", "--algo.veto-below", "None")
 

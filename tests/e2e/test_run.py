@@ -89,6 +89,8 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
             assert line["mismatch/abs_logprob_diff/max"] == 0
             assert line["train/grad_norm/max"] > 0
             assert line["loss/update_ratio/max"] == 1  # the only update of its batch
+    assert json.loads((finished_run / "config.json").read_text())["precision"]["exact"] is True
+    assert json.loads((finished_run / "versions.json").read_text())["precision.exact"].startswith("on: ")
     checksums = [line["checksum"] for line in _lines(finished_run, "details.jsonl").values()]
     assert len(set(checksums)) == 5, "every update changes the published weights"
 

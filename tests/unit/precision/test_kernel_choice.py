@@ -25,6 +25,7 @@ def make(cfg, tokens: int = 16_384, **parallel):
         cfg,
         parallel=ParallelConfig(**parallel),
         engine=EngineConfig(),
+        precision=PrecisionConfig(exact=False),
         optim=replace(cfg.optim, max_tokens_per_microbatch=tokens),
     )
 
@@ -88,7 +89,7 @@ def test_auto_is_what_was_faster_on_an_h200():
         ("bf16", 32_768, "deep_gemm"),
         ("bf16", 65_536, "te"),
     ):
-        cfg = replace(make(moe, tokens), precision=PrecisionConfig(trainer=trainer))
+        cfg = replace(make(moe, tokens), precision=PrecisionConfig(trainer=trainer, exact=False))
         assert chosen("experts", cfg) == actual, (trainer, tokens)
     assert [chosen("linears", make(grpo_qwen3_8b(), tokens)) for tokens in (1024, 16_384)] == ["te", "deep_gemm"]
 
@@ -143,7 +144,7 @@ def test_experts_that_the_kernels_do_not_divide_stay(monkeypatch):
 
 
 def run(recipe: str = "blockwise", **kernels: str):
-    return replace(grpo_qwen3_30b_a3b(), precision=PrecisionConfig(trainer=recipe, kernels=kernels))
+    return replace(grpo_qwen3_30b_a3b(), precision=PrecisionConfig(trainer=recipe, kernels=kernels, exact=False))
 
 
 def said(cfg, hardware):
@@ -204,10 +205,11 @@ def test_what_carries_tokens_is_refused_where_it_cannot(dispatch, package):
 
 
 def test_tokens_are_gathered_where_a_group_has_no_more_ranks_than_a_token_has_experts():
-    grouped = PrecisionConfig(kernels={"experts": "deep_gemm"})
-    base = replace(grpo_qwen3_30b_a3b(), precision=grouped)  # 8 experts of a token
+    grouped = PrecisionConfig(kernels={"experts": "deep_gemm"}, exact=False)
+    base = make(grpo_qwen3_30b_a3b())  # 8 experts of a token
     for ranks, expected in ((1, "gather"), (2, "gather"), (8, "gather"), (16, "alltoall")):
-        assert choose(make(base, world_size=ranks, expert=ranks), HOPPER).trainer.dispatch == expected
+        cfg = replace(make(base, world_size=ranks, expert=ranks), precision=grouped)
+        assert choose(cfg, HOPPER).trainer.dispatch == expected
     wide = make(base, world_size=8, expert=2)
     for cfg, hardware in (
         (wide, CPU),  # engines there add a token's experts as the all-to-all's combine does

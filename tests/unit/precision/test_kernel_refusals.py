@@ -79,6 +79,8 @@ def build(cfg: RunConfig, generation: Generation, monkeypatch) -> list[Violation
 
 def values(group: type, name: str) -> list:
     kind = typing.get_type_hints(group)[name]
+    if name == "exact":
+        return [False, True, "auto"]
     return [False, True] if kind is bool else list(typing.get_args(kind))
 
 
@@ -275,6 +277,59 @@ def test_exact_accepts_sums_of_two_ranks_that_the_trainer_has_too(cfg, data, ten
     )
     for hardware in (Hardware("cpu"), Hardware("hopper")):
         assert [v.field for v in refusals(cfg, hardware)] == ([f"--{refused}"] if refused else []), hardware
+
+
+AUTO = replace(EXACT, precision=PrecisionConfig())
+
+
+@pytest.mark.parametrize(
+    "path, value, on_cpu, on_hopper",
+    [
+        ("name", "auto", True, True),
+        ("sampling.top_p", 0.9, False, False),
+        ("precision.scales", "fp32", True, False),
+        ("precision.kernels.engine_experts", "triton", True, False),
+        ("model.head_dim", 64, True, False),  # no field asks for this
+        ("engine.placement", "remote", True, False),  # weights by NCCL
+        ("precision.exact", False, False, False),
+        ("precision.kernels.attention", "auto", True, True),
+    ],
+)
+def test_auto_is_exact_unless_a_field_forbids_it_and_then_names_the_field(path, value, on_cpu, on_hopper):
+    from megatron_fp8rl.precision.kernel_choice import KernelChoice, refusals, resolved
+
+    cfg = findings.apply(AUTO, [(path, value)])
+    for hardware, expected in ((Hardware("cpu"), on_cpu), (Hardware("hopper"), on_hopper)):
+        choice = KernelChoice.of(cfg, hardware)
+        assert resolved(cfg, hardware).precision.exact is expected
+        assert choice.exact == ("on" if expected else "off")
+        assert choice.record()["precision.exact"] == choice.exact_text()
+        if not expected and value:
+            assert f"{path.rpartition('.')[2]}" in choice.exact_text() or "NCCL" in choice.exact_text()
+            assert str(value) in choice.exact_text() or "NCCL" in choice.exact_text()
+        if path != "engine.placement":
+            assert not [v for v in rules.check(cfg, accelerator=hardware.generation) if "exact" in str(v)]
+        # The kernels are those of the same configuration with the answer in place of "auto".
+        assert choice == KernelChoice.of(resolved(cfg, hardware), hardware) and not refusals(cfg, hardware)
+    assert resolved(cfg, Hardware("blackwell")).precision.exact is False
+
+
+def test_weights_by_nccl_are_refused_for_exact_engines_but_only_forbid_auto():
+    remote = findings.apply(AUTO, [("engine.placement", "remote")])
+    exact = findings.apply(remote, [("precision.exact", True)])
+    (violation,) = [v for v in rules.check(exact, accelerator="hopper") if "NCCL" in v.problem]
+    assert violation.field == "--weight_sync.transport"
+    assert not [v for v in rules.check(remote, accelerator="hopper") if "NCCL" in v.problem]
+
+
+def test_an_fp8_cache_is_proposed_where_it_would_be_exact_and_faster():
+    from megatron_fp8rl.precision.kernel_choice import KernelChoice
+
+    dense = replace(AUTO, model=small_model((2, 256, 4, 2, 128, 512), ffn=512))
+    assert "--engine.kv_cache_dtype fp8" in KernelChoice.of(dense, Hardware("hopper")).exact_text()
+    assert "kv_cache" not in KernelChoice.of(dense, Hardware("cpu")).exact_text()
+    fp8 = findings.apply(dense, [("engine.kv_cache_dtype", "fp8")])
+    assert KernelChoice.of(fp8, Hardware("hopper")).exact_text().startswith("on: trainer and engine")
 
 
 def _tiny(**precision) -> RunConfig:

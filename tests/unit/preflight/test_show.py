@@ -38,7 +38,7 @@ def said(capsys, *args: str) -> tuple[int, str]:
 
 
 def test_groups_of_a_mixture_of_experts_on_a_hopper_gpu():
-    rows = shown(grpo_qwen3_30b_a3b())
+    rows = shown(change(grpo_qwen3_30b_a3b(), precision__exact=False))
     assert list(rows) == [
         ("embedding", "-"),
         ("attention projections", "0-47"),
@@ -60,6 +60,13 @@ def test_groups_of_a_mixture_of_experts_on_a_hopper_gpu():
     assert linears.trainer_kernel == linears.engine_kernel == "DeepGEMM" and linears.wire == "E4M3 + pow2 scales"
     assert rows["router", "0-47"].trainer == rows["embedding", "-"].wire == rows["output head", "-"].wire == "BF16"
     assert rows["attention", "0-47"].trainer_kernel == "cuDNN" and rows["attention", "0-47"].wire == "-"
+
+
+def test_show_says_whether_the_run_is_exact_and_which_field_forbids_it(capsys):
+    _, text = said(capsys, "grpo_qwen3_30b_a3b")
+    assert "precision.exact: on: --engine.kv_cache_dtype fp8 would make it faster" in text
+    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--sampling.top_p", "0.9")
+    assert "precision.exact: off: sampling.top_p = 0.9: " in text and status == 0
 
 
 def test_first_and_last_layers_are_groups_of_their_own():
