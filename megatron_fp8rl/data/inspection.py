@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from jinja2.exceptions import TemplateSyntaxError
@@ -17,9 +18,9 @@ from megatron_fp8rl.config import DataConfig, RunConfig
 from megatron_fp8rl.data.columns import Columns
 from megatron_fp8rl.data.conversation import ChatFormat, ConversationError
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
-from megatron_fp8rl.data.prompts import ProblemSource
+from megatron_fp8rl.data.prompts import ProblemSource, RowSource
 from megatron_fp8rl.data.tokenizer import end_ids, is_special
-from megatron_fp8rl.envs.environment import environments_by_key
+from megatron_fp8rl.envs.environment import Problem, environments_by_key
 from megatron_fp8rl.envs.rewards.answers import references
 from megatron_fp8rl.envs.rewards.choices import letters_of
 from megatron_fp8rl.envs.rewards.configured import needs_answers
@@ -298,9 +299,12 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
     lengths: list[int] = []
     dropped: list[tuple[str, str]] = []
     prompts: list[Prompt] = []
+    questions: set[int] = set()
     for name, index in _sampled(source, key):
         try:
-            prompt = source.prompt(name, key, source.problem_at(key, index))
+            problem = source.problem_at(key, index)
+            questions.add(_question(problem))
+            prompt = source.prompt(name, key, problem)
         except RowError as error:
             dropped.append((name, str(error)))
             continue
@@ -316,7 +320,7 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
         columns=None if rows is None else rows.columns,
         lengths=tuple(lengths),
         dropped=tuple(dropped),
-        num_equal=_num_equal(source, key),
+        num_equal=_num_equal(source, key, questions),
         prompts=tuple(prompts),
     )
 
@@ -332,22 +336,24 @@ def _sampled(source: ProblemSource, key: str) -> Iterator[tuple[str, int]]:
     yield from ((f"row {int(i * step)} of {key}", int(i * step)) for i in range(count))
 
 
-def _num_equal(source: ProblemSource, key: str) -> int:
-    """Number of held-out questions that are also training questions (at most a million rows compared)."""
+def _num_equal(source: ProblemSource, key: str, seen: set[int]) -> int:
+    """Number of held-out questions that are also training questions (at most a million rows compared). ``seen``: the
+    questions that were read, which are all questions of a small source."""
     held_out = source.held_out_rows.get(key)
     if held_out is None:
         return 0
 
-    def questions(rows, count: int) -> Iterator[int]:
-        for index in range(min(len(rows), count)):
-            try:
-                problem = rows.problem(index)
-            except RowError:
-                continue
-            yield hash((problem.question, tuple(message["content"] for message in problem.messages)))
+    def questions(rows: RowSource) -> Iterator[int]:
+        for index in range(min(len(rows), _COMPARED_UP_TO)):
+            with suppress(RowError):
+                yield _question(rows.problem(index))
 
-    wanted = set(questions(held_out, _COMPARED_UP_TO))
-    return len(wanted.intersection(questions(source.rows[key], _COMPARED_UP_TO)))
+    is_whole = len(source.rows[key]) <= _ALL_UP_TO
+    return len(set(questions(held_out)).intersection(seen if is_whole else questions(source.rows[key])))
+
+
+def _question(problem: Problem) -> int:
+    return hash((problem.question, tuple(message["content"] for message in problem.messages)))
 
 
 def _histogram(lengths: Sequence[int], num_bars: int = 12) -> str:

@@ -132,9 +132,10 @@ def reference_problem(configs: Sequence[RewardConfig], answer: str) -> str:
     ):
         return f"has the list {answer[:60]} as reference answer; {needed}. Alternatives are a list of texts"
     for cfg in configs:
+        if cfg.function != "choice":
+            continue
         letters = str(cfg.options.get("letters", answers.LETTERS))
-        is_read = [letters_of(text, letters.upper()) for text in answers.references(answer)]
-        if cfg.function == "choice" and not all(is_read):
+        if not all(letters_of(text, letters.upper()) for text in answers.references(answer)):
             return (
                 f"has the reference answer {answer[:60]!r}, and the reward 'choice' compares letters of {letters}. "
                 "Write the letter, or set options.letters; an integer is read beside a list in the column 'choices'"

@@ -23,6 +23,7 @@ from megatron_fp8rl.envs.rewards.extraction import (
     without_styles,
 )
 
+_INTEGER = re.compile(r"-?[0-9]{1,15}")
 _LONGEST_TEXT = 4000  # characters at the end of an unmarked answer that are searched
 _LARGEST_EXPONENT = 400
 _CONTEXT = 100  # characters before a number that are examined
@@ -78,6 +79,8 @@ _TUPLE = re.compile(r"[(\[{][^()\[\]{}]*\d[^()\[\]{}]*[,;]\s*[-+]?\Z")
 
 def number_of(text: str) -> Fraction | None:
     """The number of an answer or a reference; None if there is none, several, or an expression."""
+    if _INTEGER.fullmatch(text):  # most references
+        return Fraction(text)
     answer = find_answer(text)
     if not answer.is_marked:
         return last_number(answer.text)

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_fp8rl.config import RewardConfig
 from megatron_fp8rl.envs.rewards.configured import build
+from megatron_fp8rl.envs.rewards.numbers import number_of
 from megatron_fp8rl.types import Prompt
 
 CASES = {name: Path(__file__).with_name("cases") / f"{name}.jsonl" for name in ("exact", "number", "choice", "math")}
@@ -244,3 +245,10 @@ def _cell(text: str) -> str:
 def test_the_documentation_shows_the_main_cases(reward):
     page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
     assert f"## {reward}\n\n{documented_cases(reward)}\n" in page
+
+
+def test_an_integer_alone_is_read_as_with_a_space_before_it():
+    texts = ["0", "-0", "007", "-12", "1000", "999999999999999", "-999999999999999", "1" * 16, "-", "--5", "1,000", "٣"]
+    texts += map(str, random.Random(5).sample(range(-(10**12), 10**12), 200))
+    assert [number_of(text) for text in texts] == [number_of(f" {text}") for text in texts]
+    assert number_of("-12") == -12
