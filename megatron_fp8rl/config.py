@@ -284,11 +284,17 @@ class SamplingConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 samples from the whole vocabulary
+    min_p: float = 0.0  # drops entries below this fraction of the largest probability
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end tokens
     stop_strings: tuple[str, ...] = ()
     max_staleness: int = 0  # 0: sample from the current policy; k: from a policy at most k versions old
     window_groups: int = 0  # groups sampled ahead and trained when complete; 0: max_staleness + 1 steps, in order
     replay: str | None = None  # folder "rollouts" of an earlier run, read instead of sampling
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 EVALUATIONS, RESULT, PROBLEMS = "evaluations", "eval.json", "problems.jsonl"
 _CHECKPOINTS, _FINAL_HF, _MODEL_DIR = "checkpoints", "hf", "model"  # within a run's folder
-_SAMPLING = ("temperature", "top_p", "top_k", "max_completion_tokens")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_tokens")
 _ROUNDS_IN_FLIGHT = 4  # requests in flight, as a multiple of the engines' concurrent sequences
 
 

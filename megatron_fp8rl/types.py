@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_fp8rl.config import AlgoConfig
+    from megatron_fp8rl.kept_entries import KeptEntries
     from megatron_fp8rl.token_array import TokenArray
 
 type KVScales = dict[int, tuple[float, float, float]]
@@ -58,6 +59,7 @@ class Completion:
     # uint8/uint16 [N, num_layers, top_k] of the N tokens since the end of the previous completion, without this one's
     # last token; None: not recorded.
     routed_experts: np.ndarray | None = None
+    kept: KeptEntries | None = None  # [C] of the vocabulary, by top-k, top-p and min-p; None: the whole vocabulary
     text: str = ""
     num_prompt_tokens: int = 0  # context tokens, summed over all requests for this completion
     num_cached_tokens: int = 0  # those in the engine's prefix cache
@@ -176,6 +178,7 @@ class Segment(NamedTuple):
     rollout_logprobs: TokenArray | None = None  # [N] of sampled tokens
     advantage: float = 0.0  # of each token
     is_trained: bool = False  # whether its tokens carry loss
+    kept: KeptEntries | None = None  # [N] of the vocabulary; None: the whole vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,6 +243,7 @@ class Microbatch:
     old_logprobs_T: torch.Tensor | None = None  # float32 [T]
     ref_logprobs_T: torch.Tensor | None = None  # float32 [T]
     routed_experts_T: torch.Tensor | None = None  # int16 [T, num_layers, top_k] at t: engine's or old pass's
+    kept: KeptEntries | None = None  # [T] of the vocabulary; None: the whole vocabulary, for every token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,10 @@ class RoutedExpertsError(ValueError):
     """The engine's record of a sequence's experts is missing, or cannot be one of this model."""
 
 
+class KeptEntriesError(ValueError):
+    """A completion's record of kept vocabulary entries is missing, or does not fit its tokens."""
+
+
 class NonFiniteRewardError(ValueError):
     """An environment returned NaN or infinity as a reward."""
 
@@ -105,6 +109,36 @@ def require_experts(groups: Sequence[RolloutGroup], model: ModelConfig) -> None:
                         num_before = end - 1
 
 
+def require_kept(groups: Sequence[RolloutGroup], sampling: SamplingConfig, model: ModelConfig) -> None:
+    """Raise KeptEntriesError, with the rollout's name, unless each token was sampled from its kept entries."""
+    for group in groups:
+        for rollout in group.rollouts:
+            for completion in rollout.completions:
+                if completion.token_ids and (completion.kept is not None or sampling.truncates):
+                    _require_kept(rollout, completion, model)
+
+
+def _require_kept(rollout: Rollout, completion: Completion, model: ModelConfig) -> None:
+    kept, num_tokens = completion.kept, len(completion.token_ids)
+    problem = None
+    if kept is None:
+        problem = "has no kept entries, which sampling.top_p, top_k or min_p need. Sample it with these settings"
+    elif (len(kept), kept.vocab_size) != (num_tokens, model.vocab_size):
+        problem = (
+            f"has kept entries of {len(kept)} tokens in a vocabulary of {kept.vocab_size}, expected {num_tokens} and "
+            f"{model.vocab_size}. Sample it with this model"
+        )
+    elif not (are_kept := kept.contain(completion.token_ids.array)).all():
+        position = int(are_kept.argmin())
+        problem = (
+            f"sampled token {completion.token_ids[position]} at position {position} of a completion, which is not one "
+            f"of its kept entries ({int(kept.counts()[position])}): the record belongs to another token. Check the "
+            "version of vLLM"
+        )
+    if problem is not None:
+        raise KeptEntriesError(f"rollout {rollout.name} {problem}, or set --sampling.top_p 1, top_k 0 and min_p 0")
+
+
 def _ends(branch: Trajectory) -> Iterator[tuple[int, Completion]]:
     """(end position in the trajectory, completion) of every completion."""
     end = 0
@@ -167,15 +201,16 @@ def _sample(
         if not num:
             continue
         recorded.append(segment.routed_experts)
-        token_ids, rollout_logprobs = segment.token_ids, segment.rollout_logprobs
+        token_ids, rollout_logprobs, kept = segment.token_ids, segment.rollout_logprobs, segment.kept
         first = 0  # the first token that is new enough
         if oldest is not None:
             first = sum(length for sampled_by, length in version_runs(segment) if sampled_by < oldest)
         if first:
             segments.append(Segment(token_ids[:first], rollout_logprobs[:first]))
             token_ids, rollout_logprobs = token_ids[first:], rollout_logprobs[first:]
+            kept = None if kept is None else kept[first:]
         if first < num:
-            segments.append(Segment(token_ids, rollout_logprobs, advantage, True))
+            segments.append(Segment(token_ids, rollout_logprobs, advantage, True, kept))
             versions.append(segment.min_version if oldest is None else max(segment.min_version, oldest))
     if not versions:
         return None

@@ -24,6 +24,7 @@ import torch
 
 from megatron_fp8rl.config import ParallelConfig, RunConfig
 from megatron_fp8rl.data.sample_columns import SampleColumns
+from megatron_fp8rl.kept_entries import KeptEntries
 from megatron_fp8rl.precision.kernel_support import may_gather
 from megatron_fp8rl.types import Microbatch, Sample, TrainBatch
 
@@ -250,10 +251,11 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
     completion_positions = np.full(num_tokens, -1, dtype=np.int64)
     experts = None if routed is None else np.full((num_tokens, *routed), _NOT_RECORDED, dtype=np.int16)
 
+    kept: list[tuple[int, KeptEntries]] = []  # (position that predicts the first token, entries)
     for sample, start in zip(samples, starts.tolist(), strict=False):
         # Position t predicts token t + 1, so all properties of token t + 1 shift one position to the left.
         end = start
-        for ids, logprobs, advantage, is_trained in sample.segments:
+        for ids, logprobs, advantage, is_trained, entries in sample.segments:
             first, end = end, end + len(ids)
             tokens[first:end] = ids
             if first > start:  # the first segment is context without properties
@@ -261,6 +263,8 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
                 mask[predicting], advantages[predicting] = is_trained, advantage
                 if logprobs is not None:
                     rollout_logprobs[predicting] = logprobs
+                if entries is not None:
+                    kept.append((first - 1, entries))
         targets[start : end - 1] = tokens[start + 1 : end]
         first = start + sample.num_prompt_tokens
         completion_positions[first - 1 : end - 1] = np.arange(end - first)
@@ -281,13 +285,27 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
         environments=(*(sample.environment for sample in samples), *fillers),
         completion_positions_T=torch.from_numpy(completion_positions),
         routed_experts_T=None if experts is None else torch.from_numpy(experts),
+        kept=_placed(kept, num_tokens),
     )
 
 
+def _placed(parts: Sequence[tuple[int, KeptEntries]], num_tokens: int) -> KeptEntries | None:
+    """Entries of a row of tokens from parts at positions, ascending; None without parts."""
+    if not parts:
+        return None
+    lengths = np.zeros(num_tokens, np.int32)
+    for position, part in parts:
+        lengths[position : position + len(part)] = part.lengths
+    words = np.concatenate([part.words for _, part in parts])
+    return KeptEntries(words=words, lengths=lengths, vocab_size=parts[0][1].vocab_size)
+
+
 def _check(sample: Sample, num: int, capacity: int, max_tokens: int, alignment: Alignment) -> None:
-    for ids, logprobs, _, _ in sample.segments:
+    for ids, logprobs, _, _, kept in sample.segments:
         if logprobs is not None and len(logprobs) != len(ids):
             raise ValueError(f"sample {sample.name}: {len(logprobs)} log-probabilities for {len(ids)} sampled tokens")
+        if kept is not None and len(kept) != len(ids):
+            raise ValueError(f"sample {sample.name}: kept entries of {len(kept)} tokens for {len(ids)} sampled tokens")
     if not sample.num_prompt_tokens:
         raise ValueError(f"sample {sample.name}: the prompt is empty; it needs at least one token")
     if _round_up(num, alignment.sequence) > capacity:

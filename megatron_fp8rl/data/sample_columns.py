@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_fp8rl.kept_entries import KeptEntries
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample, Segment
 
@@ -45,6 +46,7 @@ class SampleColumns:
     token_ids: _Arrays  # int32, R arrays
     rollout_logprobs: _Arrays  # float32 or float64, one array per sampled segment
     routed_experts: _Arrays | None  # [tokens - 1, num_layers, top_k] per sample; None: not recorded
+    kept: KeptEntries | None  # of all sampled segments; None: the whole vocabulary
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> SampleColumns:
@@ -52,6 +54,7 @@ class SampleColumns:
         segments = [segment for sample in samples for segment in sample.segments]
         rows = {id(segment.token_ids): segment.token_ids for segment in segments}
         index = {key: i for i, key in enumerate(rows)}
+        sampled = [segment for segment in segments if segment.rollout_logprobs is not None]
         experts = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
         return cls(
             names=[sample.name for sample in samples],
@@ -63,10 +66,9 @@ class SampleColumns:
             advantages=np.array([s.advantage for s in segments], np.float64),
             are_trained=np.array([s.is_trained for s in segments], np.bool_),
             token_ids=_Arrays.join([row.array for row in rows.values()]),
-            rollout_logprobs=_Arrays.join(
-                [s.rollout_logprobs.array for s in segments if s.rollout_logprobs is not None]
-            ),
+            rollout_logprobs=_Arrays.join([s.rollout_logprobs.array for s in sampled]),
             routed_experts=_Arrays.join(experts) if experts else None,
+            kept=KeptEntries.join([s.kept for s in sampled], [len(s.token_ids) for s in sampled]),
         )
 
     def samples(self) -> list[Sample]:
@@ -74,9 +76,16 @@ class SampleColumns:
         rows = [TokenArray(array) for array in self.token_ids.arrays()]
         rollout_logprobs = map(TokenArray, self.rollout_logprobs.arrays())
         experts = itertools.repeat(None) if self.routed_experts is None else self.routed_experts.arrays()
+        kept = itertools.repeat(None) if self.kept is None else iter(self.kept.split(self.rollout_logprobs.lengths))
         columns = (self.rows, self.are_sampled, self.advantages, self.are_trained)
         segments = (
-            Segment(rows[row], next(rollout_logprobs) if is_sampled else None, advantage, is_trained)
+            Segment(
+                rows[row],
+                next(rollout_logprobs) if is_sampled else None,
+                advantage,
+                is_trained,
+                next(kept) if is_sampled else None,
+            )
             for row, is_sampled, advantage, is_trained in zip(*(column.tolist() for column in columns), strict=True)
         )
         fields = zip(self.names, self.environments, self.staleness, self.num_segments, experts, strict=False)

@@ -113,6 +113,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "rollout/surprisal/mean": surprisal / max(1, num_tokens),
         "rollout/num_tokens/sum": num_tokens,
         "rollout/num_completions/sum": len(rollouts),
+        **_kept_metrics(by_rollout),
         **_version_metrics(by_rollout),
         **_session_metrics(rollouts, by_rollout),
     }
@@ -127,6 +128,13 @@ def _pass_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "reward/pass_rate/mean": statistics.fmean(value for values in passed for value in values),
         "reward/pass_any/mean": statistics.fmean(map(any, passed)),
     }
+
+
+def _kept_metrics(by_rollout: Sequence[Sequence[Completion]]) -> dict[str, float]:
+    """Vocabulary entries that top-k, top-p and min-p kept; empty if nothing was truncated."""
+    kept = [c.kept.counts() for completions in by_rollout for c in completions if c.kept is not None]
+    num_tokens = sum(map(len, kept))
+    return {"rollout/kept_entries/mean": sum(int(c.sum()) for c in kept) / num_tokens} if num_tokens else {}
 
 
 def _version_metrics(by_rollout: Sequence[Sequence[Completion]]) -> dict[str, float]:

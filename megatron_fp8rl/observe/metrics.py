@@ -52,6 +52,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "rollout/truncated/mean": "Fraction of completions truncated at max_completion_tokens.",
         "rollout/aborted/mean": "Fraction of completions that the engine aborted.",
         "rollout/surprisal/mean": "Mean of -rollout_logprobs, an estimate of the sampler's entropy, in nats.",
+        "rollout/kept_entries/mean": "Vocabulary entries that top-k, top-p and min-p kept, per sampled token.",
         "rollout/num_tokens/sum": "Number of tokens sampled in the step.",
         "rollout/num_completions/sum": "Number of completions in the step.",
         "rollout/tokens_per_s/mean": "Sampled tokens per second of the span `generate`.",

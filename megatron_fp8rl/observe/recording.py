@@ -13,13 +13,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, count, groupby, pairwise
+from itertools import chain, count, groupby, pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_fp8rl.data.checkpoint_dir import make_folder, sync_to_disk
+from megatron_fp8rl.kept_entries import KeptEntries
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Completion, Context, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
 
@@ -38,6 +39,7 @@ _TYPES = {
     **dict.fromkeys(("group", "index", "branch"), "int32"),
     "reward": "float64",
     "routed_experts": "large_binary",
+    "kept": "large_binary",  # KeptEntries.to_bytes of all sampled tokens
 }
 _ROLLOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Rollout) if field.name not in ("prompt", "branches"))
 _COMPLETION_FIELDS = tuple(field.name for field in dataclasses.fields(Completion))
@@ -46,7 +48,7 @@ _AS_JSON = (
     *("prompt_metadata", "prompt_messages", "version_spans", "reward_parts", "turn_rewards", "turn_order"),
     *("seconds", "routed_experts_layout", "segments"),
 )
-_ARRAYS = ("token_ids", "rollout_logprobs", "routed_experts")  # fields of a segment in columns of their own
+_ARRAYS = ("token_ids", "rollout_logprobs", "routed_experts", "kept")  # fields of a segment in columns of their own
 
 
 class RolloutWriter:
@@ -221,10 +223,12 @@ def _encode_trajectory(prompt: Prompt, branch: Trajectory) -> dict[str, Any]:
             "rollout_logprobs": np.concatenate([_logprobs(segment) for segment in branch.segments]),
             "text": "".join(segment.text for segment in branch.segments),
             "routed_experts": np.concatenate(recorded) if is_recorded else None,
+            "kept": KeptEntries.join([c.kept for c in completions], [len(c.token_ids) for c in completions]),
             "segments": [_layout_of(segment) for segment in branch.segments],
         }
-    experts = values["routed_experts"]
+    experts, kept = values["routed_experts"], values["kept"]
     return values | {
+        "kept": None if kept is None else kept.to_bytes(),
         "routed_experts": None if experts is None else experts.tobytes(),
         "routed_experts_layout": None if experts is None else {"dtype": experts.dtype.str, "shape": experts.shape},
     }
@@ -273,7 +277,7 @@ def _lists(values: Sequence[Sequence[float] | None], dtype: type) -> pyarrow.Arr
 def _layout(schema: pyarrow.Schema) -> dict[str, Any]:
     """Compression options: log-probabilities are split by bytes; token ids are not, because text repeats itself."""
     split = {"rollout_logprobs.list.element": "BYTE_STREAM_SPLIT"}
-    others = [name for name in schema.names if name not in (*_LISTS, "routed_experts")]
+    others = [name for name in schema.names if name not in (*_LISTS, "routed_experts", "kept")]
     return {"compression": "zstd", "compression_level": 3, "use_dictionary": others, "column_encoding": split}
 
 
@@ -310,8 +314,11 @@ def _rollout(rows: Sequence[Mapping[str, Any]], prompt: Prompt) -> Rollout:
 def _trajectory(row: Mapping[str, Any], prompt: Prompt) -> Trajectory:
     experts, layout = row["routed_experts"], row["routed_experts_layout"]
     experts = None if layout is None else np.frombuffer(experts, layout["dtype"]).reshape(layout["shape"])
+    kept = None if row.get("kept") is None else KeptEntries.from_bytes(row["kept"])
     if row.get("segments") is None:
-        return single_turn(prompt, _completion(row | {"routed_experts": experts}))[0]
+        return single_turn(prompt, _completion(row | {"routed_experts": experts, "kept": kept}))[0]
+    sampled = [fields["num_tokens"] for fields in row["segments"] if "role" not in fields]
+    kept_by_completion = repeat(None) if kept is None else iter(kept.split(sampled))
     segments: list[Context | Completion] = []
     start = start_experts = 0
     for fields in row["segments"]:
@@ -322,7 +329,8 @@ def _trajectory(row: Mapping[str, Any], prompt: Prompt) -> Trajectory:
         else:
             rollout_logprobs = row["rollout_logprobs"][start:end]
             routed = None if "num_experts" not in fields else experts[start_experts:end_experts]
-            segments.append(_completion(fields | {"rollout_logprobs": rollout_logprobs, "routed_experts": routed}))
+            arrays = {"rollout_logprobs": rollout_logprobs, "routed_experts": routed, "kept": next(kept_by_completion)}
+            segments.append(_completion(fields | arrays))
         start, start_experts = end, end_experts
     return Trajectory(segments=tuple(segments))
 

@@ -49,7 +49,7 @@ RANGES = {
         algo.clip_high scoring.memory_gib warm_start.lr
     """,
     "[0, 1)": "optim.beta1 optim.beta2",
-    "[0, 1]": "warm_start.wrong_answers data.max_dropped",
+    "[0, 1]": "warm_start.wrong_answers data.max_dropped sampling.min_p",
     "(0, 1]": """
         model.rotary_fraction sampling.top_p engine.gpu_memory_utilization warm_start.stop_pass_rate
     """,

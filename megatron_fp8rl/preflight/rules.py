@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_fp8rl import upstream
 from megatron_fp8rl.algo import load_function
 from megatron_fp8rl.config import KERNELS, EnvironmentConfig, RunConfig, Violation
 from megatron_fp8rl.data import run_folder
@@ -112,6 +113,11 @@ def _check_sampling(checks: Checks) -> None:
     if wrong := [token for token in sampling.stop_token_ids if not 0 <= token < model.vocab_size]:
         problem = f"{wrong} are not in the vocabulary of {model.vocab_size}"
         checks.refuse("sampling.stop_token_ids", problem, "Remove them")
+    if sampling.truncates and sampling.replay is None and not upstream.applies("report_kept_entries"):
+        truncating = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+        path = next(f"sampling.{name}" for name, is_set in truncating.items() if is_set)
+        problem = "needs the patch report_kept_entries, which was not tested with the installed version of vLLM"
+        checks.refuse(path, problem, "Sample from the whole vocabulary, or install the version that is pinned")
     if engine.record_routed_experts and not model.is_moe:
         checks.refuse("engine.record_routed_experts", "records a router, and the model is dense", choices=[False])
     if engine.kv_cache_dtype == "fp8" and model.has("mla"):

@@ -3,9 +3,9 @@
 In: answers to sampling requests. Out: completions with version spans. Trainer rank 0 reads and joins answers; the
 replica's server writes them (``rollout/vllm_plugin/generate_route.py``).
 
-An answer is JSON followed by arrays as bytes: little-endian int32 (tokens), float32 (log-probabilities), and experts.
-So no loop over tokens is needed, and log-probabilities arrive exactly as computed. The replica also decodes the text,
-because one process would need minutes for the texts of a thousand replicas.
+An answer is JSON followed by arrays as bytes: little-endian int32 (tokens), float32 (log-probabilities), experts, and
+kept entries. So no loop over tokens is needed, and log-probabilities arrive exactly as computed. The replica also
+decodes the text, because one process would need minutes for the texts of a thousand replicas.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fp8rl.config import SamplingConfig
+from megatron_fp8rl.kept_entries import KeptEntries
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Completion
 
 FinishReason = Literal["stop", "length", "abort"]
 GENERATE_PATH = "/fp8rl/generate"  # path of the sampling request
 
-_TOKEN, _LOGPROB, _LENGTH = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i8")
+_TOKEN, _LOGPROB, _LENGTH, _BYTE = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i8"), np.dtype("u1")
 _MAX_SEED = (1 << 63) - 1
 _SEED_STRIDE = 1 << 40  # between the segments of one completion; far more than completions per prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters. ``top_k`` 0 and ``top_p`` 1 keep the whole vocabulary; temperature 0 is greedy."""
+    """Sampling parameters. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 truncate nothing; temperature 0 is greedy."""
 
     temperature: float
     top_p: float
@@ -40,6 +41,7 @@ class Sampling:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
+    min_p: float = 0.0
     dropped_token_ids: tuple[int, ...] = ()  # not part of the text: end and padding tokens
 
     @classmethod
@@ -49,6 +51,7 @@ class Sampling:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_completion_tokens,
             stop_token_ids=tuple(dict.fromkeys((*end_ids, *sampling.stop_token_ids))),
             stop_strings=sampling.stop_strings,
@@ -65,6 +68,7 @@ class Segment:
     finish_reason: FinishReason
     routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], where prompt is that of the request
     text: str | None = None  # of the whole completion up to here; None if it continues
+    kept: KeptEntries | None = None  # [C] of the vocabulary; None: the whole vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ class Answer:
 
 def write_answer(answer: Answer) -> bytes:
     """Encode an answer for :func:`read_answer`. Missing log-probabilities stay missing."""
-    choices, numbers, experts = [], [], []
+    choices, numbers, others = [], [], []
     for segment in answer.segments:
         numbers += [np.asarray(segment.token_ids, _TOKEN), np.asarray(segment.rollout_logprobs, _LOGPROB)]
         recorded = segment.routed_experts
@@ -84,14 +88,17 @@ def write_answer(answer: Answer) -> bytes:
         choices.append(choice | {"finish_reason": segment.finish_reason, "text": segment.text, "experts": None})
         if recorded is not None:
             choices[-1]["experts"] = [recorded.dtype.str, *recorded.shape]
-            experts.append(recorded)
+            others.append(recorded)
+        if segment.kept is not None:
+            others.append(np.frombuffer(segment.kept.to_bytes(), np.uint8))
+            choices[-1]["kept"] = len(others[-1])
     prompt = () if answer.prompt_logprobs is None else [np.asarray(answer.prompt_logprobs, _LOGPROB)]
     head = {
         "choices": choices,
         "num_cached_tokens": answer.num_cached_tokens,
         "num_prompt_logprobs": len(prompt[0]) if prompt else None,
     }
-    rows = [*numbers, *prompt, *experts]
+    rows = [*numbers, *prompt, *others]
     content = json.dumps(head, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return b"".join([np.array(len(content), _LENGTH).tobytes(), content, *(row.tobytes() for row in rows)])
 
@@ -123,6 +130,9 @@ def read_answer(content: bytes) -> Answer:
         if choice["experts"] is not None:
             dtype, *shape = choice["experts"]
             experts = take(np.dtype(dtype), *shape)
+        kept = KeptEntries.from_bytes(take(_BYTE, choice["kept"]).tobytes()) if "kept" in choice else None
+        if kept is not None and len(kept) != len(token_ids):
+            raise ValueError(f"the engine returned kept entries of {len(kept)} tokens for {len(token_ids)} tokens")
         segments.append(
             Segment(
                 token_ids=TokenArray(token_ids),
@@ -130,6 +140,7 @@ def read_answer(content: bytes) -> Answer:
                 finish_reason=reason,
                 routed_experts=experts,
                 text=choice["text"],
+                kept=kept,
             )
         )
     return Answer(segments=segments, num_cached_tokens=head["num_cached_tokens"], prompt_logprobs=prompt_logprobs)
@@ -151,6 +162,7 @@ class PartialCompletion:
     finish_reason: FinishReason | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first token index, version)
     routed_experts: np.ndarray | None = None
+    kept: KeptEntries | None = None
     num_prompt_tokens: int = 0  # sums over all requests of this completion
     num_cached_tokens: int = 0
     _text: str | None = None  # of all tokens so far, if the engine decoded it
@@ -174,6 +186,9 @@ class PartialCompletion:
             self.token_ids += segment.token_ids
             self.rollout_logprobs += segment.rollout_logprobs
             self._extend_routed_experts(segment.routed_experts)
+            if segment.kept is not None:
+                num_before = len(self.token_ids) - len(segment.token_ids)
+                self.kept = KeptEntries.join([self.kept, segment.kept], [num_before, len(segment.kept)])
         self.finish_reason = reason if reason != "abort" or give_up else None
 
     def _extend_routed_experts(self, experts: np.ndarray | None) -> None:
@@ -199,6 +214,7 @@ class PartialCompletion:
             max_version=versions[-1],
             version_spans=tuple(self.spans),
             routed_experts=self.routed_experts,
+            kept=self.kept,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             text=decode(self.token_ids) if self._text is None else self._text,
@@ -215,6 +231,7 @@ class PartialCompletion:
                 self.spans = [span for span in self.spans if span[0] < length]
                 if self.routed_experts is not None:
                     self.routed_experts = self.routed_experts[:-dropped]
+                self.kept = None if self.kept is None else self.kept[:length]
                 self.finish_reason, self._text = "stop", text
                 return
 
@@ -231,6 +248,7 @@ def write_request(prompt: Sequence[int], parts: list[PartialCompletion], samplin
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
             "max_tokens": sampling.max_tokens - len(done),
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # the list above contains all end tokens

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron_fp8rl.algo.samples import require_experts
+from megatron_fp8rl.algo.samples import require_experts, require_kept
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import position_after
 from megatron_fp8rl.envs.failed_scores import FailedScores
@@ -239,6 +239,7 @@ class RolloutStream:
         self._failed.add(groups or ())
         if groups and self.cfg.algo.router_replay == "rollout":
             require_experts(groups, self.cfg.model)
+        require_kept(groups or (), self.cfg.sampling, self.cfg.model)
         return groups
 
     def _next_groups(self) -> Groups | None:

@@ -19,7 +19,7 @@ from megatron_fp8rl.names.registry import FAMILIES, hf_tensors
 from megatron_fp8rl.precision.formats import engine_format
 from megatron_fp8rl.precision.kernel_choice import EngineKernels, KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.rollout.vllm_plugin.plugin import FORMAT_VARIABLE, WEIGHT_TRANSFER_BACKEND
+from megatron_fp8rl.rollout.vllm_plugin.plugin import FORMAT_VARIABLE, KEPT_VARIABLE, WEIGHT_TRANSFER_BACKEND
 
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
 _CPU_KV_LIMIT_BYTES = 4 << 30
@@ -159,6 +159,8 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
         # One switch for every GPU kernel: activation scales, and no requantization of weights.
         "VLLM_USE_DEEP_GEMM_E8M0": "1" if fmt.scale_kind == "pow2" else "0",
     }
+    if cfg.sampling.truncates:
+        environment[KEPT_VARIABLE] = "1"
     if not cpu:
         environment |= {
             # Without DeepGEMM, vLLM ignores the switch above; Triton's experts read it too.

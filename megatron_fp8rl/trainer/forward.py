@@ -25,6 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.kept_entries import KeptEntries
 from megatron_fp8rl.trainer.logprobs import HeadShard, gather_context, token_logprobs, zigzag_indices
 from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences, Routes, upload
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -52,6 +53,7 @@ class _Input:
     positions: Tensor  # int64 [1, T / cp]
     loss_rows_N: Tensor  # int64 [N] local positions of loss tokens
     targets_N: Tensor  # int64 [N]
+    kept: KeptEntries | None  # [N]; None: the whole vocabulary
     packed: PackedSequences
     order_T: Tensor | None  # packed positions of the tokens of all context-parallel ranks; None for one rank
 
@@ -172,7 +174,7 @@ class Forward:
             is_shared=output_weight is not None,
         )
         hidden_NH = hidden_states[:, 0].index_select(0, context.loss_rows_N)
-        return token_logprobs(hidden_NH, weight, context.targets_N, shard)
+        return token_logprobs(hidden_NH, weight, context.targets_N, shard, context.kept)
 
     def _whole(self, item: _Input, values_N: Tensor) -> Tensor:
         """Scatter values of this rank's loss tokens to the whole microbatch, [T]; 0 outside the loss mask."""
@@ -225,7 +227,7 @@ class Forward:
                 f"{self.parallel.tp_size} tensor-parallel ranks. Pack with Alignment.of(parallel)"
             )
         # index_select, not x[i], on the host: from 3,000 elements on, x[i] uses all OpenMP threads (up to 10 ms).
-        order_T = None
+        order_T = local = None
         tokens_t, positions_t, targets_t, mask_t = mb.tokens_T, mb.positions_T, mb.targets_T, mb.loss_mask_T
         is_token_t = is_token(mb)
         if cp_size > 1:
@@ -236,7 +238,10 @@ class Forward:
             )
             order_T = upload(torch.cat(parts), self.parallel.device)
         rows_N = mask_t.nonzero()[:, 0]
-        device = self.parallel.device
+        device, kept = self.parallel.device, None
+        if mb.kept is not None and self.parallel.is_last_stage:
+            places = rows_N if local is None else local.index_select(0, rows_N)
+            kept = mb.kept.select(places.cpu().numpy())
         return _Input(
             index=index,
             microbatch=to_device(mb, device),
@@ -244,6 +249,7 @@ class Forward:
             positions=upload(positions_t[None], device),
             loss_rows_N=upload(rows_N, device),
             targets_N=upload(targets_t.index_select(0, rows_N), device),
+            kept=kept,
             packed=PackedSequences.of(mb.cu_seqlens_S, device, is_token_t, routes),
             order_T=order_T,
         )

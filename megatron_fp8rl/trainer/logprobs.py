@@ -12,6 +12,9 @@ FP32 gradient buffer, unless the embedding shares it.
 
 Logits are rounded to the parameters' dtype and then cast to FP32, as in the engine.
 
+With kept entries, the distribution is the truncated one of the engine's sampler: logits of other entries are replaced
+by a number whose exponential is 0, so that the same functions and kernels serve (not measured on GPUs yet).
+
 Shapes: N = tokens, H = hidden size, V = vocabulary rows of this rank, T = packed tokens of one microbatch.
 """
 
@@ -19,14 +22,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp8rl.kept_entries import KeptEntries
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.backend import runs_triton
 from megatron_fp8rl.kernels.exact_logprobs import exp_sum, log_of_sum
 from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient
+
+# Replaces logits outside the kept entries. Its exponential is 0; unlike with -inf, 0 times the logit is 0 and not NaN.
+_DROPPED = -1e30
+_MASKS = 64  # bit masks that are expanded at a time: bounds memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,27 +79,61 @@ class HeadShard:
         )
 
 
-def token_logprobs(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, shard: HeadShard, kept: KeptEntries | None = None
+) -> tuple[Tensor, Tensor]:
     """Collective over ``shard.group``: log-probability of each target and entropy of its distribution, FP32 [N] each.
 
     With logits ``z = hidden @ weight.T / temperature`` over the real vocabulary: ``logprob = z[target] - logsumexp(z)``
     and ``entropy = logsumexp(z) - sum(softmax(z) * z)``, in nats, both differentiable; an entropy outside the loss
     costs nothing in backward. The gradient of ``hidden_NH`` is this shard's partial sum: the caller's gather or copy
     into the tensor-parallel region reduces it. ``targets_N`` are int64 vocabulary ids, equal on all ranks of the group.
+    ``kept`` [N] restricts each token's distribution to some entries.
     """
-    return _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, shard, torch.is_grad_enabled())
+    return _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, shard, kept, torch.is_grad_enabled())
+
+
+def keep_only(logits_nV: Tensor, kept: KeptEntries, first_token: int) -> None:
+    """Overwrite the logits of entries that were not kept. Column 0 is entry ``first_token``."""
+    num_columns, device = logits_nV.shape[1], logits_nV.device
+    are_masks, lengths = kept.are_masks(), kept.lengths
+    of_ids_K = ~np.repeat(are_masks, lengths)
+    rows_k, columns_k = np.repeat(np.arange(len(kept)), lengths)[of_ids_K], kept.words[of_ids_K].astype(np.int64)
+    columns_k -= first_token
+    are_here_k = (columns_k >= 0) & (columns_k < num_columns)
+    places = tuple(torch.from_numpy(x[are_here_k]).to(device) for x in (rows_k, columns_k))
+    values = logits_nV[places]
+    logits_nV.index_fill_(0, torch.from_numpy(np.flatnonzero(~are_masks & (lengths > 0))).to(device), _DROPPED)
+    logits_nV[places] = values
+    masks = torch.from_numpy(kept.words[~of_ids_K].reshape(-1, kept.width))
+    bits = torch.arange(32, dtype=torch.int32, device=device)
+    for rows, words in zip(torch.from_numpy(np.flatnonzero(are_masks)).split(_MASKS), masks.split(_MASKS), strict=True):
+        are_kept = (words.to(device)[:, :, None] >> bits & 1).bool().flatten(1)
+        are_kept = are_kept[:, first_token : first_token + num_columns]
+        rows = rows.to(device)
+        logits_nV[rows] = logits_nV[rows].masked_fill(~are_kept, _DROPPED)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, shard: HeadShard, record: bool):
+    def forward(
+        ctx,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        shard: HeadShard,
+        kept: KeptEntries | None,
+        record: bool,
+    ):
         rows_VH = weight_VH[: shard.num_tokens]
         num = hidden_NH.shape[0]
         logprobs_N, entropy_N, log_norm_N = hidden_NH.new_empty((3, num), dtype=torch.float32).unbind()
         chunks = _chunks(num, shard.chunk_tokens)
-        ctx.logits = None
+        ctx.logits, ctx.kept = None, kept
         for chunk in chunks:
             logits = float64.matmul(hidden_NH[chunk], rows_VH.t()) if shard.num_tokens else None
+            if kept is not None and logits is not None:
+                keep_only(logits, kept[chunk], shard.first_token)
             part = _chunk_statistics(logits, hidden_NH[chunk], targets_N[chunk], shard)
             logprobs_N[chunk], entropy_N[chunk], log_norm_N[chunk] = part
             if record and len(chunks) == 1:
@@ -105,7 +148,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None):
         hidden_NH, weight_VH, targets_N, entropy_N, log_norm_N = ctx.saved_tensors
         if grad_logprobs_N is None and grad_entropy_N is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         shard, num = ctx.shard, hidden_NH.shape[0]
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(entropy_N)
@@ -116,8 +159,12 @@ class _TokenLogprobs(torch.autograd.Function):
         def run(grad_weight_VH: Tensor | None) -> None:
             for chunk in _chunks(num, shard.chunk_tokens):
                 logits, ctx.logits = ctx.logits, None
+                if logits is None:
+                    logits = torch.mm(hidden_NH[chunk], rows_VH.t())
+                    if ctx.kept is not None:
+                        keep_only(logits, ctx.kept[chunk], shard.first_token)
                 grad_logits = _chunk_logit_gradient(
-                    torch.mm(hidden_NH[chunk], rows_VH.t()) if logits is None else logits,
+                    logits,
                     targets_N[chunk],
                     shard,
                     log_norm=log_norm_N[chunk],
@@ -137,7 +184,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_weight_VH = add_gradient(weight_VH, run, is_shared=shard.is_shared)
         else:
             run(None)
-        return grad_hidden_NH, grad_weight_VH, None, None, None
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None
 
 
 def _add_product(sum_VH: Tensor, a_Vn: Tensor, b_nH: Tensor) -> None:

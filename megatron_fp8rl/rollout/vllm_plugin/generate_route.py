@@ -24,6 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from megatron_fp8rl.data.tokenizer import decode
 from megatron_fp8rl.rollout.completions import GENERATE_PATH, Answer, Segment, write_answer
+from megatron_fp8rl.rollout.vllm_plugin.patches_kept import kept_entries_of
 
 router = APIRouter()
 
@@ -65,4 +66,5 @@ def _segment(output: Any, sampled: Sequence[int], tokenizer: Any, dropped: froze
         finish_reason=output.finish_reason,
         routed_experts=output.routed_experts,
         text=decode(tokenizer, [*sampled, *output.token_ids], dropped) if is_whole else None,
+        kept=kept_entries_of(output.logprobs),
     )

@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from megatron_fp8rl.rollout.vllm_plugin.patches_kept import stack
 from megatron_fp8rl.upstream import patches
 
 BUFFERED_TOKENS = 32  # a request's buffer is sent when its length is a multiple of this
@@ -50,6 +51,9 @@ class TokenBuffer:
     num_sent: int = 0  # of token_ids
     logprobs: list[float] = field(default_factory=list)  # of the tokens not yet sent
     ranks: list[int] = field(default_factory=list)
+    ids: list[np.ndarray] = field(
+        default_factory=list
+    )  # with kept entries (patches_kept.py), if the engine reports them
     prefill_stats: object = None
 
     @classmethod
@@ -71,12 +75,12 @@ class TokenBuffer:
         output.prefill_stats, self.prefill_stats = output.prefill_stats or self.prefill_stats, None
         if self.logprobs:
             output.new_logprobs = LogprobsLists(
-                np.array(output.new_token_ids, np.int32)[:, None],
+                stack(self.ids) if self.ids else np.array(output.new_token_ids, np.int32)[:, None],
                 np.array(self.logprobs, np.float32)[:, None],
                 np.array(self.ranks, np.int32),
             )
         self.num_sent = len(self.token_ids)
-        self.logprobs, self.ranks = [], []
+        self.logprobs, self.ranks, self.ids = [], [], []
         return output
 
 
@@ -147,6 +151,8 @@ class BufferingScheduler(Scheduler):
                 if (logprobs := output.new_logprobs) is not None:
                     buffer.logprobs += logprobs.logprobs[:, 0].tolist()
                     buffer.ranks += logprobs.sampled_token_ranks.tolist()
+                    if logprobs.logprob_token_ids.shape[1] > 1:
+                        buffer.ids.append(logprobs.logprob_token_ids)
                 buffer.prefill_stats = buffer.prefill_stats or output.prefill_stats
                 if output.finish_reason is not None:
                     self.take_buffer(name)
@@ -315,8 +321,9 @@ class DecodeScheduler(BufferingAsyncScheduler):
         num_tokens = len(steps)
         rows = repeat(0.0, num_tokens) if logprobs is None else logprobs.logprobs[:, 0].tolist()
         ranks = repeat(0, num_tokens) if logprobs is None else logprobs.sampled_token_ranks.tolist()
+        has_kept = logprobs is not None and logprobs.logprob_token_ids.shape[1] > 1
         block_size, hash_block_size = self.block_size, self.hash_block_size
-        for (buffer, request, token), logprob, rank in zip(steps, rows, ranks, strict=True):
+        for index, ((buffer, request, token), logprob, rank) in enumerate(zip(steps, rows, ranks, strict=True)):
             buffer.token_ids.append(token)
             all_token_ids = request._all_token_ids
             all_token_ids.append(token)
@@ -330,6 +337,8 @@ class DecodeScheduler(BufferingAsyncScheduler):
             if buffer.has_logprobs:
                 buffer.logprobs.append(logprob)
                 buffer.ranks.append(rank)
+                if has_kept:
+                    buffer.ids.append(logprobs.logprob_token_ids[index : index + 1])
             if buffer.is_due():
                 due[request.client_index].append(buffer.into(EngineCoreOutput(request.request_id, [])))
         return {client: EngineCoreOutputs(outputs=outputs) for client, outputs in due.items()}

@@ -14,6 +14,7 @@ from megatron_fp8rl import upstream
 from megatron_fp8rl.precision.formats import FORMATS
 
 FORMAT_VARIABLE = "MEGATRON_FP8RL_FORMAT"  # passes the name of the format to the engine's processes
+KEPT_VARIABLE = "MEGATRON_FP8RL_KEPT_ENTRIES"  # 1: return the vocabulary entries from which each token was sampled
 
 WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every weight_sync.transport, which the first request names
 
@@ -38,6 +39,10 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND, "megatron_fp8rl.rollout.vllm_plugin.receiver", "TransferEngine"
     )
+    if os.environ.get(KEPT_VARIABLE) == "1" and upstream.applies("report_kept_entries"):
+        from megatron_fp8rl.rollout.vllm_plugin import patches_kept
+
+        patches_kept.report_kept_entries()
     if current_platform.is_cpu():
         from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_experts, cpu_layers
 
