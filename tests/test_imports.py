@@ -18,8 +18,8 @@ LIBRARY = "megatron_fp8rl"
 # Lowest layer first. A package imports only itself and the packages before it. So do the top-level files listed here.
 LAYERS = tuple(
     (
-        "upstream token_array kept_entries types config config_source kernels names precision net algo envs data observe trainer "
-        "runtime weight_sync rollout preflight"
+        "upstream token_array kept_entries types config config_source kernels names precision net algo envs data "
+        "observe trainer runtime weight_sync rollout preflight"
     ).split()
 )
 PROGRAMS = (

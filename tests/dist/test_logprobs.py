@@ -1,9 +1,12 @@
 """Chunked vocabulary-parallel log-probabilities and entropy, against torch.log_softmax in float64."""
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_fp8rl.config import ParallelConfig
+from megatron_fp8rl.kept_entries import KeptEntries
+from megatron_fp8rl.kernels import exact_logprobs, float64
 from megatron_fp8rl.trainer.logprobs import HeadShard, gather_context, token_logprobs, zigzag_indices
 from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
@@ -123,3 +126,60 @@ def test_context_gather_follows_the_zigzag():
 def test_context_refuses_lengths_that_do_not_divide():
     with pytest.raises(ValueError, match="multiples"):
         zigzag_indices(torch.tensor([0, 6, 12]), 2, 0)
+
+
+KEPT_VOCAB = 200  # a mask has 7 words
+KEPT = [{4}, {0, 150}, set(range(7)), set(range(100, 200)), set(range(200)) - {77}, None, {199}, {99, 100, 30}]
+
+
+def _kept_problem():
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(size, HIDDEN, generator=generator) for size in (len(KEPT), KEPT_VOCAB))
+    are_kept = np.array([[kept is None or v in kept for v in range(224)] for kept in KEPT])
+    kept = KeptEntries.from_bits(np.packbits(are_kept, axis=1, bitorder="little"), KEPT_VOCAB)
+    targets = torch.tensor([max(kept or {KEPT_VOCAB - 1}) for kept in KEPT])
+    are_kept[:, KEPT_VOCAB:] = False
+    return hidden.bfloat16(), weight.bfloat16(), targets, kept, torch.from_numpy(are_kept[:, :KEPT_VOCAB])
+
+
+def _kept_cases(num_rows: int, tensor: int):
+    import torch.distributed as dist
+
+    if tensor > 1:
+        dist.init_process_group("gloo")
+    group, rank = (dist.group.WORLD, dist.get_rank()) if tensor > 1 else (None, 0)
+    hidden, weight, targets, kept, _ = _kept_problem()
+    padded = torch.full((num_rows * tensor, HIDDEN), 100.0, dtype=torch.bfloat16)
+    padded[:KEPT_VOCAB] = weight
+    results = {}
+    for temperature in (1.0, 0.7):
+        for chunk in (3, len(KEPT)):
+            shard = HeadShard.of(
+                num_rows=num_rows, vocab_size=KEPT_VOCAB, temperature=temperature, chunk_tokens=chunk, group=group
+            )
+            x = hidden.clone().requires_grad_()
+            w = padded[rank * num_rows : (rank + 1) * num_rows].clone().requires_grad_()
+            logprobs, entropy = token_logprobs(x, w, targets, shard, kept)
+            (logprobs.sum() + entropy.sum()).backward()
+            results[temperature, chunk] = logprobs.detach(), entropy.detach(), w.grad
+    return results
+
+
+@pytest.mark.parametrize(("tensor", "num_rows"), [(1, 200), (2, 100), (2, 104), (2, 208)])
+def test_kept_entries_are_the_whole_distribution(tensor, num_rows):
+    """Bits of the engine's function over logits that are -inf for dropped entries, on one rank and on two."""
+    hidden, weight, targets, _, are_kept = _kept_problem()
+    ranks = run_ranks(tensor, _kept_cases, num_rows, tensor)
+    for temperature, chunk in ranks[0]:
+        processed = float64.matmul(hidden, weight.t()).float().div(temperature).masked_fill(~are_kept, -torch.inf)
+        engine = exact_logprobs.token_logprobs(processed, targets[:, None])[:, 0]
+        w = weight.double().requires_grad_()
+        logits = (hidden.double() @ w.t()).div(temperature).masked_fill(~are_kept, -1e300)
+        log_p = torch.log_softmax(logits, -1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        (log_p.gather(1, targets[:, None]).sum() + entropy.sum()).backward()
+        for result in (rank[temperature, chunk] for rank in ranks):
+            assert result[0].tolist() == engine.tolist()
+            torch.testing.assert_close(result[1].double(), entropy.detach(), rtol=2e-2, atol=2e-2)  # BF16 logits
+        actual = torch.cat([rank[temperature, chunk][2] for rank in ranks])[:KEPT_VOCAB].double()
+        assert (actual - w.grad).norm() < 2e-2 * w.grad.norm()

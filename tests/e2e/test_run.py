@@ -107,10 +107,21 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
             "parallel__expert": "2",
             "engine__tensor": "2",
             "engine__expert": "2",
+            "sampling__top_k": "7",
+            "sampling__top_p": "0.95",
         },
         {"engine__data": "2", "engine__expert": "2"},
+        pytest.param(
+            {
+                "parallel__world_size": "2",
+                "parallel__context": "2",
+                "sampling__min_p": "0.05",
+                "sampling__temperature": "0.8",
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["one rank", "experts on two ranks", "two stages", "sums of two ranks", "engine of two ranks"],
+    ids=["one rank", "experts on two ranks", "two stages", "sums of two ranks", "engine of two ranks", "kept entries"],
 )
 def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path: Path, layout: dict):
     """Without a pass for old log-probabilities. The second update of a step is off-policy and is not measured."""

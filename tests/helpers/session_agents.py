@@ -173,7 +173,7 @@ async def misbehaving_client(session, row):
             {"max_tokens": -1},
             {"messages": []},
             {"messages": [{"role": "user", "content": 5}]},
-            {"extra_body": {"min_p": 0.1}},
+            {"extra_body": {"min_tokens": 3}},
         ):
             try:
                 await chat(**ask | wrong)

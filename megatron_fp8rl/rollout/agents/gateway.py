@@ -7,9 +7,9 @@ The API key gives access to one session until it ends. Append ``.1``, ``.2``, ..
 which are not trained on. A program with one key for all requests can send the session's key as ``user`` instead.
 
 Tokens are trained under the distribution that they were sampled from. So the gateway replaces a request's temperature,
-top_p and top_k, and rejects other parameters that would change the distribution (``request_fields.py``). Streamed
-requests get their answer in one piece. If a client disconnects, its request is cancelled. An answer that a client does
-not get is not trained.
+top_p, top_k and min_p, and rejects other parameters that would change the distribution (``request_fields.py``).
+Streamed requests get their answer in one piece. If a client disconnects, its request is cancelled. An answer that a
+client does not get is not trained.
 
 Clients repeat requests after some statuses. Status 429 and 503 with ``Retry-After`` stand for what may pass; a request
 that is wrong, or whose session is at its limit, gets 400, 401, 410 or 413.

@@ -146,6 +146,7 @@ _COMMON: dict[str, RequestField] = {
     "temperature": RequestField(effect=_REPLACED, type=Annotated[float, Field(ge=0, allow_inf_nan=False)]),
     "top_p": RequestField(effect=_REPLACED, type=Annotated[float, Field(gt=0, le=1)]),
     "top_k": RequestField(effect=_REPLACED, type=Annotated[int, Field(ge=-1, lt=1 << 31)]),
+    "min_p": RequestField(effect=_REPLACED, type=Annotated[float, Field(ge=0, le=1)]),
     "metadata": RequestField(effect=_NO_EFFECT, type=dict[str, Any]),
     **_only(
         _DISTRIBUTION,
@@ -161,7 +162,6 @@ _COMMON: dict[str, RequestField] = {
         ignore_eos=(False,),
         length_penalty=(1,),
         logit_bias=({},),
-        min_p=(0,),
         min_tokens=(0,),
         n=(1,),
         presence_penalty=(0,),

@@ -1,8 +1,10 @@
 """The kernels of log-probabilities against torch in float64: in Triton's interpreter, and compiled for a Hopper GPU."""
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_fp8rl.kept_entries import KeptEntries
 from megatron_fp8rl.kernels.types import UNIT
 from tests.helpers.compiled import compile_kernel, register_report
 from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter, starts_interpreter
@@ -58,20 +60,24 @@ def test_sums_and_gradients(vocab, temperature):
 
 
 @in_interpreter
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_the_whole_function_is_that_of_torch(monkeypatch, with_entropy):
-    """Values and gradients of ``token_logprobs``, in chunks, with kernels and without."""
+@pytest.mark.parametrize(("with_entropy", "truncates"), [(False, False), (True, False), (True, True)])
+def test_the_whole_function_is_that_of_torch(monkeypatch, with_entropy, truncates):
+    """Values and gradients of ``token_logprobs``, in chunks, with kernels and without, also over kept entries."""
     from megatron_fp8rl.trainer import logprobs
 
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, 16, generator=generator).bfloat16() for size in (NUM, 50))
     targets, on = torch.randint(0, 50, (NUM,), generator=generator), torch.randn(NUM, generator=generator)
+    are_kept = torch.rand(NUM, 64, generator=generator) < torch.tensor([0.0, 0.0, 0.2, 0.8, 2.0])[:, None]
+    are_kept[torch.arange(NUM), targets] = True
+    bits = np.packbits(are_kept.numpy(), axis=1, bitorder="little")
+    kept = KeptEntries.from_bits(bits, 48) if truncates else None
     shard = logprobs.HeadShard.of(num_rows=50, vocab_size=48, temperature=0.7, chunk_tokens=2, group=None)
     actual = []
     for kernels in (logprobs._kernels, lambda logits: None):
         monkeypatch.setattr(logprobs, "_kernels", kernels)
         x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        values, entropy = logprobs.token_logprobs(x, w, targets, shard)
+        values, entropy = logprobs.token_logprobs(x, w, targets, shard, kept)
         ((values * on).sum() + with_entropy * entropy.sum()).backward()
         actual.append((values.detach(), entropy.detach(), x.grad.float(), w.grad.float()))
     for ours, theirs in zip(actual[0][:2], actual[1][:2]):

@@ -163,9 +163,9 @@ def test_exact_with_narrow_heads_names_precision_exact():
 def test_exact_names_every_field_that_is_in_its_way():
     from megatron_fp8rl.precision.kernel_choice import refusals
 
-    cfg = replace(EXACT, sampling=replace(EXACT.sampling, top_p=0.9, top_k=5, max_staleness=1))
-    fields = {violation.field for violation in refusals(cfg, Hardware("cpu"))}
-    assert {"--sampling.top_p", "--sampling.top_k", "--sampling.max_staleness"} <= fields
+    cfg = replace(EXACT, sampling=replace(EXACT.sampling, top_p=0.9, top_k=5, min_p=0.1, max_staleness=1))
+    fields = {violation.field for violation in refusals(cfg, Hardware("hopper"))}
+    assert {"--sampling.top_p", "--sampling.top_k", "--sampling.min_p", "--sampling.max_staleness"} <= fields
 
 
 @pytest.mark.parametrize(("model", "problem"), [(DEEPSEEK, "latent attention"), (GLM, "this router's logits")])
@@ -201,8 +201,9 @@ def test_exact_selects_the_kernels_that_both_ends_share():
     "path, value, on_gpu_only",
     [
         ("sampling.max_staleness", 1, False),
-        ("sampling.top_p", 0.9, False),
-        ("sampling.top_k", 5, False),
+        ("sampling.top_p", 0.9, True),
+        ("sampling.top_k", 5, True),
+        ("sampling.min_p", 0.1, True),
         ("engine.tensor", 2, False),
         ("parallel.tensor", 2, False),
         ("parallel.expert_tensor", 2, False),

@@ -54,7 +54,7 @@ def test_what_would_change_the_distribution_is_refused_by_name(tmp_path):
     assert rollout.detail == "the agent has asked for nothing", output
     for name in ("n = 2", "frequency_penalty = 0.5", "response_format", "max_tokens = -1", "not a list of messages"):
         assert name in output, output
-    for name in ("is not a message", "min_p = 0.1", "withdrawn", "names no session"):
+    for name in ("is not a message", "min_tokens = 3", "withdrawn", "names no session"):
         assert name in output, output
     assert engine.cancelled == 1
 

@@ -61,7 +61,6 @@ OTHERS = {
     "logit_bias": {"5": 100},
     "logprob_token_ids": [1],
     "media_io_kwargs": {"image": {}},
-    "min_p": 0.1,
     "min_tokens": 3,
     "mm_processor_kwargs": {"a": 1},
     "modalities": ["text", "audio"],
@@ -214,7 +213,7 @@ def test_the_client_gets_400_with_the_name_of_the_field(name):
     assert endpoint.prompts == [], "it is rejected before anything is sampled"
 
 
-@pytest.mark.parametrize("name", ["guided_json", "allowed_token_ids", "min_p", "structured_outputs", "vllm_xargs"])
+@pytest.mark.parametrize("name", ["guided_json", "allowed_token_ids", "min_tokens", "structured_outputs", "vllm_xargs"])
 def test_extra_fields_of_vllm_get_400_too(name):
     for endpoint_of in ("chatted", "completed"):
         error = getattr(Endpoint(), endpoint_of)(extra_body={name: OTHERS[name]})
@@ -360,7 +359,7 @@ def test_a_session_at_its_limit_gets_400_and_too_many_requests_get_429():
 def test_replaced_fields_and_fields_without_effect_are_accepted():
     fields = {"temperature": 0.3, "top_p": 0.9, "seed": 7, "user": "someone", "metadata": {"a": "b"}}
     fields |= {"service_tier": "auto", "safety_identifier": "a", "prompt_cache_key": "b", "store": False, "n": 1}
-    answer = Endpoint().chatted(**fields, extra_body={"top_k": 5, "request_id": "mine"})
+    answer = Endpoint().chatted(**fields, extra_body={"top_k": 5, "min_p": 0.1, "request_id": "mine"})
     assert answer.choices[0].message.content == "5" and answer.id == "cmpl-mine"
 
 
