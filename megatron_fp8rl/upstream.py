@@ -71,6 +71,7 @@ TESTED_LESS = {  # by range: patches with another range than their package; most
         "rollout/vllm_plugin/patches_attention.py:FP8CacheAttention",
         "rollout/vllm_plugin/patches_attention.py:FP8CacheBackend",
         "rollout/vllm_plugin/patches_attention.py:Metadata",
+        "rollout/vllm_plugin/patches_kept.py:TensorsWithKept",
         "rollout/vllm_plugin/patches_kept.py:report_kept_entries",
         "rollout/vllm_plugin/patches_scheduler.py:DecodeScheduler",
         "rollout/vllm_plugin/patches_scheduler.py:BufferingScheduler",

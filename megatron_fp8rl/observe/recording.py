@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, count, groupby, pairwise, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -157,16 +157,17 @@ def read_step(path: Path) -> tuple[RolloutGroup, ...]:
     return tuple(groups)
 
 
-def lacks_experts(folder: Path | str) -> bool:
-    """Whether the first step has completions without routed experts; False if there is none that can be read."""
+def lacks(folder: Path | str, column: Literal["routed_experts_layout", "kept"]) -> bool:
+    """Whether the first step has completions without routed experts, or without kept entries; False if there is none
+    that can be read."""
     import pyarrow.parquet
 
     for path in steps_of(folder).values():
         try:
-            table = pyarrow.parquet.read_table(path, columns=["token_ids", "routed_experts_layout"])
+            table = pyarrow.parquet.read_table(path, columns=["token_ids", column])
         except (pyarrow.ArrowException, OSError):
             return False  # refused when it is read
-        return any(row["token_ids"] and row["routed_experts_layout"] is None for row in table.to_pylist())
+        return any(row["token_ids"] and row.get(column) is None for row in table.to_pylist())
     return False
 
 

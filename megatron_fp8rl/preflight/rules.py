@@ -113,7 +113,11 @@ def _check_sampling(checks: Checks) -> None:
     if wrong := [token for token in sampling.stop_token_ids if not 0 <= token < model.vocab_size]:
         problem = f"{wrong} are not in the vocabulary of {model.vocab_size}"
         checks.refuse("sampling.stop_token_ids", problem, "Remove them")
-    if sampling.truncates and sampling.replay is None and not upstream.applies("report_kept_entries"):
+    if (
+        sampling.truncates
+        and sampling.replay is None
+        and not upstream.applies("report_kept_entries", "TensorsWithKept")
+    ):
         truncating = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
         path = next(f"sampling.{name}" for name, is_set in truncating.items() if is_set)
         problem = "needs the patch report_kept_entries, which was not tested with the installed version of vLLM"
@@ -298,9 +302,18 @@ def _check_replay(checks: Checks) -> None:
         checks.refuse("sampling.replay", problem, remedy)
     if cfg.observe.eval_every:
         checks.refuse("observe.eval_every", "has no effect: a replay samples nothing", choices=[0])
-    if steps and cfg.model.is_moe and cfg.algo.router_replay == "rollout" and recording.lacks_experts(folder):
+    if (
+        steps
+        and cfg.model.is_moe
+        and cfg.algo.router_replay == "rollout"
+        and recording.lacks(folder, "routed_experts_layout")
+    ):
         problem = "holds no routed experts, which algo.router_replay = rollout replays"
         remedy = "Name a run with --engine.record_routed_experts True, or set --algo.router_replay old or off"
+        checks.refuse("sampling.replay", problem, remedy)
+    if steps and cfg.sampling.truncates and recording.lacks(folder, "kept"):
+        problem = "holds no kept entries, which sampling.top_p, top_k and min_p need"
+        remedy = "Name a run that sampled with them, or set --sampling.top_p 1, top_k 0 and min_p 0"
         checks.refuse("sampling.replay", problem, remedy)
 
 

@@ -71,7 +71,13 @@ def kept_entries_of(logprobs: Any) -> KeptEntries | None:
     return KeptEntries.join(parts, list(map(len, parts)))
 
 
-class _TensorsWithKept(LogprobsTensors):
+@patches(
+    "vllm",
+    why="adds kept entries to the arrays of log-probabilities (LogprobsTensors.to_cpu_nonblocking, tolists)",
+    remove_when="vLLM returns a sampled token's kept entries",
+    optional=True,
+)
+class TensorsWithKept(LogprobsTensors):
     """After each sampled token's id, ``logprob_token_ids`` has the size of the vocabulary and a bit mask."""
 
     __slots__ = ()
@@ -94,7 +100,7 @@ def with_kept(tensors: LogprobsTensors, processed_nV: Tensor) -> LogprobsTensors
     masks = bits.sum(dim=-1, dtype=torch.uint8).view(torch.int32)
     ids = tensors.logprob_token_ids[:, :1].int()
     columns = torch.cat([ids, torch.full_like(ids, vocab_size), masks], dim=1)
-    return _TensorsWithKept(columns, *tensors[1:])
+    return TensorsWithKept(columns, *tensors[1:])
 
 
 def stack(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -39,7 +39,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND, "megatron_fp8rl.rollout.vllm_plugin.receiver", "TransferEngine"
     )
-    if os.environ.get(KEPT_VARIABLE) == "1" and upstream.applies("report_kept_entries"):
+    if os.environ.get(KEPT_VARIABLE) == "1" and upstream.applies("report_kept_entries", "TensorsWithKept"):
         from megatron_fp8rl.rollout.vllm_plugin import patches_kept
 
         patches_kept.report_kept_entries()

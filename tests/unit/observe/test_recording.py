@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_fp8rl.observe import recording
-from megatron_fp8rl.observe.recording import RolloutWriter, lacks_experts, read_steps, steps_of
+from megatron_fp8rl.observe.recording import RolloutWriter, lacks, read_steps, steps_of
 from megatron_fp8rl.types import Completion, Context, RolloutGroup, Trajectory, single_turn
 from tests.helpers.rollouts import make_group
 
@@ -103,9 +103,9 @@ def test_routed_experts_read_back_with_their_type_and_values(tmp_path):
     got = group.rollouts[0].completions[0].routed_experts
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)
-    assert not lacks_experts(tmp_path)
+    assert not lacks(tmp_path, "routed_experts_layout")
     write(tmp_path, 0)
-    assert lacks_experts(tmp_path)
+    assert lacks(tmp_path, "routed_experts_layout")
 
 
 def test_text_that_has_no_utf_8_is_recorded_as_far_as_it_has(tmp_path):

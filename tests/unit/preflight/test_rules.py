@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_fp8rl import upstream
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, RewardConfig, RopeScaling, RouterConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.observe.recording import RolloutWriter
@@ -350,6 +351,8 @@ def test_a_replay_needs_every_step_and_samples_nothing(tmp_path):
     (short,) = check(make(sampling__replay=str(tmp_path), num_steps=4), accelerator="cpu")
     assert "holds no step 3, and num_steps = 4" in short.problem and "--num_steps 2" in short.remedy
     assert fields_of(make(sampling__replay=str(tmp_path), num_steps=2)) == []
+    truncated = make(sampling__replay=str(tmp_path), num_steps=2, sampling__top_p=0.9)
+    assert [v.field for v in check(truncated, accelerator="cpu") if "no kept entries" in v.problem]
     assert fields_of(make(sampling__replay=str(tmp_path), num_steps=2, observe__eval_every=1)) == [
         "--observe.eval_every"
     ]
@@ -503,3 +506,11 @@ def test_fp8_parameters_that_cannot_be(accelerator, changes, field, problem):
     assert "--precision.params bf16" in error.remedy
     (error,) = check(make(replace(wide, head_dim=64), precision__params="fp8"), accelerator="hopper")
     assert error.field == "--precision.params" and "heads of 64 rows" in error.problem
+
+
+@pytest.mark.parametrize("field", ["top_p", "top_k", "min_p"])
+def test_truncation_needs_a_version_of_vllm_that_reports_kept_entries(monkeypatch, field):
+    cfg = make(**{f"sampling__{field}": 1 if field == "top_k" else 0.5})
+    assert fields_of(cfg) == []
+    monkeypatch.setattr(upstream, "applies", lambda *names: "report_kept_entries" not in names)
+    assert fields_of(cfg) == [f"--sampling.{field}"] and fields_of(make()) == []
