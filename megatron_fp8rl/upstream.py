@@ -75,6 +75,7 @@ TESTED_LESS = {  # by range: patches with another range than their package; most
         "rollout/vllm_plugin/patches_kept.py:report_kept_entries",
         "rollout/vllm_plugin/patches_scheduler.py:DecodeScheduler",
         "rollout/vllm_plugin/patches_scheduler.py:BufferingScheduler",
+        "rollout/vllm_plugin/patches_sums.py:add_in_rank_order",
     ),
 }
 _T = TypeVar("_T", bound=Callable)

@@ -5,8 +5,8 @@ output to BF16 before adding; for those, the experts apply the router weights an
 
 Router weights can only be applied after the all-to-all has gathered a token's rows. Gradients are still those of
 weighted outputs: backward copies the sum's gradient to each row, and the experts apply router weights there and compute
-their gradients. If two ranks divide an engine's experts, each rounds its partial sum, and so does this module. The sum
-of two rounded numbers does not depend on their order; a sum of more would.
+their gradients. If several ranks divide an engine's experts, each rounds its partial sum, and so does this module. Both
+ends add the partial sums in the order of the ranks (``ordered_sum.py``).
 
 Shapes: T = tokens of this rank, E = experts, K = experts per token, H = hidden size; rows: T * K, the tokens of the
 first expert in order, followed by those of the second, and so on.
@@ -14,13 +14,13 @@ first expert in order, followed by those of the second, and so on.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels import float64
+from megatron_fp8rl.kernels.ordered_sum import add_in_order
 
 
 class _WeightedLater(torch.autograd.Function):
@@ -40,7 +40,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, rows_TK: Tensor, *weights_TK: Tensor) -> Tensor:
         ctx.save_for_backward(rows_TK)
-        return functools.reduce(torch.add, (_sum(outputs, rows_TK, weights) for weights in weights_TK))
+        parts = [_sum(outputs, rows_TK, weights) for weights in weights_TK]
+        return parts[0] if len(parts) == 1 else add_in_order(torch.stack(parts))
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:

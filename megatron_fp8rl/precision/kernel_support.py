@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_fp8rl import upstream
-from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RunConfig, Violation
+from megatron_fp8rl.config import EngineConfig, ParallelConfig, PrecisionConfig, RunConfig, Violation
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision.hardware import Hardware, Package
 from megatron_fp8rl.precision.matmul_shapes import linears_of
 
 # Optional patches of upstream.py that a feature needs.
 INVARIANT_PATCHES = ("make_residual_norms_batch_invariant", "make_logprobs_order_independent")
+ORDERED_SUM_PATCHES = ("add_in_rank_order",)
 FP8_CACHE_PATCHES = ("FP8CacheBackend", "FP8CacheAttention", "Metadata")
 
 Supports = Callable[[RunConfig, Hardware], Violation | None]
@@ -156,6 +157,23 @@ def may_gather(parallel: ParallelConfig, precision: PrecisionConfig) -> bool:
     return parallel.dispatch in ("auto", "gather") and parallel.expert_tensor == 1 and precision.exact is not True
 
 
+def row_parts(precision: PrecisionConfig, engine: EngineConfig, parallel: ParallelConfig) -> int:
+    """The partial products of a row-parallel linear that both ends round and add in order: the finer end's degree.
+
+    0: sums of each end's own collectives, because ``precision.exact`` is off or two ranks at most add them alike.
+    """
+    if not precision.exact or (engine.ranks <= 2 and parallel.tensor == engine.tensor):
+        return 0
+    return max(parallel.tensor, engine.tensor)
+
+
+def engine_parts(cfg: RunConfig) -> int:
+    """:func:`row_parts` of an engine. With shared experts two ranks need it, too: vLLM adds them before it rounds."""
+    num_parts = row_parts(cfg.precision, cfg.engine, cfg.parallel)
+    adds_shared = cfg.precision.exact and cfg.model.num_shared_experts and cfg.engine.ranks > 1
+    return num_parts or (cfg.engine.tensor if adds_shared else 0)
+
+
 def gather(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """Every rank of an expert parallel group gets every token once; grouped kernels read them by index."""
     path, remedy = "parallel.dispatch", "Choose auto"
@@ -268,7 +286,7 @@ def inexact(cfg: RunConfig, hardware: Hardware) -> list[Violation]:
         wrong.append(_wrong(cfg, "precision.trainer", problem, remedy, (precision.rollout,)))
     if wrong:
         return wrong
-    limit = _exact_sums(cfg) or (_exact_on_gpu(cfg, hardware) if hardware.is_gpu else _exact_on_cpu(cfg))
+    limit = _exact_sums(cfg, hardware) or (_exact_on_gpu(cfg, hardware) if hardware.is_gpu else _exact_on_cpu(cfg))
     if limit is not None and limit.value == "auto":  # the field asks for nothing: precision.exact does
         problem = f"{limit.field.removeprefix('--')}: {limit.problem}"
         limit = _wrong(cfg, "precision.exact", problem, "Set False")
@@ -317,27 +335,40 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     return next((wrong for check in checks if (wrong := check(cfg, hardware))), None)
 
 
-def _exact_sums(cfg: RunConfig) -> Violation | None:
-    """Refuse layouts with different partial sums, which each engine rank rounds before they are added. With two ranks
-    the order does not matter; the trainer must then divide the same products and group experts alike."""
-    model, engine = cfg.model, cfg.engine
-    divided = "engine.tensor" if engine.tensor > 1 else "engine.data"
-    if engine.ranks > 2:
-        problem = f"precision.exact: the sum of {engine.ranks} rounded partial sums depends on their order"
-        return _wrong(cfg, divided, problem, "Use engines of one or two GPUs, or --precision.exact False")
-    if cfg.parallel.tensor != engine.tensor:
-        problem = f"precision.exact: the engine adds {engine.tensor} rounded partial sums (engine.tensor)"
-        return _wrong(
-            cfg, "parallel.tensor", problem, f"Set {engine.tensor}, or --precision.exact False", (engine.tensor,)
-        )
+def _exact_sums(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """Refuse layouts whose partial sums, which each engine rank rounds before they are added, differ between the ends.
+
+    Both ends divide a row-parallel product into the parts of the finer end and add them in order (:func:`row_parts`).
+    """
+    model, engine, trainer = cfg.model, cfg.engine, cfg.parallel.tensor
+    equal = f"Set {engine.tensor}, or --precision.exact False"
+    if max(trainer, engine.tensor) % min(trainer, engine.tensor):
+        problem = f"precision.exact: neither divides nor is a multiple of engine.tensor = {engine.tensor}"
+        return _wrong(cfg, "parallel.tensor", problem, equal, (engine.tensor,))
+    if trainer != engine.tensor and hardware.is_gpu:
+        problem = f"precision.exact: the engine adds {engine.tensor} rounded partial sums (engine.tensor) on a GPU"
+        return _wrong(cfg, "parallel.tensor", problem, equal, (engine.tensor,))
+    if trainer < engine.tensor and cfg.precision.kernel("linears") == "deep_gemm":
+        problem = f"precision.exact: DeepGEMM's linears do not divide a product into {engine.tensor} partial sums"
+        remedy = f"Set auto, or --parallel.tensor {engine.tensor}"
+        return _wrong(cfg, "precision.kernels.linears", problem, remedy, ("auto",))
     if model.is_moe and engine.expert != engine.ranks:
         problem = "precision.exact: the engine divides each expert and adds several experts' parts before rounding"
         return _wrong(cfg, "engine.expert", problem, f"Set {engine.ranks}, or --precision.exact False", (engine.ranks,))
-    if model.num_shared_experts and engine.ranks > 1:
-        problem = "precision.exact: each engine rank adds its part of the shared experts before rounding"
-        return _wrong(cfg, divided, problem, "Set 1, or --precision.exact False", (1,))
+    divides_twice = engine.tensor > 1 and engine.data > 1
+    if divides_twice and (model.family not in _DIVIDES_TOKENS or model.num_shared_experts):
+        problem = (
+            f"precision.exact: with engine.tensor = {engine.tensor}, vLLM adds experts of this model in two stages"
+        )
+        return _wrong(cfg, "engine.data", problem, "Set 1, or --precision.exact False", (1,))
+    divided = "engine.tensor" if engine.tensor > 1 else "engine.data"
+    if engine_parts(cfg):
+        return _untested(cfg, divided, ORDERED_SUM_PATCHES, "Set 1, or --precision.exact False")
     return None
 
+
+# Families whose ranks of one tensor-parallel group divide the tokens of an expert layer, if engine.data is above 1 too.
+_DIVIDES_TOKENS = ("qwen3_moe",)
 
 # (field, values, why others are not exact)
 _EXACT: tuple[tuple[str, tuple, str], ...] = (

@@ -18,8 +18,14 @@ from megatron_fp8rl.config import EngineConfig, ModelConfig, PrecisionConfig, Ru
 from megatron_fp8rl.names.registry import FAMILIES, hf_tensors
 from megatron_fp8rl.precision.formats import engine_format
 from megatron_fp8rl.precision.kernel_choice import EngineKernels, KernelChoice
+from megatron_fp8rl.precision.kernel_support import engine_parts
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.rollout.vllm_plugin.plugin import FORMAT_VARIABLE, KEPT_VARIABLE, WEIGHT_TRANSFER_BACKEND
+from megatron_fp8rl.rollout.vllm_plugin.plugin import (
+    FORMAT_VARIABLE,
+    KEPT_VARIABLE,
+    PARTS_VARIABLE,
+    WEIGHT_TRANSFER_BACKEND,
+)
 
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
 _CPU_KV_LIMIT_BYTES = 4 << 30
@@ -161,6 +167,8 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
     }
     if cfg.sampling.truncates:
         environment[KEPT_VARIABLE] = "1"
+    if kernels.exact == "on" and (num_parts := engine_parts(cfg)):
+        environment[PARTS_VARIABLE] = str(num_parts)
     if not cpu:
         environment |= {
             # Without DeepGEMM, vLLM ignores the switch above; Triton's experts read it too.

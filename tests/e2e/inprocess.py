@@ -159,10 +159,9 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
 
     plugin.register()
     arguments = engine_arguments(cfg, folder, choose(cfg, Hardware("cpu")))
-    shared = tuple(
-        "hf-overrides worker-extension-cls weight-transfer-config dtype max-model-len kv-cache-dtype".split()
-    )
-    options = {key.replace("-", "_"): arguments[key] for key in shared}
+    shared = "hf-overrides worker-extension-cls weight-transfer-config dtype max-model-len kv-cache-dtype".split()
+    shared += "tensor-parallel-size distributed-executor-backend enable-expert-parallel".split()
+    options = {key.replace("-", "_"): arguments[key] for key in shared if key in arguments}
     return LLM(
         model=str(folder),
         load_format=load_format,

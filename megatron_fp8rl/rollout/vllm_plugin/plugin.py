@@ -16,6 +16,8 @@ from megatron_fp8rl.precision.formats import FORMATS
 FORMAT_VARIABLE = "MEGATRON_FP8RL_FORMAT"  # passes the name of the format to the engine's processes
 KEPT_VARIABLE = "MEGATRON_FP8RL_KEPT_ENTRIES"  # 1: return the vocabulary entries from which each token was sampled
 
+PARTS_VARIABLE = "MEGATRON_FP8RL_ROW_PARTS"  # number of partial sums that row-parallel linears add in order
+
 WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every weight_sync.transport, which the first request names
 
 _registered = False
@@ -48,6 +50,7 @@ def register() -> None:
 
         cpu_layers.register(fmt)
         cpu_experts.exchange_tokens_on_cpu()
+        _add_in_rank_order()
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -62,3 +65,11 @@ def register() -> None:
         patches.make_logprobs_order_independent()
         if os.environ.get("VLLM_MOE_USE_DEEP_GEMM") == "1":
             patches.accept_deep_gemm_experts()
+    _add_in_rank_order()
+
+
+def _add_in_rank_order() -> None:
+    if num_parts := int(os.environ.get(PARTS_VARIABLE, "0")):
+        from megatron_fp8rl.rollout.vllm_plugin.patches_sums import add_in_rank_order
+
+        add_in_rank_order(num_parts)

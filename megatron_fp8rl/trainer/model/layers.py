@@ -30,6 +30,7 @@ from megatron_fp8rl.kernels.combine import weighted_in_combine
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.formats import BF16, QuantFormat
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
+from megatron_fp8rl.precision.kernel_support import row_parts
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.recipes import AMAX_HISTORY_LEN, Blockwise, Recipe, make_recipe
 from megatron_fp8rl.trainer.compat.megatron import has_forward_hooks
@@ -132,6 +133,8 @@ class LayerFactory:
         is_ours = choice.engine.attention == "FP8_CACHE"
         self._engine_attention = attention_te.by_cache_attention if is_ours else attention_te.by_flash_attention
         self._table = LayerTable.build(model, precision)
+        num_parts = row_parts(precision, engine, parallel.config) // parallel.tp_size
+        self._row_linear = partial(RowLinear, num_parts=num_parts)
         self._recipe = make_recipe(precision)
         norm = _norm(self._kernels.norms)
         self.norm = partial(RMSNorm, compute=norm)
@@ -188,7 +191,7 @@ class LayerFactory:
             rounds_queries=self._rounds_queries,
             has_fallback=self._kernels.attention != "engine",
         )
-        out = partial(RowLinear, spec=linear("linear_proj"))
+        out = partial(self._row_linear, spec=linear("linear_proj"))
         if kind.mixer == "mla":
             core = ModuleSpec(PackedAttention, params=settings)
             submodules = LatentSubmodules(core_attention=core, linear_proj=out)
@@ -209,7 +212,7 @@ class LayerFactory:
     def _dense(self, layer: int, name: str) -> MLPSubmodules:
         return MLPSubmodules(
             linear_fc1=partial(ColumnLinear, spec=self.linear(layer, f"{name}.linear_fc1")),
-            linear_fc2=partial(RowLinear, spec=self.linear(layer, f"{name}.linear_fc2")),
+            linear_fc2=partial(self._row_linear, spec=self.linear(layer, f"{name}.linear_fc2")),
         )
 
     def _feed_forward(self, layer: int) -> Any:
@@ -228,7 +231,8 @@ class LayerFactory:
         shared = None
         if model.num_shared_experts:
             shared = partial(SharedExpertMLP, submodules=self._dense(layer, "mlp.shared_experts"))
-        parts = 2 if self._engine.expert == 2 else 1  # the order in which more ranks add is not known
+        # The order in which more than two ranks of an engine add is known only if both ends follow it.
+        parts = self._engine.expert if self._engine.expert == 2 or self._precision.exact else 1
         return partial(
             ExpertLayer,
             submodules=MoESubmodules(experts=self._experts(layer), shared_experts=shared, router=router),

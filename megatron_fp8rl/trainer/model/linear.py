@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
@@ -22,6 +23,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megatron_fp8rl.kernels import float64
+from megatron_fp8rl.kernels.ordered_sum import add_in_order
 from megatron_fp8rl.precision.recipes import AmaxHistory, Recipe, quantized_linear
 from megatron_fp8rl.trainer.compat.megatron import ColumnLinearBase, RowLinearBase
 from megatron_fp8rl.trainer.model import linear_deep_gemm
@@ -125,20 +127,60 @@ class ColumnLinear(QuantizableLinear, ColumnLinearBase):
 
 
 class RowLinear(QuantizableLinear, RowLinearBase):
-    """Input features sharded over tensor-parallel ranks; the caller reduces the partial sums."""
+    """Input features sharded over tensor-parallel ranks.
 
-    def __init__(self, *args: Any, spec: LinearSpec = LinearSpec(), **kwargs: Any):
+    ``num_parts``: this rank's partial products, if those of all ranks are added in order; 0: Megatron-Core's
+    collectives add one per rank.
+    """
+
+    def __init__(self, *args: Any, spec: LinearSpec = LinearSpec(), num_parts: int = 0, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.multiply_by(spec)
+        self.num_parts = num_parts
+        if num_parts:  # Megatron-Core leaves the reduction to the caller
+            self.explicit_expert_comm = self.skip_bias_add = True
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Collective over tensor-parallel ranks: x [s, b, K of this rank] -> ([s, b, N], None), reduced."""
+        if self.num_parts < 2:
+            y, bias = super().forward(x)
+            return self.reduced(y) if self.num_parts else y, bias
+        pairs = zip(x.chunk(self.num_parts, -1), self.weight.chunk(self.num_parts, 1), strict=True)
+        return self.reduced(*(quantized(self, *pair) for pair in pairs)), None
 
     def multiplied(self, x: Tensor, weight: Tensor) -> Tensor | None:
         return None if self.gemm is None else quantized(self, x, weight)
 
-    def reduced(self, y: Tensor) -> Tensor:
-        """Collective over tensor-parallel ranks: all-reduce or, under sequence parallelism, reduce-scatter ``y``."""
+    def reduced(self, y: Tensor, *others: Tensor) -> Tensor:
+        """Collective over tensor-parallel ranks: the sum of all parts or, under sequence parallelism, of this rank's
+        tokens."""
+        if self.num_parts:
+            return _SumInOrder.apply(self.tp_group if self.sequence_parallel else None, y, *others)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(y, group=self.tp_group)
+
+
+class _SumInOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup | None, *parts: Tensor) -> Tensor:
+        """Parts [s, b, N] of this rank, for all tokens -> [s / ranks, b, N], the sum of all ranks' parts in order."""
+        ctx.group = group
+        stacked = torch.stack(parts)
+        if group is not None:
+            sent = stacked.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+            stacked = torch.empty_like(sent)
+            dist.all_to_all_single(stacked, sent, group=group)
+            stacked = stacked.flatten(0, 1)
+        return add_in_order(stacked)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.group is not None:
+            mine = grad.contiguous()
+            grad = mine.new_empty(len(mine) * ctx.group.size(), *mine.shape[1:])
+            dist.all_gather_into_tensor(grad, mine, group=ctx.group)
+        return None, *[grad] * (len(ctx.needs_input_grad) - 1)
 
 
 def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:

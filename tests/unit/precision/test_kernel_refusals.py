@@ -204,8 +204,8 @@ def test_exact_selects_the_kernels_that_both_ends_share():
         ("sampling.top_p", 0.9, True),
         ("sampling.top_k", 5, True),
         ("sampling.min_p", 0.1, True),
-        ("engine.tensor", 2, False),
-        ("parallel.tensor", 2, False),
+        ("engine.tensor", 2, False),  # engine.expert is 1
+        ("parallel.tensor", 2, True),
         ("parallel.expert_tensor", 2, False),
         ("precision.trainer", "bf16", False),
         ("sampling.temperature", 0.7, True),
@@ -251,24 +251,31 @@ DENSE = replace(
 
 
 SHARED = replace(EXACT, model=replace(EXACT.model, num_shared_experts=1))
+WIDE = replace(DENSE, model=replace(DENSE.model, num_attention_heads=8, ffn_hidden_size=1024))
+OTHER = replace(EXACT, model=replace(EXACT.model, family="mixtral", qk_norm=False))
 
 
 @pytest.mark.parametrize(
-    "cfg, data, tensor, expert, trainer, refused",
+    "cfg, data, tensor, expert, trainer, on_cpu, on_gpu",
     [
-        (DENSE, 1, 2, 1, 2, ""),
-        (EXACT, 1, 2, 2, 2, ""),
-        (EXACT, 2, 1, 2, 1, ""),
-        (EXACT, 1, 2, 2, 1, "parallel.tensor"),  # the trainer would round once
-        (EXACT, 2, 1, 2, 2, "parallel.tensor"),
-        (EXACT, 1, 2, 1, 2, "engine.expert"),
-        (DENSE, 1, 4, 1, 4, "engine.tensor"),
-        (EXACT, 4, 1, 4, 1, "engine.data"),
-        (SHARED, 1, 2, 2, 2, "engine.tensor"),
-        (SHARED, 2, 1, 2, 1, "engine.data"),
+        (DENSE, 1, 2, 1, 2, "", ""),
+        (EXACT, 1, 2, 2, 2, "", ""),
+        (EXACT, 2, 1, 2, 1, "", ""),
+        (EXACT, 1, 2, 2, 1, "", "parallel.tensor"),  # a trainer's rank would divide its product
+        (EXACT, 2, 1, 2, 2, "", "parallel.tensor"),
+        (EXACT, 1, 2, 1, 2, "engine.expert", "engine.expert"),
+        (DENSE, 1, 4, 1, 4, "", ""),
+        (WIDE, 1, 8, 1, 8, "", ""),
+        (DENSE, 1, 4, 1, 3, "parallel.tensor", "parallel.tensor"),
+        (EXACT, 4, 1, 4, 1, "", ""),
+        (EXACT, 2, 2, 4, 2, "", ""),
+        (OTHER, 2, 2, 4, 2, "engine.data", "engine.data"),
+        (SHARED, 1, 2, 2, 2, "", ""),
+        (SHARED, 4, 1, 4, 1, "", ""),
+        (SHARED, 2, 2, 4, 2, "engine.data", "engine.data"),
     ],
 )
-def test_exact_accepts_sums_of_two_ranks_that_the_trainer_has_too(cfg, data, tensor, expert, trainer, refused):
+def test_exact_accepts_sums_that_both_ends_add_in_one_order(cfg, data, tensor, expert, trainer, on_cpu, on_gpu):
     from megatron_fp8rl.precision.kernel_choice import refusals
 
     cfg = replace(
@@ -276,7 +283,7 @@ def test_exact_accepts_sums_of_two_ranks_that_the_trainer_has_too(cfg, data, ten
         engine=replace(cfg.engine, data=data, tensor=tensor, expert=expert),
         parallel=replace(cfg.parallel, world_size=trainer, tensor=trainer),
     )
-    for hardware in (Hardware("cpu"), Hardware("hopper")):
+    for hardware, refused in ((Hardware("cpu"), on_cpu), (Hardware("hopper"), on_gpu)):
         assert [v.field for v in refusals(cfg, hardware)] == ([f"--{refused}"] if refused else []), hardware
 
 
@@ -331,6 +338,26 @@ def test_an_fp8_cache_is_proposed_where_it_would_be_exact_and_faster():
     assert "kv_cache" not in KernelChoice.of(dense, Hardware("cpu")).exact_text()
     fp8 = findings.apply(dense, [("engine.kv_cache_dtype", "fp8")])
     assert KernelChoice.of(fp8, Hardware("hopper")).exact_text().startswith("on: trainer and engine")
+
+
+def test_an_engines_parts_are_those_of_the_finer_end(monkeypatch):
+    from megatron_fp8rl.precision.kernel_choice import refusals
+    from megatron_fp8rl.precision.kernel_support import engine_parts
+
+    def parts(cfg: RunConfig, trainer: int, **engine: int) -> int:
+        parallel = replace(cfg.parallel, world_size=trainer, tensor=trainer)
+        return engine_parts(replace(cfg, parallel=parallel, engine=replace(cfg.engine, **engine)))
+
+    assert parts(DENSE, 2, tensor=2) == parts(EXACT, 1, data=2, expert=2) == 0, "the sums of two ranks"
+    assert parts(DENSE, 1, tensor=4) == parts(DENSE, 4, tensor=2) == parts(DENSE, 4, tensor=4) == 4
+    assert parts(EXACT, 1, data=4, expert=4) == 1 and parts(SHARED, 2, tensor=2, expert=2) == 2
+
+    divided = findings.apply(DENSE, [("engine.tensor", 4), ("precision.kernels.linears", "deep_gemm")])
+    (violation,) = refusals(divided, Hardware("cpu"))
+    assert violation.field == "--precision.kernels.linears" and "parallel.tensor 4" in violation.remedy
+    monkeypatch.setenv("MEGATRON_FP8RL_SKIP_PATCHES", "add_in_rank_order")
+    (violation,) = refusals(findings.apply(DENSE, [("engine.tensor", 4)]), Hardware("cpu"))
+    assert violation.field == "--engine.tensor" and "add_in_rank_order" in violation.problem
 
 
 def _tiny(**precision) -> RunConfig:
