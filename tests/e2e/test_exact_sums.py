@@ -41,12 +41,11 @@ def sample(cfg: RunConfig, folder: Path) -> list[tuple[list[int], torch.Tensor]]
 @pytest.mark.parametrize(
     ("model", "engine", "trainers"),
     [
-        (DENSE, EngineConfig(tensor=4), (1, 2, 4)),
         (MOE, EngineConfig(tensor=4, expert=4), (1, 2, 4)),
         pytest.param(DENSE, EngineConfig(tensor=8), (1, 8), marks=pytest.mark.slow),
         pytest.param(MOE, EngineConfig(tensor=2, expert=2), (1, 4), marks=pytest.mark.slow),
     ],
-    ids=["tp4", "tp4_ep4", "tp8", "finer_trainer"],
+    ids=["tp4_ep4", "tp8", "finer_trainer"],
 )
 def test_engines_of_several_ranks_and_trainers_of_any_degree_agree(model, engine, trainers, tmp_path):
     base = RunConfig(name="sums", model=model, engine=engine, precision=PrecisionConfig(exact=True))

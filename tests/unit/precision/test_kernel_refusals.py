@@ -251,7 +251,7 @@ DENSE = replace(
 
 
 SHARED = replace(EXACT, model=replace(EXACT.model, num_shared_experts=1))
-WIDE = replace(DENSE, model=replace(DENSE.model, num_attention_heads=8, ffn_hidden_size=1024))
+WIDE = replace(DENSE, model=replace(DENSE.model, num_attention_heads=8, num_key_value_heads=8, ffn_hidden_size=1024))
 OTHER = replace(EXACT, model=replace(EXACT.model, family="mixtral", qk_norm=False))
 
 
