@@ -28,6 +28,7 @@ from megatron_fp8rl.precision.recipes import AmaxHistory, Recipe, quantized_line
 from megatron_fp8rl.trainer.compat.megatron import ColumnLinearBase, RowLinearBase
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
+from megatron_fp8rl.upstream import patches
 
 Norm = Callable[[Tensor, Tensor, float], Tensor | tuple[Tensor, Tensor]]
 
@@ -126,6 +127,11 @@ class ColumnLinear(QuantizableLinear, ColumnLinearBase):
         return copy_to_tensor_model_parallel_region(x, group=self.tp_group) if self.allreduce_dgrad else x
 
 
+@patches(
+    "megatron-core",
+    why="overrides forward: partial products are added in one order at both ends (explicit_expert_comm leaves them apart)",
+    remove_when="RowParallelLinear takes its reduction as an argument",
+)
 class RowLinear(QuantizableLinear, RowLinearBase):
     """Input features sharded over tensor-parallel ranks.
 
