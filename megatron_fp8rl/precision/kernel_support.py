@@ -156,21 +156,19 @@ def may_gather(parallel: ParallelConfig, precision: PrecisionConfig) -> bool:
     return parallel.dispatch in ("auto", "gather") and parallel.expert_tensor == 1 and precision.exact is not True
 
 
-def row_parts(precision: PrecisionConfig, engine: EngineConfig, parallel: ParallelConfig) -> int:
-    """The partial products of a row-parallel linear that both ends round and add in order: the finer end's degree.
+def row_parts(engine: EngineConfig, parallel: ParallelConfig) -> int:
+    """The partial products of a row-parallel linear that exact ends round and add in order: the finer end's degree.
 
-    0: sums of each end's own collectives, because ``precision.exact`` is off or two ranks at most add them alike.
+    0: the sums of each end's own collectives, which are equal, because both have the same two ranks at most.
     """
-    if not precision.exact or (engine.ranks <= 2 and parallel.tensor == engine.tensor):
-        return 0
-    return max(parallel.tensor, engine.tensor)
+    alike = engine.ranks <= 2 and parallel.tensor == engine.tensor
+    return 0 if alike else max(parallel.tensor, engine.tensor)
 
 
 def engine_parts(cfg: RunConfig) -> int:
     """:func:`row_parts` of an engine. With shared experts two ranks need it, too: vLLM adds them before it rounds."""
-    num_parts = row_parts(cfg.precision, cfg.engine, cfg.parallel)
-    adds_shared = cfg.precision.exact and cfg.model.num_shared_experts and cfg.engine.ranks > 1
-    return num_parts or (cfg.engine.tensor if adds_shared else 0)
+    adds_shared = cfg.model.num_shared_experts and cfg.engine.ranks > 1
+    return row_parts(cfg.engine, cfg.parallel) or (cfg.engine.tensor if adds_shared else 0)
 
 
 def gather(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -255,9 +253,17 @@ def invariant_nccl(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """The first field that forbids ``precision.exact``, whatever its value; None if it can be on."""
+    """The first field that forbids ``precision.exact``, whatever its value; None if it can be on.
+
+    On GPUs ``auto`` does not turn on sums over more than two ranks, which are not measured there yet; True does.
+    """
     exact = replace(cfg, precision=replace(cfg.precision, exact=True))
-    return next(iter(inexact(exact, hardware)), None) or invariant_nccl(cfg, hardware)
+    if wrong := next(iter(inexact(exact, hardware)), None) or invariant_nccl(cfg, hardware):
+        return wrong
+    if not hardware.is_gpu or not engine_parts(cfg):
+        return None
+    problem = "ordered sums of its ranks are not measured on GPUs yet"
+    return _wrong(cfg, _divided(cfg), problem, "Set --precision.exact True to use them")
 
 
 def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -360,10 +366,13 @@ def _exact_sums(cfg: RunConfig, hardware: Hardware) -> Violation | None:
             f"precision.exact: with engine.tensor = {engine.tensor}, vLLM adds experts of this model in two stages"
         )
         return _wrong(cfg, "engine.data", problem, "Set 1, or --precision.exact False", (1,))
-    divided = "engine.tensor" if engine.tensor > 1 else "engine.data"
     if engine_parts(cfg):
-        return _untested(cfg, divided, ["add_in_rank_order"], "Set 1, or --precision.exact False")
+        return _untested(cfg, _divided(cfg), ["add_in_rank_order"], "Set 1, or --precision.exact False")
     return None
+
+
+def _divided(cfg: RunConfig) -> str:
+    return "engine.tensor" if cfg.engine.tensor > 1 else "engine.data"
 
 
 # Families whose ranks of one tensor-parallel group divide the tokens of an expert layer, if engine.data is above 1 too.

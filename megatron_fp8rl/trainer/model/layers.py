@@ -133,8 +133,9 @@ class LayerFactory:
         is_ours = choice.engine.attention == "FP8_CACHE"
         self._engine_attention = attention_te.by_cache_attention if is_ours else attention_te.by_flash_attention
         self._table = LayerTable.build(model, precision)
-        num_parts = row_parts(precision, engine, parallel.config) // parallel.tp_size
-        self._row_linear = partial(RowLinear, num_parts=num_parts)
+        self._is_exact = choice.exact == "on"
+        num_parts = row_parts(engine, parallel.config) // parallel.tp_size
+        self._row_linear = partial(RowLinear, num_parts=num_parts if self._is_exact else 0)
         self._recipe = make_recipe(precision)
         norm = _norm(self._kernels.norms)
         self.norm = partial(RMSNorm, compute=norm)
@@ -232,7 +233,7 @@ class LayerFactory:
         if model.num_shared_experts:
             shared = partial(SharedExpertMLP, submodules=self._dense(layer, "mlp.shared_experts"))
         # The order in which more than two ranks of an engine add is known only if both ends follow it.
-        parts = self._engine.expert if self._engine.expert == 2 or self._precision.exact else 1
+        parts = self._engine.expert if self._engine.expert == 2 or self._is_exact else 1
         return partial(
             ExpertLayer,
             submodules=MoESubmodules(experts=self._experts(layer), shared_experts=shared, router=router),

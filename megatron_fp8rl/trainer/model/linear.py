@@ -129,7 +129,7 @@ class ColumnLinear(QuantizableLinear, ColumnLinearBase):
 
 @patches(
     "megatron-core",
-    why="overrides forward: partial products are added in one order at both ends (explicit_expert_comm leaves them apart)",
+    why="overrides forward: partial products are added in one order at both ends, not by Megatron-Core's collectives",
     remove_when="RowParallelLinear takes its reduction as an argument",
 )
 class RowLinear(QuantizableLinear, RowLinearBase):

@@ -341,7 +341,7 @@ def test_an_fp8_cache_is_proposed_where_it_would_be_exact_and_faster():
 
 
 def test_an_engines_parts_are_those_of_the_finer_end(monkeypatch):
-    from megatron_fp8rl.precision.kernel_choice import refusals
+    from megatron_fp8rl.precision.kernel_choice import KernelChoice, refusals
     from megatron_fp8rl.precision.kernel_support import engine_parts
 
     def parts(cfg: RunConfig, trainer: int, **engine: int) -> int:
@@ -355,6 +355,11 @@ def test_an_engines_parts_are_those_of_the_finer_end(monkeypatch):
     divided = findings.apply(DENSE, [("engine.tensor", 4), ("precision.kernels.linears", "deep_gemm")])
     (violation,) = refusals(divided, Hardware("cpu"))
     assert violation.field == "--precision.kernels.linears" and "parallel.tensor 4" in violation.remedy
+    asked = findings.apply(DENSE, [("engine.tensor", 4), ("parallel.world_size", 4), ("parallel.tensor", 4)])
+    auto = replace(asked, precision=PrecisionConfig())
+    for hardware, is_on in ((Hardware("cpu"), "on"), (Hardware("hopper"), "off")):
+        assert KernelChoice.of(asked, hardware).exact == "on" and KernelChoice.of(auto, hardware).exact == is_on
+    assert "engine.tensor = 4" in KernelChoice.of(auto, Hardware("hopper")).exact_text()
     monkeypatch.setenv("MEGATRON_FP8RL_SKIP_PATCHES", "add_in_rank_order")
     (violation,) = refusals(findings.apply(DENSE, [("engine.tensor", 4)]), Hardware("cpu"))
     assert violation.field == "--engine.tensor" and "add_in_rank_order" in violation.problem
