@@ -123,7 +123,9 @@ def _option_args(options: object) -> tuple[str, ...]:
     """Options of a command as arguments, defaults included, with an absolute checkpoint path."""
     args: list[str] = []
     if isinstance(options, evaluate.EvalOptions) and options.checkpoint:
-        options = dataclasses.replace(options, checkpoint=str(Path(options.checkpoint).absolute()))
+        options = dataclasses.replace(
+            options, checkpoint=tuple(str(Path(path).absolute()) for path in options.checkpoint)
+        )
     for field in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
         value = getattr(options, field.name)
         if value is None or value is False or value in ("", ()):

@@ -1,9 +1,10 @@
-"""Evaluate a checkpoint: accuracy and pass@k on held-out problems.
+"""Evaluate checkpoints: accuracy and pass@k on held-out problems.
 
-    python -m megatron_fp8rl eval CONFIG --checkpoint PATH --num_problems 200 --num_completions 8 --ks 1 4 8
+    python -m megatron_fp8rl eval CONFIG --checkpoint PATH [PATH ...] --num_problems 200 --num_completions 8 --ks 1 4 8
 
-In: a configuration and a checkpoint of its model: a Hugging Face folder, a folder converted by checkpoint_tools, a
-checkpoint of a run, or a run's folder. Out, under ``<run>/evaluations/<checkpoint>``:
+In: a configuration and checkpoints of its model: Hugging Face folders, folders converted by checkpoint_tools,
+checkpoints of a run, or run folders. The same engines evaluate all on the same problems and compare them with the
+first, problem by problem. Out, under ``<run>/evaluations/<checkpoint>``:
 
     eval.json        accuracy and pass@k with intervals, by environment and over all problems
     problems.jsonl   every problem with its completions and rewards
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 EVALUATIONS, RESULT, PROBLEMS = "evaluations", "eval.json", "problems.jsonl"
 _CHECKPOINTS, _FINAL_HF, _MODEL_DIR = "checkpoints", "hf", "model"  # within a run's folder
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_tokens")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _ROUNDS_IN_FLIGHT = 4  # requests in flight, as a multiple of the engines' concurrent sequences
 
 
@@ -56,9 +58,8 @@ _ROUNDS_IN_FLIGHT = 4  # requests in flight, as a multiple of the engines' concu
 class EvalOptions:
     """Options of the eval command."""
 
-    checkpoint: str = (
-        ""  # folder with weights, FILE.gguf, or a run's folder: its newest checkpoint, or hf/ if it has none
-    )
+    # Folders with weights, FILE.gguf, or run folders: the newest checkpoint of each, or hf/ if it has none.
+    checkpoint: tuple[str, ...] = ()
     num_problems: int | None = None  # held-out problems; None: observe.eval_prompts
     num_completions: int = 8  # completions sampled per problem
     ks: tuple[int, ...] = ()  # values of k for pass@k; empty: 1, 2, 4, ... up to num_completions
@@ -68,20 +69,25 @@ class EvalOptions:
 class Evaluation:
     """A validated evaluation, built by :func:`plan`."""
 
-    cfg: RunConfig  # model.hf_path names the weights
-    checkpoint: Path
-    model_dir: Path | None  # folder with the checkpoint's config.json and tokenizer; None: from the configuration
-    folder: Path
+    cfg: RunConfig
+    checkpoints: tuple[Path, ...]
+    model_dir: Path | None  # folder with the first one's config.json and tokenizer; None: from the configuration
     num_problems: int
     num_completions: int
     ks: tuple[int, ...]
+
+    def config_of(self, checkpoint: Path) -> RunConfig:
+        return replace(self.cfg, model=replace(self.cfg.model, hf_path=str(checkpoint)))
+
+    def folder_of(self, checkpoint: Path) -> Path:
+        return Path(self.cfg.run_dir) / EVALUATIONS / label(checkpoint, Path(self.cfg.run_dir))
 
 
 def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
     """Validate the options; only reads the file system. Raises ConfigError with all mistakes in the options."""
     from megatron_fp8rl.algo.pass_at_k import powers_of_two
 
-    checkpoint, violations = _find(options.checkpoint)
+    checkpoints, violations = _find_all(options.checkpoint)
 
     def refuse(option: str, value: Any, problem: str, remedy: str) -> None:
         violations.append(Violation(f"--{option}", value, problem, remedy))
@@ -96,23 +102,25 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
         refuse("ks", options.ks, problem, f"Choose k from 1 to {options.num_completions}, or raise --num_completions")
     if cfg.sampling.replay is not None:
         refuse("sampling.replay", cfg.sampling.replay, "an evaluation samples by itself", "Leave it out")
-    model_dir = None
-    if checkpoint is not None:
+    model_dirs = []
+    for checkpoint in checkpoints:
         model_dir, errors = _model_dir(cfg.model, cfg.data, checkpoint)
         violations += errors
-    if checkpoint is None or violations:
+        model_dirs.append(model_dir)
+        if (file := _other_tokenizer(model_dirs[0], model_dir)) is not None:
+            refuse("checkpoint", checkpoint, f"{file} differs from that of {checkpoints[0]}", "Evaluate it by itself")
+    if violations:
         raise ConfigError(violations)
     return Evaluation(
         cfg=replace(
             cfg,
-            model=replace(cfg.model, hf_path=str(checkpoint)),
+            model=replace(cfg.model, hf_path=str(checkpoints[0])),
             engine=replace(cfg.engine, record_routed_experts=False),
             weight_sync=replace(cfg.weight_sync, verify_every=1),
             algo=replace(cfg.algo, router_replay="off"),
         ),
-        checkpoint=checkpoint,
-        model_dir=model_dir,
-        folder=Path(cfg.run_dir) / EVALUATIONS / label(checkpoint, Path(cfg.run_dir)),
+        checkpoints=checkpoints,
+        model_dir=model_dirs[0],
         num_problems=num_problems,
         num_completions=options.num_completions,
         ks=tuple(sorted(set(options.ks))) or powers_of_two(options.num_completions),
@@ -120,17 +128,17 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
 
 
 def check(evaluation: Evaluation) -> None:
-    """Compare the checkpoint with the model of the configuration, before anything starts.
+    """Compare the checkpoints with the model of the configuration, before anything starts.
 
     Raises ConfigError with the first differences of config.json, or missing, damaged and unexpected tensors.
     """
-    config, model = evaluation.checkpoint / "config.json", evaluation.cfg.model
-    if config.is_file() and (problem := differences(config, model)):
-        remedy = "Name the configuration of its run"
-        raise ConfigError([Violation("--checkpoint", model.hf_path, f"is of another model: {problem}", remedy)])
-    ignored = check_folder(model, evaluation.model_dir, field="--checkpoint")
-    if ignored:
-        _say(evaluation.cfg.observe, ignored)
+    for checkpoint in evaluation.checkpoints:
+        config, model = checkpoint / "config.json", evaluation.config_of(checkpoint).model
+        if config.is_file() and (problem := differences(config, model)):
+            remedy = "Name the configuration of its run"
+            raise ConfigError([Violation("--checkpoint", model.hf_path, f"is of another model: {problem}", remedy)])
+        if ignored := check_folder(model, evaluation.model_dir, field="--checkpoint"):
+            _say(evaluation.cfg.observe, ignored)
 
 
 def label(checkpoint: Path, run_dir: Path) -> str:
@@ -170,35 +178,44 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
             if model_dir is None:
                 model_dir = write_model_dir(replace(cfg, model=replace(cfg.model, hf_path=None)))
             # Endpoint files of engines on other nodes are in the run's folder; local engines get a separate folder.
-            engine_dir = cfg.run_dir if cfg.engine.placement == "remote" else evaluation.folder
+            local = evaluation.folder_of(evaluation.checkpoints[0])
+            engine_dir = cfg.run_dir if cfg.engine.placement == "remote" else local
             fleet = stack.enter_context(Fleet.start(cfg, model_dir, engine_dir, wait=False))
             scorers = stack.enter_context(ScorePool.build(cfg.scoring, cfg.data.environments))
-            wait_and_sleep(cfg.engine, fleet, stop.is_asked)
-        stop.at_start(parallel)
         model_dir = parallel.broadcast_object(model_dir)
         stream = PromptStream(cfg, load_tokenizer(str(model_dir)))
         prompts = stream.eval_prompts(evaluation.num_problems)
         if not prompts:
             raise ValueError("no source has held-out problems; name rows by --data.environments.0.eval")
-        published, republish = _publish(cfg, parallel, fleet, prompts, stack, stop)
-        ready_s = time.monotonic()
-        source = stream if parallel.rank == 0 else None
-        rollouts = stack.enter_context(RolloutStream(cfg, fleet, source, scorers, parallel))
-        rollouts.republish = republish
-        groups: list[RolloutGroup] = []
-        for part in _rounds(cfg.engine, prompts, evaluation.num_completions):
-            stop.at_boundary(parallel, 0)
-            groups += rollouts.sample(part, num_completions=evaluation.num_completions)
-            if parallel.rank == 0:
-                _say(cfg.observe, f"{len(groups)} of {len(prompts)} problems, {time.monotonic() - ready_s:.0f} s")
-        rollouts.require_scores()
-        if parallel.rank == 0:
-            seconds = {"start": ready_s - started_s, "sample": time.monotonic() - ready_s}
-            _finish(evaluation, groups, published, seconds)
+        first: Mapping[str, float] = {}
+        for number, checkpoint in enumerate(evaluation.checkpoints):
+            with ExitStack() as weights:
+                if fleet is not None:
+                    wait_and_sleep(cfg.engine, fleet, stop.is_asked)
+                stop.at_start(parallel)
+                of_checkpoint = evaluation.config_of(checkpoint)
+                published, republish = _publish(of_checkpoint, number, parallel, fleet, prompts, weights, stop)
+                ready_s = time.monotonic()
+                source = stream if parallel.rank == 0 else None
+                rollouts = weights.enter_context(RolloutStream(cfg, fleet, source, scorers, parallel))
+                rollouts.version, rollouts.republish = number, republish
+                groups: list[RolloutGroup] = []
+                for part in _rounds(cfg.engine, prompts, evaluation.num_completions):
+                    stop.at_boundary(parallel, 0)
+                    groups += rollouts.sample(part, num_completions=evaluation.num_completions)
+                    if parallel.rank == 0:
+                        seconds_so_far = f"{time.monotonic() - ready_s:.0f} s"
+                        _say(cfg.observe, f"{len(groups)} of {len(prompts)} problems, {seconds_so_far}")
+                rollouts.require_scores()
+                if parallel.rank == 0:
+                    seconds = {"start": ready_s - started_s, "sample": time.monotonic() - ready_s}
+                    rates = _finish(evaluation, checkpoint, groups, published, seconds, first)
+                    first, started_s = first or rates, time.monotonic()
 
 
 def _publish(
     cfg: RunConfig,
+    version: int,
     parallel: Parallel,
     fleet: Fleet | None,
     prompts: Sequence[Prompt],
@@ -226,9 +243,9 @@ def _publish(
         fleet.wake("weights")
     if not cfg.engine.sleep_level:
         stack.callback(exporter.close)
-        return exporter.publish(0, scales), lambda: exporter.publish(0, scales)  # noqa: F821  the `del` is on another path
+        return exporter.publish(version, scales), lambda: exporter.publish(version, scales)  # noqa: F821  the `del` is on another path
     try:
-        published = exporter.publish(0, scales)
+        published = exporter.publish(version, scales)
     finally:
         exporter.close()
     del exporter, policy
@@ -306,27 +323,41 @@ def table(summary: Mapping[str, Any]) -> str:
 
 
 def _finish(
-    evaluation: Evaluation, groups: Sequence[RolloutGroup], published: PublishReport, seconds: Mapping[str, float]
-) -> None:
-    """Write the result and the problems; print the table."""
+    evaluation: Evaluation,
+    checkpoint: Path,
+    groups: Sequence[RolloutGroup],
+    published: PublishReport,
+    seconds: Mapping[str, float],
+    first: Mapping[str, float],
+) -> dict[str, float]:
+    """Write the result and the problems, and print the table. Returns the pass rate of each problem by its id, or
+    nothing where passing has no meaning; ``first`` has those of the first checkpoint."""
+    from megatron_fp8rl.algo.pass_at_k import difference
+    from megatron_fp8rl.observe.display import interval_text
     from megatron_fp8rl.observe.records import write_json, write_text
+    from megatron_fp8rl.report.run_data import pass_rates
 
-    cfg, folder = evaluation.cfg, evaluation.folder
+    cfg, folder, problems = evaluation.cfg, evaluation.folder_of(checkpoint), [_problem(group) for group in groups]
+    rates = pass_rates(problems)
+    change = (
+        difference([list(first.values())], [list(rates.values())]) if first and first.keys() == rates.keys() else None
+    )
     summary = {
         "name": folder.name,
-        "checkpoint": str(evaluation.checkpoint),
-        "step": _step_of(evaluation.checkpoint),
+        "checkpoint": str(checkpoint),
+        "step": _step_of(checkpoint),
         "precision": cfg.precision.rollout,
         "seed": cfg.seed,
         "sampling": {name: getattr(cfg.sampling, name) for name in _SAMPLING},
         "intervals": "95 %: accuracy by Wilson's score, pass@k by bootstrap over problems",
         **summarize(groups, evaluation.ks),
+        "compared_with": None if change is None else {"checkpoint": str(evaluation.checkpoints[0]), **asdict(change)},
         "weights_checksum": published.checksum,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "finished_unix_s": time.time(),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / PROBLEMS, "".join(json.dumps(_problem(group)) + "\n" for group in groups))
+    write_text(folder / PROBLEMS, "".join(json.dumps(problem) + "\n" for problem in problems))
     write_json(folder / RESULT, summary)
     if len(groups) < evaluation.num_problems:
         available = f"{len(groups)} of {evaluation.num_problems}"
@@ -334,9 +365,12 @@ def _finish(
     if failed := [rollout for group in groups for rollout in group.rollouts if rollout.status == "score_failed"]:
         which = f"{len(failed)} of {summary['overall']['num_completions']} completions"
         _say(cfg.observe, f"{which} got no score and count as wrong, the first because {failed[0].detail}")
-    print(f"\n{evaluation.checkpoint}, rollouts in {cfg.precision.rollout}, temperature {cfg.sampling.temperature:g}")
+    print(f"\n{checkpoint}, rollouts in {cfg.precision.rollout}, temperature {cfg.sampling.temperature:g}")
     print(table(summary))
+    if change is not None:
+        print(f"difference from {evaluation.checkpoints[0]}: {interval_text(asdict(change))}")
     print(folder / RESULT, flush=True)
+    return rates
 
 
 def _problem(group: RolloutGroup) -> dict[str, Any]:
@@ -362,6 +396,25 @@ def _problem(group: RolloutGroup) -> dict[str, Any]:
             for rollout in group.rollouts
         ],
     }
+
+
+def _find_all(checkpoints: Sequence[str]) -> tuple[tuple[Path, ...], list[Violation]]:
+    """(folders with weights, violations)."""
+    pairs = [_find(checkpoint) for checkpoint in checkpoints or ("",)]
+    found = tuple(path for path, _ in pairs if path is not None)
+    violations = [violation for _, errors in pairs for violation in errors]
+    if twice := sorted({str(path) for path in found if found.count(path) > 1}):
+        violations.append(Violation("--checkpoint", twice[0], "is named twice", "Name each checkpoint once"))
+    return found, violations
+
+
+def _other_tokenizer(first: Path | None, other: Path | None) -> str | None:
+    """The first file of the tokenizer that differs between two folders; problems are tokenized once for all."""
+    for name in _TOKENIZER_FILES if first and other else ():
+        files = [folder / name for folder in (first, other)]
+        if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
+            return name
+    return None
 
 
 def _find(checkpoint: str) -> tuple[Path | None, list[Violation]]:

@@ -7,6 +7,7 @@ The intervals cover the choice of problems and the sampling of completions, whic
 
     accuracy   Wilson score interval over n / (1 + (m - 1) rho) trials, with m completions per problem and their
                intraclass correlation rho (analysis-of-variance estimator)
+    difference percentile bootstrap that draws problems, the same for both sides, and the seeds of each side
     pass@k     percentile bootstrap of the mean over problems, with a fixed seed. If all problems agree on 0 or 1, the
                bootstrap is uninformative, and the Wilson interval over the problems is used instead
 """
@@ -30,7 +31,7 @@ _RESAMPLES_AT_ONCE = 500  # bounds the memory of the resampled values [resamples
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A proportion and its 95 % interval."""
+    """A proportion, or a difference of proportions, and its 95 % interval."""
 
     value: float
     low: float
@@ -106,6 +107,27 @@ def pass_at_ks(counts: Sequence[tuple[int, int]], ks: Sequence[int]) -> dict[int
         else:
             estimates[k] = Estimate(value=value, low=float(low[column]), high=float(high[column]))
     return estimates
+
+
+def difference(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Estimate:
+    """Mean of second minus first, each [seeds, problems], with the interval of the paired bootstrap. Deterministic.
+
+    Rows are runs with different seeds; columns are the same problems on both sides. Raises ValueError for other shapes.
+    """
+    sides = [np.array(side, dtype=np.float64) for side in (first, second)]
+    if any(side.ndim != 2 or not side.size for side in sides) or sides[0].shape[1] != sides[1].shape[1]:
+        raise ValueError(f"[seeds, problems] of the same problems are needed, not {[side.shape for side in sides]}")
+    rng, num_problems = np.random.default_rng(_SEED), sides[0].shape[1]
+    drawn = []
+    for _ in range(NUM_RESAMPLES // _RESAMPLES_AT_ONCE):
+        problems = rng.multinomial(num_problems, np.full(num_problems, 1 / num_problems), size=_RESAMPLES_AT_ONCE)
+        means = []
+        for side in sides:
+            seeds = rng.multinomial(len(side), np.full(len(side), 1 / len(side)), size=_RESAMPLES_AT_ONCE)
+            means.append(np.einsum("ds,dp,sp->d", seeds, problems, side, optimize=True) / (len(side) * num_problems))
+        drawn.append(means[1] - means[0])
+    low, high = np.quantile(np.concatenate(drawn), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(value=float(sides[1].mean() - sides[0].mean()), low=float(low), high=float(high))
 
 
 def powers_of_two(num_completions: int) -> tuple[int, ...]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from megatron_fp8rl.algo.pass_at_k import difference
+from megatron_fp8rl.observe.display import interval_text
 from megatron_fp8rl.observe.records import write_json, write_text
 from megatron_fp8rl.report.run_data import RunData
 from megatron_fp8rl.report.style import CYCLE, finish, moving_average, new_figure, save_png, styled
@@ -29,9 +32,14 @@ _COLUMNS = (
 )
 
 
-def compare_runs(runs: Sequence[tuple[str, int, Path | str]], out_dir: Path | str) -> Path:
+def compare_runs(
+    runs: Sequence[tuple[str, int, Path | str]], out_dir: Path | str, evaluated: Path | str | None = None
+) -> Path:
     """Write ``study.md``, ``study.png`` and ``study.json`` of (arm, seed, folder) runs; return the path of study.md.
-    Raises FileNotFoundError for a missing run."""
+
+    ``evaluated``: the folder of a run that evaluated the final weights of all of them. Raises FileNotFoundError for a
+    missing run.
+    """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     arms: Runs = {}
@@ -42,6 +50,9 @@ def compare_runs(runs: Sequence[tuple[str, int, Path | str]], out_dir: Path | st
     summary = {
         arm: {name: _over_seeds(by_seed, key, how) for name, key, how, _ in _COLUMNS} for arm, by_seed in arms.items()
     }
+    if evaluated is not None:
+        for arm, estimates in _paired(arms, RunData(Path(evaluated))).items():
+            summary[arm] |= estimates
     write_json(out_dir / "study.json", summary)
     with styled():
         save_png(_draw(arms), out_dir / "study.png")
@@ -81,6 +92,8 @@ def _markdown(arms: Runs, summary: dict) -> str:
             spread = f" ± {form.format(cell['std'])}" if cell and cell["num_seeds"] > 1 else ""
             cells.append(form.format(cell["mean"]) + spread if cell else "–")
         lines.append(f"| {arm} | {len(arms[arm])} | {' | '.join(cells)} |")
+    if any("difference" in row for row in summary.values()):
+        lines += ["", *_evaluation_table(summary)]
     failed = [
         f"- {arm}, seed {seed}: {run.failure['error']} in step {run.failure['step']}: {run.failure['message']}"
         for arm, by_seed in arms.items()
@@ -93,26 +106,64 @@ def _markdown(arms: Runs, summary: dict) -> str:
     return "\n".join(lines)
 
 
+def _paired(arms: Runs, evaluated: RunData) -> dict[str, dict[str, dict[str, float]]]:
+    """By arm: held-out accuracy of the final weights, and its difference from the first arm, question by question."""
+    rates = {arm: [evaluated.pass_rates_of(run.run_dir / "hf") for run in runs.values()] for arm, runs in arms.items()}
+    problems = sorted(set.intersection(*(set(rows) for by_seed in rates.values() for rows in by_seed)))
+    if not problems:
+        return {}
+    tables = {arm: [[rows[problem] for problem in problems] for rows in by_seed] for arm, by_seed in rates.items()}
+    first, zero = next(iter(tables.values())), [[0.0] * len(problems)]
+    return {
+        arm: {"accuracy": asdict(difference(zero, table)), "difference": asdict(difference(first, table))}
+        for arm, table in tables.items()
+    }
+
+
+def _evaluation_table(summary: dict) -> list[str]:
+    first = next(iter(summary))
+    return [
+        "Accuracy of the final weights on the same held-out problems, in BF16. 95 % intervals draw seeds and problems.",
+        "",
+        f"| arm | accuracy | difference from {first} |",
+        "|---|---|---|",
+        *(
+            f"| {arm} | {interval_text(row['accuracy'])} | {'' if arm == first else interval_text(row['difference'])} |"
+            for arm, row in summary.items()
+        ),
+    ]
+
+
+# (key, title, width of the moving average) of the curves of a study's plot
+_CURVES = (
+    ("reward/score/mean", "Reward (5-step average)", 5),
+    ("eval/pass_rate/mean", "Held-out pass rate", 1),
+    ("mismatch/abs_logprob_diff/mean", "Mismatch: mean |old − rollout|, nats", 1),
+    ("mismatch/kl_k3/mean", "KL (k3) of trainer and engine, nats", 1),
+    ("mismatch/effective_sample_size/mean", "Effective sample size, fraction of tokens", 1),
+    ("mismatch/fraction_corrected/mean", "Fraction of tokens whose weight was capped or dropped", 1),
+    ("loss/entropy/mean", "Entropy, nats", 1),
+    ("rollout/length/mean", "Completion length, tokens", 1),
+)
+
+
 def _draw(arms: Runs):
-    figure = new_figure(15.0, 9.0)
-    (reward, mismatch), (end, spread) = figure.subplots(2, 2)
-    nats = "nats"
-    if any(value > 0 for runs in arms.values() for run in runs.values() for value in run.values("mismatch/kl_k3/mean")):
-        nats = "nats, log scale"  # a log scale cannot show 0
-        mismatch.set_yscale("log")
-        spread.set_xscale("log")
+    """Curves: mean over seeds, with a band from lowest to highest. Below: each seed at the end, and their mean."""
+    figure = new_figure(15.0, 20.0)
+    axes = figure.subplots(5, 2).flatten()
     colors = _colors(arms)
-    for arm, by_seed in arms.items():
-        line, color = "--" if arm.endswith("uncorrected") else "-", colors[arm]
-        _band(reward, by_seed, "reward/score/mean", color, arm, line, smooth=5)
-        _band(mismatch, by_seed, "mismatch/abs_logprob_diff/mean", color, arm, line)
-    finish(reward, "Reward: mean over seeds, band from lowest to highest (5-step average)")
-    reward.legend(loc="lower right")
-    finish(mismatch, "Mismatch: mean |old − rollout| over seeds", y=nats, legend=False)
-    _dots(end, arms, "eval/pass_rate/mean", "last")
-    finish(end, "Held-out pass rate at the end: each seed, and their mean", x="pass rate", legend=False)
-    _dots(spread, arms, "mismatch/kl_k3/mean", "mean")
-    finish(spread, "KL (k3) of trainer and engine: each seed, and their mean", x=nats, legend=False)
+    for panel, (key, title, smooth) in zip(axes, _CURVES, strict=False):
+        values = [value for by_seed in arms.values() for run in by_seed.values() for value in run.values(key)]
+        if key.startswith("mismatch/") and min(values, default=0) > 0 and max(values) > 10 * min(values):
+            panel.set_yscale("log")
+        for arm, by_seed in arms.items():
+            _band(panel, by_seed, key, colors[arm], arm, "--" if arm.endswith("uncorrected") else "-", smooth=smooth)
+        finish(panel, title, legend=False)
+    axes[0].legend(loc="best")
+    _dots(axes[8], arms, "eval/pass_rate/mean", "last")
+    finish(axes[8], "Held-out pass rate at the end: each seed, and their mean", x="pass rate", legend=False)
+    _dots(axes[9], arms, "mismatch/kl_k3/mean", "mean")
+    finish(axes[9], "KL (k3), mean over steps: each seed, and their mean", x="nats", legend=False)
     return figure
 
 

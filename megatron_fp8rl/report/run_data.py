@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from megatron_fp8rl.types import RolloutGroup
 
 WARM_START_DIR = "warm_start"  # subfolder of a run with the records of the warm start
 EVALUATIONS = "evaluations/*/eval.json"  # results of the eval command
+PROBLEMS = "problems.jsonl"  # beside each result: its problems, with their completions
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,13 @@ class RunData:
         results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.run_dir.glob(EVALUATIONS))]
         return sorted(results, key=lambda result: (result["step"] is None, result["step"] or 0, result["name"]))
 
+    def pass_rates_of(self, checkpoint: Path) -> dict[str, float]:
+        """Pass rate by problem of this run's evaluation of a checkpoint; empty without one."""
+        for path in self.run_dir.glob(EVALUATIONS):
+            if Path(json.loads(path.read_text(encoding="utf-8"))["checkpoint"]) == checkpoint.absolute():
+                return pass_rates(read_json_lines(path.with_name(PROBLEMS)))
+        return {}
+
     @cached_property
     def warm_start(self) -> RunData:
         return RunData(self.run_dir / WARM_START_DIR)
@@ -90,3 +98,11 @@ class RunData:
     def _json(self, name: str) -> dict[str, Any]:
         path = self.run_dir / name
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def pass_rates(problems: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Pass rate by id of problems, which are rows of ``problems.jsonl``; empty where passing has no meaning."""
+    rows = sorted(problems, key=lambda row: row["prompt_id"])
+    return {
+        row["prompt_id"]: row["num_passed"] / row["num_completions"] for row in rows if row["num_passed"] is not None
+    }

@@ -4,8 +4,9 @@
 
 Arms are rollout precision / trainer precision, each with and without the correction of the mismatch, and exact mode.
 All start from the same weights and see the same prompts for the same seed. Each run is a process of the ``rl`` command.
-A study can be continued: finished runs are not repeated. Out: ``study.md`` (table), ``study.png`` (plot) and one run
-folder per arm and seed, under ``runs/<name>_study``.
+With ``--evaluate N``, one BF16 engine evaluates all final weights on the same N held-out problems; arms are compared
+with the first arm, problem by problem. A study can be continued: finished runs are not repeated. Out: ``study.md``
+(table), ``study.png`` (plot) and one run folder per arm and seed, under ``runs/<name>_study``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_fp8rl import cli
 from megatron_fp8rl.config import ConfigError, RunConfig, Violation
 from megatron_fp8rl.preflight import rules
 
-WARM_START_DIR = "warm_start"
+WARM_START_DIR, EVALUATION_DIR = "warm_start", "evaluation"
 PRECISIONS = {
     name: ("--precision.rollout", rollout, "--precision.trainer", trainer, "--precision.exact", str(name == "exact"))
     for name, rollout, trainer in (
@@ -31,6 +32,8 @@ PRECISIONS = {
         ("exact", "blockwise", "blockwise"),
     )
 }
+PRECISIONS |= {f"{arm}+kv": (*PRECISIONS[arm], "--engine.kv_cache_dtype", "fp8") for arm in ("fp8/fp8", "exact")}
+EVALUATED = (*PRECISIONS["bf16/bf16"], "--engine.kv_cache_dtype", "auto")
 _UNCORRECTED = ("--algo.correction", "off", "--algo.veto-below", "None")
 
 
@@ -39,9 +42,12 @@ class StudyOptions:
     """Options of the study command, in addition to the configuration's fields."""
 
     seeds: tuple[int, ...] = (1, 2, 3)  # one run of every arm per seed
-    arms: tuple[str, ...] = ("bf16/bf16", "fp8/bf16", "fp8/fp8")  # rollout/training precision, or exact
+    # Rollout/training precision, or exact; "+kv": with an FP8 KV cache. Others are compared with the first.
+    arms: tuple[str, ...] = ("bf16/bf16", "fp8/bf16", "fp8/fp8")
     corrected_only: bool = False  # leave out the runs without correction of the mismatch
     at_once: int = 1  # runs in parallel on the same GPUs; their times say little
+    evaluate: int = 0  # held-out problems for the final weights of all runs; 0: none
+    evaluate_completions: int = 4  # completions sampled per problem
 
     def violations(self) -> list[Violation]:
         errors = [
@@ -53,8 +59,9 @@ class StudyOptions:
             if not values or len(set(values)) < len(values):
                 text = " ".join(map(str, values))
                 errors.append(Violation(f"--{name}", text, "is empty or has duplicates", "Give each value once"))
-        if self.at_once < 1:
-            errors.append(Violation("--at_once", str(self.at_once), "is below 1", "Set it to 1 or more"))
+        for name, least in (("at_once", 1), ("evaluate", 0), ("evaluate_completions", 1)):
+            if (number := getattr(self, name)) < least:
+                errors.append(Violation(f"--{name}", str(number), f"is below {least}", f"Set it to {least} or more"))
         return errors
 
 
@@ -85,11 +92,14 @@ def plan_runs(cfg: RunConfig, overrides: Sequence[str], options: StudyOptions) -
     if cfg.algo.correction == "off" and not options.corrected_only:
         remedy = "Set --algo.correction to the correction to study, or add --corrected_only"
         errors.append(Violation("--algo.correction", "off", "both kinds of runs would be uncorrected", remedy))
+    if options.evaluate and not cfg.checkpoint.export_hf:
+        problem = "a study with --evaluate reads the final weights of its runs"
+        errors.append(Violation("--checkpoint.export_hf", "False", problem, "Set True"))
     if errors:
         raise ConfigError(errors)
     arms: dict[str, tuple[str, ...]] = {}
     for name in options.arms:
-        if name == "exact":
+        if name.startswith("exact"):
             arms[name] = PRECISIONS[name]
             continue
         arms[f"{name} corrected"] = PRECISIONS[name]
@@ -134,8 +144,33 @@ def run(cfg: RunConfig, config_name: str, overrides: Sequence[str], options: Stu
                 future.result()
         finally:  # after a failure, waiting runs are cancelled and running ones end
             pool.shutdown(cancel_futures=True)
-    compare_runs([(run.arm, run.seed, run.run_dir) for run in runs], study_dir)
+    if options.evaluate:
+        _evaluate(runs, study_dir, [*program, "eval", config_name, *overrides], options)
+    home = study_dir / EVALUATION_DIR if options.evaluate else None
+    compare_runs([(run.arm, run.seed, run.run_dir) for run in runs], study_dir, home)
     return study_dir
+
+
+def _evaluate(runs: Sequence[StudyRun], study_dir: Path, command: list[str], options: StudyOptions) -> None:
+    """Evaluate the final weights of all runs in BF16, unless the study's last evaluation did so."""
+    from megatron_fp8rl.report.run_data import RunData  # imports numpy
+
+    home, weights = study_dir / EVALUATION_DIR, [(run.run_dir / "hf").absolute() for run in runs]
+    if all(len(RunData(home).pass_rates_of(folder)) == options.evaluate for folder in weights):
+        return
+    sizes = ("--num_problems", str(options.evaluate), "--num_completions", str(options.evaluate_completions))
+    print(f"evaluation of {len(runs)} runs on {options.evaluate} problems", flush=True)
+    command += [
+        "--checkpoint",
+        *map(str, weights),
+        *sizes,
+        "--warm_start.steps",
+        "0",
+        "--output_dir",
+        str(home),
+        *EVALUATED,
+    ]
+    _run_logged(command, study_dir / f"{EVALUATION_DIR}.log", "the evaluation")
 
 
 def _run_logged(command: list[str], log: Path, name: str) -> None:

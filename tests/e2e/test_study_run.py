@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ARGS = "study tiny_qwen3_moe --seeds 1 --arms fp8/fp8 exact --corrected_only --at_once 2"
-ARGS += " --num_steps 2 --warm_start.steps 20"
+ARGS += " --num_steps 2 --warm_start.steps 20 --evaluate 12 --evaluate_completions 2"
 
 
 def test_a_study_runs_from_its_warm_start_to_its_plot(tmp_path):
@@ -30,6 +30,11 @@ def test_a_study_runs_from_its_warm_start_to_its_plot(tmp_path):
     actual = json.loads((folder / "study.json").read_text())
     assert list(actual) == ["fp8/fp8 corrected", "exact"]
     assert all(arm["max abs diff"]["mean"] == 0 and arm["s/step"]["mean"] > 0 for arm in actual.values())
+    first, second = actual.values()  # equal bits trained them: equal weights answer equally
+    assert second["accuracy"] == first["accuracy"] and second["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    results = [json.loads(path.read_text()) for path in folder.glob("evaluation/evaluations/*/eval.json")]
+    assert len(results) == 2 and {result["precision"] for result in results} == {"bf16"}
+    assert len({result["weights_checksum"] for result in results}) == 1
     assert (folder / "study.png").read_bytes().startswith(b"\x89PNG")
     began = time.monotonic()
     assert "[2/2]" not in study() and time.monotonic() - began < 60

@@ -56,16 +56,16 @@ def cfg(tmp_path: Path) -> RunConfig:
 def test_a_run_means_its_newest_whole_checkpoint_and_hf_without_one(cfg: RunConfig):
     run_dir = Path(cfg.run_dir)
     hf = write_hf(run_dir / "hf")
-    assert evaluate.plan(cfg, EvalOptions(checkpoint=str(run_dir))).checkpoint == hf
+    assert evaluate.plan(cfg, EvalOptions(checkpoint=(str(run_dir),))).checkpoints == (hf,)
     write_checkpoint(run_dir / "checkpoints", 20)
     newest = write_checkpoint(run_dir / "checkpoints", 40)
     write_checkpoint(run_dir / "checkpoints", 60)
     (run_dir / "checkpoints" / "step_00000060" / ".metadata").write_bytes(b"1")  # torn
     for given in (run_dir, run_dir / "checkpoints", newest):
-        actual = evaluate.plan(cfg, EvalOptions(checkpoint=str(given)))
-        assert actual.checkpoint == newest and actual.cfg.model.hf_path == str(newest)
-        assert actual.folder == run_dir / "evaluations" / "step_00000040"
-    assert evaluate.plan(cfg, EvalOptions(checkpoint=str(hf))).checkpoint == hf
+        actual = evaluate.plan(cfg, EvalOptions(checkpoint=(str(given),)))
+        assert actual.checkpoints == (newest,) and actual.cfg.model.hf_path == str(newest)
+        assert actual.folder_of(newest) == run_dir / "evaluations" / "step_00000040"
+    assert evaluate.plan(cfg, EvalOptions(checkpoint=(str(hf),))).checkpoints == (hf,)
 
 
 def test_names_tell_checkpoints_of_other_places_apart(tmp_path: Path):
@@ -78,36 +78,36 @@ def test_names_tell_checkpoints_of_other_places_apart(tmp_path: Path):
 def test_tokenizer_and_config_are_those_that_the_run_began_with(cfg: RunConfig, tmp_path: Path):
     run_dir = Path(cfg.run_dir)
     checkpoint = write_checkpoint(run_dir / "checkpoints", 1)
-    assert evaluate.plan(cfg, EvalOptions(checkpoint=str(checkpoint))).model_dir is None
+    assert evaluate.plan(cfg, EvalOptions(checkpoint=(str(checkpoint),))).model_dir is None
     (run_dir / "model").mkdir()
     (run_dir / "model" / "config.json").write_text("{}")
-    assert evaluate.plan(cfg, EvalOptions(checkpoint=str(checkpoint))).model_dir == run_dir / "model"
+    assert evaluate.plan(cfg, EvalOptions(checkpoint=(str(checkpoint),))).model_dir == run_dir / "model"
     base = write_hf(tmp_path / "base")
     began = write_checkpoint(tmp_path / "other" / "checkpoints", 1, model={"hf_path": str(base)})
-    assert evaluate.plan(cfg, EvalOptions(checkpoint=str(began))).model_dir == base
-    assert evaluate.plan(cfg, EvalOptions(checkpoint=str(base))).model_dir == base
+    assert evaluate.plan(cfg, EvalOptions(checkpoint=(str(began),))).model_dir == base
+    assert evaluate.plan(cfg, EvalOptions(checkpoint=(str(base),))).model_dir == base
 
 
 def test_a_tokenizer_that_is_gone_or_another_is_not_guessed(cfg: RunConfig, tmp_path: Path):
     gone = write_checkpoint(tmp_path / "a" / "checkpoints", 1, model={"hf_path": str(tmp_path / "moved")})
     with pytest.raises(ConfigError, match=r"--model.hf_path = None: .*moved, which does not exist here"):
-        evaluate.plan(cfg, EvalOptions(checkpoint=str(gone)))
+        evaluate.plan(cfg, EvalOptions(checkpoint=(str(gone),)))
     other = write_checkpoint(tmp_path / "b" / "checkpoints", 1, model={}, data={"tokenizer": "/tokenizers/x"})
     with pytest.raises(ConfigError, match="Pass --data.tokenizer /tokenizers/x"):
-        evaluate.plan(cfg, EvalOptions(checkpoint=str(other)))
+        evaluate.plan(cfg, EvalOptions(checkpoint=(str(other),)))
 
 
 def test_every_mistake_is_named_at_once(cfg: RunConfig, tmp_path: Path):
     recorded = replace(cfg, sampling=replace(cfg.sampling, replay="rollouts"))
     with pytest.raises(ConfigError) as refusal:
-        evaluate.plan(recorded, EvalOptions(checkpoint=str(tmp_path), num_problems=0, num_completions=4, ks=(1, 8)))
+        evaluate.plan(recorded, EvalOptions(checkpoint=(str(tmp_path),), num_problems=0, num_completions=4, ks=(1, 8)))
     named = {violation.field: violation.problem for violation in refusal.value.violations}
     assert list(named) == ["--checkpoint", "--num_problems", "--ks", "--sampling.replay"]
     assert "no weights" in named["--checkpoint"] and "pass@8 cannot be estimated from 4" in named["--ks"]
     torn = write_checkpoint(tmp_path, 3)
     (torn / ".metadata").unlink()
     with pytest.raises(ConfigError, match="complete checkpoint"):
-        evaluate.plan(cfg, EvalOptions(checkpoint=str(tmp_path)))
+        evaluate.plan(cfg, EvalOptions(checkpoint=(str(tmp_path),)))
     with pytest.raises(ConfigError, match="is empty"):
         evaluate.plan(cfg, EvalOptions())
 

@@ -6,8 +6,18 @@ from math import comb
 
 import numpy as np
 import pytest
+from scipy.stats import bootstrap
 
-from megatron_fp8rl.algo.pass_at_k import accuracy, design_effect, pass_at_k, pass_at_ks, powers_of_two, wilson
+from megatron_fp8rl.algo.pass_at_k import (
+    Estimate,
+    accuracy,
+    design_effect,
+    difference,
+    pass_at_k,
+    pass_at_ks,
+    powers_of_two,
+    wilson,
+)
 
 
 def test_it_is_the_share_of_subsets_with_a_passing_completion():
@@ -100,3 +110,28 @@ def test_problems_that_all_agree_get_no_interval_of_width_zero():
 
 def test_default_ks():
     assert [powers_of_two(n) for n in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
+
+
+def test_a_difference_of_single_runs_is_the_bootstrap_of_paired_differences():
+    generator = np.random.default_rng(0)
+    first = generator.binomial(4, 0.3, size=300) / 4
+    second = np.clip(first + generator.choice([0, 0, 0.25], size=300), 0, 1)
+    actual = difference([first], [second])
+    theirs = bootstrap((second - first,), np.mean, rng=generator, method="percentile").confidence_interval
+    assert actual.value == pytest.approx((second - first).mean())
+    assert (actual.low, actual.high) == pytest.approx((theirs.low, theirs.high), abs=0.002)
+    assert actual == difference([first], [second])
+    assert difference([first], [first]) == Estimate(value=0.0, low=0.0, high=0.0)
+
+
+def test_seeds_widen_a_difference():
+    """Two runs with one rate each: the interval of their mean reaches from the worst to the best pair of draws."""
+    actual = difference([[0.2] * 50, [0.4] * 50], [[0.5] * 50])
+    assert actual.value == pytest.approx(0.2)
+    assert (actual.low, actual.high) == pytest.approx((0.1, 0.3))
+
+
+@pytest.mark.parametrize("second", [[], [[]], [[1.0]]])
+def test_a_difference_needs_the_same_problems(second):
+    with pytest.raises(ValueError, match="of the same problems are needed"):
+        difference([[1.0, 0.0]], second)

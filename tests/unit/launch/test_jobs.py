@@ -64,7 +64,7 @@ def test_an_evaluation_has_the_roles_of_training_and_words_that_parse_again(tmp_
     command = spec.role("trainer").command
     assert command[:4] == ("-m", "megatron_fp8rl", "eval", "tiny_qwen3")
     again = parse(command[2:], {c.name: dataclasses.replace(c, checks_config=True) for c in COMMANDS})
-    assert again.options.checkpoint == str(checkpoint) and again.options.ks == (1, 4)
+    assert again.options.checkpoint == (str(checkpoint),) and again.options.ks == (1, 4)
     assert again.cfg.seed == 7 and again.cfg.engine.placement == "remote"
     assert again.cfg.run_dir == str(tmp_path / "runs" / "tiny_qwen3")
     replica = spec.role("rollout-0").command

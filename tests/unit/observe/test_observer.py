@@ -313,5 +313,19 @@ def test_arms_are_compared_over_seeds(tmp_path):
     assert cell == {"mean": pytest.approx(0.03), "std": pytest.approx(0.0002**0.5), "num_seeds": 2}
     assert "| fp8 | 2 | " in table and "3.00e-02 ± 1.41e-02" in table
     assert (tmp_path / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
+    assert "difference" not in table
+    home = tmp_path / "evaluation"
+    for arm, seed, folder in runs:
+        result = home / "evaluations" / f"{arm}{seed}"
+        result.mkdir(parents=True)
+        (result / "eval.json").write_text(json.dumps({"checkpoint": str(folder / "hf"), "step": 3, "name": arm}))
+        passed = (2 if arm == "fp8" else 1) + seed - 1
+        rows = [{"prompt_id": f"sums/{i}", "num_passed": passed, "num_completions": 4} for i in range(9)]
+        (result / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = compare_runs(runs, tmp_path / "study", home).read_text()
+    summary = json.loads((tmp_path / "study" / "study.json").read_text())
+    assert summary["fp8"]["accuracy"]["value"] == pytest.approx(2.5 / 4)
+    assert summary["bf16"]["difference"] == pytest.approx({"value": -0.25, "low": -0.5, "high": 0.0})
+    assert "| arm | accuracy | difference from fp8 |" in table and "| bf16 | 0.375 [0.250, 0.500] | -0.250" in table
     with pytest.raises(FileNotFoundError, match="bf16, seed 9"):
         compare_runs([*runs, ("bf16", 9, tmp_path / "missing")], tmp_path / "study")

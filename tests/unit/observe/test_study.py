@@ -7,7 +7,7 @@ import pytest
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import ConfigError
 from megatron_fp8rl.preflight import rules
-from megatron_fp8rl.report.study import PRECISIONS, StudyOptions, plan_runs
+from megatron_fp8rl.report.study import StudyOptions, plan_runs
 
 TINY = cli.load_config("tiny_qwen3_moe")
 
@@ -46,6 +46,8 @@ def test_a_model_of_ones_own_is_where_all_arms_start(tmp_path, monkeypatch):
         ({"arms": ("fp16",)}, (), r"--arms = 'fp16': is not a pair .*bf16/bf16, fp8/bf16, fp8/fp8, exact"),
         ({"seeds": (1, 1)}, (), "--seeds = '1 1': is empty or has duplicates"),
         ({"at_once": 0}, (), "--at_once = '0': is below 1"),
+        ({"evaluate": -1}, (), "--evaluate = '-1': is below 0"),
+        ({"evaluate": 8}, ("--checkpoint.export_hf", "False"), "--checkpoint.export_hf = 'False': a study with --eval"),
         ({"arms": ()}, (), "--arms = '': is empty or has duplicates"),
         ({}, ("--algo.correction", "off"), "--algo.correction = 'off': both kinds of runs would be uncorrected"),
         ({"arms": ("exact",)}, ("--algo.router_replay", "rollout"), "in arm exact"),
@@ -58,4 +60,4 @@ def test_what_makes_no_study_is_refused_before_it_starts(options, changes, outpu
 
 def test_without_correction_its_own_runs_are_the_study():
     cfg = cli.parse_overrides(TINY, ("--algo.correction", "off", "--algo.veto_below", "None"))
-    assert len(plan_runs(cfg, (), StudyOptions(seeds=(1,), corrected_only=True))) == len(PRECISIONS) - 1
+    assert len(plan_runs(cfg, (), StudyOptions(seeds=(1,), corrected_only=True))) == len(StudyOptions().arms)
