@@ -334,8 +334,8 @@ def _finish(
     nothing where passing has no meaning; ``first`` has those of the first checkpoint."""
     from megatron_fp8rl.algo.pass_at_k import difference
     from megatron_fp8rl.observe.display import interval_text
+    from megatron_fp8rl.observe.groups import pass_rates
     from megatron_fp8rl.observe.records import write_json, write_text
-    from megatron_fp8rl.report.run_data import pass_rates
 
     cfg, folder, problems = evaluation.cfg, evaluation.folder_of(checkpoint), [_problem(group) for group in groups]
     rates = pass_rates(problems)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from megatron_fp8rl.algo.pass_at_k import Estimate, accuracy, pass_at_ks, powers_of_two
 from megatron_fp8rl.observe.metrics import key_part
@@ -177,4 +178,12 @@ def _session_metrics(rollouts: Sequence[Rollout], by_rollout: Sequence[Sequence[
         "session/given_tokens/mean": sum(context) / len(rollouts),
         "session/forked/mean": statistics.fmean(len(rollout.branches) > 1 for rollout in rollouts),
         "session/num_branches/sum": sum(len(rollout.branches) for rollout in rollouts),
+    }
+
+
+def pass_rates(problems: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Pass rate by id of problems, which are rows of ``problems.jsonl``; empty where passing has no meaning."""
+    rows = sorted(problems, key=lambda row: row["prompt_id"])
+    return {
+        row["prompt_id"]: row["num_passed"] / row["num_completions"] for row in rows if row["num_passed"] is not None
     }

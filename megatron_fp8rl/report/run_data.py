@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_fp8rl.observe.groups import pass_rates
 from megatron_fp8rl.observe.recording import FOLDER, read_step, steps_of
 from megatron_fp8rl.observe.records import read_json_lines
 from megatron_fp8rl.types import RolloutGroup
@@ -98,11 +99,3 @@ class RunData:
     def _json(self, name: str) -> dict[str, Any]:
         path = self.run_dir / name
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def pass_rates(problems: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Pass rate by id of problems, which are rows of ``problems.jsonl``; empty where passing has no meaning."""
-    rows = sorted(problems, key=lambda row: row["prompt_id"])
-    return {
-        row["prompt_id"]: row["num_passed"] / row["num_completions"] for row in rows if row["num_passed"] is not None
-    }
