@@ -20,6 +20,14 @@ from megatron_fp8rl.kernels.backend import runs_triton
 from megatron_fp8rl.kernels.types import UNIT
 
 
+def divided(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """float32 quotients, rounded as IEEE 754 does; a divisor per row [n, 1] or one for all. A divisor that is a number
+    would not do: on a GPU PyTorch multiplies by its reciprocal."""
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((1,), temperature, dtype=torch.float32, device=logits.device)
+    return logits.float() / temperature
+
+
 def log_of_sum(exp_sums: Tensor) -> Tensor:
     """float32 logarithm of int64 sums in units of 1 / UNIT."""
     return exp_sums.double().div_(UNIT).log_().float()

@@ -399,7 +399,6 @@ _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
         (path, whole, "log-probabilities of kept entries are not measured on GPUs yet")
         for path, whole in (("sampling.top_p", (1.0,)), ("sampling.top_k", (0,)), ("sampling.min_p", (0.0,)))
     ),
-    ("sampling.temperature", (1.0,), "the engine divides logits in a different kernel"),
     ("precision.kernels.engine_attention", ("auto", "FLASH_ATTN", "FP8_CACHE"), "the trainer has no such kernel"),
 )
 

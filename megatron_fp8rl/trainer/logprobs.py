@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_fp8rl.kept_entries import KeptEntries
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.backend import runs_triton
-from megatron_fp8rl.kernels.exact_logprobs import exp_sum, log_of_sum
+from megatron_fp8rl.kernels.exact_logprobs import divided, exp_sum, log_of_sum
 from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient
 
 # Replaces logits outside the kept entries. Its exponential is 0; unlike with -inf, 0 times the logit is 0 and not NaN.
@@ -222,7 +222,7 @@ def _chunk_statistics(
     are this shard's; None if the shard has only padding."""
     num = hidden_nH.shape[0]
     if logits is not None:
-        max_n = logits.amax(-1).float().div_(shard.temperature)
+        max_n = divided(logits.amax(-1), shard.temperature)
     else:  # a shard with only padding must still join the reductions
         logits, max_n = None, hidden_nH.new_full((num,), -torch.inf, dtype=torch.float32)
     if shard.group is not None:
@@ -245,7 +245,7 @@ def _chunk_statistics(
 
 def _sums(logits_nV: Tensor, max_n: Tensor, targets_n: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
     """int64 [n]: sum exp(z - max); FP32 [2, n]: sum exp(z - max) * (z - max), z[target] - max; over this shard."""
-    shifted = logits_nV.float().div(shard.temperature).sub_(max_n[:, None])
+    shifted = divided(logits_nV, shard.temperature).sub_(max_n[:, None])
     local_n, owned_n = _owned(targets_n, shard)
     at_target_n = shifted.gather(1, local_n[:, None])[:, 0].masked_fill_(~owned_n, 0.0)
     exp_sums_n = exp_sum(shifted)

@@ -99,7 +99,7 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
     "layout",
     [
         {},
-        {"parallel__world_size": "2", "parallel__expert": "2"},
+        {"parallel__world_size": "2", "parallel__expert": "2", "sampling__temperature": "0.7"},
         {"parallel__world_size": "2", "parallel__pipeline": "2", "engine__record_routed_experts": str(RECORDS_EXPERTS)},
         {
             "parallel__world_size": "2",
@@ -110,7 +110,7 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
             "sampling__top_k": "7",
             "sampling__top_p": "0.95",
         },
-        {"engine__data": "2", "engine__expert": "2"},
+        {"engine__data": "2", "engine__expert": "2", "precision__bf16_last_layers": "1"},
         pytest.param(
             {
                 "parallel__world_size": "2",

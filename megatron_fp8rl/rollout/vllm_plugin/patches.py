@@ -50,13 +50,15 @@ def make_residual_norms_batch_invariant() -> None:
 @patches(
     "vllm",
     why="log-softmax sums exponentials in another order than the trainer, so the last bit differs "
-    "(compute_token_logprobs of the V2 runner, batch_invariant.log_softmax of the V1 runner)",
+    "(compute_token_logprobs of the V2 runner, batch_invariant.log_softmax of the V1 runner); the V2 runner divides by "
+    "a temperature approximately, and rounds the quotients to BF16 (apply_temperature)",
     remove_when="vLLM has a hook for the log-probabilities of sampled tokens",
     optional=True,
 )
 def make_logprobs_order_independent() -> None:
-    """Compute log-probabilities with ``kernels/exact_logprobs.py``, for batch-invariant engines on GPUs."""
-    from vllm.v1.worker.gpu.sample import logprob
+    """Compute log-probabilities with ``kernels/exact_logprobs.py``, for batch-invariant engines on GPUs. Temperatures
+    other than 1 are not measured on GPUs yet."""
+    from vllm.v1.worker.gpu.sample import logprob, sampler, states
 
     from megatron_fp8rl.rollout.vllm_plugin import vllm_imports
 
@@ -64,6 +66,19 @@ def make_logprobs_order_independent() -> None:
         rows = input.reshape(-1, input.shape[-1])
         return exact.log_softmax(rows).reshape(input.shape)
 
+    process = sampler.Sampler.apply_sampling_params
+
+    def apply_sampling_params(self: Any, logits: Tensor, mapping: Tensor, requests: Any, *others: Any, **more: Any):
+        temperatures = self.sampling_states.temperature.np[requests]
+        if ((temperatures != 0) & (temperatures != 1)).any():
+            logits = logits.float()
+        return process(self, logits, mapping, requests, *others, **more)
+
+    def apply_temperature(logits: Tensor, mapping: Tensor, temperature: Tensor) -> None:
+        divisors = temperature[mapping.long()].float()
+        logits.copy_(exact.divided(logits, divisors.masked_fill(divisors == 0, 1.0)[:, None]))  # 0: greedy
+
+    sampler.Sampler.apply_sampling_params, states.apply_temperature = apply_sampling_params, apply_temperature
     vllm_imports.batch_invariant().log_softmax = log_softmax
     logprob.compute_token_logprobs = lambda logits, ids: exact.token_logprobs(logits, ids.long())
 

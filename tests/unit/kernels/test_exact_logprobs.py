@@ -35,6 +35,24 @@ def test_neither_the_dtype_nor_the_order_nor_shards_change_a_bit():
     assert not torch.equal(sum(p.exp().sum(-1) for p in shifted.split(1250, dim=1)), shifted[:, order].exp().sum(-1))
 
 
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.3])
+def test_both_ends_divide_by_a_temperature_alike(temperature):
+    """The trainer over one shard and over two, and the engine's two runners: V1 in place, V2 by our function."""
+    from megatron_fp8rl.trainer.logprobs import HeadShard, _chunk_statistics
+
+    logits, targets = logits_of(500, torch.bfloat16), torch.arange(7) * 70
+    engine = logits.float().div_(torch.full((7, 1), temperature))
+    expected = exact_logprobs.token_logprobs(engine, targets[:, None])[:, 0]
+    rows = exact_logprobs.divided(logits, torch.full((7, 1), temperature))
+    assert torch.equal(exact_logprobs.token_logprobs(rows, targets[:, None])[:, 0], expected)
+    shard = HeadShard.of(num_rows=500, vocab_size=500, temperature=temperature, chunk_tokens=8, group=None)
+    assert torch.equal(_chunk_statistics(logits, logits, targets, shard)[0], expected)
+    # BF16 quotients or a reciprocal, as before, differ.
+    if temperature != 1:
+        assert not torch.equal(exact_logprobs.token_logprobs(rows.bfloat16(), targets[:, None])[:, 0], expected)
+        assert not torch.equal(logits.float() * (1 / torch.tensor(temperature)), rows)
+
+
 def test_a_nan_stays_one_and_masked_logits_are_impossible():
     logits = logits_of(50, torch.float32)
     logits[0, 3], logits[1, 4] = torch.nan, -torch.inf

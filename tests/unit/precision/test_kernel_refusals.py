@@ -208,7 +208,6 @@ def test_exact_selects_the_kernels_that_both_ends_share():
         ("parallel.tensor", 2, True),
         ("parallel.expert_tensor", 2, False),
         ("precision.trainer", "bf16", False),
-        ("sampling.temperature", 0.7, True),
         ("precision.scales", "fp32", True),
         ("precision.bf16_first_layers", 1, True),
         ("precision.kernels.linears", "te", True),
@@ -294,6 +293,7 @@ AUTO = replace(EXACT, precision=PrecisionConfig())
     "path, value, on_cpu, on_hopper",
     [
         ("name", "auto", True, True),
+        ("sampling.temperature", 0.7, True, True),
         ("sampling.top_p", 0.9, False, False),
         ("precision.scales", "fp32", True, False),
         ("precision.kernels.engine_experts", "triton", True, False),

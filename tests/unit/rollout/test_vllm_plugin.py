@@ -127,3 +127,38 @@ def test_experts_on_deep_gemm_are_accepted_where_scales_are_powers_of_two(rounds
     monkeypatch.setattr(deep_gemm, "is_deep_gemm_e8m0_used", lambda: rounds)
     patches.accept_deep_gemm_experts()
     assert experts._supports_batch_invariance() is rounds
+
+
+def test_the_v2_sampler_divides_in_float32_and_leaves_other_batches_alone(monkeypatch):
+    from types import SimpleNamespace
+
+    import numpy as np
+    from vllm.v1.worker.gpu.sample import logprob, sampler, states
+
+    from megatron_fp8rl.kernels import exact_logprobs
+    from megatron_fp8rl.rollout.vllm_plugin import vllm_imports
+
+    monkeypatch.setattr(vllm_imports, "batch_invariant", SimpleNamespace)
+    monkeypatch.setattr(logprob, "compute_token_logprobs", None)
+    monkeypatch.setattr(states, "apply_temperature", None)
+    monkeypatch.setattr(sampler.Sampler, "apply_sampling_params", sampler.Sampler.apply_sampling_params)
+    patches.make_logprobs_order_independent()
+    nothing = SimpleNamespace(**{f"apply_{name}": lambda *_: None for name in ("logit_bias", "penalties", "bad_words")})
+
+    def processed(temperatures: list[float], logits: torch.Tensor) -> torch.Tensor:
+        of_requests = states.SamplingStates.__new__(states.SamplingStates)
+        values = np.array([9.0, *temperatures], np.float32)
+        of_requests.temperature = SimpleNamespace(np=values, gpu=torch.from_numpy(values))
+        of_requests.min_p = SimpleNamespace(np=np.zeros(len(values)))
+        ours = sampler.Sampler.__new__(sampler.Sampler)
+        ours.logprobs_mode, ours.sampling_states = "processed_logprobs", of_requests
+        ours.logit_bias_state = ours.penalties_state = ours.bad_words_state = nothing
+        requests = np.arange(1, len(values))
+        mapping = torch.from_numpy(requests.astype(np.int32))
+        return ours.apply_sampling_params(logits, mapping, requests, None, None, None, skip_top_k_top_p=True)
+
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plain = logits.clone()
+    assert processed([1.0, 0.0, 1.0], plain) is plain and torch.equal(plain, logits)
+    actual = processed([0.7, 1.0, 0.0], logits.clone())
+    assert torch.equal(actual, torch.cat([exact_logprobs.divided(logits[:1], 0.7), logits[1:].float()]))
