@@ -255,15 +255,17 @@ def invariant_nccl(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """The first field that forbids ``precision.exact``, whatever its value; None if it can be on.
 
-    On GPUs ``auto`` does not turn on sums over more than two ranks, which are not measured there yet; True does.
+    On GPUs ``auto`` does not turn on what is not measured there yet; True does.
     """
     exact = replace(cfg, precision=replace(cfg.precision, exact=True))
     if wrong := next(iter(inexact(exact, hardware)), None) or invariant_nccl(cfg, hardware):
         return wrong
-    if not hardware.is_gpu or not engine_parts(cfg):
-        return None
-    problem = "ordered sums of its ranks are not measured on GPUs yet"
-    return _wrong(cfg, _divided(cfg), problem, "Set --precision.exact True to use them")
+    remedy = "Set --precision.exact True to use them"
+    if hardware.is_gpu and engine_parts(cfg):
+        return _wrong(cfg, _divided(cfg), "ordered sums of its ranks are not measured on GPUs yet", remedy)
+    if hardware.is_gpu and cfg.sampling.temperature != 1:
+        return _wrong(cfg, "sampling.temperature", "exact quotients are not measured on GPUs yet", remedy)
+    return None
 
 
 def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:

@@ -293,8 +293,8 @@ AUTO = replace(EXACT, precision=PrecisionConfig())
     "path, value, on_cpu, on_hopper",
     [
         ("name", "auto", True, True),
-        ("sampling.temperature", 0.7, True, True),
-        ("sampling.top_p", 0.9, False, False),
+        ("sampling.temperature", 0.7, True, False),
+        ("sampling.top_p", 0.9, True, False),
         ("precision.scales", "fp32", True, False),
         ("precision.kernels.engine_experts", "triton", True, False),
         ("model.head_dim", 64, True, False),  # no field asks for this
@@ -320,6 +320,12 @@ def test_auto_is_exact_unless_a_field_forbids_it_and_then_names_the_field(path, 
         # The kernels are those of the same configuration with the answer in place of "auto".
         assert choice == KernelChoice.of(resolved(cfg, hardware), hardware) and not refusals(cfg, hardware)
     assert resolved(cfg, Hardware("blackwell")).precision.exact is False
+
+
+def test_true_allows_what_auto_avoids_because_it_is_not_measured():
+    from megatron_fp8rl.precision.kernel_choice import refusals
+
+    assert not refusals(findings.apply(EXACT, [("sampling.temperature", 0.7)]), Hardware("hopper"))
 
 
 def test_weights_by_nccl_are_refused_for_exact_engines_but_only_forbid_auto():
