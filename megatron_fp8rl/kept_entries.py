@@ -86,9 +86,6 @@ class KeptEntries:
     def __eq__(self, other: object) -> bool:
         return self.to_bytes() == other.to_bytes() if isinstance(other, KeptEntries) else NotImplemented
 
-    def __hash__(self) -> int:
-        return hash(self.to_bytes())
-
     def __getitem__(self, tokens: slice) -> KeptEntries:
         """Consecutive tokens; the step is 1."""
         first, last, _ = tokens.indices(len(self))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
@@ -50,7 +51,8 @@ def report_kept_entries() -> None:
     def collect_with_kept(self: Any, lists: LogprobsLists) -> None:
         columns = lists.logprob_token_ids
         if columns.shape[1] > _HEAD:
-            vars(self.logprobs).setdefault("kept", []).append(_from_columns(columns[:, 1:]))
+            if isinstance(self.logprobs, FlatLogprobs):  # as our route requests them
+                vars(self.logprobs).setdefault("kept", []).append(_from_columns(columns[:, 1:]))
             lists = lists._replace(logprob_token_ids=columns[:, :1])
         collect(self, lists)
 

@@ -89,13 +89,23 @@ def request(name, prompt, max_tokens, **sampling):
 class Runner:
     """Samples a token that depends on the request and its position alone, as a model with seeds does."""
 
-    def __init__(self, stops_one_in):
+    def __init__(self, stops_one_in, kept=False):
         self.lengths = {}  # tokens known when a request was started, or started again
-        self.stops_one_in = stops_one_in
+        self.stops_one_in, self.kept = stops_one_in, kept
 
     def token(self, name, position):
         drawn = zlib.crc32(f"{name} {position}".encode())
         return STOP if self.stops_one_in and drawn % self.stops_one_in == 0 else 100 + drawn % 1000
+
+    def columns(self, tokens, ends):
+        """Ids, and with ``kept`` a vocabulary of 2000 and up to six words for each, padded as in one step."""
+        if not self.kept:
+            return tokens[:, None]
+        rows = np.zeros((len(tokens), 3 + max(end % 7 for end in ends)), np.int32)
+        rows[:, 0], rows[:, 1], rows[:, 2] = tokens, 2000, [end % 7 for end in ends]
+        for row, end in zip(rows, ends, strict=True):
+            row[3 : 3 + end % 7] = np.arange(end % 7) + end
+        return rows
 
     def run(self, step):
         from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
@@ -115,7 +125,7 @@ class Runner:
             req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=tokens,
             logprobs=LogprobsLists(
-                np.array([sum(t) for t in tokens], np.int32)[:, None],
+                self.columns(np.array([sum(t) for t in tokens], np.int32), ends),
                 np.array(rows, np.float32)[:, None],
                 np.array([end % 5 for end in ends], np.int32),
             ),
@@ -124,11 +134,11 @@ class Runner:
         )
 
 
-def drive(scheduler, requests, *, arrivals, aborts=(), stops_one_in=0, max_steps=2000):
+def drive(scheduler, requests, *, arrivals, aborts=(), stops_one_in=0, kept=False, max_steps=2000):
     """Run two steps at a time, as the engine core does. The steps, and for each request its messages joined."""
     from vllm.v1.request import RequestStatus
 
-    runner, steps, messages, queue = Runner(stops_one_in), [], defaultdict(list), deque()
+    runner, steps, messages, queue = Runner(stops_one_in, kept), [], defaultdict(list), deque()
     waiting, aborts = deque(zip(arrivals, requests, strict=True)), dict(aborts)
     for number in range(max_steps):
         while waiting and waiting[0][0] <= number:
@@ -164,11 +174,16 @@ def joined(messages):
     return {
         "tokens": [token for message in messages for token in message.new_token_ids],
         "logprobs": np.concatenate([row.logprobs for row in logprobs]).tolist() if logprobs else [],
-        "names": np.concatenate([row.logprob_token_ids for row in logprobs]).tolist() if logprobs else [],
+        "names": [without_padding(row) for rows in logprobs for row in rows.logprob_token_ids.tolist()],
         "ranks": np.concatenate([row.sampled_token_ranks for row in logprobs]).tolist() if logprobs else [],
         "end": (messages[-1].finish_reason, messages[-1].stop_reason),
         "cached": [m.prefill_stats.num_cached_tokens for m in messages if m.prefill_stats is not None],
     }
+
+
+def without_padding(row):
+    """The id of a token, and, if there are kept entries, the vocabulary's size and as many words as it has."""
+    return row[: 3 + row[2]] if len(row) > 1 else row
 
 
 CASES = {
@@ -181,12 +196,14 @@ CASES = {
     "aborts": {"aborts": True, "spread": 10, "stops_one_in": 40},
     "up to the model's length": {"max_tokens": 90},
     "no log-probabilities": {"sampling": {"logprobs": None}},
+    "kept entries": {"num_blocks": 60, "stops_one_in": 25, "kept": True},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_and_completions_are_vllms(config, case):
-    options = {"spread": 0, "common": 0, "max_tokens": 40, "num_blocks": 4000, "stops_one_in": 0} | CASES[case]
+    options = {"spread": 0, "common": 0, "max_tokens": 40, "num_blocks": 4000, "stops_one_in": 0, "kept": False}
+    options |= CASES[case]
     actual = {}
     for kind in ("vllm", "holding", "ours"):
         rng = random.Random(case)
@@ -209,6 +226,7 @@ def test_steps_and_completions_are_vllms(config, case):
             arrivals=arrivals,
             aborts=aborts,
             stops_one_in=options["stops_one_in"],
+            kept=options["kept"],
         )
     (theirs, their_messages) = actual["vllm"]
     assert len(theirs) > 30
