@@ -113,7 +113,7 @@ class ModelConfig:
     def __post_init__(self):
         if self.qk_norm is None:
             object.__setattr__(self, "qk_norm", self.family in QK_NORM_FAMILIES)
-        object.__setattr__(self, "layer_types", (self.layer_types * self.num_layers)[: self.num_layers])
+        object.__setattr__(self, "layer_types", (tuple(self.layer_types) * self.num_layers)[: self.num_layers])
 
     @property
     def is_moe(self) -> bool:

@@ -31,6 +31,7 @@ def test_leading_dense_layers_and_latent_attention():
 def test_a_pattern_repeats_over_the_layers():
     model = replace(DENSE, sliding_window=8, layer_types=PATTERN)
     assert [kind.window for kind in model.layers] == [8, 8, None, 8]
+    assert replace(model, layer_types=[*PATTERN]) == model  # as JSON files have it
     assert [kind.window for kind in replace(model, num_layers=7).layers] == [8, 8, None, 8, 8, 8, None]
     assert model.max_sequence_tokens == 8
     full = replace(model, layer_types=("full_attention",))
