@@ -23,7 +23,7 @@ from megatron_fp8rl.config import ConfigError, RunConfig
 KINDS = {
     "train": "warm start if the configuration has one, then reinforcement learning",
     "rl": "reinforcement learning from a Hugging Face checkpoint",
-    "sft": "the supervised warm start alone",
+    "sft": "supervised training on conversations, or the warm start of CONFIG alone",
     "eval": "accuracy and pass@k of a checkpoint",
     "study": "compare precisions over several seeds, on one node",
     "convert": "a checkpoint tool, on one node",

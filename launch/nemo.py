@@ -35,6 +35,7 @@ from launch.plan import Request
 from launch.spec import TRAINING_JOBS
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.config_source import as_function
+from megatron_fp8rl.envs.source_kind import is_supervised
 from megatron_fp8rl.preflight import data_check
 
 PLACEHOLDER = "/nemo_run"
@@ -94,7 +95,7 @@ def _planned(
 ) -> tuple[Submission, str]:
     """(submission, source of the configuration module). Raises PlanError."""
     if job not in TRAINING_JOBS:
-        raise PlanError(f"job = {job!r}: choose train, rl or sft; `python -m launch` runs the others")
+        raise PlanError(f"job = {job!r}: choose one of {', '.join(TRAINING_JOBS)}; `python -m launch` runs the others")
     source = as_function(cfg) + "\n"
     function = source.partition("\ndef ")[2].partition("(")[0]
     plan = jobs.plan(Request(job=job, cluster=cluster, config_name=f"{_CONFIG}:{function}", cfg=cfg, nodes=nodes))
@@ -104,7 +105,7 @@ def _planned(
         if PLACEHOLDER in plan.spec.run_dir:
             folder = plan.spec.run_dir
             problems.append(f"the run's folder = {folder!r} contains {PLACEHOLDER!r}, which nemo-run replaces")
-        if job != "sft":
+        if job != "sft" or is_supervised(cfg):
             problems += [finding.problem for finding in data_check.look_at_data(cfg)[1] if finding.severity == "error"]
         if not problems:
             problems += in_use.problems(plan.spec, cluster.sbatch)

@@ -13,7 +13,7 @@ from pathlib import Path
 from launch import user_files
 from launch.cluster import Cluster
 from launch.layout import Layout, Need, Place, plan_layout
-from launch.spec import TRAINING_JOBS, JobSpec, Role, endpoint_file, escape_braces, format_nodes
+from launch.spec import TRAINING_JOBS, WITHOUT_ENGINES, JobSpec, Role, endpoint_file, escape_braces, format_nodes
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.preflight import rules
@@ -47,7 +47,7 @@ class Plan:
 def plan_training(request: Request) -> Plan:
     cfg, cluster = request.cfg, request.cluster
     assert cfg is not None
-    needs_engines = request.job != "sft" and cfg.sampling.replay is None
+    needs_engines = request.job not in WITHOUT_ENGINES and cfg.sampling.replay is None
     layout, layout_problems, transport_problems = None, [], []
     if not cluster.violations():
         layout, layout_problems = _lay_out(request, needs_engines)

@@ -27,7 +27,8 @@ from typing import Any, Literal
 
 SAVED = 85  # exit status of a trainer or agent: checkpoint saved, restart to continue
 
-TRAINING_JOBS = ("train", "rl", "sft")
+WITHOUT_ENGINES = ("sft",)
+TRAINING_JOBS = ("train", "rl", *WITHOUT_ENGINES)
 Kind = Literal["torchrun", "replica", "command"]
 SWEEP, ELEMENT = "sweep.json", "element-"  # in the folder of a sweep: its description, and its runs
 

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.spec import ELEMENT, SWEEP, escape_braces
+from launch.spec import ELEMENT, SWEEP, TRAINING_JOBS, escape_braces
 
-JOBS = ("train", "rl", "sft", "eval")
+JOBS = (*TRAINING_JOBS, "eval")
 TABLE = "sweep.md"
 _LAST = 10  # steps for the reward at the end of a run
 

@@ -7,7 +7,7 @@ import sys
 import time
 
 from megatron_fp8rl import cli
-from megatron_fp8rl.commands import check, grpo, replica, report, study, train
+from megatron_fp8rl.commands import check, grpo, replica, report, study, supervised, train
 from megatron_fp8rl.commands.eval import COMMAND as EVAL
 from megatron_fp8rl.net.parent import end_with
 from megatron_fp8rl.observe.spans import STARTED
@@ -18,7 +18,7 @@ COMMANDS = (
     grpo.COMMAND,
     train.TRAIN,
     train.DEMO,
-    train.SFT,
+    supervised.SFT,
     train.RL,
     EVAL,
     study.COMMAND,

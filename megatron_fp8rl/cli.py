@@ -119,7 +119,7 @@ def _dry_run(command: Command, invocation: Invocation) -> int:
     Rows, prompts and rewards are comments of a Python function, or lines on stderr beside JSON. Warnings and errors are
     also on stderr.
     """
-    cfg, is_function = invocation.cfg, command.configure is not None
+    cfg, is_function = invocation.cfg, invocation.config_name is None
     try:
         source = cfg if command.data_of is None else command.data_of(invocation)
     except ConfigError as error:
@@ -158,7 +158,7 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
         return Invocation(command=name, cfg=None, options=_parse_args(command, None, rest)[1])
     dry_run = not {"--dry-run", "--dry_run"}.isdisjoint(rest)
     rest = [arg for arg in rest if arg not in ("--dry-run", "--dry_run")]
-    if command.configure is not None:
+    if command.configure is not None and (not rest or rest[0].startswith("-")):
         return _configured(command, rest, dry_run)
     if rest and not rest[0].startswith("-"):
         target = rest.pop(0)
@@ -170,6 +170,9 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
     else:
         raise UsageError(f"{name} needs a CONFIG. {_known_configs()}")
     cfg, options, overrides = _parse_args(command, load_config(target), rest, target)
+    if command.configure is not None and options != command.options():
+        typed = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != f.default]
+        raise UsageError(f"--{typed[0]} makes a configuration, and {target} is one: leave one of them out")
     violations = [] if command.checks_config else rules.check(cfg)
     if violations:
         raise ConfigError(violations)

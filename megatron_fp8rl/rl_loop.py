@@ -8,12 +8,10 @@ asynchronous training (``sampling.max_staleness``) and replays.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, ClassVar
 
 from megatron_fp8rl.algo.load_function import load_advantage, load_loss
 from megatron_fp8rl.algo.mismatch import mismatch_metrics, require_exact
@@ -24,27 +22,24 @@ from megatron_fp8rl.data.packing import build_for, divide_for
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.scoring import ScorePool
-from megatron_fp8rl.observe.observer import Observer, StepLog
+from megatron_fp8rl.observe.observer import StepLog
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.precision.hardware import local_hardware
-from megatron_fp8rl.precision.kernel_choice import choose, resolved
+from megatron_fp8rl.precision.kernel_choice import resolved
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.runtime.colocation import ColocatedMemory
 from megatron_fp8rl.runtime.gc_pause import gc_paused
 from megatron_fp8rl.runtime.stop import StopRequest
-from megatron_fp8rl.trainer import checkpoint, kv_scales, warm_up
-from megatron_fp8rl.trainer.checkpoint_schedule import CheckpointSchedule
+from megatron_fp8rl.trainer import kv_scales, warm_up
 from megatron_fp8rl.trainer.optimizer.offload import HostMemory
-from megatron_fp8rl.trainer.optimizer.optimizer import adam_name
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
+from megatron_fp8rl.training_loop import TrainingLoop
 from megatron_fp8rl.types import RolloutGroup, Sample, TrainBatch
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
-from megatron_fp8rl.weight_sync.save_hf import save_hf
 
-CHECKPOINTS, FINAL_HF = "checkpoints", "hf"
 # Collective: why trainer and engine differ on the sample of this name; rank 0 has the fleet and the samples.
 Explain = Callable[[Policy, Fleet | None, Sequence[Sample], str], str]
 
@@ -69,10 +64,11 @@ def run(
     """
     cfg = parallel.broadcast_object(resolved(cfg, local_hardware()))  # one choice, even if ranks differ
     with ExitStack() as stack:
-        Trainer(cfg, parallel, tokenizer_dir, fleet, stop or StopRequest(), explain, host, stack).run()
+        how = {"stop": stop or StopRequest(), "host": host, "stack": stack}
+        Trainer(cfg, parallel, tokenizer_dir, fleet=fleet, explain=explain, **how).run()
 
 
-class Trainer:
+class Trainer(TrainingLoop):
     """One run on this rank. Every method is a collective over the trainer ranks.
 
     One step; engines sample the next groups after ``publish``, in asynchronous runs during the whole step:
@@ -82,77 +78,67 @@ class Trainer:
                        +------------ new weights --------------+
     """
 
-    def __init__(
-        self,
-        cfg: RunConfig,
-        parallel: Parallel,
-        tokenizer_dir: Path,
-        fleet: Fleet | None,
-        stop: StopRequest,
-        explain: Explain | None,
-        host: HostMemory | None,
-        stack: ExitStack,
-    ) -> None:
+    says_exactness: ClassVar[bool] = True
+
+    def __init__(self, cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, *, fleet, explain, **how: Any) -> None:
         """Build the policy, resume from a checkpoint, and wait for engines; ``stack`` closes all resources."""
-        is_driver, checkpoints = parallel.rank == 0, Path(cfg.run_dir) / CHECKPOINTS
-        self.cfg, self.parallel, self.fleet, self.stop, self.explain = cfg, parallel, fleet, stop, explain
-        self.tokenizer_dir = tokenizer_dir
-        self.observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
-        stack.enter_context(stop.errors_noted())
+        self.fleet: Fleet | None = fleet
+        self.explain: Explain | None = explain
+        super().__init__(cfg, parallel, tokenizer_dir, **how)
+
+    def open_data(self, stack: ExitStack) -> None:
+        cfg, is_driver = self.cfg, self.parallel.rank == 0
         self.loss, self.advantage = load_loss(cfg.algo), load_advantage(cfg.algo)
-        scorers = stack.enter_context(ScorePool.build(cfg.scoring, cfg.data.environments)) if is_driver else None
-        self.prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)), log=is_driver)
-        with span("start_model"):
-            self.policy = Policy.build(cfg, parallel, host)
-            self.kernels = choose(cfg, local_hardware(), "trainer")
-            self.observer.message(f"precision.exact: {self.kernels.exact_text()}")
-            self.observer.note({**self.kernels.record(), "trainer kernel, optimizer": adam_name()})
-            # Number of finished steps, metrics of the last step so far, and whether the run is complete.
-            self.step, self.record, self.is_complete = self._resume(checkpoints)
-        stop.at_boundary(parallel, self.step)
+        self.scorers = stack.enter_context(ScorePool.build(cfg.scoring, cfg.data.environments)) if is_driver else None
+        self.data = PromptStream(cfg, load_tokenizer(str(self.tokenizer_dir)), log=is_driver)
+
+    def connect(self, stack: ExitStack) -> None:
+        """Plan the publication and wait for the engines."""
+        cfg = self.cfg
         self.exporter = None  # stays None in a replay, which has no engines to update
         if cfg.sampling.replay is None:  # planned while engines start
-            self.exporter = WeightExporter(self.policy, fleet, PlanInputs.of(cfg))
+            self.exporter = WeightExporter(self.policy, self.fleet, PlanInputs.of(cfg))
             stack.callback(self.exporter.close)
         if not self.is_complete:
             self._wait_for_engines()
-            stop.at_boundary(parallel, self.step)  # the start of engines takes minutes
-        self.rollouts = stack.enter_context(RolloutStream(cfg, fleet, self.prompts, scorers, parallel))
+            self.stop.at_boundary(self.parallel, self.step)  # the start of engines takes minutes
+        self.rollouts = stack.enter_context(RolloutStream(cfg, self.fleet, self.data, self.scorers, self.parallel))
         self.rollouts.republish = None if self.exporter is None else self.republish
-        self.colocated = ColocatedMemory(cfg, self.policy, fleet)
-        self.saver = stack.enter_context(closing(checkpoint.Saver(checkpoints, self.policy)))
-        self.schedule = CheckpointSchedule(cfg.checkpoint, cfg.num_steps, parallel)
+        self.colocated = ColocatedMemory(cfg, self.policy, self.fleet)
 
-    def run(self) -> None:
-        """Train to ``cfg.num_steps``, then export the weights."""
-        if not self.is_complete:
-            with self.observer.prelude(self.step, self.record) as log:
-                self._calibrate_kv()
-                self.publish(log)
-                self.evaluate(log)
-                if num_kept := self.rollouts.resume_unfinished():
-                    text = f"{num_kept} groups of step {self.step + 1} were sampled before the run was stopped"
-                    self.observer.message(text)
-        while self.step < self.cfg.num_steps:
-            self.stop.at_boundary(self.parallel, self.step, self.save_early)
-            with self.observer.step(self.step + 1) as log:
-                groups = self._next_groups()
-                self.step += 1
-                self.saver.poll()
-                self.colocated.train()
-                log.groups(groups)
-                if not self.learn(groups, log):
-                    text = f"step {self.step}: every group was dropped, so there is nothing to learn from"
-                    self.observer.warn(text + _reason_without_scores(groups))
-                self.save(log)
-                self.publish(log)
-                self.evaluate(log)
-            self.saver.poll()  # after the step's line is on disk
-        self.saver.finish()
+    def begin(self, log: StepLog) -> None:
+        self._calibrate_kv()
+        self.end_step(log)
+        if num_kept := self.rollouts.resume_unfinished():
+            text = f"{num_kept} groups of step {self.step + 1} were sampled before the run was stopped"
+            self.observer.message(text)
+
+    def train(self, log: StepLog) -> None:
+        """Take the groups of the next step and learn from them."""
+        groups = self._next_groups()
+        self.step += 1
+        self.saver.poll()
+        self.colocated.train()
+        log.groups(groups)
+        if not self.learn(groups, log):
+            text = f"step {self.step}: every group was dropped, so there is nothing to learn from"
+            self.observer.warn(text + _reason_without_scores(groups))
+
+    def end_step(self, log: StepLog) -> None:
+        self.publish(log)
+        self.evaluate(log)
+
+    def end(self) -> None:
         self.rollouts.require_scores()
         if self.cfg.checkpoint.export_hf:
             self.colocated.train()
-            save_hf(self.policy, Path(self.cfg.run_dir) / FINAL_HF, self.tokenizer_dir)
+
+    def position(self) -> Any:
+        return self.rollouts.position
+
+    def release(self) -> None:
+        self.rollouts.abandon()
+        self.colocated.train()
 
     def learn(self, groups: tuple[RolloutGroup, ...], log: StepLog) -> bool:
         """Update the policy from the groups, which rank 0 has; False if no sample remains."""
@@ -204,34 +190,11 @@ class Trainer:
 
     def evaluate(self, log: StepLog) -> None:
         """Sample the held-out problems at the start, at the end, and every ``observe.eval_every`` steps."""
-        observe, step = self.cfg.observe, self.step
-        is_due = step in (0, self.cfg.num_steps) or (observe.eval_every and step % observe.eval_every == 0)
-        if not is_due or not observe.eval_prompts or self.cfg.sampling.replay is not None:
+        observe = self.cfg.observe
+        if not self.evaluation_is_due() or self.cfg.sampling.replay is not None:
             return
-        if held_out := self.prompts.eval_prompts(observe.eval_prompts):  # rows may have no held-out problems
+        if held_out := self.data.eval_prompts(observe.eval_prompts):  # rows may have no held-out problems
             log.evaluation(self.rollouts.sample(held_out, num_completions=observe.eval_completions))
-
-    def save(self, log: StepLog) -> None:
-        """Begin a checkpoint if one is due."""
-        if self.schedule.is_due(self.step):
-            self._begin_save(log.record())
-
-    def save_early(self, step: int) -> Path | None:
-        """Finish the checkpoint of a run that ends early; finished groups of the next step are kept."""
-        self.rollouts.abandon()
-        self.colocated.train()
-        if self.schedule.is_missing(step):
-            self._begin_save({})
-        return self.saver.finish()
-
-    def _begin_save(self, record: dict[str, Any]) -> None:
-        self.schedule.begin(self.step)
-        with span("checkpoint"):
-            position = self.parallel.broadcast_object(self.rollouts.position)
-            # If the run is killed before it writes the step's line to metrics.jsonl, it writes the line on resume.
-            record = self.parallel.broadcast_object(record)
-            extra = {"prompt_position": position, "record": record, "rows": self.prompts.row_identities}
-            self.saver.begin(self.step, extra)
 
     def _next_groups(self) -> tuple[RolloutGroup, ...]:
         """The groups of the next step, on rank 0; raises RunStopped if the run is asked to stop meanwhile."""
@@ -254,32 +217,13 @@ class Trainer:
         if self.cfg.engine.kv_cache_dtype == "fp8" and sampling.replay is None:
             self.colocated.train()
             with span("calibrate_kv"):
-                self.policy.calibrate_kv(self.prompts.upcoming(sampling.prompts_per_step))
-
-    def _resume(self, checkpoints: Path) -> tuple[int, dict[str, Any], bool]:
-        """Restore the newest checkpoint: (its step or 0, the step's record, whether the run is complete).
-
-        A run that lacks the line of its last step, because it was killed, is not complete.
-        """
-        resumed = checkpoint.resume(checkpoints, self.policy, self.observer.message)
-        if resumed is None:
-            return 0, {}, self.cfg.num_steps == 0
-        step, extra = resumed
-        if self.parallel.device.type == "cuda":
-            torch.cuda.empty_cache()  # reading allocates parts of the state twice, and engines share this GPU
-        self.prompts.position = extra["prompt_position"]
-        for key, before in extra.get("rows", {}).items():
-            if (now := self.prompts.row_identities.get(key, before)) != before:
-                self.observer.message(f"changed since then: the data of {key} were {before}, now {now}")
-        record = extra.get("record", {})
-        lacks_line = self.parallel.broadcast_object(bool(record) and self.observer.lacks(step))
-        return step, record, step >= self.cfg.num_steps and not lacks_line
+                self.policy.calibrate_kv(self.data.upcoming(sampling.prompts_per_step))
 
     def _wait_for_engines(self) -> None:
         """Warm up the trainer, then wait for the engines; rank 0 compares their kernels with the plan."""
         if warm_up.is_worthwhile(self.cfg.precision, self.cfg.engine, self.cfg.sampling, self.parallel.device.type):
             with span("start_warm_up"):
-                warm_up.warm_up(self.policy, self.prompts.upcoming(self.cfg.sampling.prompts_per_step))
+                warm_up.warm_up(self.policy, self.data.upcoming(self.cfg.sampling.prompts_per_step))
         if self.fleet is None:
             return
         with span("start_engines"):

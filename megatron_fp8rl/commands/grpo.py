@@ -36,7 +36,7 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.data import weight_files
 from megatron_fp8rl.data.gguf_folder import model_folder
-from megatron_fp8rl.envs.source_kind import VERIFIERS, has_rows, kind_of, short_name
+from megatron_fp8rl.envs.source_kind import VERIFIERS, has_rows, is_supervised, kind_of, short_name
 from megatron_fp8rl.names.registry import from_hf_config
 from megatron_fp8rl.preflight import auto_layout, rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
@@ -67,24 +67,47 @@ class GrpoOptions:
 def configure(options: GrpoOptions, override: Callable[[RunConfig], RunConfig]) -> tuple[RunConfig, list[str]]:
     """(configuration, lines that explain it). ``override`` applies the user's fields, before and after the choice.
     Raises ConfigError with every mistake in the options."""
-    folder, errors = Path(options.model).expanduser(), _problems(options)
+    errors = _problems(options)
     typed, override = override, lambda cfg: _with_equal_tasks(typed(cfg))
-    model = None
-    if options.model:
-        try:
-            folder = model_folder(folder)
-            model = model_in(folder)
-        except (OSError, ValueError) as error:
-            errors.append(Violation("--model", options.model, str(error), "Name another folder"))
+    model, folder = read_model(options.model, errors)
+    errors += _gpu_problems(options.gpus)
     if errors or model is None:
         raise ConfigError([*errors, *_source_mistakes(options)])
-    cfg = override(_base(options, folder, model))
+    return with_layout(_base(options, folder, model), options.gpus, options.gpu, override)
+
+
+def read_model(name: str, errors: list[Violation]) -> tuple[ModelConfig | None, Path]:
+    """(architecture, folder) of ``--model``; adds what is wrong to ``errors``, and then there is no architecture."""
+    folder = Path(name).expanduser()
+    if not name:
+        remedy = "Name the folder of a Hugging Face model; with --model.random True its weights are not read"
+        errors.insert(0, Violation("--model", "", "there is no model to train", remedy))
+        return None, folder
+    try:
+        folder = model_folder(folder)
+        return model_in(folder), folder
+    except (OSError, ValueError) as error:
+        errors.append(Violation("--model", name, str(error), "Name another folder"))
+        return None, folder
+
+
+def with_layout(
+    cfg: RunConfig, gpus: int | None, gpu: GpuName | None, override: Callable[[RunConfig], RunConfig]
+) -> tuple[RunConfig, list[str]]:
+    """``cfg`` with a layout for ``gpus`` GPUs of the kind ``gpu``, or of this machine, and lines that explain it."""
+    if errors := _gpu_problems(gpus):
+        raise ConfigError(errors)
+    cfg = override(cfg)
     if cfg.model.random:
         cfg = replace(cfg, model=replace(cfg.model, hf_path=None))
-    num_gpus = _local_gpus()[0] if options.gpus is None else options.gpus
-    if not num_gpus:
-        return _on_cpu(cfg, override)
-    return _on_gpus(cfg, options, num_gpus, override)
+    num_gpus = _local_gpus()[0] if gpus is None else gpus
+    return _on_gpus(cfg, gpu, num_gpus, override) if num_gpus else _on_cpu(cfg, override)
+
+
+def _gpu_problems(gpus: int | None) -> list[Violation]:
+    if gpus is None or gpus >= 0:
+        return []
+    return [Violation("--gpus", gpus, "is below 0", "Give a number of GPUs, or 0 for the CPU")]
 
 
 def model_in(folder: Path) -> ModelConfig:
@@ -109,9 +132,6 @@ def model_in(folder: Path) -> ModelConfig:
 
 def _problems(options: GrpoOptions) -> list[Violation]:
     errors: list[tuple[str, object, str, str]] = []
-    if not options.model:
-        remedy = "Name the folder of a Hugging Face model; with --model.random True its weights are not read"
-        errors.append(("--model", "", "there is no model to train", remedy))
     if not options.data:
         errors.append(("--data", "", "there is nothing to learn", "Name a file, such as train.jsonl"))
     rows = [name for name in options.data if has_rows(name)]
@@ -129,8 +149,6 @@ def _problems(options: GrpoOptions) -> list[Violation]:
     if len(options.eval) > len(rows):
         problem = f"there are {len(options.eval)} held-out sources and {len(rows)} sources of rows to train on"
         errors.append(("--eval", options.eval, problem, "Name a held-out source for each --data, in the same order"))
-    if options.gpus is not None and options.gpus < 0:
-        errors.append(("--gpus", options.gpus, "is below 0", "Give a number of GPUs, or 0 for the CPU"))
     return [Violation(*error) for error in errors]
 
 
@@ -145,10 +163,10 @@ def _source_mistakes(options: GrpoOptions) -> list[Violation]:
 
 def _environments(options: GrpoOptions) -> tuple[EnvironmentConfig, ...]:
     rewards = tuple(map(_reward, options.reward))
-    agent = _absolute(options.agent) if ".py:" in options.agent else options.agent
-    held_out = map(_absolute, options.eval)
+    agent = absolute(options.agent) if ".py:" in options.agent else options.agent
+    held_out = map(absolute, options.eval)
     return tuple(
-        EnvironmentConfig(dataset=_absolute(name), rewards=rewards, eval=next(held_out, ""), agent=agent)
+        EnvironmentConfig(dataset=absolute(name), rewards=rewards, eval=next(held_out, ""), agent=agent)
         if has_rows(name)
         else _taskset(name.removeprefix(VERIFIERS))
         if name.startswith(VERIFIERS)
@@ -182,7 +200,7 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
 
 
 def _taskset(taskset: str) -> EnvironmentConfig:
-    options = {"taskset": _absolute(taskset) if taskset.endswith(".py") else taskset}
+    options = {"taskset": absolute(taskset) if taskset.endswith(".py") else taskset}
     return EnvironmentConfig(dataset=_TASKS, options=options, agent=f"{_VERIFIERS}:rollout", agent_options=options)
 
 
@@ -205,10 +223,10 @@ def _reward(name: str) -> RewardConfig:
     if kind == "model" and where:
         option = {"url": where} if "://" in where else {"folder": os.path.abspath(os.path.expanduser(where))}
         return RewardConfig(function="model", options=option)
-    return RewardConfig(function=_absolute(name) if ".py:" in name else name)
+    return RewardConfig(function=absolute(name) if ".py:" in name else name)
 
 
-def _absolute(name: str) -> str:
+def absolute(name: str) -> str:
     """An absolute path, valid on other nodes; names of the hub stay."""
     return name if kind_of(name) == "hub" else os.path.abspath(os.path.expanduser(name))
 
@@ -219,7 +237,9 @@ def _on_cpu(cfg: RunConfig, override: Callable[[RunConfig], RunConfig]) -> tuple
     cfg = replace(
         cfg,
         engine=replace(cfg.engine, kv_cache_bytes=256 << 20, graphs="none"),
-        sampling=replace(cfg.sampling, prompts_per_step=8, completions_per_prompt=8),
+        sampling=cfg.sampling
+        if is_supervised(cfg)
+        else replace(cfg.sampling, prompts_per_step=8, completions_per_prompt=8),
         optim=replace(cfg.optim, max_tokens_per_microbatch=max(length + 16, 4096)),
         scoring=replace(cfg.scoring, num_workers=1),
     )
@@ -246,13 +266,13 @@ def _widening(cfg: RunConfig) -> list[str]:
 
 
 def _on_gpus(
-    cfg: RunConfig, options: GrpoOptions, num_gpus: int, override: Callable[[RunConfig], RunConfig]
+    cfg: RunConfig, gpu: GpuName | None, num_gpus: int, override: Callable[[RunConfig], RunConfig]
 ) -> tuple[RunConfig, list[str]]:
     memory_gib = _local_gpus()[1]
-    kind = options.gpu or _kind_of(memory_gib)
+    kind = gpu or _kind_of(memory_gib)
     machines = DoctorOptions(
         gpu=kind,
-        memory_gib=memory_gib if options.gpu is None else None,
+        memory_gib=memory_gib if gpu is None else None,
         gpus_per_node=min(num_gpus, 8),
         num_gpus=num_gpus,
     )

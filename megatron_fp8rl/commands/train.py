@@ -1,4 +1,4 @@
-"""The commands ``train``, ``demo``, ``sft`` and ``rl``: a warm start, reinforcement learning, or both.
+"""The commands ``train``, ``demo`` and ``rl``: a warm start, reinforcement learning, or both; and the start of any job.
 
 Only functions import torch, Megatron-Core and vLLM, so that help, dry runs and usage errors respond immediately.
 """
@@ -6,6 +6,7 @@ Only functions import torch, Megatron-Core and vLLM, so that help, dry runs and 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from megatron_fp8rl import cli
 from megatron_fp8rl.commands.ranks import has_to_start_ranks, longest_wait_s, on_every_rank, run_with_status
 from megatron_fp8rl.commands.report import write_reports
 from megatron_fp8rl.config import ConfigError, RunConfig
+from megatron_fp8rl.envs.source_kind import is_supervised
 from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
 from megatron_fp8rl.preflight.data_check import check_data
 from megatron_fp8rl.preflight.folder_check import check_folder
@@ -27,6 +29,7 @@ from megatron_fp8rl.runtime.stop import StopRequest
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
 
+_WITHOUT_ENGINES = ("supervised", "dpo")  # jobs
 _DATA_CHECKED = "FP8RL_DATA_SEEN"  # set for ranks if their data were checked before they were started
 
 
@@ -39,10 +42,6 @@ def _train(invocation: cli.Invocation) -> int:
             "--warm_start.steps for a warm start, or --model.random True to train random weights"
         )
     return start(invocation.cfg)
-
-
-def _sft(invocation: cli.Invocation) -> int:
-    return start(invocation.cfg, wants_rl=False)
 
 
 def _rl(invocation: cli.Invocation) -> int:
@@ -59,8 +58,16 @@ def _refuse(text: str) -> int:
     return 2
 
 
-def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True) -> int:
-    """Check model and data, and run the requested programs on every rank; returns the exit status."""
+def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True, job: str = "rl_loop") -> int:
+    """Check model and data, and run the requested programs on every rank; returns the exit status.
+
+    ``job``: the module of the library with the training job that ``wants_rl`` asks for.
+    """
+    if wants_rl and is_supervised(cfg) != (job in _WITHOUT_ENGINES):
+        command = cfg.algo.loss if is_supervised(cfg) else "train"
+        datasets = [source.dataset for source in cfg.data.environments]
+        problem = f"with these sources {datasets}, the configuration is one of another command"
+        return _refuse(f"--algo.loss = {cfg.algo.loss!r}: {problem}. Use the command {command}.")
     if find_spec("torch") is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     is_checked = os.environ.get("RANK", "0") != "0" or _DATA_CHECKED in os.environ
@@ -70,7 +77,7 @@ def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True) -> i
         if status := run_with_status(partial(check_data, cfg)):
             return status
         os.environ[_DATA_CHECKED] = "1"
-    return on_every_rank(cfg, partial(_run, cfg, wants_sft=wants_sft, wants_rl=wants_rl))
+    return on_every_rank(cfg, partial(_run, cfg, wants_sft=wants_sft, wants_rl=wants_rl, job=job))
 
 
 def _check_model(cfg: RunConfig) -> None:
@@ -84,19 +91,23 @@ def _check_model(cfg: RunConfig) -> None:
         print(ignored, flush=True)
 
 
-def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
+def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool, job: str) -> None:
     """Collective: run this rank's part of the requested programs."""
     add_seconds("start_command", time.time() - float(os.environ.get(STARTED, time.time())))
     stop = StopRequest.install()  # before starting anything that a signal to the whole job could kill
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop.watched(cfg.engine, longest_wait_s(cfg.engine)))
         stack.enter_context(stop.errors_noted())
-        fleet = _prepare(cfg, stack, wants_rl) if os.environ.get("RANK", "0") == "0" else None
+        fleet = (
+            _prepare(cfg, stack, wants_rl and job not in _WITHOUT_ENGINES)
+            if os.environ.get("RANK", "0") == "0"
+            else None
+        )
         with span("start_imports"):  # while engines start
             from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
             megatron_on_cpu.install()
-            from megatron_fp8rl import rl_loop, sft_loop
+            from megatron_fp8rl import sft_loop
             from megatron_fp8rl.data.model_dir import model_dir
             from megatron_fp8rl.diagnose.explain_mismatch import explain
             from megatron_fp8rl.preflight.host_memory import host_memory
@@ -114,10 +125,12 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             warm_start = sft_loop.run(cfg, parallel, tokenizer_dir, stop)
             cfg = replace(cfg, model=replace(cfg.model, hf_path=str(warm_start)))
         if wants_rl:
-            rl_loop.run(cfg, parallel, tokenizer_dir, fleet, stop, explain, host)
+            run = importlib.import_module(f"megatron_fp8rl.{job}").run
+            engines = {} if job in _WITHOUT_ENGINES else {"fleet": fleet, "explain": explain}
+            run(cfg, parallel, tokenizer_dir, stop=stop, host=host, **engines)
 
 
-def _prepare(cfg: RunConfig, stack: contextlib.ExitStack, wants_rl: bool) -> Fleet | None:
+def _prepare(cfg: RunConfig, stack: contextlib.ExitStack, wants_engines: bool) -> Fleet | None:
     """Rank 0: lock the run's folder, check the data, and start the engines without waiting for them."""
     from megatron_fp8rl.data import run_folder
 
@@ -131,7 +144,7 @@ def _prepare(cfg: RunConfig, stack: contextlib.ExitStack, wants_rl: bool) -> Fle
 
     stack.callback(write_reports, cfg)  # also after an error
     write_model_dir(cfg)
-    if not wants_rl or cfg.sampling.replay is not None:
+    if not wants_engines or cfg.sampling.replay is not None:
         return None
     stack.enter_context(reward_server.serving(cfg))
     return stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
@@ -150,5 +163,4 @@ DEMO = cli.Command(
     default_config="demo",
     reads_data=True,
 )
-SFT = cli.Command(name="sft", summary="the supervised warm start alone", run=_sft, reads_data=True)
 RL = cli.Command(name="rl", summary="reinforcement learning from a Hugging Face checkpoint", run=_rl, reads_data=True)

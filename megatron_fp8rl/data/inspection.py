@@ -20,6 +20,7 @@ from megatron_fp8rl.data.conversation import ChatFormat, ConversationError
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.prompts import ProblemSource, RowSource
 from megatron_fp8rl.data.tokenizer import end_ids, is_special
+from megatron_fp8rl.data.training_rows import TrainingRows
 from megatron_fp8rl.envs.environment import Problem, environments_by_key
 from megatron_fp8rl.envs.rewards.answers import references
 from megatron_fp8rl.envs.rewards.choices import letters_of
@@ -118,6 +119,53 @@ def inspect_sources(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[
     """Inspect every source. Raises any error of opening or rendering it, with its field."""
     source = ProblemSource.from_run(cfg, tokenizer)
     return [_inspect(source, key) for key in source.configs]
+
+
+def inspect_training_rows(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, whole: bool = False) -> list[str]:
+    """Console lines about rows of conversations or pairs. Raises TooManyDroppedError, or an error of opening a source.
+
+    ``whole``: also the first row as the model reads it, with ``[[`` and ``]]`` around what is trained.
+    """
+    rows, lines = TrainingRows(cfg, tokenizer), []
+    sources = [(key, num, False) for key, num in rows.num_rows.items()]
+    sources += [(key, num, True) for key, num in rows.num_held_out.items()]
+    for key, num_rows, is_held_out in sources:
+        title = f"{key}, held out" if is_held_out else key
+        num_seen = num_rows if num_rows <= _ALL_UP_TO else _SAMPLE
+        usable, dropped, first = [], [], None
+        for index in (int(i * num_rows / num_seen) for i in range(num_seen)):
+            try:
+                samples = rows.samples(key, index, held_out=is_held_out)
+            except RowError as error:
+                dropped.append((f"row {index} of {title}", str(error)))
+                continue
+            first = first or samples
+            usable += samples
+        what = {"columns": None, "prompts": (), "num_equal": 0, "num_held_out": None}
+        lengths = tuple(sample.num_tokens for sample in usable)
+        # Its lengths count rows, so that the share of dropped rows is right.
+        report = SourceReport(
+            key=title,
+            dataset=title,
+            num_rows=num_rows,
+            lengths=(0,) * (num_seen - len(dropped)),
+            dropped=tuple(dropped),
+            **what,
+        )
+        lines.append(f"{title}: {num_rows:,} {'pairs' if rows.is_pairs else 'conversations'}")
+        if usable:
+            share = sum(sample.num_loss_tokens for sample in usable) / sum(lengths)
+            bars = _histogram(lengths)
+            lines.append(f"  tokens {min(lengths)} {bars} {max(lengths)}, {share:.0%} of them trained")
+        lines += [f"  left out: {row}: {reason[:160]}" for row, reason in dropped[:3]]
+        lines += [f"  left out: {len(dropped) - 3:,} more of {num_seen:,}"] if len(dropped) > 3 else []
+        require_usable([report], cfg.data.max_dropped)
+        for sample in first if whole and first and not is_held_out else ():
+            parts = [(tokenizer.decode(s.token_ids.array.tolist()), s.is_trained) for s in sample.segments]
+            text = "".join(f"[[{text}]]" if is_trained else text for text, is_trained in parts)[:_SHOWN]
+            lines += [f"  {sample.name}, with [[ ]] around what is trained:"]
+            lines += [f"    | {line}" for line in text.splitlines()]
+    return lines
 
 
 def inspect_ends(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:

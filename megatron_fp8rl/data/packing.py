@@ -77,10 +77,10 @@ def _share(samples: SampleColumns, sizes: Sequence[int], rest: dict[str, Any]) -
 
 
 def pack_for(
-    cfg: RunConfig, samples: Sequence[Sample], *, data_rank: int, num_updates: int = 1
+    cfg: RunConfig, samples: Sequence[Sample], *, data_rank: int, num_updates: int = 1, together: int = 1
 ) -> tuple[TrainBatch, ...]:
     """:func:`pack` with the limits and multiples of a run's configuration."""
-    return pack(samples, data_rank=data_rank, num_updates=num_updates, **_limits(cfg))
+    return pack(samples, data_rank=data_rank, num_updates=num_updates, together=together, **_limits(cfg))
 
 
 def divide_for(cfg: RunConfig, samples: Sequence[Sample], *, num_updates: int = 1) -> list[tuple[Share, ...]]:
@@ -126,6 +126,7 @@ def divide(
     num_microbatches_multiple: int = 1,
     num_updates: int = 1,
     equal_lengths: bool = False,
+    together: int = 1,
 ) -> list[tuple[Share, ...]]:
     """Divide samples into shares, one per rank and optimizer update. Deterministic.
 
@@ -134,9 +135,10 @@ def divide(
         num_microbatches_multiple: of the number of microbatches, which is equal on all ranks; some may be empty.
         num_updates: consecutive parts of nearly equal size; fewer if there are fewer samples.
         equal_lengths: all ranks pad microbatch i to the same length.
+        together: so many consecutive samples stay in one microbatch, one after another.
 
     Raises:
-        SequenceTooLongError: a sequence is longer than ``max_tokens``.
+        SequenceTooLongError: a sequence, or samples that stay together, are longer than ``max_tokens``.
         ValueError: fields of a sample differ in length, or only some samples have routed experts.
     """
     alignment = _alignment(alignment)
@@ -147,11 +149,20 @@ def divide(
     routed = _routed_shape(samples)
 
     shares: list[list[Share]] = [[] for _ in range(data_size)]
-    for part in _split(len(samples), num_updates):
+    for units in _split(len(samples) // together, num_updates):
+        part = range(units.start * together, units.stop * together)
         lengths = [_round_up(num_tokens[i], alignment.sequence) for i in part]
+        totals = [sum(lengths[i : i + together]) for i in range(0, len(lengths), together)]
+        if together > 1 and max(totals) > capacity:
+            name = samples[part[totals.index(max(totals)) * together]].name
+            raise SequenceTooLongError(
+                f"sample {name} and the next {together - 1} have {max(totals)} tokens and do not fit in a microbatch "
+                f"of {max_tokens} tokens. Raise optim.max_tokens_per_microbatch"
+            )
         bins = assign(
-            lengths, data_size=data_size, capacity=capacity, num_microbatches_multiple=num_microbatches_multiple
+            totals, data_size=data_size, capacity=capacity, num_microbatches_multiple=num_microbatches_multiple
         )
+        bins = [[[u * together + i for u in chosen for i in range(together)] for chosen in rank] for rank in bins]
         loss_tokens = [samples[i].num_loss_tokens for i in part]
         for rank_shares, chosen in zip(shares, bins, strict=True):
             rank_shares.append(

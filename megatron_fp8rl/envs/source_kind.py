@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_fp8rl.algo.near_matches import near_matches
+from megatron_fp8rl.config import RunConfig
 
 Kind = Literal["rows", "hub", "class", "generator"]
 
 HUB, CLASS = "hub:", "env:"
 VERIFIERS = "verifiers:"  # a taskset of that library, on the command line
+SUPERVISED = ("sft", "dpo")  # values of algo.loss
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 
 
@@ -31,6 +33,14 @@ def kind_of(dataset: str) -> Kind:
 def has_rows(dataset: str) -> bool:
     """Whether the source is a finite list of rows, whose rewards are configured separately."""
     return kind_of(dataset) in ("rows", "hub")
+
+
+def is_supervised(cfg: RunConfig) -> bool:
+    """Whether a run learns its rows as they are (commands sft and dpo): nothing samples answers or scores them."""
+    sources = cfg.data.environments
+    return cfg.algo.loss in SUPERVISED and all(
+        has_rows(source.dataset) and not source.rewards and not source.agent for source in sources
+    )
 
 
 def short_name(dataset: str) -> str:

@@ -30,6 +30,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "reward/advantage/max": "Highest advantage in the step.",
     },
     "Evaluation": {
+        "eval/loss/mean": "Validation loss of `sft` and `dpo`: the training loss of the held-out rows.",
         "eval/score/mean": "Mean reward on held-out problems.",
         "eval/pass_rate/mean": "Fraction of right held-out completions; absent like `reward/pass_rate/mean`.",
         "eval/pass_rate_low/mean": "Lower bound of the 95 % interval of `eval/pass_rate/mean` (Wilson score).",
@@ -109,7 +110,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "loss/clip_fraction_low/mean": "Fraction of tokens with zero gradient from the lower clip bound.",
         "loss/clip_fraction_high/mean": "Fraction of tokens with zero gradient from the upper clip bound.",
         "loss/clip_fraction_dual/mean": "Fraction of tokens bounded by the dual clip.",
-        "loss/nll/mean": "Negative log-likelihood per token of the supervised warm start, in nats.",
+        "loss/nll/mean": "Negative log-likelihood per token of supervised training, in nats.",
         "loss/own_<name>/mean": "Mean over loss tokens of a user-defined loss metric.",
         "loss/own_<name>/max": "Maximum of a user-defined loss metric.",
         "correction/weight/mean": "Mean importance weight after correction, as used in the loss.",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_fp8rl.config import KERNELS, ConfigError, RunConfig, Violation
-from megatron_fp8rl.envs.source_kind import kind_of
+from megatron_fp8rl.envs.source_kind import is_supervised, kind_of
 from megatron_fp8rl.precision.hardware import Generation, cpu_has_avx512
 from megatron_fp8rl.preflight.findings import Finding
 from megatron_fp8rl.preflight.folder_check import check_folder
@@ -82,6 +82,7 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
             check_rewards,
             inspect_ends,
             inspect_sources,
+            inspect_training_rows,
             require_template,
             require_usable,
         )
@@ -99,7 +100,11 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
     if problem := _tool_parser_problem(cfg):
         return [], [Finding("error", "--session.tool_parser", problem)]
     try:
+        if is_supervised(cfg):
+            return inspect_training_rows(cfg, loaded, whole=whole_prompt), []
         reports = inspect_sources(cfg, loaded)
+    except TooManyDroppedError as error:
+        return [], [Finding("error", "--data.max_dropped", str(error))]
     except (ValueError, OSError, ImportError) as error:
         return [], [Finding("error", "--data.environments", str(error))]
     lines = [end_line, *(line for report in reports for line in report.lines(whole_prompt))]

@@ -23,7 +23,7 @@ from megatron_fp8rl.config import KERNELS, EnvironmentConfig, RunConfig, Violati
 from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.envs import agent_function, sandbox
 from megatron_fp8rl.envs.rewards import configured as rewards
-from megatron_fp8rl.envs.source_kind import CLASS, VERIFIERS, files_of, has_rows, kind_of
+from megatron_fp8rl.envs.source_kind import CLASS, VERIFIERS, files_of, has_rows, is_supervised, kind_of
 from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
 from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals, resolved
 from megatron_fp8rl.precision.kernel_support import invariant_nccl
@@ -426,7 +426,7 @@ def _check_environment(checks: Checks, path: str, environment: EnvironmentConfig
         except FileNotFoundError as error:
             refuse(field, str(error).removeprefix(f"{name}: ").rstrip("?"), "Name other files")
     is_rows = has_rows(environment.dataset)
-    if is_rows and not environment.rewards and not environment.agent:
+    if is_rows and not environment.rewards and not environment.agent and not is_supervised(checks.cfg):
         remedy = f"Set --{path}.rewards to exact, number, choice, math, code or FILE.py:function"
         refuse("rewards", f"nothing scores the answers to {environment.dataset}", remedy)
     for field in () if is_rows else ("eval", "rewards", "prompt_column", "answer_column"):

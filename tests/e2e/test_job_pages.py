@@ -1,0 +1,68 @@
+"""The pages of the jobs sft, dpo and distill: their files and commands are executed."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import cli as launch_cli
+from tests.helpers.own_model import make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+_FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
+_RUN = re.compile(r"<!-- run -->\n```sh\n(.*?)```", re.DOTALL)
+
+
+def _run(page: str, folder: Path) -> str:
+    """Run the command of a page in ``folder`` with its files; the output."""
+    text = (ROOT / "docs" / page).read_text()
+    for name, content in _FILE.findall(text):
+        (folder / name).write_text(content)
+    if not (folder / "MODEL").exists():
+        make_model(folder / "MODEL", ["What is 2 + 3?", "Sure?", "Yes.", "Be short."])
+    (command,) = _RUN.findall(text)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_FP8RL_CACHE": str(folder / "cache")}
+    args = shlex.split(command.replace("\\\n", " "))[1:]
+    done = subprocess.run([sys.executable, *args], cwd=folder, env=environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def _metrics(run_dir: Path) -> list[dict]:
+    assert (run_dir / "hf" / "model.safetensors").exists() and (run_dir / "report.html").exists()
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_page_of_sft_runs_as_written(tmp_path):
+    output = _run("sft.md", tmp_path)
+    assert "chats: 3 conversations" in output and "chats, held out: 1 conversations" in output
+    metrics = _metrics(tmp_path / "runs" / "MODEL-sft-chats")
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert metrics[3]["eval/loss/mean"] < metrics[0]["eval/loss/mean"]
+
+
+@pytest.mark.parametrize(
+    ("job", "args", "message"),
+    [
+        ("sft", ["--data", "chats.jsonl"], "--model = '': there is no model to train"),
+        ("sft", ["--model", "MODEL", "--data", "chain_sum"], "--data = ('chain_sum',): chain_sum has no rows"),
+        ("sft", ["--model", "MODEL", "--data", "chat.jsonl"], "did you mean chats.jsonl"),
+        ("sft", ["--model", "MODEL", "--data", "chats.jsonl", "--batch_size", "0"], "--batch_size = 0: is below 1"),
+        ("sft", ["--model", "MODEL", "--data", "chats.jsonl", "--epochs", "-1"], "--epochs = -1.0: is not a number"),
+        ("sft", ["tiny_qwen3", "--data", "chats.jsonl"], "--data makes a configuration, and tiny_qwen3 is one"),
+    ],
+)
+def test_mistakes_are_named_by_field(tmp_path, monkeypatch, capsys, job, args, message):
+    from megatron_fp8rl import cli
+    from megatron_fp8rl.__main__ import COMMANDS
+
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "MODEL", ["What is 2 + 3?"])
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "1", "completion": "2"}\n')
+    assert cli.main(COMMANDS, [job, *args, *(["--gpus", "0"] if "MODEL" in args else [])]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,157 @@
+"""Conversations and pairs as training samples: what is trained, what makes several samples, what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megatron_fp8rl.config import AlgoConfig, DataConfig, EnvironmentConfig, RunConfig, SamplingConfig
+from megatron_fp8rl.data.dropped import RowError
+from megatron_fp8rl.data.inspection import inspect_training_rows
+from megatron_fp8rl.data.tokenizer import character_tokenizer
+from megatron_fp8rl.data.training_rows import TrainingRows
+from megatron_fp8rl.types import Sample
+from model_configs import tiny_qwen3
+from tests.helpers.chat_templates import DEEPSEEK_V3, LLAMA3, QWEN3
+
+CHATML = """
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{{- '<|im_start|>assistant\\n' -}}{% generation %}{{- m.content + '<|im_end|>' -}}{% endgeneration %}{{- '\\n' -}}
+{%- else -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+PLAIN_CHATML = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+ENDS = {QWEN3: "<|im_end|>", LLAMA3: "<|eot_id|>", DEEPSEEK_V3: "<|end_of_sentence|>"}
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "It is 4"},
+]
+
+
+def tokenizer(template: str) -> PreTrainedTokenizerFast:
+    made = character_tokenizer(vocab_multiple=256)
+    special = "<|im_start|> <|im_end|> <|eot_id|> <|begin_of_text|> <|begin_of_sentence|> <|end_of_sentence|>"
+    made.add_special_tokens(
+        {"eos_token": ENDS.get(template, "<|im_end|>"), "additional_special_tokens": special.split()}
+    )
+    made.chat_template = template
+    return made
+
+
+def rows_of(folder: Path, template: str, *rows: dict, loss: str = "sft", **source: str) -> TrainingRows:
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return TrainingRows(config(folder, loss, **source), tokenizer(template))
+
+
+def config(folder: Path, loss: str = "sft", **source: str) -> RunConfig:
+    tiny = tiny_qwen3()
+    return replace(
+        tiny,
+        model=replace(tiny.model, vocab_size=512),
+        data=DataConfig(environments=(EnvironmentConfig(dataset=str(folder / "rows.jsonl"), **source),)),
+        sampling=SamplingConfig(max_prompt_tokens=150, max_completion_tokens=150),
+        algo=AlgoConfig(loss=loss),
+        output_dir=str(folder / "run"),
+    )
+
+
+def trained(rows: TrainingRows, sample: Sample) -> list[str]:
+    decode = rows._source.tokenizer.decode
+    return [decode(part.token_ids.array.tolist()) for part in sample.segments if part.is_trained]
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML, LLAMA3, DEEPSEEK_V3])
+def test_every_turn_of_the_assistant_is_trained_with_its_end_token(tmp_path, template):
+    rows = rows_of(tmp_path, template, {"messages": CHAT})
+    (sample,) = rows.samples("rows", 0)
+    end = ENDS.get(template, "<|im_end|>")
+    assert trained(rows, sample) == [f"2{end}", f"It is 4{end}"]
+    whole = rows._source.tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True)["input_ids"]
+    ids = sample.token_ids.array.tolist()
+    assert ids == whole[: len(ids)] and len(whole) - len(ids) <= 1  # the line break after the last end token
+
+
+def test_markers_and_text_give_the_same_tokens_as_transformers_marks(tmp_path):
+    made = {}
+    for name, template in (("marked", CHATML), ("plain", PLAIN_CHATML)):
+        (sample,) = rows_of(tmp_path, template, {"messages": CHAT}).samples("rows", 0)
+        made[name] = [(part.token_ids.array.tolist(), part.is_trained) for part in sample.segments]
+    assert made["marked"][: len(made["plain"])] == made["plain"]
+    reference = tokenizer(CHATML).apply_chat_template(
+        CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    mask = [int(is_trained) for ids, is_trained in made["marked"] for _ in ids]
+    assert mask == reference["assistant_masks"]
+
+
+def test_a_template_that_drops_earlier_reasoning_gives_a_sample_for_each_turn(tmp_path):
+    chat = [dict(message) for message in CHAT]
+    for message in (chat[2], chat[4]):
+        message["content"] = "<think>so</think>\n\n" + message["content"]
+    rows = rows_of(tmp_path, QWEN3, {"messages": chat})
+    first, second = rows.samples("rows", 0)
+    assert trained(rows, first) == ["<think>so</think>\n\n2<|im_end|>"]
+    assert trained(rows, second) == ["<think>so</think>\n\nIt is 4<|im_end|>"]
+    assert "so</think>" not in rows._source.tokenizer.decode(second.segments[0].token_ids.array.tolist())
+    assert {first.name, second.name} == {"rows/0", "rows/0/1"}
+
+
+@pytest.mark.parametrize(
+    ("row", "source"),
+    [
+        ({"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}, {}),
+        ({"prompt": "1+1?", "completion": "2"}, {}),
+        ({"prompt": [{"role": "user", "content": "1+1?"}], "completion": [{"role": "assistant", "content": "2"}]}, {}),
+        ({"instruction": "1+1?", "input": "", "output": "2"}, {}),
+        ({"ask": "1+1?", "reply": 2}, {"prompt_column": "ask", "answer_column": "reply"}),
+    ],
+)
+def test_rows_of_known_forms_are_conversations(tmp_path, row, source):
+    rows = rows_of(tmp_path, PLAIN_CHATML, row, **source)
+    (sample,) = rows.samples("rows", 0)
+    text = rows._source.tokenizer.decode(sample.token_ids.array.tolist())
+    assert text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>"
+
+
+OPEN_THINK = PLAIN_CHATML.replace(
+    "'<|im_start|>assistant\\n' -}}{%- endif", "'<|im_start|>assistant\\n<t>' -}}{%- endif"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (PLAIN_CHATML, {"messages": CHAT[:2]}, "has no message of the assistant"),
+        (PLAIN_CHATML, {"messages": [*CHAT[:4], {"role": "assistant", "content": " "}]}, "message 4 of the assistant"),
+        (PLAIN_CHATML, {"messages": [*CHAT, {"content": 3}]}, "a message without role or text"),
+        (
+            PLAIN_CHATML,
+            {"messages": [{"role": "user", "content": "x" * 300}, CHAT[2]]},
+            "has 3.. tokens, more than 300",
+        ),
+        (OPEN_THINK, {"messages": CHAT}, "the turn of message 2 cannot be marked"),
+        (CHATML.replace("m.role == 'assistant'", "loop.last"), {"messages": CHAT}, "marks 1 parts, and there are 2"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, template, row, message):
+    rows = rows_of(tmp_path, template, {"messages": CHAT}, row)
+    with pytest.raises(RowError, match=message):
+        rows.samples("rows", 1)
+
+
+def test_rows_come_once_an_epoch_and_too_many_bad_ones_are_named(tmp_path):
+    made = [{"prompt": f"{i}?", "completion": str(i)} for i in range(6)]
+    rows = rows_of(tmp_path, PLAIN_CHATML, *made)
+    names = [sample.name for sample in (*rows.next(4), *rows.next(8))]
+    assert rows.position == 12 and sorted(names[:6]) == sorted(names[6:]) == [f"rows/{i}" for i in range(6)]
+    assert names[:6] != names[6:]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [*made, {"prompt": "7?", "completion": ""}])) + "\n")
+    with pytest.raises(ValueError, match=r"1 of 7 prompts cannot be used.*row 6 of rows: completion is empty"):
+        inspect_training_rows(config(tmp_path), tokenizer(PLAIN_CHATML))
