@@ -1,9 +1,10 @@
 """Parses and plans each kind of job. Starts nothing; needs no torch.
 
-train, rl, sft   a trainer, and replicas on the same or other nodes
-eval             the same for a checkpoint, without training: CONFIG --checkpoint PATH ...
-study            one node runs the precisions in turn: CONFIG --seeds 1 2 3
-convert          one node runs a checkpoint tool: TOOL SOURCE TARGET ... instead of CONFIG
+train, rl   a trainer, and replicas on the same or other nodes
+sft, dpo    a trainer alone
+eval        as train for a checkpoint, without training: CONFIG --checkpoint PATH ...
+study       one node runs the precisions in turn: CONFIG --seeds 1 2 3
+convert     one node runs a checkpoint tool: TOOL SOURCE TARGET ... instead of CONFIG
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ KINDS = {
     "train": "warm start if the configuration has one, then reinforcement learning",
     "rl": "reinforcement learning from a Hugging Face checkpoint",
     "sft": "supervised training on conversations, or the warm start of CONFIG alone",
+    "dpo": "direct preference optimization on pairs of answers",
     "eval": "accuracy and pass@k of a checkpoint",
     "study": "compare precisions over several seeds, on one node",
     "convert": "a checkpoint tool, on one node",

@@ -19,6 +19,7 @@ COMMANDS = (
     train.TRAIN,
     train.DEMO,
     supervised.SFT,
+    supervised.DPO,
     train.RL,
     EVAL,
     study.COMMAND,

@@ -6,6 +6,7 @@
     gspo     clipped sequence ratio; clip range around 3e-4                arXiv 2507.18071
     cispo    bounded ratio as a constant weight; clip_low=1, clip_high     arXiv 2506.13585
     sft      cross-entropy
+    dpo      log-sigmoid of the difference between two answers      arXiv 2305.18290; the command dpo alone uses it
 
 The signature is ``(inputs: LossInputs, **options) -> (loss, metrics)``, also for a user's ``module:function``
 (docs/extending.md). ``algo.loss_options`` sets ``options``: ``aggregate`` selects how tokens are averaged,
@@ -23,7 +24,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
+from megatron_fp8rl.algo.mismatch import sequence_sum
 from megatron_fp8rl.algo.objective import (
     Aggregate,
     bounded_surrogate,
@@ -78,3 +81,30 @@ def sft(inputs: LossInputs) -> Loss:
     with torch.no_grad():
         metrics = {"loss/nll/mean": nll.detach(), "loss/entropy/mean": masked_sum(inputs.entropy_T, mask_T)}
     return nll / max(inputs.batch.num_loss_tokens, 1), metrics
+
+
+def dpo(inputs: LossInputs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Loss:
+    """Direct preference optimization, mean over pairs: ``-log sigmoid(beta * (ratio of chosen - ratio of rejected))``.
+
+    The ratio of an answer is the sum over its tokens of trainer - reference log-probabilities. ``label_smoothing`` is
+    the assumed share of pairs with exchanged sides (cDPO). Sequences of a microbatch are pairs: chosen, then rejected.
+    """
+    mb, num_pairs = inputs.mb, max(inputs.batch.num_sequences // 2, 1)
+    if mb.ref_logprobs_T is None:
+        raise ValueError("algo.loss = 'dpo' needs pairs with reference log-probabilities: use the command dpo")
+    log_ratio_T = torch.where(mb.loss_mask_T, inputs.trainer_logprobs_T - mb.ref_logprobs_T, 0.0)
+    log_ratio_S = sequence_sum(log_ratio_T, mb.sequence_ids_T, len(mb.names))
+    reward_P2 = beta * log_ratio_S[: sum(map(bool, mb.names))].view(-1, 2)
+    margin_P = reward_P2[:, 0] - reward_P2[:, 1]
+    loss_P = -(1 - label_smoothing) * logsigmoid(margin_P) - label_smoothing * logsigmoid(-margin_P)
+    with torch.no_grad():
+        means = {
+            "reward_chosen": reward_P2[:, 0].sum(),
+            "reward_rejected": reward_P2[:, 1].sum(),
+            "reward_margin": margin_P.sum(),
+            "reward_accuracy": (margin_P > 0).sum(),
+        }
+        # The trainer divides metrics by loss tokens, and these are means over pairs.
+        scale = max(inputs.batch.num_loss_tokens, 1) / num_pairs
+        metrics = {f"loss/{name}/mean": value.float() * scale for name, value in means.items()}
+    return loss_P.sum() / num_pairs, metrics

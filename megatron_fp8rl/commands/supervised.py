@@ -83,7 +83,7 @@ def configure(
             environments=tuple(EnvironmentConfig(dataset=absolute(name), eval=rows) for name, rows in sources),
             tokenizer=str(folder.resolve()),
         ),
-        algo=AlgoConfig(loss=loss, loss_options={name: value for name, value in values.items() if value}),
+        algo=AlgoConfig(loss=loss, loss_options=values),
         checkpoint=CheckpointConfig(every_steps=100, every_minutes=30),
         observe=ObserveConfig(eval_every=50),
     )
@@ -136,8 +136,12 @@ def _problems(options: SftOptions) -> list[Violation]:
 def _sft(invocation: cli.Invocation) -> int:
     """The rows of the configuration, or the warm start of a configuration of reinforcement learning."""
     if is_supervised(invocation.cfg):
-        return train.start(invocation.cfg, job="supervised")
+        return train.start(invocation.cfg, job="sft")
     return train.start(invocation.cfg, wants_rl=False)
+
+
+def _dpo(invocation: cli.Invocation) -> int:
+    return train.start(invocation.cfg, job="dpo")
 
 
 SFT = cli.Command(
@@ -146,5 +150,13 @@ SFT = cli.Command(
     run=_sft,
     options=SftOptions,
     configure=partial(configure, loss="sft", lr=1e-5),
+    reads_data=True,
+)
+DPO = cli.Command(
+    name="dpo",
+    summary="direct preference optimization on pairs of answers: --model DIR --data FILE",
+    run=_dpo,
+    options=DpoOptions,
+    configure=partial(configure, loss="dpo", lr=1e-6),
     reads_data=True,
 )

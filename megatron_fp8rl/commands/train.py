@@ -29,7 +29,8 @@ from megatron_fp8rl.runtime.stop import StopRequest
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
 
-_WITHOUT_ENGINES = ("supervised", "dpo")  # jobs
+_JOBS = {"rl": "rl_loop", "sft": "supervised", "dpo": "dpo"}  # the module of each
+_WITHOUT_ENGINES = ("sft", "dpo")
 _DATA_CHECKED = "FP8RL_DATA_SEEN"  # set for ranks if their data were checked before they were started
 
 
@@ -58,16 +59,14 @@ def _refuse(text: str) -> int:
     return 2
 
 
-def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True, job: str = "rl_loop") -> int:
+def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True, job: str = "rl") -> int:
     """Check model and data, and run the requested programs on every rank; returns the exit status.
 
-    ``job``: the module of the library with the training job that ``wants_rl`` asks for.
+    ``job``: the training job that ``wants_rl`` asks for, a key of ``_JOBS``.
     """
-    if wants_rl and is_supervised(cfg) != (job in _WITHOUT_ENGINES):
-        command = cfg.algo.loss if is_supervised(cfg) else "train"
-        datasets = [source.dataset for source in cfg.data.environments]
-        problem = f"with these sources {datasets}, the configuration is one of another command"
-        return _refuse(f"--algo.loss = {cfg.algo.loss!r}: {problem}. Use the command {command}.")
+    if wants_rl and job != (wanted := cfg.algo.loss if is_supervised(cfg) else "rl"):
+        problem = "with these sources, the configuration is one of another command"
+        return _refuse(f"--algo.loss = {cfg.algo.loss!r}: {problem}. Use the command {wanted}.")
     if find_spec("torch") is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     is_checked = os.environ.get("RANK", "0") != "0" or _DATA_CHECKED in os.environ
@@ -125,7 +124,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool, job: str) -> None:
             warm_start = sft_loop.run(cfg, parallel, tokenizer_dir, stop)
             cfg = replace(cfg, model=replace(cfg.model, hf_path=str(warm_start)))
         if wants_rl:
-            run = importlib.import_module(f"megatron_fp8rl.{job}").run
+            run = importlib.import_module(f"megatron_fp8rl.{_JOBS[job]}").run
             engines = {} if job in _WITHOUT_ENGINES else {"fleet": fleet, "explain": explain}
             run(cfg, parallel, tokenizer_dir, stop=stop, host=host, **engines)
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,30 @@ def divide_for(cfg: RunConfig, samples: Sequence[Sample], *, num_updates: int = 
 def build_for(parallel: ParallelConfig, shares: Sequence[Share]) -> tuple[TrainBatch, ...]:
     """:func:`build` with the multiples of a run's configuration."""
     return build(shares, Alignment.of(parallel))
+
+
+def with_ref_logprobs(batch: TrainBatch, logprobs: Mapping[str, np.ndarray]) -> TrainBatch:
+    """Set ``ref_logprobs_T`` from the values of each sample's trained tokens, FP32, by the sample's name."""
+    filled = []
+    for mb in batch.microbatches:
+        values_T = torch.zeros(mb.tokens_T.numel())
+        for name, mask_T in _trained(mb):
+            values_T[mask_T] = torch.tensor(logprobs[name], dtype=torch.float32)
+        filled.append(replace(mb, ref_logprobs_T=values_T))
+    return replace(batch, microbatches=tuple(filled))
+
+
+def old_logprobs_by_sample(batch: TrainBatch) -> dict[str, np.ndarray]:
+    """``old_logprobs_T`` at each sample's trained tokens, FP32, by the sample's name."""
+    values = ((mb, mb.old_logprobs_T) for mb in batch.microbatches)
+    return {name: x[mask].cpu().numpy() for mb, x in values if x is not None for name, mask in _trained(mb)}
+
+
+def _trained(mb: Microbatch) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, mask of its trained tokens) of each sequence but fillers."""
+    for index, name in enumerate(mb.names):
+        if name:
+            yield name, mb.loss_mask_T & (mb.sequence_ids_T == index)
 
 
 def _limits(cfg: RunConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -71,19 +71,23 @@ class TrainingRows:
             count -= 1
         return samples
 
+    def all_samples(self) -> list[Sample]:
+        """The samples of all training rows that can be used, in the order of the files."""
+        return [s for key, num in self.num_rows.items() for part in self._usable(key, range(num)) for s in part]
+
     def held_out(self, count: int) -> list[Sample]:
         """Samples of at most ``count`` held-out rows of all sources by weight, the same for every seed."""
         weights = {key: self._source.configs[key].weight for key in self.num_held_out}
         samples: list[Sample] = []
         for key, share in apportion(count, weights).items() if weights else ():
             order = (self._source.held_out_rows[key].order("held out", i) for i in range(self.num_held_out[key]))
-            samples += itertools.chain(*itertools.islice(self._usable(key, order), share))
+            samples += itertools.chain(*itertools.islice(self._usable(key, order, held_out=True), share))
         return samples
 
-    def _usable(self, key: str, rows: Iterator[int]) -> Iterator[list[Sample]]:
+    def _usable(self, key: str, rows: Iterable[int], *, held_out: bool = False) -> Iterator[list[Sample]]:
         for row in rows:
             with suppress(RowError):
-                yield self.samples(key, row, held_out=True)
+                yield self.samples(key, row, held_out=held_out)
 
     def samples(self, key: str, row: int, *, held_out: bool = False) -> list[Sample]:
         """The samples of a row; of a pair, first the chosen and then the rejected side. Raises RowError."""

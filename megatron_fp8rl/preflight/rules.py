@@ -264,6 +264,10 @@ def _check_algo(checks: Checks) -> None:
         problem = "leaves nothing to compare within a group, so every advantage is 0"
         checks.refuse("sampling.completions_per_prompt", problem, "Set it to 2 or more; 8 is usual", (2, 8))
     checks.violations += load_function.errors(algo)
+    if algo.loss == "dpo" and not is_supervised(cfg):
+        checks.refuse("algo.loss", "learns pairs of rows without rewards", "Use the command dpo, or another loss")
+    if algo.loss == "dpo" and cfg.model.hf_path is None:
+        checks.refuse("model.hf_path", "dpo starts from a trained model, its reference", "Name its folder")
     is_unbounded = algo.clip_low == 1 and load_function.may_lack_lower_clip(algo)
     checks.within("algo.clip_low", "(0, 1]" if is_unbounded else "(0, 1)")
     checks.in_range("algo")

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.packing import build_for, divide_for, old_logprobs_by_sample
 from megatron_fp8rl.trainer import kv_scales
 from megatron_fp8rl.trainer.forward import Forward
 from megatron_fp8rl.trainer.model.build import build_chunks, load_hf, named_global_tensors
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.types import KVScales, Prompt, TrainBatch
+from megatron_fp8rl.types import KVScales, Prompt, Sample, TrainBatch
 
 
 @dataclass(kw_only=True)
@@ -44,6 +46,15 @@ class FrozenPolicy:
         pairs = zip(batch.microbatches, old, strict=True)
         filled = (replace(mb, old_logprobs_T=values.to(mb.tokens_T.device)) for mb, values in pairs)
         return replace(batch, microbatches=tuple(filled))
+
+    def sample_logprobs(self, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+        """Collective: log-probabilities of the trained tokens of rank 0's ``samples``, FP32, by name, on all ranks."""
+        shares = divide_for(self.cfg, samples) if self.parallel.rank == 0 else None
+        batches = build_for(self.cfg.parallel, self.parallel.scatter_over_data(shares))
+        part = {
+            name: x for batch in batches for name, x in old_logprobs_by_sample(self.with_old_logprobs(batch)).items()
+        }
+        return {name: x for other in self.parallel.gather_from_all(part) for name, x in other.items()}
 
     def kv_scales(self, prompts: Sequence[Prompt]) -> KVScales | None:
         """Collective: scales for the engines' FP8 KV cache, measured on ``prompts``; None for BF16 caches."""

@@ -1,6 +1,7 @@
 """Supervised jobs on gloo ranks: losses against transformers, resumes bit for bit, equal numbers in every layout."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_fp8rl import supervised
-from megatron_fp8rl.commands.supervised import SftOptions, configure
+from megatron_fp8rl import dpo, supervised
+from megatron_fp8rl.commands.supervised import DpoOptions, SftOptions, configure
 from megatron_fp8rl.config import CheckpointConfig, ObserveConfig, ParallelConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.runtime.stop import RunStopped, StopRequest
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -34,6 +35,8 @@ def folder(tmp_path_factory) -> Path:
     make_model(folder / "model", [message["content"] for chat in chats for message in chat])
     for name, part in (("train", chats[:9]), ("held", chats[9:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in part))
+        pairs = [{"prompt": chat[0]["content"], "chosen": chat[1]["content"], "rejected": "No idea."} for chat in part]
+        (folder / f"{name}_pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return folder
 
 
@@ -64,6 +67,16 @@ class _StopBefore(StopRequest):
 
     def is_asked(self) -> bool:
         return self.is_due
+
+
+def dpo_config(folder: Path, run: str, **parallel: int) -> RunConfig:
+    data = {"data": (str(folder / "train_pairs.jsonl"),), "eval": (str(folder / "held_pairs.jsonl"),)}
+    options = DpoOptions(model=str(folder / "model"), **data, batch_size=6, epochs=2, max_length=128, gpus=0, beta=0.5)
+    cfg, _ = configure(options, lambda cfg: replace(cfg, precision=FP32), loss="dpo", lr=1e-4)
+    sft = sft_config(folder, run, **parallel)
+    return replace(
+        cfg, parallel=sft.parallel, observe=sft.observe, checkpoint=sft.checkpoint, output_dir=sft.output_dir
+    )
 
 
 def _train(cfg: RunConfig, job: type[supervised.Supervised], stop_before: int = 0) -> None:
@@ -100,6 +113,48 @@ def test_sft_measures_what_transformers_measures_and_resumes_bit_for_bit(folder:
         ), step
     trained = (Path(whole.run_dir) / "hf").iterdir()
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= {path.name for path in trained}
+
+
+def test_dpo_starts_at_log_2_learns_and_resumes_bit_for_bit(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEGATRON_FP8RL_CACHE", str(folder / "cache"))
+    whole, cut = dpo_config(folder, "dpo whole"), dpo_config(folder, "dpo cut", world_size=2)
+    run_ranks(1, _train, whole, dpo.Dpo)
+    (kept,) = (folder / "cache").glob("*.reference.npy")
+    written = kept.stat().st_mtime_ns
+    for stop_before in (2, 0):
+        run_ranks(2, _train, cut, dpo.Dpo, stop_before)
+    assert [path.stat().st_mtime_ns for path in (folder / "cache").glob("*.reference.npy")] == [written]
+    expected, actual = lines(whole), lines(cut)
+    assert expected[0]["eval/loss/mean"] == expected[1]["train/loss/mean"] == pytest.approx(math.log(2), abs=1e-6)
+    assert list(expected) == list(actual) == [0, 1, 2, 3]
+    for step, row in expected.items():
+        for key in ("train/loss/mean", "eval/loss/mean", "loss/reward_margin/mean", "eval/reward_accuracy/mean"):
+            if key in row:
+                assert actual[step][key] == pytest.approx(row[key], abs=2e-5), (step, key)
+    assert expected[3]["eval/loss/mean"] < 0.6 and expected[3]["eval/reward_accuracy/mean"] == 1
+    assert expected[3]["eval/loss/mean"] == pytest.approx(_dpo_loss(folder, Path(whole.run_dir) / "hf", 0.5), abs=5e-3)
+
+
+def _dpo_loss(folder: Path, model: Path, beta: float) -> float:
+    """The sigmoid loss of TRL's documentation, by transformers in FP32."""
+    tokenizer, losses = AutoTokenizer.from_pretrained(model), []
+    nets = [AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in (model, folder / "model")]
+
+    def logprob(net, prompt: str, answer: str) -> float:
+        head = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        parts = [tokenizer.encode(text, add_special_tokens=False) for text in (head, f"{answer}<|im_end|>")]
+        with torch.no_grad():
+            logprobs = net(torch.tensor([parts[0] + parts[1]])).logits[0].log_softmax(-1)
+        return sum(logprobs[len(parts[0]) + i - 1, token].item() for i, token in enumerate(parts[1]))
+
+    for line in (folder / "held_pairs.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        policy, reference = [
+            [logprob(net, row["prompt"], row[side]) for side in ("chosen", "rejected")] for net in nets
+        ]
+        difference = (policy[0] - policy[1]) - (reference[0] - reference[1])
+        losses.append(math.log1p(math.exp(-beta * difference)))
+    return sum(losses) / len(losses)
 
 
 def _nll(model: Path, rows: Path) -> float:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import cli as launch_cli
 from tests.helpers.own_model import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +45,14 @@ def test_the_page_of_sft_runs_as_written(tmp_path):
     assert metrics[3]["eval/loss/mean"] < metrics[0]["eval/loss/mean"]
 
 
+def test_the_page_of_dpo_runs_as_written(tmp_path):
+    output = _run("dpo.md", tmp_path)
+    assert "pairs: 4 pairs" in output and "computes reference log-probabilities of 4 pairs" in output
+    metrics = _metrics(tmp_path / "runs" / "MODEL-dpo-pairs")
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4]
+    assert metrics[1]["train/loss/mean"] == pytest.approx(0.6931, abs=1e-3)  # log 2: the policy is the reference
+
+
 @pytest.mark.parametrize(
     ("job", "args", "message"),
     [
@@ -54,6 +61,11 @@ def test_the_page_of_sft_runs_as_written(tmp_path):
         ("sft", ["--model", "MODEL", "--data", "chat.jsonl"], "did you mean chats.jsonl"),
         ("sft", ["--model", "MODEL", "--data", "chats.jsonl", "--batch_size", "0"], "--batch_size = 0: is below 1"),
         ("sft", ["--model", "MODEL", "--data", "chats.jsonl", "--epochs", "-1"], "--epochs = -1.0: is not a number"),
+        ("dpo", ["--model", "MODEL", "--data", "chats.jsonl"], "answer_column = 'rejected' is no column"),
+        ("dpo", ["--model", "MODEL", "--data", "chats.jsonl", "--beta", "0"], "--beta = 0.0: is not a number above 0"),
+        ("dpo", ["--model", "MODEL", "--data", "chats.jsonl", "--label_smoothing", "0.5"], "--label_smoothing = 0.5"),
+        ("dpo", ["tiny_qwen3"], "--algo.loss = 'dapo': with these sources"),
+        ("train", ["tiny_qwen3", "--algo.loss", "dpo"], "--algo.loss = 'dpo': learns pairs of rows without rewards"),
         ("sft", ["tiny_qwen3", "--data", "chats.jsonl"], "--data makes a configuration, and tiny_qwen3 is one"),
     ],
 )

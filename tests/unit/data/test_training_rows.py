@@ -155,3 +155,61 @@ def test_rows_come_once_an_epoch_and_too_many_bad_ones_are_named(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [*made, {"prompt": "7?", "completion": ""}])) + "\n")
     with pytest.raises(ValueError, match=r"1 of 7 prompts cannot be used.*row 6 of rows: completion is empty"):
         inspect_training_rows(config(tmp_path), tokenizer(PLAIN_CHATML))
+
+
+QUESTION = [{"role": "user", "content": "1+1?"}]
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
+        {"prompt": QUESTION, "chosen": said("2"), "rejected": said("3")},
+        {"chosen": [*QUESTION, *said("2")], "rejected": [*QUESTION, *said("3")]},
+        {"prompt": "1+1?", "chosen": [*QUESTION, *said("2")], "rejected": [*QUESTION, *said("3")]},
+    ],
+)
+def test_pairs_of_texts_and_messages_are_two_samples(tmp_path, row):
+    rows = rows_of(tmp_path, PLAIN_CHATML, row, loss="dpo")
+    pair = rows.samples("rows", 0)
+    assert [sample.name for sample in pair] == ["rows/0/chosen", "rows/0/rejected"]
+    assert [trained(rows, sample) for sample in pair] == [["2<|im_end|>"], ["3<|im_end|>"]]
+    assert rows.all_samples() == pair
+
+
+def test_only_the_answers_of_a_pair_are_trained(tmp_path):
+    history = [*QUESTION, *said("2"), {"role": "user", "content": "Sure?"}]
+    for template in (CHATML, PLAIN_CHATML):
+        rows = rows_of(tmp_path, template, {"prompt": history, "chosen": "Yes", "rejected": "No"}, loss="dpo")
+        assert [trained(rows, sample) for sample in rows.samples("rows", 0)] == [["Yes<|im_end|>"], ["No<|im_end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1+1?", "chosen": "", "rejected": "3"}, "chosen is empty"),
+        ({"prompt": "1+1?", "chosen": "2", "rejected": None}, "rejected is empty"),
+        ({"prompt": "1+1?", "chosen": "2", "rejected": []}, "rejected is empty"),
+        ({"prompt": "1+1?", "chosen": said(" "), "rejected": "3"}, "message 1 of the assistant is empty"),
+        ({"prompt": "1+1?", "chosen": "2", "rejected": "2"}, "chosen and rejected are equal"),
+        (
+            {"chosen": [*QUESTION, *said("2")], "rejected": [{"role": "user", "content": "2+2?"}, *said("3")]},
+            "different",
+        ),
+        ({"prompt": "5+5?", "chosen": [*QUESTION, *said("2")], "rejected": [*QUESTION, *said("3")]}, "another prompt"),
+        ({"chosen": "2", "rejected": "3"}, "has no prompt: neither a column 'prompt'"),
+    ],
+)
+def test_pairs_that_compare_nothing_are_refused(tmp_path, row, message):
+    good = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
+    with pytest.raises(RowError, match=message):
+        rows_of(tmp_path, PLAIN_CHATML, good, row, loss="dpo").samples("rows", 1)
+
+
+def test_rows_without_sides_are_no_pairs(tmp_path):
+    with pytest.raises(ValueError, match="answer_column = 'rejected' is no column.*columns: prompt, chosen"):
+        rows_of(tmp_path, PLAIN_CHATML, {"prompt": "1", "chosen": "2"}, loss="dpo")
