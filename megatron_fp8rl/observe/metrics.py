@@ -176,7 +176,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "time/start_data/s": "Seconds of reading the data and testing the rewards.",
         "time/start_imports/s": "Seconds of importing the trainer, while engines start.",
         "time/start_engines/s": "Seconds that the trainer waited for engines to start.",
-        "time/start_reference/s": "Seconds of reading, or computing, the reference log-probabilities of all pairs (`dpo`).",
+        "time/start_reference/s": "Seconds of computing or reading the reference log-probabilities (`dpo`).",
         "time/start_model/s": "Seconds of building the policy and loading its weights.",
         "time/start_warm_up/s": "Seconds of compiling trainer kernels, while engines start.",
         "time/<span>/s": "Seconds of any other span, including nested spans.",
