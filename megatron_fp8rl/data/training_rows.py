@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.columns import _ROLES, _decoded, lookup
+from megatron_fp8rl.data.columns import _ROLES, ColumnError, _decoded, lookup
 from megatron_fp8rl.data.conversation import ChatFormat
 from megatron_fp8rl.data.dropped import DroppedLog, RowError, row_errors
 from megatron_fp8rl.data.prompts import ProblemSource, apportion
@@ -44,7 +44,12 @@ class TrainingRows:
         if self.is_pairs:
             sources = [replace(s, prompt_column="chosen", answer_column="rejected") for s in cfg.data.environments]
             cfg = replace(cfg, data=replace(cfg.data, environments=tuple(sources)))
-        self._source, self._cfg = ProblemSource.from_run(cfg, tokenizer), cfg
+        try:
+            self._source, self._cfg = ProblemSource.from_run(cfg, tokenizer), cfg
+        except ColumnError as error:
+            raise ColumnError(
+                f"pairs need the columns chosen and rejected; {error}" if self.is_pairs else error
+            ) from None
         self.row_identities = {key: rows.identity() for key, rows in self._source.rows.items()}
         self.num_rows = {key: len(rows) for key, rows in self._source.rows.items()}
         self.num_held_out = {key: len(rows) for key, rows in self._source.held_out_rows.items()}

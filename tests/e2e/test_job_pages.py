@@ -61,7 +61,7 @@ def test_the_page_of_dpo_runs_as_written(tmp_path):
         ("sft", ["--model", "MODEL", "--data", "chat.jsonl"], "did you mean chats.jsonl"),
         ("sft", ["--model", "MODEL", "--data", "chats.jsonl", "--batch_size", "0"], "--batch_size = 0: is below 1"),
         ("sft", ["--model", "MODEL", "--data", "chats.jsonl", "--epochs", "-1"], "--epochs = -1.0: is not a number"),
-        ("dpo", ["--model", "MODEL", "--data", "chats.jsonl"], "answer_column = 'rejected' is no column"),
+        ("dpo", ["--model", "MODEL", "--data", "chats.jsonl"], "pairs need the columns chosen and rejected"),
         ("dpo", ["--model", "MODEL", "--data", "chats.jsonl", "--beta", "0"], "--beta = 0.0: is not a number above 0"),
         ("dpo", ["--model", "MODEL", "--data", "chats.jsonl", "--label_smoothing", "0.5"], "--label_smoothing = 0.5"),
         ("dpo", ["tiny_qwen3"], "--algo.loss = 'dapo': with these sources"),

@@ -211,5 +211,5 @@ def test_pairs_that_compare_nothing_are_refused(tmp_path, row, message):
 
 
 def test_rows_without_sides_are_no_pairs(tmp_path):
-    with pytest.raises(ValueError, match="answer_column = 'rejected' is no column.*columns: prompt, chosen"):
+    with pytest.raises(ValueError, match="pairs need the columns chosen and rejected.*columns: prompt, chosen"):
         rows_of(tmp_path, PLAIN_CHATML, {"prompt": "1", "chosen": "2"}, loss="dpo")
