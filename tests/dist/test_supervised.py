@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def dpo_config(folder: Path, run: str, **parallel: int) -> RunConfig:
 
 def _train(cfg: RunConfig, job: type[supervised.Supervised], stop_before: int = 0) -> None:
     """On a rank: the whole run, or one that is asked to stop before a step."""
+    os.environ["MEGATRON_FP8RL_CACHE"] = str(Path(cfg.model.hf_path).parent / "cache")
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     try:
         supervised.run(cfg, parallel, Path(cfg.model.hf_path), _StopBefore(stop_before), job=job)
@@ -115,8 +117,7 @@ def test_sft_measures_what_transformers_measures_and_resumes_bit_for_bit(folder:
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= {path.name for path in trained}
 
 
-def test_dpo_starts_at_log_2_learns_and_resumes_bit_for_bit(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MEGATRON_FP8RL_CACHE", str(folder / "cache"))
+def test_dpo_starts_at_log_2_learns_and_resumes(folder: Path):
     whole, cut = dpo_config(folder, "dpo whole"), dpo_config(folder, "dpo cut", world_size=2)
     run_ranks(1, _train, whole, dpo.Dpo)
     (kept,) = (folder / "cache").glob("*.reference.npy")
