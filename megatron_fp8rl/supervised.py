@@ -85,13 +85,13 @@ class Supervised(TrainingLoop):
         sums: dict[str, float] = defaultdict(float)
         for mb in batch.microbatches:
             mb = to_device(mb, self.parallel.device)
-            logprobs_T = mb.old_logprobs_T
-            assert logprobs_T is not None
+            old_logprobs_T = mb.old_logprobs_T
+            assert old_logprobs_T is not None
             inputs = LossInputs(
                 mb=mb,
                 batch=batch,
-                trainer_logprobs_T=logprobs_T,
-                entropy_T=torch.zeros_like(logprobs_T),
+                trainer_logprobs_T=old_logprobs_T,
+                entropy_T=torch.zeros_like(old_logprobs_T),
                 cfg=self.cfg.algo,
                 max_completion_tokens=self.cfg.sampling.max_completion_tokens,
             )

@@ -93,13 +93,13 @@ def build_for(parallel: ParallelConfig, shares: Sequence[Share]) -> tuple[TrainB
     return build(shares, Alignment.of(parallel))
 
 
-def with_ref_logprobs(batch: TrainBatch, logprobs: Mapping[str, np.ndarray]) -> TrainBatch:
+def with_ref_logprobs(batch: TrainBatch, ref_logprobs: Mapping[str, np.ndarray]) -> TrainBatch:
     """Set ``ref_logprobs_T`` from the values of each sample's trained tokens, FP32, by the sample's name."""
     filled = []
     for mb in batch.microbatches:
         values_T = torch.zeros(mb.tokens_T.numel())
         for name, mask_T in _trained(mb):
-            values_T[mask_T] = torch.tensor(logprobs[name], dtype=torch.float32)
+            values_T[mask_T] = torch.tensor(ref_logprobs[name], dtype=torch.float32)
         filled.append(replace(mb, ref_logprobs_T=values_T))
     return replace(batch, microbatches=tuple(filled))
 
