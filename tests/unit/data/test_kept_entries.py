@@ -117,7 +117,7 @@ def test_samples_travel_with_their_entries_and_are_packed_in_place():
 
 
 def recorded_group() -> RolloutGroup:
-    """A rollout of one turn, and one of two turns of which the second sampled from the whole vocabulary."""
+    """Rollouts of one turn and of two turns. The last turn was sampled from the whole vocabulary."""
     group = make_group(3)
     first, second = (replace(r.completions[0], kept=of([frozenset({8}), frozenset({2, 5})])) for r in group.rollouts)
     told, free = Context(token_ids=(4,), role="tool"), replace(first, kept=None)
