@@ -18,7 +18,7 @@ COMMANDS = {  # module name: line of help
     "hf_to_megatron": "Hugging Face checkpoint (also block FP8) to a Megatron-Core checkpoint for any parallel layout",
     "megatron_to_hf": "Megatron-Core checkpoint of any layout, or a run's newest one, to a Hugging Face checkpoint",
     "gguf_to_hf": "GGUF file of llama.cpp to a Hugging Face checkpoint",
-    "hf_to_fp8": "quantize a Hugging Face checkpoint to block FP8 for vLLM and transformers",
+    "hf_to_fp8": "quantize a Hugging Face checkpoint to block FP8 or MXFP8 for vLLM and transformers",
     "widen": "the same function with larger sizes, so that FP8 blocks tile every matrix",
     "upcycle": "dense Hugging Face checkpoint to a mixture of experts that starts from it",
     "verify": "check a conversion: the digest of every tensor, and logits against transformers",

@@ -1,9 +1,10 @@
-"""Hugging Face checkpoint -> block FP8 for vLLM and transformers.
+"""Hugging Face checkpoint -> block FP8 or MXFP8 for vLLM and transformers.
 
 In:  a folder of BF16, FP16, FP32 or block FP8 weights.
-Out: E4M3 matrices with one scale per 128x128 block (``weight_scale_inv``), other tensors in BF16, and a config.json
-     that lists the modules that are not FP8. The trainer's layer table and quantizer decide the bytes, so they equal
-     the weights that the trainer publishes to engines.
+Out: E4M3 matrices with one scale per 128x128 block (``weight_scale_inv``), or one E8M0 scale per 32 values of a row
+     (``weight_scale``, the MXFP8 of compressed-tensors); other tensors in BF16, and a config.json that lists the
+     modules that are not FP8. The trainer's layer table and quantizer decide the bytes, so they equal the weights
+     that the trainer publishes to engines.
 Runs on: worker processes, without GPU, Megatron-Core or vLLM.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -27,12 +28,13 @@ from checkpoint_tools.report import report_conversion
 from checkpoint_tools.row_chunks import row_chunks
 from checkpoint_tools.workers import Bucket, Volume, WorkerOptions, fill_buckets, require_at_least, run_buckets
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.data.model_files import SCALE, has_tokenizer
+from megatron_fp8rl.data.model_files import has_tokenizer
 from megatron_fp8rl.kernels.types import Scales
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
+from megatron_fp8rl.precision.formats import weight_of_scales
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.precision.quantizers import quantize
+from megatron_fp8rl.precision.quantizers import is_finite, quantize
 from megatron_fp8rl.rollout.vllm_args import quantization_config
 from megatron_fp8rl.weight_sync.plan import PlanError, Transfer, plan
 
@@ -43,8 +45,10 @@ class Options(WorkerOptions):
     """Hugging Face checkpoint folder."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Folder to create."""
+    format: Literal["blockwise", "mxfp8"] = "blockwise"
+    """Scales per block of 128x128, or MXFP8: scales per 32 values of a row, for Blackwell GPUs."""
     scales: Scales = "pow2"
-    """Powers of two, which every kernel applies exactly, or full FP32 scales."""
+    """Of blockwise: powers of two, which every kernel applies exactly, or full FP32 scales."""
     bf16_first_layers: int = 0
     """Number of first layers whose matrices stay BF16."""
     bf16_last_layers: int = 0
@@ -64,7 +68,7 @@ class Options(WorkerOptions):
     @property
     def precision(self) -> PrecisionConfig:
         return PrecisionConfig(
-            rollout="blockwise",
+            rollout=self.format,
             scales=self.scales,
             bf16_first_layers=self.bf16_first_layers,
             bf16_last_layers=self.bf16_last_layers,
@@ -78,7 +82,8 @@ def run(options: Options) -> int:
         report.add_source(source, check_hub_digests(source.files, options))
         transfers, report.volume = convert(source, options.target, options)
         report.num_tensors = len(transfers)
-        report.notes.append(f"{sum(t.is_fp8 for t in transfers)} matrices are FP8, scales {options.scales}")
+        how = "MXFP8" if options.format == "mxfp8" else f"FP8, scales {options.scales}"
+        report.notes.append(f"{sum(t.is_fp8 for t in transfers)} matrices are {how}")
         report.has_tokenizer = has_tokenizer(side_files(source.path))
     return 0
 
@@ -150,9 +155,8 @@ class ToFp8:
         return {"digests": written.done}
 
     def _write(self, name: str, first: int, rows: Tensor, written: TensorDigests) -> None:
-        # FP8 has no infinity and few NaNs; in FP8 the scale of a non-finite block shows it.
-        if rows.dtype.itemsize > 1 and not rows.isfinite().all():
-            name = name.removesuffix(SCALE)
+        if not is_finite(rows):
+            name = weight_of_scales(name) or name
             raise CheckpointError(self.source.path, f"{name}: has NaN or infinity from row {first} on")
         self.writer.write(name, first, rows)
         written.add(name, first, rows, self.writer.entries[name].shape[0])

@@ -181,8 +181,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
 class PrecisionConfig:
     """Precision of trainer and engines: one section, so that both compute the same policy."""
 
-    trainer: Literal["bf16", "delayed", "tensorwise", "blockwise"] = "blockwise"
-    rollout: Literal["bf16", "blockwise"] = "blockwise"
+    trainer: Literal["bf16", "delayed", "tensorwise", "blockwise", "mxfp8"] = "blockwise"
+    rollout: Literal["bf16", "blockwise", "mxfp8"] = "blockwise"
     scales: Literal["pow2", "fp32"] = "pow2"  # blockwise FP8 scales of weights and activations, in trainer and engine
     gradients: Literal["e4m3", "e5m2"] = "e4m3"  # format of output gradients
     bf16_first_layers: int = 0  # leading layers whose matrices stay BF16 in trainer and engine

@@ -1,12 +1,14 @@
-"""Reference blockwise E4M3 quantization: weights in 128x128 blocks, activations in 1x128.
+"""Reference blockwise E4M3 quantization: weights in 128x128 blocks, activations in 1x128; MXFP8: both in 1x32.
 
     amax      = largest magnitude in the block
-    scale_inv = amax / 448, rounded up to a power of two if ``scales="pow2"``      448 is the largest E4M3 number
+    scale_inv = amax / 448, rounded up to a power of two unless ``scales="fp32"``  448 is the largest E4M3 number
     data      = x / scale_inv, rounded to the nearest E4M3 number, ties to even
     x         ~ data * scale_inv
 
 This is the only definition, for the trainer's linears, the weight exporter and the engine's CPU kernels, so bytes can
 be compared. With power-of-two scales they match Transformer Engine's ``Float8BlockScaling`` and DeepGEMM's ``ue8m0``.
+By their sources, MXFP8's ``e8m0`` scales are those of Transformer Engine 2.16's ``MXFP8BlockScaling`` and FlashInfer.
+OCP MX 1.0 rounds down instead, to 2^(floor(log2(amax)) - 8), and clips values above 448.
 
 Blocks start at index 0 of each axis; the last block of an axis may be shorter. Quantizing a shard whose edges are
 multiples of 128 gives the same bytes as slicing the quantized full tensor. NaN or infinity makes its whole block NaN.
@@ -23,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fp8rl.kernels import float64
-from megatron_fp8rl.kernels.types import BLOCK, Scales
+from megatron_fp8rl.kernels.types import BLOCK, ScaleKind, Scales
 
 _VLLM_LEAST_AMAX = 1e-4  # lower bound on block amax in vllm.utils.deep_gemm.per_block_cast_to_fp8
 
@@ -49,9 +51,14 @@ _EXPONENT_BITS = 0x7F800000
 _BELOW_MAX_MANTISSA = 0x1FFFFF  # added to float32 bits: increments the exponent iff mantissa > 1.75
 
 
-def scale_of(amax: Tensor, scales: Scales, fmt: Format = E4M3) -> Tensor:
-    """Dequantization scale of a block. ``amax`` is float32 of any shape; an all-zero block gets scale 1. ``pow2`` is
-    2^ceil(log2(amax / max)) from the exponent bits, so no logarithm can round it to a neighbor."""
+def scale_of(amax: Tensor, scales: ScaleKind, fmt: Format = E4M3) -> Tensor:
+    """Dequantization scale of a block. ``amax`` is float32 of any shape; an all-zero block gets scale 1 (``e8m0``:
+    2^-127). ``pow2`` and ``e8m0`` are 2^ceil(log2(amax / max)) from the exponent bits, so no logarithm can round it to
+    a neighbor."""
+    if scales == "e8m0":
+        exponent = (amax.view(torch.int32) + _BELOW_MAX_MANTISSA >> 23) - fmt.max_exponent
+        biased = exponent.clamp_(0, 254).masked_fill_(~amax.isfinite(), 255)
+        return float32_of_e8m0(biased.to(torch.uint8))
     if scales == "pow2":
         # The sum never reaches the sign bit for a finite amax. NaN and infinity are handled below.
         exponent = (amax.view(torch.int32) + _BELOW_MAX_MANTISSA >> 23) - fmt.max_exponent
@@ -77,12 +84,17 @@ def round_to_grid_(x: Tensor, scale: Tensor, fmt: Format = E4M3) -> Tensor:
     return x.add_(shift).sub_(shift)
 
 
-def round_blocks_(blocks: Tensor, dims: int | tuple[int, ...], scales: Scales, fmt: Format = E4M3) -> Tensor:
+def float32_of_e8m0(scale: Tensor) -> Tensor:
+    """The powers of two that bytes mean; 255 is NaN."""
+    return scale.view(torch.float8_e8m0fnu).float()
+
+
+def round_blocks_(blocks: Tensor, dims: int | tuple[int, ...], scales: ScaleKind, fmt: Format = E4M3) -> Tensor:
     """Quantize and dequantize float32 ``blocks`` in place; ``dims`` are the axes within a block."""
     # Two reductions without a temporary are faster than abs().amax().
     amax = torch.maximum(blocks.amax(dims, keepdim=True), blocks.amin(dims, keepdim=True).neg_())
     scale = scale_of(amax, scales, fmt)
-    if scales == "pow2":
+    if scales != "fp32":
         return round_to_grid_(blocks, scale, fmt)
     return round_to_grid_(blocks.div_(scale), torch.ones_like(scale), fmt).mul_(scale)
 
@@ -100,9 +112,9 @@ def _weight_blocks(weight_NK: Tensor) -> Tensor:
     return padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
 
 
-def _row_blocks(x: Tensor) -> Tensor:
-    """[..., K] -> float32 [..., Kb, 128], zero-padded at the right edge."""
-    return F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+def _row_blocks(x: Tensor, size: int) -> Tensor:
+    """[..., K] -> float32 [..., Kb, size], zero-padded at the right edge."""
+    return F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
 
 
 def quantize_weight(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
@@ -167,22 +179,22 @@ def _float32_of(data: Tensor) -> Tensor:
     return values.masked_fill_(is_nan, torch.nan) if is_nan.any() else values
 
 
-def quantize_activation(x: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-    """Quantize the last axis in blocks of 128: (data float8_e4m3fn [..., K], scale_inv float32 [..., Kb])."""
-    blocks = _row_blocks(x)
+def quantize_activation(x: Tensor, scales: ScaleKind, size: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Quantize the last axis in blocks: (data float8_e4m3fn [..., K], scale_inv float32 [..., Kb])."""
+    blocks = _row_blocks(x, size)
     scale = scale_of(blocks.abs().amax(dim=-1), scales)
     data = (blocks / scale[..., None]).to(torch.float8_e4m3fn).flatten(-2)[..., : x.shape[-1]]
     return data.contiguous(), scale
 
 
-def dequantize_activation(data: Tensor, scale_inv: Tensor) -> Tensor:
+def dequantize_activation(data: Tensor, scale_inv: Tensor, size: int = BLOCK) -> Tensor:
     """Dequantize the output of :func:`quantize_activation` to float32 [..., K]."""
-    return data.float().mul_(scale_inv.repeat_interleave(BLOCK, -1)[..., : data.shape[-1]])
+    return _float32_of(data).mul_(scale_inv.repeat_interleave(size, -1)[..., : data.shape[-1]])
 
 
-def operand_dtype(dtype: torch.dtype, scales: Scales) -> torch.dtype:
+def operand_dtype(dtype: torch.dtype, scales: ScaleKind) -> torch.dtype:
     """Exact dtype of a dequantized operand: BF16 for power-of-two scales, because E4M3 has 4 significant bits."""
-    return torch.bfloat16 if scales == "pow2" and dtype == torch.bfloat16 else torch.float32
+    return torch.bfloat16 if scales != "fp32" and dtype == torch.bfloat16 else torch.float32
 
 
 def linear(x: Tensor, weight_data: Tensor, weight_scale_inv: Tensor, scales: Scales) -> Tensor:
@@ -195,8 +207,8 @@ def linear(x: Tensor, weight_data: Tensor, weight_scale_inv: Tensor, scales: Sca
     return float64.matmul(rows, weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def round_activation(x: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
+def round_activation(x: Tensor, scales: ScaleKind, dtype: torch.dtype, size: int = BLOCK) -> Tensor:
     """``dequantize_activation(*quantize_activation(x, scales))`` in ``dtype``, without materializing FP8 bytes."""
-    blocks = float32_copy(x.unsqueeze(0), columns_to=BLOCK)[0].unflatten(-1, (-1, BLOCK))
+    blocks = float32_copy(x.unsqueeze(0), columns_to=size)[0].unflatten(-1, (-1, size))
     rounded = round_blocks_(blocks, -1, scales)
     return rounded.flatten(-2)[..., : x.shape[-1]].to(dtype)

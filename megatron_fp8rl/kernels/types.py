@@ -17,10 +17,14 @@ UNIT = 2.0**44  # of integer sums of exponentials: sums of up to 2^19 terms, eac
 Scales = Literal["pow2", "fp32"]
 """How a block's scale is chosen: rounded up to a power of two, or the FP32 quotient."""
 
+ScaleKind = Literal["pow2", "fp32", "e8m0"]
+"""e8m0: as pow2, stored in one byte. A block of zeros has the smallest scale, 2^-127."""
+
 
 def block_scales(fmt: QuantFormat) -> Scales:
     """The kind of scales of a format. Raises ValueError for a format that the blockwise kernels do not support."""
-    if fmt.scale_kind is None or fmt.weight_block != (BLOCK, BLOCK) or fmt.element != "float8_e4m3fn":
+    is_blockwise = fmt.weight_block == (BLOCK, BLOCK) and fmt.element == "float8_e4m3fn"
+    if fmt.scale_kind is None or fmt.scale_kind == "e8m0" or not is_blockwise:
         raise ValueError(f"format {fmt.name}: no kernel supports it; choose a blockwise format, or add a kernel")
     return fmt.scale_kind
 

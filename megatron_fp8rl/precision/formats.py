@@ -3,6 +3,7 @@
 A format describes a matrix [N, K] whose values share scales in blocks:
 
     blockwise    E4M3 values, one FP32 scale per 128x128 block of a weight and per 1x128 block of an activation
+    mxfp8        E4M3 values, one E8M0 scale (a power of two in one byte) per 32 values of a row
     delayed,     E4M3 values, one FP32 scale per tensor; trainer only
     tensorwise
     bf16, fp32   no scales
@@ -18,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.kernels.types import BLOCK, Scales
+from megatron_fp8rl.kernels.types import BLOCK, ScaleKind, Scales
 
-SCALE_SUFFIX = "_scale_inv"  # of the tensor of scales, after the name of its weight
+SCALE_SUFFIX = "_scale_inv"  # of the tensor of scales, after the name of its weight; of most formats
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 Range = tuple[int, int]  # [start, stop)
@@ -48,9 +49,12 @@ class QuantFormat:
     weight_block: tuple[int, int] | None = None  # None: no block; a scale, if there is one, is for the whole tensor
     activation_block: tuple[int, int] | None = None
     scale_dtype: str | None = None  # None: no scales
-    scale_kind: Scales | None = None  # of blocks
+    scale_kind: ScaleKind | None = None  # of blocks
+    scale_suffix: str = SCALE_SUFFIX
     tile: int = 1  # both sides of a shard must be multiples of the tile if the weight is sharded
+    has_partial_tiles: bool = False  # whether the last tile of an axis that is not sharded may be shorter
     hf: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # of quantization_config
+    hf_ignored: str = "modules_to_not_convert"  # key of quantization_config for the modules that stay BF16
 
     @property
     def is_quantized(self) -> bool:
@@ -93,7 +97,7 @@ class QuantFormat:
 
     def scale_name(self, name: str) -> str:
         """Name of the scales of the weight ``name``."""
-        return f"{name}{SCALE_SUFFIX}"
+        return f"{name}{self.scale_suffix}"
 
     def wire_tensors(self, name: str, shape: tuple[int, ...]) -> Iterator[WireTensor]:
         """The wire tensors of a weight: its values, then its scales if any."""
@@ -109,8 +113,8 @@ class QuantFormat:
         """The ``quantization_config`` of config.json, with ``ignored``, the names of the modules that stay BF16. Raises
         ValueError if checkpoints do not support this format."""
         if not self.hf:
-            raise ValueError(f"format {self.name}: no quantization_config describes it; choose a blockwise format")
-        return {**self.hf, "modules_to_not_convert": list(ignored)}
+            raise ValueError(f"format {self.name}: no quantization_config describes it; choose blockwise or mxfp8")
+        return {**self.hf, self.hf_ignored: list(ignored)}
 
 
 def _blockwise(scales: Scales) -> QuantFormat:
@@ -122,6 +126,7 @@ def _blockwise(scales: Scales) -> QuantFormat:
         scale_dtype="float32",
         scale_kind=scales,
         tile=BLOCK,
+        has_partial_tiles=True,
         hf={
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -132,14 +137,46 @@ def _blockwise(scales: Scales) -> QuantFormat:
 
 
 BLOCKWISE_POW2, BLOCKWISE_FP32 = _blockwise("pow2"), _blockwise("fp32")
+# Checkpoints are those of compressed-tensors. vLLM's "mxfp8" would also take mlp.gate_up_proj for an ignored mlp.gate.
+_GROUPS_OF_32 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+_GROUPS_OF_32 |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+MXFP8 = QuantFormat(
+    name="mxfp8",
+    element="float8_e4m3fn",
+    weight_block=(1, 32),
+    activation_block=(1, 32),
+    scale_dtype="uint8",
+    scale_kind="e8m0",
+    scale_suffix="_scale",
+    tile=32,
+    hf={
+        "quant_method": "compressed-tensors",
+        "format": "mxfp8-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**_GROUPS_OF_32, "dynamic": False},
+                "input_activations": {**_GROUPS_OF_32, "dynamic": True},
+            }
+        },
+    },
+    hf_ignored="ignore",
+)
 BF16 = QuantFormat(name="bf16", element="bfloat16")
 FP32 = QuantFormat(name="fp32", element="float32")
 # Tensor cores multiply FP8 matrices whose sides are multiples of 16.
 DELAYED = QuantFormat(name="delayed", element="float8_e4m3fn", scale_dtype="float32", tile=16)
 TENSORWISE = QuantFormat(name="tensorwise", element="float8_e4m3fn", scale_dtype="float32", tile=16)
 
-FORMATS = {f.name: f for f in (BLOCKWISE_POW2, BLOCKWISE_FP32, BF16, FP32, DELAYED, TENSORWISE)}
+FORMATS = {f.name: f for f in (BLOCKWISE_POW2, BLOCKWISE_FP32, MXFP8, BF16, FP32, DELAYED, TENSORWISE)}
 UNQUANTIZED = {f.element: f for f in (BF16, FP32)}
+SCALE_SUFFIXES = tuple(sorted({f.scale_suffix for f in FORMATS.values()}, reverse=True))
+
+
+def weight_of_scales(name: str) -> str | None:
+    """The name of the weight whose scales have this name; None for another tensor."""
+    return next((name.removesuffix(suffix) for suffix in SCALE_SUFFIXES if name.endswith(f".weight{suffix}")), None)
 
 
 def blockwise_format(scales: Scales) -> QuantFormat:

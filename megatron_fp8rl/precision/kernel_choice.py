@@ -165,6 +165,13 @@ def _engine(on_gpu: str, why: str) -> Auto:
     return auto
 
 
+def _engine_linears(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
+    if hardware.is_gpu and cfg.precision.rollout == "mxfp8":
+        return "flashinfer_cutlass", "keeps weights in the wire format"
+    # DeepGEMM's are the only ones that round activations to the power-of-two scales of ``precision.scales``.
+    return _engine("deep_gemm", "rounds activations as the trainer does")(cfg, hardware)
+
+
 def _engine_norms(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     invariant = is_invariant(cfg.engine, cfg.precision, hardware)
     return ("batch_invariant", "engine.batch_invariant") if invariant else ("vllm", "vLLM's own")
@@ -173,6 +180,8 @@ def _engine_norms(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 def _engine_experts(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     if cfg.precision.exact and hardware.is_gpu and cfg.model.is_moe:
         return "deep_gemm", "precision.exact: batch-invariant, and the trainer uses it, too"
+    if hardware.is_gpu and cfg.model.is_moe and cfg.precision.rollout == "mxfp8":
+        return "deep_gemm", "stores MXFP8 weights in the wire format"
     return _engine("triton", "stores gate, up and down in the wire format")(cfg, hardware)
 
 
@@ -252,20 +261,20 @@ TABLE: dict[str, Role] = {
     "engine.linears": _EngineRole(
         "FP8 linears",
         {
-            "deep_gemm": Kernel("DeepGEMM", marks=("deepgemm",)),
+            "deep_gemm": Kernel("DeepGEMM", support.engine_blocks, marks=("deepgemm",)),
+            "flashinfer_cutlass": Kernel("FlashInfer CUTLASS", marks=("flashinfercutlass",)),
             "cutlass": Kernel("CUTLASS", support.engine_fp32_scales, marks=("cutlass",)),
             "triton": Kernel("Triton", support.engine_fp32_scales, marks=("triton",)),
             "emulated": Kernel("PyTorch (emulated)", marks=("emulated",)),
         },
-        # The only ones that round activations to the power-of-two scales of ``precision.scales``.
-        _engine("deep_gemm", "rounds activations as the trainer does"),
+        _engine_linears,
         "precision.kernels.engine_linears",
     ),
     "engine.experts": _EngineRole(
         "experts",
         {
             "deep_gemm": Kernel("DeepGEMM (grouped)", support.engine_deep_gemm_experts, marks=("deepgemm",)),
-            "triton": Kernel("Triton", support.engine_experts, marks=("triton",)),
+            "triton": Kernel("Triton", support.engine_triton_experts, marks=("triton",)),
             "emulated": Kernel("PyTorch (emulated)", marks=("emulated", "readable")),
         },
         # Their gate, up and down are in the wire format in every layout. A weight change allocates nothing, so CUDA
@@ -353,6 +362,15 @@ class KernelChoice:
         """A description of a role's kernel: the chosen one, or another of the role by ``name``."""
         kernel = TABLE[key].kernels[name or attrgetter(key)(self)]
         return kernel.text if self.hardware.is_gpu else kernel.text_on_cpu or kernel.text
+
+    def untried(self, precision: PrecisionConfig) -> str | None:
+        """A warning about formats and kernels that never ran on the chosen hardware."""
+        if self.hardware.generation != "blackwell" or "mxfp8" not in (precision.trainer, precision.rollout):
+            return None
+        return (
+            "MXFP8 has never run on hardware. Its code was compared with the sources of Transformer Engine 2.16 and "
+            "vLLM 0.26. Run `python -m benchmarks.mxfp8_first_run` first"
+        )
 
     def record(self) -> dict[str, str]:
         keys = ("trainer.linears", "trainer.experts", "trainer.norms", "trainer.attention")

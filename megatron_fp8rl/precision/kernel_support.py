@@ -41,6 +41,8 @@ def always(cfg: RunConfig, hardware: Hardware) -> None:
 
 
 def formats(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    if wrong := _mxfp8(cfg, hardware):
+        return wrong
     precision, ends = cfg.precision, (cfg.precision.trainer, cfg.precision.rollout)
     if "blockwise" in ends and precision.scales == "fp32" and hardware.generation == "blackwell":
         problem = (
@@ -51,7 +53,32 @@ def formats(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         path = "precision.trainer" if precision.trainer != "bf16" else "precision.rollout"
         remedy = "Choose bf16 at both ends, or Hopper or newer"
         return _wrong(cfg, path, "this GPU has no FP8 tensor cores", remedy)
+    if precision.rollout == "mxfp8" and hardware.is_gpu and "flashinfer" not in hardware.packages:
+        problem = "the engine multiplies MXFP8 with the package flashinfer, which is not installed"
+        return _wrong(cfg, "precision.rollout", problem, "Install flashinfer-python, or choose blockwise")
     return None
+
+
+def _mxfp8(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """MXFP8 on GPUs: the trainer on Blackwell or emulated, engines on Blackwell with FlashInfer."""
+    precision, on_blackwell = cfg.precision, hardware.generation == "blackwell"
+    if not hardware.is_gpu:
+        if precision.rollout != "mxfp8":
+            return None
+        return _untested(cfg, "precision.rollout", ["register_config", "EmulatedMxfp8LinearMethod"], "Choose blockwise")
+    problem = f"only Blackwell's tensor cores read a scale for 32 values; this machine is {hardware.generation!r}"
+    if precision.trainer == "mxfp8" and not on_blackwell and precision.kernel("trainer") != "emulated":
+        remedy = "Choose blockwise, or --precision.kernels.trainer emulated, which is slow"
+        return _wrong(cfg, "precision.trainer", problem, remedy, ("blockwise",))
+    if precision.rollout != "mxfp8":
+        return None
+    if not on_blackwell:
+        return _wrong(cfg, "precision.rollout", problem, "Choose blockwise or bf16", ("blockwise", "bf16"))
+    for path in ("precision.bf16_first_layers", "precision.bf16_last_layers"):
+        if cfg.model.is_moe and cfg.value(path):
+            problem = "one engine backend computes all experts, and its MXFP8 backend has no BF16 experts"
+            return _wrong(cfg, path, problem, "Set 0, or choose --precision.rollout blockwise", (0,))
+    return _untested(cfg, "precision.rollout", ["keep_scales_readable"], "Choose blockwise")
 
 
 def te(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -390,7 +417,7 @@ _EXACT: tuple[tuple[str, tuple, str], ...] = (
     ("precision.params", ("bf16",), "engines use BF16 weights, or FP8 weights quantized from BF16"),
 )
 _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
-    ("precision.rollout", ("blockwise",), "cuBLAS sums BF16 products in a shape-dependent order"),
+    ("precision.rollout", ("blockwise",), "other formats have no kernels that sum products in a fixed order"),
     ("precision.scales", ("pow2",), "kernels divide by FP32 scales in different orders"),
     ("precision.kernels.trainer", ("auto", "te"), "the emulation rounds at other points than the engine"),
     ("precision.kernels.linears", ("auto", "deep_gemm"), "the engine uses DeepGEMM"),
@@ -405,7 +432,16 @@ _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
 )
 
 
+def engine_blocks(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """Kernels of blockwise linears."""
+    if cfg.precision.rollout == "mxfp8":
+        return _wrong(cfg, "precision.kernels.engine_linears", "does not read MXFP8 scales", "Set auto", ("auto",))
+    return None
+
+
 def engine_fp32_scales(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    if wrong := engine_blocks(cfg, hardware):
+        return wrong
     if cfg.precision.rollout != "bf16" and cfg.precision.scales == "pow2":
         problem = "does not round activation scales to powers of two, but the trainer does"
         return _wrong(
@@ -424,6 +460,13 @@ def engine_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
             cfg, "precision.kernels.engine_experts", "applies only to experts, but the model is dense", "Set auto"
         )
     return None
+
+
+def engine_triton_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    if cfg.precision.rollout == "mxfp8":
+        problem = "converts MXFP8 experts to BF16"
+        return _wrong(cfg, "precision.kernels.engine_experts", problem, "Set deep_gemm", ("deep_gemm",))
+    return engine_experts(cfg, hardware)
 
 
 def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:

@@ -4,13 +4,14 @@ It is also the reference for ``trainer/model/linear_te.py``, which runs these re
 :func:`quantized_linear` is y = x W^T for one matrix or for one matrix per expert. It quantizes the two operands of each
 of its three GEMMs and multiplies the quantized values, accumulated in float64 on a CPU:
 
-    GEMM                contracts over   operands            blockwise blocks
-    y  = x W^T          input features   x, W                x 1x128, W 128x128
-    dx = g W            output features  g, W                g 1x128, W 128x128
-    dW = g^T x          tokens           g, x                128x1 of both, counted from an expert's first token
+    GEMM                contracts over   operands            blockwise blocks        mxfp8 blocks
+    y  = x W^T          input features   x, W                x 1x128, W 128x128      x 1x32, W 1x32
+    dx = g W            output features  g, W                g 1x128, W 128x128      g 1x32, W 32x1
+    dW = g^T x          tokens           g, x                128x1 of both           32x1 of both
 
-``Blockwise`` is TE's ``Float8BlockScaling``, ``Tensorwise`` its ``Float8CurrentScaling``, ``Delayed`` its
-``DelayedScaling``. Backward quantizes x and W again, which is cheap and gives the same values.
+Blocks of tokens are counted from an expert's first token. ``Blockwise`` is TE's ``Float8BlockScaling``, ``Mxfp8`` its
+``MXFP8BlockScaling``, ``Tensorwise`` its ``Float8CurrentScaling``, ``Delayed`` its ``DelayedScaling``. Backward
+quantizes x and W again from BF16, which is cheap. Except under mxfp8, W has the same values as in the forward pass.
 
 Shapes: T = tokens, P = tokens with every expert padded to whole blocks, E = experts on this rank (1 for a plain
 linear), N = output features, K = input features.
@@ -37,7 +38,7 @@ from megatron_fp8rl.kernels.blockwise import (
     round_blocks_,
     round_to_grid_,
 )
-from megatron_fp8rl.kernels.types import BLOCK, Scales
+from megatron_fp8rl.kernels.types import BLOCK, ScaleKind
 from megatron_fp8rl.precision.formats import QuantFormat, trainer_format
 
 INPUT, WEIGHT, GRAD = 0, 1, 2  # the tensors of a linear, in the order of AmaxHistory
@@ -139,7 +140,7 @@ class Blockwise:
         if fmt.scale_kind is None or fmt.weight_block is None or fmt.activation_block is None:
             raise ValueError(f"format {fmt.name}: it has no blocks; choose a blockwise format")
         self.fmt, self.grad_format = fmt, grad_format
-        self._scales: Scales = fmt.scale_kind
+        self._scales: ScaleKind = fmt.scale_kind
         self._weight_block, self._size = fmt.weight_block, fmt.activation_block[1]
 
     def _round_rows(self, x_PK: Tensor, fmt: Format) -> Operand:
@@ -155,8 +156,13 @@ class Blockwise:
         return self._round_rows(x_PK, E4M3)
 
     def weight(self, weight_ENK: Tensor, history: AmaxHistory | None, record: bool) -> Operand:
+        return self._round_matrices(weight_ENK, *self._weight_block)
+
+    def weight_for_dgrad(self, weight_ENK: Tensor, history: AmaxHistory | None) -> Operand:
+        return self.weight(weight_ENK, history, False)
+
+    def _round_matrices(self, weight_ENK: Tensor, rows: int, columns: int) -> Operand:
         num_rows, num_columns = weight_ENK.shape[1:]
-        rows, columns = self._weight_block
         padded = float32_copy(weight_ENK, rows_to=rows, columns_to=columns)
         blocks = padded.unflatten(2, (-1, columns)).unflatten(1, (-1, rows))
         rounded = round_blocks_(blocks, (2, 4), self._scales).flatten(3, 4).flatten(1, 2)
@@ -170,6 +176,14 @@ class Blockwise:
         self, grad_PN: Tensor, x_PK: Tensor, dgrad_operand: Operand, rows: Rows, history: AmaxHistory | None
     ) -> tuple[Operand, Operand]:
         return self._round_columns(grad_PN, self.grad_format), self._round_columns(x_PK, E4M3)
+
+
+class Mxfp8(Blockwise):
+    """Blocks of 32 values along the axis that a GEMM sums over, so a matrix and its transpose have other values."""
+
+    def weight_for_dgrad(self, weight_ENK: Tensor, history: AmaxHistory | None) -> Operand:
+        rows, columns = self._weight_block
+        return self._round_matrices(weight_ENK, columns, rows)
 
 
 class Tensorwise:
@@ -212,6 +226,9 @@ class Tensorwise:
         scale_E = self.scale(amax_E, E4M3)
         return Operand(self._round(weight_ENK, scale_E[:, None, None], E4M3), scale_E.reciprocal())
 
+    def weight_for_dgrad(self, weight_ENK: Tensor, history: AmaxHistory | None) -> Operand:
+        return self.weight(weight_ENK, history, False)
+
     def grad_output(self, grad_PN: Tensor, rows: Rows, history: AmaxHistory | None, record: bool) -> Operand:
         return self._tokens(grad_PN, rows, self.grad_format, GRAD, history, record)
 
@@ -250,6 +267,9 @@ class Plain:
     def weight(self, weight_ENK: Tensor, history: AmaxHistory | None, record: bool) -> Operand:
         return Operand(weight_ENK)
 
+    def weight_for_dgrad(self, weight_ENK: Tensor, history: AmaxHistory | None) -> Operand:
+        return Operand(weight_ENK)
+
     def grad_output(self, grad_PN: Tensor, rows: Rows, history: AmaxHistory | None, record: bool) -> Operand:
         return Operand(grad_PN)
 
@@ -271,6 +291,8 @@ def make_recipe(precision: PrecisionConfig) -> Recipe | None:
             return None
         case "blockwise":
             return Blockwise(trainer_format(precision), grad_format)
+        case "mxfp8":
+            return Mxfp8(trainer_format(precision), grad_format)
         case "tensorwise":
             return Tensorwise(grad_format)
         case "delayed":
@@ -321,7 +343,7 @@ class _QuantizedLinear(torch.autograd.Function):
         grad_rows = recipe.grad_output(grad, rows, history, True)
         grad_x, grad_weights = None, [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            matrices = recipe.weight(_stack(weights), history, False)
+            matrices = recipe.weight_for_dgrad(_stack(weights), history)
             grad_x = rows.unpad(_multiply(grad_rows, matrices, rows, x.dtype))
         if any(ctx.needs_input_grad[5:]):
             for_grad, for_input = recipe.for_weight_gradient(grad, rows.pad(x), grad_rows, rows, history)

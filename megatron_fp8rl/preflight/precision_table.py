@@ -16,6 +16,7 @@ from megatron_fp8rl.preflight.memory import Gpu
 _SCALES = {
     "delayed": "one per tensor, from the history of maxima",
     "tensorwise": "one per tensor, from the tensor itself",
+    "mxfp8": "powers of two in one byte (E8M0), 1x32 weights and activations",
     "bf16": "none",
 }
 
@@ -122,6 +123,9 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
             ("engine.kv_cache_dtype", "auto"),
         )
         result.append(Finding("warning", "--engine.kv_cache_dtype", problem, remedy, change=(change,)))
+    choice = KernelChoice.of(cfg, Hardware(gpu.generation))
+    if (untried := choice.untried(precision)) is not None:
+        result.append(Finding("warning", "--precision.trainer", untried))
     # The only matrix that DeepGEMM cannot multiply; ``rules.py`` refuses all others.
     mla, kernels = cfg.model.mla, choice.trainer
     rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim

@@ -12,6 +12,7 @@ from typing import Literal
 from megatron_fp8rl.config import RunConfig, Violation
 from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.table import Weight
+from megatron_fp8rl.precision.formats import rollout_format
 from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.precision.kernel_choice import TABLE, KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -27,6 +28,10 @@ _MATRICES = ("attention projections", "feed-forward, dense", "routed experts", "
 _KINDS = ("embedding", *_MATRICES, "router", "norms, biases", "attention", "output head")
 _PLACES = ("embedding", "first layers", "layers", "last layers", "prediction layers", "everywhere", "output head")
 _ROLES = {"routed experts": "experts", "router": "router", "norms, biases": "norms", "attention": "attention"}
+_WIRE_SCALES = {
+    False: "FP32, one for each 128x128 block of a matrix; pow2 are powers of two",
+    True: "E8M0, powers of two in one byte, one for 32 values of a row",
+}
 _COLUMNS = ("group", "layers", "trainer", "trainer kernel", "wire", "engine kernel")
 
 
@@ -69,7 +74,9 @@ def text(cfg: RunConfig, options: ShowOptions, violations: list[Violation]) -> s
             _lines("Why", [f"precision.exact: {choice.exact_text()}", *reasons(cfg, choice)]),
         ]
         if cfg.precision.rollout != "bf16":
-            blocks[0] += "\n  scales on the wire: FP32, one for each 128x128 block of a matrix; pow2 are powers of two"
+            blocks[0] += f"\n  scales on the wire: {_WIRE_SCALES[rollout_format(cfg.precision).scale_kind == 'e8m0']}"
+        if (untried := choice.untried(cfg.precision)) is not None:
+            blocks.append(_lines("Never run", [untried]))
     if violations:
         blocks.append(_lines("Refused", [str(violation) for violation in violations]))
     return "\n\n".join(blocks)
@@ -121,7 +128,7 @@ def _group(
         layers="-" if last < 0 else f"{first}" if first == last else f"{max(first, 0)}-{last}",
         trainer=f"FP8 {cfg.precision.trainer}" if trainer_fp8 else bf16,
         trainer_kernel=_trainer_kernel(cfg, choice, kind, [weight for _, weight in weights] if trainer_fp8 else []),
-        wire=f"E4M3 + {cfg.precision.scales} scales" if engine_fp8 else "BF16" if weights else "-",
+        wire=f"E4M3 + {table.rollout.scale_kind} scales" if engine_fp8 else "BF16" if weights else "-",
         engine_kernel=_engine_kernel(choice, kind, engine_fp8),
     )
 

@@ -1,8 +1,8 @@
 """Whether FP8 scales tile every matrix on every rank of the trainer and of the engines, and the degrees that do. Pure.
 
 If a block crossed a shard boundary, the bytes that the trainer multiplies would differ from the engine's. So shard
-boundaries are multiples of 128 for blockwise scales, and of 16 for per-tensor scales, as FP8 tensor cores require. All
-answers come from the rows of ``names/``, sliced as the trainer and vLLM slice them.
+boundaries are multiples of 128 for blockwise scales, of 32 for MXFP8, and of 16 for per-tensor scales, as FP8 tensor
+cores require. All answers come from the rows of ``names/``, sliced as the trainer and vLLM slice them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
-from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.layouts import EngineLayout
 from megatron_fp8rl.names.registry import FAMILIES
 from megatron_fp8rl.names.table import Weight, fill, rows_of, sizes
-from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, rollout_format, trainer_format
+from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, QuantFormat, rollout_format, trainer_format
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight.findings import Checks
 from megatron_fp8rl.weight_sync.plan import engine_slices, fills_blocks
@@ -82,25 +81,25 @@ class Shard:
 
 
 @functools.lru_cache(maxsize=1 << 13)
-def on_trainer(kind: Kind, ranks: int, tile: int) -> Shard:
+def on_trainer(kind: Kind, ranks: int, fmt: QuantFormat) -> Shard:
     """A Hugging Face part of a Megatron weight on ``ranks`` tensor-parallel (for experts: expert-tensor) ranks."""
     weight, axis, shape = kind.weight, kind.weight.axis, list(kind.shape)
     if weight.cut == "none":
-        return Shard(kind.shape, _covers(kind.shape, kind.shape, tile))
+        return Shard(kind.shape, _covers(kind.shape, kind.shape, fmt))
     if slicing.problem(weight, kind.model, ranks) is not None:
         shape[axis] = -(-shape[axis] // ranks)
         return Shard(tuple(shape), False)
     ranges = [slicing.part_range(weight, kind.model, kind.part, ranks, rank) for rank in range(ranks)]
     shape[axis] = max(stop - start for start, stop in ranges)
-    if tile < BLOCK:
+    if not fmt.has_partial_tiles:
         rows = slicing.shard_shape(weight, kind.model, ranks)[0]  # of the fused matrix
-        return Shard(tuple(shape), _covers(tuple(shape), kind.shape, tile) and rows % tile == 0)
+        return Shard(tuple(shape), _covers(tuple(shape), kind.shape, fmt) and rows % fmt.tile == 0)
     edges = itertools.chain(*ranges)
-    return Shard(tuple(shape), all(edge % tile == 0 or edge == kind.shape[axis] for edge in edges))
+    return Shard(tuple(shape), all(edge % fmt.tile == 0 or edge == kind.shape[axis] for edge in edges))
 
 
 @functools.lru_cache(maxsize=1 << 13)
-def on_engine(kind: Kind, ranks: int, tile: int) -> Shard:
+def on_engine(kind: Kind, ranks: int, fmt: QuantFormat) -> Shard:
     weight, model, shape = kind.weight, kind.model, list(kind.shape)
     name = weight.parts[kind.part][0]
     kept = [part for part in engine_slices(name, weight, kind.shape, model, EngineLayout(tensor=ranks)) if part]
@@ -111,28 +110,33 @@ def on_engine(kind: Kind, ranks: int, tile: int) -> Shard:
     elif weight.cut != "none":
         is_of_heads = weight.unit[0] == "heads" or weight.join == "qkv"
         divides = kind.shape[weight.axis] % ranks == 0 and not (is_of_heads and model.num_attention_heads % ranks)
-    return Shard(tuple(shape), divides and (tile == 1 or fills_blocks(name, weight, kind.shape, BLOCKWISE_POW2, kept)))
+    return Shard(tuple(shape), divides and fills_blocks(name, weight, kind.shape, fmt, kept))
 
 
-def _covers(shard: tuple[int, ...], whole: tuple[int, ...], tile: int) -> bool:
-    """Whether shard boundaries are tile boundaries. An undivided dimension may end in a partial block, which both ends
-    round alike. Per-tensor scales need whole tiles."""
-    return all(size % tile == 0 for size, total in zip(shard, whole, strict=True) if tile < BLOCK or size != total)
+def _covers(shard: tuple[int, ...], whole: tuple[int, ...], fmt: QuantFormat) -> bool:
+    """Whether shard boundaries are tile boundaries. An undivided dimension may end in a partial tile if the format has
+    them, because both ends round it alike."""
+    sizes = zip(shard, whole, strict=True)
+    return all(size % fmt.tile == 0 for size, total in sizes if not fmt.has_partial_tiles or size != total)
 
 
 @dataclass(frozen=True)
 class _End:
     name: str
-    tile: int
-    divide: Callable[[Kind, int, int], Shard]
+    fmt: QuantFormat
+    divide: Callable[[Kind, int, QuantFormat], Shard]
     tensor: tuple[str, int]  # option that divides matrices, and its value
     experts: tuple[str, int]  # the same for routed experts; ("", 1) if they stay whole
+
+    @property
+    def tile(self) -> int:
+        return self.fmt.tile
 
     def degree(self, kind: Kind) -> tuple[str, int]:
         return ("", 1) if kind.weight.cut == "none" else self.experts if kind.weight.is_expert else self.tensor
 
     def shard(self, kind: Kind) -> Shard:
-        return self.divide(kind, self.degree(kind)[1], self.tile)
+        return self.divide(kind, self.degree(kind)[1], self.fmt)
 
     def degrees(self, kind: Kind) -> Iterator[int]:
         if kind.weight.is_expert and not self.experts[0]:  # expert parallel workers
@@ -142,7 +146,7 @@ class _End:
             n
             for n in range(1, _MAX_DEGREE + 1)
             if (kind.model.num_attention_heads % n == 0 if is_engine else kind.has_whole_heads(n))
-            and self.divide(kind, n, self.tile).tiles
+            and self.divide(kind, n, self.fmt).tiles
         )
 
 
@@ -152,8 +156,8 @@ def _ends(cfg: RunConfig) -> tuple[_End, _End]:
     trainer = ("parallel.tensor", parallel.tensor), ("parallel.expert_tensor", parallel.expert_tensor)
     whole = cfg.engine.expert > 1  # whole experts, or parts of each
     return (
-        _End("trainer", trainer_format(cfg.precision).tile, on_trainer, *trainer),
-        _End("engine", rollout_format(cfg.precision).tile, on_engine, engine, ("", 1) if whole else experts),
+        _End("trainer", trainer_format(cfg.precision), on_trainer, *trainer),
+        _End("engine", rollout_format(cfg.precision), on_engine, engine, ("", 1) if whole else experts),
     )
 
 
@@ -210,7 +214,12 @@ def check_tiling(checks: Checks) -> None:
                 untiled.add(key)
                 _refuse_size(checks, key, dimension, size, end.tile)
     for end in ends:
-        _check_shards(checks, [kind for kind in all_kinds if not untiled & _divided(kind)], end)
+        # Without partial tiles, a shard of an untiled size tiles in no layout, whatever axis is divided.
+        _check_shards(
+            checks,
+            [k for k in all_kinds if not untiled & (_divided(k) if end.fmt.has_partial_tiles else {*k.keys})],
+            end,
+        )
 
 
 def _divided(kind: Kind) -> set[str]:

@@ -29,6 +29,7 @@ PRECISIONS = {
         ("bf16/bf16", "bf16", "bf16"),
         ("fp8/bf16", "blockwise", "bf16"),
         ("fp8/fp8", "blockwise", "blockwise"),
+        ("mxfp8/mxfp8", "mxfp8", "mxfp8"),
         ("exact", "blockwise", "blockwise"),
     )
 }

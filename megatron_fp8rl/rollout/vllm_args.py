@@ -163,7 +163,7 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
         "VLLM_LOGGING_COLOR": "0",  # logs go to files
         "TOKENIZERS_PARALLELISM": "false",
         # One switch for every GPU kernel: activation scales, and no requantization of weights.
-        "VLLM_USE_DEEP_GEMM_E8M0": "1" if fmt.scale_kind == "pow2" else "0",
+        "VLLM_USE_DEEP_GEMM_E8M0": "0" if fmt.scale_kind == "fp32" else "1",
     }
     if cfg.sampling.truncates:
         environment[KEPT_VARIABLE] = "1"

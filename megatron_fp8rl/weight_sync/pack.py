@@ -221,16 +221,13 @@ class RoundPacker:
         scales = [tensor.reshape(-1) for part, tensor in self._parts if part.dtype == "float32"]
         others = [tensor.sum(dtype=torch.float32)[None] for part, tensor in self._parts if part.dtype == "bfloat16"]
         numbers = [~has_nan(data) for _, data, _ in self._as_they_are]
+        numbers += [quantizers.is_finite(tensor) for part, tensor in self._parts if part.dtype == "uint8"]
         if not scales and not others:
             return torch.tensor(True)
         return torch.stack([torch.cat(scales + others).isfinite().all(), *numbers]).all()
 
     def not_finite(self) -> list[str]:
-        bad_names = {
-            part.transfer.name: None
-            for part, tensor in self._parts
-            if tensor.dtype.itemsize > 1 and not tensor.isfinite().all()
-        }
+        bad_names = {part.transfer.name: None for part, tensor in self._parts if not quantizers.is_finite(tensor)}
         bad_names |= {part.name: None for part, data, _ in self._as_they_are if has_nan(data)}
         return list(bad_names)
 

@@ -170,13 +170,17 @@ def fills_blocks(name: str, weight: Weight, shape: tuple[int, ...], fmt: QuantFo
     # projection into the latent space may end within a block, because nothing follows it.
     fused = weight.join != "copy" or name.endswith(".q_a_proj.weight")
     axis, block = weight.axis, fmt.block_size(weight.axis)
+    if not fmt.has_partial_tiles and shape[1] % fmt.block_size(1):
+        return False
     return fmt.cuts_no_block(kept, axis, shape[axis]) and not (fused and any(end % block for _, end in kept))
 
 
 def _untiled(name: str, weight: Weight, shape: tuple[int, ...], fmt: QuantFormat, kept: list[Range]) -> list[str]:
-    axis, block = weight.axis, fmt.block_size(weight.axis)
     if fills_blocks(name, weight, shape, fmt, kept):
         return []
+    axis, block = weight.axis, fmt.block_size(weight.axis)
+    if not fmt.has_partial_tiles and axis == 0:
+        axis, block, kept = 1, fmt.block_size(1), [(0, shape[1])]
     return [
         f"{name}: an engine rank keeps {kept[0][1] - kept[0][0]} of axis {axis} of {shape}, which is not a "
         f"multiple of {block}; lower engine.tensor or keep its layer BF16 (precision.bf16_first_layers, "

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_fp8rl.precision.formats import SCALE_SUFFIX
+from megatron_fp8rl.precision.formats import weight_of_scales
 from megatron_fp8rl.types import KVScales
 from megatron_fp8rl.weight_sync.digest import combine
 
@@ -70,10 +70,9 @@ class Expected:
 def _kind(name: str, actual: Mapping[str, str], expected: Mapping[str, str], previous: Mapping[str, str]) -> Kind:
     if actual[name] == previous.get(name):
         return "stale"
-    if name.endswith(SCALE_SUFFIX):
-        weight = name.removesuffix(SCALE_SUFFIX)
-        if actual.get(weight) == expected.get(weight):
-            return "mis-scaled"
+    weight = weight_of_scales(name)
+    if weight is not None and actual.get(weight) == expected.get(weight):
+        return "mis-scaled"
     return "corrupted"
 
 
@@ -86,7 +85,8 @@ def _compare(
         if name in actual and actual[name] != expected[name]:
             kind = _kind(name, actual, expected, previous)
             # A mis-scaled weight is reported under the name of the weight.
-            mismatches.append(Mismatch(name.removesuffix(SCALE_SUFFIX) if kind == "mis-scaled" else name, worker, kind))
+            weight = weight_of_scales(name) if kind == "mis-scaled" else None
+            mismatches.append(Mismatch(weight or name, worker, kind))
     return mismatches
 
 

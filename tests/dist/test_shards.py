@@ -45,6 +45,9 @@ CASES = [
     ("latent", "gloo", dict(world_size=2, tensor=2, expert=2), dict()),
     ("moe", "gloo", dict(world_size=2, expert=2), dict(data=2, expert=2)),
     ("moe", "ipc", dict(world_size=2, tensor=2), dict(data=2, tensor=2, expert=4)),
+    ("mxfp8", "ipc", dict(world_size=2, tensor=2, expert=2), dict(tensor=2)),
+    ("mxfp8", "gloo", dict(world_size=2, tensor=2, expert_tensor=2), dict(tensor=2)),
+    ("mxfp8", "ipc", dict(world_size=2, pipeline=2), dict(tensor=2)),
 ]
 CASES += [
     (kind, "ipc", layout, dict(tensor=config(kind, layout).engine.tensor))

@@ -31,6 +31,7 @@ from torch import Tensor
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry as names
+from megatron_fp8rl.precision.formats import engine_format
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -157,6 +158,7 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
     from megatron_fp8rl.rollout.vllm_args import engine_arguments
     from megatron_fp8rl.rollout.vllm_plugin import plugin
 
+    os.environ[plugin.FORMAT_VARIABLE] = engine_format(cfg.precision).name
     plugin.register()
     arguments = engine_arguments(cfg, folder, choose(cfg, Hardware("cpu")))
     shared = "hf-overrides worker-extension-cls weight-transfer-config dtype max-model-len kv-cache-dtype".split()

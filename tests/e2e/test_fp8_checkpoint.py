@@ -20,6 +20,7 @@ CASES = {
     "qwen3_moe": (MOE, EDGES),
     "mixtral": (MIXTRAL, EDGES),
     "deepseek_v3": (DEEPSEEK, EDGES),
+    "qwen3_moe mxfp8": (MOE, PrecisionConfig(rollout="mxfp8", bf16_first_layers=1)),
 }
 
 
@@ -38,6 +39,7 @@ def load_and_update(case: str, folder: Path) -> dict:
         source=source,
         target=folder / "fp8",
         workers=1,
+        format=precision.rollout,
         scales=precision.scales,
         bf16_first_layers=precision.bf16_first_layers,
         shard_gb=0.0003,

@@ -120,8 +120,25 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
             },
             marks=pytest.mark.slow,
         ),
+        {
+            "precision__trainer": "mxfp8",
+            "precision__rollout": "mxfp8",
+            "parallel__world_size": "2",
+            "parallel__tensor": "2",
+            "parallel__expert": "2",
+            "engine__tensor": "2",
+            "engine__expert": "2",
+        },
     ],
-    ids=["one rank", "experts on two ranks", "two stages", "sums of two ranks", "engine of two ranks", "kept entries"],
+    ids=[
+        "one rank",
+        "experts on two ranks",
+        "two stages",
+        "sums of two ranks",
+        "engine of two ranks",
+        "kept entries",
+        "mxfp8",
+    ],
 )
 def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path: Path, layout: dict):
     """Without a pass for old log-probabilities. The second update of a step is off-policy and is not measured."""

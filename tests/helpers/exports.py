@@ -15,9 +15,9 @@ from megatron_fp8rl.config import (
     RunConfig,
     WeightSyncConfig,
 )
-from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry as names
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.quantizers import quantize
 from megatron_fp8rl.types import PublishReport
 from megatron_fp8rl.weight_sync.digest import combine, digests, widened
 
@@ -45,7 +45,9 @@ MODELS = {
         router=RouterConfig(score="sigmoid", correction_bias=True),
     ),
 }
-ENGINE_TENSOR = {"dense": 1, "tied": 1, "moe": 2, "latent": 1}
+# Sizes that blocks of 128 do not tile; tensor parallel 2 leaves 32 columns of down_proj.
+MODELS["mxfp8"] = replace(MODELS["moe"], hidden_size=96, moe_ffn_hidden_size=64, head_dim=32)
+ENGINE_TENSOR = {"dense": 1, "tied": 1, "moe": 2, "latent": 1, "mxfp8": 2}
 LAYOUTS = [
     ("dense", dict(world_size=2, tensor=2)),
     ("dense", dict(world_size=2, pipeline=2, virtual_stages=2)),
@@ -71,7 +73,9 @@ def config(kind: str, layout: dict[str, int]) -> RunConfig:
         name="export",
         model=MODELS[kind],
         parallel=ParallelConfig(**layout),
-        precision=PrecisionConfig(bf16_last_layers=1),
+        precision=PrecisionConfig(
+            bf16_last_layers=1, **dict.fromkeys(("trainer", "rollout"), "mxfp8" if kind == "mxfp8" else "blockwise")
+        ),
         engine=EngineConfig(tensor=ENGINE_TENSOR[kind], deadline_scale=0.2),
         weight_sync=WeightSyncConfig(bucket_bytes=200_000),
     )
@@ -121,8 +125,9 @@ def expected_wire(cfg: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str,
     wire = {}
     for name in names.weights(cfg.model):
         for hf_name, tensor in names.to_hf(name, weights[name], cfg.model):
-            if table.rollout_format(hf_name).is_quantized:
-                wire[hf_name], wire[f"{hf_name}_scale_inv"] = quantize_weight(tensor, cfg.precision.scales)
+            fmt = table.rollout_format(hf_name)
+            if fmt.is_quantized:
+                wire[hf_name], wire[fmt.scale_name(hf_name)] = quantize(tensor, fmt)
             else:
                 wire[hf_name] = tensor
     return wire

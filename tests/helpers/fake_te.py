@@ -84,6 +84,19 @@ class Float8BlockQuantizer(_Quantizer):
         return blocks_of((1, 128)), blocks_of((128, 1))
 
 
+class MXFP8Quantizer(_Quantizer):
+    derives_columns = False
+
+    def __init__(self, fp8_dtype, *, rowwise=True, columnwise=True):
+        super().__init__(rowwise, columnwise)
+        self.dtype = fp8_dtype
+
+    def round(self, x, fmt):
+        assert x.shape[0] % 32 == x.shape[1] % 32 == 0, tuple(x.shape)
+        rows = round_blocks_(float32_copy(x).unflatten(1, (-1, 32)), 2, "e8m0", fmt).flatten(1)
+        return rows, round_blocks_(float32_copy(x).unflatten(0, (-1, 32)), 1, "e8m0", fmt).flatten(0, 1)
+
+
 class Float8Quantizer(_Quantizer):
     def __init__(self, scale, amax, fp8_dtype, *, rowwise=True, columnwise=True):
         super().__init__(rowwise, columnwise)
@@ -210,6 +223,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     module(f"{pytorch}.constants", TE_DType=_TE_DTYPE)
     module(f"{pytorch}.tensor")
     module(f"{pytorch}.tensor.float8_blockwise_tensor", Float8BlockQuantizer=Float8BlockQuantizer)
+    module(f"{pytorch}.tensor.mxfp8_tensor", MXFP8Quantizer=MXFP8Quantizer)
     module(
         f"{pytorch}.tensor.float8_tensor",
         Float8Quantizer=Float8Quantizer,

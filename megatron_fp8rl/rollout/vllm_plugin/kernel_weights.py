@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.names.blocks import ENGINE_FUSIONS, EXPERT_PROJECTIONS, FUSED_INTO
 from megatron_fp8rl.names.registry import layer_of
-from megatron_fp8rl.precision.formats import SCALE_SUFFIX
+from megatron_fp8rl.precision.formats import SCALE_SUFFIX, SCALE_SUFFIXES
 from megatron_fp8rl.rollout.vllm_plugin.patches import expert_scale_descriptions
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_values
 
 # Parameter or buffer names that belong to a checkpoint. Others (rotary caches, attention scales) are computed.
 _SCALES = f"weight{SCALE_SUFFIX}"
-_MATRICES = ("weight", _SCALES)
+_ALL_SCALES = tuple(f"weight{suffix}" for suffix in SCALE_SUFFIXES)
+_MATRICES = ("weight", *_ALL_SCALES)
 _WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias")
 _ATTRIBUTES = (*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _MATRICES))
 _LATENT_FACTORS = ("W_UV", "W_UK_T")
@@ -63,7 +64,8 @@ def _fused_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
     for kind in _WEIGHTS:
         tensor = _tensor(module, kind, path)
         if tensor is not None:
-            sizes = [-(-n // module.weight_block_size[0]) for n in rows] if kind == _SCALES else rows
+            block = getattr(module, "weight_block_size", (1,))[0] if kind in _ALL_SCALES else 1
+            sizes = [-(-n // block) for n in rows]
             for name, part in zip(ENGINE_FUSIONS[leaf], tensor.split(sizes), strict=True):
                 yield f"{parent}.{name}.{kind}", part
 
@@ -245,8 +247,8 @@ class DerivedTensors:
 
     def __init__(self, model: nn.Module, act_dtype: torch.dtype):
         self._act_dtype = act_dtype
-        dequantized = ("dequantized_weight", "w13_dequantized")
-        self._dequantized = [m for m in model.modules() if any(hasattr(m, name) for name in dequantized)]
+        derived = ("dequantized_weight", "w13_dequantized", "kernel_scales")
+        self._converted = [m for m in model.modules() if any(hasattr(m, name) for name in derived)]
         self._latent = [m for m in model.modules() if isinstance(getattr(m, _LATENT_FACTORS[0], None), Tensor)]
         self._factors = [{name: getattr(m, name) for name in _LATENT_FACTORS} for m in self._latent]
         self._experts = [m for m in model.modules() if hasattr(m, f"w13_{_SCALES}")]
@@ -254,7 +256,7 @@ class DerivedTensors:
     @torch.no_grad()
     def refresh(self) -> None:
         """Recompute all derived tensors after direct writes."""
-        for module in self._dequantized:
+        for module in self._converted:
             module.quant_method.process_weights_after_loading(module)
         for module in self._latent:
             module.process_weights_after_loading(self._act_dtype)

@@ -1,7 +1,7 @@
 """Reports which kernels an engine worker computes with, read from its model without importing vLLM.
 
-The attributes are those of vLLM 0.26: a layer's ``quant_method``, for FP8 linears its ``fp8_linear``, for experts its
-``fp8_backend`` or ``unquantized_backend``, and the ``attn_backend`` of attention.
+The attributes are those of vLLM 0.26: a layer's ``quant_method``, for FP8 linears its ``fp8_linear`` or the layer's
+``scheme.kernel``, for experts its ``fp8_backend`` or ``unquantized_backend``, and the ``attn_backend`` of attention.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_fp8rl.precision.formats import SCALE_SUFFIX
+from megatron_fp8rl.precision.formats import SCALE_SUFFIXES
 
 
 def kernels_in_use(model: nn.Module) -> dict[str, list[str]]:
@@ -22,8 +22,9 @@ def kernels_in_use(model: nn.Module) -> dict[str, list[str]]:
             by_role.setdefault("attention", set()).add(backend.get_name())
         if hasattr(module, "w13_weight"):
             by_role.setdefault("experts", set()).add(_of_experts(method))
-        elif hasattr(module, f"weight{SCALE_SUFFIX}"):
-            kernel = getattr(method, "fp8_linear", method)
+        elif any(hasattr(module, f"weight{suffix}") for suffix in SCALE_SUFFIXES):
+            scheme = getattr(module, "scheme", None)
+            kernel = getattr(method, "fp8_linear", None) or getattr(scheme, "kernel", method)
             by_role.setdefault("linears", set()).add(type(kernel).__name__)
     return {role: sorted(names) for role, names in by_role.items()}
 

@@ -59,7 +59,12 @@ def register() -> None:
     )
     from megatron_fp8rl.rollout.vllm_plugin import patches
 
-    patches.quantize_activations_as_the_trainer(fmt)
+    if fmt.scale_kind == "e8m0":
+        from megatron_fp8rl.rollout.vllm_plugin import patches_mxfp8
+
+        patches_mxfp8.keep_scales_readable()
+    else:
+        patches.quantize_activations_as_the_trainer(fmt)
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         patches.make_residual_norms_batch_invariant()
         patches.make_logprobs_order_independent()

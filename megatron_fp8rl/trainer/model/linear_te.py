@@ -11,6 +11,9 @@ A tensor quantized columnwise is transposed in memory, because Hopper's FP8 GEMM
 blockwise scaling it has separate scales. All GEMMs accumulate in FP32 (``use_split_accumulator``): Hopper's fast
 accumulation keeps 14 bits between tensor core instructions, fewer than the engine's kernels keep.
 
+MXFP8 has never run on hardware. Both copies of W come from BF16 at once, because the columnwise copy has its own blocks
+of 32 rows. Blackwell's GEMM reads it untransposed. Checked against the source of Transformer Engine 2.16.
+
 Infinity saturates to the FP8 maximum here, while the emulation turns its whole block into NaN. NaN stays NaN. Each
 expert's tokens are padded with zero rows, which change no amax and no result, to the kernels' alignment.
 
@@ -31,6 +34,7 @@ from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 from megatron_fp8rl.kernels.blockwise import E4M3, E5M2, Format
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8
@@ -41,6 +45,7 @@ from megatron_fp8rl.precision.recipes import (
     AmaxHistory,
     Blockwise,
     Delayed,
+    Mxfp8,
     Recipe,
     Tensorwise,
 )
@@ -63,8 +68,8 @@ class _Call:
 
     @property
     def multiple(self) -> int:
-        """Alignment of tokens per expert."""
-        return 1 if self.recipe is None else 16
+        """Alignment of tokens per expert, and of the sides of a weight."""
+        return 1 if self.recipe is None else 32 if isinstance(self.recipe, Mxfp8) else 16
 
     @property
     def padded(self) -> list[int]:
@@ -221,6 +226,8 @@ def _quantizers(
     te_type = _TE_TYPE[fmt]
     amax_E = None
     match recipe:
+        case Mxfp8():
+            quantizers = [MXFP8Quantizer(te_type, **options)] * num
         case Blockwise():
             # Block scales as in kernels/blockwise.py: no lower bound on amax, and 1 for a block of zeros.
             quantizer = Float8BlockQuantizer(
@@ -290,7 +297,12 @@ def _quantized_weights(weights: Sequence[Tensor], call: _Call) -> list:
             matrices = [matrix[call.block_rows] for matrix in matrices]
         scales_E = _delayed_scales(call, WEIGHT, E4M3, matrices)
         quantizers, amax_E = _quantizers(
-            call.recipe, E4M3, len(matrices), columns=False, is_weight=True, scales_E=scales_E
+            call.recipe,
+            E4M3,
+            len(matrices),
+            columns=isinstance(call.recipe, Mxfp8),  # cannot be made from rows later
+            is_weight=True,
+            scales_E=scales_E,
         )
         return _QuantizedWeights(tex.multi_tensor_quantize(matrices, quantizers), amax_E)
 

@@ -78,12 +78,15 @@ def published(model: ModelConfig, tensors: dict, options: hf_to_fp8.Options) -> 
     [
         *((family, scales, torch.bfloat16) for family in MODELS for scales in ("pow2", "fp32")),
         ("llama", "pow2", torch.float32),  # is rounded to BF16 first, as by the exporter
+        ("qwen3_moe", "mxfp8", torch.bfloat16),
+        ("deepseek_v3", "mxfp8", torch.bfloat16),
     ],
 )
 def test_bytes_are_those_that_the_exporter_publishes(family, scales, dtype, tmp_path):
     model = MODELS[family]
-    folder, tensors = quantized(model, tmp_path, dtype, scales=scales, bf16_last_layers=1)
-    options = hf_to_fp8.Options(source=folder, target=folder, scales=scales, bf16_last_layers=1)
+    chosen = {"format": "mxfp8"} if scales == "mxfp8" else {"scales": scales}
+    folder, tensors = quantized(model, tmp_path, dtype, bf16_last_layers=1, **chosen)
+    options = hf_to_fp8.Options(source=folder, target=folder, bf16_last_layers=1, **chosen)
     expected = published(model, tensors, options)
     found = read_tensors(folder)
     assert found.keys() == expected.keys()
@@ -109,6 +112,26 @@ def test_config_names_every_module_that_is_not_fp8(family, tmp_path):
     routers = {name for name in matrices if name.endswith((".mlp.gate", ".block_sparse_moe.gate"))}
     assert bool(routers) == MODELS[family].is_moe and routers <= set(said["modules_to_not_convert"])
     assert not any(name.startswith("model.layers.0.") for name in in_fp8)
+
+
+def test_mxfp8_folders_are_those_of_compressed_tensors(tmp_path):
+    folder, tensors = quantized(MODELS["qwen3_moe"], tmp_path, bf16_first_layers=1, format="mxfp8")
+    said, found = json.loads((folder / "config.json").read_text())["quantization_config"], read_tensors(folder)
+    assert said["quant_method"] == "compressed-tensors" and said["format"] == "mxfp8-quantized"
+    in_fp8 = {name.removesuffix(".weight") for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
+    matrices = {name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.ndim == 2}
+    assert set(said["ignore"]) == matrices - in_fp8 and len(in_fp8) == 2 * (4 + 3 * 6)
+    for name in in_fp8:
+        data, scale = found[f"{name}.weight"], found[f"{name}.weight_scale"]
+        assert scale.dtype == torch.uint8 and scale.shape == (data.shape[0], data.shape[1] // 32)
+    with pytest.raises(CheckpointError, match="compressed-tensors"):  # this program reads block FP8 only
+        HfFolder.open(folder)
+
+
+def test_columns_that_are_no_multiple_of_32_have_no_mxfp8(tmp_path):
+    model = replace(MODELS["llama"], ffn_hidden_size=336)
+    with pytest.raises(CheckpointError, match=r"down_proj.weight: .*336.* not a multiple of 32"):
+        quantized(model, tmp_path, format="mxfp8")
 
 
 def test_fp8_is_read_back_as_what_its_bytes_stand_for(tmp_path):

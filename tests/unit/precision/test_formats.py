@@ -12,21 +12,29 @@ from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision import formats, quantizers
-from megatron_fp8rl.precision.formats import BF16, BLOCKWISE_FP32, BLOCKWISE_POW2, DELAYED, QuantFormat
+from megatron_fp8rl.precision.formats import (
+    BF16,
+    BLOCKWISE_FP32,
+    BLOCKWISE_POW2,
+    DELAYED,
+    MXFP8,
+    QuantFormat,
+    weight_of_scales,
+)
 from megatron_fp8rl.weight_sync.plan import PlanError, plan
 from megatron_fp8rl.weight_sync.schedule import plan_schedule
 from tests.helpers.plans import MOE, table
 
-# OCP Microscaling Formats 1.0: E4M3 values, one E8M0 scale for 32 values of a row.
-MXFP8 = QuantFormat(
-    name="mxfp8",
+# A format that no kernel knows.
+OTHER = QuantFormat(
+    name="other",
     element="float8_e4m3fn",
-    weight_block=(1, 32),
-    activation_block=(1, 32),
-    scale_dtype="uint8",
+    weight_block=(1, 64),
+    activation_block=(1, 64),
+    scale_dtype="float32",
     scale_kind="pow2",
-    tile=32,
-    hf={"quant_method": "mxfp8"},
+    tile=64,
+    hf={"quant_method": "other"},
 )
 
 
@@ -103,7 +111,7 @@ def test_another_format_travels_without_changes_elsewhere(tensor):
                 continue
             expected[rank, transfer.name] = size if transfer.is_fp8 else 2 * size
             if transfer.is_fp8:
-                expected[rank, f"{transfer.name}_scale_inv"] = shape[0] * (shape[1] // 32)
+                expected[rank, f"{transfer.name}_scale"] = shape[0] * (shape[1] // 32)
     assert actual == expected
     assert made.num_bytes == sum(
         math.prod(t.shape) * (33 / 32 if t.is_fp8 else 2) for t in made.transfers
@@ -123,13 +131,20 @@ def test_what_no_checkpoint_or_kernel_knows_is_refused():
     with pytest.raises(ValueError, match="delayed: no quantization_config"):
         DELAYED.hf_quantization_config([])
     for call in (
-        lambda: quantizers.quantize(torch.zeros(128, 128), MXFP8),
-        lambda: quantizers.prepare([], MXFP8),
+        lambda: quantizers.quantize(torch.zeros(128, 128), OTHER),
+        lambda: quantizers.prepare([], OTHER),
         lambda: quantizers.dequantize(torch.zeros(1, 32), torch.zeros(1, 1), BF16),
     ):
         with pytest.raises(ValueError, match="no kernel supports it"):
             call()
-    assert MXFP8.hf_quantization_config(["lm_head"]) == {"quant_method": "mxfp8", "modules_to_not_convert": ["lm_head"]}
+    assert OTHER.hf_quantization_config(["lm_head"]) == {"quant_method": "other", "modules_to_not_convert": ["lm_head"]}
+
+
+def test_scales_are_known_by_their_names():
+    name = "model.layers.0.mlp.down_proj.weight"
+    for fmt in (BLOCKWISE_POW2, MXFP8):
+        assert weight_of_scales(fmt.scale_name(name)) == name
+    assert weight_of_scales(name) is None and weight_of_scales("model.layers.0.self_attn.k_scale") is None
 
 
 def test_formats_import_without_torch():

@@ -38,17 +38,17 @@ def _through_bytes(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     return (x.float() / scale).to(dtype).double() * scale.double()
 
 
-def _blocks_of_rows(x: torch.Tensor, scales: str, grad: str = "e4m3") -> torch.Tensor:
-    """Each row in blocks of 128, one at a time, through real FP8 bytes; float64."""
+def _blocks_of_rows(x: torch.Tensor, scales: str, grad: str = "e4m3", size: int = 128) -> torch.Tensor:
+    """Each row in blocks, one at a time, through real FP8 bytes; float64."""
     out = torch.empty(x.shape, dtype=torch.float64)
     largest = {"e4m3": 448.0, "e5m2": 57344.0}[grad]
     for row in range(x.shape[0]):
-        for start in range(0, x.shape[1], 128):
-            block = x[row, start : start + 128].float()
+        for start in range(0, x.shape[1], size):
+            block = x[row, start : start + size].float()
             scale = block.abs().max() / largest
             if scales == "pow2":
                 scale = torch.exp2(torch.ceil(torch.log2(scale.double()))).float()
-            out[row, start : start + 128] = _through_bytes(block, scale, DTYPES[grad])
+            out[row, start : start + size] = _through_bytes(block, scale, DTYPES[grad])
     return out
 
 
@@ -73,6 +73,48 @@ def test_blockwise_products_against_blocks_one_by_one(scales, gradients):
         columns_x = _blocks_of_rows(gx.T.contiguous(), scales).T
         columns_g = _blocks_of_rows(g.T.contiguous(), scales, gradients).T
         _assert_products(weight.grad, [columns_g.T @ columns_x], max(SPLITS))
+
+
+@pytest.mark.parametrize("gradients", ["e4m3", "e5m2"])
+def test_mxfp8_products_against_blocks_one_by_one(gradients):
+    """Every operand in blocks of 32 along the axis that its product sums over; W has two sets of values."""
+    x, weights, grad = _inputs(seed=4)
+    y = quantized_linear(x, weights, make_recipe(PrecisionConfig(trainer="mxfp8", gradients=gradients)), splits=SPLITS)
+    y.backward(grad)
+
+    def along_columns(matrix: torch.Tensor, fmt: str = "e4m3") -> torch.Tensor:
+        return _blocks_of_rows(matrix.detach(), "pow2", fmt, 32)
+
+    def along_rows(matrix: torch.Tensor, fmt: str = "e4m3") -> torch.Tensor:
+        return along_columns(matrix.T.contiguous(), fmt).T
+
+    columns, rows = [along_columns(w) for w in weights], [along_rows(w) for w in weights]
+    assert not torch.equal(columns[0], rows[0])
+    _assert_products(y, [a @ w.T for a, w in zip(_split(along_columns(x)), columns)], K)
+    _assert_products(x.grad, [g @ w for g, w in zip(_split(along_columns(grad, gradients)), rows)], N)
+    for weight, part, g in zip(weights, _split(x.detach()), _split(grad)):
+        _assert_products(weight.grad, [along_rows(g, gradients).T @ along_rows(part)], max(SPLITS))
+
+
+def test_shards_of_whole_tiles_multiply_mxfp8_as_the_whole():
+    """Tensor-parallel ranks divide rows or columns of W; blocks of both of its copies lie within a shard."""
+    generator, recipe = torch.Generator().manual_seed(5), make_recipe(PrecisionConfig(trainer="mxfp8"))
+    x, weight, grad = (torch.randn(*shape, generator=generator) for shape in ((64, 192), (96, 192), (64, 96)))
+
+    def products(x, weight, grad):
+        x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = quantized_linear(x, [weight], recipe)
+        return y, *torch.autograd.grad(y, [x, weight], grad)
+
+    y, dx, dw = products(x, weight, grad)
+    rows = [products(x, w, g) for w, g in zip(weight.split([64, 32]), grad.split([64, 32], 1))]
+    columns = [products(part, w, grad) for part, w in zip(x.split(96, 1), weight.split(96, 1))]
+    close = dict(rtol=0.0, atol=1e-3)  # products of blocks are added in another order
+    for index, whole in enumerate((y, dx, dw)):
+        parts = [shard[index] for shard in rows]
+        torch.testing.assert_close(sum(parts) if index == 1 else torch.cat(parts, int(index == 0)), whole, **close)
+        parts = [shard[index] for shard in columns]
+        torch.testing.assert_close(sum(parts) if index == 0 else torch.cat(parts, 1), whole, **close)
 
 
 def _assert_products(actual: torch.Tensor, expected: list[torch.Tensor], num_terms: int) -> None:
@@ -111,7 +153,7 @@ def test_a_tensorwise_scale_is_the_quotient_rounded_once(fmt):
     assert not torch.equal(found[:-1], amax.reciprocal() * fmt.max), "what torch makes of a number over a tensor"
 
 
-@pytest.mark.parametrize("trainer", ["bf16", "blockwise", "tensorwise", "delayed"])
+@pytest.mark.parametrize("trainer", ["bf16", "blockwise", "mxfp8", "tensorwise", "delayed"])
 def test_bf16_results_are_float32_results_rounded_once(trainer):
     x, weights, grad = _inputs(torch.bfloat16, seed=2)
     recipe = make_recipe(PrecisionConfig(trainer=trainer))
@@ -127,7 +169,7 @@ def test_bf16_results_are_float32_results_rounded_once(trainer):
         torch.testing.assert_close(narrow.float(), exact, rtol=BF16_ROUNDING["rtol"], atol=BF16_ROUNDING["atol"] * size)
 
 
-@pytest.mark.parametrize("trainer", ["blockwise", "tensorwise", "delayed"])
+@pytest.mark.parametrize("trainer", ["blockwise", "mxfp8", "tensorwise", "delayed"])
 def test_gradients_point_where_unquantized_ones_do(trainer):
     x, weights, grad = _inputs(seed=3)
     plain = [t.detach().clone().requires_grad_() for t in (x, *weights)]

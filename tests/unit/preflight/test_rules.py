@@ -233,6 +233,7 @@ def test_a_rank_that_fp8_cannot_tile_is_named_with_the_degrees_that_can(model, c
 GLM_DENSE = replace(MOE, family="glm4_moe", router=ROUTER, first_dense_layers=1, ffn_hidden_size=640)
 TWO = {"parallel__world_size": 2, "parallel__tensor": 2, "parallel__expert": 2}
 NARROW = replace(DENSE, hidden_size=192)
+MX = {"precision__trainer": "mxfp8", "precision__rollout": "mxfp8"}
 MLA = MlaConfig(q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "moe_ffn_hidden_size": 256, "num_shared_experts": 1}
 DEEPSEEK = replace(
@@ -250,6 +251,12 @@ DEEPSEEK = replace(
         (NARROW, {}, ["--model.hidden_size"]),
         # A scale per tensor needs 16 only, and the engine is BF16.
         (NARROW, {"precision__trainer": "tensorwise", "precision__rollout": "bf16"}, []),
+        # MXFP8 has tiles of 32: SmolLM2's hidden size, and 64 rows of keys on a rank, which blockwise refuses.
+        (replace(NARROW, hidden_size=576), {}, ["--model.hidden_size"]),
+        (replace(NARROW, hidden_size=576), MX, []),
+        (replace(NARROW, hidden_size=560), MX, ["--model.hidden_size"]),
+        (DENSE, MX | {"parallel__world_size": 4, "parallel__tensor": 4, "engine__tensor": 4}, []),
+        (replace(DENSE, head_dim=16), MX | {"parallel__world_size": 4, "parallel__tensor": 4}, ["--parallel.tensor"]),
         (NARROW, {"precision__bf16_first_layers": 4}, []),
         (NARROW, {"precision__trainer": "bf16", "precision__rollout": "bf16"}, []),
         # The tensor degree divides dense layers before the experts.
@@ -411,6 +418,19 @@ CHOICES = """
     hopper dense precision.scales=fp32
     blackwell dense
     ampere dense -> precision.trainer
+    cpu moe precision.trainer=mxfp8 precision.rollout=mxfp8 precision.exact=True
+    cpu dense precision.trainer=mxfp8 precision.kernels.linears=deep_gemm -> precision.kernels.linears
+    hopper dense precision.trainer=mxfp8 precision.rollout=mxfp8 -> precision.trainer
+    hopper dense precision.trainer=mxfp8 precision.rollout=bf16 precision.kernels.trainer=emulated
+    hopper dense precision.trainer=bf16 precision.rollout=mxfp8 -> precision.rollout
+    blackwell dense precision.trainer=mxfp8 precision.rollout=mxfp8
+    blackwell moe precision.trainer=mxfp8 precision.rollout=mxfp8
+    blackwell dense precision.trainer=mxfp8 precision.rollout=mxfp8 precision.kernels.engine_linears=deep_gemm \
+        -> precision.kernels.engine_linears
+    blackwell moe precision.trainer=mxfp8 precision.rollout=mxfp8 precision.kernels.engine_experts=triton \
+        -> precision.kernels.engine_experts
+    blackwell moe precision.trainer=mxfp8 precision.rollout=mxfp8 precision.bf16_last_layers=1 \
+        -> precision.bf16_last_layers
     hopper dense engine.num_replicas=2 -> engine.num_replicas
     hopper dense engine.num_replicas=2 engine.placement=separate
     hopper dense engine.sleep_level=1 sampling.max_staleness=1 -> engine.sleep_level

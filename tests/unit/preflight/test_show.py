@@ -150,6 +150,17 @@ def test_refused_configurations_show_the_refusals(capsys):
     assert status == 2 and text.startswith("Refused") and "does not divide the 32 attention heads" in text
 
 
+def test_mxfp8_is_shown_with_its_scales_and_as_never_run(capsys):
+    mxfp8 = ("--precision.trainer", "mxfp8", "--precision.rollout", "mxfp8")
+    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--gpu", "b200", *mxfp8)
+    assert status == 0 and "E4M3 + e8m0 scales" in text and "one for 32 values of a row" in text
+    assert "FlashInfer CUTLASS" in text and "MXFP8 has never run on hardware" in text
+    status, text = said(capsys, "tiny_qwen3_moe", "--gpu", "cpu", *mxfp8)
+    assert status == 0 and "never run" not in text.lower()
+    status, text = said(capsys, "grpo_qwen3_30b_a3b", *mxfp8)
+    assert status == 2 and "only Blackwell's tensor cores read a scale for 32 values" in " ".join(text.split())
+
+
 def test_it_needs_no_torch():
     code = (
         "import sys; from megatron_fp8rl import __main__ as p, cli; "

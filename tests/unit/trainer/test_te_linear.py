@@ -55,6 +55,24 @@ def test_products_and_gradients_are_those_of_the_emulation(te_linear, name, shap
     assert torch.equal(histories[0].current, histories[1].current)
 
 
+@pytest.mark.parametrize("shape", SPLITS)
+def test_mxfp8_products_use_both_copies_of_a_weight(te_linear, shape, monkeypatch):
+    """Without gradients first: an evaluation must not leave a cached weight without its columns."""
+    monkeypatch.setitem(globals(), "K", 160)
+    recipe, cache = make_recipe(PrecisionConfig(trainer="mxfp8", gradients="e5m2")), WeightCache()
+    x, weights, splits, grad = _case(shape)
+    expected = _gradients(quantized_linear(x, weights, recipe, splits=splits), x, weights, grad)
+    with torch.no_grad():
+        te_linear(x, weights, recipe, splits=splits, cache=cache)
+    actual = _gradients(te_linear(x, weights, recipe, splits=splits, cache=cache), x, weights, grad)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-6 * float(theirs.abs().max() if theirs.numel() else 0))
+    monkeypatch.setitem(globals(), "K", 144)
+    x, weights, *_ = _case("dense")
+    with pytest.raises(ValueError, match="both sizes must be multiples of 32"):
+        te_linear(x, weights, recipe)
+
+
 @pytest.mark.parametrize("name", ["blockwise", "bf16"])
 @pytest.mark.parametrize("shape", ["dense ragged", "experts", "no tokens"])
 @pytest.mark.parametrize("is_reordered", [False, True])

@@ -1,4 +1,4 @@
-"""The engine's linear and expert layers on a CPU: blockwise FP8 with the trainer's arithmetic, and readable BF16.
+"""The engine's linear and expert layers on a CPU: FP8 with the trainer's arithmetic, and readable BF16.
 
 On a CPU, vLLM multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16 weights into
 a form that cannot be read back and verified. The methods here
@@ -46,7 +46,6 @@ from vllm.model_executor.parameter import BlockQuantScaleParameter
 from megatron_fp8rl.config import RouterConfig
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.routing import choose_experts
-from megatron_fp8rl.kernels.types import block_scales
 from megatron_fp8rl.precision import quantizers
 from megatron_fp8rl.precision.formats import QuantFormat
 from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_attention
@@ -60,8 +59,25 @@ from megatron_fp8rl.upstream import patches
     remove_when="vLLM can leave weights as loaded, and has W8A8 blocks on any CPU",
 )
 def register(fmt: QuantFormat) -> None:
-    """Make ``quant_method: fp8`` use the methods of this module in the calling process, for this blockwise format."""
-    block_scales(fmt)
+    """Make the ``quant_method`` of this format use the methods of this folder in the calling process."""
+    if fmt.scale_kind == "e8m0":
+        from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_mxfp8  # imports modules that older versions lack
+
+        cpu_mxfp8.register_config(fmt)
+    else:
+        _register_config(fmt)
+    # Some matrices are multiplied without consulting a quantization config: Mixtral's router, output heads. vLLM packs
+    # those too, and does not repack a head tied to the embedding after an update.
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        method.process_weights_after_loading = ReadableLinearMethod.process_weights_after_loading
+        method.apply = ReadableLinearMethod.apply
+    RMSNorm.forward_cpu = _rms_norm
+    RotaryEmbedding.forward_cpu = _rotate
+    cpu_attention.register()
+
+
+def _register_config(fmt: QuantFormat) -> None:
+    """Of a blockwise format."""
 
     class CpuFp8Config(Fp8Config):
         def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -81,14 +97,6 @@ def register(fmt: QuantFormat) -> None:
             return EmulatedFp8MoEMethod(self, layer, fmt)
 
     register_quantization_config("fp8")(CpuFp8Config)
-    # Some matrices are multiplied without consulting a quantization config: Mixtral's router, output heads. vLLM packs
-    # those too, and does not repack a head tied to the embedding after an update.
-    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-        method.process_weights_after_loading = ReadableLinearMethod.process_weights_after_loading
-        method.apply = ReadableLinearMethod.apply
-    RMSNorm.forward_cpu = _rms_norm
-    RotaryEmbedding.forward_cpu = _rotate
-    cpu_attention.register()
 
 
 @patches(
@@ -179,15 +187,15 @@ class ReadableMoEMethod(UnquantizedFusedMoEMethod):
     why="overrides what Fp8MoEMethod does on a CPU, where it never quantizes activations",
     remove_when="vLLM has W8A8 experts on any CPU",
 )
-class EmulatedFp8MoEMethod(Fp8MoEMethod):
-    """W8A8 blockwise FP8 experts: parameters of vLLM's ``Fp8MoEMethod``, arithmetic of ``precision/quantizers.py``."""
+class EmulatedExperts:
+    """W8A8 FP8 experts with the arithmetic of ``precision/quantizers.py``."""
 
     is_monolithic = True
+    fmt: QuantFormat
 
-    def __init__(self, quant_config: Fp8Config, layer: RoutedExperts, fmt: QuantFormat) -> None:
-        super().__init__(quant_config, layer)
-        self.fp8_backend = Fp8MoeBackend.CPU  # vLLM 0.32 chooses none for these blocks
+    def emulate(self, layer: RoutedExperts, fmt: QuantFormat) -> None:
         _check_supported(layer)
+        self.fp8_backend = Fp8MoeBackend.CPU  # vLLM 0.32 chooses none for these blocks
         self.fmt = fmt
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
@@ -207,6 +215,14 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
             return quantizers.round_activation(rows, self.fmt, torch.float64)
 
         return _mix_experts(layer, x, router_logits, layer.w13_dequantized, layer.w2_dequantized, round_operand)
+
+
+class EmulatedFp8MoEMethod(EmulatedExperts, Fp8MoEMethod):
+    """Blockwise FP8 experts with the parameters of vLLM's ``Fp8MoEMethod``."""
+
+    def __init__(self, quant_config: Fp8Config, layer: RoutedExperts, fmt: QuantFormat) -> None:
+        super().__init__(quant_config, layer)
+        self.emulate(layer, fmt)
 
 
 def _check_supported(layer: RoutedExperts) -> None:
