@@ -48,7 +48,13 @@ def register() -> None:
     if current_platform.is_cpu():
         from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_experts, cpu_layers
 
-        cpu_layers.register(fmt)
+        cpu_layers.register()
+        if fmt.scale_kind == "e8m0":
+            from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_mxfp8  # imports modules that older versions lack
+
+            cpu_mxfp8.register_config(fmt)
+        else:
+            cpu_layers.register_blocks(fmt)
         cpu_experts.exchange_tokens_on_cpu()
         _add_in_rank_order()
         return

@@ -58,14 +58,8 @@ from megatron_fp8rl.upstream import patches
     "weights into a form that cannot be read back; matrices without a quantization config (routers, output heads) too",
     remove_when="vLLM can leave weights as loaded, and has W8A8 blocks on any CPU",
 )
-def register(fmt: QuantFormat) -> None:
-    """Make the ``quant_method`` of this format use the methods of this folder in the calling process."""
-    if fmt.scale_kind == "e8m0":
-        from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_mxfp8  # imports modules that older versions lack
-
-        cpu_mxfp8.register_config(fmt)
-    else:
-        _register_config(fmt)
+def register() -> None:
+    """Make BF16 matrices, norms, rotary embedding and attention of this process use the methods of this folder."""
     # Some matrices are multiplied without consulting a quantization config: Mixtral's router, output heads. vLLM packs
     # those too, and does not repack a head tied to the embedding after an update.
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
@@ -76,8 +70,8 @@ def register(fmt: QuantFormat) -> None:
     cpu_attention.register()
 
 
-def _register_config(fmt: QuantFormat) -> None:
-    """Of a blockwise format."""
+def register_blocks(fmt: QuantFormat) -> None:
+    """Make ``quant_method: fp8`` use the methods of this module in the calling process, for this blockwise format."""
 
     class CpuFp8Config(Fp8Config):
         def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
