@@ -201,6 +201,16 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on frozen weights: W = W0 + alpha / rank * B A, with BF16 A [rank, in] and B [out, rank]."""
+
+    rank: int | None = None  # None: no adapters; all weights are trained
+    alpha: float = 32.0
+    # Linears with adapters; "dense" is the MLP of dense layers and of shared experts. Empty: all that the model has.
+    targets: tuple[Literal["attention", "dense", "experts"], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW over FP32 master weights, sharded by Megatron-Core's distributed optimizer."""
 
@@ -444,6 +454,7 @@ class RunConfig:
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

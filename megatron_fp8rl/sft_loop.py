@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_fp8rl.algo.losses import sft
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import LoraConfig, RunConfig
 from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.data.sft import SftSource
 from megatron_fp8rl.data.tokenizer import load_tokenizer
@@ -133,7 +133,8 @@ def expected_pass_rate(policy: Policy, samples: Sequence[Sample]) -> float:
 
 
 def _supervised(cfg: RunConfig) -> RunConfig:
-    """The run's configuration with the optimizer and number of steps of the warm start, in BF16, without exact mode."""
+    """The run's configuration with the optimizer and number of steps of the warm start, in BF16, without exact mode and
+    adapters."""
     precision = cfg.precision
     params = "bf16" if precision.params == "fp8" else precision.params
     kernels = {role: kernel for role, kernel in precision.kernels.items() if role != "linears"}
@@ -145,4 +146,5 @@ def _supervised(cfg: RunConfig) -> RunConfig:
         ),
         precision=replace(precision, trainer="bf16", params=params, kernels=kernels, exact=False),
         algo=replace(cfg.algo, updates_per_step=1, kl_coef=0.0),
+        lora=LoraConfig(),
     )

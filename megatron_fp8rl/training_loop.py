@@ -25,9 +25,10 @@ from megatron_fp8rl.trainer.optimizer.offload import HostMemory
 from megatron_fp8rl.trainer.optimizer.optimizer import adam_name
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
+from megatron_fp8rl.weight_sync.save_adapter import save_adapter
 from megatron_fp8rl.weight_sync.save_hf import save_hf
 
-CHECKPOINTS, FINAL_HF = "checkpoints", "hf"
+CHECKPOINTS, FINAL_HF, ADAPTER = "checkpoints", "hf", "adapter"
 
 
 class TrainingLoop(ABC):
@@ -83,6 +84,8 @@ class TrainingLoop(ABC):
         self.end()
         if self.cfg.checkpoint.export_hf:
             save_hf(self.policy, Path(self.cfg.run_dir) / FINAL_HF, self.tokenizer_dir)
+            if self.cfg.lora.rank:
+                save_adapter(self.policy, Path(self.cfg.run_dir) / ADAPTER)
 
     @abstractmethod
     def open_data(self, stack: ExitStack) -> None:

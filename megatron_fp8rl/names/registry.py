@@ -117,6 +117,11 @@ def is_expert(global_name: str) -> bool:
     return split_indices(global_name)[2] >= 0
 
 
+def without_expert(global_name: str) -> str:
+    """The name without the number of an expert, which all experts of a layer share."""
+    return re.sub(r"\.mlp\.experts\.\d+\.", ".mlp.experts.", global_name)
+
+
 def layer_of(hf_name: str) -> int | None:
     """The number of the layer of a Hugging Face tensor or module; None outside layers."""
     match = re.search(r"(?:^|\.)layers\.(\d+)(?=\.|$)", hf_name)

@@ -97,6 +97,8 @@ def te(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     precision, keep = cfg.precision, "Choose --precision.params bf16"
     otherwise = "or --precision.params bf16"
+    if cfg.lora.rank:
+        return _wrong(cfg, "precision.params", "without BF16 weights, adapters cannot be merged into them", keep)
     if hardware.generation != "hopper":
         problem = f"only Hopper kernels read blocks of {BLOCK} without conversion; this machine is "
         return _wrong(cfg, "precision.params", f"{problem}{hardware.generation!r}", keep)
@@ -140,6 +142,10 @@ def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, "precision.params", "DeepGEMM's grouped kernels need BF16 activations", "Choose bf16")
     if not cfg.model.is_moe:
         return _deep_gemm_is_there(cfg, hardware, "experts")
+    if cfg.lora.rank and "experts" in (cfg.lora.targets or ("experts",)):
+        problem = "DeepGEMM's grouped kernels run both linears of an expert at once, without adapters (lora.targets)"
+        remedy = "Choose te, or adapters on other --lora.targets"
+        return _wrong(cfg, "precision.kernels.experts", problem, remedy, ("te",))
     if cfg.model.hidden_size % BLOCK:
         problem = f"DeepGEMM's grouped kernels need a multiple of {BLOCK}"
         return _wrong(cfg, "model.hidden_size", problem, "Choose another size, or --precision.kernels.experts te")

@@ -334,6 +334,8 @@ def _state_bytes(
     ``trainer_memory.shares_memory``. ``degrees``: values of ``_DEGREES``."""
     world, tensor, pipeline, _, expert_parallel, expert_tensor = degrees
     per = trainer_memory.Bytes.of(cfg)
+    if cfg.lora.rank:
+        per = replace(per, gradient=0, optimizer=0)
     copies = 0.9 * trainer_memory.fp8_copy_bytes(cfg, machines.hardware)
     separate = per.gradient + (0.9 if cfg.precision.params == "fp8" else per.weight)
     per_dense, per_expert = (per.gradient if is_shared else separate for is_shared in shares)

@@ -30,6 +30,7 @@ RANGES = {
         model.vocab_size model.max_position_embeddings model.router.num_groups model.router.groups_per_token
         parallel.world_size parallel.tensor parallel.pipeline parallel.virtual_stages parallel.context parallel.expert
         parallel.expert_tensor
+        lora.rank
         optim.logprob_chunk_tokens
         engine.data engine.tensor engine.expert engine.max_num_sequences weight_sync.bucket_bytes
         optim.max_tokens_per_microbatch
@@ -45,6 +46,7 @@ RANGES = {
     "[0.01, 100]": "sampling.temperature",
     "(0, inf)": """
         model.norm_eps model.rope_theta model.embedding_range
+        lora.alpha
         optim.lr optim.eps optim.clip_grad_norm engine.deadline_scale
         algo.clip_high scoring.memory_gib warm_start.lr
     """,

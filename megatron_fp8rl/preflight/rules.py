@@ -7,6 +7,7 @@ matrices that it divides are not checked.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -24,6 +25,7 @@ from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.envs import agent_function, sandbox
 from megatron_fp8rl.envs.rewards import configured as rewards
 from megatron_fp8rl.envs.source_kind import CLASS, VERIFIERS, files_of, has_rows, is_supervised, kind_of
+from megatron_fp8rl.names import adapted
 from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
 from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals, resolved
 from megatron_fp8rl.precision.kernel_support import invariant_nccl
@@ -46,6 +48,7 @@ def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Viol
     checks.violations += refusals(cfg, Hardware(accelerator))
     if model_is_valid and degrees_are_valid:
         check_tiling(checks)
+    _check_lora(checks, model_is_valid)
     _check_optim(checks)
     _check_sampling(checks)
     _check_lengths(checks, accelerator)
@@ -84,6 +87,26 @@ def _check_precision(checks: Checks) -> None:
         problem = f"together the BF16 edges count {edges} layers and the model has {layers}"
         most = max(0, layers - (edges - checks.value(path)))
         checks.refuse(path, problem, f"Lower the two to {layers} layers at most", [most])
+
+
+def _check_lora(checks: Checks, model_is_valid: bool) -> None:
+    cfg, lora = checks.cfg, checks.cfg.lora
+    if not checks.in_range("lora"):
+        return
+    if not lora.rank:
+        for name in (field.name for field in dataclasses.fields(lora) if getattr(lora, field.name) != field.default):
+            checks.refuse(f"lora.{name}", "has no effect without adapters", "Set --lora.rank, such as 16")
+        return
+    if len(set(lora.targets)) != len(lora.targets):
+        checks.refuse("lora.targets", "names a target twice", "Name each once")
+    if unknown := sorted(set(lora.targets) - set(adapted.TARGETS)):
+        checks.refuse("lora.targets", f"{', '.join(unknown)} is no target", choices=adapted.TARGETS)
+    if unknown or not model_is_valid:
+        return
+    present = adapted.targets_in(cfg.model)
+    if missing := [target for target in lora.targets if target not in present]:
+        problem = f"names {', '.join(missing)}, and the model has no such linear"
+        checks.refuse("lora.targets", problem, f"Choose from {', '.join(present)}", present)
 
 
 def _check_optim(checks: Checks) -> None:

@@ -262,7 +262,7 @@ class _Step:
     def weights(self) -> weights.RankWeights:
         """Weights of the trainer rank that has most."""
         stages = (weights.on_trainer_rank(self.cfg, stage) for stage in range(self.cfg.parallel.pipeline))
-        return max(stages, key=lambda stage: stage.trained)
+        return max(stages, key=lambda stage: stage.trained + stage.frozen)
 
     def link(self, ranks: int) -> float:
         """Bytes per second between so many ranks."""
@@ -329,7 +329,7 @@ class _Step:
         if cfg.engine.placement != "colocated":
             return 0.0
         states = Bytes.of(cfg).optimizer * most.divided(cfg.parallel) * cfg.algo.updates_per_step
-        sizes = {"params": ITEM_BYTES["bfloat16"] * most.trained, "optimizer": states}
+        sizes = {"params": ITEM_BYTES["bfloat16"] * (most.trained + most.frozen), "optimizer": states}
         away = sum(size for part, size in sizes.items() if part in cfg.optim.offload)
         return (self.rates.sleep_s if cfg.engine.sleep_level else 0.0) + 2.0 * away / self.rates.host_bytes_per_s
 

@@ -9,6 +9,8 @@ In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with
                   world / (pipeline x expert x expert tensor) ranks
     FP8 copies    1 byte and scales, rowwise and columnwise               Transformer Engine keeps both for a whole
                                                                           update (is_first_microbatch)
+    adapters      gradients and optimizer states are those of adapters;   ``trainer/model/lora.py``
+                  the weights without adapters are in host memory
     shared        weights of linears whose kernels read FP8 copies are    ``trainer/optimizer/shared_memory.py``
                   in the memory of gradients, which are counted 2 bytes
                   less; others of their buffer are there and elsewhere
@@ -102,7 +104,7 @@ def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
 
 def shares_memory(cfg: RunConfig, kernels: TrainerKernels) -> tuple[bool, bool]:
     """Whether BF16 weights lie in the memory of their gradients: of FP8 linears, and of FP8 experts."""
-    if cfg.precision.trainer != "blockwise" or cfg.precision.params != "bf16":
+    if cfg.precision.trainer != "blockwise" or cfg.precision.params != "bf16" or cfg.lora.rank:
         return False, False
     return kernels.linears == "deep_gemm", kernels.experts == "deep_gemm"
 
@@ -149,7 +151,7 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights, kernels: TrainerKern
     expert_ranks = expert_copies(parallel)
     optimizer = per.optimizer * weights.divided(parallel)
     copies = fp8_copy_bytes(cfg, gpu)
-    weight_bytes, how = per.weight * weights.trained + 4 * weights.buffers, cfg.precision.trainer
+    weight_bytes, how = per.weight * (weights.trained + weights.frozen) + 4 * weights.buffers, cfg.precision.trainer
     linears, experts = shares_memory(cfg, kernels)
     fp8_dense, fp8_expert = linears * weights.fp8_whole, experts * weights.fp8_expert
     shared = bool(fp8_dense) * weights.dense + bool(fp8_expert) * weights.expert  # whole buffers
@@ -157,6 +159,9 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights, kernels: TrainerKern
     kept_bytes = weight_bytes + per.weight * twice
     formula = f"{weights.trained / 1e9:.2f} G parameters x {per.weight} B"
     formula += f", {twice / 1e9:.2f} G twice" if twice else ""
+    if cfg.lora.rank:
+        formula = f"({weights.frozen / 1e9:.2f} G frozen and {weights.trained / 1e6:.1f} M "
+        formula += f"of adapters) x {per.weight} B"
     if cfg.precision.params == "fp8":  # rowwise bytes are the weights themselves, columnwise bytes their copy
         copies, how = copies / 2, "in columns"
         kept_bytes += int((copies - per.weight) * weights.fp8)
@@ -172,7 +177,7 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights, kernels: TrainerKern
         Part("optimizer states", int(optimizer), f"x {per.optimizer} B, sharded: {shards} ranks"),
         Part("FP8 copies", int(copies * weights.fp8), fp8),
     ]
-    if cfg.algo.kl_coef > 0:
+    if cfg.algo.kl_coef > 0 and not cfg.lora.rank:
         # A second copy of the weights; its linears run forward only and keep the rowwise FP8 copy.
         reference = weight_bytes + int(min(copies, 1.0) * weights.fp8)
         parts.append(Part("reference model", reference, "algo.kl_coef > 0: a frozen copy"))

@@ -10,9 +10,10 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
-from megatron_fp8rl.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_fp8rl.config import LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import blocks, slicing
+from megatron_fp8rl.names.adapted import is_adapted
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.parameters import Entry, entries
@@ -25,6 +26,7 @@ class RankWeights:
 
     dense: int  # outside routed experts, with gradients
     expert: int
+    frozen: int = 0  # without gradients: under adapters all weights
     fp8: int  # of both, those that the trainer multiplies in FP8
     fp8_expert: int  # of these, experts
     fp8_whole: int  # and others, in matrices of whole blocks
@@ -50,17 +52,22 @@ def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
     layout = TrainerLayout.from_config(parallel)
     table = LayerTable.build(model, cfg.precision)
     degrees = (parallel.tensor, parallel.expert, parallel.expert_tensor)
-    rows = [sums for entry, sums in _rank_elements(model, table, *degrees) if _is_on_stage(entry, model, layout, stage)]
-    dense, expert, fp8, buffers, fp8_expert, fp8_whole = map(sum, zip(*rows, strict=True))
-    return RankWeights(dense=dense, expert=expert, fp8=fp8, fp8_expert=fp8_expert, fp8_whole=fp8_whole, buffers=buffers)
+    elements = _rank_elements(model, table, cfg.lora, *degrees)
+    rows = [sums for entry, sums in elements if _is_on_stage(entry, model, layout, stage)]
+    dense, expert, fp8, buffers, fp8_expert, fp8_whole, *adapters = map(sum, zip(*rows, strict=True))
+    frozen = 0
+    if cfg.lora.rank:
+        frozen, (dense, expert) = dense + expert, adapters
+    of_fp8 = {"fp8": fp8, "fp8_expert": fp8_expert, "fp8_whole": fp8_whole}
+    return RankWeights(dense=dense, expert=expert, frozen=frozen, buffers=buffers, **of_fp8)
 
 
 @functools.lru_cache(maxsize=256)
 def _rank_elements(
-    model: ModelConfig, table: LayerTable, tensor: int, expert: int, expert_tensor: int
+    model: ModelConfig, table: LayerTable, lora: LoraConfig, tensor: int, expert: int, expert_tensor: int
 ) -> list[tuple[Entry, tuple[int, ...]]]:
-    """(entry, elements on a rank: dense, expert, fp8, buffers, FP8 experts, other FP8 matrices of whole blocks). A
-    layer's weights are summed under the first."""
+    """(entry, elements on a rank: dense, expert, fp8, buffers, FP8 experts, other FP8 matrices of whole blocks,
+    adapters of others than experts, adapters of experts). A layer's weights are summed under the first."""
     groups: dict[int | Entry, tuple[Entry, list[int]]] = {}
     for entry in entries(model):
         weight = entry.weight
@@ -68,12 +75,14 @@ def _rank_elements(
         shape = slicing.shard_shape(weight, model, ranks)
         numel = math.prod(shape) * entry.num_experts
         numel //= expert if weight.is_expert else 1
-        _, sums = groups.setdefault(entry.layer if entry.layer >= 0 else entry, (entry, [0] * 6))
+        _, sums = groups.setdefault(entry.layer if entry.layer >= 0 else entry, (entry, [0] * 8))
         sums[1 if weight.is_expert else 3 if entry.is_buffer else 0] += numel
         if table.trainer_format(weight.parts[0][0]).is_quantized:
             sums[2] += numel
             sums[4] += numel if weight.is_expert else 0
             sums[5] += numel if not weight.is_expert and all(size % BLOCK == 0 for size in shape) else 0
+        if lora.rank and is_adapted(weight.name, lora):
+            sums[7 if weight.is_expert else 6] += lora.rank * numel // shape[0] + lora.rank * numel // shape[1]
     return [(entry, (*sums,)) for entry, sums in groups.values()]
 
 

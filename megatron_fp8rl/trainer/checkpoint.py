@@ -56,6 +56,7 @@ from megatron_fp8rl.trainer.compat.megatron_saving import (
     live_storages,
     padded_buckets,
 )
+from megatron_fp8rl.trainer.model.lora import sharded_adapters
 from megatron_fp8rl.trainer.policy import Policy
 
 _FORMAT = 1
@@ -248,7 +249,7 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     for name, histories in new_histories.items():
         loaded[name] |= histories
     for index, model in enumerate(policy.models):
-        model.load_state_dict(loaded[f"model{index}"])
+        model.load_state_dict(loaded[f"model{index}"], strict=not policy.cfg.lora.rank)
     for index, model in enumerate(policy.reference or ()):
         if _keeps_reference(policy):
             model.load_state_dict(loaded[f"reference{index}"])
@@ -273,6 +274,7 @@ def _describe(policy: Policy, step: int, extra: dict[str, Any]) -> dict[str, Any
         "extra": extra,
         "config": json.loads(json.dumps(dataclasses.asdict(policy.cfg))),
         "has_reference": _keeps_reference(policy),
+        "base": policy.base_digest,
     }
 
 
@@ -289,6 +291,10 @@ def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) 
         "chained_optim_avoid_prefix": True,
     }
     models = _sharded_models("model", policy.models, metadata)
+    if policy.cfg.lora.rank:  # the base is loaded from where it came
+        for name, model in zip(models, policy.models, strict=True):
+            histories = {key: part for key, part in models[name].items() if key.endswith("fp8.history")}
+            models[name] = histories | sharded_adapters(model)
     state = dict(models)
     if _keeps_reference(policy):
         reference = _sharded_models("reference", policy.reference, metadata)
@@ -393,6 +399,11 @@ def _require_resumable(path: Path, state: dict[str, Any], policy: Policy) -> Non
         raise CheckpointError(f"{path} has format {state['format']}; this program reads format {_FORMAT}")
     if errors := resumed_config.refusals(state["config"], policy.cfg, path):
         raise CheckpointError(f"{path} cannot be resumed: {'; '.join(map(str, errors))}")
+    if state.get("base", 0) != policy.base_digest:
+        raise CheckpointError(
+            f"{path} has adapters of another base model than model.hf_path = {policy.cfg.model.hf_path!r}. Name the "
+            "folder of the first start, with the same weights, or another output_dir for a new run"
+        )
     if _keeps_reference(policy) and not state["has_reference"]:
         raise CheckpointError(
             f"{path} has no reference model, which algo.kl_coef needs. "

@@ -68,7 +68,10 @@ def _require_model(folder: Path, model: ModelConfig) -> None:
         return  # written by another program: Megatron-Core compares names and shapes
     if (missing := missing_part(folder)) is not None:
         raise ValueError(f"{folder} is incomplete: {missing}. Convert or download it again")
-    theirs = json.loads(state_file.read_text())["config"]["model"]
+    config = json.loads(state_file.read_text())["config"]
+    if config.get("lora", {}).get("rank"):
+        raise ValueError(f"{folder} contains adapters only. Name the folder hf of the run, or its base model")
+    theirs = config["model"]
     ours = json.loads(json.dumps(dataclasses.asdict(model)))
     differing = [
         f"model.{key} is {theirs[key]!r} there, but {value!r} here"

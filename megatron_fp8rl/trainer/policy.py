@@ -29,6 +29,7 @@ from megatron_fp8rl.trainer.model.build import (
     named_global_parameters,
     named_global_tensors,
 )
+from megatron_fp8rl.trainer.model.lora import add_adapters, base_digest, without_adapters
 from megatron_fp8rl.trainer.model.packed_sequences import Routes
 from megatron_fp8rl.trainer.optimizer.fp8_params import quantize_parameters
 from megatron_fp8rl.trainer.optimizer.offload import HostMemory, Offload
@@ -45,7 +46,9 @@ class Policy:
     parallel: Parallel
     chunks: list[DistributedDataParallel]  # this rank's model chunks; more than one with virtual pipeline stages
     optimizer: Optimizer
-    reference: list[torch.nn.Module] | None  # frozen copy of the initial weights; None without algo.kl_coef
+    reference: list[torch.nn.Module] | None  # frozen copy of the initial weights; None without algo.kl_coef, or with
+    # adapters, whose base is the reference
+    base_digest: int = 0  # of the frozen weights under adapters; 0 without adapters
     step: int = 0  # optimizer updates so far, across resumes
     host: InitVar[HostMemory | None] = None  # pinned memory for offloading
     offload: Offload = field(init=False, repr=False)  # tracks which parts of the policy are in GPU memory
@@ -67,14 +70,20 @@ class Policy:
 
     @classmethod
     def build(cls, cfg: RunConfig, parallel: Parallel, host: HostMemory | None = None) -> Policy:
-        """Collective: build the model from ``cfg.model.hf_path`` or with random weights, and its optimizer. If
-        ``algo.kl_coef`` > 0, also a reference model: a second copy of these weights without gradients."""
+        """Collective: build the model from ``cfg.model.hf_path`` or with random weights, its adapters if configured,
+        and the optimizer. If ``algo.kl_coef`` > 0 and there are no adapters, also a reference model: a second copy of
+        these weights without gradients."""
         if cfg.optim.offload and parallel.device.type == "cuda":
             expand_segments()  # otherwise small resident tensors pin the segments of offloaded ones
         models = build_chunks(cfg, parallel)
         if cfg.model.hf_path is not None:
             load_hf(models, cfg.model.hf_path, cfg.model, parallel)
-        reference = _frozen_copy(models, cfg, parallel) if cfg.algo.kl_coef > 0 else None
+        reference, base = None, 0
+        if cfg.lora.rank:
+            add_adapters(models, cfg, parallel)
+            base = base_digest(models, parallel)
+        elif cfg.algo.kl_coef > 0:
+            reference = _frozen_copy(models, cfg, parallel)
         if cfg.precision.params == "fp8":
             quantize_parameters(models, parallel)
         chunks = wrap_chunks(models, cfg.optim, cfg.precision)
@@ -86,6 +95,7 @@ class Policy:
             chunks=chunks,
             optimizer=Optimizer(chunks, cfg.optim, cfg.precision, parallel),
             reference=reference,
+            base_digest=base,
             host=host,
         )
 
@@ -141,8 +151,9 @@ class Policy:
             replace(mb, old_logprobs_T=None if values is None else values.to(mb.tokens_T.device))
             for mb, values in zip(batch.microbatches, old, strict=True)
         ]
-        if self.reference is not None:
-            ref = self._forward.logprobs(self.reference, batch.microbatches)
+        if self.cfg.algo.kl_coef > 0:
+            with nullcontext() if self.reference else without_adapters(self.chunks):
+                ref = self._forward.logprobs(self.reference or self.chunks, batch.microbatches)
             filled = [
                 replace(mb, ref_logprobs_T=values.to(mb.tokens_T.device))
                 for mb, values in zip(filled, ref, strict=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.data.checkpoint_dir import errors_name, sync_to_disk
@@ -120,10 +121,15 @@ def _shard_name(index: int, num_shards: int) -> str:
 def _write_shard(gathers: Sequence[TensorGather], file: Path) -> None:
     tensors = {gather.transfer.name: gather.whole.cpu() for gather in gathers if gather.whole is not None}
     if tensors:
-        try:
-            save_file(tensors, file, metadata={"format": "pt"})
-        except SafetensorError as error:  # has neither a number nor a name
-            raise OSError(f"{error}: cannot write {file}. Check its free space and quota") from error
+        write_tensors(tensors, file)
+
+
+def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file. Raises OSError that names it, if it cannot be written."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # has neither a number nor a name
+        raise OSError(f"{error}: cannot write {file}. Check its free space and quota") from error
 
 
 def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path: Path, tokenizer_dir: Path) -> None:
@@ -134,17 +140,15 @@ def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path:
         where = {t.name: _shard_name(i, len(shards)) for i, shard in enumerate(shards) for t in shard}
         total = sum(_num_bytes(t) for shard in shards for t in shard)
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        _write_json(partial / "model.safetensors.index.json", index)
+        write_json(partial / "model.safetensors.index.json", index)
     special = _copy_tokenizer(tokenizer_dir, partial)
-    _write_json(partial / "config.json", registry.to_hf_config(policy.cfg.model) | special)
+    write_json(partial / "config.json", registry.to_hf_config(policy.cfg.model) | special)
     source = tokenizer_dir / "generation_config.json"
     if source.exists():
         shutil.copy(source, partial)
     else:
-        _write_json(partial / "generation_config.json", special)
-    for file in partial.iterdir():
-        sync_to_disk(file)
-    _rename(partial, path)
+        write_json(partial / "generation_config.json", special)
+    replace_folder(partial, path)
 
 
 def _copy_tokenizer(tokenizer_dir: Path, partial: Path) -> dict[str, int | list[int]]:
@@ -157,13 +161,15 @@ def _copy_tokenizer(tokenizer_dir: Path, partial: Path) -> dict[str, int | list[
     return special_ids(load_tokenizer(str(tokenizer_dir)))
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: dict[str, Any]) -> None:
     with errors_name(file):
         file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _rename(partial: Path, path: Path) -> None:
-    """Rename the complete folder. Move an existing one aside first, and delete it last."""
+def replace_folder(partial: Path, path: Path) -> None:
+    """Sync the files of a complete folder and rename it. Move an existing one aside first, and delete it last."""
+    for file in partial.iterdir():
+        sync_to_disk(file)
     old = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():

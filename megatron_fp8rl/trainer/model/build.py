@@ -228,8 +228,10 @@ def named_global_parameters(chunks: Sequence[nn.Module], parallel: Parallel) -> 
 
 
 def named_global_tensors(chunks: Sequence[nn.Module], parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
-    """(global Megatron name, tensor) for everything in a Hugging Face checkpoint: parameters and router biases."""
-    yield from named_global_parameters(chunks, parallel)
+    """(global Megatron name, tensor) for everything in a Hugging Face checkpoint: parameters and router biases, without
+    adapters."""
+    named = named_global_parameters(chunks, parallel)
+    yield from ((name, parameter) for name, parameter in named if ".adapter." not in name)
     for chunk in map(unwrap, chunks):
         for name, buffer in chunk.named_buffers():
             if name.endswith(".router.expert_bias"):

@@ -107,7 +107,7 @@ class DeepGemmMlp(MLP):
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> tuple:
         """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); sequence parallelism divides s."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        if has_forward_hooks(fc1) or has_forward_hooks(fc2):  # the fused MLP would not call their hooks
+        if any(has_forward_hooks(linear) or linear.adapter is not None for linear in (fc1, fc2)):  # it calls neither
             return super().forward(hidden_states, per_token_scale, **kwargs)
         assert per_token_scale is None and self.config.gated_linear_unit and not self.config.add_bias_linear
         x = fc1.gathered(hidden_states)

@@ -93,6 +93,11 @@ class QuantizableLinear:
         return self._modules.get("fp8")
 
     @property
+    def adapter(self) -> nn.Module | None:
+        """The ``trainer.model.lora.Adapter`` of this linear, if any."""
+        return self._modules.get("adapter")
+
+    @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         return (self.weight,)
 
@@ -191,7 +196,10 @@ class _SumInOrder(torch.autograd.Function):
 
 def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] times weight [N, K] with the recipe of ``linear`` -> [..., N]."""
-    y = linear.gemm(linear, x.reshape(-1, x.shape[-1]), (weight,), None)
+    x_TK = x.reshape(-1, x.shape[-1])
+    y = linear.gemm(linear, x_TK, (weight,), None)
+    if linear.adapter is not None:
+        y = linear.adapter(y, x_TK)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -204,6 +212,12 @@ def in_torch(
         weights = tuple(weight[rows] for weight in weights)
     y = quantized_linear(x_TK, weights, linear.recipe, splits=splits, history=linear.history)
     return y if rows is None else y[:, rows.argsort()]
+
+
+def in_bf16(linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None) -> Tensor:
+    """A :data:`Gemm` for a single frozen matrix, in its dtype."""
+    (weight,) = weights
+    return F.linear(x_TK, weight)
 
 
 def on_deep_gemm(
@@ -308,7 +322,8 @@ class GroupedLinear(QuantizableLinear, nn.Module):
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """x [T, K], sorted by expert, ``splits`` tokens each -> [T, N]."""
-        return self.gemm(self, x, self.weights, splits), None
+        y = self.gemm(self, x, self.weights, splits)
+        return y if self.adapter is None else self.adapter(y, x, splits), None
 
     def backward_dw(self) -> None:
         """No-op: wgrad is never delayed here."""

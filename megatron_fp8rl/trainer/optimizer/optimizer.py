@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig
 from megatron_fp8rl.trainer.compat.megatron import GradientBuffers, defer_param_gather, parameters_from_masters
 from megatron_fp8rl.trainer.model.build import named_global_parameters
+from megatron_fp8rl.trainer.model.lora import add_over_expert_tensor, merge_adapters
 from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
 from megatron_fp8rl.trainer.optimizer.fp8_params import limit_master_copies
 from megatron_fp8rl.trainer.optimizer.shared_memory import SharedMemory
@@ -68,6 +69,7 @@ def wrap_chunks(
 def _reduce_gradients(chunks, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
     """Megatron-Core's reductions over data, tensor and embedding groups, without dividing by ``num_tokens``."""
     reduce_and_divide_gradients(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+    add_over_expert_tensor(chunks)
 
 
 def learning_rate(optim: OptimConfig, update: int, num_updates: int) -> float:
@@ -162,6 +164,7 @@ class Optimizer:
         for chunk in self._chunks:
             chunk.start_param_sync()
         self._memory.take_weights()
+        merge_adapters(self._chunks)
         clear_weight_caches()
 
     @property
@@ -195,7 +198,7 @@ class Optimizer:
         gradients = [
             f"{name} on rank {rank}"
             for name, parameter in named_global_parameters(modules, self._parallel)
-            if not torch.isfinite(parameter.main_grad).all()
+            if parameter.requires_grad and not torch.isfinite(parameter.main_grad).all()
         ]
         everywhere: list[list[str]] = [[] for _ in range(self._parallel.world_size)]
         dist.all_gather_object(everywhere, gradients)

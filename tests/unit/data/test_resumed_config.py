@@ -95,6 +95,7 @@ def test_an_equal_configuration_and_fields_of_another_release_say_nothing(tmp_pa
         ({"model": {"rope_theta": 5e5}}, "--model.rope_theta = 500000.0: is "),
         ({"model": {"initializer_range": 0.5}}, "--model.initializer_range = 0.5: was "),
         ({"warm_start": {"lr": 0.5}}, "--warm_start.lr = 0.5: was "),
+        ({"lora": {"rank": 8}}, "--lora.rank = 8: was None in "),
         ({"num_steps": 4}, "--num_steps = 4: the run has already finished step 5"),
     ],
 )

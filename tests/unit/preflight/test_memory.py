@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_fp8rl.config import (
+    LoraConfig,
     MlaConfig,
     ModelConfig,
     OptimConfig,
@@ -93,6 +94,25 @@ def test_fp8_parameters_take_two_bytes_where_there_were_four():
         assert part(alone, name) == part(cfg, name)
     reference = replace(alone, algo=replace(alone.algo, kl_coef=0.1))
     assert part(reference, "reference model") == 2 * total + int(matrices)  # stays BF16, with a copy in rows
+
+
+def test_adapters_alone_have_gradients_and_optimizer_states():
+    """Weights as loaded, which are also the reference, are in host memory."""
+    cfg = run(qwen3_8b(), lora=LoraConfig(rank=16), algo__kl_coef=0.1)
+    total = 8_190_735_360
+    # Of stacked linears (q, k and v; gate and up) there is one A.
+    adapters = 16 * 36 * ((4096 + 6144) + (4096 + 4096) + (4096 + 2 * 12288) + (12288 + 4096))
+    assert part(cfg, "weights") == 2 * (total + adapters)
+    assert part(cfg, "gradients") == 4 * adapters
+    assert part(cfg, "optimizer states") == 12 * adapters
+    estimate = trainer_memory.worst_rank(cfg, H200, H200.memory_bytes)
+    assert "reference model" not in [each.name for each in estimate.parts]
+    attention = run(qwen3_8b(), lora=LoraConfig(rank=16, targets=("attention",)))
+    assert part(attention, "gradients") == 4 * 16 * 36 * (4096 + 6144 + 4096 + 4096)
+    moe = qwen3_30b_a3b()
+    parallel = ParallelConfig(world_size=4, expert=4)
+    experts = run(moe, lora=LoraConfig(rank=16, targets=("experts",)), parallel=parallel)
+    assert part(experts, "gradients") == 4 * 16 * 48 * 128 // 4 * ((2048 + 2 * 768) + (768 + 2048))
 
 
 def test_optimizer_states_are_sharded_over_data_and_context_ranks():

@@ -14,6 +14,8 @@ from megatron_fp8rl import upstream
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, RewardConfig, RopeScaling, RouterConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.observe.recording import RolloutWriter
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.preflight.data_check import doubts
 from megatron_fp8rl.preflight.rules import check
 from tests.helpers.configs import DENSE, MOE, fields_of, make
@@ -73,6 +75,20 @@ def test_router_replay_needs_a_router_and_recorded_experts(tmp_path):
     assert fields_of(missing) == ["--sampling.replay"]
 
 
+def test_on_a_gpu_adapters_are_merged_into_bf16_weights_and_experts_run_one_by_one():
+    def texts(model, **changes) -> list[str]:
+        return [f"{each}" for each in check(make(model, lora__rank=8, **changes), accelerator="hopper")]
+
+    (refused,) = texts(MOE, precision__kernels__experts="deep_gemm")
+    assert refused.startswith("--precision.kernels.experts = 'deep_gemm': DeepGEMM's grouped kernels run both linears")
+    assert texts(MOE, precision__kernels__experts="deep_gemm", lora__targets=("attention",)) == []
+    assert KernelChoice.of(make(MOE, lora__rank=8), Hardware("hopper")).trainer.experts == "te"
+    (refused,) = texts(replace(MOE, head_dim=128), precision__exact=True)
+    assert refused.startswith("--precision.exact = True: precision.kernels.experts: DeepGEMM's grouped kernels run")
+    (refused,) = texts(DENSE, precision__params="fp8")
+    assert refused.startswith("--precision.params = 'fp8': without BF16 weights, adapters cannot be merged")
+
+
 def test_five_mistakes_give_five_violations():
     cfg = make(
         parallel__pipeline=5,
@@ -120,6 +136,13 @@ SINGLE = """
         ({"precision__bf16_first_layers": 3, "precision__bf16_last_layers": 2}, "--precision.bf16_first_layers"),
         ({"optim__recompute": "selective", "optim__recompute_modules": ()}, "--optim.recompute_modules"),
         ({"optim__recompute": "selective", "optim__recompute_modules": ("moe",)}, "--optim.recompute_modules"),
+        ({"lora__rank": 0}, "--lora.rank"),
+        ({"lora__rank": -4}, "--lora.rank"),
+        ({"lora__rank": 8, "lora__alpha": 0.0}, "--lora.alpha"),
+        ({"lora__rank": 8, "lora__targets": ("experts",)}, "--lora.targets"),  # of a dense model
+        ({"lora__rank": 8, "lora__targets": ("mlp",)}, "--lora.targets"),
+        ({"lora__rank": 8, "lora__targets": ("dense", "dense")}, "--lora.targets"),
+        ({"lora__targets": ("dense",)}, "--lora.targets"),  # without a rank
         ({"sampling__stop_strings": ("\n", "")}, "--sampling.stop_strings"),
         ({"sampling__stop_token_ids": (512,)}, "--sampling.stop_token_ids"),
         ({"seed": 2**70}, "--seed"),

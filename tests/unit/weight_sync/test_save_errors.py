@@ -22,5 +22,5 @@ def test_a_full_disk_names_the_file_of_weights(tmp_path, monkeypatch):
 
 def test_a_full_disk_names_the_configuration():
     with pytest.raises(OSError, match="No space left on device: cannot write") as error:
-        save_hf._write_json(save_hf.Path("/dev/full"), {"a": "b" * 100_000})
+        save_hf.write_json(save_hf.Path("/dev/full"), {"a": "b" * 100_000})
     assert error.value.filename == "/dev/full"

@@ -1,0 +1,52 @@
+"""The command of docs/lora.md: an exact run with adapters, its files, and its base."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+_RUN = re.compile(r"<!-- run -->\n```sh\n(.*?)```", re.DOTALL)
+
+
+def test_the_page_of_adapters_runs_as_written(tmp_path: Path):
+    (command,) = _RUN.findall((ROOT / "docs" / "lora.md").read_text())
+    args = shlex.split(command.replace("\\\n", " "))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *args[1:], "--observe.display", "plain"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    run_dir = tmp_path / "runs" / "lora"
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == [0, 1, 2]
+    for line in steps[1:]:
+        assert line["mismatch/abs_logprob_diff/max"] == 0
+        assert line["train/grad_norm/max"] > 0
+
+    base, trained = (load_file(run_dir / folder / "model.safetensors") for folder in ("warm_start/hf", "hf"))
+    adapters = load_file(run_dir / "adapter" / "adapter_model.safetensors")
+    assert json.loads((run_dir / "adapter" / "adapter_config.json").read_text())["r"] == 8
+    adapted, moved = 0, 0
+    for name, weight in base.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        expected = weight
+        if (b := adapters.pop(f"{key}B.weight", None)) is not None:
+            product = b.double() @ adapters.pop(f"{key}A.weight").double()
+            expected = (weight.double() + 16 / 8 * product).to(torch.bfloat16)
+            adapted += 1
+            moved += not torch.equal(expected, weight)
+        assert torch.equal(trained[name], expected), name
+    assert not adapters and adapted == 2 * (4 + 8 * 3)  # q k v o, and gate, up and down of eight experts
+    assert moved > 2 * 4  # experts among them; some got no token
