@@ -55,6 +55,8 @@ class MegatronFolder:
         path = find_checkpoint(Path(path))
         if problems := _size_problems(path):
             raise CheckpointError(path, problems)
+        if read_state(path).get("config", {}).get("lora", {}).get("rank"):
+            raise CheckpointError(path, ["contains adapters only (lora.rank). Use the folder hf of the finished run"])
         model = model or read_model(path)
         locations, problems = _locate(read_metadata(path), model)
         if not problems:

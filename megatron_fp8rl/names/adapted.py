@@ -6,7 +6,6 @@ import functools
 
 from megatron_fp8rl.config import LoraConfig, ModelConfig
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.names.table import Weight
 
 TARGETS = ("attention", "dense", "experts")
 
@@ -31,11 +30,6 @@ def is_adapted(name: str, lora: LoraConfig) -> bool:
     """Whether the weight with this global Megatron name gets an adapter."""
     target = target_of(name) if lora.rank else None
     return target is not None and (not lora.targets or target in lora.targets)
-
-
-def adapter_shapes(weight: Weight, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of A and B of one weight, over all ranks."""
-    return (rank, weight.shape[1]), (weight.shape[0], rank)
 
 
 def target_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:

@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.megatron_folder import MegatronFolder
 from megatron_fp8rl.config import AlgoConfig, LoraConfig, ParallelConfig, RunConfig
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer import checkpoint, distributed_weights
 from megatron_fp8rl.trainer.model.lora import adapted_linears, merge_adapters
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
@@ -46,7 +48,6 @@ def _train(cfg: RunConfig):
     return [(line["train/loss/mean"], line["train/grad_norm/max"]) for line in metrics], adapter_tensors(policy), start
 
 
-@pytest.mark.core
 def test_every_layout_trains_the_adapters_of_one_rank():
     cfg = adapted(SHARED, algo=WITH_KL)
     ((metrics, adapters, digest),) = run_ranks(1, _train, cfg)
@@ -85,6 +86,7 @@ def _gradients_and_full_ones(cfg: RunConfig):
     return adapters, gradients, of_weights
 
 
+@pytest.mark.core
 def test_gradients_are_those_of_full_training_times_the_other_matrix():
     cfg = adapted(MOE)
     ((adapters, gradients, of_weights),) = run_ranks(1, _gradients_and_full_ones, cfg)
@@ -164,5 +166,9 @@ def test_a_resume_is_bit_exact_in_any_layout_and_needs_the_same_base(tmp_path: P
     other = replace(cfg, parallel=ParallelConfig(world_size=2, tensor=2))
     (_, elsewhere), _ = run_ranks(2, _resume, other, str(tmp_path), 0)
     assert all(torch.equal(elsewhere[name], tensor) for name, tensor in at_save.items())
+    with pytest.raises(CheckpointError, match="contains adapters only"):
+        MegatronFolder.open(tmp_path)
+    with pytest.raises(ValueError, match="contains adapters only"):
+        distributed_weights._require_model(checkpoint.latest(tmp_path), cfg.model)
     with pytest.raises(RankError, match="adapters of another base model"):
         run_ranks(2, _resume, replace(cfg, seed=9), str(tmp_path), 0)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.names import registry, slicing
-from megatron_fp8rl.names.adapted import adapter_shapes, is_adapted
+from megatron_fp8rl.names.adapted import is_adapted
 from megatron_fp8rl.names.table import Weight
 from megatron_fp8rl.trainer.model.build import named_linears, unwrap
 from megatron_fp8rl.trainer.model.linear import GroupedLinear, QuantizableLinear, ReplicatedLinear, in_bf16
@@ -83,7 +83,7 @@ class Adapter(nn.Module):
         """Set the linear's weights to W0 + s B A, rounded once."""
         wide = torch.float32 if self.a.is_cuda else torch.float64  # on a CPU, float32 sums depend on the shapes
         for weight, base, a, b in zip(weights, self.base, self.a, self.b.flatten(1, 2), strict=True):
-            base = base.to(weight.device, wide, non_blocking=True)
+            base = base.to(weight.device, non_blocking=True).to(wide)
             weight.copy_(torch.addmm(base, b.to(wide), a.to(wide), alpha=self.scale))
 
     def sharded(self) -> dict[str, ShardedTensor]:
@@ -145,7 +145,7 @@ def _for_products(x: Tensor) -> Tensor:
 
 def _draw(weight: Weight, cfg: RunConfig) -> Tensor:
     """A of one weight, float32 [rank, K], normal with standard deviation 1 / sqrt(K); equal everywhere."""
-    shape, _ = adapter_shapes(weight, cfg.lora.rank)
+    shape = cfg.lora.rank, weight.shape[1]
     generator = torch.Generator().manual_seed(zlib.crc32(f"{cfg.seed}/{weight.name}/adapter".encode()))
     return torch.randn(shape, generator=generator).div_(math.sqrt(shape[1]))
 
