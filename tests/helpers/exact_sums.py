@@ -1,6 +1,7 @@
 """Models whose matrices tile over eight ranks, and a trainer's log-probabilities of given tokens."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,20 +10,33 @@ from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.types import Sample, Segment
+from tests.helpers.family_configs import GLM
 from tests.helpers.models import small_model
 from tests.helpers.training import make_batch, token_values
 
 MOE = small_model((2, 128, 8, 4, 128, 128), experts=(8, 2, 128), max_position_embeddings=256)
 DENSE = small_model((2, 128, 8, 4, 128, 128), ffn=1024, max_position_embeddings=256)
 
+# Shared experts, a router in FP32 with a bias and a factor, a dense layer first.
+GLM_MOE = replace(
+    GLM,
+    hidden_size=128,
+    head_dim=128,
+    num_experts=8,
+    moe_ffn_hidden_size=256,
+    max_position_embeddings=256,
+    vocab_size=128,
+)
+
 
 def random_weights(model: ModelConfig) -> dict[str, Tensor]:
     """Tensors of a checkpoint; matrices keep the scale of their input, so that every rounding shows."""
     generator = torch.Generator().manual_seed(1)
+    dtypes = {part: weight.dtype for weight in registry.weights(model).values() for part, _ in weight.parts}
     tensors = {}
     for name, shape in registry.hf_tensors(model).items():
         tensor = torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) == 2 else 0.1)
-        tensors[name] = (tensor + (1.0 if "norm" in name else 0.0)).bfloat16()
+        tensors[name] = (tensor + (1.0 if "norm" in name else 0.0)).to(getattr(torch, dtypes[name]))
     return tensors
 
 

@@ -22,6 +22,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -65,6 +66,8 @@ def register() -> None:
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         method.process_weights_after_loading = ReadableLinearMethod.process_weights_after_loading
         method.apply = ReadableLinearMethod.apply
+    nn.Linear.forward = lambda layer, x: ReadableLinearMethod().apply(layer, x, layer.bias)  # GLM-4.5's router
+    MoERunner._maybe_apply_routed_scale_to_output = lambda runner, shared, routed: (shared, routed)  # _route applies it
     RMSNorm.forward_cpu = _rms_norm
     RotaryEmbedding.forward_cpu = _rotate
     cpu_attention.register()
@@ -230,17 +233,20 @@ def _check_supported(layer: RoutedExperts) -> None:
     remove_when="the CPU path captures them",
 )
 def _route(layer: RoutedExperts, x: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(weights float32 [tokens, top_k], expert ids int32 [tokens, top_k]); reports the ids to vLLM's capturer."""
+    """(weights float32 [tokens, top_k], expert ids int32 [tokens, top_k]); reports the ids to vLLM's capturer.
+
+    Weights include the factor by which vLLM would multiply the rounded sum of a token's experts."""
+    runner = get_forward_context().no_compile_layers[layer.layer_name]
     router = RouterConfig(
         score=layer.scoring_func,
         num_groups=(layer.num_expert_group or 1) if layer.use_grouped_topk else 1,
         groups_per_token=(layer.topk_group or 1) if layer.use_grouped_topk else 1,
-        scaling_factor=layer.routed_scaling_factor,
+        scaling_factor=layer.routed_scaling_factor * runner.routed_scaling_factor,
         normalize=layer.renormalize,
     )
     weights, expert_ids = choose_experts(router_logits, layer.top_k, router, layer.e_score_correction_bias)
     expert_ids = expert_ids.int()
-    capture = get_forward_context().no_compile_layers[layer.layer_name].router.capture_fn
+    capture = runner.router.capture_fn
     if capture is not None:
         capture(expert_ids)
     return weights, expert_ids
