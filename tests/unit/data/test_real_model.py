@@ -52,12 +52,15 @@ def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
 
 def test_held_out_questions_are_new_and_answers_are_numbers(tool, written):
     train, held_out = rows_of(written, "train"), rows_of(written, "test")
+    easy, easy_held_out = rows_of(written, "easy"), rows_of(written, "easy_test")
     assert len(held_out) == tool.NUM_HELD_OUT == 1024 and len(train) > 10_000
-    questions = [row["question"] for row in train + held_out]
-    assert len(set(questions)) == len(questions)
-    assert {row["task"] for row in train} == {row["task"] for row in held_out} == tool.TASKS.keys()
+    assert len(easy_held_out) == tool.NUM_EASY_HELD_OUT and len(easy) > 150
+    for rows, others, tasks in ((train, held_out, tool.TASKS), (easy, easy_held_out, tool.EASY_TASKS)):
+        questions = [row["question"] for row in rows + others]
+        assert len(set(questions)) == len(questions)
+        assert {row["task"] for row in rows} == {row["task"] for row in others} == tasks.keys()
     rewards = RowRewards((RewardConfig(function="number"),))
-    for row in held_out[:200]:
+    for row in held_out[:200] + easy_held_out:
         prompt = Prompt(prompt_id="x/0", environment="x", token_ids=(1,), text=row["question"], answer=row["answer"])
         assert rewards.score(prompt, f"The answer is {row['answer']}.")["reward"] == 1.0
         assert rewards.score(prompt, f"The answer is {int(row['answer']) + 1}.")["reward"] == 0.0
@@ -81,4 +84,6 @@ def test_the_makefiles_command_is_a_valid_run_in_fp8(size, written, monkeypatch)
     command = re.search(r"-m megatron_fp8rl (grpo .*) \$\$size \$\(ARGS\)", recipe)[1]
     invocation = cli.parse([*shlex.split(command), *shlex.split(options)], {"grpo": grpo.COMMAND})
     assert invocation.cfg.precision.trainer != "bf16" and invocation.cfg.name == "demo_real"
-    assert invocation.cfg.num_steps == (100 if size == "REAL_GPU" else 2)
+    assert invocation.cfg.num_steps == (100 if size == "REAL_GPU" else 5)
+    (source,) = invocation.cfg.data.environments
+    assert Path(source.dataset).is_file() and Path(source.eval).is_file()
