@@ -186,7 +186,19 @@ def doubts(cfg: RunConfig, accelerator: Generation) -> list[Finding]:
             f"{sampling.window_groups} on average, and tokens older than --sampling.max_staleness "
             f"{sampling.max_staleness} are not trained; up to {most} groups most are (docs/agents.md)"
         )
+    if cfg.precision.exact is True and (causes := _without_repetition(cfg)):
+        problem = f"--precision.exact True: the run will not repeat bit by bit, because of {' and '.join(causes)}"
+        warnings["precision.exact"] = f"{problem} (docs/operations.md)"
     if engine.placement == "remote" and "LAUNCH_DIR" not in os.environ:
         problem = "--engine.placement remote: this command starts no engines and waits for them "
         warnings["engine.placement"] = f"{problem}{engine.start_s:g} s; `python -m launch` starts them"
     return [Finding("warning", f"--{path}", problem) for path, problem in warnings.items()]
+
+
+def _without_repetition(cfg: RunConfig) -> list[str]:
+    """The settings of a run whose results depend on time or chance."""
+    staleness, sources = cfg.sampling.max_staleness, cfg.data.environments
+    causes = [f"--sampling.max_staleness {staleness}"] if staleness else []
+    causes += ["agents"] if any(source.agent for source in sources) else []
+    is_judged = any(reward.function == "judge" for source in sources for reward in source.rewards)
+    return [*causes, "the reward judge"] if is_judged else causes

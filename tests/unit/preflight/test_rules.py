@@ -434,6 +434,17 @@ def test_what_starts_all_the_same_is_doubted():
     assert doubts(make(sampling__window_groups=64, **window), "cpu") == []
 
 
+def test_an_exact_run_warns_once_of_everything_that_depends_on_time_or_chance():
+    judge = RewardConfig(function="judge", options={"url": "http://localhost/v1", "model": "m"})
+    source = EnvironmentConfig(dataset="rows.jsonl", rewards=(judge,), agent="tests.agents:play")
+    cfg = make(precision__exact=True, sampling__max_staleness=2, data__environments=(source,))
+    (finding,) = doubts(cfg, "cpu")
+    assert (finding.severity, finding.subject) == ("warning", "--precision.exact")
+    assert "because of --sampling.max_staleness 2 and agents and the reward judge (" in finding.problem
+    assert doubts(replace(cfg, precision=replace(cfg.precision, exact="auto")), "cpu") == []
+    assert doubts(make(precision__exact=True), "cpu") == []
+
+
 WIDE_MOE = replace(MOE, hidden_size=256, moe_ffn_hidden_size=256)
 # accelerator, model, changes -> refused fields
 CHOICES = """
