@@ -3,7 +3,8 @@
 On a CPU the order of a sum depends on the shapes. In float32, decoding one token and a packed microbatch then differ in
 the last bits, and a router may choose another expert. In float64 the difference is 2^-29 times as large: results
 rounded once are equal, unless a sum is that close to the midpoint of two BF16 values. Products of E4M3 blocks with
-power-of-two scales are exact. On a GPU ``batch_invariant.py`` fixes the order; :func:`matmul` is torch's.
+power-of-two scales are exact. ``rounded_products.py`` gets the same results of BF16 matrices sooner. On a GPU
+``batch_invariant.py`` fixes the order; :func:`matmul` is torch's.
 
 Shapes: M, K, N = dimensions of a product; T = tokens, H = hidden size, Q = query heads, G = key and value heads, D =
 features of a query or key head, V = of a value head.
@@ -14,11 +15,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_fp8rl.kernels import rounded_products
+
 
 def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """[M, N] in the dtype of a; b may be float64 already."""
     if a_MK.is_cuda:
         return torch.mm(a_MK, b_KN)
+    is_recorded = torch.is_grad_enabled() and (a_MK.requires_grad or b_KN.requires_grad)
+    if not is_recorded and (product := rounded_products.multiply(a_MK, b_KN)) is not None:
+        return product
     return torch.mm(a_MK.double(), b_KN.double()).to(a_MK.dtype)
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.blockwise import (
     E4M3,
     E5M2,
@@ -301,13 +302,14 @@ def make_recipe(precision: PrecisionConfig) -> Recipe | None:
 
 def _multiply(left: Operand, right: Operand, rows: Rows, dtype: torch.dtype) -> Tensor:
     """[P, A] and [E, A, B] -> [P, B] in ``dtype``: each expert's rows times its matrix, as ``float64.matmul``."""
+    if left.scale_E is None or right.scale_E is None:
+        parts = zip(rows.slices, right.values)
+        return torch.cat([float64.matmul(left.values[part], matrix).to(dtype) for part, matrix in parts])
     wide = left.values.dtype if left.values.is_cuda else torch.float64
     out = torch.empty(left.values.shape[0], right.values.shape[2], dtype=wide, device=left.values.device)
     for part, matrix in zip(rows.slices, right.values):
         torch.mm(left.values[part].to(wide), matrix.to(wide), out=out[part])
-    if left.scale_E is not None and right.scale_E is not None:
-        out.mul_(rows.spread(left.scale_E * right.scale_E))
-    return out.to(dtype)
+    return out.mul_(rows.spread(left.scale_E * right.scale_E)).to(dtype)
 
 
 def _weight_gradient(grad: Operand, x: Operand, rows: Rows, dtype: torch.dtype) -> list[Tensor]:

@@ -9,7 +9,7 @@ from megatron_fp8rl import upstream
 from megatron_fp8rl.rollout.fleet import Fleet
 
 PROMPT = list(range(20, 44))
-SKIPPED = "fork_engine_core,inspect_classes_in_forks,BufferingScheduler"
+SKIPPED = "fork_engine_core,inspect_classes_in_forks,leave_out_warm_up,BufferingScheduler"
 
 
 def sampled(fleet: Fleet, weights) -> list[tuple]:

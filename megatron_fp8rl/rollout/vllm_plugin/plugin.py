@@ -55,6 +55,8 @@ def register() -> None:
             cpu_mxfp8.register_config(fmt)
         else:
             cpu_layers.register_blocks(fmt)
+        if upstream.applies("leave_out_warm_up"):
+            cpu_layers.leave_out_warm_up()
         cpu_experts.exchange_tokens_on_cpu()
         _add_in_rank_order()
         return

@@ -43,9 +43,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.parameter import BlockQuantScaleParameter
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from megatron_fp8rl.config import RouterConfig
 from megatron_fp8rl.kernels import float64
+from megatron_fp8rl.kernels.blockwise import operand_dtype
 from megatron_fp8rl.kernels.routing import choose_experts
 from megatron_fp8rl.precision import quantizers
 from megatron_fp8rl.precision.formats import QuantFormat
@@ -94,6 +96,18 @@ def register_blocks(fmt: QuantFormat) -> None:
             return EmulatedFp8MoEMethod(self, layer, fmt)
 
     register_quantization_config("fp8")(CpuFp8Config)
+
+
+@patches(
+    "vllm",
+    why="CPUModelRunner.warming_up_model computes a batch of max_num_batched_tokens, so that torch.compile runs; an "
+    "eager engine compiles nothing, and 8,192 tokens of a model of 135M weights take a minute",
+    remove_when="vLLM leaves it out for eager engines",
+    optional=True,
+)
+def leave_out_warm_up() -> None:
+    """Start an engine without the batch that warms up the compiler."""
+    CPUModelRunner.warming_up_model = lambda self: None
 
 
 @patches(
@@ -150,10 +164,10 @@ class EmulatedFp8LinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         # A plain attribute: vLLM's reload and the weight digests only see parameters and buffers.
         scale = getattr(layer, self.fmt.scale_name("weight")).data
-        layer.dequantized_weight = quantizers.dequantize(layer.weight.data, scale, self.fmt).double()
+        layer.dequantized_weight = quantizers.dequantize(layer.weight.data, scale, self.fmt).to(_operands(self.fmt))
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = quantizers.round_activation(x, self.fmt, torch.float64).flatten(0, -2)
+        rows = quantizers.round_activation(x, self.fmt, _operands(self.fmt)).flatten(0, -2)
         y = float64.matmul(rows, layer.dequantized_weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
@@ -202,14 +216,14 @@ class EmulatedExperts:
         for name in ("w13", "w2"):
             data = getattr(layer, f"{name}_weight").data
             scale = getattr(layer, self.fmt.scale_name(f"{name}_weight")).data
-            experts = [quantizers.dequantize(*parts, self.fmt).double() for parts in zip(data, scale, strict=True)]
-            setattr(layer, f"{name}_dequantized", torch.stack(experts))
+            experts = [quantizers.dequantize(*parts, self.fmt) for parts in zip(data, scale, strict=True)]
+            setattr(layer, f"{name}_dequantized", torch.stack(experts).to(_operands(self.fmt)))
 
     def apply_monolithic(
         self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> Tensor:
         def round_operand(rows: Tensor) -> Tensor:
-            return quantizers.round_activation(rows, self.fmt, torch.float64)
+            return quantizers.round_activation(rows, self.fmt, _operands(self.fmt))
 
         return _mix_experts(layer, x, router_logits, layer.w13_dequantized, layer.w2_dequantized, round_operand)
 
@@ -220,6 +234,12 @@ class EmulatedFp8MoEMethod(EmulatedExperts, Fp8MoEMethod):
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts, fmt: QuantFormat) -> None:
         super().__init__(quant_config, layer)
         self.emulate(layer, fmt)
+
+
+def _operands(fmt: QuantFormat) -> torch.dtype:
+    """The dtype of dequantized operands: BF16 if it is exact, otherwise float64, to which they are converted once."""
+    dtype = operand_dtype(torch.bfloat16, fmt.scale_kind)
+    return dtype if dtype == torch.bfloat16 else torch.float64
 
 
 def _check_supported(layer: RoutedExperts) -> None:
