@@ -29,8 +29,8 @@ PRECISIONS = {
         ("bf16/bf16", "bf16", "bf16"),
         ("fp8/bf16", "blockwise", "bf16"),
         ("fp8/fp8", "blockwise", "blockwise"),
-        ("mxfp8/mxfp8", "mxfp8", "mxfp8"),
         ("exact", "blockwise", "blockwise"),
+        ("mxfp8/mxfp8", "mxfp8", "mxfp8"),
     )
 }
 PRECISIONS |= {f"{arm}+kv": (*PRECISIONS[arm], "--engine.kv_cache_dtype", "fp8") for arm in ("fp8/fp8", "exact")}
