@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from megatron_fp8rl.algo.load_function import load_advantage, load_loss
 from megatron_fp8rl.algo.mismatch import mismatch_metrics, require_exact
-from megatron_fp8rl.algo.old_pass import needs_old_pass
+from megatron_fp8rl.algo.old_pass import needs_old_pass, old_are_rollout
 from megatron_fp8rl.algo.samples import to_samples
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import build_for, divide_for
@@ -151,14 +151,15 @@ class Trainer(TrainingLoop):
             batches = build_for(cfg.parallel, self.parallel.scatter_over_data(shares))
         if not batches:
             return False
-        exact = cfg.precision.exact is True  # resolved by run
-        in_update = exact or not needs_old_pass(cfg)
+        in_update, are_rollout = not needs_old_pass(cfg), old_are_rollout(cfg)
         with span("old_logprobs"):
-            batches = [policy.with_old_logprobs(batch, are_rollout=exact, are_of_update=in_update) for batch in batches]
+            batches = [
+                policy.with_old_logprobs(batch, are_rollout=are_rollout, are_of_update=in_update) for batch in batches
+            ]
         if not in_update:
             with span("mismatch"):
                 log.update(policy.router_metrics())
-                log.mismatch(mismatch_metrics(batches, cfg.algo, self.parallel))
+                self._inspect(samples, log, *batches)
         with span("update"):
             inspect = partial(self._inspect, samples, log) if in_update else None
             # Only the first update is on-policy.
@@ -203,11 +204,13 @@ class Trainer(TrainingLoop):
             self.stop.at_boundary(self.parallel, self.step, self.save_early)
         return groups
 
-    def _inspect(self, samples: Sequence[Sample], log: StepLog, batch: TrainBatch) -> None:
-        """Measure the mismatch of the training pass; raise InexactError if an exact run has any."""
-        report = mismatch_metrics([batch], self.cfg.algo, self.parallel)
+    def _inspect(self, samples: Sequence[Sample], log: StepLog, *batches: TrainBatch) -> None:
+        """Measure the mismatch of a pass before the first update; raise InexactError if an exact run has any."""
+        report = mismatch_metrics(batches, self.cfg.algo, self.parallel)
         log.mismatch(report)
-        if self.cfg.precision.exact:
+        if self.cfg.precision.exact is True:  # resolved by run
+            if self.cfg.sampling.max_staleness:
+                log.update({"mismatch/not_compared/mean": report.fraction_stale})
             explain = self.explain and partial(self.explain, self.policy, self.fleet, samples)
             require_exact(report, explain)
 

@@ -179,6 +179,7 @@ class Segment(NamedTuple):
     advantage: float = 0.0  # of each token
     is_trained: bool = False  # whether its tokens carry loss
     kept: KeptEntries | None = None  # [N] of the vocabulary; None: the whole vocabulary
+    num_stale: int = 0  # first tokens, which older weights sampled than those at the start of the step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,6 +241,7 @@ class Microbatch:
     names: tuple[str, ...]  # [S] Sample.name; empty string for a filler sequence
     environments: tuple[str, ...]  # [S]
     completion_positions_T: torch.Tensor  # int64 [T] index of the target after the prompt; -1 outside
+    stale_T: torch.Tensor | None = None  # bool [T] Segment.num_stale; None: no target is stale
     old_logprobs_T: torch.Tensor | None = None  # float32 [T]
     ref_logprobs_T: torch.Tensor | None = None  # float32 [T]
     routed_experts_T: torch.Tensor | None = None  # int16 [T, num_layers, top_k] at t: engine's or old pass's

@@ -9,6 +9,7 @@ Shapes: T = tokens of one packed microbatch, S = its sequences.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -51,19 +52,19 @@ class InexactError(RuntimeError):
 
 
 def require_exact(report: MismatchReport, explain: Callable[[str], str] | None = None) -> None:
-    """Raise InexactError, naming the sequence that differs most, unless every log-probability is equal.
+    """Raise InexactError, naming the sequence that differs most, unless every log-probability is equal. Tokens that
+    older weights sampled are not compared.
 
     ``explain`` returns the cause, which the error adds, for the sequence of a name.
     """
-    largest = report.metrics.get("mismatch/abs_logprob_diff/max", 0.0)
-    if largest == 0.0:
+    worst = report.current
+    if worst is None or worst.abs_logprob_diff_max == 0.0:
         return
-    worst = report.worst[0]
     cause = f". {explain(worst.label)}" if explain is not None else ""
     raise InexactError(
-        f"precision.exact: trainer and engine disagree by up to {largest:.3g} nats (mean "
-        f"{report.metrics['mismatch/abs_logprob_diff/mean']:.3g}), most in sequence {worst.label!r}: mean "
-        f"{worst.abs_logprob_diff_mean:.3g} over {worst.num_tokens} tokens. No weight was changed. Set "
+        f"precision.exact: trainer and engine disagree by up to {worst.abs_logprob_diff_max:.3g} nats (mean "
+        f"{worst.abs_logprob_diff_mean:.3g} over {worst.num_tokens} tokens), most in sequence {worst.label!r}. No "
+        "weight was changed. Set "
         f"--precision.exact False to train with the correction of the mismatch instead{cause}"
     )
 
@@ -108,6 +109,8 @@ class MismatchReport:
     by_turn: tuple[MismatchSlice, ...]  # by the turn's number in its trajectory, from 1
     worst: tuple[MismatchSlice, ...]  # sequences with the largest mean |old - rollout|, worst first
     alarms: tuple[str, ...]  # one message per exceeded threshold
+    current: MismatchSlice | None = None  # tokens that the current weights sampled, named after their worst sequence
+    fraction_stale: float = 0.0  # of the tokens: older weights sampled them
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -211,21 +214,27 @@ def mismatch_metrics(
     if broken := [message for rank in ranks for message in rank.broken]:
         raise LogprobError("; ".join(broken[:num_worst]))
 
-    sequences = [entry for rank in ranks for entry in rank.sequences]
-    sequences.sort(key=lambda entry: (-entry[1].abs_diff / entry[1].num, entry[0]))
+    def worst_first(parts: Iterable[list[tuple[str, _Sums]]]) -> list[tuple[str, _Sums]]:
+        return sorted(itertools.chain(*parts), key=lambda entry: (-entry[1].abs_diff / entry[1].num, entry[0]))
+
+    sequences, current = worst_first(r.sequences for r in ranks), worst_first(r.current for r in ranks)
     worst = tuple(sums.slice(name) for name, sums in sequences[:num_worst])
+    compared = _Sums.merged(sums for _, sums in current)
 
     def slices(name: str, label: Callable[[Any], str] = str) -> tuple[MismatchSlice, ...]:
         merged = _merge_by_key([getattr(rank, name) for rank in ranks])
         return tuple(sums.slice(label(key)) for key, sums in merged.items())
 
-    metrics = _Sums.merged(rank.total for rank in ranks).metrics()
+    total = _Sums.merged(rank.total for rank in ranks)
+    metrics = total.metrics()
     report = MismatchReport(
         metrics=metrics,
         by_position=slices("positions", _position_label),
         by_turn=slices("turns"),
         by_environment=slices("environments"),
         worst=worst,
+        current=compared.slice(current[0][0]) if current else None,
+        fraction_stale=1 - compared.num / max(1, total.num),
         alarms=_alarms(metrics, worst),
     )
     if report.alarms and cfg.alarm_action == "stop":
@@ -318,6 +327,7 @@ class _RankStatistics:
     environments: dict[str, _Sums] = field(default_factory=dict)
     turns: dict[int, _Sums] = field(default_factory=dict)
     sequences: list[tuple[str, _Sums]] = field(default_factory=list)
+    current: list[tuple[str, _Sums]] = field(default_factory=list)  # tokens that the current weights sampled
     broken: list[str] = field(default_factory=list)
 
     def add(self, mb: Microbatch, cfg: AlgoConfig) -> None:
@@ -335,6 +345,7 @@ class _RankStatistics:
         diff = (mb.old_logprobs_T[mask_T].double() - mb.rollout_logprobs_T[mask_T].double()).cpu()
         corrected, vetoed = correction.corrected_T[mask_T].cpu(), correction.vetoed_T[mask_T].cpu()
         ids, positions = mb.sequence_ids_T[mask_T].cpu(), mb.completion_positions_T[mask_T].cpu()
+        stale = torch.zeros_like(ids, dtype=torch.bool) if mb.stale_T is None else mb.stale_T[mask_T].cpu()
         buckets = torch.frexp(positions.double()).exponent  # 0 -> 0, 1 -> 1, 2..3 -> 2, 4..7 -> 3
 
         def sums_of(chosen: Tensor | slice) -> _Sums:
@@ -349,6 +360,9 @@ class _RankStatistics:
         for index in ids.unique().tolist():
             part = sums_of(ids == index)
             self.sequences.append((mb.names[index], part))
+            is_current = (ids == index) & ~stale
+            if is_current.any():
+                self.current.append((mb.names[index], sums_of(is_current)))
             self.environments = _merge_by_key([self.environments, {mb.environments[index]: part}])
 
 

@@ -210,7 +210,8 @@ def _sample(
             token_ids, rollout_logprobs = token_ids[first:], rollout_logprobs[first:]
             kept = None if kept is None else kept[first:]
         if first < num:
-            segments.append(Segment(token_ids, rollout_logprobs, advantage, True, kept))
+            num_stale = sum(length for sampled_by, length in version_runs(segment) if sampled_by < version)
+            segments.append(Segment(token_ids, rollout_logprobs, advantage, True, kept, max(0, num_stale - first)))
             versions.append(segment.min_version if oldest is None else max(segment.min_version, oldest))
     if not versions:
         return None

@@ -284,18 +284,20 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
     mask = np.zeros(num_tokens, dtype=bool)
     rollout_logprobs, advantages = np.zeros(num_tokens, dtype=np.float32), np.zeros(num_tokens, dtype=np.float32)
     completion_positions = np.full(num_tokens, -1, dtype=np.int64)
+    stale = np.zeros(num_tokens, dtype=bool)
     experts = None if routed is None else np.full((num_tokens, *routed), _NOT_RECORDED, dtype=np.int16)
 
     kept: list[tuple[int, KeptEntries]] = []  # (position that predicts the first token, entries)
     for sample, start in zip(samples, starts.tolist(), strict=False):
         # Position t predicts token t + 1, so all properties of token t + 1 shift one position to the left.
         end = start
-        for ids, logprobs, advantage, is_trained, entries in sample.segments:
+        for ids, logprobs, advantage, is_trained, entries, num_stale in sample.segments:
             first, end = end, end + len(ids)
             tokens[first:end] = ids
             if first > start:  # the first segment is context without properties
                 predicting = slice(first - 1, end - 1)
                 mask[predicting], advantages[predicting] = is_trained, advantage
+                stale[first - 1 : first - 1 + num_stale] = True
                 if logprobs is not None:
                     rollout_logprobs[predicting] = logprobs
                 if entries is not None:
@@ -319,6 +321,7 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
         names=(*(sample.name for sample in samples), *fillers),
         environments=(*(sample.environment for sample in samples), *fillers),
         completion_positions_T=torch.from_numpy(completion_positions),
+        stale_T=torch.from_numpy(stale) if stale.any() else None,
         routed_experts_T=None if experts is None else torch.from_numpy(experts),
         kept=_placed(kept, num_tokens),
     )
@@ -336,7 +339,7 @@ def _placed(parts: Sequence[tuple[int, KeptEntries]], num_tokens: int) -> KeptEn
 
 
 def _check(sample: Sample, num: int, capacity: int, max_tokens: int, alignment: Alignment) -> None:
-    for ids, logprobs, _, _, kept in sample.segments:
+    for ids, logprobs, _, _, kept, _ in sample.segments:
         if logprobs is not None and len(logprobs) != len(ids):
             raise ValueError(f"sample {sample.name}: {len(logprobs)} log-probabilities for {len(ids)} sampled tokens")
         if kept is not None and len(kept) != len(ids):

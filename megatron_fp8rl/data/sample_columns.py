@@ -43,6 +43,7 @@ class SampleColumns:
     are_sampled: np.ndarray  # bool [M]
     advantages: np.ndarray  # float64 [M]
     are_trained: np.ndarray  # bool [M]
+    num_stale: np.ndarray  # int64 [M]
     token_ids: _Arrays  # int32, R arrays
     rollout_logprobs: _Arrays  # float32 or float64, one array per sampled segment
     routed_experts: _Arrays | None  # [tokens - 1, num_layers, top_k] per sample; None: not recorded
@@ -65,6 +66,7 @@ class SampleColumns:
             are_sampled=np.array([s.rollout_logprobs is not None for s in segments], np.bool_),
             advantages=np.array([s.advantage for s in segments], np.float64),
             are_trained=np.array([s.is_trained for s in segments], np.bool_),
+            num_stale=np.array([s.num_stale for s in segments], np.int64),
             token_ids=_Arrays.join([row.array for row in rows.values()]),
             rollout_logprobs=_Arrays.join([s.rollout_logprobs.array for s in sampled]),
             routed_experts=_Arrays.join(experts) if experts else None,
@@ -77,7 +79,7 @@ class SampleColumns:
         rollout_logprobs = map(TokenArray, self.rollout_logprobs.arrays())
         experts = itertools.repeat(None) if self.routed_experts is None else self.routed_experts.arrays()
         kept = itertools.repeat(None) if self.kept is None else iter(self.kept.split(self.rollout_logprobs.lengths))
-        columns = (self.rows, self.are_sampled, self.advantages, self.are_trained)
+        columns = (self.rows, self.are_sampled, self.advantages, self.are_trained, self.num_stale)
         segments = (
             Segment(
                 rows[row],
@@ -85,8 +87,11 @@ class SampleColumns:
                 advantage,
                 is_trained,
                 next(kept) if is_sampled else None,
+                num_stale,
             )
-            for row, is_sampled, advantage, is_trained in zip(*(column.tolist() for column in columns), strict=True)
+            for row, is_sampled, advantage, is_trained, num_stale in zip(
+                *(column.tolist() for column in columns), strict=True
+            )
         )
         fields = zip(self.names, self.environments, self.staleness, self.num_segments, experts, strict=False)
         return [

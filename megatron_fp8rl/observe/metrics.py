@@ -96,6 +96,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "mismatch/ratio/min": "Smallest importance weight of a token.",
         "mismatch/fraction_corrected/mean": "Fraction of tokens whose importance weight was capped or masked.",
         "mismatch/fraction_vetoed/mean": "Fraction of tokens in vetoed (dropped) sequences.",
+        "mismatch/not_compared/mean": "Fraction of tokens that older weights sampled: exact runs do not compare them.",
     },
     "Router": {
         "router/agreement/mean": "Fraction of tokens with equal experts at both ends, mean over layers.",

@@ -293,11 +293,16 @@ def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     exact = replace(cfg, precision=replace(cfg.precision, exact=True))
     if wrong := next(iter(inexact(exact, hardware)), None) or invariant_nccl(cfg, hardware):
         return wrong
-    remedy = "Set --precision.exact True to use them"
-    if hardware.is_gpu and engine_parts(cfg):
-        return _wrong(cfg, _divided(cfg), "ordered sums of its ranks are not measured on GPUs yet", remedy)
-    if hardware.is_gpu and cfg.sampling.temperature != 1:
-        return _wrong(cfg, "sampling.temperature", "exact quotients are not measured on GPUs yet", remedy)
+    if not hardware.is_gpu:
+        return None
+    for path, is_used, what in (
+        (_divided(cfg), engine_parts(cfg), "ordered sums of its ranks"),
+        ("sampling.temperature", cfg.sampling.temperature != 1, "exact quotients"),
+        ("sampling.max_staleness", cfg.sampling.max_staleness, "exact runs that sample ahead"),
+    ):
+        if is_used:
+            problem, remedy = f"{what} are not measured on GPUs yet", "Set --precision.exact True to use them"
+            return _wrong(cfg, path, problem, remedy)
     return None
 
 
@@ -412,7 +417,6 @@ _DIVIDES_TOKENS = ("qwen3_moe",)
 
 # (field, values, why others are not exact)
 _EXACT: tuple[tuple[str, tuple, str], ...] = (
-    ("sampling.max_staleness", (0,), "samples from older weights differ from the current policy"),
     ("algo.router_replay", ("off",), "both routers choose the same experts, so replay has no effect"),
     ("sampling.replay", (None,), "recorded rollouts come from another engine"),
     ("parallel.expert_tensor", (1,), "ranks round their partial sums before they are added"),

@@ -210,7 +210,7 @@ def step_time(
     driver, driver_gb = step.driver(rollouts)
     return StepTime(
         rollouts=rollouts,
-        old_logprobs=forward if needs_old_pass(cfg) and not cfg.precision.exact else 0.0,
+        old_logprobs=forward if needs_old_pass(cfg) else 0.0,
         update=update,
         publish=wire + proof,
         handover=step.handover(),

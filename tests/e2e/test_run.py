@@ -152,6 +152,19 @@ def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path:
             assert line["train/grad_norm/max"] > 0
 
 
+def test_an_exact_run_that_samples_ahead_compares_the_tokens_of_its_weights(tmp_path: Path):
+    """The first step has no other tokens. Later ones also train tokens of older weights, which differ."""
+    more = {"sampling__max_staleness": "2", "sampling__window_groups": "24", "warm_start__steps": "5", "num_steps": "3"}
+    more |= {"precision__exact": "True", "optim__lr": "0.001", "engine__max_num_sequences": "16"}  # engines lag behind
+    status, output = _finish(_start("train", "tiny_qwen3_moe", tmp_path, **more))
+    assert status == 0, output[-3000:]
+    lines = [line for step, line in _lines(tmp_path).items() if step]
+    assert lines[0]["mismatch/not_compared/mean"] == lines[0]["mismatch/abs_logprob_diff/max"] == 0
+    for line in lines:
+        assert (line["mismatch/not_compared/mean"] > 0) == (line["mismatch/abs_logprob_diff/max"] > 0)
+    assert any(0 < line["mismatch/not_compared/mean"] < 1 for line in lines)
+
+
 def test_an_exact_run_that_is_not_names_the_operation(tmp_path: Path):
     more = {"precision__exact": "True", "warm_start__steps": "5", "num_steps": "2"}
     status, output = _finish(_start("train", "tests.helpers.wrong_norm:run", tmp_path, **more))

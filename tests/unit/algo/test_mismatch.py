@@ -18,6 +18,7 @@ from megatron_fp8rl.algo.mismatch import (
     weights,
 )
 from megatron_fp8rl.config import AlgoConfig
+from megatron_fp8rl.types import TrainBatch
 from tests.tolerances import FLOAT64_EXP
 
 VETO = 0.6
@@ -132,6 +133,34 @@ def test_an_exact_run_stops_at_any_difference_and_names_the_worst_sequence():
     assert other.metrics["mismatch/abs_logprob_diff/max"] > 0
     with pytest.raises(InexactError, match=f"precision.exact.*{other.worst[0].label}.*No weight was changed"):
         require_exact(other)
+
+
+def test_an_exact_run_compares_the_tokens_that_the_current_weights_sampled():
+    mb = with_logprobs(packed(random_samples(seed=2))[0], old_noise=0.0).microbatches[0]
+    tokens = mb.loss_mask_T.nonzero()[:, 0]
+
+    def report(stale: list[int], wrong: list[int]):
+        old, is_stale = mb.old_logprobs_T.clone(), torch.zeros_like(mb.loss_mask_T)
+        old[tokens[wrong]] -= 0.25
+        is_stale[tokens[stale]] = True
+        batch = TrainBatch(
+            microbatches=(dataclasses.replace(mb, old_logprobs_T=old, stale_T=is_stale),),
+            num_loss_tokens=1,
+            num_sequences=1,
+        )
+        return mismatch_metrics([batch], CFG, LocalReducer())
+
+    mixed = report(stale=[0, 1, 5], wrong=[0, 5])
+    require_exact(mixed)
+    assert mixed.fraction_stale == pytest.approx(3 / len(tokens))
+    assert mixed.metrics["mismatch/abs_logprob_diff/max"] == 0.25  # of all tokens
+    found = report(stale=[0, 1], wrong=[0, 5])
+    name = mb.names[int(mb.sequence_ids_T[tokens[5]])]
+    with pytest.raises(InexactError, match=rf"up to 0.25 nats .* over {len(tokens) - 2} tokens.*{name}"):
+        require_exact(found)
+    everything = report(stale=list(range(len(tokens))), wrong=[3])
+    require_exact(everything)
+    assert everything.fraction_stale == 1 and everything.current is None
 
 
 def test_no_loss_tokens_give_no_metrics():

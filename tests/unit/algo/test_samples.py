@@ -176,3 +176,29 @@ def test_an_advantage_function_that_returns_nonsense_is_named(tmp_path, monkeypa
     for name in ("nan", "one"):
         with pytest.raises(FunctionError, match=f"--algo.advantage = 'nonsense:{name}': returned .* for each reward"):
             to_samples([group((1.0, 2), (0.0, 2))], config(advantage=f"nonsense:{name}"), version=3)
+
+
+@pytest.mark.parametrize("oldest_trained", [3, 4])
+def test_tokens_of_older_weights_are_marked_in_the_microbatch(oldest_trained):
+    """A completion that continued after two publications; with a window, its first tokens may be too old to train."""
+    from megatron_fp8rl.data.packing import pack
+    from megatron_fp8rl.data.sample_columns import SampleColumns
+
+    whole = group((1.0, 6), (0.0, 2))
+    (branch,) = whole.rollouts[0].branches
+    context, completion = branch.segments
+    spans = dataclasses.replace(completion, version_spans=((0, 3), (1, 4), (4, 5)), max_version=5)
+    branch = dataclasses.replace(branch, segments=(context, spans))
+    rollouts = (dataclasses.replace(whole.rollouts[0], branches=(branch,)), whole.rollouts[1])
+    sampling = SamplingConfig(max_completion_tokens=10, max_staleness=5 - oldest_trained, window_groups=8)
+    cfg = dataclasses.replace(config(), sampling=sampling)
+    samples = to_samples([RolloutGroup(prompt=PROMPT, rollouts=rollouts)], cfg, version=5)
+    (sample, *others) = SampleColumns.from_samples(samples).samples()
+    (batch,) = pack([sample], data_size=1, data_rank=0, max_tokens=16, alignment=1)
+    (mb,) = batch.microbatches
+    is_trained = [oldest_trained <= 3, *5 * [True]]
+    assert mb.loss_mask_T.tolist() == [False, False, *is_trained, False]
+    assert (mb.stale_T & mb.loss_mask_T).tolist() == [False, False, is_trained[0], True, True, True, *3 * [False]]
+    assert len(others) == (oldest_trained == 3)  # all of its tokens have version 3
+    fresh = to_samples([whole], config(), version=3)
+    assert pack(fresh, data_size=1, data_rank=0, max_tokens=32, alignment=1)[0].microbatches[0].stale_T is None

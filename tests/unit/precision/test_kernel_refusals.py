@@ -163,9 +163,9 @@ def test_exact_with_narrow_heads_names_precision_exact():
 def test_exact_names_every_field_that_is_in_its_way():
     from megatron_fp8rl.precision.kernel_choice import refusals
 
-    cfg = replace(EXACT, sampling=replace(EXACT.sampling, top_p=0.9, top_k=5, min_p=0.1, max_staleness=1))
+    cfg = replace(EXACT, sampling=replace(EXACT.sampling, top_p=0.9, top_k=5, min_p=0.1))
     fields = {violation.field for violation in refusals(cfg, Hardware("hopper"))}
-    assert {"--sampling.top_p", "--sampling.top_k", "--sampling.min_p", "--sampling.max_staleness"} <= fields
+    assert {"--sampling.top_p", "--sampling.top_k", "--sampling.min_p"} <= fields
 
 
 def test_latent_attention_is_refused_on_a_cpu_before_the_start():
@@ -200,7 +200,6 @@ def test_exact_selects_the_kernels_that_both_ends_share():
 @pytest.mark.parametrize(
     "path, value, on_gpu_only",
     [
-        ("sampling.max_staleness", 1, False),
         ("sampling.top_p", 0.9, True),
         ("sampling.top_k", 5, True),
         ("sampling.min_p", 0.1, True),
@@ -294,6 +293,7 @@ AUTO = replace(EXACT, precision=PrecisionConfig())
     [
         ("name", "auto", True, True),
         ("sampling.temperature", 0.7, True, False),
+        ("sampling.max_staleness", 2, True, False),
         ("sampling.top_p", 0.9, True, False),
         ("precision.scales", "fp32", True, False),
         ("precision.kernels.engine_experts", "triton", True, False),
@@ -325,7 +325,8 @@ def test_auto_is_exact_unless_a_field_forbids_it_and_then_names_the_field(path, 
 def test_true_allows_what_auto_avoids_because_it_is_not_measured():
     from megatron_fp8rl.precision.kernel_choice import refusals
 
-    assert not refusals(findings.apply(EXACT, [("sampling.temperature", 0.7)]), Hardware("hopper"))
+    changes = [("sampling.temperature", 0.7), ("sampling.max_staleness", 1)]
+    assert not refusals(findings.apply(EXACT, changes), Hardware("hopper"))
 
 
 def test_weights_by_nccl_are_refused_for_exact_engines_but_only_forbid_auto():
