@@ -152,6 +152,7 @@ def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path:
             assert line["train/grad_norm/max"] > 0
 
 
+@pytest.mark.slow
 def test_an_exact_run_that_samples_ahead_compares_the_tokens_of_its_weights(tmp_path: Path):
     """The first step has no other tokens. Later ones also train tokens of older weights, which differ."""
     more = {"sampling__max_staleness": "2", "sampling__window_groups": "24", "warm_start__steps": "5", "num_steps": "3"}
