@@ -76,7 +76,7 @@ def _fused_norm(name: str, model: ModelConfig) -> str:
 
 def extra_state_key(weight: Weight, model: ModelConfig) -> str | None:
     """Key of a linear's extra state object, as ``ShardedObject.unique_key`` spells it; None for other parameters."""
-    is_linear = weight.cut != "none" and weight.name.startswith("decoder.layers.") and weight.name.endswith(".weight")
+    is_linear = weight.cut != "none" and weight.name.startswith("decoder.layers.") and len(weight.shape) == 2
     if not is_linear or weight.is_expert:
         return None
     location = trainer_key(weight, model)

@@ -59,6 +59,8 @@ def widened(model: ModelConfig, head_dim: int | None = None) -> ModelConfig:
     """
     if model.mla is not None:
         raise ValueError(f"family {model.family}: the sizes of latent attention cannot be widened; train it in BF16")
+    if registry.norms_all_heads(model):
+        raise ValueError(f"family {model.family}: heads that share a norm cannot be widened; train it in BF16")
     head_dims = [model.head_dim * factor for factor in _HEAD_FACTORS]
     if model.rotary_fraction != 1.0:
         head_dims = head_dims[:1]  # the rest of each head would have to stay behind the rotated part

@@ -10,7 +10,10 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"]
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral",
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2",
+]  # fmt: skip
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 
 

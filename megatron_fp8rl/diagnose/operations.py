@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.names import registry
 
 # BF16 roundings of nearly equal numbers differ by at most one unit in the last place (2^-8 to 2^-7), and few differ at
 # all. Norms get one more bit: engines normalize a sum before it is rounded, and round before and after the weight.
@@ -58,8 +59,10 @@ class Difference:
 
 def operation_names(model: ModelConfig) -> list[str]:
     """Names in execution order. Raises ValueError for latent attention, which has other operations."""
-    if model.has("mla"):
-        raise ValueError("model.mla: latent attention cannot be probed; its engine fuses other operations")
+    if model.has("mla") or registry.norms_all_heads(model):
+        raise ValueError(
+            f"model.family: {model.family} cannot be probed; its engine fuses other operations of attention"
+        )
     names = ["embedding"]
     for layer in range(model.num_layers):
         norms = ["q_norm", "k_norm"] if model.qk_norm else []

@@ -12,6 +12,8 @@ features of a query or key head, V = of a value head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,10 +30,13 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     return torch.mm(a_MK.double(), b_KN.double()).to(a_MK.dtype)
 
 
-def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """x [..., H] over the root mean square of its last axis, rounded to the dtype of x, times the weight."""
+def rms_norm(x: Tensor, weight_H: Tensor, eps: float, over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """x [..., H] over the root mean square of its last axis, rounded to the dtype of x, times the weight.
+    ``over_ranks``: the mean over ranks that have other features of the same axis."""
     wide = x.double()
-    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype) * weight_H
+    mean = wide.square().mean(dim=-1, keepdim=True)
+    mean = mean if over_ranks is None else over_ranks(mean)
+    return (wide * torch.rsqrt(mean + eps)).to(x.dtype) * weight_H
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

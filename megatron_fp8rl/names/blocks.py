@@ -50,7 +50,7 @@ NORMS = (
 )
 
 
-def attention(model: ModelConfig) -> tuple[Row, ...]:
+def attention(model: ModelConfig, norms_all_heads: bool = False) -> tuple[Row, ...]:
     """Grouped-query attention, with the biases and norms of ``model``."""
 
     def qkv(kind: str, *columns: str) -> Row:
@@ -61,7 +61,10 @@ def attention(model: ModelConfig) -> tuple[Row, ...]:
     rows = [qkv("weight", "hidden")]
     if model.qkv_bias:
         rows.append(qkv("bias"))
-    if model.qk_norm:
+    if norms_all_heads:
+        for norm, size, unit in (("q_norm.weight", "q", "heads"), ("k_norm.weight", "kv", "key heads")):
+            rows.append(Row(f"{M}self_attention.{norm}", ((f"{H}self_attn.{norm}", (size,)),), "rows", unit=unit))
+    elif model.qk_norm:
         rows += [_copied(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk"]
     out = ((H + "self_attn.o_proj.weight", ("hidden", "q")),)
     return (*rows, Row(M + "self_attention.linear_proj.weight", out, "columns", unit="heads"))
@@ -111,11 +114,13 @@ def feed_forward(
 DENSE = feed_forward("mlp", "mlp", "ffn", "dense")
 
 
-def experts(model: ModelConfig, prefix: str = "mlp") -> tuple[Row, ...]:
+def experts(
+    model: ModelConfig, prefix: str = "mlp", router_bias: str = "gate.e_score_correction_bias"
+) -> tuple[Row, ...]:
     router = Row(M + "mlp.router.weight", ((f"{H}{prefix}.gate.weight", ("experts", "hidden")),), layers="moe")
     bias = Row(
         M + "mlp.router.expert_bias",  # a buffer, changed by the expert load and not by a gradient
-        ((f"{H}{prefix}.gate.e_score_correction_bias", ("experts",)),),
+        ((f"{H}{prefix}.{router_bias}", ("experts",)),),
         layers="moe",
         dtype="float32",
     )
@@ -129,10 +134,14 @@ def experts(model: ModelConfig, prefix: str = "mlp") -> tuple[Row, ...]:
 MIXERS = {"attention": attention, "mla": latent_attention}
 
 
-def decoder(model: ModelConfig, parent: str = "mlp") -> tuple[Row, ...]:
-    """A standard decoder with the parts of its layers; ``parent`` is a key of :data:`EXPERT_PROJECTIONS`."""
-    mixers = [replace(row, layers=name) for name, rows in MIXERS.items() if model.has(name) for row in rows(model)]
-    moe = experts(model, parent) if model.is_moe else ()
+def decoder(
+    model: ModelConfig, parent: str = "mlp", router_bias: str = "gate.e_score_correction_bias", **mixer: bool
+) -> tuple[Row, ...]:
+    """A standard decoder with the parts of its layers; ``parent`` is a key of :data:`EXPERT_PROJECTIONS`, ``mixer`` has
+    options of its attention."""
+    present = [name for name in MIXERS if model.has(name)]
+    mixers = [replace(row, layers=name) for name in present for row in MIXERS[name](model, **mixer)]
+    moe = experts(model, parent, router_bias) if model.is_moe else ()
     return (*edges(model), *NORMS, *mixers, *DENSE, *moe)
 
 

@@ -17,6 +17,10 @@ EXPERTS = {
     "norm_topk_prob": "router.normalize",
     "num_nextn_predict_layers": "num_mtp_layers",
 }
+LATENT = {
+    name: f"mla.{name}"
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+}
 ROUTER = {"router.score": "sigmoid", "router.correction_bias": True}
 ALIASES = {"num_mtp_layers": "num_nextn_predict_layers", "num_local_experts": "n_routed_experts"}
 
@@ -26,12 +30,7 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     rows=blocks.decoder,
-    fields=COMMON
-    | EXPERTS
-    | {
-        name: f"mla.{name}"
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    },
+    fields=COMMON | EXPERTS | LATENT,
     fixed={
         "attention_bias": False,
         "moe_layer_freq": 1,
@@ -43,6 +42,6 @@ DEEPSEEK_V3 = Family(
     aliases=ALIASES,
     ignored=frozenset({"head_dim", "qk_head_dim"}),  # sums of the others
     rope_scalings=("yarn",),
-    for_engines=_FOR_ENGINES,
+    for_engines=(*_FOR_ENGINES,),
     mtp=blocks.MTP,
 )

@@ -101,9 +101,12 @@ class Family:
     rope_scalings: tuple[str, ...] = ()  # kinds of RopeScaling
     rope_theta: float = 10_000.0  # if missing
     rotary_fraction: float | None = None  # if missing; None: the family always rotates whole heads
-    for_engines: Mapping[str, Any] = _NOTHING  # keys of ``fixed`` that transformers does not write and vLLM reads
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = dict  # adds keys that config.json expresses by others
+    derived: Mapping[str, tuple[str, Callable[[ModelConfig], Any]]] = _NOTHING  # key -> the keys that it repeats, value
+    for_engines: tuple[str, ...] = ()  # keys that transformers does not write and vLLM reads
     mtp: tuple[Row, ...] = field(default=())  # the weights of a multi-token prediction layer besides its decoder layer
     fp32_router: bool = False  # the engine multiplies by the router's weight in FP32
+    module_prefixes: tuple[str, str] = ("", "")  # in the checkpoint, and for the same modules in quantization_config
     derives_head_dim: bool = False  # the engine takes hidden_size / num_attention_heads, whatever config.json says
 
     @property
@@ -116,7 +119,7 @@ def read(
 ) -> ModelConfig:
     """The architecture in a config.json. Raises ValueError with every missing, unsupported or contradictory field;
     ``checks_numbers``: also contradictory numbers."""
-    config = {family.aliases.get(key, key): value for key, value in config.items()}
+    config = family.complete({family.aliases.get(key, key): value for key, value in config.items()})
     problems = _unsupported(family, config, fp8_weights)
     defaults = {"default_theta": family.rope_theta, "default_fraction": family.rotary_fraction}
     values, errors = rope.read(config, **defaults, scalings=family.rope_scalings)
@@ -134,7 +137,15 @@ def read(
         raise ValueError(f"config.json of a {family.model_type} model: " + "; ".join(problems))
     if not keep_mtp:
         values.pop("num_mtp_layers", None)
-    return _build(family, values | dict(family.implied))
+    model = _build(family, values | dict(family.implied))
+    wrong = [
+        f"{key} = {config[key]!r:.80} disagrees with {others}; correct one of them"
+        for key, (others, value) in family.derived.items()
+        if config.get(key) not in (None, value(model))
+    ]
+    if wrong:
+        raise ValueError(f"config.json of a {family.model_type} model: " + "; ".join(wrong))
+    return model
 
 
 def _contradictions(family: Family, values: Mapping[str, Any]) -> list[str]:
@@ -252,7 +263,7 @@ def _token_ids(config: Mapping[str, Any]) -> list[str]:
 def _foreign(family: Family, config: Mapping[str, Any]) -> list[str]:
     known = {"hidden_act", "is_causal", "use_mrope", "num_key_value_heads", "model_type", "layer_types"}
     known |= {"quantization_config", *family.fixed, *family.fields, *family.ignored, *rope.KEYS, *_IGNORED}
-    return [key for key in config if key not in known]
+    return [key for key in config if key not in known and key not in family.derived]
 
 
 def _traits(family: Family) -> neutral_keys.Traits:
@@ -331,6 +342,7 @@ def write(family: Family, model: ModelConfig) -> dict[str, Any]:
     if "num_key_value_heads" not in family.fields:
         config["num_key_value_heads"] = model.num_attention_heads
     config |= rope.write(model, has_fraction=family.rotary_fraction is not None)
+    config |= {key: value(model) for key, (_, value) in family.derived.items()}
     again = read(family, config, keep_mtp=True, fp8_weights=False, checks_numbers=False)
     # Not part of the architecture: where the weights come from.
     again = dataclasses.replace(

@@ -16,8 +16,9 @@ from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import blocks, family, slicing, table
 from megatron_fp8rl.names.deepseek_v3 import DEEPSEEK_V3
 from megatron_fp8rl.names.family import Family
-from megatron_fp8rl.names.glm4_moe import GLM4_MOE
+from megatron_fp8rl.names.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from megatron_fp8rl.names.llama import LLAMA
+from megatron_fp8rl.names.minimax_m2 import MINIMAX_M2
 from megatron_fp8rl.names.mistral import MISTRAL
 from megatron_fp8rl.names.mixtral import MIXTRAL
 from megatron_fp8rl.names.qwen2 import QWEN2
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FAMILIES: dict[str, Family] = {
-    f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE)
+    f.model_type: f
+    for f in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2)
 }
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
 
@@ -88,6 +90,11 @@ def weight(global_name: str, model: ModelConfig) -> Weight:
     except KeyError:
         text = f"{global_name}: not a parameter of a {model.family} model with {model.num_layers} layers"
         raise KeyError(text) from None
+
+
+def norms_all_heads(model: ModelConfig) -> bool:
+    """Whether one norm spans all query heads, and one all key heads."""
+    return any(row.mcore.endswith(".self_attention.q_norm.weight") for row in FAMILIES[model.family].rows(model))
 
 
 def hf_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -43,6 +43,7 @@ def sizes(model: ModelConfig) -> dict[str, int]:
         "hidden": model.hidden_size,
         "2_hidden": 2 * model.hidden_size,
         "heads": heads,
+        "key heads": model.num_key_value_heads,
         "q": heads * model.head_dim,
         "kv": model.num_key_value_heads * model.head_dim,
         "head": model.head_dim,

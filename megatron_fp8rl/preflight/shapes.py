@@ -11,7 +11,7 @@ from typing import Any
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.data import weight_files
 from megatron_fp8rl.data.gguf_folder import SUFFIX
-from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, to_hf_config
+from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, norms_all_heads, to_hf_config
 from megatron_fp8rl.preflight.findings import Checks
 
 # Fields that do not affect what the weights compute, and layers that a run omits.
@@ -137,7 +137,9 @@ def _check_head_degree(checks: Checks, path: str) -> None:
     trainer gathers them."""
     kv_heads, degree = checks.cfg.model.num_key_value_heads, checks.value(path)
     divides = checks.divides(path, checks.cfg.model.num_attention_heads, "attention heads")
-    if divides and kv_heads % degree and degree % kv_heads:
+    if divides and norms_all_heads(checks.cfg.model):
+        checks.divides(path, kv_heads, "key heads, which share a norm")
+    elif divides and kv_heads % degree and degree % kv_heads:
         problem = f"neither divides the {kv_heads} key/value heads nor is a multiple of them"
         checks.refuse(path, problem, f"Choose a divisor or a multiple of {kv_heads}")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_fp8rl import upstream
 from megatron_fp8rl.config import EngineConfig, ModelConfig, PrecisionConfig, RunConfig
-from megatron_fp8rl.names.registry import FAMILIES, hf_tensors
+from megatron_fp8rl.names.registry import FAMILIES, hf_tensors, to_hf_config
 from megatron_fp8rl.precision.formats import engine_format
 from megatron_fp8rl.precision.kernel_choice import EngineKernels, KernelChoice
 from megatron_fp8rl.precision.kernel_support import engine_parts
@@ -47,7 +47,9 @@ def modules_not_converted(model: ModelConfig, precision: PrecisionConfig) -> lis
     """
     table = LayerTable.build(model, precision)
     matrices = (name for name, shape in hf_tensors(model).items() if len(shape) == 2)
-    return [name.removesuffix(".weight") for name in matrices if not table.rollout_format(name).is_quantized]
+    names = [name.removesuffix(".weight") for name in matrices if not table.rollout_format(name).is_quantized]
+    in_checkpoint, in_engine = FAMILIES[model.family].module_prefixes
+    return names + [name.replace(in_checkpoint, in_engine) for name in names if in_checkpoint and in_checkpoint in name]
 
 
 def quantization_config(model: ModelConfig, precision: PrecisionConfig) -> dict[str, Any]:
@@ -109,8 +111,9 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
     # weights readable.
     if cpu or cfg.precision.rollout != "bf16":
         arguments["hf-overrides"] = {"quantization_config": quantization_config(cfg.model, cfg.precision)}
-    if cfg.model.hf_path is not None and (missing := FAMILIES[cfg.model.family].for_engines):
-        arguments["hf-overrides"] = arguments.get("hf-overrides", {}) | missing
+    if cfg.model.hf_path is not None and (names := FAMILIES[cfg.model.family].for_engines):
+        written = to_hf_config(cfg.model)
+        arguments["hf-overrides"] = arguments.get("hf-overrides", {}) | {name: written[name] for name in names}
     if cpu:
         arguments["enforce-eager"] = True
         arguments["kv-cache-memory-bytes"] = kv_cache_bytes(cfg, cpu=True)

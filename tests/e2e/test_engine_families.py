@@ -13,7 +13,7 @@ from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig, Weigh
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
-from tests.helpers.family_configs import DEEPSEEK, GLM, LLAMA, MIXTRAL
+from tests.helpers.family_configs import DEEPSEEK, GLM, GLM_LITE, LLAMA, MINIMAX, MIXTRAL
 from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 
 MODELS = {
@@ -24,8 +24,10 @@ MODELS = {
     "mixtral": MIXTRAL,
     "glm4_moe": GLM,
     "deepseek_v3": DEEPSEEK,
+    "glm4_moe_lite": GLM_LITE,
+    "minimax_m2": MINIMAX,
 }
-FP8_FAMILIES = ("qwen2", "mixtral", "glm4_moe", "deepseek_v3")
+FP8_FAMILIES = ("qwen2", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2")
 CASES = [(family, "bf16") for family in MODELS] + [(family, "blockwise") for family in FP8_FAMILIES]
 
 
@@ -70,6 +72,10 @@ def reference_logprobs(model: ModelConfig, folder: Path) -> torch.Tensor:
     save_file(random_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(registry.to_hf_config(model)))
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    if registry.FAMILIES[model.family].fp32_router:  # transformers rounds the logits of MiniMax-M2's to BF16
+        for layer in reference.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.float()
     scored = []
     for prompt in inprocess.PROMPTS:
         with torch.no_grad():

@@ -37,6 +37,19 @@ MODELS = {
         router=RouterConfig(score="sigmoid", correction_bias=True, scaling_factor=1.7),
         **_COMMON | _MOE,
     ),
+    "minimax_m2": ModelConfig(
+        family="minimax_m2",
+        qk_norm=True,
+        rotary_fraction=0.4,
+        router=RouterConfig(score="sigmoid", correction_bias=True),
+        **_COMMON | _MOE | dict(ffn_hidden_size=0),
+    ),
+    "glm4_moe_lite": ModelConfig(
+        mla=MlaConfig(q_lora_rank=28, kv_lora_rank=36, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=22),
+        first_dense_layers=2,
+        router=RouterConfig(score="sigmoid", correction_bias=True, scaling_factor=1.8),
+        **_DEEPSEEK | dict(family="glm4_moe_lite", head_dim=20),
+    ),
     # Yarn, latent queries, values larger than keys, and groups of which two are chosen for three experts.
     "deepseek_v3": ModelConfig(
         rope_scaling=_YARN,

@@ -47,3 +47,17 @@ DEEPSEEK = replace(
     mla=MlaConfig(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
     router=RouterConfig(score="sigmoid", correction_bias=True, num_groups=3, groups_per_token=1, scaling_factor=2.5),
 )
+GLM_LITE = replace(
+    DEEPSEEK,
+    family="glm4_moe_lite",
+    rope_scaling=None,
+    router=RouterConfig(score="sigmoid", correction_bias=True, scaling_factor=1.8),
+)
+MINIMAX = replace(
+    MIXTRAL,
+    family="minimax_m2",
+    qk_norm=True,
+    rotary_fraction=0.5,
+    experts_per_token=3,
+    router=RouterConfig(score="sigmoid", correction_bias=True),
+)

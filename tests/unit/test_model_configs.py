@@ -16,7 +16,7 @@ from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.diagnosis import diagnose
-from model_configs import deepseek, dense, glm, llama, mixtral, qwen3, small
+from model_configs import deepseek, dense, glm, llama, minimax, mixtral, qwen3, small
 
 ROOT = Path(__file__).parents[2]
 SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]
@@ -100,6 +100,28 @@ GLM_45_AIR = {
     "rope_theta": 1000000, "rope_scaling": None, "rms_norm_eps": 1e-05, "max_position_embeddings": 131072,
     "hidden_act": "silu", "tie_word_embeddings": False, "initializer_range": 0.02,
 }  # fmt: skip
+GLM_47_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "hidden_size": 2048,
+    "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "vocab_size": 154880, "n_routed_experts": 64, "n_shared_experts": 1,
+    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "q_lora_rank": 768,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "attention_bias": False,
+    "partial_rotary_factor": 1.0, "rope_theta": 1000000, "rope_scaling": None, "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 202752, "hidden_act": "silu", "tie_word_embeddings": False, "initializer_range": 0.02,
+}  # fmt: skip
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072,
+    "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 200064, "num_local_experts": 256, "num_experts_per_tok": 8, "rotary_dim": 64,
+    "rope_theta": 5000000, "rms_norm_eps": 1e-06, "max_position_embeddings": 196608, "hidden_act": "silu",
+    "attn_type_list": [1] * 62, "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1, "num_mtp_modules": 3,
+    "use_mtp": True, "qk_norm_type": "per_layer", "use_qk_norm": True, "use_routing_bias": True,
+    "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "sliding_window": None,
+    "attention_dropout": 0.0, "initializer_range": 0.02, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0, "tie_word_embeddings": False,
+}  # fmt: skip
 
 # Parameters: the totals that the hub shows for the safetensors files where it shows them to the unit (Llama, Qwen,
 # Mixtral); what model cards and reports round to ("30.5B in total and 3.3B activated", "235B ... 22B", "46.7B ...
@@ -119,6 +141,9 @@ MODELS = {
     "qwen25_7b": (dense.qwen25_7b, QWEN25_7B, 7_615_616_512, "7.62", "7.62"),
     # The card says 106 B and 12 B; the unit count is arithmetic over the published dimensions.
     "glm_45_air": (glm.glm_45_air, GLM_45_AIR, 106_852_251_264, "106.9", "13"),
+    # The cards say 230 B and 10 B, and 30 B and 3 B; the unit counts are arithmetic over the dimensions.
+    "minimax_m2": (minimax.minimax_m2, MINIMAX_M2, 228_689_764_864, "229", "11"),
+    "glm_47_flash": (glm.glm_47_flash, GLM_47_FLASH, 29_943_393_920, "30", "3.9"),
     # The report's 671 B are without the prediction layer; the unit count is arithmetic over the published dimensions.
     "deepseek_v3": (deepseek.deepseek_v3, DEEPSEEK_V3, 671_026_419_200, "671.0", "37.6"),
 }

@@ -8,6 +8,7 @@ patch stops the start of an engine, and an optional patch is skipped. Further pa
 from __future__ import annotations
 
 import asyncio
+import functools
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -218,6 +219,20 @@ def expert_scale_descriptions(module: nn.Module) -> Sequence[Any]:
     """Return the scale descriptions of w13 and w2, whose ``scale`` the kernels read, or nothing."""
     config = getattr(module.quant_method, "moe_quant_config", None)
     return () if config is None else (config._w1, config._w2)
+
+
+@patches(
+    "vllm",
+    why="a reload reads __name__ of every weight loader, and that of MiniMax-M2's norms is a functools.partial",
+    remove_when="_wrap_parameters_weight_loader accepts any callable",
+)
+def name_loaders_of_norms() -> None:
+    from vllm.model_executor.layers.minimax_rms_norm import rms_norm_tp
+
+    class Loader(functools.partial):
+        __name__ = "weight_loader"
+
+    rms_norm_tp.partial = Loader
 
 
 @patches(

@@ -38,6 +38,8 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from megatron_fp8rl.rollout.vllm_plugin import patches
+
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND, "megatron_fp8rl.rollout.vllm_plugin.receiver", "TransferEngine"
     )
@@ -45,6 +47,7 @@ def register() -> None:
         from megatron_fp8rl.rollout.vllm_plugin import patches_kept
 
         patches_kept.report_kept_entries()
+    patches.name_loaders_of_norms()
     if current_platform.is_cpu():
         from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_experts, cpu_layers
 
@@ -65,8 +68,6 @@ def register() -> None:
     register_backend(
         AttentionBackendEnum.CUSTOM, "megatron_fp8rl.rollout.vllm_plugin.patches_attention.FP8CacheBackend"
     )
-    from megatron_fp8rl.rollout.vllm_plugin import patches
-
     if fmt.scale_kind == "e8m0":
         from megatron_fp8rl.rollout.vllm_plugin import patches_mxfp8
 

@@ -29,6 +29,7 @@ from megatron_fp8rl.kernels.backend import runs_triton
 from megatron_fp8rl.kernels.kv_rounding import as_cached
 from megatron_fp8rl.trainer.compat.megatron import has_forward_hooks
 from megatron_fp8rl.trainer.model import attention_te
+from megatron_fp8rl.trainer.model.linear import AllHeadsNorm
 from megatron_fp8rl.trainer.model.packed_sequences import (
     Batch,
     PackedSequences,
@@ -182,13 +183,19 @@ class PackedAttention(MegatronModule):
 )
 class PackedSelfAttention(SelfAttention):
     """SelfAttention in which one kernel splits, norms and rotates heads. The kernel runs if ``splits_heads`` is set,
-    tensors are BF16 on a GPU, and rotated pairs are the halves of a head."""
+    tensors are BF16 on a GPU, and rotated pairs are the halves of a head. ``norms_all_heads``: one norm spans all query
+    heads, and one all key heads."""
 
-    def __init__(self, *args: Any, splits_heads: bool = False, **kwargs: Any):
+    def __init__(self, *args: Any, splits_heads: bool = False, norms_all_heads: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.norms_all_heads = norms_all_heads
+        if norms_all_heads:
+            heads = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+            sizes = [num * self.hidden_size_per_attention_head for num in heads]
+            self.q_norm, self.k_norm = (AllHeadsNorm(self.config, size, self.pg_collection.tp) for size in sizes)
         rotary, width = self.core_attention.rotary, self.hidden_size_per_attention_head
         is_halves = rotary.num_features == width and not rotary.interleaved and width.bit_count() == 1 and width >= 32
-        self.splits_heads = splits_heads and is_halves
+        self.splits_heads = splits_heads and is_halves and not norms_all_heads
         self._packed: PackedSeqParams | None = None
 
     def forward(
@@ -209,7 +216,8 @@ class PackedSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any):
         if not self.core_attention.takes_rotated:
-            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+            query, key, value = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+            return (self.q_norm(query), self.k_norm(key), value) if self.norms_all_heads else (query, key, value)
         mixed, _ = self.linear_qkv(hidden_states)
         norms = None if self.q_layernorm is None else (self.q_layernorm.weight, self.k_layernorm.weight)
         eps = 0.0 if self.q_layernorm is None else self.q_layernorm.eps

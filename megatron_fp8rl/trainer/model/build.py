@@ -62,7 +62,7 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         ffn_hidden_size=model.ffn_hidden_size or model.moe_ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
-        qk_layernorm=bool(model.qk_norm),
+        qk_layernorm=bool(model.qk_norm) and not registry.norms_all_heads(model),
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,

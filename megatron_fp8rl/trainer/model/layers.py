@@ -197,10 +197,12 @@ class LayerFactory:
             core = ModuleSpec(PackedAttention, params=settings)
             submodules = LatentSubmodules(core_attention=core, linear_proj=out)
             return ModuleSpec(LatentAttention, params={"linear": linear, "norm": self.norm}, submodules=submodules)
-        norm = self.norm if model.qk_norm else None
+        all_heads = registry.norms_all_heads(model)
+        norm = self.norm if model.qk_norm and not all_heads else None
+        options = {"splits_heads": self._kernels.norms == "te", "norms_all_heads": all_heads}
         return ModuleSpec(
             PackedSelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal, "splits_heads": self._kernels.norms == "te"},
+            params={"attn_mask_type": AttnMaskType.causal, **options},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=partial(ColumnLinear, spec=linear("linear_qkv")),
                 core_attention=partial(PackedAttention, **settings),

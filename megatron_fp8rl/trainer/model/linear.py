@@ -60,6 +60,32 @@ class RMSNorm(nn.Module):
         return (self.compute if x.numel() else float64.rms_norm)(x, self.weight, self.eps)
 
 
+class AllHeadsNorm(RMSNorm):
+    """RMSNorm over the features of all heads, also those of other tensor-parallel ranks. A rank has the weights of its
+    heads. Not measured on GPUs yet."""
+
+    def __init__(self, config: TransformerConfig, num_features: int, group: dist.ProcessGroup):
+        super().__init__(config, num_features, config.layernorm_epsilon)
+        self.group, self.weight.sequence_parallel = group, False
+        set_tensor_model_parallel_attributes(self.weight, group.size() > 1, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Collective over tensor-parallel ranks: heads [..., H, D] -> the same shape."""
+        y = float64.rms_norm(x.flatten(-2), self.weight, self.eps, self._over_ranks if self.group.size() > 1 else None)
+        return y.view_as(x)
+
+    def _over_ranks(self, mean: Tensor) -> Tensor:
+        """The gradient is summed too: every rank's output depends on the mean."""
+        total = reduce_from_tensor_model_parallel_region(mean, group=self.group)
+        return copy_to_tensor_model_parallel_region(total, group=self.group) / self.group.size()
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        groups = {"tp_group": self.group, "dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets, **groups
+        )
+
+
 def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 

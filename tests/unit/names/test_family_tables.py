@@ -28,6 +28,7 @@ COMMON = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.707}
+PARTIAL = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.4}
 SCALED = {"original_max_position_embeddings": 16, "rope_theta": 5e5}
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DEEPSEEK_MOE = {
@@ -53,6 +54,11 @@ CASES = {
     "deepseek_v3": ("deepseek_v3", DEEPSEEK | {"rope_parameters": YARN | SCALED}),
     "deepseek_v3_direct": ("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0}),
     "glm4_moe": ("glm4_moe", DEEPSEEK_MOE | {"attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe_lite": ("glm4_moe_lite", DEEPSEEK_MOE | MLA | {"num_key_value_heads": 4, "head_dim": 8}),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4, "rope_parameters": PARTIAL},
+    ),
     "glm4_moe_plain": ("glm4_moe", DEEPSEEK_MOE | {"first_k_dense_replace": 2, "tie_word_embeddings": True}),
 }
 
@@ -123,7 +129,8 @@ def test_config_round_trip(case, saved):
     # What belongs to the tokenizer, to the files or to transformers, and a second way to say the same.
     ignored = {"architectures", "dtype", "transformers_version", "rope_theta", "rope_scaling", "partial_rotary_factor"}
     ignored |= {"bos_token_id", "eos_token_id", "scoring_func", "topk_method", "moe_layer_freq"}
-    ignored |= {"num_nextn_predict_layers", "num_mtp_layers", "max_window_layers"}
+    ignored |= {"num_nextn_predict_layers", "num_mtp_layers", "max_window_layers", "first_k_dense_replace"}
+    ignored |= {"use_qk_norm", "qk_norm_type", "use_routing_bias", "rotary_dim", "attn_type_list", "attention_bias"}
     assert {k: v for k, v in ours.items() if k not in ignored} == {k: v for k, v in theirs.items() if k not in ignored}
 
 
@@ -132,7 +139,9 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case):
     family, options = CASES[case]
     config = AutoConfig.for_model(family, **COMMON | options).to_dict()
     for key in ("num_key_value_heads", "head_dim", "sliding_window", "tie_word_embeddings", "norm_topk_prob"):
-        if family == "deepseek_v3" and key == "num_key_value_heads":  # transformers' 128 would not be latent attention
+        if (
+            family in ("deepseek_v3", "glm4_moe_lite") and key == "num_key_value_heads"
+        ):  # transformers' 128 would not be latent attention
             continue
         rest = {k: v for k, v in config.items() if k != key}
         if key == "num_key_value_heads":  # what transformers assumes, 8 or 32, has to divide the heads

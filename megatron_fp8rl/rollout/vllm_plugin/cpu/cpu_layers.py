@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -31,6 +32,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
+from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
@@ -72,6 +74,7 @@ def register() -> None:
     MoERunner._maybe_apply_routed_scale_to_output = lambda runner, shared, routed: (shared, routed)  # _route applies it
     RMSNorm.forward_cpu = _rms_norm
     RotaryEmbedding.forward_cpu = _rotate
+    MiniMaxText01RMSNormTP.forward_qkv = staticmethod(_norm_all_heads)
     cpu_attention.register()
 
 
@@ -316,6 +319,25 @@ def _rms_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tenso
         return float64.rms_norm(x, weight, norm.variance_epsilon)
     stream = x + residual
     return float64.rms_norm(stream, weight, norm.variance_epsilon), stream
+
+
+@patches(
+    "vllm",
+    why="replaces the norms of all query and key heads, whose FP32 sums depend on the batch on a CPU",
+    remove_when="vLLM's norm on a CPU gives a token the same bits in every batch",
+)
+def _norm_all_heads(
+    q_norm: MiniMaxText01RMSNormTP, k_norm: MiniMaxText01RMSNormTP, qkv: Tensor, q_size: int, kv_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = qkv.split([q_size, kv_size, kv_size], dim=-1)
+
+    def over_ranks(mean: Tensor) -> Tensor:
+        return tensor_model_parallel_all_reduce(mean) / q_norm.tp_world
+
+    def normed(norm: MiniMaxText01RMSNormTP, x: Tensor) -> Tensor:
+        return float64.rms_norm(x, norm.weight.data, norm.variance_epsilon, over_ranks if norm.tp_world > 1 else None)
+
+    return normed(q_norm, query), normed(k_norm, key), value
 
 
 @patches(
