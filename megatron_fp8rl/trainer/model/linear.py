@@ -183,7 +183,8 @@ class RowLinear(QuantizableLinear, RowLinearBase):
             y, bias = super().forward(x)
             return self.reduced(y) if self.num_parts else y, bias
         pairs = zip(x.chunk(self.num_parts, -1), self.weight.chunk(self.num_parts, 1), strict=True)
-        return self.reduced(*(quantized(self, *pair) for pair in pairs)), None
+        first, *others = (_product(self, *pair) for pair in pairs)
+        return self.reduced(_adapted(self, first, x), *others), None
 
     def multiplied(self, x: Tensor, weight: Tensor) -> Tensor | None:
         return None if self.gemm is None else quantized(self, x, weight)
@@ -222,11 +223,19 @@ class _SumInOrder(torch.autograd.Function):
 
 def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] times weight [N, K] with the recipe of ``linear`` -> [..., N]."""
-    x_TK = x.reshape(-1, x.shape[-1])
-    y = linear.gemm(linear, x_TK, (weight,), None)
-    if linear.adapter is not None:
-        y = linear.adapter(y, x_TK)
+    return _adapted(linear, _product(linear, x, weight), x)
+
+
+def _product(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
+    y = linear.gemm(linear, x.reshape(-1, x.shape[-1]), (weight,), None)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _adapted(linear: QuantizableLinear, y: Tensor, x: Tensor) -> Tensor:
+    """``y``, or a part of it; its gradient with the whole input gives those of an adapter."""
+    if linear.adapter is None:
+        return y
+    return linear.adapter(y.flatten(0, -2), x.reshape(-1, x.shape[-1])).view_as(y)
 
 
 def in_torch(
