@@ -38,6 +38,7 @@ def test_the_page_of_adapters_runs_as_written(tmp_path: Path):
     base, trained = (load_file(run_dir / folder / "model.safetensors") for folder in ("warm_start/hf", "hf"))
     adapters = load_file(run_dir / "adapter" / "adapter_model.safetensors")
     assert json.loads((run_dir / "adapter" / "adapter_config.json").read_text())["r"] == 8
+    _check_with_vllm(run_dir / "adapter", adapters)
     adapted, moved = 0, 0
     for name, weight in base.items():
         key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
@@ -50,3 +51,19 @@ def test_the_page_of_adapters_runs_as_written(tmp_path: Path):
         assert torch.equal(trained[name], expected), name
     assert not adapters and adapted == 2 * (4 + 8 * 3)  # q k v o, and gate, up and down of eight experts
     assert moved > 2 * 4  # experts among them; some got no token
+
+
+def _check_with_vllm(folder: Path, adapters: dict[str, torch.Tensor]) -> None:
+    """vLLM's loader of adapters finds every linear, with experts one by one, and its scale alpha / rank."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    parts = ("gate_proj", "up_proj", "down_proj")
+    expected = {"q_proj", "k_proj", "v_proj", "o_proj"} | {f"experts.{i}.{part}" for i in range(8) for part in parts}
+    helper = PEFTHelper.from_local_dir(str(folder), 4096)
+    loaded = LoRAModel.from_local_checkpoint(str(folder), expected, helper, lora_model_id=1, device="cpu")
+    assert len(loaded.loras) == len(adapters) // 2 == 2 * (4 + 8 * 3)
+    for name, lora in loaded.loras.items():
+        assert lora.scaling == 16 / 8
+        assert torch.equal(lora.lora_a, adapters[f"base_model.model.{name}.lora_A.weight"])
+        assert torch.equal(lora.lora_b, adapters[f"base_model.model.{name}.lora_B.weight"])
