@@ -55,6 +55,7 @@ def test_held_out_questions_are_new_and_answers_are_numbers(tool, written):
     easy, easy_held_out = rows_of(written, "easy"), rows_of(written, "easy_test")
     assert len(held_out) == tool.NUM_HELD_OUT == 1024 and len(train) > 10_000
     assert len(easy_held_out) == tool.NUM_EASY_HELD_OUT and len(easy) > 150
+    assert all(int(row["answer"]) >= 0 for row in easy + easy_held_out)
     for rows, others, tasks in ((train, held_out, tool.TASKS), (easy, easy_held_out, tool.EASY_TASKS)):
         questions = [row["question"] for row in rows + others]
         assert len(set(questions)) == len(questions)
