@@ -1,6 +1,6 @@
 """Parses and plans each kind of job. Starts nothing; needs no torch.
 
-train, rl   a trainer, and replicas on the same or other nodes
+train, rl   a trainer, and replicas on the same or other nodes; distill as well
 sft, dpo    a trainer alone
 eval        as train for a checkpoint, without training: CONFIG --checkpoint PATH ...
 study       one node runs the precisions in turn: CONFIG --seeds 1 2 3
@@ -24,6 +24,7 @@ from megatron_fp8rl.config import ConfigError, RunConfig
 KINDS = {
     "train": "warm start if the configuration has one, then reinforcement learning",
     "rl": "reinforcement learning from a Hugging Face checkpoint",
+    "distill": "on-policy distillation from the teachers of CONFIG",
     "sft": "supervised training on conversations, or the warm start of CONFIG alone",
     "dpo": "direct preference optimization on pairs of answers",
     "eval": "accuracy and pass@k of a checkpoint",

@@ -28,7 +28,7 @@ from typing import Any, Literal
 SAVED = 85  # exit status of a trainer or agent: checkpoint saved, restart to continue
 
 WITHOUT_ENGINES = ("sft", "dpo")
-TRAINING_JOBS = ("train", "rl", *WITHOUT_ENGINES)
+TRAINING_JOBS = ("train", "rl", "distill", *WITHOUT_ENGINES)
 Kind = Literal["torchrun", "replica", "command"]
 SWEEP, ELEMENT = "sweep.json", "element-"  # in the folder of a sweep: its description, and its runs
 

@@ -25,7 +25,13 @@ from megatron_fp8rl.envs.source_kind import CLASS, kind_of
 # Prefixes of shared file system types in /proc/mounts.
 _SHARED = tuple("nfs lustre gpfs beegfs ceph wekafs panfs pvfs2 cifs smb3 9p afs fuse. virtiofs".split())
 _NODE_FOLDERS = ("/tmp", "/dev/shm", "/run")
-_PATH_FIELDS = ("hf_path", "tokenizer", "dataset", "eval")  # may name a folder of the current folder, without a '/'
+_PATH_FIELDS = (
+    "hf_path",
+    "tokenizer",
+    "dataset",
+    "eval",
+    "teacher",
+)  # may name a folder of the current folder, without a '/'
 
 
 def function_files(data: DataConfig) -> tuple[str, ...]:

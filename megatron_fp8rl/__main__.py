@@ -7,7 +7,7 @@ import sys
 import time
 
 from megatron_fp8rl import cli
-from megatron_fp8rl.commands import check, grpo, replica, report, study, supervised, train
+from megatron_fp8rl.commands import check, distill, grpo, replica, report, study, supervised, train
 from megatron_fp8rl.commands.eval import COMMAND as EVAL
 from megatron_fp8rl.net.parent import end_with
 from megatron_fp8rl.observe.spans import STARTED
@@ -20,6 +20,7 @@ COMMANDS = (
     train.DEMO,
     supervised.SFT,
     supervised.DPO,
+    distill.COMMAND,
     train.RL,
     EVAL,
     study.COMMAND,

@@ -388,6 +388,7 @@ class EnvironmentConfig:
     answer_column: str = ""  # column with the reference answer; "": the column with a known name
     eval: str = ""  # held-out rows, named like ``dataset``; "": an eighth of a generator's questions, and no rows
     rewards: tuple[RewardConfig, ...] = ()  # of rows without an agent that returns rewards
+    teacher: str = ""  # of a distillation: folder of a model, or URL of a vLLM server, with the student's tokenizer
     agent: str = ""  # FILE.py:function or module:function that plays a session per completion; "": one answer
     agent_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the agent
 

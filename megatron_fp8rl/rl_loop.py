@@ -52,6 +52,7 @@ def run(
     stop: StopRequest | None = None,
     explain: Explain | None = None,
     host: HostMemory | None = None,
+    job: type[Trainer] | None = None,
 ) -> None:
     """Collective: train from ``cfg.model.hf_path``, or from the run's newest checkpoint, to ``cfg.num_steps``.
 
@@ -61,11 +62,12 @@ def run(
         stop: on a stop request, the run saves a checkpoint and raises RunStopped.
         explain: adds detail to the error if exact mode finds a mismatch.
         host: pinned host memory for offloading.
+        job: a subclass of :class:`Trainer` to run in its place.
     """
     cfg = parallel.broadcast_object(resolved(cfg, local_hardware()))  # one choice, even if ranks differ
     with ExitStack() as stack:
         how = {"stop": stop or StopRequest(), "host": host, "stack": stack}
-        Trainer(cfg, parallel, tokenizer_dir, fleet=fleet, explain=explain, **how).run()
+        (job or Trainer)(cfg, parallel, tokenizer_dir, fleet=fleet, explain=explain, **how).run()
 
 
 class Trainer(TrainingLoop):
@@ -156,6 +158,7 @@ class Trainer(TrainingLoop):
             batches = [
                 policy.with_old_logprobs(batch, are_rollout=are_rollout, are_of_update=in_update) for batch in batches
             ]
+        batches = self.with_reference(samples, batches)
         if not in_update:
             with span("mismatch"):
                 log.update(policy.router_metrics())
@@ -168,6 +171,10 @@ class Trainer(TrainingLoop):
             ]
             log.updates(updates, batches)
         return True
+
+    def with_reference(self, samples: Sequence[Sample], batches: Sequence[TrainBatch]) -> Sequence[TrainBatch]:
+        """Set ``ref_logprobs_T`` if another model than the initial one is the reference; rank 0 has the samples."""
+        return batches
 
     def publish(self, log: StepLog) -> None:
         """Send the current weights to the engines, as policy version ``step``; a replay only counts the version."""

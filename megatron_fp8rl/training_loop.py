@@ -35,6 +35,7 @@ class TrainingLoop(ABC):
     """One run on this rank. Every method is a collective over the trainer ranks."""
 
     says_exactness: ClassVar[bool] = False  # whether there are engines to compare with
+    has_reference: ClassVar[bool] = True  # whether ``algo.kl_coef`` makes the policy keep its initial weights
     data: Any  # set by :meth:`open_data`: has a ``position``, which a resume sets, and ``row_identities``
 
     def __init__(
@@ -54,7 +55,7 @@ class TrainingLoop(ABC):
         stack.enter_context(stop.errors_noted())
         self.open_data(stack)
         with span("start_model"):
-            self.policy = Policy.build(cfg, parallel, host)
+            self.policy = Policy.build(cfg, parallel, host, has_reference=self.has_reference)
             self.kernels = choose(cfg, local_hardware(), "trainer")
             if self.says_exactness:
                 self.observer.message(f"precision.exact: {self.kernels.exact_text()}")

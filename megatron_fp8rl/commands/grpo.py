@@ -64,10 +64,12 @@ class GrpoOptions:
     gpu: GpuName | None = None  # GPU model to plan for; None: the GPU of this machine, else h200
 
 
-def configure(options: GrpoOptions, override: Callable[[RunConfig], RunConfig]) -> tuple[RunConfig, list[str]]:
+def configure(
+    options: GrpoOptions, override: Callable[[RunConfig], RunConfig], *, needs_reward: bool = True
+) -> tuple[RunConfig, list[str]]:
     """(configuration, lines that explain it). ``override`` applies the user's fields, before and after the choice.
     Raises ConfigError with every mistake in the options."""
-    errors = _problems(options)
+    errors = _problems(options, needs_reward)
     typed, override = override, lambda cfg: _with_equal_tasks(typed(cfg))
     model, folder = read_model(options.model, errors)
     errors += _gpu_problems(options.gpus)
@@ -130,12 +132,12 @@ def model_in(folder: Path) -> ModelConfig:
     return replace(from_hf_config(config, fp8_weights=True), hf_path=str(folder.resolve()))
 
 
-def _problems(options: GrpoOptions) -> list[Violation]:
+def _problems(options: GrpoOptions, needs_reward: bool) -> list[Violation]:
     errors: list[tuple[str, object, str, str]] = []
     if not options.data:
         errors.append(("--data", "", "there is nothing to learn", "Name a file, such as train.jsonl"))
     rows = [name for name in options.data if has_rows(name)]
-    if rows and not options.reward and not options.agent:
+    if rows and needs_reward and not options.reward and not options.agent:
         remedy = "Name a reward: exact, number, choice, math, code, or FILE.py:function"
         errors.append(("--reward", "", f"nothing scores the answers to {rows[0]}", remedy))
     if options.reward and options.data and not rows:

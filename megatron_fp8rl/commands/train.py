@@ -22,6 +22,7 @@ from megatron_fp8rl.commands.report import write_reports
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.envs.source_kind import is_supervised
 from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
+from megatron_fp8rl.preflight import teachers
 from megatron_fp8rl.preflight.data_check import check_data
 from megatron_fp8rl.preflight.folder_check import check_folder
 from megatron_fp8rl.runtime.stop import StopRequest
@@ -29,7 +30,7 @@ from megatron_fp8rl.runtime.stop import StopRequest
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
 
-_JOBS = {"rl": "rl_loop", "sft": "supervised", "dpo": "dpo"}  # the module of each
+_JOBS = {"rl": "rl_loop", "sft": "supervised", "dpo": "dpo", "distill": "distill"}  # the module of each
 _WITHOUT_ENGINES = ("sft", "dpo")
 _DATA_CHECKED = "FP8RL_DATA_SEEN"  # set for ranks if their data were checked before they were started
 
@@ -64,7 +65,8 @@ def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True, job:
 
     ``job``: the training job that ``wants_rl`` asks for, a key of ``_JOBS``.
     """
-    if wants_rl and job != (wanted := cfg.algo.loss if is_supervised(cfg) else "rl"):
+    other = "distill" if any(source.teacher for source in cfg.data.environments) else "rl"
+    if wants_rl and job != (wanted := cfg.algo.loss if is_supervised(cfg) else other):
         problem = "with these sources, the configuration is one of another command"
         return _refuse(f"--algo.loss = {cfg.algo.loss!r}: {problem}. Use the command {wanted}.")
     if find_spec("torch") is None:
@@ -86,6 +88,8 @@ def _check_model(cfg: RunConfig) -> None:
     if errors := run_folder.in_use(cfg) or run_folder.resume_violations(cfg):
         raise ConfigError(errors)
     ignored = check_folder(cfg.model, None if cfg.model.hf_path is None else Path(cfg.model.hf_path))
+    if any(source.teacher for source in cfg.data.environments):
+        teachers.check(cfg, cfg.model.hf_path or cfg.data.tokenizer)
     if ignored and cfg.observe.display != "none":
         print(ignored, flush=True)
 

@@ -29,6 +29,7 @@ from megatron_fp8rl.names import adapted
 from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
 from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals, resolved
 from megatron_fp8rl.precision.kernel_support import invariant_nccl
+from megatron_fp8rl.preflight import teachers
 from megatron_fp8rl.preflight.findings import Checks
 from megatron_fp8rl.preflight.shapes import check_checkpoint, check_degrees, check_model
 from megatron_fp8rl.preflight.tiling import check_tiling
@@ -283,7 +284,8 @@ def _check_session(checks: Checks) -> None:
 
 def _check_algo(checks: Checks) -> None:
     cfg, algo, limit = checks.cfg, checks.cfg.algo, checks.cfg.sampling.max_completion_tokens
-    if cfg.sampling.completions_per_prompt == 1:
+    checks.violations += teachers.violations(cfg)
+    if cfg.sampling.completions_per_prompt == 1 and not any(source.teacher for source in cfg.data.environments):
         problem = "leaves nothing to compare within a group, so every advantage is 0"
         checks.refuse("sampling.completions_per_prompt", problem, "Set it to 2 or more; 8 is usual", (2, 8))
     checks.violations += load_function.errors(algo)
@@ -453,7 +455,8 @@ def _check_environment(checks: Checks, path: str, environment: EnvironmentConfig
         except FileNotFoundError as error:
             refuse(field, str(error).removeprefix(f"{name}: ").rstrip("?"), "Name other files")
     is_rows = has_rows(environment.dataset)
-    if is_rows and not environment.rewards and not environment.agent and not is_supervised(checks.cfg):
+    has_scores = environment.rewards or environment.agent or environment.teacher
+    if is_rows and not has_scores and not is_supervised(checks.cfg):
         remedy = f"Set --{path}.rewards to exact, number, choice, math, code or FILE.py:function"
         refuse("rewards", f"nothing scores the answers to {environment.dataset}", remedy)
     for field in () if is_rows else ("eval", "rewards", "prompt_column", "answer_column"):

@@ -358,6 +358,15 @@ def draw_pass_at_k_by_step(axes: Axes, run: RunData) -> bool:
     return bool(ks)
 
 
+def draw_validation(axes: Axes, run: RunData) -> bool:
+    """Losses of supervised jobs on training and held-out rows."""
+    if has_validation := bool(run.values("eval/loss/mean")):
+        curve(axes, *run.series("train/loss/mean"), color=GREY, label="training")
+        axes.plot(*run.series("eval/loss/mean"), "o-", color=PURPLE, markersize=4, label="held out")
+        finish(axes, "Loss on held-out rows", y="nats")
+    return has_validation
+
+
 def draw_warm_start(axes: Axes, run: RunData) -> bool:
     key = "loss/nll/mean" if run.warm_start.values("loss/nll/mean") else "train/loss/mean"
     curve(axes, *run.warm_start.series(key), color=PURPLE, label="negative log-likelihood")
@@ -386,6 +395,7 @@ SECTIONS: dict[str, tuple[Draw, ...]] = {
         draw_environments,
         draw_reward_parts,
         draw_pass_at_k_by_step,
+        draw_validation,
         draw_warm_start,
         draw_warm_start_pass_rate,
     ),

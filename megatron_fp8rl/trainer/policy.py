@@ -69,10 +69,12 @@ class Policy:
         )
 
     @classmethod
-    def build(cls, cfg: RunConfig, parallel: Parallel, host: HostMemory | None = None) -> Policy:
+    def build(
+        cls, cfg: RunConfig, parallel: Parallel, host: HostMemory | None = None, *, has_reference: bool = True
+    ) -> Policy:
         """Collective: build the model from ``cfg.model.hf_path`` or with random weights, its adapters if configured,
         and the optimizer. If ``algo.kl_coef`` > 0 and there are no adapters, also a reference model: a second copy of
-        these weights without gradients."""
+        these weights without gradients. ``has_reference`` False: the caller sets ``ref_logprobs_T``."""
         if cfg.optim.offload and parallel.device.type == "cuda":
             expand_segments()  # otherwise small resident tensors pin the segments of offloaded ones
         models = build_chunks(cfg, parallel)
@@ -82,7 +84,7 @@ class Policy:
         if cfg.lora.rank:
             add_adapters(models, cfg, parallel)
             base = base_digest(models, parallel)
-        elif cfg.algo.kl_coef > 0:
+        elif cfg.algo.kl_coef > 0 and has_reference:
             reference = _frozen_copy(models, cfg, parallel)
         if cfg.precision.params == "fp8":
             quantize_parameters(models, parallel)

@@ -53,6 +53,18 @@ def test_the_page_of_dpo_runs_as_written(tmp_path):
     assert metrics[1]["train/loss/mean"] == pytest.approx(0.6931, abs=1e-3)  # log 2: the policy is the reference
 
 
+@pytest.mark.slow
+def test_the_page_of_distill_runs_as_written(tmp_path):
+    make_model(tmp_path / "TEACHER", ["What is 2 + 3?", "Sure?", "Yes.", "Be short."])
+    _run("distill.md", tmp_path)
+    run_dir = tmp_path / "runs" / "MODEL-questions-distilled"
+    metrics = _metrics(run_dir)
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    for row in metrics[1:]:
+        assert row["train/loss/mean"] > 0 and row["loss/kl_ref/mean"] > 0.01 and row["reward/score/max"] == 0
+        assert row["publish/version/max"] == row["step"] and row["mismatch/abs_logprob_diff/max"] < 0.1
+
+
 @pytest.mark.parametrize(
     ("job", "args", "message"),
     [
@@ -65,6 +77,14 @@ def test_the_page_of_dpo_runs_as_written(tmp_path):
         ("dpo", ["--model", "MODEL", "--data", "chats.jsonl", "--beta", "0"], "--beta = 0.0: is not a number above 0"),
         ("dpo", ["--model", "MODEL", "--data", "chats.jsonl", "--label_smoothing", "0.5"], "--label_smoothing = 0.5"),
         ("dpo", ["tiny_qwen3"], "--algo.loss = 'dapo': with these sources"),
+        ("distill", ["--model", "MODEL", "--data", "chats.jsonl"], "--teacher = (): there is no teacher"),
+        ("distill", ["--model", "MODEL", "--data", "chats.jsonl", "--teacher", "MODLE"], "is not a folder with config"),
+        (
+            "distill",
+            ["--model", "MODEL", "--data", "a.jsonl", "b.jsonl", "c.jsonl", "--teacher", "MODEL", "http://a/v1"],
+            "2 teachers for 3 sources",
+        ),
+        ("distill", ["tiny_qwen3"], "--algo.loss = 'dapo': with these sources"),
         ("train", ["tiny_qwen3", "--algo.loss", "dpo"], "--algo.loss = 'dpo': learns pairs of rows without rewards"),
         ("sft", ["tiny_qwen3", "--data", "chats.jsonl"], "--data makes a configuration, and tiny_qwen3 is one"),
     ],

@@ -1,0 +1,52 @@
+"""The job of the command distill: on-policy distillation from frozen teachers.
+
+The student samples, and the teacher of each source scores the same tokens. The teacher's log-probabilities take the
+place of the reference model's in the loss of reinforcement learning, so ``algo.kl_coef`` times KL(student || teacher)
+is minimized on the student's own samples, beside the rewards if there are any. The estimate uses the sampled token, as
+in Thinking Machines' "On-Policy Distillation" (2025). Runs identically on every trainer rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import ClassVar
+
+from megatron_fp8rl import rl_loop
+from megatron_fp8rl.data.packing import with_ref_logprobs
+from megatron_fp8rl.observe.spans import span
+from megatron_fp8rl.preflight.teachers import is_served, student_of, teachers_of
+from megatron_fp8rl.rollout.teacher_client import ServedTeacher
+from megatron_fp8rl.trainer.frozen import FrozenPolicy
+from megatron_fp8rl.types import Sample, TrainBatch
+
+
+class Distillation(rl_loop.Trainer):
+    """One run on this rank. Every method is a collective over the trainer ranks."""
+
+    has_reference: ClassVar[bool] = False
+
+    def connect(self, stack: ExitStack) -> None:
+        """Load the teachers in folders while engines start."""
+        self._names = teachers_of(self.cfg.data)
+        with span("start_teachers"):
+            self._teachers = {name: self._build(name) for name in dict.fromkeys(self._names.values())}
+        super().connect(stack)
+
+    def with_reference(self, samples: Sequence[Sample], batches: Sequence[TrainBatch]) -> list[TrainBatch]:
+        scored = {}
+        with span("teachers"):
+            for name, teacher in self._teachers.items():
+                part = [sample for sample in samples if self._names[sample.environment] == name]
+                if self.parallel.broadcast_object(bool(part)):
+                    scored |= teacher.sample_logprobs(part)
+        return [with_ref_logprobs(batch, scored) for batch in batches]
+
+    def _build(self, name: str) -> FrozenPolicy | ServedTeacher:
+        if is_served(name):
+            return ServedTeacher(name, self.cfg.engine.request_s, self.parallel)
+        return FrozenPolicy.build(student_of(self.cfg, name), self.parallel)
+
+
+run = partial(rl_loop.run, job=Distillation)

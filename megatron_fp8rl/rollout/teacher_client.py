@@ -1,0 +1,111 @@
+"""Log-probabilities of given tokens from a vLLM server with the OpenAI-compatible API.
+
+In: samples. Out: log-probabilities of the trained tokens by the model of the server, at temperature 1. A request has
+the token ids of a sequence and asks for ``prompt_logprobs``. Runs on trainer rank 0.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.types import Sample
+
+_REQUESTS = 64  # at once
+_RETRIED = (408, 409, 429, 500, 502, 503, 504)
+_WAITS_S = (0.0, 1.0, 4.0, 16.0)  # before each attempt
+_KEY = "OPENAI_API_KEY"  # environment variable with the key of the server, if it needs one
+
+
+class TeacherError(RuntimeError):
+    """The server of a teacher cannot be reached, or does not answer as vLLM does."""
+
+
+class ServedTeacher:
+    def __init__(self, url: str, deadline_s: float, parallel: Parallel) -> None:
+        self._url, self._deadline_s, self._parallel = url, deadline_s, parallel
+
+    def sample_logprobs(self, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+        """Collective: log-probabilities of the trained tokens of rank 0's ``samples``, FP32, by name, on all ranks.
+        Raises TeacherError on all ranks."""
+        scored, failure = {}, ""
+        if self._parallel.rank == 0:
+            try:
+                model = _models(self._url)["id"]
+                with ThreadPoolExecutor(_REQUESTS) as pool:
+                    values = pool.map(lambda sample: self._score(model, sample), samples)
+                    scored = dict(zip((sample.name for sample in samples), values, strict=True))
+            except TeacherError as error:
+                failure = str(error)
+        scored, failure = self._parallel.broadcast_object((scored, failure))
+        if failure:
+            raise TeacherError(failure)
+        return scored
+
+    def _score(self, model: str, sample: Sample) -> np.ndarray:
+        ids = sample.token_ids.array.tolist()
+        body = {"model": model, "prompt": ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
+        answer = _ask(self._url, "/v1/completions", body, self._deadline_s)
+        try:
+            entries = answer["choices"][0]["prompt_logprobs"][1:]
+            values = [float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries, strict=True)]
+        except (LookupError, TypeError, ValueError) as error:
+            raise TeacherError(f"{self._url} gave no prompt_logprobs for {sample.name}: {error!r}") from None
+        if not all(map(math.isfinite, values)):
+            raise TeacherError(f"{self._url} gave a log-probability that is not finite for {sample.name}")
+        is_trained = np.concatenate([np.full(len(part.token_ids), part.is_trained) for part in sample.segments])
+        return np.array([0.0, *values], np.float32)[is_trained]
+
+
+def ask_window(url: str) -> int:
+    """The most tokens of a sequence that the server's model reads. Raises TeacherError."""
+    return int(_models(url).get("max_model_len") or 0)
+
+
+def ask_tokens(url: str, text: str) -> list[int]:
+    """The token ids of a text by the server's tokenizer, without special tokens. Raises TeacherError."""
+    body = {"model": _models(url)["id"], "prompt": text, "add_special_tokens": False}
+    return _ask(url, "/tokenize", body, 60.0).get("tokens", [])
+
+
+def _models(url: str) -> dict[str, Any]:
+    try:
+        return _ask(url, "/v1/models", None, 60.0)["data"][0]
+    except (LookupError, TypeError) as error:
+        raise TeacherError(f"{url} lists no model: {error!r}") from None
+
+
+def _ask(url: str, path: str, body: dict[str, Any] | None, deadline_s: float) -> dict[str, Any]:
+    """The JSON answer to a request; ``body`` None: GET. Retries what may pass. Raises TeacherError."""
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(_KEY):
+        headers["Authorization"] = f"Bearer {key}"
+    address = url.rstrip("/").removesuffix("/v1") + path
+    data = None if body is None else json.dumps(body).encode()
+    failure = ""
+    for wait_s in _WAITS_S:
+        time.sleep(wait_s)
+        try:
+            with urllib.request.urlopen(urllib.request.Request(address, data, headers), timeout=deadline_s) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            failure = f"HTTP {error.code}: {error.read(200).decode(errors='replace')}"
+            if error.code not in _RETRIED:
+                break
+        except (OSError, http.client.HTTPException) as error:
+            failure = str(error)
+        except ValueError as error:
+            failure = f"the answer is not JSON: {error}"
+            break
+    raise TeacherError(f"{address}: {failure}")
