@@ -15,12 +15,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.types import Sample
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.trainer.parallel import Parallel
 
 _REQUESTS = 64  # at once
 _RETRIED = (408, 409, 429, 500, 502, 503, 504)
