@@ -153,7 +153,7 @@ class Policy:
             replace(mb, old_logprobs_T=None if values is None else values.to(mb.tokens_T.device))
             for mb, values in zip(batch.microbatches, old, strict=True)
         ]
-        if self.cfg.algo.kl_coef > 0:
+        if self.cfg.algo.kl_coef > 0 and (self.reference or self.cfg.lora.rank):
             with nullcontext() if self.reference else without_adapters(self.chunks):
                 ref = self._forward.logprobs(self.reference or self.chunks, batch.microbatches)
             filled = [
