@@ -106,13 +106,17 @@ def test_types_can_be_changed(tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=["deepseek_v3", "qwen3_fp8"])
-def test_official_fp8_checkpoints_are_read(scale_dtype, tmp_path):
-    """Block FP8 with FP32 scales as DeepSeek publishes it, and with BF16 scales as Qwen3-FP8 has them."""
-    tensors = random_tensors(TINY)
+@pytest.mark.parametrize(
+    ("model", "scale_dtype"),
+    [(TINY, torch.float32), (TINY, torch.bfloat16), (FAMILIES["minimax_m2"], torch.float32)],
+    ids=["deepseek_v3", "qwen3_fp8", "minimax_m2"],
+)
+def test_official_fp8_checkpoints_are_read(model, scale_dtype, tmp_path):
+    """Block FP8 with FP32 scales as DeepSeek and MiniMax publish it, and with BF16 scales as Qwen3-FP8 has them."""
+    tensors = random_tensors(model)
     stored, expected = {}, {}
     for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
             stored[name] = expected[name] = tensor
             continue
         data, scale = quantize_weight(tensor, "fp32")
@@ -123,9 +127,10 @@ def test_official_fp8_checkpoints_are_read(scale_dtype, tmp_path):
             for column in range(scale.shape[1]):
                 block = slice(128 * row, 128 * (row + 1)), slice(128 * column, 128 * (column + 1))
                 expected[name][block] = (data[block].float() * scale[row, column].float()).bfloat16()
-    config = registry.to_hf_config(TINY) | {
-        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    }
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    if model.family == "minimax_m2":
+        quantization["modules_to_not_convert"] = ["gate", "e_score_correction_bias", "lm_head"]
+    config = registry.to_hf_config(model) | {"quantization_config": quantization}
     back = there_and_back(write_folder(tmp_path / "hf", stored, config), tmp_path)
     assert_same_tensors(read_tensors(back), expected)
     assert "quantization_config" not in json.loads((back / "config.json").read_text())

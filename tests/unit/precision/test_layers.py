@@ -17,6 +17,8 @@ MODELS = {
     "mixtral": ModelConfig(family="mixtral", **EXPERTS, **COMMON),
     "glm4_moe": ModelConfig(family="glm4_moe", qkv_bias=True, qk_norm=True, rotary_fraction=0.5, **SHARING),
     "deepseek_v3": ModelConfig(family="deepseek_v3", mla=MLA, **SHARING),
+    "glm4_moe_lite": ModelConfig(family="glm4_moe_lite", mla=MLA, **SHARING),
+    "minimax_m2": ModelConfig(family="minimax_m2", qk_norm=True, router=ROUTER, **EXPERTS, **COMMON),
 }
 QKVO = {f"self_attn.{x}_proj" for x in "qkvo"}
 DENSE = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
@@ -30,6 +32,8 @@ EXPECTED = {  # by layer; the last of four is for multi-token prediction
     "mixtral": [QKVO | MIXTRAL] * 3,
     "glm4_moe": [QKVO | DENSE] + [QKVO | ROUTED | SHARED] * 3,
     "deepseek_v3": [LATENT | DENSE] + [LATENT | ROUTED | SHARED] * 3,
+    "glm4_moe_lite": [LATENT | DENSE] + [LATENT | ROUTED | SHARED] * 3,
+    "minimax_m2": [QKVO | MIXTRAL] * 3,
 }
 
 
