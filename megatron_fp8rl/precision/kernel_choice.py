@@ -337,7 +337,7 @@ class EngineKernels:
 @dataclass(frozen=True, kw_only=True)
 class KernelChoice:
     hardware: Hardware
-    exact: Literal["on", "off"]  # precision.exact
+    exact: str  # "on" or "off": precision.exact
     trainer: TrainerKernels
     engine: EngineKernels
     reasons: Mapping[str, str] = field(compare=False)  # by key of TABLE
