@@ -58,7 +58,7 @@ class Difference:
 
 
 def operation_names(model: ModelConfig) -> list[str]:
-    """Names in execution order. Raises ValueError for latent attention, which has other operations."""
+    """Names in execution order. Raises ValueError for attention with other operations."""
     if model.has("mla") or registry.norms_all_heads(model):
         raise ValueError(
             f"model.family: {model.family} cannot be probed; its engine fuses other operations of attention"

@@ -154,6 +154,19 @@ def accept_deep_gemm_experts() -> None:
 
 @patches(
     "vllm",
+    why="MoERunner multiplies the sum of a token's experts by the router's factor; the trainer multiplies the router "
+    "weights (_maybe_apply_routed_scale_to_output)",
+    remove_when="vLLM can apply the factor to router weights in every engine",
+)
+def leave_routed_scale_to_the_router() -> None:
+    """Return the sum of a token's experts without the factor, which the router weights of a CPU engine contain."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    MoERunner._maybe_apply_routed_scale_to_output = lambda runner, shared, routed: (shared, routed)
+
+
+@patches(
+    "vllm",
     why="AsyncLLM reads until after the engine ends, and often reports a dead engine (output_handler); with "
     "data-parallel ranks, a collective call returns only the first rank's answer (_call_utility_async)",
     remove_when="AsyncLLM.shutdown stops its reader first, and collective_rpc returns the answers of all ranks",

@@ -1,11 +1,11 @@
 """Blockwise FP8 against bytes worked out by hand and a loop in float64 that knows the format from its definition."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.kernels import blockwise
 from megatron_fp8rl.kernels.blockwise import E4M3, E5M2, dequantize_weight, quantize_weight
 from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, has_nan, is_fp8, plain
@@ -281,7 +281,7 @@ def test_scales_are_cut_where_the_rows_are(rank):
 
 
 def test_heads_that_share_a_block_are_named():
-    narrow = ModelConfig(**{**vars(MODEL), "head_dim": 64})
+    narrow = replace(MODEL, head_dim=64)
     weight = registry.weight(QKV.name, narrow)
     with pytest.raises(ValueError, match=r"linear_qkv\.weight: .*v_proj\.weight begins within a block of 128"):
         slicing.split(weight, narrow, torch.zeros(4, 2), 1, 0, block=128)

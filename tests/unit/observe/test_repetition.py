@@ -63,9 +63,9 @@ def test_runs_with_other_times_memory_and_speed_are_equal(tmp_path):
     b = write_run(tmp_path / "b", [row(0, **slow), row(1, **slow)], {1: [group_of(1, num_cached_tokens=7)]})
     comparison = compare_results(a, b)
     # Step, reward and loss of two steps; a prompt with 4 texts, 3 tokens and 3 values of metadata; two rollouts with 5
-    # values of the rollout, 5 of its prompt, and 28 of its completion: 2 tokens, 2 log-probabilities, 4 of spans, 16
-    # experts, 2 versions, the text and the reason of its end.
-    assert comparison.is_equal and comparison.lines == (f"equal: {2 * 3 + 10 + 2 * (5 + 5 + 28)} values of 2 steps",)
+    # values of the rollout, 5 of its prompt, and 29 of its completion: 2 tokens, 2 log-probabilities, 4 of spans, 16
+    # experts, 2 versions, no kept entries, the text and the reason of its end.
+    assert comparison.is_equal and comparison.lines == (f"equal: {2 * 3 + 10 + 2 * (5 + 5 + 29)} values of 2 steps",)
 
 
 def test_metrics_alone_are_counted_exactly(tmp_path):

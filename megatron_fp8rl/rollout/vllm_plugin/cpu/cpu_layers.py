@@ -23,7 +23,6 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -54,6 +53,7 @@ from megatron_fp8rl.kernels.routing import choose_experts
 from megatron_fp8rl.precision import quantizers
 from megatron_fp8rl.precision.formats import QuantFormat
 from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_attention
+from megatron_fp8rl.rollout.vllm_plugin.patches import leave_routed_scale_to_the_router
 from megatron_fp8rl.upstream import patches
 
 
@@ -71,7 +71,7 @@ def register() -> None:
         method.process_weights_after_loading = ReadableLinearMethod.process_weights_after_loading
         method.apply = ReadableLinearMethod.apply
     nn.Linear.forward = lambda layer, x: ReadableLinearMethod().apply(layer, x, layer.bias)  # GLM-4.5's router
-    MoERunner._maybe_apply_routed_scale_to_output = lambda runner, shared, routed: (shared, routed)  # _route applies it
+    leave_routed_scale_to_the_router()  # _route applies it
     RMSNorm.forward_cpu = _rms_norm
     RotaryEmbedding.forward_cpu = _rotate
     MiniMaxText01RMSNormTP.forward_qkv = staticmethod(_norm_all_heads)
