@@ -41,7 +41,7 @@ def _cfg(attention: str) -> RunConfig:
     )
     weight_sync = WeightSyncConfig(transport="gloo")
     sampling = SamplingConfig(max_prompt_tokens=128, max_completion_tokens=128)
-    precision = PrecisionConfig(trainer="bf16", rollout="bf16", kernels={"engine_attention": attention})
+    precision = PrecisionConfig(trainer="bf16", rollout="bf16", kernels={"engine_attention": attention}, exact=False)
     return replace(
         cfg, name="kv_scales", engine=engine, weight_sync=weight_sync, sampling=sampling, precision=precision
     )

@@ -36,6 +36,7 @@ def _cfg(model: ModelConfig, params: str, *, scales: str = "pow2", edges: int = 
         scales=scales,
         kernels={"linears": "te", "experts": "te"},
         bf16_last_layers=edges,
+        exact=False,
     )
     return replace(run_config(model=model, optim=replace(OPTIM, **optim)), precision=precision)
 

@@ -26,6 +26,7 @@ def _cfg(kind: str, how: str) -> RunConfig:
     from model_configs import tiny
 
     cfg = {"dense": tiny.tiny_qwen3, "moe": tiny.tiny_qwen3_moe}[kind]()
+    cfg = replace(cfg, precision=replace(cfg.precision, exact=False))
     model = replace(cfg.model, hidden_size=512, head_dim=128, max_position_embeddings=512)
     sampling = replace(cfg.sampling, max_prompt_tokens=64, max_completion_tokens=32)
     engine = replace(

@@ -28,6 +28,7 @@ def _cfg(kind: str) -> RunConfig:
     from model_configs import tiny
 
     cfg = {"dense": tiny.tiny_qwen3, "moe": tiny.tiny_qwen3_moe}[kind]()
+    cfg = replace(cfg, precision=replace(cfg.precision, exact=False))
     wide = {"dense": {"ffn_hidden_size": 8192}, "moe": {"moe_ffn_hidden_size": 1024}}[kind]
     model = replace(
         cfg.model,

@@ -27,12 +27,12 @@ MOE = small_model((4, 128, 4, 2, 64, 62), experts=(4, 2, 128), max_position_embe
 DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=256)
 OPTIM = OptimConfig(lr=3e-3, eps=1e-2)
 RECIPES = {
-    "bf16": PrecisionConfig(trainer="bf16"),
-    "blockwise": PrecisionConfig(trainer="blockwise"),
-    "blockwise fp32 e5m2": PrecisionConfig(trainer="blockwise", scales="fp32", gradients="e5m2"),
-    "blockwise edges": PrecisionConfig(trainer="blockwise", bf16_first_layers=1, bf16_last_layers=1),
-    "tensorwise": PrecisionConfig(trainer="tensorwise"),
-    "delayed": PrecisionConfig(trainer="delayed", gradients="e5m2"),
+    "bf16": PrecisionConfig(trainer="bf16", exact=False),
+    "blockwise": PrecisionConfig(trainer="blockwise", exact=False),
+    "blockwise fp32 e5m2": PrecisionConfig(trainer="blockwise", scales="fp32", gradients="e5m2", exact=False),
+    "blockwise edges": PrecisionConfig(trainer="blockwise", bf16_first_layers=1, bf16_last_layers=1, exact=False),
+    "tensorwise": PrecisionConfig(trainer="tensorwise", exact=False),
+    "delayed": PrecisionConfig(trainer="delayed", gradients="e5m2", exact=False),
 }
 
 

@@ -42,6 +42,7 @@ def _cfg(num_trainers: int, engine: dict[str, int]) -> RunConfig:
     from model_configs import tiny
 
     cfg = tiny.tiny_qwen3_moe()
+    cfg = replace(cfg, precision=replace(cfg.precision, exact=False))
     model = replace(
         cfg.model,
         hidden_size=512,
