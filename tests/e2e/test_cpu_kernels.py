@@ -72,9 +72,8 @@ def mixture(x: Tensor, logits: Tensor, multiply) -> tuple[Tensor, Tensor]:
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Expert ids as vLLM's capturer gets them."""
     ids: list[Tensor] = []
-    context = SimpleNamespace(
-        no_compile_layers={"model.layers.0.mlp.experts": SimpleNamespace(router=SimpleNamespace(capture_fn=ids.append))}
-    )
+    runner = SimpleNamespace(router=SimpleNamespace(capture_fn=ids.append), routed_scaling_factor=1.0)
+    context = SimpleNamespace(no_compile_layers={"model.layers.0.mlp.experts": runner})
     monkeypatch.setattr(cpu_kernels, "get_forward_context", lambda: context)
     return ids
 
