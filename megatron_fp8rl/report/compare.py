@@ -108,7 +108,8 @@ def _markdown(arms: Runs, summary: dict) -> str:
 
 def _paired(arms: Runs, evaluated: RunData) -> dict[str, dict[str, dict[str, float]]]:
     """By arm: held-out accuracy of the final weights, and its difference from the first arm, question by question."""
-    rates = {arm: [evaluated.pass_rates_of(run.run_dir / "hf") for run in runs.values()] for arm, runs in arms.items()}
+    folders = {arm: [(run.run_dir / "hf").absolute() for run in runs.values()] for arm, runs in arms.items()}
+    rates = {arm: [evaluated.pass_rates.get(folder, {}) for folder in by_seed] for arm, by_seed in folders.items()}
     problems = sorted(set.intersection(*(set(rows) for by_seed in rates.values() for rows in by_seed)))
     if not problems:
         return {}

@@ -56,12 +56,14 @@ class RunData:
         results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.run_dir.glob(EVALUATIONS))]
         return sorted(results, key=lambda result: (result["step"] is None, result["step"] or 0, result["name"]))
 
-    def pass_rates_of(self, checkpoint: Path) -> dict[str, float]:
-        """Pass rate by problem of this run's evaluation of a checkpoint; empty without one."""
-        for path in self.run_dir.glob(EVALUATIONS):
-            if Path(json.loads(path.read_text(encoding="utf-8"))["checkpoint"]) == checkpoint.absolute():
-                return pass_rates(read_json_lines(path.with_name(PROBLEMS)))
-        return {}
+    @cached_property
+    def pass_rates(self) -> dict[Path, dict[str, float]]:
+        """By checkpoint that this run evaluated: the pass rate of each problem."""
+        results = {path: json.loads(path.read_text(encoding="utf-8")) for path in self.run_dir.glob(EVALUATIONS)}
+        return {
+            Path(result["checkpoint"]): pass_rates(read_json_lines(path.with_name(PROBLEMS)))
+            for path, result in results.items()
+        }
 
     @cached_property
     def warm_start(self) -> RunData:

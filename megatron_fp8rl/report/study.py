@@ -34,7 +34,7 @@ PRECISIONS = {
     )
 }
 PRECISIONS |= {f"{arm}+kv": (*PRECISIONS[arm], "--engine.kv_cache_dtype", "fp8") for arm in ("fp8/fp8", "exact")}
-EVALUATED = (*PRECISIONS["bf16/bf16"], "--engine.kv_cache_dtype", "auto")
+_EVALUATED = (*PRECISIONS["bf16/bf16"], "--engine.kv_cache_dtype", "auto")
 _UNCORRECTED = ("--algo.correction", "off", "--algo.veto-below", "None")
 
 
@@ -157,20 +157,13 @@ def _evaluate(runs: Sequence[StudyRun], study_dir: Path, command: list[str], opt
     from megatron_fp8rl.report.run_data import RunData  # imports numpy
 
     home, weights = study_dir / EVALUATION_DIR, [(run.run_dir / "hf").absolute() for run in runs]
-    if all(len(RunData(home).pass_rates_of(folder)) == options.evaluate for folder in weights):
+    rates = RunData(home).pass_rates
+    if all(len(rates.get(folder, ())) == options.evaluate for folder in weights):
         return
-    sizes = ("--num_problems", str(options.evaluate), "--num_completions", str(options.evaluate_completions))
     print(f"evaluation of {len(runs)} runs on {options.evaluate} problems", flush=True)
-    command += [
-        "--checkpoint",
-        *map(str, weights),
-        *sizes,
-        "--warm_start.steps",
-        "0",
-        "--output_dir",
-        str(home),
-        *EVALUATED,
-    ]
+    sizes = ("--num_problems", str(options.evaluate), "--num_completions", str(options.evaluate_completions))
+    command += ["--checkpoint", *map(str, weights), *sizes]
+    command += ["--warm_start.steps", "0", "--output_dir", str(home), *_EVALUATED]
     _run_logged(command, study_dir / f"{EVALUATION_DIR}.log", "the evaluation")
 
 
