@@ -153,12 +153,19 @@ def run(cfg: RunConfig, config_name: str, overrides: Sequence[str], options: Stu
 
 
 def _evaluate(runs: Sequence[StudyRun], study_dir: Path, command: list[str], options: StudyOptions) -> None:
-    """Evaluate the final weights of all runs in BF16, unless the study's last evaluation did so."""
+    """Evaluate the final weights of all runs in BF16, unless an evaluation of this size is newer than each run."""
     from megatron_fp8rl.report.run_data import RunData  # imports numpy
 
     home, weights = study_dir / EVALUATION_DIR, [(run.run_dir / "hf").absolute() for run in runs]
-    rates = RunData(home).pass_rates
-    if all(len(rates.get(folder, ())) == options.evaluate for folder in weights):
+    results = {Path(result["checkpoint"]): result for result in RunData(home).evaluations}
+    num_completions = options.evaluate * options.evaluate_completions
+
+    def is_evaluated(run: StudyRun, folder: Path) -> bool:
+        trained_unix_s, result = (run.run_dir / "done.json").stat().st_mtime, results.get(folder)
+        is_new = result is not None and result["finished_unix_s"] > trained_unix_s
+        return is_new and result["overall"]["num_completions"] == num_completions
+
+    if all(map(is_evaluated, runs, weights)):
         return
     print(f"evaluation of {len(runs)} runs on {options.evaluate} problems", flush=True)
     sizes = ("--num_problems", str(options.evaluate), "--num_completions", str(options.evaluate_completions))

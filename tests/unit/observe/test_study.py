@@ -1,5 +1,8 @@
 """Which runs a study makes of a configuration, and what it refuses before the first one."""
 
+import json
+import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import ConfigError
 from megatron_fp8rl.preflight import rules
+from megatron_fp8rl.report import study
 from megatron_fp8rl.report.study import StudyOptions, plan_runs
 
 TINY = cli.load_config("tiny_qwen3_moe")
@@ -61,3 +65,31 @@ def test_what_makes_no_study_is_refused_before_it_starts(options, changes, outpu
 def test_without_correction_its_own_runs_are_the_study():
     cfg = cli.parse_overrides(TINY, ("--algo.correction", "off", "--algo.veto_below", "None"))
     assert len(plan_runs(cfg, (), StudyOptions(seeds=(1,), corrected_only=True))) == len(StudyOptions().arms)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_repeated"), [("nothing", False), ("trained again", True), ("more completions", True)]
+)
+def test_weights_are_evaluated_again_only_if_the_evaluation_is_older_or_of_another_size(
+    change, is_repeated, tmp_path, monkeypatch
+):
+    commands, now = [], time.time()
+    monkeypatch.setattr(study, "_run_logged", lambda command, log, what: commands.append(command))
+    options = StudyOptions(seeds=(1, 2), arms=("exact",), evaluate=8, evaluate_completions=2)
+    runs = plan_runs(replace(TINY, output_dir=str(tmp_path / "{name}")), (), options)
+    for run in runs:
+        run.run_dir.mkdir(parents=True)
+        (run.run_dir / "done.json").touch()
+        os.utime(
+            run.run_dir / "done.json", (now, now + 60 if change == "trained again" and run.seed == 2 else now - 60)
+        )
+        result = {"checkpoint": str(run.run_dir / "hf"), "name": str(run.seed), "step": 2, "finished_unix_s": now}
+        result["overall"] = {"num_completions": 32 if change == "more completions" else 16}
+        folder = tmp_path / "evaluation" / "evaluations" / str(run.seed)
+        folder.mkdir(parents=True)
+        (folder / "eval.json").write_text(json.dumps(result))
+    study._evaluate(runs, tmp_path, ["eval"], options)
+    assert len(commands) == is_repeated
+    if commands:
+        (words,) = commands
+        assert words[:4] == ["eval", "--checkpoint", *(str(run.run_dir / "hf") for run in runs)]
