@@ -1,7 +1,8 @@
 """Run the tests; one that fails beside others is run again alone, to be told apart: python tools/run_tests.py [ARG...]
 
 In: arguments of pytest, among them ``-n``, the number of processes that share the cores. Out: pytest's exit status.
-A test that passes only alone fails the build too, and is named: it needs time, memory or a port that others may use.
+A test that passes only alone is named: it needs time, memory or a port that others may use. More than TOLERATED such
+tests fail the build.
 Nothing is repeated after a usage error, an interrupt or a collection error, nor when more than MOST tests failed.
 Runs in the installed environment; imports the standard library alone.
 """
@@ -16,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 MOST = 10
+TOLERATED = 2
 TESTS_FAILED = 1  # pytest's exit status for tests that failed, as against 2 to 5
 
 
@@ -33,7 +35,7 @@ def main(arguments: list[str]) -> int:
         broken = failures(Path(cache))
         for name in failed:
             print(f"FAILS {'ALSO ALONE' if name in broken else 'ONLY BESIDE OTHERS'}: {name}", flush=True)
-        return status
+        return status if broken or len(failed) > TOLERATED else 0
 
 
 def pytest(arguments: list[str]) -> int:

@@ -148,7 +148,7 @@ def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path:
     for step, line in _lines(tmp_path).items():
         if step:
             assert line["mismatch/abs_logprob_diff/max"] == 0 and line["mismatch/ratio/max"] == 1
-            assert line["time/old_logprobs/s"] < 0.1 * line["time/update/s"]
+            assert "time/mismatch/s" not in line, "mismatch is measured in the update, not in a pass before it"
             assert line["train/grad_norm/max"] > 0
 
 

@@ -54,19 +54,19 @@ def slurm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmClu
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    os.environ["SLURM_CONF"] = environment["SLURM_CONF"]  # for launcher functions that are called in this process
     try:
         yield SlurmCluster(shared=STATE / "shared", environment=environment)
     finally:
-        os.environ.pop("SLURM_CONF")
         if not is_running:
             subprocess.run([SCRIPT, "stop"], check=True, timeout=300)
         lock.close()
 
 
 @pytest.fixture
-def slurm(slurm_session: SlurmCluster) -> Iterator[SlurmCluster]:
-    """The cluster with idle nodes and an empty queue, before the test and after it."""
+def slurm(slurm_session: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """The cluster with idle nodes and an empty queue, before the test and after it. Other tests of this process must not
+    see the cluster."""
+    monkeypatch.setenv("SLURM_CONF", slurm_session.environment["SLURM_CONF"])
     slurm_session.settle()
     yield slurm_session
     slurm_session.settle()

@@ -1,4 +1,4 @@
-"""A test that passes only alone fails the build, and is told apart from those that are broken."""
+"""Tests that pass only alone are named, and distinguished from those that are broken; more than two fail the build."""
 
 import os
 import subprocess
@@ -57,6 +57,15 @@ def test_what_passes_only_alone_fails_with_its_name(tmp_path: Path):
     assert "FAILS ONLY BESIDE OTHERS: test_lonely.py::test_setup\n" in second and "test_fine" not in second
     assert "FAILS ALSO ALONE: test_broken.py::test_broken\n" in second
     assert not (tmp_path / ".pytest_cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("selected", "broken", "status"), [("words", "", 0), ("words or setup or a", "", 1), ("words", BROKEN, 1)]
+)
+def test_two_that_pass_only_alone_are_tolerated(tmp_path: Path, selected: str, broken: str, status: int):
+    done = run(tmp_path, "-k", f"{selected} or broken", test_lonely=LONELY, test_broken=broken)
+    assert done.returncode == status, done.stdout
+    assert "FAILS ONLY BESIDE OTHERS: test_lonely.py::test_ids[two words]\n" in done.stdout
 
 
 @pytest.mark.parametrize(
