@@ -97,7 +97,7 @@ class ModelConfig:
     qk_norm: bool | None = None  # normalize each query and key head before RoPE; None: the family's default
     mla: MlaConfig | None = None
     num_mtp_layers: int = 0  # multi-token prediction layers after the last layer; 0 ignores those of a checkpoint
-    sliding_window: int | None = None  # attention window in tokens; sequences must not be longer
+    sliding_window: int | None = None  # tokens that a token attends to, with itself, in layers with a window
     # As in config.json, repeated over the layers; empty: a window in all layers if sliding_window is set, else in none.
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
     rotary_fraction: float = 1.0  # fraction of head_dim that is rotated
@@ -141,10 +141,9 @@ class ModelConfig:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The longest sequence that trainer and engines compute: they have full attention only, no sliding window, and
-        with YaRN, vLLM takes the original positions times the factor."""
+        """The longest sequence that trainer and engines compute: with YaRN, vLLM takes the original positions times the
+        factor."""
         lengths = [self.max_position_embeddings]
-        lengths += [kind.window for kind in self.layers if kind.window]
         if self.rope_scaling is not None and self.rope_scaling.kind == "yarn":
             lengths.append(int(self.rope_scaling.original_max_position_embeddings * self.rope_scaling.factor))
         return min(lengths)

@@ -253,6 +253,11 @@ def engine_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, path, "needs a GPU, and this machine has none", "Choose auto")
     if cfg.model.has("mla"):
         return _wrong(cfg, path, "the engine uses a different kernel for latent attention", "Choose auto")
+    if any(kind.window and kind.window < cfg.max_sequence_tokens for kind in cfg.model.layers):
+        problem = (
+            f"sequences exceed model.sliding_window = {cfg.model.sliding_window}: 'engine' is not measured with it"
+        )
+        return _wrong(cfg, path, problem, "Choose auto")
     named = cfg.precision.kernel("engine_attention")
     is_ours = named == "FP8_CACHE" or (named == "auto" and not fp8_cache_attention(cfg, hardware))
     if not is_ours and not 96 < head_dim <= 128:

@@ -16,6 +16,7 @@ from tests.helpers.training import make_batch, token_values
 
 MOE = small_model((2, 128, 8, 4, 128, 128), experts=(8, 2, 128), max_position_embeddings=256)
 DENSE = small_model((2, 128, 8, 4, 128, 128), ffn=1024, max_position_embeddings=256)
+WINDOW = replace(DENSE, family="mistral", qk_norm=False, sliding_window=8)
 
 # Shared experts, a router in FP32 with a bias and a factor, a dense layer first.
 GLM_MOE = replace(

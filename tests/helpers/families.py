@@ -23,7 +23,7 @@ MODELS = {
         rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=16),
         **_COMMON | dict(num_key_value_heads=1, tie_embeddings=True),
     ),
-    "mistral": ModelConfig(family="mistral", rope_theta=1e4, **_COMMON),
+    "mistral": ModelConfig(family="mistral", rope_theta=1e4, sliding_window=12, **_COMMON),
     "qwen2": ModelConfig(family="qwen2", qkv_bias=True, **_COMMON),
     "qwen2-one-group": ModelConfig(family="qwen2", qkv_bias=True, **_COMMON | dict(num_key_value_heads=1)),
     "mixtral": ModelConfig(family="mixtral", **_COMMON | _MOE | dict(ffn_hidden_size=0)),

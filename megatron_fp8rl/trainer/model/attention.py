@@ -34,15 +34,14 @@ from megatron_fp8rl.trainer.model.packed_sequences import (
     Batch,
     PackedSequences,
     PackPlan,
-    Segments,
     lengths_of,
     plan_pack,
 )
 from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table
 from megatron_fp8rl.upstream import patches
 
-# query, key, value, segments, softmax scale, scales of an FP8 KV cache
-Attend = Callable[[Tensor, Tensor, Tensor, Segments, float, Tensor | None], Tensor]
+# query, key, value, segments, softmax scale, scales of an FP8 KV cache, window (attention_te.attend)
+Attend = Callable[..., Tensor]
 
 
 @patches(
@@ -129,13 +128,7 @@ class PackedAttention(MegatronModule):
         return rotate.split_heads(mixed_TW, num_groups, norms, eps, cos, sin)
 
     def _plan(self, packed: PackedSeqParams, device: torch.device) -> PackPlan:
-        lengths = lengths_of(packed)
-        if self.window is not None and max(lengths) > self.window:
-            raise ValueError(
-                f"a packed sequence has {max(lengths)} tokens, more than the sliding window (model.sliding_window = "
-                f"{self.window}), which is not supported. Use shorter sequences (verify: --num_tokens)"
-            )
-        return plan_pack(lengths, self.cp_group.size(), self.cp_group.rank(), device)
+        return plan_pack(lengths_of(packed), self.cp_group.size(), self.cp_group.rank(), device)
 
     @torch.no_grad()
     def _observe(self, tensors: tuple[Tensor, Tensor, Tensor], packed: PackedSeqParams) -> None:
@@ -147,19 +140,21 @@ class PackedAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackPlan) -> Tensor:
         """[T, H, V]: attention of this rank's queries over the gathered keys and values."""
+        window = self.window if self.window is not None and self.window < max(plan.lengths) else None
         if self.attend is not None and query.device.type == "cuda":
             segments = plan.segments
-            if attention_te.supports(query, key, value, segments):
+            if attention_te.supports(query, key, value, segments, window):
                 if segments.key_rows is not None:
                     key, value = (x.index_select(0, segments.key_rows) for x in (key, value))
-                return self.attend(query, key, value, segments, self.softmax_scale, self.cache_scales)
+                settings = segments, self.softmax_scale, self.cache_scales, window
+                return self.attend(query, key, value, *settings)
             if not self.has_fallback:
                 raise ValueError(
                     f"precision.kernels.attention = engine: cuDNN has no backward pass for "
                     f"queries {list(query.shape)}, keys {list(key.shape)} in {query.dtype} on this GPU. "
                     "Choose --precision.kernels.attention auto"
                 )
-        batches = plan.batches
+        batches = plan.batches(window)
         parts = [self._attend_batch(query, key, value, batch) for batch in batches.parts]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if batches.restore_T is None else out.index_select(0, batches.restore_T)

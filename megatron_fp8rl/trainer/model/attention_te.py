@@ -30,13 +30,15 @@ _LAYOUT = "thd_thd_thd"
 Forward = Callable[[Tensor, Tensor, Tensor, Segments, float, Tensor | None], tuple[Tensor, Sequence[Tensor]]]
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> bool:
+def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> bool:
     """Whether cuDNN has forward and backward kernels for these shapes on this GPU under the current settings."""
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     heads = query.shape[1], key.shape[1], query.shape[2], value.shape[2]
     lengths = segments.max_queries, segments.max_keys
-    return _has_kernel(query.dtype, heads, lengths, segments.is_square, torch.are_deterministic_algorithms_enabled())
+    return _has_kernel(
+        query.dtype, heads, lengths, segments.is_square, _before(window), torch.are_deterministic_algorithms_enabled()
+    )
 
 
 def attend(
@@ -46,16 +48,27 @@ def attend(
     segments: Segments,
     scale: float,
     cache_scales: Tensor | None = None,
+    window: int | None = None,
     *,
     forward: Forward | None = None,
 ) -> Tensor:
     """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
 
     ``forward``: :func:`by_flash_attention` or :func:`by_cache_attention`, which require V = D; otherwise cuDNN.
-    ``cache_scales`` FP32 [3] of the FP8 KV cache to whose values keys and values are rounded.
+    ``cache_scales`` FP32 [3] of the FP8 KV cache to whose values keys and values are rounded. ``window``: a query
+    attends to at most so many last keys, with its own. Not measured on GPUs yet; ``forward`` needs shorter sequences.
     """
     tensors = query.contiguous(), key.contiguous(), value.contiguous()
-    return _Attention.apply(*tensors, segments, scale, cache_scales, forward or by_cudnn)
+    if forward is None:
+        forward = functools.partial(by_cudnn, window=window)
+    else:
+        window = None  # padding can make a sequence longer than the window, tokens cannot
+    return _Attention.apply(*tensors, segments, scale, cache_scales, window, forward)
+
+
+def _before(window: int | None) -> int:
+    """The tokens before its own to which a token attends; -1: all."""
+    return -1 if window is None else window - 1
 
 
 def _mask_type(is_square: bool) -> str:
@@ -73,6 +86,7 @@ def _has_kernel(
     heads: tuple[int, int, int, int],
     lengths: tuple[int, int],
     is_square: bool,
+    num_before: int,
     deterministic: bool,
 ) -> bool:
     import transformer_engine.pytorch  # noqa: F401  loads the library that the next import binds
@@ -95,7 +109,7 @@ def _has_kernel(
         *lengths,
         key_dim,
         value_dim,
-        -1,  # no window to the left of the diagonal
+        num_before,  # window to the left of the diagonal
         0,  # window to the right: none
         False,  # do not return the max logit
         False,  # no CUDA graph
@@ -121,11 +135,12 @@ class _Attention(torch.autograd.Function):
         segments: Segments,
         scale: float,
         cache_scales: Tensor | None,
+        window: int | None,
         by_kernel: Forward,
     ) -> Tensor:
         out, statistics = by_kernel(query, key, value, segments, scale, cache_scales)
         ctx.save_for_backward(query, key, value, out, *statistics)
-        ctx.segments, ctx.scale = segments, scale
+        ctx.segments, ctx.scale, ctx.window = segments, scale, window
         return out
 
     @staticmethod
@@ -148,16 +163,22 @@ class _Attention(torch.autograd.Function):
             statistics,
             fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"],
             **_offsets(segments),
-            **_settings(segments, ctx.scale),
+            **_settings(segments, ctx.scale, ctx.window),
             do_format="thd",
             dqkv_layout=_LAYOUT,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return grad_query, grad_key, grad_value, None, None, None, None
+        return grad_query, grad_key, grad_value, None, None, None, None, None
 
 
 def by_cudnn(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cache_scales: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    cache_scales: Tensor | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """As :func:`attend`, with the statistics that the backward pass needs."""
     from transformer_engine.pytorch.cpp_extensions import fused_attn
@@ -174,7 +195,7 @@ def by_cudnn(
         query.dtype,
         fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"],
         **_offsets(segments),
-        **_settings(segments, scale),
+        **_settings(segments, scale, window),
     )
 
 
@@ -229,12 +250,12 @@ def _offsets(segments: Segments) -> dict:
     return {"cu_seqlens_q_padded": segments.cu_queries, "cu_seqlens_kv_padded": segments.cu_keys}
 
 
-def _settings(segments: Segments, scale: float) -> dict:
+def _settings(segments: Segments, scale: float, window: int | None) -> dict:
     return {
         "attn_scale": scale,
         "qkv_layout": _LAYOUT,
         "o_format": "thd",
         "attn_mask_type": _mask_type(segments.is_square),
-        "window_size": (-1, 0),
+        "window_size": (_before(window), 0),
         "bottom_right_diagonal": not segments.is_square,
     }

@@ -109,7 +109,7 @@ class Batch:
 
     query_rows: Tensor  # int64 [n, Lq] rows of this rank's tokens
     key_rows: Tensor  # int64 [n, L] rows of the gathered tokens
-    mask: Tensor | None  # bool [n, 1, Lq, L]; None for the causal mask with Lq = L
+    mask: Tensor | None  # bool [n or 1, 1, Lq, L]; None for the causal mask with Lq = L
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,16 @@ class PackPlan:
     positions_T: Tensor  # int64 [T] position within the sequence, for this rank's tokens
 
     @cached_property
-    def batches(self) -> Batches:
+    def _batches(self) -> dict[int | None, Batches]:
+        return {}
+
+    def batches(self, window: int | None = None) -> Batches:
+        """The batches of a rectangular kernel; ``window``: a token attends to at most so many, with itself."""
+        if window not in self._batches:
+            self._batches[window] = self._make_batches(window)
+        return self._batches[window]
+
+    def _make_batches(self, window: int | None) -> Batches:
         lengths, cp_size = self.lengths, self.cp_size
         starts, gathered = _starts(lengths), _gathered_rows(lengths, cp_size)
         positions = [_zigzag(n, cp_size, self.cp_rank) for n in lengths]
@@ -183,9 +192,14 @@ class PackPlan:
             local_L = torch.arange(longest // cp_size)
             query_rows = start // cp_size + torch.minimum(local_L, n // cp_size - 1)
             mask = None
-            if cp_size > 1:
-                query_positions = torch.stack([_fit(positions[i], longest // cp_size) for i in group])
-                mask = (offsets_L <= query_positions[..., None])[:, None].to(self.device)
+            if cp_size > 1 or (window is not None and window < longest):
+                queries = local_L[None]
+                if cp_size > 1:
+                    queries = torch.stack([_fit(positions[i], longest // cp_size) for i in group])
+                mask = offsets_L <= queries[..., None]
+                if window is not None:
+                    mask &= offsets_L > queries[..., None] - window
+                mask = mask[:, None].to(self.device)
             parts.append(Batch(query_rows.to(self.device), key_rows.to(self.device), mask))
             order.append(torch.where(local_L < n // cp_size, query_rows, -1).flatten())
         rows = torch.cat(order)

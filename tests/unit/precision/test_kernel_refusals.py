@@ -176,6 +176,18 @@ def test_latent_attention_is_refused_on_a_cpu_before_the_start():
         assert not [v for v in rules.check(replace(cfg, model=model), accelerator="cpu") if "exact" in str(v)]
 
 
+def test_windows_that_sequences_exceed_are_inexact_on_a_gpu_until_they_are_measured():
+    from megatron_fp8rl.precision.kernel_choice import choose, refusals
+
+    longest = EXACT.max_sequence_tokens
+    for window, is_exact in ((longest, True), (longest - 1, False)):
+        cfg = replace(EXACT, model=replace(EXACT.model, sliding_window=window))
+        wrong = [v for v in refusals(cfg, Hardware("hopper")) if f"model.sliding_window = {window}" in v.problem]
+        assert [v.field for v in wrong] == [] if is_exact else ["--precision.exact"]
+        auto = replace(cfg, precision=replace(cfg.precision, exact="auto"))
+        assert choose(auto, Hardware("hopper")).exact == ("on" if is_exact else "off")
+
+
 def test_exact_selects_the_kernels_that_both_ends_share():
     from megatron_fp8rl.precision.kernel_choice import choose
 

@@ -16,9 +16,9 @@ ROTARY = Rotary(num_features=DIM, first_feature=0, theta=THETA, scaling=None, in
 ROTARY = Rotary(num_features=DIM, first_feature=0, theta=THETA, scaling=None, interleaved=False)
 
 
-def _attention() -> PackedAttention:
+def _attention(window: int | None = None) -> PackedAttention:
     groups = types.SimpleNamespace(cp=types.SimpleNamespace(size=lambda: 1, rank=lambda: 0))
-    return PackedAttention(None, 1, None, "self", rotary=ROTARY, scale=DIM**-0.5, pg_collection=groups)
+    return PackedAttention(None, 1, None, "self", rotary=ROTARY, scale=DIM**-0.5, window=window, pg_collection=groups)
 
 
 def _packed(lengths) -> PackedSeqParams:
@@ -38,7 +38,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _loop(query, key, value, lengths):
+def _loop(query, key, value, lengths, window):
     parts = []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value))):
         q, k = _rotated(q), _rotated(k)
@@ -46,22 +46,24 @@ def _loop(query, key, value, lengths):
         for head in range(HEADS):
             group = head // (HEADS // GROUPS)
             scores = (q[:, head] @ k[:, group].T) / DIM**0.5
-            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+            seen = torch.ones_like(scores).tril() - torch.ones_like(scores).tril(-(window or 100))
+            scores = scores.masked_fill(seen == 0, -torch.inf)
             heads.append(scores.softmax(-1) @ v[:, group])
         parts.append(torch.cat(heads, dim=-1))
     return torch.cat(parts)
 
 
 @pytest.mark.parametrize("lengths", [(5,), (8, 8, 8), (3, 40, 1, 17, 18, 16, 2)], ids=["one", "equal", "ragged"])
-def test_packed_sequences_against_a_loop(lengths):
+@pytest.mark.parametrize("window", [None, 1, 8, 16])
+def test_packed_sequences_against_a_loop(lengths, window):
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(sum(lengths), h, DIM, generator=generator) for h in (HEADS, GROUPS, GROUPS)]
     grad = torch.randn(sum(lengths), HEADS * DIM, generator=generator)
     actual = [x.clone().requires_grad_() for x in inputs]
-    out = _attention()(*actual, packed_seq_params=_packed(lengths))
+    out = _attention(window)(*actual, packed_seq_params=_packed(lengths))
     out.backward(grad)
     exact = [x.double().requires_grad_() for x in inputs]
-    expected = _loop(*exact, list(lengths))
+    expected = _loop(*exact, list(lengths), window)
     expected.backward(grad.double())
     torch.testing.assert_close(out.double(), expected, **ATTENTION_FLOAT32)
     for a, e in zip(actual, exact):
