@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral",
-    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2",
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "olmo2",
 ]  # fmt: skip
-QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
+QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "olmo2")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,22 @@ def qwen25_7b() -> ModelConfig:
     )
 
 
+def olmo2_7b() -> ModelConfig:
+    """allenai/OLMo-2-1124-7B."""
+    return ModelConfig(
+        family="olmo2",
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=128,
+        vocab_size=100352,
+        ffn_hidden_size=11008,
+        rope_theta=500_000.0,
+        max_position_embeddings=4096,
+    )
+
+
 def _shared(name: str, model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig) -> RunConfig:
     """A run whose GPUs train and sample in turns, with an engine on each."""
     cfg = base.grpo(name, model, parallel=parallel, engine=base.engines(1), optim=optim)
@@ -84,6 +100,12 @@ def grpo_qwen3_4b() -> RunConfig:
 def grpo_qwen25_7b() -> RunConfig:
     """Qwen2.5-7B on 8 H100 (PP2)."""
     return _shared("grpo_qwen25_7b", qwen25_7b(), ParallelConfig(world_size=8, pipeline=2), base.optim("none"))
+
+
+def grpo_olmo2_7b() -> RunConfig:
+    """OLMo-2-7B on 8 H200 (PP2)."""
+    cfg = _shared("grpo_olmo2_7b", olmo2_7b(), ParallelConfig(world_size=8, pipeline=2), base.optim("selective"))
+    return replace(cfg, sampling=replace(cfg.sampling, max_completion_tokens=3072))
 
 
 def grpo_qwen3_8b_h100() -> RunConfig:

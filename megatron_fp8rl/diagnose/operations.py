@@ -59,10 +59,8 @@ class Difference:
 
 def operation_names(model: ModelConfig) -> list[str]:
     """Names in execution order. Raises ValueError for attention with other operations."""
-    if model.has("mla") or registry.norms_all_heads(model):
-        raise ValueError(
-            f"model.family: {model.family} cannot be probed; its engine fuses other operations of attention"
-        )
+    if model.has("mla") or registry.norms_all_heads(model) or registry.norms_outputs(model):
+        raise ValueError(f"model.family: {model.family} cannot be probed; its layers have other operations")
     names = ["embedding"]
     for layer in range(model.num_layers):
         norms = ["q_norm", "k_norm"] if model.qk_norm else []

@@ -49,9 +49,15 @@ NORMS = (
     _copied("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
 )
 
+OUTPUT_NORMS = (  # of what attention and feed-forward add to the residual stream; named as by Megatron Bridge
+    _copied("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+    _copied("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
+)
 
-def attention(model: ModelConfig, norms_all_heads: bool = False) -> tuple[Row, ...]:
-    """Grouped-query attention, with the biases and norms of ``model``."""
+
+def attention(model: ModelConfig, norms_all_heads: bool = False, whole_norms: bool = False) -> tuple[Row, ...]:
+    """Grouped-query attention, with the biases and norms of ``model``. ``norms_all_heads``: one norm spans all query
+    heads, and one all key heads. ``whole_norms``: every engine rank has the whole weights of these norms."""
 
     def qkv(kind: str, *columns: str) -> Row:
         names = zip(ENGINE_FUSIONS["qkv_proj"], ("q", "kv", "kv"), strict=True)
@@ -63,7 +69,8 @@ def attention(model: ModelConfig, norms_all_heads: bool = False) -> tuple[Row, .
         rows.append(qkv("bias"))
     if norms_all_heads:
         for norm, size, unit in (("q_norm.weight", "q", "heads"), ("k_norm.weight", "kv", "key heads")):
-            rows.append(Row(f"{M}self_attention.{norm}", ((f"{H}self_attn.{norm}", (size,)),), "rows", unit=unit))
+            part = ((f"{H}self_attn.{norm}", (size,)),)
+            rows.append(Row(f"{M}self_attention.{norm}", part, "rows", unit=unit, whole_in_engine=whole_norms))
     elif model.qk_norm:
         rows += [_copied(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk"]
     out = ((H + "self_attn.o_proj.weight", ("hidden", "q")),)
@@ -135,14 +142,18 @@ MIXERS = {"attention": attention, "mla": latent_attention}
 
 
 def decoder(
-    model: ModelConfig, parent: str = "mlp", router_bias: str = "gate.e_score_correction_bias", **mixer: bool
+    model: ModelConfig,
+    parent: str = "mlp",
+    router_bias: str = "gate.e_score_correction_bias",
+    norms: tuple[Row, ...] = NORMS,
+    **mixer: bool,
 ) -> tuple[Row, ...]:
     """A standard decoder with the parts of its layers; ``parent`` is a key of :data:`EXPERT_PROJECTIONS`, ``mixer`` has
     options of its attention."""
     present = [name for name in MIXERS if model.has(name)]
     mixers = [replace(row, layers=name) for name in present for row in MIXERS[name](model, **mixer)]
     moe = experts(model, parent, router_bias) if model.is_moe else ()
-    return (*edges(model), *NORMS, *mixers, *DENSE, *moe)
+    return (*edges(model), *norms, *mixers, *DENSE, *moe)
 
 
 MTP = (  # additional weights of a multi-token prediction layer; its embedding and head are the model's

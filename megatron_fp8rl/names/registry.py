@@ -21,6 +21,7 @@ from megatron_fp8rl.names.llama import LLAMA
 from megatron_fp8rl.names.minimax_m2 import MINIMAX_M2
 from megatron_fp8rl.names.mistral import MISTRAL
 from megatron_fp8rl.names.mixtral import MIXTRAL
+from megatron_fp8rl.names.olmo import OLMO2
 from megatron_fp8rl.names.qwen2 import QWEN2
 from megatron_fp8rl.names.qwen3 import QWEN3, QWEN3_MOE
 from megatron_fp8rl.names.table import Weight, expand, expand_mtp, split_indices
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, Family] = {
     f.model_type: f
-    for f in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2)
+    for f in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, OLMO2)
 }
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
 
@@ -94,7 +95,21 @@ def weight(global_name: str, model: ModelConfig) -> Weight:
 
 def norms_all_heads(model: ModelConfig) -> bool:
     """Whether one norm spans all query heads, and one all key heads."""
-    return any(row.mcore.endswith(".self_attention.q_norm.weight") for row in FAMILIES[model.family].rows(model))
+    return _has_row(model, ".self_attention.q_norm.weight")
+
+
+def norms_inputs(model: ModelConfig) -> bool:
+    """Whether attention and feed-forward read a norm of the residual stream."""
+    return _has_row(model, ".input_layernorm.weight")
+
+
+def norms_outputs(model: ModelConfig) -> bool:
+    """Whether a norm of what attention and feed-forward compute is added to the residual stream."""
+    return _has_row(model, ".post_layernorm.weight")
+
+
+def _has_row(model: ModelConfig, suffix: str) -> bool:
+    return any(row.mcore.endswith(suffix) for row in FAMILIES[model.family].rows(model))
 
 
 def hf_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:

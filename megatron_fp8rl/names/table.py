@@ -32,6 +32,7 @@ class Row:
     padded: bool = False  # ranks hold equal numbers of rows; an uneven axis is zero-padded at the end
     dtype: DType = "bfloat16"  # in a BF16 checkpoint
     copies: tuple[str, ...] = ()  # further Hugging Face names of the same tensor
+    whole_in_engine: bool = False  # engine ranks do not divide what the trainer's ranks do
 
 
 @functools.lru_cache(maxsize=8)
@@ -74,6 +75,7 @@ class Weight:
     padded: bool = False
     dtype: DType = "bfloat16"
     copies: tuple[str, ...] = ()  # further Hugging Face names of the same tensor
+    whole_in_engine: bool = False
 
     @property
     def is_expert(self) -> bool:
@@ -98,7 +100,7 @@ def fill(row: Row, model: ModelConfig, *, mcore: str = "", layer: int, expert: i
     name = (mcore or row.mcore).format(layer=layer, expert=expert)
     unit = (row.unit, size[row.unit]) if row.unit else ("", 0)
     copies = tuple(copy.format(layer=layer) for copy in row.copies)
-    return Weight(name, parts, row.cut, row.join, unit, row.padded, row.dtype, copies)
+    return Weight(name, parts, row.cut, row.join, unit, row.padded, row.dtype, copies, row.whole_in_engine)
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

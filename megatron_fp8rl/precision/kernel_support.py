@@ -13,6 +13,7 @@ from typing import Any
 from megatron_fp8rl import upstream
 from megatron_fp8rl.config import EngineConfig, ParallelConfig, PrecisionConfig, RunConfig, Violation
 from megatron_fp8rl.kernels.types import BLOCK
+from megatron_fp8rl.names.registry import norms_outputs
 from megatron_fp8rl.precision.hardware import Hardware, Package
 from megatron_fp8rl.precision.matmul_shapes import linears_of
 
@@ -358,6 +359,9 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if precision.bf16_first_layers or precision.bf16_last_layers:
         path = "precision.bf16_first_layers" if precision.bf16_first_layers else "precision.bf16_last_layers"
         return _wrong(cfg, path, "precision.exact: cuBLAS sums BF16 products in a shape-dependent order", "Set 0", (0,))
+    if norms_outputs(model):
+        problem = f"precision.exact: norms of the family {model.family} are not measured on GPUs yet"
+        return _wrong(cfg, "model.family", problem, "Use --precision.exact False")
     if model.router.score != "softmax" and model.is_moe:
         problem = "precision.exact: the trainer lacks the engine's kernel for this router"
         return _wrong(cfg, "model.router.score", problem, "Use --precision.exact False")

@@ -13,10 +13,11 @@ that a rank's experts receive under balanced routing; h = hidden size; f = MLP w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_fp8rl.config import LayerKind, RunConfig
 from megatron_fp8rl.kernels.types import BLOCK
+from megatron_fp8rl.names.registry import norms_inputs, norms_outputs
 from megatron_fp8rl.precision.kernel_choice import TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
 
@@ -78,7 +79,10 @@ def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKern
         element=4.0 if cfg.precision.params == "fp32" else 2.0,
         fp8=recipe.activation_bytes_per_value if recipe.is_quantized else None,
     )
-    norms = 2 * tokens.sequence * model.hidden_size * width.element  # inputs of the two norms: the residual stream
+    num_norms = 2 * (norms_inputs(model) + norms_outputs(model))
+    norms = num_norms * tokens.sequence * model.hidden_size * width.element  # their inputs
+    if norms_outputs(model):  # no kernel fuses this feed-forward
+        kernels = replace(kernels, linears=kernels.kernels)
     kind = model.layers[layer]
     attention, core, core_inputs = _attention(cfg, kind, tokens, width)
     hidden = tokens.sequence * model.hidden_size * width.element  # input of a layer, of a router, of a checkpoint

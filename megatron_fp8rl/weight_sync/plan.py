@@ -117,7 +117,7 @@ def _on_owner(owner: int, size: int, num_ranks: int) -> tuple[Range | None, ...]
 def _on_tensor_ranks(name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, engine: EngineLayout):
     """Return the range of a non-expert tensor that each tensor-parallel rank keeps."""
     size = shape[weight.axis]
-    if weight.cut == "none":
+    if weight.cut == "none" or weight.whole_in_engine:
         return ((0, size),) * engine.tensor
     if shape[0] == model.vocab_size and "{layer}" not in split_indices(weight.name)[0]:
         padded = -(-size // VOCAB_PADDING) * VOCAB_PADDING

@@ -13,7 +13,7 @@ from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig, Weigh
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
-from tests.helpers.family_configs import DEEPSEEK, GLM, GLM_LITE, LLAMA, MINIMAX, MIXTRAL
+from tests.helpers.family_configs import DEEPSEEK, GLM, GLM_LITE, LLAMA, MINIMAX, MIXTRAL, OLMO2
 from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 
 MODELS = {
@@ -26,8 +26,9 @@ MODELS = {
     "deepseek_v3": DEEPSEEK,
     "glm4_moe_lite": GLM_LITE,
     "minimax_m2": MINIMAX,
+    "olmo2": OLMO2,
 }
-FP8_FAMILIES = ("qwen2", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2")
+FP8_FAMILIES = ("qwen2", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2", "olmo2")
 CASES = [(family, "bf16") for family in MODELS] + [(family, "blockwise") for family in FP8_FAMILIES]
 
 

@@ -37,6 +37,7 @@ MODELS = {
         router=RouterConfig(score="sigmoid", correction_bias=True, scaling_factor=1.7),
         **_COMMON | _MOE,
     ),
+    "olmo2": ModelConfig(family="olmo2", **_COMMON),
     "minimax_m2": ModelConfig(
         family="minimax_m2",
         qk_norm=True,

@@ -21,6 +21,9 @@ MIXTRAL = replace(
     experts_per_token=2,
     moe_ffn_hidden_size=128,
 )
+OLMO2 = replace(
+    LLAMA, family="olmo2", hidden_size=256, num_key_value_heads=4, rope_scaling=None, qk_norm=True, vocab_size=128
+)
 GLM = replace(
     MIXTRAL,
     family="glm4_moe",

@@ -110,6 +110,13 @@ GLM_47_FLASH = {
     "partial_rotary_factor": 1.0, "rope_theta": 1000000, "rope_scaling": None, "rms_norm_eps": 1e-05,
     "max_position_embeddings": 202752, "hidden_act": "silu", "tie_word_embeddings": False, "initializer_range": 0.02,
 }  # fmt: skip
+OLMO2_7B = {
+    "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-06, "rope_theta": 500000, "rope_scaling": None,
+    "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False,
+    "initializer_range": 0.02, "pad_token_id": 100277, "eos_token_id": 100257, "use_cache": True,
+}  # fmt: skip
 MINIMAX_M2 = {
     "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072,
     "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
@@ -139,6 +146,8 @@ MODELS = {
     "qwen3_14b": (dense.qwen3_14b, QWEN3_14B, 14_768_307_200, "14.8", "14.8"),
     "qwen3_32b": (dense.qwen3_32b, QWEN3_32B, 32_762_123_264, "32.8", "32.8"),
     "qwen25_7b": (dense.qwen25_7b, QWEN25_7B, 7_615_616_512, "7.62", "7.62"),
+    # The card says 7 B; the unit count is arithmetic over the published dimensions.
+    "olmo2_7b": (dense.olmo2_7b, OLMO2_7B, 7_298_617_344, "7.30", "7.30"),
     # The card says 106 B and 12 B; the unit count is arithmetic over the published dimensions.
     "glm_45_air": (glm.glm_45_air, GLM_45_AIR, 106_852_251_264, "106.9", "13"),
     # The cards say 230 B and 10 B, and 30 B and 3 B; the unit counts are arithmetic over the dimensions.

@@ -36,6 +36,7 @@ def register() -> None:
     _registered = True
 
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.model_executor.models import ModelRegistry
     from vllm.platforms import current_platform
 
     from megatron_fp8rl.rollout.vllm_plugin import patches
@@ -43,6 +44,8 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND, "megatron_fp8rl.rollout.vllm_plugin.receiver", "TransferEngine"
     )
+    if upstream.applies("Olmo2ForCausalLM"):
+        ModelRegistry.register_model("Olmo2ForCausalLM", "megatron_fp8rl.rollout.vllm_plugin.olmo2:Olmo2ForCausalLM")
     if os.environ.get(KEPT_VARIABLE) == "1" and upstream.applies("report_kept_entries", "TensorsWithKept"):
         from megatron_fp8rl.rollout.vllm_plugin import patches_kept
 

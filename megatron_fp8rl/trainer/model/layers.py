@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -107,7 +108,8 @@ class DeepGemmMlp(MLP):
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> tuple:
         """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); sequence parallelism divides s."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        if any(has_forward_hooks(linear) or linear.adapter is not None for linear in (fc1, fc2)):  # it calls neither
+        watched = any(has_forward_hooks(linear) or linear.adapter is not None for linear in (fc1, fc2))
+        if watched or fc2.post_layernorm is not None:  # it calls none of them
             return super().forward(hidden_states, per_token_scale, **kwargs)
         assert per_token_scale is None and self.config.gated_linear_unit and not self.config.add_bias_linear
         x = fc1.gathered(hidden_states)
@@ -135,10 +137,11 @@ class LayerFactory:
         self._table = LayerTable.build(model, precision)
         self._is_exact = choice.exact == "on"
         num_parts = row_parts(engine, parallel.config) // parallel.tp_size
-        self._row_linear = partial(RowLinear, num_parts=num_parts if self._is_exact else 0)
         self._recipe = make_recipe(precision)
         norm = _norm(self._kernels.norms)
         self.norm = partial(RMSNorm, compute=norm)
+        output_norm = self.norm if registry.norms_outputs(model) else None
+        self._row_linear = partial(RowLinear, num_parts=num_parts if self._is_exact else 0, norm=output_norm)
         has_stream = self._kernels.norms != "emulated"
         self._first_norm = partial(
             RMSNorm, compute=partial(norm, with_input=True) if has_stream else norm
@@ -259,6 +262,7 @@ class LayerFactory:
         """The spec of one layer, by its index in the whole model."""
         # Use Transformer Engine's checkpoint names, where these norms are part of the linear that follows.
         names, kind = {}, self._model.layers[layer]
+        norm = self._first_norm if registry.norms_inputs(self._model) else IdentityOp
         if kind.mixer == "attention":
             names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
         if not kind.is_moe:
@@ -266,10 +270,10 @@ class LayerFactory:
         return ModuleSpec(
             RoutedLayer if kind.is_moe else TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                input_layernorm=self._first_norm,
+                input_layernorm=norm,
                 self_attention=self._attention(layer),
                 self_attn_bda=get_bias_dropout_add,
-                pre_mlp_layernorm=self._first_norm,
+                pre_mlp_layernorm=norm,
                 mlp=self._feed_forward(layer),
                 mlp_bda=get_bias_dropout_add,
                 sharded_state_dict_keys_map=names,

@@ -167,11 +167,20 @@ class RowLinear(QuantizableLinear, RowLinearBase):
     """Input features sharded over tensor-parallel ranks.
 
     ``num_parts``: this rank's partial products, if those of all ranks are added in order; 0: Megatron-Core's
-    collectives add one per rank.
+    collectives add one per rank. ``norm`` builds a norm of the sum.
     """
 
-    def __init__(self, *args: Any, spec: LinearSpec = LinearSpec(), num_parts: int = 0, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        spec: LinearSpec = LinearSpec(),
+        num_parts: int = 0,
+        norm: Callable[..., RMSNorm] | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
+        eps = self.config.layernorm_epsilon
+        self.post_layernorm = None if norm is None else norm(self.config, self.output_size, eps)
         self.multiply_by(spec)
         self.num_parts = num_parts
         if num_parts:  # Megatron-Core leaves the reduction to the caller
@@ -179,6 +188,10 @@ class RowLinear(QuantizableLinear, RowLinearBase):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Collective over tensor-parallel ranks: x [s, b, K of this rank] -> ([s, b, N], None), reduced."""
+        y, bias = self._summed(x)
+        return y if self.post_layernorm is None else self.post_layernorm(y), bias
+
+    def _summed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.num_parts < 2:
             y, bias = super().forward(x)
             return self.reduced(y) if self.num_parts else y, bias

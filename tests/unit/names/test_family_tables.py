@@ -59,6 +59,7 @@ CASES = {
         "minimax_m2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4, "rope_parameters": PARTIAL},
     ),
+    "olmo2": ("olmo2", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "glm4_moe_plain": ("glm4_moe", DEEPSEEK_MOE | {"first_k_dense_replace": 2, "tie_word_embeddings": True}),
 }
 
@@ -233,6 +234,9 @@ def test_engine_slices_of_fused_and_replicated_matrices():
     assert deepseek["self_attn.kv_a_proj_with_mqa.weight"] == ((0, 44), (0, 44))
     assert deepseek["self_attn.kv_b_proj.weight"] == ((0, 44), (44, 88))
     assert deepseek["self_attn.o_proj.weight"] == ((0, 20), (20, 40))
+    olmo = slices("olmo2")
+    assert olmo["self_attn.q_norm.weight"] == ((0, 80), (0, 80))  # vLLM gathers all heads; MiniMax-M2's are divided
+    assert olmo["self_attn.q_proj.weight"] == ((0, 40), (40, 80))
     assert slices("mixtral")["block_sparse_moe.experts.5.w2.weight"] == ((0, 28), (28, 56))
 
 

@@ -14,6 +14,7 @@ _LLAMA = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_po
 _LLAMA |= {"attention_bias": False, "pretraining_tp": 1, "rope_scaling": None, "vocab_size": 32000}
 _SMOL = _LLAMA | {"is_llama_config": True, "rope_interleaved": False, "rope_theta": 1e5, "vocab_size": 49152}
 _SMOL |= {"tie_word_embeddings": True, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}
+_OLMO2 = _LLAMA | {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "max_position_embeddings": 4096, "vocab_size": 100352}
 _SIZES = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads".split()
 _TIED, _YARN = {"tie_word_embeddings": True}, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
@@ -59,6 +60,7 @@ READ = {
         _config("qwen3_moe", QWEN3_30B_A3B, (94, 4096, 12288, 64, 4), moe_intermediate_size=1536),
         235_093_634_560,
     ),
+    "OLMo-2-7B": (_config("olmo2", _OLMO2, (32, 4096, 11008, 32, 32)), 7_298_617_344),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
     "GLM-4.5-Air": (GLM45_AIR, 106_852_251_264),
 }
@@ -67,7 +69,6 @@ REFUSED = {
     "Gemma-3-27B": ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "'gemma3'"),
     "Phi-4": ({"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}, "'phi3'"),
     "gpt-oss-20b": ({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}, "'gpt_oss'"),
-    "OLMo-2-7B": ({"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}, "'olmo2'"),
     "SmolLM3-3B": ({"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}, "'smollm3'"),
     "DeepSeek-V2-Lite": ({"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}, "'deepseek_v2'"),
     "Qwen2.5-VL-7B": ({"model_type": "qwen2_5_vl"}, "'qwen2_5_vl'"),

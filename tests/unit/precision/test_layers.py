@@ -18,6 +18,7 @@ MODELS = {
     "glm4_moe": ModelConfig(family="glm4_moe", qkv_bias=True, qk_norm=True, rotary_fraction=0.5, **SHARING),
     "deepseek_v3": ModelConfig(family="deepseek_v3", mla=MLA, **SHARING),
     "glm4_moe_lite": ModelConfig(family="glm4_moe_lite", mla=MLA, **SHARING),
+    "olmo2": ModelConfig(family="olmo2", ffn_hidden_size=96, **COMMON),
     "minimax_m2": ModelConfig(family="minimax_m2", qk_norm=True, router=ROUTER, **EXPERTS, **COMMON),
 }
 QKVO = {f"self_attn.{x}_proj" for x in "qkvo"}
@@ -33,6 +34,7 @@ EXPECTED = {  # by layer; the last of four is for multi-token prediction
     "glm4_moe": [QKVO | DENSE] + [QKVO | ROUTED | SHARED] * 3,
     "deepseek_v3": [LATENT | DENSE] + [LATENT | ROUTED | SHARED] * 3,
     "glm4_moe_lite": [LATENT | DENSE] + [LATENT | ROUTED | SHARED] * 3,
+    "olmo2": [QKVO | DENSE] * 3,
     "minimax_m2": [QKVO | MIXTRAL] * 3,
 }
 
