@@ -62,8 +62,6 @@ def upcycled(model: ModelConfig, num_experts: int, experts_per_token: int) -> Mo
         kind = "has experts already" if model.is_moe else "no family of experts has all its parts"
         raise ValueError(f"family {model.family}: {kind}; upcycled are {', '.join(_FAMILIES)}")
     family = _FAMILIES[model.family]
-    if model.rope_scaling is not None:
-        raise ValueError(f"rope_scaling {model.rope_scaling.kind}: the family {family} has none")
     return replace(
         model,
         family=family,

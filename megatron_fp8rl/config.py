@@ -7,6 +7,7 @@ single fields (``--parallel.tensor 2``). This module imports nothing heavy: a lo
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,18 +22,34 @@ QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "olmo2")
 class RopeScaling:
     """RoPE scaling beyond the pre-training context, with the field names of config.json.
 
-    ``llama3`` is the rule of the Llama 3.1 release, ``yarn`` is arXiv:2309.00071 with DeepSeek's two ``mscale`` fields.
+    ``llama3`` is the rule of the Llama 3.1 release, ``yarn`` is arXiv:2309.00071 with DeepSeek's two ``mscale`` fields,
+    ``linear`` divides every position by the factor.
     """
 
-    kind: Literal["llama3", "yarn"]
+    kind: Literal["llama3", "yarn", "linear"]
     factor: float
-    original_max_position_embeddings: int
+    original_max_position_embeddings: int  # linear: the model's max_position_embeddings
     low_freq_factor: float = 1.0  # llama3: wavelengths above original / low_freq_factor are scaled fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original / high_freq_factor are unchanged
     beta_fast: float = 32.0  # yarn: frequencies with more rotations over the original context are unchanged
     beta_slow: float = 1.0  # yarn: frequencies with fewer rotations are scaled fully
     mscale: float = 1.0  # yarn: scales the rotated dims by m(mscale) / m(mscale_all_dim)
     mscale_all_dim: float = 0.0  # yarn: scales the softmax by m(mscale_all_dim)^2, where m(s) = 0.1 s ln(factor) + 1
+    attention_factor: float | None = None  # yarn: scales the rotated dims instead of the two mscale fields
+    truncate: bool = True  # yarn: round the first and the last feature of the ramp to whole features
+
+    def magnitude(self, mscale: float) -> float:
+        """m(mscale) = 0.1 mscale ln(factor) + 1, or 1 if factor <= 1 (DeepSeek's ``yarn_get_mscale``)."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def amplitude(self) -> float:
+        """Factor applied to cosines and sines: 1, or YaRN's attention factor."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +158,12 @@ class ModelConfig:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The longest sequence that trainer and engines compute: with YaRN, vLLM takes the original positions times the
-        factor."""
-        lengths = [self.max_position_embeddings]
-        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn":
-            lengths.append(int(self.rope_scaling.original_max_position_embeddings * self.rope_scaling.factor))
-        return min(lengths)
+        """The longest sequence that trainer and engines compute: with YaRN or linear scaling, vLLM takes the original
+        positions times the factor."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind == "llama3":
+            return self.max_position_embeddings
+        return int(scaling.original_max_position_embeddings * scaling.factor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ class Family:
     aliases: Mapping[str, str] = _NOTHING  # key used by some releases -> key in ``fields``
     ignored: frozenset[str] = frozenset()  # further keys that follow from others
     routing: Mapping[str, Any] = _NOTHING  # keys of other families' routers -> values that mean this family's router
-    rope_scalings: tuple[str, ...] = ()  # kinds of RopeScaling
+    rope_scalings: tuple[str, ...] = ("llama3", "yarn", "linear")  # kinds of RopeScaling
     rope_theta: float = 10_000.0  # if missing
     rotary_fraction: float | None = None  # if missing; None: the family always rotates whole heads
     complete: Callable[[dict[str, Any]], dict[str, Any]] = dict  # adds keys that config.json expresses by others
@@ -113,6 +113,10 @@ class Family:
     def has_experts(self) -> bool:
         return "num_experts" in self.fields.values()
 
+    @property
+    def is_latent(self) -> bool:
+        return any(name.startswith("mla.") for name in self.fields.values())
+
 
 def read(
     family: Family, config: Mapping[str, Any], *, keep_mtp: bool, fp8_weights: bool, checks_numbers: bool = True
@@ -122,7 +126,7 @@ def read(
     config = family.complete({family.aliases.get(key, key): value for key, value in config.items()})
     problems = _unsupported(family, config, fp8_weights)
     defaults = {"default_theta": family.rope_theta, "default_fraction": family.rotary_fraction}
-    values, errors = rope.read(config, **defaults, scalings=family.rope_scalings)
+    values, errors = rope.read(config, **defaults, scalings=family.rope_scalings, is_latent=family.is_latent)
     problems += errors
     for key, name in family.fields.items():
         value = _value(key, config, {**_WHEN_ABSENT, **family.defaults})
@@ -267,11 +271,10 @@ def _foreign(family: Family, config: Mapping[str, Any]) -> list[str]:
 
 
 def _traits(family: Family) -> neutral_keys.Traits:
-    has_latent = any(name.startswith("mla.") for name in family.fields.values())
     return neutral_keys.Traits(
         has_experts=family.has_experts,
         qkv_bias=bool(family.implied.get("qkv_bias")),
-        qk_norm=None if has_latent else family.model_type in QK_NORM_FAMILIES,
+        qk_norm=None if family.is_latent else family.model_type in QK_NORM_FAMILIES,
         routing=family.routing,
     )
 

@@ -43,6 +43,7 @@ GLM4_MOE_LITE = Family(
     aliases=ALIASES,
     ignored=frozenset({"head_dim", "qk_head_dim"}),  # sums of the others
     routing={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    rope_scalings=(),
     complete=_with_dense_layers,
     derived={"mlp_layer_types": ("first_k_dense_replace and num_hidden_layers", _layer_types)},
     for_engines=("first_k_dense_replace",),

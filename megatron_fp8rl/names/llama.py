@@ -9,5 +9,4 @@ LLAMA = Family(
     rows=blocks.decoder,
     fields=DENSE,
     fixed={"attention_bias": False, "mlp_bias": False},
-    rope_scalings=("llama3",),
 )

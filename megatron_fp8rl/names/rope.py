@@ -12,17 +12,25 @@ KEYS = frozenset(
     ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 )
 _LLAMA3 = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-_FIELDS = {"llama3": _LLAMA3, "yarn": _YARN}
+_ENGINE_KEYS = ("attn_factor", "apply_yarn_scaling")  # vLLM's names of YaRN's attention factor
+_YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
+_FIELDS = {"llama3": _LLAMA3, "yarn": _LLAMA3[:2], "linear": _LLAMA3[:1]}
+_NEUTRAL = {"truncate": True, "attn_factor": 1, "extrapolation_factor": 1, "apply_yarn_scaling": True}
 
 
 def read(
-    config: Mapping[str, Any], *, default_theta: float, default_fraction: float | None, scalings: Sequence[str]
+    config: Mapping[str, Any],
+    *,
+    default_theta: float,
+    default_fraction: float | None,
+    scalings: Sequence[str],
+    is_latent: bool = False,
 ) -> tuple[dict[str, Any], list[str]]:
     """(fields of ModelConfig, unsupported features) of the rotary embedding in a config.json.
 
     ``default_theta``: ``rope_theta`` if it is missing. ``default_fraction``: rotated fraction of a head if it is
-    missing; None: the family always rotates whole heads. ``scalings``: supported kinds of RopeScaling.
+    missing; None: the family always rotates whole heads. ``scalings``: supported kinds of RopeScaling. ``is_latent``:
+    the family has latent attention, whose YaRN in vLLM has no attention factor and rounds the ramp.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
@@ -46,10 +54,12 @@ def read(
             f"partial_rotary_factor = {fraction} is not supported (supported: 1.0); it needs a family that rotates "
             "parts of heads"
         )
+    if kind == "linear" and rope.get("factor") == 1:
+        return values, problems
     if kind in scalings:
-        values["rope_scaling"], errors = _read_scaling(kind, rope, config)
+        values["rope_scaling"], errors = _read_scaling(kind, rope, config, is_latent)
         problems += errors
-    elif kind != "default" and not (kind == "linear" and rope.get("factor") == 1):
+    elif kind != "default":
         supported = ", ".join(("default", *scalings))
         problems.append(
             f"rope_type = {kind!r} is not supported (supported: {supported}); it needs its formula in the trainer's "
@@ -83,29 +93,47 @@ def _disagreements(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _read_scaling(kind: str, rope: dict[str, Any], config: Mapping[str, Any]) -> tuple[RopeScaling | None, list[str]]:
-    original = config.get("original_max_position_embeddings")
-    if original is not None:
-        rope.setdefault("original_max_position_embeddings", original)
-    values = {name: rope.pop(name) for name in _FIELDS[kind] if rope.get(name) is not None}
-    required = _LLAMA3 if kind == "llama3" else _YARN[:2]
-    problems = [f"rope_parameters.{name} is missing" for name in required if name not in values]
-    neutral = {"truncate": True}
-    problems += [
-        f"rope_parameters.{name} = {value!r} is not supported; it needs its part of the {kind} formula in the trainer"
-        for name, value in rope.items()
-        if value is not None and value != neutral.get(name)
-    ]
-    if kind == "yarn" and not problems and not (values.get("mscale") and values.get("mscale_all_dim")):
-        # transformers multiplies the rotated parts by m(mscale) / m(mscale_all_dim) if both are set, else by m(1).
-        if values.get("mscale_all_dim"):
-            problems = ["rope_parameters.mscale is missing beside mscale_all_dim; set it as in training"]
-        values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+def _read_scaling(
+    kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], is_latent: bool
+) -> tuple[RopeScaling | None, list[str]]:
+    original = config.get("original_max_position_embeddings") if kind != "linear" else None
+    values = {"original_max_position_embeddings": original, **rope}
+    values = {name: value for name, value in values.items() if value not in (None, _NEUTRAL.get(name))}
+    options = _YARN_OPTIONS[:4] if is_latent else (*_YARN_OPTIONS, *_ENGINE_KEYS)
+    known = {*_FIELDS[kind], *(options if kind == "yarn" else ())}
+    problems = [f"rope_parameters.{name} is missing" for name in _FIELDS[kind] if name not in values]
+    for name, value in values.items():
+        if name not in known:
+            needed = f"it needs its part of the {kind} formula in the trainer"
+            problems.append(f"rope_parameters.{name} = {value!r} is not supported; {needed}")
+        elif error := _wrong_value(name, value):
+            problems.append(f"rope_parameters.{name} = {value!r} is {error}")
+    if values.get("mscale_all_dim") and not values.get("mscale"):
+        problems.append("rope_parameters.mscale is missing beside mscale_all_dim; set it as in training")
     if problems:
         return None, problems
-    length = int(values.pop("original_max_position_embeddings"))
-    floats = {name: float(value) for name, value in values.items()}
-    return RopeScaling(kind=kind, original_max_position_embeddings=length, **floats), []  # type: ignore[arg-type]
+    if not values.get("mscale_all_dim"):
+        values.pop("mscale", None)  # transformers reads neither without the other
+    length = values.pop("original_max_position_embeddings", None) or config.get("max_position_embeddings", 0)
+    engine = {name: values.pop(name) for name in _ENGINE_KEYS if name in values}
+    numbers = {name: value if name == "truncate" else float(value) for name, value in values.items()}
+    scaling = RopeScaling(kind=kind, original_max_position_embeddings=length, **numbers)  # type: ignore[arg-type]
+    factor = engine.get("attn_factor", 1.0) * (scaling.magnitude(1.0) if engine.get("apply_yarn_scaling", True) else 1)
+    if engine and not math.isclose(factor, scaling.amplitude):
+        problem = f"rope_parameters: vLLM multiplies by {factor:g} ({' and '.join(engine)}), transformers by "
+        return None, [f"{problem}{scaling.amplitude:g}; set attention_factor as in training, and remove the others"]
+    return scaling, []
+
+
+def _wrong_value(name: str, value: Any) -> str:
+    """Why a number or flag of a rotary scaling is none; empty if it is one."""
+    if name in ("truncate", "apply_yarn_scaling"):
+        return "" if isinstance(value, bool) else "not true or false"
+    kinds, expected = ((int,), "whole number") if name == _LLAMA3[1] else ((int, float), "number")
+    least = 1 if name == "factor" else 0
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < math.inf:
+        return f"not a {expected} of at least {least}"
+    return "" if value or name.startswith("mscale") else f"not a {expected} above 0"
 
 
 def write(model: ModelConfig, *, has_fraction: bool) -> dict[str, Any]:
@@ -115,9 +143,22 @@ def write(model: ModelConfig, *, has_fraction: bool) -> dict[str, Any]:
     config: dict[str, Any] = {"rope_theta": model.rope_theta}
     scaling = model.rope_scaling
     if scaling is not None:
-        factors = {name: getattr(scaling, name) for name in _FIELDS[scaling.kind]}
+        factors = {name: getattr(scaling, name) for name in _FIELDS[scaling.kind]} | _options(scaling, model)
+        factors["factor"] = float(scaling.factor)  # vLLM reads a whole number as a list
         parameters |= {"rope_type": scaling.kind, **factors}
         config["rope_scaling"] = {"rope_type": scaling.kind, **factors}
     if has_fraction or model.rotary_fraction != 1.0:
         parameters["partial_rotary_factor"] = config["partial_rotary_factor"] = model.rotary_fraction
     return config | {"rope_parameters": parameters}
+
+
+def _options(scaling: RopeScaling, model: ModelConfig) -> dict[str, Any]:
+    """The optional keys of YaRN that differ from their defaults; of latent attention, as DeepSeek writes them."""
+    if scaling.kind != "yarn":
+        return {}
+    names = {name for name in _YARN_OPTIONS if getattr(scaling, name) != getattr(RopeScaling, name)}
+    names |= set(_YARN_OPTIONS[:4]) if model.mla is not None else {"mscale"} if scaling.mscale_all_dim else set()
+    options = {name: getattr(scaling, name) for name in _YARN_OPTIONS if name in names}
+    if model.mla is None and scaling.amplitude != scaling.magnitude(1.0):  # else what vLLM computes by itself
+        options |= {"attn_factor": scaling.amplitude, "apply_yarn_scaling": False}
+    return options

@@ -159,8 +159,8 @@ def _check_lengths(checks: Checks, accelerator: Generation) -> None:
         return
     longest, most = cfg.max_sequence_tokens, model.max_sequence_tokens
     if longest > most:
-        by_yarn = "positions by its YaRN factor, which engines do not exceed"
-        limit = "positions" if most == model.max_position_embeddings else by_yarn
+        by_factor = "positions by the factor of its rope_scaling, which engines do not exceed"
+        limit = "positions" if most == model.max_position_embeddings else by_factor
         if (cfg.session.max_tokens or 0) > most:
             problem = f"sessions reach {cfg.session.max_tokens} tokens, the model has {most} {limit}"
             checks.refuse("session.max_tokens", problem, f"Lower it to {most}", [most])

@@ -180,7 +180,9 @@ def _length_problem(config: dict[str, Any], cfg: RunConfig) -> str:
         return ""  # vLLM takes its length instead
     keys = ("model_max_length",) if config.get("model_max_length") else _LENGTHS
     values = {key: config[key] for key in keys if isinstance(config.get(key), int)}
-    if not values or (least := min(values.values())) >= longest or longest > cfg.model.max_sequence_tokens:
+    factor = scaling.factor if scaling is not None and scaling.kind == "linear" else 1
+    least = min(values.values(), default=longest)
+    if least * factor >= longest or longest > cfg.model.max_sequence_tokens:
         return ""
     key = next(key for key, value in values.items() if value == least)
     return (

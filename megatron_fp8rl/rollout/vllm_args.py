@@ -111,7 +111,10 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
     # weights readable.
     if cpu or cfg.precision.rollout != "bf16":
         arguments["hf-overrides"] = {"quantization_config": quantization_config(cfg.model, cfg.precision)}
-    if cfg.model.hf_path is not None and (names := FAMILIES[cfg.model.family].for_engines):
+    names = FAMILIES[cfg.model.family].for_engines
+    if cfg.model.rope_scaling is not None:
+        names = (*names, "rope_parameters")  # vLLM does not read attention_factor, nor a factor without a point
+    if cfg.model.hf_path is not None and names:
         written = to_hf_config(cfg.model)
         arguments["hf-overrides"] = arguments.get("hf-overrides", {}) | {name: written[name] for name in names}
     if cpu:

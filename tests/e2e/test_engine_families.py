@@ -9,18 +9,20 @@ import pytest
 import torch
 from engine_weights import policy_of
 
-from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig, WeightSyncConfig
+from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RopeScaling, RunConfig, WeightSyncConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.family_configs import DEEPSEEK, GLM, GLM_LITE, LLAMA, MINIMAX, MIXTRAL, OLMO2
 from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 
+LINEAR = RopeScaling(kind="linear", factor=3.0, original_max_position_embeddings=LLAMA.max_position_embeddings)
+YARN = RopeScaling(kind="yarn", factor=8.0, original_max_position_embeddings=16, attention_factor=1.4, truncate=False)
 MODELS = {
     "llama": LLAMA,
-    "mistral": replace(LLAMA, family="mistral", rope_scaling=None, tie_embeddings=True),
+    "mistral": replace(LLAMA, family="mistral", rope_scaling=LINEAR, tie_embeddings=True),
     # vLLM's Qwen2 does not read head_dim.
-    "qwen2": replace(LLAMA, family="qwen2", hidden_size=256, rope_scaling=None, qkv_bias=True),
+    "qwen2": replace(LLAMA, family="qwen2", hidden_size=256, rope_scaling=YARN, qkv_bias=True),
     "mixtral": MIXTRAL,
     "glm4_moe": GLM,
     "deepseek_v3": DEEPSEEK,

@@ -98,7 +98,7 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
 @pytest.mark.parametrize(
     "layout",
     [
-        {},
+        {"config": "tests.helpers.stretched:run"},
         {"parallel__world_size": "2", "parallel__expert": "2", "sampling__temperature": "0.7"},
         {"parallel__world_size": "2", "parallel__pipeline": "2", "engine__record_routed_experts": str(RECORDS_EXPERTS)},
         {
@@ -131,7 +131,7 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
         },
     ],
     ids=[
-        "one rank",
+        "YaRN",
         "experts on two ranks",
         "two stages",
         "sums of two ranks",
@@ -143,7 +143,8 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
 def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path: Path, layout: dict):
     """Without a pass for old log-probabilities. The second update of a step is off-policy and is not measured."""
     more = {"precision__exact": "True", "algo__updates_per_step": "2", "warm_start__steps": "5", "num_steps": "2"}
-    status, output = _finish(_start("train", "tiny_qwen3_moe", tmp_path, **more, **layout))
+    more |= layout
+    status, output = _finish(_start("train", more.pop("config", "tiny_qwen3_moe"), tmp_path, **more))
     assert status == 0, output[-3000:]
     for step, line in _lines(tmp_path).items():
         if step:

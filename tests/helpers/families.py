@@ -23,9 +23,29 @@ MODELS = {
         rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=16),
         **_COMMON | dict(num_key_value_heads=1, tie_embeddings=True),
     ),
-    "mistral": ModelConfig(family="mistral", rope_theta=1e4, sliding_window=12, **_COMMON),
-    "qwen2": ModelConfig(family="qwen2", qkv_bias=True, **_COMMON),
-    "qwen2-one-group": ModelConfig(family="qwen2", qkv_bias=True, **_COMMON | dict(num_key_value_heads=1)),
+    # Sequences are longer than the 16 or 8 original positions.
+    "mistral": ModelConfig(
+        family="mistral",
+        rope_theta=1e4,
+        sliding_window=12,
+        rope_scaling=RopeScaling(kind="linear", factor=4.0, original_max_position_embeddings=16),
+        **_COMMON | dict(max_position_embeddings=16),
+    ),
+    "qwen2": ModelConfig(
+        family="qwen2",
+        qkv_bias=True,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16),
+        **_COMMON | dict(max_position_embeddings=20),
+    ),
+    "qwen2-one-group": ModelConfig(
+        family="qwen2",
+        qkv_bias=True,
+        rope_theta=1e4,
+        rope_scaling=RopeScaling(
+            kind="yarn", factor=8.0, original_max_position_embeddings=8, attention_factor=1.4, truncate=False
+        ),
+        **_COMMON | dict(num_key_value_heads=1),
+    ),
     "mixtral": ModelConfig(family="mixtral", **_COMMON | _MOE | dict(ffn_hidden_size=0)),
     "glm4_moe": ModelConfig(
         family="glm4_moe",

@@ -45,18 +45,10 @@ class Rotary:
         """Radians per position of every pair, FP32 [R / 2]."""
         exponents = torch.arange(0, self.num_features, 2, dtype=torch.float32, device=device) / self.num_features
         periods = self.theta**exponents
-        if self.scaling is None:
+        if self.scaling is None or self.scaling.kind == "linear":
             return 1.0 / periods
         stretch = {"llama3": _llama3, "yarn": self._yarn}[self.scaling.kind]
         return stretch(periods, self.scaling)
-
-    @property
-    def amplitude(self) -> float:
-        """Factor applied to cosines and sines: 1, or YaRN's attention factor."""
-        scaling = self.scaling
-        if scaling is None or scaling.kind != "yarn":
-            return 1.0
-        return yarn_magnitude(scaling.factor, scaling.mscale) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
 
     def _yarn(self, periods: Tensor, scaling: RopeScaling) -> Tensor:
         """Stretch low frequencies by ``factor`` and keep high ones, with a linear ramp between (arXiv:2309.00071)."""
@@ -65,8 +57,10 @@ class Rotary:
             wavelength = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
             return self.num_features * math.log(wavelength) / (2 * math.log(self.theta))
 
-        low = max(math.floor(pair_index(scaling.beta_fast)), 0)
-        high = min(math.ceil(pair_index(scaling.beta_slow)), self.num_features - 1)
+        low, high = pair_index(scaling.beta_fast), pair_index(scaling.beta_slow)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.num_features - 1)
         width = high - low if high != low else 0.001
         pairs = torch.arange(self.num_features // 2, dtype=torch.float32, device=periods.device)
         kept = 1 - ((pairs - low) / width).clamp(0, 1)
@@ -90,17 +84,12 @@ class Rotary:
         return torch.cat([before, turned, after], dim=-1)
 
 
-def yarn_magnitude(factor: float, mscale: float) -> float:
-    """m(mscale) = 0.1 mscale ln(factor) + 1, or 1 if factor <= 1 (DeepSeek's ``yarn_get_mscale``)."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def softmax_scale(model: ModelConfig) -> float:
     """Softmax scale of attention scores. Latent attention includes the square of YaRN's magnitude."""
     scaling = model.rope_scaling
     if model.mla is None or scaling is None or scaling.kind != "yarn":
         return model.head_dim**-0.5
-    return model.head_dim**-0.5 * yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
+    return model.head_dim**-0.5 * scaling.magnitude(scaling.mscale_all_dim) ** 2
 
 
 def _llama3(periods: Tensor, scaling: RopeScaling) -> Tensor:
@@ -125,6 +114,11 @@ def rotary_table(
     Computed on ``device`` by the engine's operations: GPU and host differ in the last bit, and the error of an angle
     grows with the position until its rounded cosine differs.
     """
-    angles = torch.arange(num_positions, dtype=torch.float32, device=device)[:, None] * rotary.frequencies(device)
-    cos, sin = angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude
+    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    scaling = rotary.scaling
+    if scaling is not None and scaling.kind == "linear":
+        positions = positions / scaling.factor
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    angles = positions[:, None] * rotary.frequencies(device)
+    cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
     return cos.to(dtype), sin.to(dtype)

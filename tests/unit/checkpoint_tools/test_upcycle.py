@@ -11,7 +11,7 @@ import torch
 from checkpoint_tools import __main__ as program
 from checkpoint_tools import upcycle
 from megatron_fp8rl.commands.grpo import model_in
-from megatron_fp8rl.config import ModelConfig, RopeScaling
+from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import registry
 from tests.helpers.checkpoints import assert_same_tensors, random_tensors, read_tensors, write_folder
 from tests.unit.checkpoint_tools.test_widen import LLAMA, transformers_model
@@ -110,11 +110,6 @@ def test_experts_can_be_widened_and_read_from_block_fp8(tmp_path, capsys):
     ("model", "options", "message"),
     [
         (replace(LLAMA, family="qwen2", qkv_bias=True), [], "family qwen2: no family of experts has all its parts"),
-        (
-            replace(LLAMA, rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=16)),
-            [],
-            "rope_scaling llama3: the family mixtral has none",
-        ),
         (
             replace(
                 LLAMA, family="mixtral", ffn_hidden_size=0, num_experts=2, experts_per_token=1, moe_ffn_hidden_size=64

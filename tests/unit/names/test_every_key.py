@@ -155,7 +155,7 @@ def test_a_key_that_changes_the_model_is_honoured_or_refused(name):
         ({"logit_scale": True}, "logit_scale = True is not known"),
         ({"layer_norm_eps": 1e-4}, "layer_norm_eps = 0.0001 is not known"),
         ({"n_routed_experts": 8}, "n_routed_experts = 8 is not known"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type = 'linear' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic' is not supported"),
     ],
 )
 def test_what_was_silent_once_is_refused(change, message):

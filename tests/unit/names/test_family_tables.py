@@ -28,6 +28,10 @@ COMMON = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.707}
+QWEN_YARN = {"rope_type": "yarn", "factor": 4.0}
+FACTOR_YARN = QWEN_YARN | {"attention_factor": 1.1, "truncate": False, "beta_fast": 16.0}
+FACTOR_YARN |= {"attn_factor": 1.1, "apply_yarn_scaling": False}  # the same for vLLM
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 PARTIAL = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.4}
 SCALED = {"original_max_position_embeddings": 16, "rope_theta": 5e5}
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -43,10 +47,10 @@ DEEPSEEK = {"num_key_value_heads": 4, "head_dim": 8, "n_group": 3, "topk_group":
 CASES = {
     "llama": ("llama", {"rope_parameters": LLAMA3 | SCALED}),
     "llama_tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "mistral": ("mistral", {}),
-    "qwen2": ("qwen2", {}),
+    "mistral": ("mistral", {"rope_parameters": LINEAR}),
+    "qwen2": ("qwen2", {"rope_parameters": QWEN_YARN | SCALED}),
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
-    "qwen3": ("qwen3", {}),
+    "qwen3": ("qwen3", {"rope_parameters": FACTOR_YARN | SCALED}),
     "qwen3_moe": ("qwen3_moe", QWEN_MOE | {"norm_topk_prob": True}),
     "qwen3_moe_unnormalized": ("qwen3_moe", QWEN_MOE | {"tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"num_local_experts": 6}),

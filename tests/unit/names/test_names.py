@@ -148,7 +148,9 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="attention_bias = True"):
         registry.from_hf_config(config | {"attention_bias": True})
     with pytest.raises(ValueError, match="rope_type"):
-        registry.from_hf_config(config | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}})
+        registry.from_hf_config(
+            config | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+        )
     with pytest.raises(ValueError, match="mlp_only_layers"):
         registry.from_hf_config(Qwen3MoeConfig(**MOE | {"mlp_only_layers": [1]}).to_dict())
     with pytest.raises(ValueError, match="model_type 'gemma3'"):

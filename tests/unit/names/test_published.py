@@ -62,6 +62,7 @@ QWEN3_30B_A3B = json.loads("""
 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0, "sliding_window":
 null, "tie_word_embeddings": false, "use_sliding_window": false, "vocab_size": 151936}
 """)
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 DEEPSEEK_V3 = json.loads("""
 {"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "auto_map": {"AutoConfig":
 "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 3,
@@ -169,7 +170,20 @@ REFUSED = [
     (QWEN25_7B, {"use_sliding_window": True}, "use_sliding_window = True .*it needs attention over a window"),
     (QWEN25_7B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = .*sliding_attention"),
     (QWEN3_30B_A3B, {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] .*it needs experts in some layers"),
-    (QWEN3_30B_A3B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' .*supported: default"),
+    (QWEN3_30B_A3B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings is missing"),
+    (QWEN3_30B_A3B, {"rope_scaling": YARN | {"factor": "4"}}, "factor = '4' is not a number of at least 1"),
+    (QWEN3_30B_A3B, {"rope_scaling": YARN | {"factor": 0.5}}, "factor = 0.5 is not a number of at least 1"),
+    (QWEN3_30B_A3B, {"rope_scaling": YARN | {"truncate": "no"}}, "truncate = 'no' is not true or false"),
+    (QWEN3_30B_A3B, {"rope_scaling": YARN | {"beta_slow": 0}}, "beta_slow = 0 is not a number above 0"),
+    (QWEN3_30B_A3B, {"rope_scaling": YARN | {"finetuned": True}}, "finetuned = True is not supported"),
+    (QWEN3_30B_A3B, {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale is missing beside mscale_all_dim"),
+    (
+        QWEN3_30B_A3B,
+        {"rope_scaling": YARN | {"attn_factor": 2}},
+        r"vLLM multiplies by 2.27726 .*transformers by 1.13863",
+    ),
+    (LLAMA31_8B, {"rope_scaling": {"type": "linear", "factor": None}}, "rope_parameters.factor is missing"),
+    (LLAMA31_8B, {"rope_scaling": {"type": "linear", "factor": 2, "truncate": False}}, "truncate = False is not supp"),
     (DEEPSEEK_V3, {}, "quantization_config = 'fp8' .*it needs weights that are dequantized"),
     (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
     (DEEPSEEK_V3, {"num_key_value_heads": 1}, "num_key_value_heads = 1"),

@@ -17,6 +17,7 @@ _SMOL |= {"tie_word_embeddings": True, "transformers.js_config": {"kv_cache_dtyp
 _OLMO2 = _LLAMA | {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "max_position_embeddings": 4096, "vocab_size": 100352}
 _SIZES = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads".split()
 _TIED, _YARN = {"tie_word_embeddings": True}, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+_LINEAR = {"type": "linear", "factor": 4.0}
 
 
 def _config(family: str, base: dict, sizes: tuple[int, ...], **more) -> dict:
@@ -53,6 +54,18 @@ READ = {
     "Qwen3-1.7B": (_config("qwen3", _QWEN3, (28, 2048, 6144, 16, 8), **_TIED), 1_720_574_976),
     "Qwen3-4B": (_config("qwen3", _QWEN3, (36, 2560, 9728, 32, 8), **_TIED), 4_022_468_096),
     "Qwen3-8B": (_config("qwen3", _QWEN3, (36, 4096, 12288, 32, 8)), 8_190_735_360),
+    "Qwen2.5-7B with YaRN": (
+        _config("qwen2", _QWEN | {"rope_scaling": _YARN}, (28, 3584, 18944, 28, 4), vocab_size=152064),
+        7_615_616_512,
+    ),
+    "Qwen3-8B with YaRN": (
+        _config("qwen3", _QWEN3 | {"rope_scaling": _YARN | {"rope_type": "yarn"}}, (36, 4096, 12288, 32, 8)),
+        8_190_735_360,
+    ),
+    "deepseek-coder-6.7b": (
+        _config("llama", _LLAMA | {"rope_scaling": _LINEAR}, (32, 4096, 11008, 32, 32), vocab_size=32256),
+        6_740_512_768,
+    ),
     "Qwen3-14B": (_config("qwen3", _QWEN3, (40, 5120, 17408, 40, 8)), 14_768_307_200),
     "Qwen3-32B": (_config("qwen3", _QWEN3, (64, 5120, 25600, 64, 8)), 32_762_123_264),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
@@ -78,11 +91,6 @@ REFUSED = {
     "Qwen2.5-7B-AWQ": (
         READ["Qwen2.5-7B"][0] | {"quantization_config": {"quant_method": "awq", "bits": 4}},
         "quantization_config = 'awq'",
-    ),
-    "Qwen2.5-7B with YaRN": (READ["Qwen2.5-7B"][0] | {"rope_scaling": _YARN}, "rope_type = 'yarn' is not supported"),
-    "deepseek-coder-6.7b": (
-        READ["Llama-2-7B"][0] | {"vocab_size": 32256, "rope_scaling": {"type": "linear", "factor": 4.0}},
-        "rope_type = 'linear' is not supported",
     ),
     "DeepSeek-V3.2": (DEEPSEEK_V3 | {"index_topk": 2048, "index_n_heads": 64}, "needs sparse attention"),
 }

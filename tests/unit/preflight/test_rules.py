@@ -317,7 +317,7 @@ def test_sequences_are_not_longer_than_the_engine_takes_with_yarn(factor, limit)
     if limit is None:
         assert not lengths
         return
-    assert f"the model has {limit} positions by its YaRN factor" in lengths[0].problem
+    assert f"the model has {limit} positions by the factor of its rope_scaling" in lengths[0].problem
     cfg = make(replace(DEEPSEEK, rope_scaling=scaling), sampling__max_completion_tokens=lengths[0].choices[0])
     assert cfg.max_sequence_tokens == limit and "--sampling.max_completion_tokens" not in fields_of(cfg)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8rl.config import ConfigError, PrecisionConfig, RunConfig
-from megatron_fp8rl.names.registry import hf_tensors
+from megatron_fp8rl.config import ConfigError, PrecisionConfig, RopeScaling, RunConfig
+from megatron_fp8rl.names.registry import from_hf_config, hf_tensors, to_hf_config
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -53,6 +53,20 @@ def test_a_bf16_engine_is_quantized_on_a_cpu_in_name_only():
     on_cpu = arguments_on(CPU, cfg)["hf-overrides"]["quantization_config"]
     assert len(on_cpu["modules_to_not_convert"]) == sum(len(shape) == 2 for shape in hf_tensors(cfg.model).values())
     assert "hf-overrides" not in arguments_on(HOPPER, cfg)
+
+
+def test_an_engine_of_a_published_folder_gets_the_rotary_scaling_that_the_trainer_computes():
+    """vLLM reads no attention_factor, and no linear factor without a decimal point."""
+    cfg = tiny_qwen3_moe()
+    scaling = RopeScaling(kind="yarn", factor=2, original_max_position_embeddings=64, attention_factor=1.3)
+    cfg = replace(cfg, model=replace(cfg.model, rope_scaling=scaling, hf_path="folder"))
+    rope = arguments_on(HOPPER, cfg)["hf-overrides"]["rope_parameters"]
+    assert (rope["rope_type"], rope["attn_factor"], rope["apply_yarn_scaling"]) == ("yarn", 1.3, False)
+    published = {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 10000, "max_position_embeddings": 64}
+    model = from_hf_config(to_hf_config(cfg.model) | {"rope_parameters": None, **published})
+    assert model.max_sequence_tokens == 128
+    rope = arguments_on(HOPPER, replace(cfg, model=replace(model, hf_path="folder")))["hf-overrides"]["rope_parameters"]
+    assert rope == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0} and isinstance(rope["factor"], float)
 
 
 def test_kv_cache_on_a_cpu_holds_every_sequence():

@@ -21,6 +21,11 @@ def _llama(**scaling) -> ModelConfig:
     return small_model((1, 64, 4, 4, 48, 64), family="llama", rope_theta=5e5, rope_scaling=stretch, **_SIZES)
 
 
+def _plain(family: str, kind: str, **scaling) -> ModelConfig:
+    stretch = RopeScaling(kind=kind, original_max_position_embeddings=4096 if kind == "linear" else 32, **scaling)
+    return small_model((1, 64, 4, 4, 48, 64), family=family, rope_theta=1e4, rope_scaling=stretch, **_SIZES)
+
+
 def _deepseek(**scaling) -> ModelConfig:
     stretch = RopeScaling(kind="yarn", original_max_position_embeddings=128, **scaling)
     mla = MlaConfig(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=10, qk_rope_head_dim=36, v_head_dim=8)
@@ -31,8 +36,8 @@ def _deepseek(**scaling) -> ModelConfig:
 
 
 def _hf_rotary_module(model: ModelConfig):
-    kind = {"llama": "llama.modeling_llama.Llama", "deepseek_v3": "deepseek_v3.modeling_deepseek_v3.DeepseekV3"}
-    path, _, name = f"transformers.models.{kind[model.family]}RotaryEmbedding".rpartition(".")
+    kind = {"llama": "Llama", "deepseek_v3": "DeepseekV3", "qwen3": "Qwen3", "mistral": "Mistral"}[model.family]
+    path, _, name = f"transformers.models.{model.family}.modeling_{model.family}.{kind}RotaryEmbedding".rpartition(".")
     config = transformers.AutoConfig.for_model(**registry.to_hf_config(model))
     return getattr(__import__(path, fromlist=[name]), name)(config), config
 
@@ -46,16 +51,23 @@ def _hf_rotary_module(model: ModelConfig):
         _deepseek(factor=8.0, beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=1.3),
         _deepseek(factor=4.0),
         _deepseek(factor=4.0, beta_fast=1.0, beta_slow=1.0),
+        _plain("qwen3", "yarn", factor=4.0),
+        _plain("qwen3", "yarn", factor=32.0, truncate=False),
+        _plain("llama", "yarn", factor=8.0, beta_fast=16.0, beta_slow=2.0, attention_factor=1.3),
+        _plain("mistral", "yarn", factor=8.0, mscale=0.7, mscale_all_dim=1.3),
+        _plain("llama", "linear", factor=3.0),
     ],
-    ids=lambda model: f"{model.family}-{model.rope_scaling.factor}-{model.rope_scaling.mscale_all_dim}",
+    ids=lambda model: (
+        f"{model.family}-{model.rope_scaling.kind}-{model.rope_scaling.factor}-{model.rope_scaling.mscale_all_dim}"
+    ),
 )
 def test_tables_are_those_of_transformers(model):
     module, config = _hf_rotary_module(model)
     assert config.rope_parameters["rope_type"] in ROPE_INIT_FUNCTIONS
     rotary = Rotary.of(model)
-    frequencies = rotary.frequencies()
+    frequencies = rotary.frequencies() / (model.rope_scaling.factor if model.rope_scaling.kind == "linear" else 1)
     torch.testing.assert_close(frequencies, module.inv_freq, **ROTARY_FREQUENCY)
-    assert rotary.amplitude == pytest.approx(module.attention_scaling, rel=1e-15)
+    assert model.rope_scaling.amplitude == pytest.approx(module.attention_scaling, rel=1e-15)
     plain = 1.0 / model.rope_theta ** (torch.arange(0, rotary.num_features, 2) / rotary.num_features)
     assert not torch.allclose(frequencies, plain), "nothing was stretched"
     cos, sin = module(torch.zeros(1), torch.arange(64)[None])
