@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_tools.errors import CheckpointError
+from megatron_fp8rl.data.packed_int4 import PackedEntry, unpack
 from megatron_fp8rl.data.safetensors_header import DTYPES, Entry
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -74,6 +75,8 @@ class Files:
 
     def rows(self, entry: Entry, first: int = 0, end: int | None = None) -> Tensor:
         """A copy of rows [first, end) of a tensor, by default all. A scalar is read whole."""
+        if isinstance(entry, PackedEntry):
+            return unpack(*(self.rows(stored, first, end) for stored in (entry.packed, entry.scale)))
         if not entry.shape:
             return self.read(entry.file, entry.offset, entry.num_bytes).view(entry.dtype)[0]
         end = entry.shape[0] if end is None else end

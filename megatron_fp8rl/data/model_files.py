@@ -1,6 +1,7 @@
 """The tensors in the safetensors of a model's folder, compared with config.json. No weight is read.
 
-In:  a folder with config.json and safetensors, sharded or not, in BF16, FP16, FP32 or 128x128 block FP8.
+In:  a folder with config.json and safetensors, sharded or not, in BF16, FP16, FP32, 128x128 block FP8 or Kimi's INT4.
+     Of a model that also sees images, the text part.
 Out: name, type, shape and position of each tensor, and every missing, damaged or unexpected tensor by name.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data.checkpoint_error import CheckpointError
+from megatron_fp8rl.data.packed_int4 import is_packed_int4, unpacked_entries
 from megatron_fp8rl.data.safetensors_header import Entry, read_header
 from megatron_fp8rl.data.weight_files import INDEX, SINGLE, explain, no_safetensors, prefix_problem
 from megatron_fp8rl.names import registry
@@ -31,7 +33,15 @@ _NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Content of config.json. Raises CheckpointError when it is missing or damaged."""
+    """Content of config.json, of the text part as a model of its own; without the mark of packed INT4 weights, which
+    are read as BF16. Raises CheckpointError when it is missing or damaged."""
+    config = registry.text_config(_content(path))
+    if is_packed_int4(config):
+        del config["quantization_config"]
+    return config
+
+
+def _content(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not path.is_dir():
         raise CheckpointError(path, "there is no such folder")
@@ -52,7 +62,8 @@ def has_tokenizer(files: Iterable[Path]) -> bool:
 
 
 def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
-    """(all tensors in a folder's safetensors, problems of the files, tensors of unreadable files)."""
+    """(all tensors in a folder's safetensors, problems of the files, tensors of unreadable files). Names are those of
+    the text part."""
     index = path / INDEX
     if index.is_file():
         try:
@@ -90,6 +101,12 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
             expected, names = {name for name, file in listed.items() if file == shard}, set(stored)
             problems += [f"{name}: {INDEX} says {shard}, which lacks it" for name in sorted(expected - names)]
             problems += [f"{name}: in {shard}, but not in {INDEX}" for name in sorted(names - expected)]
+    config = _content(path) if (path / "config.json").is_file() else {}
+    if prefix := registry.text_prefix(config):
+        entries = {name.removeprefix(prefix): entry for name, entry in entries.items()}
+        unreadable = {name.removeprefix(prefix) for name in unreadable}
+    if is_packed_int4(registry.text_config(config)):
+        entries = unpacked_entries(entries)
     return entries, problems, unreadable
 
 

@@ -78,7 +78,7 @@ _NEEDED = {
     "topk_method": "another choice of experts in RouterConfig and in the trainer's router",
     "rope_interleave": "rotation of the two halves in the trainer's latent attention",
     "num_key_value_heads": "fewer key/value heads than query heads, which latent attention does not have",
-    "quantization_config": "weights that are dequantized first: 128x128 block FP8 is read by checkpoint_tools",
+    "quantization_config": "weights that are dequantized first: checkpoint_tools reads block FP8 and Kimi-K2's INT4",
 }
 _UNKNOWN = "a check: if it does not change the model, remove it from config.json, or list it in names/neutral_keys.py"
 

@@ -34,6 +34,21 @@ FAMILIES: dict[str, Family] = {
     for f in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, OLMO2)
 }
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
+_SEEING = {"kimi_k25": DEEPSEEK_V3}  # model types that also see images -> family of their text_config
+_TEXT, _VISION = "language_model.", ("vision_tower.", "mm_projector.")  # first parts of their tensors' names
+_SPARSE = (
+    "sparse attention by an indexer; the pinned Megatron-Core has it as an experiment, and no kernel of the pinned "
+)
+_SPARSE += "vLLM computes it alike in every batch or on a CPU"
+# Model types that are refused by name -> what they need.
+_NEEDED = {
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "deepseek_v4": "compressed attention and hyper-connections, which the pinned Megatron-Core does not have",
+    "kimi_k3": "Kimi's delta attention in Megatron-Core and the model in vLLM, which the pinned versions do not have",
+    "qwen4_exp": "its sparse attention and n-gram tables, which the pinned Megatron-Core and vLLM do not have",
+    "phi3": "matrices of queries, keys and values in one tensor, and longrope, in names, trainer and engine",
+}
 
 
 def to_hf_config(model: ModelConfig) -> dict[str, Any]:
@@ -50,7 +65,14 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
     ``keep_mtp``: keep multi-token prediction layers. ``fp8_weights``: the caller reads block FP8 weights with their
     scales. Raises ValueError for an unsupported family or feature, with what it needs.
     """
-    described = _family_of(config)
+    described, model_type = _family_of(config), str(config.get("model_type"))
+    if model_type in _NEEDED:
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported; it needs {_NEEDED[model_type]}")
+    if model_type in _SEEING:
+        raise ValueError(
+            f"config.json: model_type {model_type!r} also sees images. Convert its text part: python -m "
+            "checkpoint_tools hf_to_fp8 DIR FOLDER"
+        )
     if described is None:
         raise ValueError(
             f"config.json: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is "
@@ -63,6 +85,21 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
 def _family_of(config: dict[str, Any]) -> Family | None:
     name = config.get("model_type")
     return FAMILIES.get(_SAME_AS.get(name, name)) if isinstance(name, str) else None
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of the text part of a model that also sees images, as a model of its own; a copy of any other."""
+    described, text = _SEEING.get(str(config.get("model_type"))), config.get("text_config")
+    if described is None or not isinstance(text, dict):
+        return dict(config)
+    tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    text = {key: value for key, value in text.items() if key != "auto_map"}
+    return tokens | text | {"model_type": described.model_type, "architectures": [described.architecture]}
+
+
+def text_prefix(config: dict[str, Any]) -> str:
+    """What precedes the names of the text part's tensors; empty for a text model."""
+    return _TEXT if config.get("model_type") in _SEEING else ""
 
 
 def ignored_keys(config: dict[str, Any]) -> str:
@@ -155,6 +192,8 @@ def reason_to_skip(hf_name: str, model: ModelConfig) -> str | None:
     layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
     if layer and int(layer[1]) >= model.num_layers and FAMILIES[model.family].mtp and not model.num_mtp_layers:
         return "part of a multi-token prediction layer, which num_mtp_layers = 0 leaves out"
+    if hf_name.startswith(_VISION):
+        return "part of the vision tower, which a text model does not have"
     if hf_name.endswith("rotary_emb.inv_freq"):
         return "computed from rope_theta"
     if hf_name == "lm_head.weight" and model.tie_embeddings:

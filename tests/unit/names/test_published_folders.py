@@ -24,6 +24,15 @@ def _config(family: str, base: dict, sizes: tuple[int, ...], **more) -> dict:
     return base | {"model_type": family} | dict(zip(_SIZES, sizes, strict=True)) | more
 
 
+_KIMI_ROPE = {"type": "yarn", "factor": 64.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_KIMI_TEXT = DEEPSEEK_V3 | {
+    **{"model_type": "kimi_k2", "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "vocab_size": 163840},
+    **{"rope_theta": 50000.0, "rope_scaling": _KIMI_ROPE | {"original_max_position_embeddings": 4096}},
+    **{"max_position_embeddings": 262144, "routed_scaling_factor": 2.827, "rms_norm_eps": 1e-5},
+}
+_KIMI = {"model_type": "kimi_k25", "eos_token_id": 163585, "text_config": _KIMI_TEXT, "vision_config": {}}
+
 # Parameters without multi-token prediction layers; a tied output head counts once.
 READ = {
     "Llama-2-7B": (_config("llama", _LLAMA, (32, 4096, 11008, 32, 32)), 6_738_415_616),
@@ -74,13 +83,14 @@ READ = {
         235_093_634_560,
     ),
     "OLMo-2-7B": (_config("olmo2", _OLMO2, (32, 4096, 11008, 32, 32)), 7_298_617_344),
+    "Kimi-K2.5, text": (registry.text_config(_KIMI), 1_026_408_232_448),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
     "GLM-4.5-Air": (GLM45_AIR, 106_852_251_264),
 }
 REFUSED = {
     "Gemma-2-9B": ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "'gemma2'"),
     "Gemma-3-27B": ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "'gemma3'"),
-    "Phi-4": ({"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}, "'phi3'"),
+    "Phi-4": ({"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}, "'phi3' is .*in one tensor, and longrope"),
     "gpt-oss-20b": ({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}, "'gpt_oss'"),
     "SmolLM3-3B": ({"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}, "'smollm3'"),
     "DeepSeek-V2-Lite": ({"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}, "'deepseek_v2'"),
@@ -92,7 +102,16 @@ REFUSED = {
         READ["Qwen2.5-7B"][0] | {"quantization_config": {"quant_method": "awq", "bits": 4}},
         "quantization_config = 'awq'",
     ),
-    "DeepSeek-V3.2": (DEEPSEEK_V3 | {"index_topk": 2048, "index_n_heads": 64}, "needs sparse attention"),
+    "sparse attention": (DEEPSEEK_V3 | {"index_topk": 2048, "index_n_heads": 64}, "needs sparse attention"),
+    "DeepSeek-V3.2": (
+        {"model_type": "deepseek_v32"},
+        "'deepseek_v32' is not .* sparse attention by an indexer; the pinned",
+    ),
+    "GLM-5": ({"model_type": "glm_moe_dsa"}, "'glm_moe_dsa' is not .* sparse attention by an indexer; the pinned"),
+    "DeepSeek-V4": ({"model_type": "deepseek_v4"}, "'deepseek_v4' is not .* hyper-connections, which the pinned"),
+    "Kimi-K3": ({"model_type": "kimi_k3"}, "'kimi_k3' is not .* which the pinned versions do not have"),
+    "Qwen3.8-Flash-Next": ({"model_type": "qwen4_exp"}, "'qwen4_exp' is not .* n-gram tables, which the pinned"),
+    "Kimi-K2.5": (_KIMI, "'kimi_k25' also sees images. Convert its text part"),
 }
 
 
