@@ -366,6 +366,10 @@ class AlgoConfig:
     overlong: Literal["keep", "mask", "penalty"] = "keep"  # completions truncated at max_completion_tokens
     overlong_buffer_tokens: int = 0  # "penalty": tokens before the limit over which the penalty rises from 0 to 1
     kl_coef: float = 0.0  # weight of KL(trainer || reference); 0 builds no reference model
+    # KL of a distillation at each token: estimated from the sampled token, over the teacher's ``teacher_top_k`` most
+    # likely tokens and all others together, or over the full vocabulary.
+    teacher_kl: Literal["sampled", "top_k", "full"] = "sampled"
+    teacher_top_k: int = 64
     entropy_coef: float = 0.0
     # Experts of a token. "off": the trainer's router selects them. "old": an update uses those of the pass for old
     # log-probabilities. "rollout": this pass and the update use those that the engine recorded.

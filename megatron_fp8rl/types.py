@@ -246,6 +246,18 @@ class Microbatch:
     ref_logprobs_T: torch.Tensor | None = None  # float32 [T]
     routed_experts_T: torch.Tensor | None = None  # int16 [T, num_layers, top_k] at t: engine's or old pass's
     kept: KeptEntries | None = None  # [T] of the vocabulary; None: the whole vocabulary, for every token
+    taught: tuple[Taught, ...] = ()  # of a distillation by more than sampled tokens, on ranks of the last stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Taught:
+    """A teacher's distributions at n positions of a microbatch: K most likely tokens, or last hidden states."""
+
+    positions_n: torch.Tensor  # int64, on the host
+    ids_nK: torch.Tensor | None = None  # int64
+    logprobs_nK: torch.Tensor | None = None  # float32
+    hidden_nH: torch.Tensor | None = None
+    head: torch.Tensor | None = None  # vocabulary rows of this tensor-parallel rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,6 +279,7 @@ class LossInputs:
     entropy_T: torch.Tensor  # float32 [T] nats; has a gradient only with ``cfg.entropy_coef``; 0 outside the loss mask
     cfg: AlgoConfig
     max_completion_tokens: int  # sampling.max_completion_tokens
+    divergence_T: torch.Tensor | None = None  # float32 [T] KL(trainer || teacher) with gradient; 0 outside the mask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,7 +114,10 @@ def policy_loss(inputs: LossInputs, surrogate: Surrogate, shares_T: Tensor) -> t
 
     objective_T, metrics = surrogate
     objective_T = correction.weights_T * objective_T
-    if cfg.kl_coef:
+    if cfg.kl_coef and inputs.divergence_T is not None:  # of the whole distribution: the sampled token has no weight
+        objective_T = objective_T - cfg.kl_coef * inputs.divergence_T
+        metrics = metrics | {"loss/kl_ref/mean": masked_sum(inputs.divergence_T, mask_T)}
+    elif cfg.kl_coef:
         kl_T, value_T = _kl_to_reference(mb, inputs.trainer_logprobs_T)
         reweight_T = correction.weights_T * log_update_T.exp().clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
         objective_T = objective_T - cfg.kl_coef * reweight_T * kl_T

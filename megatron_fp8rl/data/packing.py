@@ -26,7 +26,7 @@ from megatron_fp8rl.config import ParallelConfig, RunConfig
 from megatron_fp8rl.data.sample_columns import SampleColumns
 from megatron_fp8rl.kept_entries import KeptEntries
 from megatron_fp8rl.precision.kernel_support import may_gather
-from megatron_fp8rl.types import Microbatch, Sample, TrainBatch
+from megatron_fp8rl.types import Microbatch, Sample, Taught, TrainBatch
 
 # FP8 GEMMs of Transformer Engine and cuBLAS require every dimension, including a rank's tokens, to be a multiple of 16.
 _FP8_TOKEN_MULTIPLE = 16
@@ -101,6 +101,21 @@ def with_ref_logprobs(batch: TrainBatch, ref_logprobs: Mapping[str, np.ndarray])
         for name, mask_T in _trained(mb):
             values_T[mask_T] = torch.tensor(ref_logprobs[name], dtype=torch.float32)
         filled.append(replace(mb, ref_logprobs_T=values_T))
+    return replace(batch, microbatches=tuple(filled))
+
+
+def with_top_tokens(batch: TrainBatch, top: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> TrainBatch:
+    """Add a teacher's (ids, log-probabilities) [n, K] of each sample's n trained tokens, by the sample's name."""
+    filled = []
+    for mb in batch.microbatches:
+        scored = [
+            (mask_T.nonzero()[:, 0], *map(torch.from_numpy, top[name])) for name, mask_T in _trained(mb) if name in top
+        ]
+        if scored:
+            positions, ids, logprobs = (torch.cat(parts) for parts in zip(*scored, strict=True))
+            taught = Taught(positions_n=positions, ids_nK=ids, logprobs_nK=logprobs)
+            mb = replace(mb, taught=(*mb.taught, taught))
+        filled.append(mb)
     return replace(batch, microbatches=tuple(filled))
 
 

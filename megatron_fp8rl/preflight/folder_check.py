@@ -23,13 +23,16 @@ _NUM_READERS = 8  # files may be on a network
 _REMEDY = "Nothing was started. Correct config.json, restore the files, or name another folder"
 
 
-def check_folder(model: ModelConfig, described: Path | None, *, field: str = "--model.hf_path") -> str:
+def check_folder(
+    model: ModelConfig, described: Path | None, *, field: str = "--model.hf_path", reads_fp8: bool = False
+) -> str:
     """Check the names, types, shapes and values of all tensors, and that there is a tokenizer.
 
     Args:
         model: The model of the run. Nothing is checked if it names no folder.
         described: The folder with config.json and the tokenizer; None: the configuration of the run says both.
         field: The option that named the folder, for errors.
+        reads_fp8: Accept block FP8 weights, which are dequantized: of a model that no engine reads.
 
     Returns:
         Lines about ignored keys of config.json, and about values that were not read; empty if there are none.
@@ -49,7 +52,7 @@ def check_folder(model: ModelConfig, described: Path | None, *, field: str = "--
         config = read_config(described) if described is not None else {}
         lines.append(registry.ignored_keys(config))
         problems += _engine_problems(config, described, model)
-        weight_problems, checked = _weight_problems(folder, model, bool(config.get("quantization_config")))
+        weight_problems, checked = _weight_problems(folder, model, bool(config.get("quantization_config")), reads_fp8)
         problems += weight_problems
         lines.append(checked)
     except CheckpointError as error:
@@ -87,7 +90,7 @@ def _engine_problems(config: Mapping[str, Any], folder: Path | None, model: Mode
     return problems
 
 
-def _weight_problems(folder: Path, model: ModelConfig, says_fp8: bool) -> tuple[list[str], str]:
+def _weight_problems(folder: Path, model: ModelConfig, says_fp8: bool, reads_fp8: bool) -> tuple[list[str], str]:
     """(every missing, damaged or unexpected tensor, a line about values that were not read). Raises CheckpointError if
     the files cannot be listed. ``says_fp8``: config.json has a ``quantization_config``."""
     from megatron_fp8rl.data.model_files import compare, read_entries
@@ -99,11 +102,11 @@ def _weight_problems(folder: Path, model: ModelConfig, says_fp8: bool) -> tuple[
     if problems:
         return problems, ""
     wrong = [name for name, entry in entries.items() if entry.dtype.itemsize == 1]
-    if wrong:
+    if wrong and not reads_fp8:
         command = f"python -m checkpoint_tools hf_to_megatron {folder} NEW_FOLDER"
         text = f"{wrong[0]}: {entries[wrong[0]].dtype}, which the trainer does not read; convert it: {command}"
         return [text], ""
-    if says_fp8:
+    if says_fp8 and not wrong:
         text = "config.json: quantization_config says that the weights are FP8, and no tensor is; remove this key"
         return [text], ""
     return _value_problems(entries, model)
@@ -123,7 +126,8 @@ def _value_problems(entries: dict[str, Entry], model: ModelConfig) -> tuple[list
                 f"{head}: differs from {embedding}, to which config.json ties it. If the head was trained separately, "
                 'set "tie_word_embeddings" to false in config.json; else remove it from the file'
             )
-    expected = [name for name in registry.hf_tensors(model) if name in entries]
+    plain = {name for name, entry in entries.items() if entry.dtype.itemsize > 1}
+    expected = [name for name in registry.hf_tensors(model) if name in plain]
     total = sum(entries[name].num_bytes for name in expected)
     share = None if total <= _MAX_SCANNED_BYTES else _SAMPLED_BYTES / total
 

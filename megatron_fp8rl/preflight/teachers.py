@@ -54,6 +54,12 @@ def violations(cfg: RunConfig) -> list[Violation]:
             errors.append(Violation(f"--data.environments.{index}.teacher", source.teacher, problem, remedy))
     if any(source.teacher for source in sources) and cfg.algo.kl_coef == 0:
         errors.append(Violation("--algo.kl_coef", 0, "ignores the teachers", "Set 1, or name no teacher"))
+    kind, num, vocab_size = cfg.algo.teacher_kl, cfg.algo.teacher_top_k, cfg.model.vocab_size
+    if kind != "sampled" and not any(source.teacher for source in sources):
+        errors.append(Violation("--algo.teacher_kl", kind, "there is no teacher", "Use distill, or set sampled"))
+    if kind == "top_k" and not 0 < num < vocab_size:
+        problem = f"is not between 1 and {vocab_size - 1}, the vocabulary less one"
+        errors.append(Violation("--algo.teacher_top_k", num, problem, "Set 64, or --algo.teacher_kl full"))
     return errors
 
 
@@ -62,6 +68,11 @@ def _problem(cfg: RunConfig, teacher: str) -> tuple[str, str]:
     if not teacher:
         return "names nothing, and another source has a teacher", "Name a folder or a URL for every source"
     if is_served(teacher):
+        if cfg.algo.teacher_kl == "full":
+            return (
+                "a server returns a few tokens, not the full vocabulary",
+                "Set --algo.teacher_kl top_k, or name a folder",
+            )
         if cfg.sampling.temperature != 1:
             problem = f"a server scores at temperature 1, and sampling.temperature is {cfg.sampling.temperature:g}"
             return problem, "Set --sampling.temperature 1, or name a folder"
@@ -80,6 +91,11 @@ def _problem(cfg: RunConfig, teacher: str) -> tuple[str, str]:
         return f"in the layout of the trainer: {checks.violations[0]}", "Change the layout or precision, or serve it"
     if other.model.vocab_size < cfg.model.vocab_size:
         return f"has {other.model.vocab_size} tokens, and the student has {cfg.model.vocab_size}", _SAME
+    if cfg.algo.teacher_kl == "full" and cfg.parallel.tensor > 1 and other.model.vocab_size != cfg.model.vocab_size:
+        problem = (
+            f"has {other.model.vocab_size} tokens, and the student has {cfg.model.vocab_size}: tensor-parallel ranks "
+        )
+        return problem + "have other tokens of both", "Set --algo.teacher_kl top_k, or --parallel.tensor 1"
     if other.model.max_sequence_tokens < cfg.max_sequence_tokens:
         problem = f"reads {other.model.max_sequence_tokens} tokens, and a sequence has {cfg.max_sequence_tokens}"
         return problem, "Lower --sampling.max_completion_tokens"
@@ -90,7 +106,7 @@ def check(cfg: RunConfig, tokenizer_dir: str) -> None:
     """Compare tokenizers, and weights with config.json. Raises ConfigError with the mistakes of all teachers."""
     from megatron_fp8rl.data.tokenizer import load_tokenizer
     from megatron_fp8rl.preflight.folder_check import check_folder
-    from megatron_fp8rl.rollout.teacher_client import TeacherError, ask_tokens, ask_window
+    from megatron_fp8rl.rollout.teacher_client import TeacherError, ask_tokens, ask_top_tokens, ask_window
 
     student, errors = load_tokenizer(tokenizer_dir), []
     for index, source in enumerate(cfg.data.environments):
@@ -99,12 +115,19 @@ def check(cfg: RunConfig, tokenizer_dir: str) -> None:
             if is_served(teacher):
                 if (window := ask_window(teacher)) < (longest := cfg.max_sequence_tokens + 1):
                     raise TeacherError(f"reads {window} tokens (--max-model-len), and a sequence needs {longest}")
+                if cfg.algo.teacher_kl == "top_k":
+                    try:
+                        ask_top_tokens(teacher, cfg.algo.teacher_top_k)
+                    except TeacherError as error:
+                        remedy = "Start vllm serve with --max-logprobs of at least this number, or lower it"
+                        errors.append(Violation("--algo.teacher_top_k", cfg.algo.teacher_top_k, str(error), remedy))
+                        continue
                 probes = [text for text in _PROBES if student.unk_token_id not in student.encode(text)]
                 is_same = all(
                     ask_tokens(teacher, text) == student.encode(text, add_special_tokens=False) for text in probes
                 )
             else:
-                check_folder(student_of(cfg, teacher).model, Path(teacher).expanduser(), field=field)
+                check_folder(student_of(cfg, teacher).model, Path(teacher).expanduser(), field=field, reads_fp8=True)
                 is_same = load_tokenizer(str(Path(teacher).expanduser())).get_vocab() == student.get_vocab()
         except (TeacherError, ValueError, OSError) as error:
             if isinstance(error, ConfigError):

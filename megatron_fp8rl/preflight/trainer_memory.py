@@ -21,7 +21,8 @@ In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with
                   and of the head
     logits        the head's gradient in FP32 and, at once, two FP32      ``trainer/logprobs.py``
                   chunks of logits, or one BF16 chunk and its
-                  gradient
+                  gradient; five FP32 chunks of up to 1,024 tokens for
+                  a divergence from a teacher over several tokens       ``trainer/divergence.py``
 
 An optimizer that is offloaded is there while it steps, when activations, temporaries and FP8 copies are not
 (``trainer/optimizer/offload.py``): the larger counts. With FP32 parameters, weights take 4 bytes and the optimizer 8.
@@ -217,6 +218,8 @@ def head_bytes(cfg: RunConfig, tokens: Tokens) -> float:
     widest = logits if element == 2 else logits + max(logits, head * element)
     if cfg.model.tie_embeddings:
         widest = head * 4 + max(widest, head * element)
+    if cfg.algo.teacher_kl != "sampled":  # see trainer/divergence.py
+        widest += 20 * min(1024, cfg.optim.logprob_chunk_tokens, tokens.context) * rows
     return widest + tokens.context * cfg.model.hidden_size * element
 
 

@@ -41,12 +41,22 @@ class ServedTeacher:
     def sample_logprobs(self, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
         """Collective: log-probabilities of the trained tokens of rank 0's ``samples``, FP32, by name, on all ranks.
         Raises TeacherError on all ranks."""
+        return {name: values for name, (values, _) in self._scored(samples, 0, 0).items()}
+
+    def top_tokens(
+        self, samples: Sequence[Sample], num: int, vocab_size: int
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Collective: (ids int64, log-probabilities FP32) [n, num] of the most likely of ``vocab_size`` tokens, at the
+        n trained tokens of rank 0's ``samples``, by name, on all ranks. Raises TeacherError on all ranks."""
+        return {name: top for name, (_, top) in self._scored(samples, num, vocab_size).items()}
+
+    def _scored(self, samples: Sequence[Sample], num: int, vocab_size: int) -> dict[str, tuple[np.ndarray, Any]]:
         scored, failure = {}, ""
         if self._parallel.rank == 0:
             try:
                 model = _models(self._url)["id"]
                 with ThreadPoolExecutor(_REQUESTS) as pool:
-                    values = pool.map(lambda sample: self._score(model, sample), samples)
+                    values = pool.map(lambda sample: self._score(model, sample, num, vocab_size), samples)
                     scored = dict(zip((sample.name for sample in samples), values, strict=True))
             except TeacherError as error:
                 failure = str(error)
@@ -55,19 +65,30 @@ class ServedTeacher:
             raise TeacherError(failure)
         return scored
 
-    def _score(self, model: str, sample: Sample) -> np.ndarray:
+    def _score(self, model: str, sample: Sample, num: int, vocab_size: int) -> tuple[np.ndarray, Any]:
+        """(log-probabilities of the trained tokens, (ids, log-probabilities) of the ``num`` most likely ones)."""
         ids = sample.token_ids.array.tolist()
-        body = {"model": model, "prompt": ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
+        body = {"model": model, "prompt": ids, "prompt_logprobs": num, "max_tokens": 1, "temperature": 1.0}
         answer = _ask(self._url, "/v1/completions", body, self._deadline_s)
         try:
             entries = answer["choices"][0]["prompt_logprobs"][1:]
             values = [float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries, strict=True)]
+            pairs = [[(-float(x["logprob"]), int(token)) for token, x in entry.items()] for entry in entries]
+            ranked = [sorted(pair for pair in row if pair[1] < vocab_size)[:num] for row in pairs]
+            top = np.array(ranked, np.float64).reshape(len(ranked), num, 2)
         except (LookupError, TypeError, ValueError) as error:
             raise TeacherError(f"{self._url} gave no prompt_logprobs for {sample.name}: {error!r}") from None
         if not all(map(math.isfinite, values)):
             raise TeacherError(f"{self._url} gave a log-probability that is not finite for {sample.name}")
         is_trained = np.concatenate([np.full(len(part.token_ids), part.is_trained) for part in sample.segments])
-        return np.array([0.0, *values], np.float32)[is_trained]
+        losses, ids = np.moveaxis(top[is_trained[1:]], 2, 0)
+        return np.array(values, np.float32)[is_trained[1:]], (ids.astype(np.int64), -losses.astype(np.float32))
+
+
+def ask_top_tokens(url: str, num: int) -> None:
+    """Raise TeacherError if the server does not return the ``num`` most likely tokens of a prompt's positions."""
+    body = {"model": _models(url)["id"], "prompt": [0, 0], "prompt_logprobs": num, "max_tokens": 1}
+    _ask(url, "/v1/completions", body, 60.0)
 
 
 def ask_window(url: str) -> int:

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.kept_entries import KeptEntries
+from megatron_fp8rl.trainer.divergence import divergence, most_likely
 from megatron_fp8rl.trainer.logprobs import HeadShard, gather_context, token_logprobs, zigzag_indices
 from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences, Routes, upload
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.router_replay import for_update
-from megatron_fp8rl.types import LossInputs, Microbatch, TrainBatch
+from megatron_fp8rl.types import LossInputs, Microbatch, Taught, TrainBatch
 
 type LossFn = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 """inputs -> (loss, metrics), as algo/losses.py defines them."""
@@ -55,6 +56,8 @@ class _Input:
     targets_N: Tensor  # int64 [N]
     kept: KeptEntries | None  # [N]; None: the whole vocabulary
     packed: PackedSequences
+    places_N: Tensor  # positions of loss tokens in the microbatch, on the host
+    taught: tuple[tuple[Tensor, Taught], ...]  # with indices of the loss tokens
     order_T: Tensor | None  # packed positions of the tokens of all context-parallel ranks; None for one rank
 
     @property
@@ -89,6 +92,30 @@ class Forward:
                 chunk.train(mode)
         return self._from_last_stage(dict(results), [mb.tokens_T.numel() for mb in microbatches])
 
+    @torch.no_grad()
+    def distributions(
+        self, chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], vocab_size: int, top_k: int
+    ) -> dict[int, Taught]:
+        """Collective over the data-parallel replica: distributions at loss tokens, by the microbatch's index; empty but
+        on the last pipeline stage. Of the first ``vocab_size`` tokens the ``top_k`` most likely; 0: hidden states."""
+
+        found: dict[int, Taught] = {}  # not an output of the model, which would be cast to FP32
+
+        def head(*, hidden_states: Tensor, output_layer, output_weight, context: _Input, **unused) -> Tensor:
+            hidden_NH, weight, shard = self._states(hidden_states, output_layer, output_weight, context, vocab_size)
+            values: dict[str, Tensor] = {"hidden_nH": hidden_NH.cpu(), "head": weight.detach()}
+            if top_k:
+                pair = most_likely(hidden_NH, weight, top_k, shard, context.kept)
+                values = dict(zip(("ids_nK", "logprobs_nK"), (x.cpu() for x in pair), strict=True))
+            found[context.index] = Taught(positions_n=context.places_N, **values)
+            return hidden_NH.new_zeros(())
+
+        def keep(item: _Input, output: Tensor):
+            return output, torch.zeros_like(output, dtype=torch.int), None
+
+        self._run(chunks, microbatches, None, keep, forward_only=True, head=head)
+        return found
+
     def gradients(
         self, chunks: Sequence[torch.nn.Module], batch: TrainBatch, loss_fn: LossFn
     ) -> list[MicrobatchResult]:
@@ -112,11 +139,12 @@ class Forward:
         finish: Callable,
         *,
         forward_only: bool,
+        head: Callable | None = None,
     ) -> list:
         routes = routes or [None] * len(microbatches)
         inputs = [self._input(index, *both) for index, both in enumerate(zip(microbatches, routes, strict=True))]
         iterators = [iter(inputs) for _ in chunks]
-        step = partial(self._step, finish)
+        step = partial(self._step, finish, head or self._head)
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -127,7 +155,7 @@ class Forward:
             forward_only=forward_only,
         )
 
-    def _step(self, finish: Callable, iterator, chunk: torch.nn.Module):
+    def _step(self, finish: Callable, head: Callable, iterator, chunk: torch.nn.Module):
         """Megatron-Core's forward step: (output of the stage, loss function for the last stage)."""
         item: _Input = next(iterator)
         output = chunk(
@@ -136,7 +164,7 @@ class Forward:
             None,
             packed_seq_params=item.packed,
             padding_mask=self._padding(item, chunk),
-            output_processor=self._head,
+            output_processor=head,
             output_processor_context=item,
         )
         return output, partial(finish, item)
@@ -154,8 +182,26 @@ class Forward:
 
     def _head(
         self, *, hidden_states: Tensor, output_layer, output_weight: Tensor | None, context: _Input, **unused
-    ) -> tuple[Tensor, Tensor]:
-        """GPTModel's output processor: (log-probabilities, entropy) of the loss tokens, FP32 [N] each."""
+    ) -> tuple[Tensor, ...]:
+        """GPTModel's output processor: (log-probabilities, entropy) of the loss tokens, FP32 [N] each; with gradients
+        also their divergences from teachers, if there are any."""
+        hidden_NH, weight, shard = self._states(
+            hidden_states, output_layer, output_weight, context, self.cfg.model.vocab_size
+        )
+        values = token_logprobs(hidden_NH, weight, context.targets_N, shard, context.kept)
+        if not context.taught or not torch.is_grad_enabled():
+            return values
+        divergence_N = torch.zeros_like(values[0])
+        for rows_n, taught in context.taught:
+            kept = None if context.kept is None else context.kept.select(rows_n.cpu().numpy())
+            value_n = divergence(hidden_NH.index_select(0, rows_n), weight, taught, shard, kept)
+            divergence_N = divergence_N.index_copy(0, rows_n, value_n)
+        return *values, divergence_N
+
+    def _states(
+        self, hidden_states: Tensor, output_layer, output_weight: Tensor | None, context: _Input, vocab_size: int
+    ) -> tuple[Tensor, Tensor, HeadShard]:
+        """(last hidden states of the loss tokens [N, H], this rank's rows of the head, its shard)."""
         group = self.parallel.tp_group if self.parallel.tp_size > 1 else None
         if group is not None and output_layer.sequence_parallel:
             # Backward: each rank has the gradient of its vocabulary shard only, so the slices are summed.
@@ -167,14 +213,13 @@ class Forward:
         weight = output_layer.weight if output_weight is None else output_weight
         shard = HeadShard.of(
             num_rows=weight.shape[0],
-            vocab_size=self.cfg.model.vocab_size,
+            vocab_size=vocab_size,
             temperature=self.cfg.sampling.temperature,
             chunk_tokens=self.cfg.optim.logprob_chunk_tokens,
             group=group,
             is_shared=output_weight is not None,
         )
-        hidden_NH = hidden_states[:, 0].index_select(0, context.loss_rows_N)
-        return token_logprobs(hidden_NH, weight, context.targets_N, shard, context.kept)
+        return hidden_states[:, 0].index_select(0, context.loss_rows_N), weight, shard
 
     def _whole(self, item: _Input, values_N: Tensor) -> Tensor:
         """Scatter values of this rank's loss tokens to the whole microbatch, [T]; 0 outside the loss mask."""
@@ -185,8 +230,8 @@ class Forward:
         nothing = torch.zeros((), device=output[0].device)  # no loss in a forward-only pass
         return nothing, nothing.int(), (item.index, self._whole(item, output[0]))
 
-    def _loss(self, batch: TrainBatch, loss_fn: LossFn, item: _Input, output: tuple[Tensor, Tensor]):
-        logprobs_T, entropy_T = (self._whole(item, values) for values in output)
+    def _loss(self, batch: TrainBatch, loss_fn: LossFn, item: _Input, output: tuple[Tensor, ...]):
+        logprobs_T, entropy_T, *divergences = (self._whole(item, values) for values in output)
         loss, metrics = loss_fn(
             LossInputs(
                 mb=item.microbatch,
@@ -195,6 +240,7 @@ class Forward:
                 entropy_T=entropy_T,
                 cfg=self.cfg.algo,
                 max_completion_tokens=self.cfg.sampling.max_completion_tokens,
+                divergence_T=divergences[0] if divergences else None,
             )
         )
         result = MicrobatchResult(
@@ -239,9 +285,9 @@ class Forward:
             order_T = upload(torch.cat(parts), self.parallel.device)
         rows_N = mask_t.nonzero()[:, 0]
         device, kept = self.parallel.device, None
+        places_N = rows_N if local is None else local.index_select(0, rows_N)
         if mb.kept is not None and self.parallel.is_last_stage:
-            places = rows_N if local is None else local.index_select(0, rows_N)
-            kept = mb.kept.select(places.cpu().numpy())
+            kept = mb.kept.select(places_N.cpu().numpy())
         return _Input(
             index=index,
             microbatch=to_device(mb, device),
@@ -250,9 +296,24 @@ class Forward:
             loss_rows_N=upload(rows_N, device),
             targets_N=upload(targets_t.index_select(0, rows_N), device),
             kept=kept,
+            places_N=places_N.cpu(),
+            taught=tuple(_taught_at(part, places_N.cpu(), num_tokens, device) for part in mb.taught),
             packed=PackedSequences.of(mb.cu_seqlens_S, device, is_token_t, routes),
             order_T=order_T,
         )
+
+
+def _taught_at(taught: Taught, places_N: Tensor, num_tokens: int, device: torch.device) -> tuple[Tensor, Taught]:
+    """(indices of the loss tokens at ``places_N`` with a distribution, their distributions), on the device."""
+    index_T = torch.full((num_tokens,), -1)
+    index_T[taught.positions_n] = torch.arange(taught.positions_n.numel())
+    index_N = index_T.index_select(0, places_N)
+    rows_n = (index_N >= 0).nonzero()[:, 0]
+    kept = {"positions_n": places_N.index_select(0, rows_n), "head": taught.head}
+    for name in ("ids_nK", "logprobs_nK", "hidden_nH"):
+        values = getattr(taught, name)
+        kept[name] = None if values is None else upload(values.index_select(0, index_N.index_select(0, rows_n)), device)
+    return upload(rows_n, device), Taught(**kept)
 
 
 def to_device(mb: Microbatch, device: torch.device) -> Microbatch:

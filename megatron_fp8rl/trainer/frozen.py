@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import RunConfig
@@ -55,6 +56,20 @@ class FrozenPolicy:
             name: x for batch in batches for name, x in old_logprobs_by_sample(self.with_old_logprobs(batch)).items()
         }
         return {name: x for other in self.parallel.gather_from_all(part) for name, x in other.items()}
+
+    def with_distributions(
+        self, batch: TrainBatch, environments: Collection[str], vocab_size: int, top_k: int
+    ) -> TrainBatch:
+        """Collective: add this model's distributions at the loss tokens of some environments' sequences, see
+        :class:`Taught`. ``top_k`` 0 keeps hidden states, for a divergence over the full vocabulary."""
+        taught = []
+        for mb in batch.microbatches:
+            are_here_S = torch.tensor([name in environments for name in mb.environments])
+            taught.append(replace(mb, loss_mask_T=mb.loss_mask_T & are_here_S[mb.sequence_ids_T]))
+        parts = Forward(self.cfg, self.parallel).distributions(self.models, taught, vocab_size, top_k)
+        pairs = enumerate(batch.microbatches)
+        filled = (replace(mb, taught=(*mb.taught, parts[i])) if i in parts else mb for i, mb in pairs)
+        return replace(batch, microbatches=tuple(filled))
 
     def kv_scales(self, prompts: Sequence[Prompt]) -> KVScales | None:
         """Collective: scales for the engines' FP8 KV cache, measured on ``prompts``; None for BF16 caches."""

@@ -4,7 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,21 +14,33 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from checkpoint_tools import hf_to_fp8
 from megatron_fp8rl.algo.load_function import load_loss
 from megatron_fp8rl.commands.distill import DistillOptions, configure
-from megatron_fp8rl.config import ConfigError, ParallelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.config import (
+    CheckpointConfig,
+    ConfigError,
+    ObserveConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
 from megatron_fp8rl.data.packing import pack_for
-from megatron_fp8rl.distill import Distillation
+from megatron_fp8rl.distill import Distillation, run
+from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.preflight import teachers
 from megatron_fp8rl.rollout.teacher_client import ServedTeacher, TeacherError
+from megatron_fp8rl.runtime.stop import RunStopped
 from megatron_fp8rl.token_array import TokenArray
 from megatron_fp8rl.trainer.frozen import FrozenPolicy
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
-from megatron_fp8rl.types import Sample, Segment
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, Sample, Segment, single_turn
+from tests.dist.test_supervised import _StopBefore, lines
 from tests.helpers.dist import run_ranks
 from tests.helpers.own_model import make_model
 
+OTHER = ("train/1#0", "train/4#0", "train/5#0")  # samples of the second source, where there are two
 FP32 = PrecisionConfig(trainer="bf16", rollout="bf16", params="fp32", exact=False)
 
 
@@ -41,7 +53,14 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def config(folder: Path, teacher: str, precision: PrecisionConfig = FP32, **parallel: int) -> RunConfig:
+def config(
+    folder: Path,
+    teacher: str,
+    precision: PrecisionConfig = FP32,
+    kind: str = "sampled",
+    top_k: int = 8,
+    **parallel: int,
+) -> RunConfig:
     data = (str(folder / "train.jsonl"),)
     options = DistillOptions(model=str(folder / "student"), data=data, teacher=(teacher,), gpus=0)
     cfg, _ = configure(options, lambda cfg: replace(cfg, precision=precision))
@@ -49,7 +68,10 @@ def config(folder: Path, teacher: str, precision: PrecisionConfig = FP32, **para
         cfg.algo.kl_coef == 1 and cfg.data.environments[0].teacher == teacher and not cfg.data.environments[0].rewards
     )
     sampling = replace(cfg.sampling, max_prompt_tokens=16, max_completion_tokens=16)
-    return replace(cfg, parallel=ParallelConfig(**parallel), sampling=sampling, output_dir=str(folder / "run"))
+    algo = replace(cfg.algo, teacher_kl=kind, teacher_top_k=top_k)
+    return replace(
+        cfg, parallel=ParallelConfig(**parallel), sampling=sampling, algo=algo, output_dir=str(folder / "run")
+    )
 
 
 def samples(rollout: dict[str, np.ndarray] | None = None) -> list[Sample]:
@@ -62,16 +84,35 @@ def samples(rollout: dict[str, np.ndarray] | None = None) -> list[Sample]:
     return made
 
 
-def reference(model: Path) -> dict[str, np.ndarray]:
-    """By transformers in FP32."""
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    found = {}
+def distributions(model: Path) -> dict[str, torch.Tensor]:
+    """Log-probabilities of all tokens at the trained tokens, by transformers in FP32."""
+    net, logprobs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), {}
     for sample in samples():
-        ids = torch.tensor(sample.token_ids.array.tolist())
         with torch.no_grad():
-            logprobs = net(ids[None]).logits[0].log_softmax(-1)
-        found[sample.name] = logprobs[:-1].gather(1, ids[1:, None])[sample.num_prompt_tokens - 1 :, 0].numpy()
-    return found
+            logits = net(torch.tensor(sample.token_ids.array.tolist())[None]).logits[0]
+        logprobs[sample.name] = logits[sample.num_prompt_tokens - 1 : -1].log_softmax(-1)
+    return logprobs
+
+
+def reference(model: Path) -> dict[str, np.ndarray]:
+    """Log-probabilities of the trained tokens, by transformers in FP32."""
+    ids = {
+        sample.name: torch.tensor(sample.token_ids.array[sample.num_prompt_tokens :].tolist()) for sample in samples()
+    }
+    return {name: x.gather(1, ids[name][:, None])[:, 0].numpy() for name, x in distributions(model).items()}
+
+
+def divergences(student: Path, teacher: Path, top_k: int = 0) -> dict[str, float]:
+    """Sum over trained tokens of the reverse KL: over the teacher's ``top_k`` tokens and all others; 0: over all."""
+    sums, taught = {}, distributions(teacher)
+    for name, p in distributions(student).items():
+        pair = (p.double(), taught[name].double())
+        if top_k:
+            ids = pair[1].topk(top_k).indices
+            best = [x.gather(1, ids) for x in pair]
+            pair = [torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], dim=1) for x in best]
+        sums[name] = float((pair[0].exp() * (pair[0] - pair[1])).sum())
+    return sums
 
 
 def _score(cfg: RunConfig) -> dict[str, np.ndarray]:
@@ -89,23 +130,28 @@ def test_a_teacher_in_a_folder_scores_as_transformers_does_in_every_layout(folde
                 np.testing.assert_allclose(values, expected[name], atol=3e-5)
 
 
-def _update(cfg: RunConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Metrics of an update of the student on samples with its own log-probabilities, and these."""
-    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+def _update(
+    cfg: RunConfig, of_other: tuple[str, ...] = (), parallel: Parallel | None = None
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Metrics of an update of the student on samples with its own log-probabilities, and these; some samples are of
+    the source ``other``."""
+    parallel = parallel or Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel, has_reference=Distillation.has_reference)
     assert policy.reference is None
-    sampled = FrozenPolicy.build(cfg, parallel).sample_logprobs(samples())
+    sampled = FrozenPolicy.build(cfg, parallel).sample_logprobs(samples() if parallel.rank == 0 else [])
     job = Distillation.__new__(Distillation)
     job.cfg, job.parallel, job._names = cfg, parallel, teachers.teachers_of(cfg.data)
     job._teachers = {name: job._build(name) for name in job._names.values()}
-    taken = samples(sampled)
-    (batch,) = job.with_reference(taken, pack_for(cfg, taken, data_rank=0))
+    taken = [replace(x, environment="other") if x.name in of_other else x for x in samples(sampled)]
+    batches = pack_for(cfg, taken, data_rank=parallel.dp_rank)
+    (batch,) = job.with_reference(taken if parallel.rank == 0 else [], batches)
     return policy.update(batch, load_loss(cfg.algo)), sampled
 
 
-def test_the_loss_of_a_student_that_equals_its_teacher_is_zero(folder: Path):
+@pytest.mark.parametrize("kind", ["sampled", "top_k", "full"])
+def test_the_loss_of_a_student_that_equals_its_teacher_is_zero(folder: Path, kind: str):
     exact = PrecisionConfig(exact=True)  # FP8 at both ends
-    (result,) = run_ranks(1, _update, config(folder, str(folder / "student"), exact))
+    (result,) = run_ranks(1, _update, config(folder, str(folder / "student"), exact, kind))
     metrics, _ = result
     assert metrics["train/loss/mean"] == metrics["loss/kl_ref/mean"] == metrics["train/grad_norm/max"] == 0
 
@@ -118,6 +164,135 @@ def test_the_loss_is_the_reverse_kl_of_the_sampled_tokens(folder: Path):
     estimate = (np.expm1(difference) - difference).mean()  # of KL(student || teacher), Schulman's k3
     assert metrics["loss/kl_ref/mean"] == pytest.approx(estimate, rel=1e-4)
     assert metrics["train/loss/mean"] == pytest.approx(estimate, rel=1e-4) and metrics["train/grad_norm/max"] > 0
+
+
+KINDS = {"top_k": 8, "full": 0}
+
+
+def _of_kinds(cfg: RunConfig, of_other: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    cfgs = {kind: replace(cfg, algo=replace(cfg.algo, teacher_kl=kind)) for kind in KINDS}
+    return {kind: _update(of_kind, of_other, parallel)[0] for kind, of_kind in cfgs.items()}
+
+
+def test_the_loss_is_the_reverse_kl_of_the_distributions_in_every_layout(folder: Path):
+    total = sum(sample.num_loss_tokens for sample in samples())
+    means = {
+        kind: sum(divergences(folder / "student", folder / "teacher", top_k).values()) / total
+        for kind, top_k in KINDS.items()
+    }
+    norms: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for layout in ({"tensor": 2}, {"context": 2}, {"pipeline": 2}):
+        cfg = config(folder, str(folder / "teacher"), world_size=2, **layout)
+        for of_kind in run_ranks(2, _of_kinds, cfg):
+            for kind, metrics in of_kind.items():
+                assert metrics["loss/kl_ref/mean"] == pytest.approx(means[kind], rel=2e-4), (layout, kind)
+                assert metrics["train/loss/mean"] == pytest.approx(means[kind], rel=2e-4), (layout, kind)
+                norms[kind].append(metrics["train/grad_norm/max"])
+    for values in norms.values():
+        assert min(values) > 0.01 and values == pytest.approx([values[0]] * 6, rel=1e-4)
+
+
+def _two_sources(folder: Path, first: str, second: str) -> RunConfig:
+    cfg = config(folder, first, kind="top_k")
+    (source,) = cfg.data.environments
+    (folder / "other.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n')
+    other = replace(source, dataset=str(folder / "other.jsonl"), teacher=second)
+    return replace(cfg, data=replace(cfg.data, environments=(source, other)))
+
+
+def test_each_source_has_its_teacher(folder: Path):
+    student, teacher = folder / "student", folder / "teacher"
+    total = sum(sample.num_loss_tokens for sample in samples())
+    (of_kind,) = run_ranks(1, _of_kinds, _two_sources(folder, str(teacher), str(student)), OTHER)
+    for kind, top_k in KINDS.items():
+        parts = divergences(student, teacher, top_k)
+        expected = sum(x for name, x in parts.items() if name not in OTHER) / total  # the student teaches the others
+        assert of_kind[kind]["loss/kl_ref/mean"] == pytest.approx(expected, rel=2e-4)
+    with server(teacher) as url:
+        (result,) = run_ranks(1, _update, _two_sources(folder, str(teacher), url), OTHER)
+    expected = sum(divergences(student, teacher, KINDS["top_k"]).values()) / total
+    assert result[0]["loss/kl_ref/mean"] == pytest.approx(expected, rel=2e-4)
+
+
+def _recorded(folder: Path, num_steps: int) -> Path:
+    """Rollouts of two sources with rewards, as a run records them."""
+    rng, recording = np.random.default_rng(1), folder / "rollouts"
+    with closing(RolloutWriter(recording)) as writer:
+        for step in range(1, num_steps + 1):
+            groups = []
+            for environment in ("train", "other"):
+                ids = tuple(rng.integers(3, 384, 5).tolist())
+                name = f"{environment}/{step - 1}"
+                prompt = Prompt(prompt_id=name, environment=environment, token_ids=ids, text="?", answer="2")
+                rollouts = []
+                for index, reward in enumerate((1.0, 0.0)):
+                    answer = tuple(rng.integers(3, 384, 6).tolist())
+                    completion = Completion(
+                        token_ids=answer,
+                        rollout_logprobs=(-5.9,) * 6,
+                        finish_reason="stop",
+                        min_version=step - 1,
+                        max_version=step - 1,
+                        version_spans=((0, step - 1),),
+                    )
+                    branches = single_turn(prompt, completion)
+                    rollout = Rollout(
+                        prompt=prompt, index=index, branches=branches, reward=reward, status="scored", seed=index
+                    )
+                    rollouts.append(rollout)
+                groups.append(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts)))
+            writer.write(step, groups)
+    return recording
+
+
+def _run(cfg: RunConfig, stop_before: int = 0) -> None:
+    """The whole job on a rank, or until it is asked to stop before a step."""
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    try:
+        run(cfg, parallel, Path(cfg.model.hf_path), None, _StopBefore(stop_before))
+    except RunStopped:
+        assert stop_before
+
+
+def test_a_run_with_an_fp8_and_a_bf16_teacher_and_rewards_resumes_bit_for_bit(folder: Path, tmp_path: Path):
+    options = hf_to_fp8.Options(source=str(folder / "teacher"), target=str(tmp_path / "fp8"))
+    assert hf_to_fp8.run(options) == 0
+    base = _two_sources(folder, str(tmp_path / "fp8"), str(folder / "teacher"))
+    base = replace(
+        base,
+        num_steps=3,
+        algo=replace(base.algo, teacher_kl="full"),
+        optim=replace(base.optim, lr=1e-3),
+        sampling=replace(
+            base.sampling, replay=str(_recorded(tmp_path, 3)), prompts_per_step=2, completions_per_prompt=2
+        ),
+        observe=ObserveConfig(display="none", eval_prompts=0),
+        checkpoint=CheckpointConfig(every_steps=1, keep=3),
+    )
+    assert not teachers.violations(base)
+    teachers.check(base, str(folder / "student"))
+    runs = {name: replace(base, output_dir=str(tmp_path / name)) for name in ("whole", "cut", "alone")}
+    runs["alone"] = replace(runs["alone"], algo=replace(base.algo, advantage="tests.dist.test_distillation:no_reward"))
+    for name, stop_before in (("whole", 0), ("cut", 3), ("cut", 0), ("alone", 0)):
+        run_ranks(1, _run, runs[name], stop_before)
+    rows = {name: lines(cfg) for name, cfg in runs.items()}
+    assert list(rows["whole"]) == list(rows["cut"]) == [0, 1, 2, 3]
+    timed = {"train/tokens_per_s/mean": 0}
+    for step, row in rows["whole"].items():
+        assert {**row, **timed} == {**rows["cut"][step], **timed}, step
+    weights = [(Path(runs[name].run_dir) / "hf" / "model.safetensors").read_bytes() for name in runs]
+    assert weights[0] == weights[1] != weights[2]
+    for step in (1, 2, 3):
+        alone, both = rows["alone"][step], rows["whole"][step]
+        assert alone["train/loss/mean"] == pytest.approx(alone["loss/kl_ref/mean"], rel=1e-6)
+        assert both["train/grad_norm/max"] > alone["train/grad_norm/max"] > 0
+    kl = [row["loss/kl_ref/mean"] for row in list(rows["alone"].values())[1:]]
+    assert kl[2] < kl[0]
+
+
+def no_reward(rewards):
+    return [0.0] * len(rewards)
 
 
 @contextmanager
@@ -138,15 +313,17 @@ def server(model: Path, window: int = 512, tokens: list[int] | None = None) -> I
             ids = torch.tensor(body["prompt"])
             with torch.no_grad():
                 logprobs = net(ids[None]).logits[0].log_softmax(-1)
+            if (num := body["prompt_logprobs"]) > 20:
+                return self.reply({"error": "Requested prompt logprobs of 64, greater than max allowed: 20"}, 400)
             entries = [
-                {str(token): {"logprob": row[token].item()}}
+                {str(x): {"logprob": row[x].item()} for x in {*row.topk(num).indices.tolist(), token}}
                 for token, row in zip(ids[1:].tolist(), logprobs, strict=False)
             ]
-            self.reply({"choices": [{"prompt_logprobs": [None, *entries] if body["prompt_logprobs"] == 0 else None}]})
+            self.reply({"choices": [{"prompt_logprobs": [None, *entries]}]})
 
-        def reply(self, content):
+        def reply(self, content, status=200):
             data = json.dumps(content).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -183,6 +360,8 @@ def test_teachers_that_do_not_fit_are_refused(folder: Path, tmp_path: Path):
     make_model(tmp_path / "other", ["Completely different words, and so other merges"])
     with pytest.raises(ConfigError, match=r"environments.0.teacher = '.*other': has another tokenizer"):
         teachers.check(config(folder, str(tmp_path / "other")), str(folder / "student"))
+    with pytest.raises(ConfigError, match=r"1 mistake.*\n.*environments.1.teacher = '.*other': has another tokenizer"):
+        teachers.check(_two_sources(folder, str(folder / "teacher"), str(tmp_path / "other")), str(folder / "student"))
     with server(folder / "teacher", tokens=[1, 2]) as url, pytest.raises(ConfigError, match="another tokenizer"):
         teachers.check(config(folder, url), str(folder / "student"))
     with server(folder / "teacher", window=8) as url, pytest.raises(ConfigError, match="reads 8 tokens"):
@@ -205,6 +384,31 @@ def test_teachers_that_do_not_fit_are_refused(folder: Path, tmp_path: Path):
     assert error.problem == "a server scores at temperature 1, and sampling.temperature is 0.7"
     (error,) = teachers.violations(replace(fits, algo=replace(fits.algo, kl_coef=0.0)))
     assert error.field == "--algo.kl_coef"
+
+
+def test_divergences_that_a_teacher_cannot_give_are_refused(folder: Path, tmp_path: Path):
+    with server(folder / "teacher") as url:
+        (error,) = teachers.violations(config(folder, url, kind="full"))
+        assert error.problem == "a server returns a few tokens, not the full vocabulary"
+        teachers.check(config(folder, url, kind="top_k"), str(folder / "student"))
+        with pytest.raises(
+            ConfigError, match="--algo.teacher_top_k = 64: .* max allowed: 20.*Start vllm serve with --max"
+        ):
+            teachers.check(config(folder, url, kind="top_k", top_k=64), str(folder / "student"))
+    for top_k in (0, 384):
+        (error,) = teachers.violations(config(folder, str(folder / "teacher"), kind="top_k", top_k=top_k))
+        assert str(error).startswith(f"--algo.teacher_top_k = {top_k}: is not between 1 and 383")
+    alone = config(folder, str(folder / "teacher"), kind="full")
+    source = replace(alone.data.environments[0], teacher="")
+    (error,) = teachers.violations(replace(alone, data=replace(alone.data, environments=(source,))))
+    assert str(error) == "--algo.teacher_kl = 'full': there is no teacher. Use distill, or set sampled."
+    shutil.copytree(folder / "teacher", tmp_path / "larger")
+    written = json.loads((tmp_path / "larger" / "config.json").read_text())
+    (tmp_path / "larger" / "config.json").write_text(json.dumps({**written, "vocab_size": 512}))
+    larger = config(folder, str(tmp_path / "larger"), kind="full", world_size=2, tensor=2)
+    (error,) = teachers.violations(larger)
+    assert "has 512 tokens, and the student has 384: tensor-parallel ranks" in error.problem
+    assert not teachers.violations(replace(larger, algo=replace(larger.algo, teacher_kl="top_k")))
 
 
 def test_a_server_that_does_not_answer_names_itself(monkeypatch: pytest.MonkeyPatch):

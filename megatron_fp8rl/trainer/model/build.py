@@ -29,12 +29,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import ConfigError, ModelConfig, RunConfig, Violation
-from megatron_fp8rl.data.model_files import is_finite
+from megatron_fp8rl.data.model_files import FP8, FP8_DTYPE, SCALE, is_finite
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.blocks import EMBEDDING
 from megatron_fp8rl.names.layouts import layers_per_chunk
 from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.precision.kernel_choice import choose
+from megatron_fp8rl.precision.quantizers import dequantize
 from megatron_fp8rl.precision.recipes import finish_step
 from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
 from megatron_fp8rl.trainer.model.dispatcher import has_fused_permutation
@@ -342,6 +343,8 @@ def _open_checkpoint(folder: Path) -> Get:
         if tensor.dtype.itemsize > 1 and not is_finite(tensor):
             problem = f"{name}: NaN or infinity in {file}"
             raise ConfigError([Violation("--model.hf_path", str(folder), problem, "Restore the file, or name another")])
+        if tensor.dtype == FP8_DTYPE and name + SCALE in files:
+            tensor = dequantize(tensor, get(name + SCALE).float(), FP8).to(torch.bfloat16)
         return tensor
 
     return get
