@@ -112,8 +112,8 @@ def with_top_tokens(batch: TrainBatch, top: Mapping[str, tuple[np.ndarray, np.nd
             (mask_T.nonzero()[:, 0], *map(torch.from_numpy, top[name])) for name, mask_T in _trained(mb) if name in top
         ]
         if scored:
-            positions, ids, logprobs = (torch.cat(parts) for parts in zip(*scored, strict=True))
-            taught = Taught(positions_n=positions, ids_nK=ids, logprobs_nK=logprobs)
+            positions, ids, teacher_logprobs = (torch.cat(parts) for parts in zip(*scored, strict=True))
+            taught = Taught(positions_n=positions, ids_nK=ids, logprobs_nK=teacher_logprobs)
             mb = replace(mb, taught=(*mb.taught, taught))
         filled.append(mb)
     return replace(batch, microbatches=tuple(filled))
