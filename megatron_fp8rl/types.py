@@ -63,6 +63,8 @@ class Completion:
     text: str = ""
     num_prompt_tokens: int = 0  # context tokens, summed over all requests for this completion
     num_cached_tokens: int = 0  # those in the engine's prefix cache
+    num_draft_tokens: int = 0  # drafts that the engine verified (engine.speculation)
+    num_accepted_tokens: int = 0  # drafts among ``token_ids``
 
     def __post_init__(self) -> None:
         from megatron_fp8rl.token_array import TokenArray  # imports NumPy, which not every program has

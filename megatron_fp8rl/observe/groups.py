@@ -115,6 +115,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "rollout/num_tokens/sum": num_tokens,
         "rollout/num_completions/sum": len(rollouts),
         **_kept_metrics(by_rollout),
+        **_draft_metrics(by_rollout),
         **_version_metrics(by_rollout),
         **_session_metrics(rollouts, by_rollout),
     }
@@ -136,6 +137,20 @@ def _kept_metrics(by_rollout: Sequence[Sequence[Completion]]) -> dict[str, float
     kept = [c.kept.counts() for completions in by_rollout for c in completions if c.kept is not None]
     num_tokens = sum(map(len, kept))
     return {"rollout/kept_entries/mean": sum(int(c.sum()) for c in kept) / num_tokens} if num_tokens else {}
+
+
+def _draft_metrics(by_rollout: Sequence[Sequence[Completion]]) -> dict[str, float]:
+    """Acceptance of drafts; empty if the engines verified none."""
+    completions = [completion for rollout in by_rollout for completion in rollout]
+    num_drafts = sum(completion.num_draft_tokens for completion in completions)
+    num_accepted = sum(completion.num_accepted_tokens for completion in completions)
+    if not num_drafts:
+        return {}
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    return {
+        "speculation/acceptance/mean": num_accepted / num_drafts,
+        "speculation/tokens_per_step/mean": num_tokens / max(1, num_tokens - num_accepted),
+    }
 
 
 def _version_metrics(by_rollout: Sequence[Sequence[Completion]]) -> dict[str, float]:

@@ -33,7 +33,10 @@ _NAME = re.compile(r"step_(\d{8,})\.parquet")
 _ROWS_TOKENS = 1 << 21  # tokens of a row group at most, unless one prompt has more: bounds a reader's memory
 _PROMPT = tuple(field.name for field in dataclasses.fields(Prompt))
 _LISTS = ("prompt_token_ids", "token_ids", "rollout_logprobs")
-_INTEGERS = ("step", "seed", "min_version", "max_version", "num_prompt_tokens", "num_cached_tokens")
+_INTEGERS = (
+    *("step", "seed", "min_version", "max_version", "num_prompt_tokens", "num_cached_tokens"),
+    *("num_draft_tokens", "num_accepted_tokens"),
+)
 _TYPES = {
     **dict.fromkeys(_INTEGERS, "int64"),
     **dict.fromkeys(("group", "index", "branch"), "int32"),

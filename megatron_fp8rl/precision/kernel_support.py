@@ -445,6 +445,7 @@ _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
         for path, whole in (("sampling.top_p", (1.0,)), ("sampling.top_k", (0,)), ("sampling.min_p", (0.0,)))
     ),
     ("precision.kernels.engine_attention", ("auto", "FLASH_ATTN", "FP8_CACHE"), "the trainer has no such kernel"),
+    ("engine.speculation", ("none",), "attention over several drafts is not compared with decoding on GPUs yet"),
 )
 
 

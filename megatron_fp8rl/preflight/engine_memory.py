@@ -108,5 +108,6 @@ def _activation_bytes(cfg: RunConfig) -> int:
         experts = model.experts_per_token * per_copy + model.num_shared_experts * columns * 7
         if data > 1:  # of all tokens, the copies that choose this rank's experts are a data-th
             experts += 2 * data * 2 * model.hidden_size
-    sampler = cfg.engine.max_num_sequences * model.vocab_size * 4 * 3
+    copies = 3 + (cfg.engine.draft_tokens if cfg.engine.speculation != "none" else 0)
+    sampler = cfg.engine.max_num_sequences * model.vocab_size * 4 * copies
     return int(tokens * (stream + max(attention, dense, experts)) + sampler)

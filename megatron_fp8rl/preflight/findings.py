@@ -42,6 +42,7 @@ RANGES = {
     "[1, 1000000]": "sampling.prompts_per_step",
     "[1, 65536]": "sampling.completions_per_prompt engine.num_replicas",
     "[1, 4096]": "scoring.num_workers session.num_workers",
+    "[1, 16]": "engine.draft_tokens engine.lookup_min engine.lookup_max",
     "[0, 1000]": "sampling.max_staleness",
     "[0.01, 100]": "sampling.temperature",
     "(0, inf)": """

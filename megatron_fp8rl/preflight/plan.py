@@ -118,6 +118,16 @@ def plan(cfg: RunConfig, options: PlanOptions) -> Plan:
         return result
     best = layouts[0]
     comparison = _against_bf16(best, lambda cfg: all_layouts(cfg, machines, timed)[0])
+    shares = step_time.acceptance_to_win(
+        resolved(best.cfg, Hardware(machines.hardware.generation)),
+        lengths,
+        rates,
+        network,
+        memory_bytes=machines.hardware.memory_bytes,
+        gpus=options.gpus,
+        gpus_per_node=options.gpus_per_node,
+    )
+    comparison = [*comparison, "", *_drafts(best.cfg, shares)]
     blocks = _table(layouts[: options.top]), _degrees(layouts), _phases(best, options), comparison
     for block in (*blocks, _failures(best, options, network)):
         result.lines.extend([*block, ""])
@@ -200,6 +210,16 @@ def _against_bf16(best: Layout, layouts_of: Callable[[RunConfig], list[Layout]])
         ),
         f"  a ratio between {1 / error:.2f} and {error:.2f} says nothing: "
         f"measured steps differ from this arithmetic by {error - 1:.0%} at most",
+    ]
+
+
+def _drafts(cfg: RunConfig, shares: dict[int, float]) -> list[str]:
+    """From which acceptance n-gram drafts pay. Predicted steps have none: a run's acceptance is not known before."""
+    rows = [f"{sequences}: {share:.0%}" for sequences, share in shares.items()]
+    return [
+        f"do {cfg.engine.draft_tokens} drafts pay (engine.speculation)? They lose below this share of accepted drafts, "
+        f"by sequences of an engine rank: {'; '.join(rows)}",
+        "  computed from weights, cache and products, without the host's work; the steps above have no drafts",
     ]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_fp8rl import upstream
 from megatron_fp8rl.algo import load_function
-from megatron_fp8rl.config import KERNELS, EnvironmentConfig, RunConfig, Violation
+from megatron_fp8rl.config import KERNELS, EngineConfig, EnvironmentConfig, RunConfig, Violation
 from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.envs import agent_function, sandbox
 from megatron_fp8rl.envs.rewards import configured as rewards
@@ -146,11 +146,33 @@ def _check_sampling(checks: Checks) -> None:
         path = next(f"sampling.{name}" for name, is_set in truncating.items() if is_set)
         problem = "needs the patch report_kept_entries, which was not tested with the installed version of vLLM"
         checks.refuse(path, problem, "Sample from the whole vocabulary, or install the version that is pinned")
+    _check_speculation(checks)
     if engine.record_routed_experts and not model.is_moe:
         checks.refuse("engine.record_routed_experts", "records a router, and the model is dense", choices=[False])
     if engine.kv_cache_dtype == "fp8" and model.has("mla"):
         problem = "latent attention caches one vector for keys and values, for which no scales are measured"
         checks.refuse("engine.kv_cache_dtype", problem, choices=["auto"])
+
+
+def _check_speculation(checks: Checks) -> None:
+    engine, default = checks.cfg.engine, EngineConfig()
+    if engine.speculation == "none":
+        for name in ("draft_tokens", "lookup_min", "lookup_max"):
+            if getattr(engine, name) != getattr(default, name):
+                checks.refuse(f"engine.{name}", "has no effect without drafts", "Set --engine.speculation ngram")
+        return
+    if not upstream.applies("verify_in_order"):
+        problem = "needs the patch verify_in_order, which was not tested with the installed version of vLLM"
+        checks.refuse("engine.speculation", problem, "Set none, or install the version that is pinned", ["none"])
+    if engine.lookup_min > engine.lookup_max:
+        problem = f"exceeds engine.lookup_max = {engine.lookup_max}"
+        checks.refuse("engine.lookup_min", problem, f"Set {engine.lookup_max} or less", [engine.lookup_max])
+    if engine.data > 1:
+        problem = "is not tested with drafts (engine.speculation)"
+        checks.refuse("engine.data", problem, "Set 1, or --engine.speculation none", [1])
+    if checks.cfg.sampling.min_p > 0:
+        problem = "vLLM does not apply min-p to drafts (engine.speculation)"
+        checks.refuse("sampling.min_p", problem, "Set 0, or --engine.speculation none", [0])
 
 
 def _check_lengths(checks: Checks, accelerator: Generation) -> None:

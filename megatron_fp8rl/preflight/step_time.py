@@ -226,6 +226,22 @@ def step_time(
     )
 
 
+def acceptance_to_win(
+    cfg: RunConfig,
+    lengths: Lengths,
+    rates: Rates,
+    network: Network,
+    *,
+    memory_bytes: int,
+    gpus: int,
+    gpus_per_node: int,
+) -> dict[int, float]:
+    """By number of sequences of an engine's data-parallel rank, the share of accepted drafts from which they pay.
+    Without the host's time for drafts, which is not measured."""
+    step = _Step(cfg, lengths, rates, network, memory_bytes, gpus, gpus_per_node, 1)
+    return {sequences: step.acceptance_to_win(sequences) for sequences in (1, 16, 64, 256)}
+
+
 def step_seconds(cfg: RunConfig, machines: DoctorOptions) -> float:
     """Seconds of a step with the default network and half of the longest sequences, as ``plan`` without options."""
     return step_time(
@@ -340,16 +356,23 @@ class _Step:
         fitting = max(1, int(worker(cfg, self.memory_bytes).kv_tokens / self.length))
         steps = max(lengths.longest, per_group * lengths.mean / min(per_group, engine.max_num_sequences, fitting))
         average = per_group * lengths.mean / steps  # sequences of a step
-        kv_read = (
-            per_group
-            * lengths.mean
-            * (lengths.prompt + lengths.mean / 2)
-            * kv_token_bytes(cfg.model, cfg.engine, cpu=False)
-        )
+        kv_read = per_group * lengths.mean * self.kv_bytes_read
+        prompts = Flops.of(model, sequences * lengths.prompt, sequences * lengths.prompt**2)
+        prefill_s = prompts.total / (rates.prefill * engine.ranks)
+        return prefill_s + kv_read / rates.read_bytes_per_s + steps * self.decode_s(average)
+
+    @property
+    def kv_bytes_read(self) -> float:
+        """Bytes of the KV cache that a worker reads for one sequence in one decode step, on average."""
+        per_token = kv_token_bytes(self.cfg.model, self.cfg.engine, cpu=False)
+        return (self.lengths.prompt + self.lengths.mean / 2) * per_token
+
+    def decode_s(self, average: float) -> float:
+        """Seconds of a decode step with so many tokens on a data-parallel rank, without the KV cache."""
+        cfg, model, rates, engine = self.cfg, self.cfg.model, self.rates, self.cfg.engine
         decode = Flops.of(model, average / engine.tensor, 0.0)
         products = decode.linears / self.linear_rate(rollout_format(cfg.precision)) + decode.head / rates.head
         matrices = max(products, self.weight_bytes_read(average * engine.data) / rates.read_bytes_per_s)
-        prompts = Flops.of(model, sequences * lengths.prompt, sequences * lengths.prompt**2)
         launches = (model.num_layers - self.moe_layers) * rates.decode_layer_s
         launches += self.moe_layers * rates.decode_moe_layer_s
         is_wide, spreads_experts = engine.ranks > self.node, engine.expert > 1 and model.is_moe
@@ -358,9 +381,17 @@ class _Step:
         copies = 2 * average * model.experts_per_token * model.num_layers / engine.tensor * spreads_experts
         moved = copies * model.hidden_size * ITEM_BYTES["bfloat16"]
         sampling = average * model.vocab_size * rates.logit_s
-        decode_s = matrices + sampling + launches + calls * latency + moved / self.link(engine.ranks)
-        prefill_s = prompts.total / (rates.prefill * engine.ranks)
-        return prefill_s + kv_read / rates.read_bytes_per_s + steps * decode_s
+        return matrices + sampling + launches + calls * latency + moved / self.link(engine.ranks)
+
+    def acceptance_to_win(self, sequences: int) -> float:
+        """The share of accepted drafts from which ``engine.draft_tokens`` drafts in every step pay, with so many
+        sequences on a data-parallel rank."""
+        cached = sequences * self.kv_bytes_read / self.rates.read_bytes_per_s
+        drafts = self.cfg.engine.draft_tokens
+        longer = (self.decode_s(sequences * (1 + drafts)) + cached) / (self.decode_s(sequences) + cached)
+        # A step samples 1 + a + a^2 + ... tokens of a sequence.
+        shares = (percent / 100 for percent in range(101))
+        return next((a for a in shares if sum(a**i for i in range(1 + drafts)) >= longer), 1.0)
 
     def weight_bytes_read(self, num_sequences: float) -> float:
         """Bytes of weights that one worker reads in a decode step: of experts, those that the batch reaches."""

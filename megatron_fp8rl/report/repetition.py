@@ -23,11 +23,12 @@ from megatron_fp8rl.types import RolloutGroup
 
 # Metrics of times, memory and speed, and of lost replicas and cached prompts, which depend on times.
 _IGNORED_METRICS = re.compile(
-    r"time/.*|memory/.*|.*/s|.*/tokens_per_s/.*"
+    r"time/.*|speculation/.*|memory/.*|.*/s|.*/tokens_per_s/.*"
     r"|rollout/(prefill_saved|replicas|replicas_lost|replicas_joined|num_retried)/.*"
 )
 # ``prompt`` of a rollout is that of its group.
 _IGNORED_FIELDS = ("prompt", "seconds", "num_prompt_tokens", "num_cached_tokens")
+_IGNORED_FIELDS += ("num_draft_tokens", "num_accepted_tokens")
 _SETTINGS_WITHOUT_EFFECT = re.compile(r"name|output_dir|num_steps|observe\.(?!eval).*|checkpoint\..*|started_unix_s")
 _MOST_CAUSES = 12
 _MOST_CHARACTERS = 60  # of a value

@@ -69,6 +69,8 @@ class Segment:
     routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], where prompt is that of the request
     text: str | None = None  # of the whole completion up to here; None if it continues
     kept: KeptEntries | None = None  # [C] of the vocabulary; None: the whole vocabulary
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,11 @@ def write_answer(answer: Answer) -> bytes:
     for segment in answer.segments:
         numbers += [np.asarray(segment.token_ids, _TOKEN), np.asarray(segment.rollout_logprobs, _LOGPROB)]
         recorded = segment.routed_experts
-        choice = {"num_tokens": len(segment.token_ids), "num_logprobs": len(segment.rollout_logprobs)}
+        choice: dict[str, Any] = {
+            "num_tokens": len(segment.token_ids),
+            "num_logprobs": len(segment.rollout_logprobs),
+            "drafts": [segment.num_draft_tokens, segment.num_accepted_tokens],
+        }
         choices.append(choice | {"finish_reason": segment.finish_reason, "text": segment.text, "experts": None})
         if recorded is not None:
             choices[-1]["experts"] = [recorded.dtype.str, *recorded.shape]
@@ -133,6 +139,7 @@ def read_answer(content: bytes) -> Answer:
         kept = KeptEntries.from_bytes(take(_BYTE, choice["kept"]).tobytes()) if "kept" in choice else None
         if kept is not None and len(kept) != len(token_ids):
             raise ValueError(f"the engine returned kept entries of {len(kept)} tokens for {len(token_ids)} tokens")
+        num_drafts, num_accepted = choice["drafts"]
         segments.append(
             Segment(
                 token_ids=TokenArray(token_ids),
@@ -141,6 +148,8 @@ def read_answer(content: bytes) -> Answer:
                 routed_experts=experts,
                 text=choice["text"],
                 kept=kept,
+                num_draft_tokens=num_drafts,
+                num_accepted_tokens=num_accepted,
             )
         )
     return Answer(segments=segments, num_cached_tokens=head["num_cached_tokens"], prompt_logprobs=prompt_logprobs)
@@ -165,6 +174,8 @@ class PartialCompletion:
     kept: KeptEntries | None = None
     num_prompt_tokens: int = 0  # sums over all requests of this completion
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     _text: str | None = None  # of all tokens so far, if the engine decoded it
     _num_requests: int = 0
     _version: int = 0
@@ -185,6 +196,8 @@ class PartialCompletion:
                 self.spans.append((len(self.token_ids), version))
             self.token_ids += segment.token_ids
             self.rollout_logprobs += segment.rollout_logprobs
+            self.num_draft_tokens += segment.num_draft_tokens
+            self.num_accepted_tokens += segment.num_accepted_tokens
             self._extend_routed_experts(segment.routed_experts)
             if segment.kept is not None:
                 num_before = len(self.token_ids) - len(segment.token_ids)
@@ -203,7 +216,7 @@ class PartialCompletion:
         """Return the finished completion. Raises ValueError if it is unfinished."""
         if self.finish_reason is None:
             raise ValueError(f"the completion with seed {self.seed} is not finished")
-        if self._num_requests > 1 and stop_strings:
+        if (self._num_requests > 1 or self.num_draft_tokens) and stop_strings:
             self._cut_at_stop_string(decode, stop_strings)
         versions = [version for _, version in self.spans] or [self._version]
         return Completion(
@@ -217,23 +230,30 @@ class PartialCompletion:
             kept=self.kept,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
             text=decode(self.token_ids) if self._text is None else self._text,
         )
 
     def _cut_at_stop_string(self, decode: Callable[[Sequence[int]], str], stop_strings: tuple[str, ...]) -> None:
-        """Cut the completion at a stop string that an interruption hid from the engine."""
-        token_ids = list(self.token_ids)
-        for length in range(1, len(token_ids)):
-            text = decode(token_ids[:length])
-            if any(stop in text for stop in stop_strings):
-                dropped = len(token_ids) - length
-                self.token_ids, self.rollout_logprobs = self.token_ids[:length], self.rollout_logprobs[:length]
-                self.spans = [span for span in self.spans if span[0] < length]
-                if self.routed_experts is not None:
-                    self.routed_experts = self.routed_experts[:-dropped]
-                self.kept = None if self.kept is None else self.kept[:length]
-                self.finish_reason, self._text = "stop", text
-                return
+        """Cut the completion at a stop string that an interruption hid from the engine, or after which the engine
+        sampled more tokens in the same step."""
+        token_ids, text = list(self.token_ids), None
+        whole = length = len(token_ids)
+        while length > 1:
+            shorter = decode(token_ids[: length - 1])
+            if not any(stop in shorter for stop in stop_strings):
+                break
+            length, text = length - 1, shorter
+        if text is None:
+            return
+        self.token_ids, self.rollout_logprobs = self.token_ids[:length], self.rollout_logprobs[:length]
+        self.spans = [span for span in self.spans if span[0] < length]
+        if self.routed_experts is not None:
+            self.routed_experts = self.routed_experts[: length - whole]
+        self.kept = None if self.kept is None else self.kept[:length]
+        self.num_accepted_tokens = min(self.num_accepted_tokens, length)
+        self.finish_reason, self._text = "stop", text
 
 
 def write_request(prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megatron_fp8rl.rollout.vllm_plugin.plugin import (
     FORMAT_VARIABLE,
     KEPT_VARIABLE,
     PARTS_VARIABLE,
+    SPECULATION_VARIABLE,
     WEIGHT_TRANSFER_BACKEND,
 )
 
@@ -78,12 +79,14 @@ def kv_token_bytes(model: ModelConfig, engine: EngineConfig, *, cpu: bool) -> in
 
 
 def max_batched_tokens(cfg: RunConfig) -> int:
-    return max(8192, cfg.max_sequence_tokens, cfg.engine.max_num_sequences)
+    per_step = 1 + (cfg.engine.draft_tokens if cfg.engine.speculation != "none" else 0)
+    return max(8192, cfg.max_sequence_tokens, cfg.engine.max_num_sequences * per_step)
 
 
 def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) -> dict[str, Any]:
     """Return vLLM's command-line options without dashes. A flag has the value True; a dict becomes JSON."""
     engine, cpu = cfg.engine, not kernels.hardware.is_gpu
+    drafts = engine.speculation != "none"
     arguments: dict[str, Any] = {
         "model": str(hf_dir),
         "served-model-name": cfg.name,
@@ -136,11 +139,19 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         arguments |= kernel_backends(cfg.model, cfg.precision, kernels.engine)
     if engine.expert > 1:
         arguments["enable-expert-parallel"] = True
+    if drafts:
+        arguments["speculative-config"] = {
+            "method": engine.speculation,
+            "num_speculative_tokens": engine.draft_tokens,
+            "prompt_lookup_min": engine.lookup_min,
+            "prompt_lookup_max": engine.lookup_max,
+        }
     if engine.record_routed_experts:
         arguments["enable-return-routed-experts"] = True
     elif upstream.applies("BufferingScheduler"):
         decode = "DecodeScheduler" if not cpu and upstream.applies("DecodeScheduler") else "BufferingAsyncScheduler"
-        arguments["scheduler-cls"] = f"{_SCHEDULERS}.{'BufferingScheduler' if cpu else decode}"
+        # vLLM's n-gram drafts need tokens on the host, so steps are not scheduled ahead.
+        arguments["scheduler-cls"] = f"{_SCHEDULERS}.{'BufferingScheduler' if cpu or drafts else decode}"
     return arguments
 
 
@@ -173,6 +184,8 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
     }
     if cfg.sampling.truncates:
         environment[KEPT_VARIABLE] = "1"
+    if cfg.engine.speculation != "none":
+        environment[SPECULATION_VARIABLE] = "1"
     if kernels.exact == "on" and (num_parts := engine_parts(cfg)):
         environment[PARTS_VARIABLE] = str(num_parts)
     if not cpu:
@@ -183,8 +196,11 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             # vLLM compiles for every batch size in one process, for minutes; deep_gemm_warmup.py uses many.
             "VLLM_DEEP_GEMM_WARMUP": "skip",
             # The V1 runner, vLLM's default for Qwen3 MoE, samples requests with seeds one by one, and all of our
-            # requests have seeds. The V2 runner, its default for dense models, cannot record routed experts.
-            "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.engine.record_routed_experts else "1",
+            # requests have seeds. The V2 runner, its default for dense models, cannot record routed experts and has no
+            # n-gram drafts.
+            "VLLM_USE_V2_MODEL_RUNNER": "0"
+            if cfg.engine.record_routed_experts or cfg.engine.speculation != "none"
+            else "1",
         }
         if kernel_backends(cfg.model, cfg.precision, kernels.engine).get("linear-backend") == "deep_gemm":
             # Imported here because a check of a configuration must not import torch.

@@ -151,8 +151,9 @@ def write_checkpoint(cfg: RunConfig, tensors: Mapping[str, Tensor], folder: Path
     return folder
 
 
-def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
-    """An engine as in a fleet (``dummy``), or one that loads the checkpoint in ``folder`` (``auto``)."""
+def build_engine(cfg: RunConfig, folder: Path, *, load_format: str, more: str = "") -> Any:
+    """An engine as in a fleet (``dummy``), or one that loads the checkpoint in ``folder`` (``auto``). ``more``: further
+    arguments that it gets as in a fleet."""
     from vllm import LLM
 
     from megatron_fp8rl.rollout.vllm_args import engine_arguments
@@ -162,7 +163,7 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
     plugin.register()
     arguments = engine_arguments(cfg, folder, choose(cfg, Hardware("cpu")))
     shared = "hf-overrides worker-extension-cls weight-transfer-config dtype max-model-len kv-cache-dtype".split()
-    shared += "tensor-parallel-size distributed-executor-backend enable-expert-parallel".split()
+    shared += "tensor-parallel-size distributed-executor-backend enable-expert-parallel".split() + more.split()
     options = {key.replace("-", "_"): arguments[key] for key in shared if key in arguments}
     return LLM(
         model=str(folder),

@@ -53,6 +53,10 @@ def test_engines_have_vllms_scheduler(leave, monkeypatch):
         return engine_arguments(cfg, "model", choose(cfg, hardware)).get("scheduler-cls")
 
     assert [scheduler(CPU), scheduler(HOPPER)] == [f"{SCHEDULERS}.BufferingScheduler", f"{SCHEDULERS}.DecodeScheduler"]
+    with_drafts = replace(cfg, engine=replace(cfg.engine, speculation="ngram"))
+    on_gpu = engine_arguments(with_drafts, "model", choose(with_drafts, HOPPER))
+    assert on_gpu["scheduler-cls"] == f"{SCHEDULERS}.BufferingScheduler"
+    assert on_gpu["speculative-config"]["num_speculative_tokens"] == 4
     monkeypatch.setenv(upstream.SKIP, "DecodeScheduler")
     assert scheduler(HOPPER) == f"{SCHEDULERS}.BufferingAsyncScheduler"
     monkeypatch.delenv(upstream.SKIP)

@@ -24,6 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from megatron_fp8rl.data.tokenizer import decode
 from megatron_fp8rl.rollout.completions import GENERATE_PATH, Answer, Segment, write_answer
+from megatron_fp8rl.rollout.vllm_plugin.drafts import counts_of_drafts
 from megatron_fp8rl.rollout.vllm_plugin.patches_kept import kept_entries_of
 
 router = APIRouter()
@@ -60,6 +61,7 @@ async def generate(body: dict[str, Any], raw_request: Request) -> Response:
 def _segment(output: Any, sampled: Sequence[int], tokenizer: Any, dropped: frozenset[int]) -> Segment:
     """Return one completion; if it is finished, with the text of all tokens, starting with ``sampled``."""
     is_whole = output.finish_reason != "abort"
+    num_drafts, num_accepted = (0, 0) if output.logprobs is None else counts_of_drafts(output.logprobs.ranks)
     return Segment(
         token_ids=output.token_ids,
         rollout_logprobs=() if output.logprobs is None else output.logprobs.logprobs,
@@ -67,4 +69,6 @@ def _segment(output: Any, sampled: Sequence[int], tokenizer: Any, dropped: froze
         routed_experts=output.routed_experts,
         text=decode(tokenizer, [*sampled, *output.token_ids], dropped) if is_whole else None,
         kept=kept_entries_of(output.logprobs),
+        num_draft_tokens=num_drafts,
+        num_accepted_tokens=num_accepted,
     )

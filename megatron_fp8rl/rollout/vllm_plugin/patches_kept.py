@@ -75,7 +75,7 @@ def kept_entries_of(logprobs: Any) -> KeptEntries | None:
 
 @patches(
     "vllm",
-    why="adds kept entries to the arrays of log-probabilities (LogprobsTensors.to_cpu_nonblocking, tolists)",
+    why="adds kept entries to the arrays of log-probabilities (LogprobsTensors.to_cpu_nonblocking, filter, tolists)",
     remove_when="vLLM returns a sampled token's kept entries",
     optional=True,
 )
@@ -86,6 +86,9 @@ class TensorsWithKept(LogprobsTensors):
 
     def to_cpu_nonblocking(self) -> LogprobsTensors:
         return type(self)(*super().to_cpu_nonblocking())
+
+    def filter(self, mask: Any) -> LogprobsTensors:
+        return type(self)(*super().filter(mask))
 
     def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> LogprobsLists:
         lists = super().tolists(cu_num_generated_tokens)

@@ -15,7 +15,7 @@ from megatron_fp8rl.precision.formats import FORMATS
 
 FORMAT_VARIABLE = "MEGATRON_FP8RL_FORMAT"  # passes the name of the format to the engine's processes
 KEPT_VARIABLE = "MEGATRON_FP8RL_KEPT_ENTRIES"  # 1: return the vocabulary entries from which each token was sampled
-
+SPECULATION_VARIABLE = "MEGATRON_FP8RL_SPECULATION"  # 1: drafts are verified
 PARTS_VARIABLE = "MEGATRON_FP8RL_ROW_PARTS"  # number of partial sums that row-parallel linears add in order
 
 WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every weight_sync.transport, which the first request names
@@ -50,6 +50,10 @@ def register() -> None:
         from megatron_fp8rl.rollout.vllm_plugin import patches_kept
 
         patches_kept.report_kept_entries()
+    if os.environ.get(SPECULATION_VARIABLE) == "1" and upstream.applies("verify_in_order"):
+        from megatron_fp8rl.rollout.vllm_plugin import patches_speculation
+
+        patches_speculation.verify_in_order()
     patches.name_loaders_of_norms()
     if current_platform.is_cpu():
         from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_experts, cpu_layers

@@ -59,6 +59,18 @@ def test_statistics_count_completions_and_groups():
     )
 
 
+def test_acceptance_is_a_metric_of_steps_with_drafts():
+    group = make_group("chain_sum", [1.0, 0.0], [4, 8])
+    plain = group_metrics([group])
+    counts = ({"num_draft_tokens": 6, "num_accepted_tokens": 2}, {"num_draft_tokens": 2, "num_accepted_tokens": 2})
+    drafted = [
+        replace(r, branches=single_turn(group.prompt, replace(r.completions[0], **numbers)))
+        for r, numbers in zip(group.rollouts, counts, strict=True)
+    ]
+    metrics = group_metrics([replace(group, rollouts=tuple(drafted))])
+    assert metrics == plain | {"speculation/acceptance/mean": 0.5, "speculation/tokens_per_step/mean": 12 / 8}
+
+
 def test_partial_rewards_are_no_pass_and_no_rollouts_no_metrics():
     metrics = group_metrics([make_group("a", [0.99, 1.0], [1, 1])])
     assert metrics["reward/pass_rate/mean"] == 0.5

@@ -215,6 +215,7 @@ def test_exact_selects_the_kernels_that_both_ends_share():
         ("sampling.top_p", 0.9, True),
         ("sampling.top_k", 5, True),
         ("sampling.min_p", 0.1, True),
+        ("engine.speculation", "ngram", True),
         ("engine.tensor", 2, False),  # engine.expert is 1
         ("parallel.tensor", 2, True),
         ("parallel.expert_tensor", 2, False),

@@ -91,6 +91,15 @@ def test_fp8_pays_where_the_gain_is_larger_than_the_error(capsys):
     assert "does FP8 pay? This run has none" in capsys.readouterr().out
 
 
+def test_drafts_pay_with_few_sequences_and_lose_with_many(capsys):
+    args = ["plan", "grpo_qwen3_8b", "--gpus", "8", "--precision.exact", "False", "--engine.draft_tokens", "15"]
+    assert cli.main(program.COMMANDS, [*args, "--engine.speculation", "ngram"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("do 15 drafts pay")]
+    shares = {int(sequences): int(share) for sequences, share in re.findall(r"(\d+): (\d+)%", line)}
+    assert list(shares) == [1, 16, 64, 256]
+    assert shares[1] < 10 < shares[16] < shares[64] < shares[256] < 100
+
+
 def test_sampling_overlaps_training_when_it_may():
     one, two = timed(), timed(max_staleness=1)
     assert one.step == pytest.approx(one.rollouts + one.driver + one.training + one.publish)

@@ -564,6 +564,30 @@ def test_fp8_parameters_that_cannot_be(accelerator, changes, field, problem):
     assert error.field == "--precision.params" and "heads of 64 rows" in error.problem
 
 
+@pytest.mark.parametrize(
+    ("changes", "field", "problem"),
+    [
+        ({"draft_tokens": 17}, "draft_tokens", "is outside [1, 16]"),
+        ({"lookup_min": 0}, "lookup_min", "is outside [1, 16]"),
+        ({"lookup_min": 5}, "lookup_min", "exceeds engine.lookup_max = 4"),
+        ({"speculation": "none", "draft_tokens": 2}, "draft_tokens", "has no effect without drafts"),
+    ],
+)
+def test_wrong_drafts_are_refused_by_field(changes, field, problem):
+    changed = {f"engine__{name}": value for name, value in ({"speculation": "ngram"} | changes).items()}
+    (error,) = check(make(**changed), accelerator="cpu")
+    assert error.field == f"--engine.{field}" and problem in error.problem
+
+
+def test_what_does_not_work_with_drafts_is_refused(monkeypatch):
+    drafts = {"engine__speculation": "ngram"}
+    assert fields_of(make(**drafts)) == fields_of(make(**drafts, sampling__top_p=0.9, sampling__top_k=5)) == []
+    assert fields_of(make(**drafts, sampling__min_p=0.1)) == ["--sampling.min_p"]
+    assert fields_of(make(MOE, **drafts, engine__data=2)) == ["--engine.data"]
+    monkeypatch.setattr(upstream, "applies", lambda *names: "verify_in_order" not in names)
+    assert fields_of(make(**drafts)) == ["--engine.speculation"] and fields_of(make()) == []
+
+
 @pytest.mark.parametrize("field", ["top_p", "top_k", "min_p"])
 def test_truncation_needs_a_version_of_vllm_that_reports_kept_entries(monkeypatch, field):
     cfg = make(**{f"sampling__{field}": 1 if field == "top_k" else 0.5})

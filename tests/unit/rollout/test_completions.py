@@ -136,6 +136,26 @@ def test_a_stop_string_across_an_interruption_ends_the_completion():
     assert len(completion.routed_experts) == 6
 
 
+def test_a_stop_string_ends_the_completion_before_tokens_of_the_same_step():
+    part = PartialCompletion(seed=0)
+    drafted = dict(num_draft_tokens=4, num_accepted_tokens=3)
+    (read,) = through_bytes(replace(segment([1, 2, 3, 4, 5], "stop"), text="bcdef", **drafted)).segments
+    part.extend(read, 1, give_up=False)
+    completion = part.complete(decode, ("d", "cd"))
+    assert (completion.text, completion.token_ids, len(completion.rollout_logprobs)) == ("bcd", (1, 2, 3), 3)
+    assert (completion.num_draft_tokens, completion.num_accepted_tokens) == (4, 3)
+    part = PartialCompletion(seed=0)
+    part.extend(replace(segment([1, 2, 3], "stop"), text="the engine's", **drafted), 1, give_up=False)
+    assert part.complete(decode, ("x", "d")).text == "the engine's"  # the stop string is complete in the last token
+
+
+def test_drafts_are_counted_in_the_ranks_of_tokens():
+    from megatron_fp8rl.rollout.vllm_plugin.drafts import ACCEPTED, counts_of_drafts, mark
+
+    steps = [1, mark(4), ACCEPTED, ACCEPTED, mark(2), 17, None]  # an ordinary step; 4 drafts, 2 accepted; 2 drafts
+    assert counts_of_drafts(steps) == (6, 2)
+
+
 def test_a_request_stops_at_every_end_token_and_finds_stop_strings_in_special_tokens():
     sampling = Sampling.of(SamplingConfig(stop_token_ids=(9, 262), stop_strings=("</answer>",)), (256, 262), {262, 0})
     body = write_request([1], [PartialCompletion(seed=0)], sampling)

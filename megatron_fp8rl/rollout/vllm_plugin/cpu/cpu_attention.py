@@ -23,6 +23,8 @@ from megatron_fp8rl.kernels.kv_rounding import to_cache
 from megatron_fp8rl.rollout.vllm_plugin.patches import kv_scales_of
 from megatron_fp8rl.upstream import patches
 
+_FEW_TOKENS = 17  # of a request in a step: the most drafts (engine.draft_tokens), and one more
+
 
 @patches(
     "vllm",
@@ -108,13 +110,14 @@ def _attend_requests(
     window: int | None,
     output: Tensor,
 ) -> None:
-    """Fill ``output`` [T, Q, D]: requests that decode one token together, each prompt separately."""
+    """Fill ``output`` [T, Q, D]: requests with equally few tokens together, such as those that decode or verify drafts,
+    and each longer prompt separately."""
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     counts = [end - start for start, end in itertools.pairwise(starts)]
     out = output.view(len(output), -1, query.shape[-1])
-    decoding = [i for i, count in enumerate(counts) if count == 1]
-    groups = [decoding] if decoding else []
-    groups += [[i] for i, count in enumerate(counts) if count > 1]
+    few = sorted({count for count in counts if 0 < count <= _FEW_TOKENS})
+    groups = [[i for i, count in enumerate(counts) if count == same] for same in few]
+    groups += [[i] for i, count in enumerate(counts) if count > _FEW_TOKENS]
     for requests in groups:
         num_queries, longest = counts[requests[0]], max(lengths[i] for i in requests)
         key, value = _cached(kv_cache, cache_scales, metadata.block_table[requests], longest)
