@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.kernels import float64, rounded_products
+from megatron_fp8rl.kernels import c_code, float64, rounded_products
 
 
 @pytest.fixture(autouse=True)
 def compiled():
-    rounded_products._library.cache_clear()
-    if rounded_products._library() is None:
+    c_code.library.cache_clear()
+    if c_code.library("rounded_products") is None:
         pytest.skip("no C compiler, or a CPU without AVX-512 BF16")
     yield
-    rounded_products._library.cache_clear()
+    c_code.library.cache_clear()
 
 
 def reference(a: Tensor, b: Tensor) -> Tensor:
@@ -31,12 +31,12 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
 def test_any_shape_and_number_of_threads(m, n, k, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(rounded_products, "_WORK_PER_THREAD", 64)
-    rounded_products._pool.cache_clear()
+    c_code._pool.cache_clear()
     a, b = rand(m, k).bfloat16(), rand(n, k, seed=1).bfloat16().t()
     expected = reference(a, b)
     assert torch.equal(rounded_products.multiply(a, b), expected)
     assert torch.equal(rounded_products.multiply(a, b.contiguous()), expected)
-    rounded_products._pool.cache_clear()
+    c_code._pool.cache_clear()
 
 
 def cases() -> dict[str, tuple[Tensor, Tensor]]:
@@ -88,6 +88,6 @@ def test_other_operands_and_machines_compute_in_float64(monkeypatch):
         raise subprocess.CalledProcessError(1, "cc")
 
     monkeypatch.setattr(subprocess, "run", failing)
-    rounded_products._library.cache_clear()
+    c_code.library.cache_clear()
     assert rounded_products.multiply(a[:, :32], b[:32]) is None
     assert torch.equal(float64.matmul(a[:, :32], b[:32]), reference(a[:, :32], b[:32]))

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
-from megatron_fp8rl.kernels import float64
+from megatron_fp8rl.kernels import float64, paged_attention
 from megatron_fp8rl.kernels.exact_logprobs import log_softmax
 from megatron_fp8rl.kernels.kv_rounding import to_cache
 from megatron_fp8rl.rollout.vllm_plugin.patches import kv_scales_of
@@ -110,11 +110,14 @@ def _attend_requests(
     window: int | None,
     output: Tensor,
 ) -> None:
-    """Fill ``output`` [T, Q, D]: requests with equally few tokens together, such as those that decode or verify drafts,
-    and each longer prompt separately."""
+    """Fill ``output`` [T, Q, D]. PyTorch computes requests with equally few tokens together, such as those that decode or
+    verify drafts, and each longer prompt separately."""
+    ends = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
+    out = output.view(len(output), -1, query.shape[-1])
+    if paged_attention.attend(query, kv_cache, cache_scales, *ends, scale, window, out):
+        return
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     counts = [end - start for start, end in itertools.pairwise(starts)]
-    out = output.view(len(output), -1, query.shape[-1])
     few = sorted({count for count in counts if 0 < count <= _FEW_TOKENS})
     groups = [[i for i, count in enumerate(counts) if count == same] for same in few]
     groups += [[i] for i, count in enumerate(counts) if count > _FEW_TOKENS]
