@@ -18,13 +18,14 @@ Shapes: N = output features, K = input features, Nb = ceil(N / 128), Kb = ceil(K
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fp8rl.kernels import float64
+from megatron_fp8rl.kernels import c_code, float64
 from megatron_fp8rl.kernels.types import BLOCK, ScaleKind, Scales
 
 _VLLM_LEAST_AMAX = 1e-4  # lower bound on block amax in vllm.utils.deep_gemm.per_block_cast_to_fp8
@@ -209,6 +210,12 @@ def linear(x: Tensor, weight_data: Tensor, weight_scale_inv: Tensor, scales: Sca
 
 def round_activation(x: Tensor, scales: ScaleKind, dtype: torch.dtype, size: int = BLOCK) -> Tensor:
     """``dequantize_activation(*quantize_activation(x, scales))`` in ``dtype``, without materializing FP8 bytes."""
+    is_compiled = x.device.type == "cpu" and scales == "pow2" and x.dtype == dtype == torch.bfloat16
+    if is_compiled and x.shape[-1] % size == 0 and (library := c_code.library("rows")) is not None:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        library.round_blocks(*map(c_code.pointer, (x, out)), *map(ctypes.c_ssize_t, (x.numel() // size, size)))
+        return out
     blocks = float32_copy(x.unsqueeze(0), columns_to=size)[0].unflatten(-1, (-1, size))
     rounded = round_blocks_(blocks, -1, scales)
     return rounded.flatten(-2)[..., : x.shape[-1]].to(dtype)

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-_OPTIONS = "-O3 -march=native -fno-math-errno -shared -fPIC".split()
+_OPTIONS = "-O3 -march=native -fno-math-errno -ffp-contract=off -shared -fPIC".split()
 
 
 @functools.cache
@@ -27,6 +28,11 @@ def library(name: str) -> ctypes.CDLL | None:
             return ctypes.CDLL(str(file))
         except (OSError, subprocess.CalledProcessError):
             return None
+
+
+def pointer(x: Tensor) -> ctypes.c_void_p:
+    """The address of the first element."""
+    return ctypes.c_void_p(x.data_ptr())
 
 
 def threads() -> ThreadPoolExecutor:

@@ -12,12 +12,13 @@ features of a query or key head, V = of a value head.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.kernels import rounded_products
+from megatron_fp8rl.kernels import c_code, rounded_products
 
 
 def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -33,10 +34,24 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float, over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """x [..., H] over the root mean square of its last axis, rounded to the dtype of x, times the weight.
     ``over_ranks``: the mean over ranks that have other features of the same axis."""
+    if over_ranks is None and _is_compiled(x, weight_H) and (library := c_code.library("rows")) is not None:
+        x_TH = x.flatten(0, -2)
+        x_TH = x_TH if x_TH.stride(-1) == 1 else x_TH.contiguous()
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        sizes = map(ctypes.c_ssize_t, (len(x_TH), x_TH.stride(0), x.shape[-1]))
+        library.rms_norm(*map(c_code.pointer, (x_TH, weight_H, out)), *sizes, ctypes.c_double(eps))
+        return out
     wide = x.double()
     mean = wide.square().mean(dim=-1, keepdim=True)
     mean = mean if over_ranks is None else over_ranks(mean)
     return (wide * torch.rsqrt(mean + eps)).to(x.dtype) * weight_H
+
+
+def _is_compiled(x: Tensor, weight_H: Tensor) -> bool:
+    """Whether ``rows.c`` takes these tensors: it has no gradient."""
+    is_recorded = torch.is_grad_enabled() and (x.requires_grad or weight_H.requires_grad)
+    is_bf16 = x.dtype == weight_H.dtype == torch.bfloat16 and x.device.type == "cpu"
+    return is_bf16 and not is_recorded and x.dim() > 1 and weight_H.shape == x.shape[-1:] and weight_H.is_contiguous()
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The attention of ``float64.attend`` over a paged cache on a CPU, by ``paged_attention.c``: the same rounded results.
 
-Both add in float64 and round once, so the order of a sum does not change the result. The kernel reads the cache in place,
-and needs a C compiler and a CPU with AVX-512.
+Both add in float64 and round once, so the order of a sum does not change the result. The kernel reads the cache in
+place. It needs a C compiler and a CPU with AVX-512.
 """
 
 from __future__ import annotations

@@ -67,18 +67,3 @@ void rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, ptrdiff_
             out[i] = bf16_of(float_of(bf16_of((float)(float_of(x[i]) * factor))) * float_of(weight[i]));
     }
 }
-
-// rotate_halves of float64.py, in place, for the first `rotated` features of every head.
-void rotate(uint16_t *x, const float *cos_sin, ptrdiff_t tokens, ptrdiff_t stride, ptrdiff_t heads, ptrdiff_t width,
-            ptrdiff_t rotated) {
-    const ptrdiff_t half = rotated / 2;
-    for (ptrdiff_t token = 0; token < tokens; token++, cos_sin += rotated)
-        for (ptrdiff_t head = 0; head < heads; head++) {
-            uint16_t *left = x + token * stride + head * width, *right = left + half;
-            for (ptrdiff_t i = 0; i < half; i++) {
-                float a = float_of(left[i]), b = float_of(right[i]), c = cos_sin[i], s = cos_sin[half + i];
-                left[i] = bf16_of(a * c - b * s);
-                right[i] = bf16_of(b * c + a * s);
-            }
-        }
-}
