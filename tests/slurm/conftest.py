@@ -64,8 +64,7 @@ def slurm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmClu
 
 @pytest.fixture
 def slurm(slurm_session: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """The cluster with idle nodes and an empty queue, before the test and after it. Other tests of this process do not see
-    it."""
+    """The cluster with idle nodes and an empty queue, before and after the test. Other tests do not see it."""
     monkeypatch.setenv("SLURM_CONF", slurm_session.environment["SLURM_CONF"])
     slurm_session.settle()
     yield slurm_session
