@@ -227,6 +227,8 @@ class LoraConfig:
     alpha: float = 32.0
     # Linears with adapters; "dense" is the MLP of dense layers and of shared experts. Empty: all that the model has.
     targets: tuple[Literal["attention", "dense", "experts"], ...] = ()
+    # Engines load the merged weights after each update. False: they keep the base, and load only A and B.
+    merge: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

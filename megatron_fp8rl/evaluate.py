@@ -30,6 +30,7 @@ from megatron_fp8rl.config import (
     ConfigError,
     DataConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     ObserveConfig,
     RunConfig,
@@ -118,6 +119,7 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
             engine=replace(cfg.engine, record_routed_experts=False),
             weight_sync=replace(cfg.weight_sync, verify_every=1),
             algo=replace(cfg.algo, router_replay="off"),
+            lora=LoraConfig(),  # a folder of weights has merged adapters
         ),
         checkpoints=checkpoints,
         model_dir=model_dirs[0],

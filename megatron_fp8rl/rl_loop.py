@@ -28,6 +28,7 @@ from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.precision.kernel_choice import resolved
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
+from megatron_fp8rl.rollout.vllm_args import padded_rank
 from megatron_fp8rl.runtime.colocation import ColocatedMemory
 from megatron_fp8rl.runtime.gc_pause import gc_paused
 from megatron_fp8rl.runtime.stop import StopRequest
@@ -39,6 +40,7 @@ from megatron_fp8rl.training_loop import TrainingLoop
 from megatron_fp8rl.types import RolloutGroup, Sample, TrainBatch
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
+from megatron_fp8rl.weight_sync.publish_adapter import AdapterFolders
 
 # Collective: why trainer and engine differ on the sample of this name; rank 0 has the fleet and the samples.
 Explain = Callable[[Policy, Fleet | None, Sequence[Sample], str], str]
@@ -99,7 +101,10 @@ class Trainer(TrainingLoop):
         cfg = self.cfg
         self.exporter = None  # stays None in a replay, which has no engines to update
         if cfg.sampling.replay is None:  # planned while engines start
-            self.exporter = WeightExporter(self.policy, self.fleet, PlanInputs.of(cfg))
+            adapters = None
+            if cfg.lora.rank and not cfg.lora.merge:
+                adapters = AdapterFolders(self.policy, padded_rank(cfg.lora.rank))
+            self.exporter = WeightExporter(self.policy, self.fleet, PlanInputs.of(cfg), adapters)
             stack.callback(self.exporter.close)
         if not self.is_complete:
             self._wait_for_engines()

@@ -21,6 +21,7 @@ from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.runtime.stop import StopRequest
 from megatron_fp8rl.trainer import checkpoint
 from megatron_fp8rl.trainer.checkpoint_schedule import CheckpointSchedule
+from megatron_fp8rl.trainer.model.lora import merged
 from megatron_fp8rl.trainer.optimizer.offload import HostMemory
 from megatron_fp8rl.trainer.optimizer.optimizer import adam_name
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -84,7 +85,8 @@ class TrainingLoop(ABC):
         self.saver.finish()
         self.end()
         if self.cfg.checkpoint.export_hf:
-            save_hf(self.policy, Path(self.cfg.run_dir) / FINAL_HF, self.tokenizer_dir)
+            with merged(self.policy.models):
+                save_hf(self.policy, Path(self.cfg.run_dir) / FINAL_HF, self.tokenizer_dir)
             if self.cfg.lora.rank:
                 save_adapter(self.policy, Path(self.cfg.run_dir) / ADAPTER)
 

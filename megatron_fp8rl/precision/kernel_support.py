@@ -412,6 +412,9 @@ def _exact_sums(cfg: RunConfig, hardware: Hardware) -> Violation | None:
             f"precision.exact: with engine.tensor = {engine.tensor}, vLLM adds experts of this model in two stages"
         )
         return _wrong(cfg, "engine.data", problem, "Set 1, or --precision.exact False", (1,))
+    if engine_parts(cfg) and not cfg.lora.merge:
+        problem = "precision.exact: vLLM's linears with adapters do not add partial products in order (engine.tensor)"
+        return _wrong(cfg, "lora.merge", problem, "Set True, or --precision.exact False", (True,))
     if engine_parts(cfg):
         return _untested(cfg, _divided(cfg), ["add_in_rank_order"], "Set 1, or --precision.exact False")
     return None
@@ -446,6 +449,7 @@ _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
     ),
     ("precision.kernels.engine_attention", ("auto", "FLASH_ATTN", "FP8_CACHE"), "the trainer has no such kernel"),
     ("engine.speculation", ("none",), "attention over several drafts is not compared with decoding on GPUs yet"),
+    ("lora.merge", (True,), "vLLM's kernels of adapters round at other points than the trainer"),
 )
 
 

@@ -33,7 +33,7 @@ from megatron_fp8rl.preflight import teachers
 from megatron_fp8rl.preflight.findings import Checks
 from megatron_fp8rl.preflight.shapes import check_checkpoint, check_degrees, check_model
 from megatron_fp8rl.preflight.tiling import check_tiling
-from megatron_fp8rl.rollout.vllm_args import kv_token_bytes
+from megatron_fp8rl.rollout.vllm_args import ADAPTER_RANKS, kv_token_bytes
 
 
 def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Violation]:
@@ -108,6 +108,29 @@ def _check_lora(checks: Checks, model_is_valid: bool) -> None:
     if missing := [target for target in lora.targets if target not in present]:
         problem = f"names {', '.join(missing)}, and the model has no such linear"
         checks.refuse("lora.targets", problem, f"Choose from {', '.join(present)}", present)
+    elif not lora.merge:
+        _check_unmerged(checks, present)
+
+
+def _check_unmerged(checks: Checks, present: tuple[str, ...]) -> None:
+    """What engines with vLLM's adapters do not support."""
+    cfg, otherwise = checks.cfg, "or --lora.merge True"
+    most, targets = ADAPTER_RANKS[-1], cfg.lora.targets or present
+    if cfg.lora.rank > most:
+        checks.refuse("lora.rank", f"exceeds {most}, the limit of vLLM", f"Set {most} or less, {otherwise}", [most])
+    if "experts" in targets:
+        others = [target for target in targets if target != "experts"]
+        problem = f"includes experts{'' if cfg.lora.targets else ' by default'}, whose adapters vLLM cannot add in FP8"
+        checks.refuse("lora.targets", problem, f"Set {' '.join(others) or 'attention'}, {otherwise}", others)
+    if cfg.model.has("mla"):
+        problem = "vLLM folds a factor of latent attention into other products, without its adapter"
+        checks.refuse("lora.merge", problem, "Set True", [True])
+    if cfg.weight_sync.spare_weights != "none":
+        problem = "has no effect, because engines keep the base (lora.merge)"
+        checks.refuse("weight_sync.spare_weights", problem, f"Set none, {otherwise}", ["none"])
+    if cfg.engine.sleep_level == 2:
+        problem = "discards the base, which is sent only once (lora.merge)"
+        checks.refuse("engine.sleep_level", problem, f"Set 1, {otherwise}", [1])
 
 
 def _check_optim(checks: Checks) -> None:

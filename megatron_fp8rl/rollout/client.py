@@ -76,6 +76,7 @@ class EngineClient:
         self._num_pauses = 0
         self._asleep: set[Tag] = set()
         self._kv_scales: KVScales | None = None
+        self._adapter: int | None = None  # version of the loaded adapter; None if weights are merged
         self._in_flight: set[asyncio.Task[Any]] = set()
 
     @property
@@ -116,7 +117,7 @@ class EngineClient:
         await self._until_open()
         version, num_pauses = self.version, self._num_pauses
         done = parts[0].token_ids
-        body = write_request(prompt, parts, sampling)
+        body = write_request(prompt, parts, sampling) | {"adapter": self._adapter}
         task = asyncio.ensure_future(
             self._within(partial(self._sampled, body), GENERATE_PATH, self._request_deadline_s)
         )
@@ -148,7 +149,7 @@ class EngineClient:
         sampling = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "detokenize": False}
         sampling |= {"prompt_logprobs": 0, "logprobs": 0}  # 0: no alternative tokens
         body = {"token_ids": list(token_ids), "num_prompt_tokens": len(token_ids), "dropped_token_ids": []}
-        body["sampling_params"] = sampling
+        body |= {"sampling_params": sampling, "adapter": self._adapter}
         answer = await self._within(partial(self._sampled, body), GENERATE_PATH, self._request_deadline_s)
         return read_prompt_logprobs(answer, len(token_ids))
 
@@ -252,6 +253,14 @@ class EngineClient:
 
     async def abandon_update(self) -> None:
         await self.collective_rpc("abandon_update")
+
+    async def load_adapter(self, path: str, version: int) -> list[dict[str, Any]]:
+        """Load the adapter in a folder on every worker, in place of the last one, and return its digests. Tokens
+        sampled afterwards have this policy version. Call between :meth:`pause` and :meth:`resume`."""
+        reports = await self.collective_rpc("load_adapter", path=path, version=version)
+        self._adapter = version
+        self.set_version(version)
+        return reports
 
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
         return await self.collective_rpc("weight_digests", names=names)

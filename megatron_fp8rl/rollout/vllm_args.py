@@ -15,7 +15,9 @@ from typing import Any
 
 from megatron_fp8rl import upstream
 from megatron_fp8rl.config import EngineConfig, ModelConfig, PrecisionConfig, RunConfig
-from megatron_fp8rl.names.registry import FAMILIES, hf_tensors, to_hf_config
+from megatron_fp8rl.names import adapted
+from megatron_fp8rl.names.blocks import FUSED_INTO
+from megatron_fp8rl.names.registry import FAMILIES, hf_tensors, to_hf_config, weights
 from megatron_fp8rl.precision.formats import engine_format
 from megatron_fp8rl.precision.kernel_choice import EngineKernels, KernelChoice
 from megatron_fp8rl.precision.kernel_support import engine_parts
@@ -28,6 +30,7 @@ from megatron_fp8rl.rollout.vllm_plugin.plugin import (
     WEIGHT_TRANSFER_BACKEND,
 )
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes of vLLM's buffers for adapters; smaller ranks are padded
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
 _CPU_KV_LIMIT_BYTES = 4 << 30
 _SCHEDULERS = "megatron_fp8rl.rollout.vllm_plugin.patches_scheduler"
@@ -146,6 +149,9 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
             "prompt_lookup_min": engine.lookup_min,
             "prompt_lookup_max": engine.lookup_max,
         }
+    if cfg.lora.rank and not cfg.lora.merge:
+        arguments |= {"enable-lora": True, "max-loras": 1, "max-lora-rank": padded_rank(cfg.lora.rank)}
+        arguments["lora-target-modules"] = _adapted_modules(cfg)
     if engine.record_routed_experts:
         arguments["enable-return-routed-experts"] = True
     elif upstream.applies("BufferingScheduler"):
@@ -153,6 +159,17 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         # vLLM's n-gram drafts need tokens on the host, so steps are not scheduled ahead.
         arguments["scheduler-cls"] = f"{_SCHEDULERS}.{'BufferingScheduler' if cpu or drafts else decode}"
     return arguments
+
+
+def padded_rank(rank: int) -> int:
+    return next(size for size in ADAPTER_RANKS if size >= rank)
+
+
+def _adapted_modules(cfg: RunConfig) -> list[str]:
+    """The last names of the engine's modules with adapters; other modules stay as they are."""
+    chosen = (weight for weight in weights(cfg.model).values() if adapted.is_adapted(weight.name, cfg.lora))
+    leaves = {part.split(".")[-2] for weight in chosen for part, _ in weight.parts}
+    return sorted({FUSED_INTO.get(leaf, leaf) for leaf in leaves})
 
 
 def kernel_backends(model: ModelConfig, precision: PrecisionConfig, kernels: EngineKernels) -> dict[str, str]:
@@ -236,6 +253,8 @@ def server_command(arguments: dict[str, Any], *, listen_fd: int) -> list[str]:
             command.append(f"--{name}")
         elif isinstance(value, dict):
             command += [f"--{name}", json.dumps(value)]
+        elif isinstance(value, list):
+            command += [f"--{name}", *value]
         elif value is not False and value is not None:
             command += [f"--{name}", str(value)]
     return command

@@ -54,6 +54,9 @@ class Receiver(Protocol):
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
         """Return the digests of each worker."""
 
+    async def load_adapter(self, path: str, version: int) -> list[dict[str, Any]]:
+        """Load the adapter of policy ``version`` from a folder; return its digests on each worker."""
+
     async def resume(self) -> None:
         """Resume sampling."""
 

@@ -16,6 +16,9 @@ The first publication to an engine has two passes. The first sends one layer of 
 second writes all weights directly into the tensors that the kernels read, after a check that those of that layer are
 equal. Later publications only write directly. If a replica is new, all take both passes; if one dies, the publication
 is repeated without it.
+
+With ``lora.merge`` False, weights are the frozen base, which only a first publication sends and verifies. In every
+publication the workers also load the adapter from a folder (weight_sync/publish_adapter.py), and digest it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from megatron_fp8rl.weight_sync.digest import combine
 from megatron_fp8rl.weight_sync.engines import Engines, NoReplicaError, Receivers, TransportError
 from megatron_fp8rl.weight_sync.plan import Plan
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
+from megatron_fp8rl.weight_sync.publish_adapter import AdapterFolders, WrittenAdapter
 from megatron_fp8rl.weight_sync.sender import ShardSender
 from megatron_fp8rl.weight_sync.transports.choose import resolve
 from megatron_fp8rl.weight_sync.verify import Expected, all_match, verify, verify_kv_scales
@@ -55,6 +59,7 @@ class _Sent:
     expected: Expected
     mode: str = "direct"  # of the current round: see rollout/vllm_plugin/receiver.py
     kv_scales: KVScales | None = None
+    adapter: WrittenAdapter | None = None
     paused_at: float = 0.0
     pause_s: float = 0.0
     connect_s: float = 0.0
@@ -72,7 +77,13 @@ class WeightExporter:
     fails, every rank raises its error, and engines, whose weights may be incomplete, stay paused.
     """
 
-    def __init__(self, policy: Policy, fleet: Receivers | None, inputs: PlanInputs):
+    def __init__(
+        self,
+        policy: Policy,
+        fleet: Receivers | None,
+        inputs: PlanInputs,
+        adapters: AdapterFolders | None = None,  # of a policy whose adapters are not merged
+    ):
         parallel, engine = policy.parallel, inputs.engine
         self.inputs = inputs
         self.rank = parallel.rank
@@ -85,7 +96,9 @@ class WeightExporter:
         self._is_connected = False
         self._num_replicas = 0  # that take part, and whether one of them is new
         self._has_new = True
+        self._adapters = adapters
         self._previous: Expected | None = None
+        self._base: Expected | None = None  # digests of the base of adapters
         self._num_publications = 0
         one_host = _one_host(parallel.world_size)
         kind = resolve(
@@ -164,6 +177,7 @@ class WeightExporter:
         started = time.perf_counter()
         sent = _Sent(version, Expected(version, [{} for _ in range(self.plan.engine.size)]), kv_scales=kv_scales)
         self._prepare(sent)
+        self._write_adapter(sent)
         for sent.mode in self._modes():
             self._send(sent)
             if sent.mode == "stage":
@@ -182,17 +196,30 @@ class WeightExporter:
     def _modes(self) -> tuple[str, ...]:
         if self._has_new:
             return "reload", "compare"
+        if self._adapters is not None:
+            return ()
         return ("direct",) if self.inputs.weight_sync.spare_weights == "none" else ("stage",)
 
     def _prepare(self, sent: _Sent) -> None:
         """Collective: do all preparation that does not need paused engines."""
         started = time.perf_counter()
+        if not self._modes():
+            return
         if not self._is_connected:
             self.sender.connect(self._num_replicas)
             self._is_connected = True
         connected = time.perf_counter()
         together(lambda: self.sender.prepare(self._modes()), self._group)
         sent.connect_s, sent.prepare_s = connected - started, time.perf_counter() - connected
+
+    def _write_adapter(self, sent: _Sent) -> None:
+        """Collective: gather the adapter, and write it while the engines sample."""
+        if self._adapters is None:
+            return
+        started, adapters = time.perf_counter(), self._adapters
+        tensors = together(adapters.gather, self._group)
+        sent.adapter = together(lambda: adapters.write(tensors, self.plan) if tensors else None, self._group)
+        sent.pack_s += time.perf_counter() - started
 
     def _send(self, sent: _Sent) -> None:
         """Collective: one pass over all weights."""
@@ -223,10 +250,14 @@ class WeightExporter:
     def _stop_engines(self, sent: _Sent) -> None:
         """Rank 0: pause the engines. Call when weights are ready, so that they pause late."""
         assert self._engines is not None
+        self._pause(sent)
+        self._engines.call("start_weight_update", lambda _, client: client.start_update())
+
+    def _pause(self, sent: _Sent) -> None:
+        assert self._engines is not None
         if not sent.paused_at:
             sent.paused_at = time.perf_counter()
             self._engines.call("pause", lambda _, client: client.pause("keep"))
-        self._engines.call("start_weight_update", lambda _, client: client.start_update())
 
     def _finish_update(self, sent: _Sent) -> None:
         """Rank 0: complete the update after all weights are loaded."""
@@ -236,11 +267,13 @@ class WeightExporter:
     def _prove_and_resume(self, sent: _Sent) -> None:
         """Rank 0: verify the engines' weights and scales, and resume sampling."""
         assert self._engines is not None
+        self._pause(sent)
         if sent.kv_scales is not None:  # vLLM resets them to 1 when an update finishes
             scales_of_rank = self._engines.call("set_kv_scales", lambda _, client: client.set_kv_scales(sent.kv_scales))
             verify_kv_scales(scales_of_rank, sent.kv_scales, sent.version)
         every = self.inputs.weight_sync.verify_every
-        if every and (self._has_new or self._num_publications % every == 0):
+        is_verified = bool(every) and (self._has_new or self._num_publications % every == 0)
+        if is_verified and self._modes():
             started = time.perf_counter()
             reports = self._engines.call("weight_digests", lambda _, client: client.weight_digests(names=False))
             if not all_match(reports, sent.expected):
@@ -248,19 +281,42 @@ class WeightExporter:
                 verify(reports, sent.expected, self._previous)
             sent.verify_s = time.perf_counter() - started
             sent.load_s = max(worker.get("load_s", 0.0) for workers in reports for worker in workers)
-        self._previous = sent.expected
+        if sent.adapter is not None:
+            self._load_adapter(sent, sent.adapter, is_verified=is_verified)
+        else:
+            self._previous = sent.expected
         # The prefix cache is empty, because pause dropped it.
         self._engines.call("resume", lambda _, client: client.resume())
         self._engines.note_success()
         sent.pause_s = time.perf_counter() - sent.paused_at
 
+    def _load_adapter(self, sent: _Sent, adapter: WrittenAdapter, *, is_verified: bool) -> None:
+        """Rank 0: load the adapter in every worker, and compare its digests."""
+        assert self._engines is not None
+        if self._modes():
+            self._base = sent.expected
+        assert self._base is not None, "a replica whose base was not published would be new"
+        started = time.perf_counter()
+        path = str(adapter.folder)
+        reports = self._engines.call("load_adapter", lambda _, client: client.load_adapter(path, sent.version))
+        loaded = time.perf_counter()
+        expected = Expected(sent.version, list(adapter.digests))
+        if is_verified:
+            verify(reports, expected, self._previous)
+        self._previous = expected
+        sent.load_s += loaded - started
+        sent.verify_s += time.perf_counter() - loaded
+        sums = {f"base of rank {rank}": combine(names) for rank, names in enumerate(self._base.by_rank)}
+        sums |= {f"adapter of rank {rank}": combine(names) for rank, names in enumerate(expected.by_rank)}
+        sent.expected = Expected(sent.version, [sums])
+
     def _report(self, sent: _Sent, seconds: float) -> PublishReport:
-        transfers = self.plan.transfers
+        transfers, adapter = self.plan.transfers if self._modes() else (), sent.adapter
         return PublishReport(
             version=sent.version,
-            num_tensors=len(transfers),
+            num_tensors=len(transfers) + (adapter.num_tensors if adapter else 0),
             num_fp8_tensors=sum(t.is_fp8 for t in transfers),
-            num_bytes=self.plan.num_bytes,
+            num_bytes=(self.plan.num_bytes if transfers else 0) + (adapter.num_bytes if adapter else 0),
             seconds=seconds,
             pause_s=sent.pause_s,
             checksum=combine({str(rank): combine(held) for rank, held in enumerate(sent.expected.by_rank)}),
@@ -275,6 +331,8 @@ class WeightExporter:
     def close(self) -> None:
         """Release memory, files and connections. May be called repeatedly, and after an error."""
         self.sender.close()
+        if self._adapters is not None:
+            self._adapters.close()
 
 
 def _one_host(world_size: int) -> bool:

@@ -42,12 +42,13 @@ def save_adapter(policy: Policy, path: str | Path) -> None:
     together(write, policy.parallel.control_group if policy.parallel.world_size > 1 else None)
 
 
-def adapter_tensors(policy: Policy) -> dict[str, Tensor] | None:
-    """Collective: on rank 0, A and B of every linear by its name in peft's format, in host memory; None elsewhere."""
+def adapter_tensors(policy: Policy, *, scaled: bool = False) -> dict[str, Tensor] | None:
+    """Collective: on rank 0, A and B of every linear by its name in peft's format, in host memory; None elsewhere.
+    ``scaled``: alpha / rank * B in place of B."""
     mine = [
         (name, matrix, axis, part.cpu())
         for linear in adapted_linears(policy.models)
-        for name, matrix, axis, part in linear.adapter.pieces()
+        for name, matrix, axis, part in linear.adapter.pieces(scaled=scaled)
     ]
     parallel, gathered = policy.parallel, [mine]
     if parallel.world_size > 1:

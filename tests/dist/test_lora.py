@@ -1,5 +1,6 @@
 """Adapters against full training, other layouts, a formula and a resume."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from checkpoint_tools.megatron_folder import MegatronFolder
 from megatron_fp8rl.config import AlgoConfig, LoraConfig, ParallelConfig, RunConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.trainer import checkpoint, distributed_weights
-from megatron_fp8rl.trainer.model.lora import adapted_linears, merge_adapters
+from megatron_fp8rl.trainer.model.lora import adapted_linears, base_digest, merge_adapters, merged
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.weight_sync.save_adapter import adapter_tensors, save_adapter
@@ -21,6 +22,8 @@ from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.training import MOE, SMOOTH_ADAM, continue_training, make_batch, make_loss, run_config
 
 LORA = LoraConfig(rank=4, alpha=12.0)
+UNMERGED = replace(LORA, merge=False)
+_LAYOUTS = ({"tensor": 2, "expert_tensor": 2}, {"pipeline": 2}, {"context": 2, "expert": 2})
 SHARED = replace(MOE, family="glm4_moe", num_shared_experts=1, first_dense_layers=1, ffn_hidden_size=96)
 WITH_KL = AlgoConfig(entropy_coef=0.01, loss="grpo", kl_coef=0.1)
 
@@ -43,8 +46,12 @@ def _train(cfg: RunConfig):
     policy = build(cfg)
     start = policy.base_digest
     metrics, _ = continue_training(policy, 3)
-    base = [torch.cat([part.flatten() for part in linear.adapter.base]) for linear in adapted_linears(policy.models)]
+    linears = [*adapted_linears(policy.models)]
+    base = [
+        part for linear in linears for part in (linear.weights if linear.adapter.base is None else linear.adapter.base)
+    ]
     assert policy.base_digest == start and all(not part.requires_grad for part in base)
+    assert cfg.lora.merge or base_digest(policy.models, policy.parallel) == start
     return [(line["train/loss/mean"], line["train/grad_norm/max"]) for line in metrics], adapter_tensors(policy), start
 
 
@@ -52,14 +59,15 @@ def test_every_layout_trains_the_adapters_of_one_rank():
     cfg = adapted(SHARED, algo=WITH_KL)
     ((metrics, adapters, digest),) = run_ranks(1, _train, cfg)
     assert len(adapters) == 2 * (4 * 4 + 3 + 3 * (3 + 4 * 3))  # q k v o, one dense layer, shared and four experts
-    for degrees in ({"tensor": 2, "expert_tensor": 2}, {"pipeline": 2}, {"context": 2, "expert": 2}):
+    for merge, degrees in itertools.product((True, False), _LAYOUTS):
         parallel = ParallelConfig(world_size=2, **degrees)
-        first, _ = run_ranks(2, _train, replace(cfg, parallel=parallel))
+        first, _ = run_ranks(2, _train, replace(cfg, parallel=parallel, lora=replace(LORA, merge=merge)))
         assert first[2] == digest, degrees
-        for ours, theirs in zip(first[0], metrics, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5), degrees
+        for ours, theirs in zip(first[0], metrics, strict=True):  # in FP32, merged or not
+            assert ours == pytest.approx(theirs, rel=1e-5), (merge, degrees)
         for name, tensor in adapters.items():
-            torch.testing.assert_close(first[1][name], tensor, rtol=1e-3, atol=1e-5, msg=f"{degrees}: {name}")
+            text = f"{merge}, {degrees}: {name}"
+            torch.testing.assert_close(first[1][name], tensor, rtol=1e-3, atol=1e-5, msg=text)
 
 
 def _gradients_and_full_ones(cfg: RunConfig):
@@ -137,6 +145,47 @@ def test_saved_adapters_are_the_difference_of_the_weights(tmp_path: Path):
             moved += not torch.equal(expected, weight)
         assert torch.equal(trained[name], expected), name
     assert not adapters and moved == 4 * (4 + 4 * 3)
+
+
+def _train_unmerged(cfg: RunConfig, folder: str):
+    policy = build(cfg)
+    base = hf_weights(policy)
+    first = policy.with_old_logprobs(make_batch(cfg, 0))
+    continue_training(policy, 2)
+    checkpoint.save(folder, 2, policy, {})
+    later = policy.with_old_logprobs(make_batch(cfg, 0))
+    for before, after in zip(first.microbatches, later.microbatches, strict=True):
+        assert torch.equal(after.ref_logprobs_T, before.old_logprobs_T), "the reference is the base"
+        assert not torch.equal(after.old_logprobs_T, before.old_logprobs_T)
+    adapters = adapter_tensors(policy)
+    with merged(policy.models):
+        exported = hf_weights(policy)
+    after = hf_weights(policy)
+    assert all(torch.equal(after[name], weight) for name, weight in base.items()), "an update or an export moved W0"
+    return base, exported, adapters, [mb.old_logprobs_T for mb in later.microbatches]
+
+
+def _resume_unmerged(cfg: RunConfig, folder: str):
+    policy = build(cfg)
+    checkpoint.resume(folder, policy, [].append)
+    return [mb.old_logprobs_T for mb in policy.with_old_logprobs(make_batch(cfg, 0)).microbatches]
+
+
+def test_unmerged_adapters_leave_the_base_are_merged_in_an_export_and_resume(tmp_path: Path):
+    cfg = adapted(MOE, UNMERGED, params="bf16", trainer="blockwise", algo=WITH_KL)
+    ((base, exported, adapters, logprobs),) = run_ranks(1, _train_unmerged, cfg, str(tmp_path))
+    moved = 0
+    for name, weight in base.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        expected = weight
+        if f"{key}B.weight" in adapters:
+            delta = adapters[f"{key}B.weight"].double() @ adapters[f"{key}A.weight"].double()
+            expected = (weight.double() + 12.0 / 4 * delta).to(torch.bfloat16)
+            moved += not torch.equal(expected, weight)
+        assert torch.equal(exported[name], expected), name
+    assert moved == 4 * (4 + 4 * 3)
+    (again,) = run_ranks(1, _resume_unmerged, cfg, str(tmp_path))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, logprobs, strict=True))
 
 
 def _save(cfg: RunConfig, folder: str):

@@ -164,6 +164,7 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str, more: str = 
     arguments = engine_arguments(cfg, folder, choose(cfg, Hardware("cpu")))
     shared = "hf-overrides worker-extension-cls weight-transfer-config dtype max-model-len kv-cache-dtype".split()
     shared += "tensor-parallel-size distributed-executor-backend enable-expert-parallel".split() + more.split()
+    shared += "enable-lora max-loras max-lora-rank lora-target-modules".split()
     options = {key.replace("-", "_"): arguments[key] for key in shared if key in arguments}
     return LLM(
         model=str(folder),
@@ -176,13 +177,13 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str, more: str = 
     )
 
 
-def prompt_logprobs(llm: Any) -> Tensor:
-    """Log-probabilities of the tokens of PROMPTS, one after another."""
+def prompt_logprobs(llm: Any, adapter: Any = None) -> Tensor:
+    """Log-probabilities of the tokens of PROMPTS, one after another, with an adapter that is loaded."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
     return torch.tensor([next(iter(p.values())).logprob for o in outputs for p in o.prompt_logprobs[1:]])
 
 
@@ -219,6 +220,12 @@ class Client:
     async def set_kv_scales(self, scales: Mapping[int, Any]) -> list[dict[str, Any]]:
         carried = json.loads(json.dumps(scales))
         return json.loads(json.dumps(self.llm.collective_rpc("set_kv_scales", kwargs={"scales": carried})))
+
+    async def load_adapter(self, path: str, version: int) -> list[dict[str, Any]]:
+        assert self.paused
+        return json.loads(
+            json.dumps(self.llm.collective_rpc("load_adapter", kwargs={"path": path, "version": version}))
+        )
 
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
         return json.loads(json.dumps(self.llm.collective_rpc("weight_digests", kwargs={"names": names})))

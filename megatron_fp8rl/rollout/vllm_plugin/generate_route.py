@@ -1,8 +1,8 @@
 """HTTP route for sampling requests: token ids in, token ids and log-probabilities out, as bytes.
 
 In: JSON with ``token_ids``, whose first ``num_prompt_tokens`` are the prompt, ``dropped_token_ids``, which are not part
-of a text, and vLLM's ``sampling_params``. Out: the answer of :func:`completions.write_answer`. Runs in the replica's
-server (``server.py``).
+of a text, vLLM's ``sampling_params``, and the version of a loaded ``adapter``, if any. Out: the answer of
+:func:`completions.write_answer`. Runs in the replica's server (``server.py``).
 
 vLLM's route for token ids, ``/inference/v1/generate``, builds an object with a name, bytes and alternatives for each
 log-probability: 43 us per token in the process that also receives all tokens. If 256 completions of 1,024 tokens end
@@ -25,6 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from megatron_fp8rl.data.tokenizer import decode
 from megatron_fp8rl.rollout.completions import GENERATE_PATH, Answer, Segment, write_answer
 from megatron_fp8rl.rollout.vllm_plugin.drafts import counts_of_drafts
+from megatron_fp8rl.rollout.vllm_plugin.patches_adapters import adapter_request
 from megatron_fp8rl.rollout.vllm_plugin.patches_kept import kept_entries_of
 
 router = APIRouter()
@@ -44,7 +45,9 @@ async def generate(body: dict[str, Any], raw_request: Request) -> Response:
         )
         sampled = body["token_ids"][body["num_prompt_tokens"] :]
         dropped = frozenset(body["dropped_token_ids"])
-        async for result in engine.generate(tokens_input(body["token_ids"]), sampling, uuid.uuid4().hex):  # noqa: B007
+        adapter = None if body.get("adapter") is None else adapter_request(body["adapter"])
+        tokens, name = tokens_input(body["token_ids"]), uuid.uuid4().hex
+        async for result in engine.generate(tokens, sampling, name, lora_request=adapter):  # noqa: B007
             pass
     except (KeyError, TypeError, ValueError) as error:
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=400)

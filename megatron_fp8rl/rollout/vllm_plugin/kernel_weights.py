@@ -90,11 +90,28 @@ def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
             yield f"{parent}.{expert}.{down}.{kind}", w2[local]
 
 
+def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules by the names they have without vLLM's wrappers for adapters, which are left out."""
+    for path, module in model.named_modules():
+        if "base_layer" not in module._modules:
+            yield path.replace(".base_layer", ""), module
+
+
+def named_behind_wrappers(model: nn.Module, name: str) -> str:
+    """Return the name of a weight for the model's ``load_weights``, which looks its parameters up by name."""
+    path, _, kind = name.rpartition(".")
+    try:
+        module = model.get_submodule(engine_module_of(name))
+    except AttributeError:
+        return name
+    return f"{path}.base_layer.{kind}" if "base_layer" in module._modules else name
+
+
 def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, this worker's slice) of every weight that ``model`` uses, as views of the kernels'
     memory. Raises RuntimeError if a kernel has no readable copy of a weight."""
     vocabularies: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module in named_layers(model):
         leaf = path.rpartition(".")[2]
         if hasattr(module, "shard_indices"):
             if id(module.weight) in vocabularies:
@@ -138,7 +155,8 @@ def has_kernel_weights(module: nn.Module) -> bool:
 
 
 def _places(model: nn.Module) -> list[_Placed]:
-    placed = ((module, name, _place(getattr(module, name, None))) for module in model.modules() for name in _ATTRIBUTES)
+    modules = (module for _, module in named_layers(model))
+    placed = ((module, name, _place(getattr(module, name, None))) for module in modules for name in _ATTRIBUTES)
     return [(module, name, place) for module, name, place in placed if place is not None]
 
 
@@ -188,7 +206,7 @@ def first_layers_by_kind(model: nn.Module) -> frozenset[int]:
     the same choice of experts. Modules without weights, as the first layer's rotary embedding, are ignored.
     """
     kinds: dict[int, list[Any]] = {}
-    for path, module in model.named_modules():
+    for path, module in named_layers(model):
         number = layer_of(path)
         if number is not None and has_kernel_weights(module):
             tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

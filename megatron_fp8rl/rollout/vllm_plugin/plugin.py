@@ -56,9 +56,11 @@ def register() -> None:
         patches_speculation.verify_in_order()
     patches.name_loaders_of_norms()
     if current_platform.is_cpu():
+        from megatron_fp8rl.rollout.vllm_plugin import patches_adapters
         from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_experts, cpu_layers
 
         cpu_layers.register()
+        patches_adapters.round_adapters_as_the_trainer()
         if fmt.scale_kind == "e8m0":
             from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_mxfp8  # imports modules that older versions lack
 

@@ -43,6 +43,8 @@ from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
     UnwritableKernel,
     engine_module_of,
     has_kernel_weights,
+    named_behind_wrappers,
+    named_layers,
 )
 from megatron_fp8rl.rollout.vllm_plugin.patches import discard_loaded_weights
 from megatron_fp8rl.rollout.vllm_plugin.spare_weights import SpareWeights
@@ -306,7 +308,8 @@ class TransferEngine(WeightTransferEngine):
                         complete.append((part.name, whole))
             transport.release(number)
             if complete:  # by module, because vLLM stores unfinished modules twice
-                self.model.load_weights(iter(sorted(complete, key=lambda named: engine_module_of(named[0]))))
+                complete.sort(key=lambda named: engine_module_of(named[0]))
+                self.model.load_weights((named_behind_wrappers(self.model, name), part) for name, part in complete)
         assert not incomplete, f"parts of {sorted(incomplete)[:5]} did not arrive"
 
 
@@ -315,7 +318,7 @@ class Reloaded:
 
     def __init__(self, model: nn.Module, layers: Collection[int]):
         wanted = {None, *layers}
-        named = ((path, module) for path, module in model.named_modules() if layer_of(path) in wanted)
+        named = ((path, module) for path, module in named_layers(model) if layer_of(path) in wanted)
         self._chosen = [module for _, module in named if has_kernel_weights(module)]
 
     def modules(self) -> Iterator[nn.Module]:

@@ -5,6 +5,7 @@ vLLM mixes :class:`WorkerExtension` into its worker class (``worker_extension_cl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import first_layers_by_ki
 from megatron_fp8rl.rollout.vllm_plugin.kernels_in_use import kernels_in_use
 from megatron_fp8rl.rollout.vllm_plugin.kv_cache import set_kv_scales
 from megatron_fp8rl.rollout.vllm_plugin.patches import allow_new_update
+from megatron_fp8rl.rollout.vllm_plugin.patches_adapters import adapter_request, digests_of_adapter
 from megatron_fp8rl.rollout.vllm_plugin.probe import Probe
+from megatron_fp8rl.weight_sync.digest import combine
 
 
 class WorkerExtension(Probe):
@@ -50,6 +53,18 @@ class WorkerExtension(Probe):
             "load_s": engine.load_s,
         }
         return report | ({"digests": dict(digests)} if names else {})
+
+    def load_adapter(self, path: str, version: int) -> dict[str, Any]:
+        """Load an adapter in place of the last one. Return a report like that of :meth:`weight_digests`, of the tensors
+        from which the adapter is computed, padded to vLLM's rank."""
+        started = time.perf_counter()
+        manager = self.model_runner.lora_manager
+        manager.add_adapter(adapter_request(version, path))
+        load_s = time.perf_counter() - started
+        digests = digests_of_adapter(manager)
+        self.weight_transfer_engine.version = version
+        report = {"rank": self.weight_transfer_engine.engine_rank, "version": version, "load_s": load_s}
+        return report | {"combined": combine(digests), "digests": digests}
 
     def kernels_in_use(self) -> dict[str, list[str]]:
         return kernels_in_use(self.model_runner.model)

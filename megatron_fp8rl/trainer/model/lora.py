@@ -6,6 +6,9 @@ gradients of A and B from the linear's input x and output gradient g, without th
 
     dA = s (g B)^T x        dB = s g^T (x A^T)        s = alpha / rank
 
+With ``lora.merge`` False the weight of the linear stays W0, and forward adds the product of the adapter, rounded as in
+the engine: y = W0 x + (s B) (A x), where s B is rounded to the dtype of B.
+
 Megatron-Core stacks linears of the engine: q, k and v, or gate and up. Such a stack has one A, which its parts share.
 
 Shapes: E = experts of this rank (1 for a plain linear), R = rank, K and N = input and output features on this rank, P =
@@ -27,6 +30,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.names import registry, slicing
 from megatron_fp8rl.names.adapted import is_adapted
 from megatron_fp8rl.names.table import Weight
@@ -61,9 +65,10 @@ class Adapter(nn.Module):
         self.a = nn.Parameter(torch.stack(drawn).to(like.device, like.dtype))  # [E, R, K]
         zeros = like.new_zeros(len(weights), num_parts, like.shape[0] // num_parts, cfg.lora.rank)
         self.b = nn.Parameter(zeros)  # [E, P, N / P, R]
-        self.base = torch.stack([weight.detach() for weight in linear.weights]).cpu()
-        if like.is_cuda:
-            self.base = self.base.pin_memory()
+        self.merges, self.is_used = cfg.lora.merge, True
+        self.base = None  # W0 in host memory, if the linear's weights are W
+        if self.merges:
+            self.base = _on_host(linear)
         is_replicated = isinstance(linear, ReplicatedLinear)
         for parameter, is_sharded in ((self.a, first.cut == "columns"), (self.b, first.cut == "rows")):
             set_tensor_model_parallel_attributes(parameter, is_sharded and size > 1, 2, 1)
@@ -73,18 +78,23 @@ class Adapter(nn.Module):
             parameter.partial_in = None if is_sharded else self.sums  # see add_over_expert_tensor
 
     def forward(self, y: Tensor, x: Tensor, splits: Sequence[int] | None = None) -> Tensor:
-        """y [T, N], the product of x [T, K] and the merged weights; backward also computes gradients of A and B."""
+        """y [T, N], the product of x [T, K] and the merged weights, or the sum of the products of W0 and the adapter;
+        backward also computes gradients of A and B."""
+        if not self.merges:
+            sizes = splits or (x.shape[0],)
+            return _Added.apply(y, x, self.a, self.b, self.scale, sizes) if self.is_used else y
         if not torch.is_grad_enabled():
             return y
         return _Gradients.apply(y, x, self.a, self.b, self.scale, splits or (x.shape[0],))
 
     @torch.no_grad()
-    def merge_into(self, weights: Sequence[Tensor]) -> None:
-        """Set the linear's weights to W0 + s B A, rounded once."""
+    def merge_into(self, weights: Sequence[Tensor], base: Tensor | None = None) -> None:
+        """Set the linear's weights to W0 + s B A, rounded once; ``base`` is W0 if the adapter does not keep it."""
         wide = torch.float32 if self.a.is_cuda else torch.float64  # on a CPU, float32 sums depend on the shapes
-        for weight, base, a, b in zip(weights, self.base, self.a, self.b.flatten(1, 2), strict=True):
-            base = base.to(weight.device, non_blocking=True).to(wide)
-            weight.copy_(torch.addmm(base, b.to(wide), a.to(wide), alpha=self.scale))
+        originals = self.base if base is None else base
+        for weight, original, a, b in zip(weights, originals, self.a, self.b.flatten(1, 2), strict=True):
+            original = original.to(weight.device, non_blocking=True).to(wide)
+            weight.copy_(torch.addmm(original, b.to(wide), a.to(wide), alpha=self.scale))
 
     def sharded(self) -> dict[str, ShardedTensor]:
         """A and B as parts of global tensors, for a distributed checkpoint."""
@@ -99,13 +109,14 @@ class Adapter(nn.Module):
             )
         return result
 
-    def pieces(self) -> Iterator[tuple[str, str, int | None, Tensor]]:
+    def pieces(self, *, scaled: bool = False) -> Iterator[tuple[str, str, int | None, Tensor]]:
         """(Hugging Face weight, "A" or "B", axis, tensor): this rank's piece of each matrix along the axis; the whole
-        matrix if the axis is None. Of ranks with equal pieces, one yields them."""
+        matrix if the axis is None. Of ranks with equal pieces, one yields them. ``scaled``: s B in place of B."""
         if self.copies.rank():
             return
         rank, size = self.shard
-        for weight, a, b in zip(self.weights, self.a.detach(), self.b.detach().flatten(1, 2), strict=True):
+        b_of_experts = self.b.detach() * self.scale if scaled else self.b.detach()
+        for weight, a, b in zip(self.weights, self.a.detach(), b_of_experts.flatten(1, 2), strict=True):
             names = [name for name, _ in weight.parts]
             if self.cut == "columns":
                 yield names[0], "A", 1, a
@@ -127,16 +138,45 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple:
-        x_TK, a_ERK, b = ctx.saved_tensors
-        rows = zip(grad_TN.split(ctx.splits), x_TK.split(ctx.splits), a_ERK, b.flatten(1, 2), strict=True)
-        da, db = [], []
-        for grad, x, a, b_NR in rows:
-            grad, x, a, b_NR = (_for_products(part) for part in (grad, x, a, b_NR))
-            da.append((ctx.scale * (grad @ b_NR)).t() @ x)
-            db.append(ctx.scale * (grad.t() @ (x @ a.t())))
-        grad_a = add_gradient(a_ERK, lambda out: out.add_(torch.stack(da)))
-        grad_b = add_gradient(b, lambda out: out.add_(torch.stack(db).view(out.shape)))
-        return grad_TN, None, grad_a, grad_b, None, None
+        _, *gradients = _backward(ctx, grad_TN, of_input=False)
+        return grad_TN, None, *gradients, None, None
+
+
+class _Added(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, splits: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(x, a, b)
+        ctx.scale, ctx.splits = scale, splits
+        rows = zip(x.split(splits), a, (b * scale).flatten(1, 2), strict=True)
+        return y + torch.cat([added(x_TK, a_RK, b_NR) for x_TK, a_RK, b_NR in rows])
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple:
+        of_input = ctx.needs_input_grad[1]
+        dx, *gradients = _backward(ctx, grad_TN, of_input=of_input)
+        return grad_TN, torch.cat(dx).to(grad_TN.dtype) if of_input else None, *gradients, None, None
+
+
+def added(x_TK: Tensor, a_RK: Tensor, b_NR: Tensor) -> Tensor:
+    """[T, N]: what an adapter, whose B is scaled, adds to a product; ``vllm_plugin/patches_adapters.py`` repeats it."""
+    return float64.matmul(float64.matmul(x_TK, a_RK.t()), b_NR.t())
+
+
+def _backward(ctx: Any, grad_TN: Tensor, *, of_input: bool) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """The gradients of the input, if asked for, of each expert's tokens, and those of A and B."""
+    x_TK, a_ERK, b = ctx.saved_tensors
+    rows = zip(grad_TN.split(ctx.splits), x_TK.split(ctx.splits), a_ERK, b.flatten(1, 2), strict=True)
+    dx, da, db = [], [], []
+    for grad, x, a, b_NR in rows:
+        grad, x, a, b_NR = (_for_products(part) for part in (grad, x, a, b_NR))
+        through_b = ctx.scale * (grad @ b_NR)
+        da.append(through_b.t() @ x)
+        if of_input:
+            dx.append(through_b @ a)
+        db.append(ctx.scale * (grad.t() @ (x @ a.t())))
+    grad_a = add_gradient(a_ERK, lambda out: out.add_(torch.stack(da)))
+    grad_b = add_gradient(b, lambda out: out.add_(torch.stack(db).view(out.shape)))
+    return dx, grad_a, grad_b
 
 
 def _for_products(x: Tensor) -> Tensor:
@@ -170,23 +210,51 @@ def adapted_linears(chunks: Iterable[nn.Module]) -> Iterator[QuantizableLinear]:
 
 
 def merge_adapters(chunks: Iterable[nn.Module]) -> None:
-    """Compute every adapted weight of this rank; call after adapters have changed. A no-op without adapters."""
+    """Compute every adapted weight of this rank; call after adapters have changed. A no-op without merged adapters."""
     for linear in adapted_linears(chunks):
-        linear.adapter.merge_into(linear.weights)
+        if linear.adapter.merges:
+            linear.adapter.merge_into(linear.weights)
 
 
 @contextmanager
 def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """In the block, the chunks are the base model."""
-    for linear in adapted_linears(chunks):
-        for weight, base in zip(linear.weights, linear.adapter.base, strict=True):
-            weight.data.copy_(base, non_blocking=True)
+    linears = [*adapted_linears(chunks)]
+    for linear in linears:
+        linear.adapter.is_used = False
+        if linear.adapter.merges:
+            _restore(linear, linear.adapter.base)
     clear_weight_caches()
     try:
         yield
     finally:
+        for linear in linears:
+            linear.adapter.is_used = True
         merge_adapters(chunks)
         clear_weight_caches()
+
+
+@contextmanager
+def merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """In the block, every adapted weight of this rank is W0 + s B A, to be exported. Host memory holds W0 meanwhile."""
+    bases = [(linear, _on_host(linear)) for linear in adapted_linears(chunks) if not linear.adapter.merges]
+    try:
+        for linear, base in bases:
+            linear.adapter.merge_into(linear.weights, base)
+        yield
+    finally:
+        for linear, base in bases:
+            _restore(linear, base)
+
+
+def _on_host(linear: QuantizableLinear) -> Tensor:
+    weights = torch.stack([weight.detach() for weight in linear.weights])
+    return weights.cpu().pin_memory() if weights.is_cuda else weights
+
+
+def _restore(linear: QuantizableLinear, base: Tensor) -> None:
+    for weight, original in zip(linear.weights, base, strict=True):
+        weight.data.copy_(original, non_blocking=True)
 
 
 def add_over_expert_tensor(chunks: Iterable[nn.Module]) -> None:
@@ -214,6 +282,6 @@ def base_digest(chunks: Sequence[nn.Module], parallel: Parallel) -> int:
     for linear in adapted_linears(chunks):
         adapter = linear.adapter
         if adapter.copies.rank() == 0 and (adapter.shard[1] > 1 or adapter.tensor_rank == 0):
-            bits = torch.int16 if adapter.base.dtype.itemsize == 2 else torch.int32
+            bits = torch.int16 if linear.weights[0].dtype.itemsize == 2 else torch.int32
             total += sum(int(weight.detach().view(bits).long().square().sum()) for weight in linear.weights)
     return sum(parallel.gather_from_all(total)) % (1 << 63)

@@ -89,6 +89,26 @@ def test_on_a_gpu_adapters_are_merged_into_bf16_weights_and_experts_run_one_by_o
     assert refused.startswith("--precision.params = 'fp8': without BF16 weights, adapters cannot be merged")
 
 
+def test_engines_with_adapters_refuse_what_vllm_does_not_support():
+    def texts(model, hardware="cpu", **changes) -> list[str]:
+        return [
+            f"{each}" for each in check(make(model, lora__rank=8, lora__merge=False, **changes), accelerator=hardware)
+        ]
+
+    assert texts(DENSE) == texts(MOE, lora__targets=("attention",)) == []
+    (refused,) = texts(MOE)
+    assert refused.startswith("--lora.targets = (): includes experts by default") and "Set attention, or" in refused
+    (refused,) = texts(MOE, lora__targets=("experts", "attention"))
+    assert "or --lora.merge True" in refused
+    (refused,) = texts(DEEPSEEK, lora__targets=("attention",))
+    assert refused.startswith("--lora.merge = False: vLLM folds a factor of latent attention")
+    exact = {"precision__exact": True, "precision__trainer": "blockwise", "precision__rollout": "blockwise"}
+    assert texts(DENSE, **exact) == []
+    (refused,) = texts(DENSE, **exact, engine__tensor=2)
+    assert refused.startswith("--lora.merge = False: precision.exact: vLLM's linears with adapters do not add")
+    assert "--lora.merge" in " ".join(texts(DENSE, "hopper", **exact))
+
+
 def test_five_mistakes_give_five_violations():
     cfg = make(
         parallel__pipeline=5,
@@ -143,6 +163,9 @@ SINGLE = """
         ({"lora__rank": 8, "lora__targets": ("mlp",)}, "--lora.targets"),
         ({"lora__rank": 8, "lora__targets": ("dense", "dense")}, "--lora.targets"),
         ({"lora__targets": ("dense",)}, "--lora.targets"),  # without a rank
+        ({"lora__merge": False}, "--lora.merge"),
+        ({"lora__rank": 513, "lora__merge": False}, "--lora.rank"),
+        ({"lora__rank": 8, "lora__merge": False, "weight_sync__spare_weights": "host"}, "--weight_sync.spare_weights"),
         ({"sampling__stop_strings": ("\n", "")}, "--sampling.stop_strings"),
         ({"sampling__stop_token_ids": (512,)}, "--sampling.stop_token_ids"),
         ({"seed": 2**70}, "--seed"),
