@@ -409,7 +409,7 @@ class _Step:
     def publish(self) -> tuple[float, float]:
         """(seconds of the wire, of everything else). The busiest GPUs are engines', or trainers' if they are few."""
         cfg, rates = self.cfg, self.rates
-        received = weights.on_engine_worker(cfg).sent
+        received = weights.published_bytes(cfg)
         sent = received * cfg.engine.ranks * cfg.engine.num_replicas / cfg.parallel.world_size
         scales = rates.kv_scales_s if cfg.engine.kv_cache_dtype == "fp8" else 0.0
         wire = max(received, sent) / self.link(self.gpus)

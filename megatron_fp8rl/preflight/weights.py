@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from megatron_fp8rl.config import LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_fp8rl.kernels.types import BLOCK
-from megatron_fp8rl.names import blocks, slicing
+from megatron_fp8rl.names import blocks, registry, slicing
 from megatron_fp8rl.names.adapted import is_adapted
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
+from megatron_fp8rl.precision.formats import ITEM_BYTES
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.parameters import Entry, entries
 from megatron_fp8rl.weight_sync.plan import plan_weights
@@ -120,6 +121,21 @@ def on_engine_worker(cfg: RunConfig) -> WorkerWeights:
     if cfg.model.num_experts % layout.expert:  # refused elsewhere
         layout = replace(layout, expert=1)
     return _worker_weights(cfg.model, LayerTable.build(cfg.model, cfg.precision), layout)
+
+
+def published_bytes(cfg: RunConfig) -> int:
+    """Bytes that an engine worker receives in each step: its weights, or unmerged adapters."""
+    if not cfg.lora.rank or cfg.lora.merge:
+        return on_engine_worker(cfg).sent
+    return ITEM_BYTES["bfloat16"] * cfg.lora.rank * _sides_of_adapted(cfg.model, cfg.lora)
+
+
+@functools.lru_cache(maxsize=16)
+def _sides_of_adapted(model: ModelConfig, lora: LoraConfig) -> int:
+    """The sum of rows and columns over all matrices with adapters, as the model's files divide them."""
+    shapes = registry.hf_tensors(model)
+    chosen = (weight for weight in registry.weights(model).values() if is_adapted(weight.name, lora))
+    return sum(sum(shapes[name]) for weight in chosen for name, _ in weight.parts)
 
 
 @functools.lru_cache(maxsize=256)

@@ -23,7 +23,7 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight import engine_memory, trainer_memory
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
 from megatron_fp8rl.preflight.memory import GIB, GPUS
-from megatron_fp8rl.preflight.weights import on_engine_worker, on_trainer_rank
+from megatron_fp8rl.preflight.weights import on_engine_worker, on_trainer_rank, published_bytes
 from megatron_fp8rl.rollout import vllm_args
 from megatron_fp8rl.weight_sync.plan import plan
 from model_configs.deepseek import deepseek_v3
@@ -325,3 +325,12 @@ def test_a_published_recipe_fits_the_gpu_that_it_is_published_for():
     cfg = run(qwen3_30b_a3b(), parallel=ParallelConfig(world_size=16, expert=16), optim=optim, sampling=sampling)
     h100 = GPUS["h100"]
     assert 0.7 < trainer_memory.worst_rank(cfg, h100, h100.memory_bytes).share <= 1.0
+
+
+def test_without_merging_a_step_publishes_adapters_only():
+    """Seven linears of an 8B layer: q and o of 4096 x 4096, k and v of 1024 x 4096, three of 4096 and 12288."""
+    merged = run(qwen3_8b(), lora=LoraConfig(rank=16))
+    unmerged = replace(merged, lora=LoraConfig(rank=16, merge=False))
+    sides = 2 * (4096 + 4096) + 2 * (1024 + 4096) + 3 * (4096 + 12288)
+    assert published_bytes(unmerged) == 36 * 2 * 16 * sides
+    assert published_bytes(merged) == on_engine_worker(merged).sent
