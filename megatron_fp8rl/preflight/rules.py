@@ -128,6 +128,9 @@ def _check_unmerged(checks: Checks, present: tuple[str, ...]) -> None:
     if cfg.weight_sync.spare_weights != "none":
         problem = "has no effect, because engines keep the base (lora.merge)"
         checks.refuse("weight_sync.spare_weights", problem, f"Set none, {otherwise}", ["none"])
+    if cfg.engine.speculation != "none":
+        problem = "drafts of engines with adapters are not tested (lora.merge)"
+        checks.refuse("engine.speculation", problem, f"Set none, {otherwise}", ["none"])
     if cfg.engine.sleep_level == 2:
         problem = "discards the base, which is sent only once (lora.merge)"
         checks.refuse("engine.sleep_level", problem, f"Set 1, {otherwise}", [1])

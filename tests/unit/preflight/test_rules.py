@@ -166,6 +166,7 @@ SINGLE = """
         ({"lora__merge": False}, "--lora.merge"),
         ({"lora__rank": 513, "lora__merge": False}, "--lora.rank"),
         ({"lora__rank": 8, "lora__merge": False, "weight_sync__spare_weights": "host"}, "--weight_sync.spare_weights"),
+        ({"lora__rank": 8, "lora__merge": False, "engine__speculation": "ngram"}, "--engine.speculation"),
         ({"sampling__stop_strings": ("\n", "")}, "--sampling.stop_strings"),
         ({"sampling__stop_token_ids": (512,)}, "--sampling.stop_token_ids"),
         ({"seed": 2**70}, "--seed"),
