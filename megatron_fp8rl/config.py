@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral",
-    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "olmo2",
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "olmo2", "olmo3", "gemma3_text",
 ]  # fmt: skip
-QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "olmo2")
+QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,8 @@ class ModelConfig:
     rotary_fraction: float = 1.0  # fraction of head_dim that is rotated
     rope_scaling: RopeScaling | None = None
     rope_theta: float = 1_000_000.0
+    local_rope_theta: float | None = None  # of layers with a window, which have no rope_scaling; None: as the others
+    query_pre_attn_scalar: int | None = None  # the softmax scale is its inverse square root; None: head_dim
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     max_position_embeddings: int = 4096
@@ -163,7 +165,8 @@ class ModelConfig:
         scaling = self.rope_scaling
         if scaling is None or scaling.kind == "llama3":
             return self.max_position_embeddings
-        return int(scaling.original_max_position_embeddings * scaling.factor)
+        longest = int(scaling.original_max_position_embeddings * scaling.factor)
+        return longest if self.local_rope_theta is None else min(longest, self.max_position_embeddings)
 
 
 @dataclass(frozen=True, kw_only=True)

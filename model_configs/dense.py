@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_fp8rl.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, OptimConfig, ParallelConfig, RopeScaling, RunConfig
 from model_configs import base
 from model_configs.qwen3 import qwen3_8b
 
@@ -71,6 +71,42 @@ def olmo2_7b() -> ModelConfig:
     )
 
 
+def olmo3_7b() -> ModelConfig:
+    """allenai/Olmo-3-1025-7B."""
+    return replace(
+        olmo2_7b(),
+        family="olmo3",
+        vocab_size=100278,
+        sliding_window=4096,
+        layer_types=("sliding_attention",) * 3 + ("full_attention",),
+        local_rope_theta=500_000.0,
+        rope_scaling=RopeScaling(
+            kind="yarn", factor=8.0, original_max_position_embeddings=8192, attention_factor=1.2079441541679836
+        ),
+        max_position_embeddings=65536,
+    )
+
+
+def gemma3_1b() -> ModelConfig:
+    """google/gemma-3-1b-it."""
+    return ModelConfig(
+        family="gemma3_text",
+        num_layers=26,
+        hidden_size=1152,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        vocab_size=262144,
+        ffn_hidden_size=6912,
+        sliding_window=512,
+        layer_types=("sliding_attention",) * 5 + ("full_attention",),
+        local_rope_theta=10_000.0,
+        query_pre_attn_scalar=256,
+        tie_embeddings=True,
+        max_position_embeddings=32768,
+    )
+
+
 def _shared(name: str, model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig) -> RunConfig:
     """A run whose GPUs train and sample in turns, with an engine on each."""
     cfg = base.grpo(name, model, parallel=parallel, engine=base.engines(1), optim=optim)
@@ -106,6 +142,17 @@ def grpo_olmo2_7b() -> RunConfig:
     """OLMo-2-7B on 8 H200 (PP2)."""
     cfg = _shared("grpo_olmo2_7b", olmo2_7b(), ParallelConfig(world_size=8, pipeline=2), base.optim("selective"))
     return replace(cfg, sampling=replace(cfg.sampling, max_completion_tokens=3072))
+
+
+def grpo_olmo3_7b() -> RunConfig:
+    """OLMo-3-7B on 8 H200 (PP2)."""
+    cfg = _shared("grpo_olmo3_7b", olmo3_7b(), ParallelConfig(world_size=8, pipeline=2), base.optim("selective"))
+    return replace(cfg, sampling=replace(cfg.sampling, max_completion_tokens=4096))
+
+
+def grpo_gemma3_1b() -> RunConfig:
+    """Gemma-3-1B on 1 H100."""
+    return _shared("grpo_gemma3_1b", gemma3_1b(), ParallelConfig(world_size=1), base.optim("none"))
 
 
 def grpo_qwen3_8b_h100() -> RunConfig:

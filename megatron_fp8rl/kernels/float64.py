@@ -54,6 +54,12 @@ def _is_compiled(x: Tensor, weight_H: Tensor) -> bool:
     return is_bf16 and not is_recorded and x.dim() > 1 and weight_H.shape == x.shape[-1:] and weight_H.is_contiguous()
 
 
+def zero_centred_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """x [..., H] over the root mean square of its last axis, times 1 + weight, rounded once to the dtype of x."""
+    wide = x.double()
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * (1 + weight_H.double())).to(x.dtype)
+
+
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The rotary embedding of pairs (i, i + R / 2) of x [..., R] in float32, rounded once to the dtype of x."""
     left, right = x.float().chunk(2, dim=-1)

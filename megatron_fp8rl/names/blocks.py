@@ -53,6 +53,11 @@ OUTPUT_NORMS = (  # of what attention and feed-forward add to the residual strea
     _copied("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
     _copied("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
 )
+FOUR_NORMS = (
+    NORMS[0],
+    _copied("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", "hidden"),
+    *OUTPUT_NORMS,
+)
 
 
 def attention(model: ModelConfig, norms_all_heads: bool = False, whole_norms: bool = False) -> tuple[Row, ...]:

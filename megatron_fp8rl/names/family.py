@@ -34,6 +34,12 @@ COMMON = {
 }
 GROUPED_QUERY = {"num_key_value_heads": "num_key_value_heads", "head_dim": "head_dim"}
 DENSE = COMMON | GROUPED_QUERY | {"intermediate_size": "ffn_hidden_size"}
+# Layers with a window of attention among others, which may have another rotary base.
+WINDOWS = {
+    "sliding_window": "sliding_window",
+    "layer_types": "layer_types",
+    "rope_local_base_freq": "local_rope_theta",
+}
 
 _WHEN_ABSENT = {"initializer_range": 0.02, "tie_word_embeddings": False, "num_nextn_predict_layers": 0}
 _WHEN_NULL = {
@@ -107,6 +113,9 @@ class Family:
     mtp: tuple[Row, ...] = field(default=())  # the weights of a multi-token prediction layer besides its decoder layer
     fp32_router: bool = False  # the engine multiplies by the router's weight in FP32
     module_prefixes: tuple[str, str] = ("", "")  # in the checkpoint, and for the same modules in quantization_config
+    zero_centred_norms: bool = False  # norms multiply by 1 + weight
+    activation: str = "silu"  # of the gate
+    scales_embedding: bool = False  # by the root of hidden_size, rounded to the dtype of the weights
     derives_head_dim: bool = False  # the engine takes hidden_size / num_attention_heads, whatever config.json says
 
     @property
@@ -116,6 +125,15 @@ class Family:
     @property
     def is_latent(self) -> bool:
         return any(name.startswith("mla.") for name in self.fields.values())
+
+
+def with_layer_types(config: dict[str, Any], every: int) -> dict[str, Any]:
+    """``config`` with ``layer_types``; if they are missing, one of ``every`` layers has full attention."""
+    layers = config.get("num_hidden_layers")
+    if config.get("layer_types") is not None or not isinstance(layers, int) or not isinstance(every, int):
+        return config
+    types = ["full_attention" if every and (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
+    return {**config, "layer_types": types}
 
 
 def read(
@@ -341,7 +359,8 @@ def write(family: Family, model: ModelConfig) -> dict[str, Any]:
         part = getattr(model, owner) if owner else model
         if part is None:
             raise ValueError(f"a model of the family {family.model_type} needs {owner}, which is None")
-        config[key] = getattr(part, leaf)
+        value = getattr(part, leaf)
+        config[key] = list(value) if isinstance(value, tuple) else value
     if "num_key_value_heads" not in family.fields:
         config["num_key_value_heads"] = model.num_attention_heads
     config |= rope.write(model, has_fraction=family.rotary_fraction is not None)

@@ -16,12 +16,13 @@ from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import blocks, family, slicing, table
 from megatron_fp8rl.names.deepseek_v3 import DEEPSEEK_V3
 from megatron_fp8rl.names.family import Family
+from megatron_fp8rl.names.gemma3 import GEMMA3
 from megatron_fp8rl.names.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from megatron_fp8rl.names.llama import LLAMA
 from megatron_fp8rl.names.minimax_m2 import MINIMAX_M2
 from megatron_fp8rl.names.mistral import MISTRAL
 from megatron_fp8rl.names.mixtral import MIXTRAL
-from megatron_fp8rl.names.olmo import OLMO2
+from megatron_fp8rl.names.olmo import OLMO2, OLMO3
 from megatron_fp8rl.names.qwen2 import QWEN2
 from megatron_fp8rl.names.qwen3 import QWEN3, QWEN3_MOE
 from megatron_fp8rl.names.table import Weight, expand, expand_mtp, split_indices
@@ -31,7 +32,21 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, Family] = {
     f.model_type: f
-    for f in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, OLMO2)
+    for f in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        MIXTRAL,
+        DEEPSEEK_V3,
+        GLM4_MOE,
+        GLM4_MOE_LITE,
+        MINIMAX_M2,
+        OLMO2,
+        OLMO3,
+        GEMMA3,
+    )
 }
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
 _SEEING = {"kimi_k25": DEEPSEEK_V3}  # model types that also see images -> family of their text_config

@@ -68,6 +68,22 @@ def read(
     return values, problems
 
 
+def of_full_layers(config: dict[str, Any], local_theta: float) -> dict[str, Any]:
+    """``config`` with the rotary embedding of layers with full attention as the only one, and the base of layers with a
+    window as ``rope_local_base_freq``, by default ``local_theta``. Unchanged if the latter scale their positions."""
+    rope = config.get("rope_parameters")
+    local: dict[str, Any] = {}
+    if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict):
+        local = rope.get("sliding_attention") or {}
+        if set(rope) - {"full_attention", "sliding_attention"} or not isinstance(local, dict):
+            return config
+        if set(local) - {"rope_type", "rope_theta"} or local.get("rope_type", "default") != "default":
+            return config
+        config = {**config, "rope_parameters": rope["full_attention"]}
+    theta = local.get("rope_theta") or config.get("rope_local_base_freq") or local_theta
+    return {**config, "rope_local_base_freq": theta}
+
+
 def _disagreements(config: Mapping[str, Any]) -> list[str]:
     """Contradictory duplicates in config.json, which releases of transformers read differently."""
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
@@ -149,6 +165,9 @@ def write(model: ModelConfig, *, has_fraction: bool) -> dict[str, Any]:
         config["rope_scaling"] = {"rope_type": scaling.kind, **factors}
     if has_fraction or model.rotary_fraction != 1.0:
         parameters["partial_rotary_factor"] = config["partial_rotary_factor"] = model.rotary_fraction
+    if model.local_rope_theta is not None:
+        local = {"rope_type": "default", "rope_theta": model.local_rope_theta}
+        parameters = {"full_attention": parameters, "sliding_attention": local}
     return config | {"rope_parameters": parameters}
 
 

@@ -46,7 +46,7 @@ RANGES = {
     "[0, 1000]": "sampling.max_staleness",
     "[0.01, 100]": "sampling.temperature",
     "(0, inf)": """
-        model.norm_eps model.rope_theta model.embedding_range
+        model.norm_eps model.rope_theta model.local_rope_theta model.embedding_range model.query_pre_attn_scalar
         lora.alpha
         optim.lr optim.eps optim.clip_grad_norm engine.deadline_scale
         algo.clip_high scoring.memory_gib warm_start.lr

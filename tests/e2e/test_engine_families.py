@@ -13,7 +13,7 @@ from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RopeScaling, Run
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
-from tests.helpers.family_configs import DEEPSEEK, GLM, GLM_LITE, LLAMA, MINIMAX, MIXTRAL, OLMO2
+from tests.helpers.family_configs import DEEPSEEK, GEMMA3, GLM, GLM_LITE, LLAMA, MINIMAX, MIXTRAL, OLMO2, OLMO3
 from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 
 LINEAR = RopeScaling(kind="linear", factor=3.0, original_max_position_embeddings=LLAMA.max_position_embeddings)
@@ -29,19 +29,31 @@ MODELS = {
     "glm4_moe_lite": GLM_LITE,
     "minimax_m2": MINIMAX,
     "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "gemma3_text": GEMMA3,
 }
-FP8_FAMILIES = ("qwen2", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2", "olmo2")
+FP8_FAMILIES = (
+    "qwen2",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "minimax_m2",
+    "olmo2",
+    "gemma3_text",
+)
 CASES = [(family, "bf16") for family in MODELS] + [(family, "blockwise") for family in FP8_FAMILIES]
 
 
 def random_weights(model: ModelConfig) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint, of sizes that leave nothing without effect on the logits."""
     generator = torch.Generator().manual_seed(1)
+    of_norms = 0.0 if registry.FAMILIES[model.family].zero_centred_norms else 1.0
     dtypes = {part: w.dtype for w in registry.weights(model).values() for part, _ in w.parts}
     tensors = {}
     for name, shape in registry.hf_tensors(model).items():
         scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.2
-        tensor = torch.randn(shape, generator=generator) * scale + (1.0 if "norm" in name else 0.0)
+        tensor = torch.randn(shape, generator=generator) * scale + (of_norms if "norm" in name else 0.0)
         tensors[name] = tensor.to(getattr(torch, dtypes[name]))
     return tensors
 

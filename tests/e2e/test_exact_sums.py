@@ -13,7 +13,7 @@ import torch
 from megatron_fp8rl.config import EngineConfig, ParallelConfig, PrecisionConfig, RunConfig
 from tests.helpers.dist import run_ranks
 from tests.helpers.exact_sums import DENSE, GLM_MOE, MOE, WINDOW, random_weights, tokens_logprobs
-from tests.helpers.family_configs import OLMO2
+from tests.helpers.family_configs import GEMMA3, OLMO2
 
 
 def sample(cfg: RunConfig, folder: Path) -> list[tuple[list[int], torch.Tensor]]:
@@ -45,11 +45,12 @@ def sample(cfg: RunConfig, folder: Path) -> list[tuple[list[int], torch.Tensor]]
         (MOE, EngineConfig(tensor=4, expert=4), (1, 2, 4)),
         (GLM_MOE, EngineConfig(tensor=2, expert=2), (1, 2)),
         (WINDOW, EngineConfig(tensor=2), (1, 2)),
+        (GEMMA3, EngineConfig(), (1,)),
         (replace(OLMO2, ffn_hidden_size=512), EngineConfig(tensor=2), (2,)),
         pytest.param(DENSE, EngineConfig(tensor=8), (1, 8), marks=pytest.mark.slow),
         pytest.param(MOE, EngineConfig(tensor=2, expert=2), (1, 4), marks=pytest.mark.slow),
     ],
-    ids=["tp4_ep4", "shared_tp2_ep2", "window_tp2", "olmo2_tp2", "tp8", "finer_trainer"],
+    ids=["tp4_ep4", "shared_tp2_ep2", "window_tp2", "gemma3", "olmo2_tp2", "tp8", "finer_trainer"],
 )
 def test_engines_of_several_ranks_and_trainers_of_any_degree_agree(model, engine, trainers, tmp_path):
     base = RunConfig(name="sums", model=model, engine=engine, precision=PrecisionConfig(exact=True))

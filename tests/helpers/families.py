@@ -13,6 +13,7 @@ _COMMON = dict(
     ffn_hidden_size=56,
     max_position_embeddings=64,
 )
+_WINDOWS = dict(sliding_window=6, layer_types=("sliding_attention", "full_attention"))
 _MOE = dict(num_experts=6, experts_per_token=3, moe_ffn_hidden_size=24)
 _DEEPSEEK = _COMMON | _MOE | dict(family="deepseek_v3", num_key_value_heads=4, num_shared_experts=2)
 _YARN = RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.3)
@@ -58,6 +59,24 @@ MODELS = {
         **_COMMON | _MOE,
     ),
     "olmo2": ModelConfig(family="olmo2", **_COMMON),
+    # Only layers without a window scale positions.
+    "olmo3": ModelConfig(
+        family="olmo3",
+        rope_theta=1e4,
+        local_rope_theta=5e5,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.2),
+        **_WINDOWS,
+        **_COMMON,
+    ),
+    "gemma3_text": ModelConfig(
+        family="gemma3_text",
+        rope_theta=1e6,
+        local_rope_theta=1e4,
+        query_pre_attn_scalar=24,
+        rope_scaling=RopeScaling(kind="linear", factor=4.0, original_max_position_embeddings=64),
+        **_WINDOWS,
+        **_COMMON | dict(tie_embeddings=True, hidden_size=64),  # its root needs no rounding to BF16
+    ),
     "minimax_m2": ModelConfig(
         family="minimax_m2",
         qk_norm=True,

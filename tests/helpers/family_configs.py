@@ -24,6 +24,11 @@ MIXTRAL = replace(
 OLMO2 = replace(
     LLAMA, family="olmo2", hidden_size=256, num_key_value_heads=4, rope_scaling=None, qk_norm=True, vocab_size=128
 )
+_WINDOWS = dict(sliding_window=8, layer_types=("sliding_attention", "full_attention"))
+OLMO3 = replace(OLMO2, family="olmo3", rope_theta=5e5, local_rope_theta=1e4, **_WINDOWS)
+GEMMA3 = replace(
+    OLMO3, family="gemma3_text", hidden_size=128, query_pre_attn_scalar=48, tie_embeddings=True, ffn_hidden_size=512
+)
 GLM = replace(
     MIXTRAL,
     family="glm4_moe",

@@ -117,6 +117,22 @@ OLMO2_7B = {
     "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False,
     "initializer_range": 0.02, "pad_token_id": 100277, "eos_token_id": 100257, "use_cache": True,
 }  # fmt: skip
+OLMO3_7B = OLMO2_7B | {
+    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "vocab_size": 100278,
+    "max_position_embeddings": 65536, "sliding_window": 4096,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+}  # fmt: skip
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912,
+    "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "rope_theta": 1000000, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "cache_implementation": "hybrid",
+    "initializer_range": 0.02, "bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": 0, "use_cache": True,
+}  # fmt: skip
 MINIMAX_M2 = {
     "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072,
     "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
@@ -148,6 +164,8 @@ MODELS = {
     "qwen25_7b": (dense.qwen25_7b, QWEN25_7B, 7_615_616_512, "7.62", "7.62"),
     # The card says 7 B; the unit count is arithmetic over the published dimensions.
     "olmo2_7b": (dense.olmo2_7b, OLMO2_7B, 7_298_617_344, "7.30", "7.30"),
+    "olmo3_7b": (dense.olmo3_7b, OLMO3_7B, 7_298_011_136, "7.30", "7.30"),
+    "gemma3_1b": (dense.gemma3_1b, GEMMA3_1B, 999_885_952, "1.00", "1.00"),
     # The card says 106 B and 12 B; the unit count is arithmetic over the published dimensions.
     "glm_45_air": (glm.glm_45_air, GLM_45_AIR, 106_852_251_264, "106.9", "13"),
     # The cards say 230 B and 10 B, and 30 B and 3 B; the unit counts are arithmetic over the dimensions.

@@ -5,6 +5,7 @@ Random weights depend only on the seed and the parameter's global name, so they 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -46,6 +47,8 @@ from megatron_fp8rl.trainer.parallel import Parallel
 
 logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)  # GPTModel is deprecated: see docs/extending.md
 
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
+
 Get = Callable[[str], Tensor]  # returns a Hugging Face tensor by name
 
 
@@ -65,7 +68,7 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         layernorm_epsilon=model.norm_eps,
         qk_layernorm=bool(model.qk_norm) and not registry.norms_all_heads(model),
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=_ACTIVATIONS[registry.FAMILIES[model.family].activation],
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         hidden_dropout=0.0,
@@ -193,6 +196,9 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
             position_embedding_type="none",  # trainer/model/attention.py applies rotary embedding
             vp_stage=vp_stage,
         )
+        if registry.FAMILIES[cfg.model.family].scales_embedding and chunk.pre_process:
+            scale = torch.tensor(cfg.model.hidden_size**0.5, dtype=config.params_dtype)
+            chunk.embedding.register_forward_hook(lambda module, inputs, output, scale=scale: output * scale)
         chunks.append(chunk.to(parallel.device))
     if cfg.model.hf_path is None:
         _fill_randomly(chunks, cfg.model, cfg.seed, parallel)
@@ -296,16 +302,18 @@ def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: 
 
 @torch.no_grad()
 def _fill_randomly(chunks: Sequence[nn.Module], model: ModelConfig, seed: int, parallel: Parallel) -> None:
-    """Norms 1, biases 0, matrices normal; std / sqrt(2 * layers) for outputs to the residual stream (GPT-2). CPU and
-    GPU values differ. In a wide random model, attention outputs, averages over tokens, exceed embeddings of std 0.02
-    after one layer, and routers choose the same few experts for all tokens; ``embedding_range = 1`` avoids this."""
+    """Norms multiply by 1, biases are 0, matrices normal; std / sqrt(2 * layers) for outputs to the residual stream
+    (GPT-2). CPU and GPU values differ. In a wide random model, attention outputs, averages over tokens, exceed
+    embeddings of std 0.02 after one layer, and routers choose the same few experts for all tokens; ``embedding_range =
+    1`` avoids this."""
     device = parallel.device
     residual_std = model.initializer_range / math.sqrt(2 * model.num_layers)
 
     def draw(name: str) -> Tensor:
         shape = registry.weight(name, model).shape
         if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            is_zero = name.endswith("bias") or registry.FAMILIES[model.family].zero_centred_norms
+            return torch.zeros(shape) if is_zero else torch.ones(shape)
         # A tied output layer must draw the same values as the embedding.
         canonical = registry.weight(name, model).name
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{canonical}".encode()))

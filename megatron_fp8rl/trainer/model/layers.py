@@ -46,6 +46,7 @@ from megatron_fp8rl.trainer.model.linear import (
     Norm,
     RMSNorm,
     RowLinear,
+    ZeroCentredNorm,
     in_torch,
     matrix_of,
     on_deep_gemm,
@@ -139,13 +140,13 @@ class LayerFactory:
         num_parts = row_parts(engine, parallel.config) // parallel.tp_size
         self._recipe = make_recipe(precision)
         norm = _norm(self._kernels.norms)
-        self.norm = partial(RMSNorm, compute=norm)
+        zero_centred = registry.FAMILIES[model.family].zero_centred_norms
+        self.norm = ZeroCentredNorm if zero_centred else partial(RMSNorm, compute=norm)
         output_norm = self.norm if registry.norms_outputs(model) else None
         self._row_linear = partial(RowLinear, num_parts=num_parts if self._is_exact else 0, norm=output_norm)
         has_stream = self._kernels.norms != "emulated"
-        self._first_norm = partial(
-            RMSNorm, compute=partial(norm, with_input=True) if has_stream else norm
-        )  # of a branch
+        of_stream = partial(norm, with_input=True) if has_stream else norm
+        self._first_norm = self.norm if zero_centred else partial(RMSNorm, compute=of_stream)  # of a branch
 
     def linear(self, layer: int, name: str) -> LinearSpec:
         """The spec of a linear, by its name within the layer, such as ``mlp.linear_fc1``."""
@@ -188,7 +189,7 @@ class LayerFactory:
             "engine": partial(attention_te.attend, forward=self._engine_attention),
         }
         settings = dict(
-            rotary=Rotary.of(model),
+            rotary=Rotary.of(model, kind.window),
             scale=softmax_scale(model),
             window=kind.window,
             attend=kernels[self._kernels.attention],
@@ -202,7 +203,8 @@ class LayerFactory:
             return ModuleSpec(LatentAttention, params={"linear": linear, "norm": self.norm}, submodules=submodules)
         all_heads = registry.norms_all_heads(model)
         norm = self.norm if model.qk_norm and not all_heads else None
-        options = {"splits_heads": self._kernels.norms == "te", "norms_all_heads": all_heads}
+        splits_heads = self._kernels.norms == "te" and self.norm is not ZeroCentredNorm
+        options = {"splits_heads": splits_heads, "norms_all_heads": all_heads}
         return ModuleSpec(
             PackedSelfAttention,
             params={"attn_mask_type": AttnMaskType.causal, **options},

@@ -30,14 +30,15 @@ class Rotary:
     interleaved: bool  # pairs are adjacent features; otherwise feature i pairs with i + R / 2
 
     @classmethod
-    def of(cls, model: ModelConfig) -> Rotary:
-        """Latent attention rotates the last part of a head, all others the first ``rotary_fraction``."""
-        mla = model.mla
+    def of(cls, model: ModelConfig, window: int | None = None) -> Rotary:
+        """Latent attention rotates the last part of a head, all others the first ``rotary_fraction``. ``window``: of
+        the layer's attention."""
+        mla, local = model.mla, model.local_rope_theta if window is not None else None
         return cls(
             num_features=int(model.head_dim * model.rotary_fraction) if mla is None else mla.qk_rope_head_dim,
             first_feature=0 if mla is None else mla.qk_nope_head_dim,
-            theta=model.rope_theta,
-            scaling=model.rope_scaling,
+            theta=model.rope_theta if local is None else local,
+            scaling=model.rope_scaling if local is None else None,
             interleaved=mla is not None,
         )
 
@@ -88,7 +89,7 @@ def softmax_scale(model: ModelConfig) -> float:
     """Softmax scale of attention scores. Latent attention includes the square of YaRN's magnitude."""
     scaling = model.rope_scaling
     if model.mla is None or scaling is None or scaling.kind != "yarn":
-        return model.head_dim**-0.5
+        return (model.query_pre_attn_scalar or model.head_dim) ** -0.5
     return model.head_dim**-0.5 * scaling.magnitude(scaling.mscale_all_dim) ** 2
 
 

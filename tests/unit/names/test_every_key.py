@@ -52,6 +52,9 @@ MORE = {
 }
 MORE["glm4_moe_lite"] = MORE["deepseek_v3"] | {"n_group": 1, "mlp_layer_types": ["dense", "sparse"]}
 MORE["minimax_m2"] = dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2)
+_WINDOWS = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+MORE["olmo3"] = _WINDOWS
+MORE["gemma3_text"] = _WINDOWS | dict(head_dim=8, query_pre_attn_scalar=12)
 EXTRA = {  # said beside what the class knows
     "is_causal": False,
     "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},

@@ -64,6 +64,8 @@ CASES = {
         {"num_local_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4, "rope_parameters": PARTIAL},
     ),
     "olmo2": ("olmo2", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "olmo3": ("olmo3", {"num_key_value_heads": 4, "sliding_window": 8}),
+    "gemma3_text": ("gemma3_text", {"sliding_window": 8, "query_pre_attn_scalar": 12}),
     "glm4_moe_plain": ("glm4_moe", DEEPSEEK_MOE | {"first_k_dense_replace": 2, "tie_word_embeddings": True}),
 }
 
@@ -136,6 +138,7 @@ def test_config_round_trip(case, saved):
     ignored |= {"bos_token_id", "eos_token_id", "scoring_func", "topk_method", "moe_layer_freq"}
     ignored |= {"num_nextn_predict_layers", "num_mtp_layers", "max_window_layers", "first_k_dense_replace"}
     ignored |= {"use_qk_norm", "qk_norm_type", "use_routing_bias", "rotary_dim", "attn_type_list", "attention_bias"}
+    ignored |= {"rope_local_base_freq", "hidden_act", "_sliding_window_pattern"}
     assert {k: v for k, v in ours.items() if k not in ignored} == {k: v for k, v in theirs.items() if k not in ignored}
 
 

@@ -53,7 +53,7 @@ def test_config_json_lists_the_attention_of_each_layer():
     described = dataclasses.replace(MISTRAL, fields={**MISTRAL.fields, "layer_types": "layer_types"})
     model = replace(DENSE, family="mistral", sliding_window=8, layer_types=PATTERN, norm_eps=1e-5)
     config = family.write(described, model)
-    assert config["layer_types"] == (*PATTERN, "sliding_attention")
+    assert config["layer_types"] == [*PATTERN, "sliding_attention"]
     saved = config | {"layer_types": [*config["layer_types"]]}  # JSON has lists
     assert family.read(described, saved, keep_mtp=True, fp8_weights=False) == model
     with pytest.raises(ValueError, match=r"layer_types = \['chunked_attention'\].*'sliding_attention'"):

@@ -19,6 +19,7 @@ MODELS = {
     "deepseek_v3": ModelConfig(family="deepseek_v3", mla=MLA, **SHARING),
     "glm4_moe_lite": ModelConfig(family="glm4_moe_lite", mla=MLA, **SHARING),
     "olmo2": ModelConfig(family="olmo2", ffn_hidden_size=96, **COMMON),
+    "gemma3_text": ModelConfig(family="gemma3_text", ffn_hidden_size=96, **COMMON),
     "minimax_m2": ModelConfig(family="minimax_m2", qk_norm=True, router=ROUTER, **EXPERTS, **COMMON),
 }
 QKVO = {f"self_attn.{x}_proj" for x in "qkvo"}
@@ -35,6 +36,7 @@ EXPECTED = {  # by layer; the last of four is for multi-token prediction
     "deepseek_v3": [LATENT | DENSE] + [LATENT | ROUTED | SHARED] * 3,
     "glm4_moe_lite": [LATENT | DENSE] + [LATENT | ROUTED | SHARED] * 3,
     "olmo2": [QKVO | DENSE] * 3,
+    "gemma3_text": [QKVO | DENSE] * 3,
     "minimax_m2": [QKVO | MIXTRAL] * 3,
 }
 

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -73,6 +73,7 @@ def register() -> None:
     nn.Linear.forward = lambda layer, x: ReadableLinearMethod().apply(layer, x, layer.bias)  # GLM-4.5's router
     leave_routed_scale_to_the_router()  # _route applies it
     RMSNorm.forward_cpu = _rms_norm
+    GemmaRMSNorm.forward_cpu = GemmaRMSNorm.forward_native = _zero_centred_norm
     RotaryEmbedding.forward_cpu = _rotate
     MiniMaxText01RMSNormTP.forward_qkv = staticmethod(_norm_all_heads)
     cpu_attention.register()
@@ -319,6 +320,17 @@ def _rms_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tenso
         return float64.rms_norm(x, weight, norm.variance_epsilon)
     stream = x + residual
     return float64.rms_norm(stream, weight, norm.variance_epsilon), stream
+
+
+@patches(
+    "vllm",
+    why="replaces GemmaRMSNorm.forward_cpu and forward_native, for the same reason",
+    remove_when="vLLM normalizes the rounded sum on a CPU, as its GPU kernels do",
+)
+def _zero_centred_norm(norm: GemmaRMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    stream = x if residual is None else x + residual
+    y = float64.zero_centred_norm(stream, norm.weight.data, norm.variance_epsilon)
+    return y if residual is None else (y, stream)
 
 
 @patches(
