@@ -89,8 +89,8 @@ def _markdown(arms: Runs, summary: dict) -> str:
         cells = []
         for name, _, _, form in _COLUMNS:
             cell = row[name]
-            spread = f" ± {form.format(cell['std'])}" if cell and cell["num_seeds"] > 1 else ""
-            cells.append(form.format(cell["mean"]) + spread if cell else "–")
+            values = [cell["mean"], cell["std"]][: 1 + (cell["num_seeds"] > 1)] if cell else []
+            cells.append(" ± ".join(form.format(value) if value else "0" for value in values) or "–")
         lines.append(f"| {arm} | {len(arms[arm])} | {' | '.join(cells)} |")
     if any("difference" in row for row in summary.values()):
         lines += ["", *_evaluation_table(summary)]

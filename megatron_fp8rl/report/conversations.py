@@ -17,6 +17,7 @@ CSS = """
 .turn.trained { border-left-color: var(--accent); background: #eef5fb; }
 .turn .who { color: var(--soft); font-size: 13px; } .turn.trained .who { color: var(--accent); font-weight: 600; }
 .turn .facts { color: var(--soft); font-size: 12.5px; text-align: right; }
+@media (prefers-color-scheme: dark) { .turn.trained { background: #1b2a38; } .turn, .bar { border-color: #444a53; } }
 .bar { display: inline-flex; width: 160px; height: 9px; border-radius: 4px; overflow: hidden; background: #e3e6ea; }
 .bar i { display: block; height: 100%; }
 """

@@ -50,25 +50,20 @@ def draw_reward(axes: Axes, run: RunData) -> bool:
         if len(low) == len(high) == len(evals):
             axes.vlines(eval_steps, low, high, color=ORANGE, linewidth=1.2, clip_on=False)  # 95 %
         for at, value in {0: evals[0], -1: evals[-1]}.items() if len(evals) > 1 else [(0, evals[0])]:
-            text = f"{value:.0%}" + (" warm start" if at == 0 and eval_steps[0] == 0 else "")
-            side, alignment = ((7, -13), "left") if at == 0 else ((-7, -14), "right")
+            is_warm = at == 0 and eval_steps[0] == 0 and run.warm_start.records
+            text = f"{value:.0%}" + (" warm start" if is_warm else "")
+            height = 7 if value < 0.1 else -14  # above or below the marker
+            side, alignment = ((7, height), "left") if at == 0 else ((-7, height), "right")
             point, style = (eval_steps[at], value), {"fontsize": 8, "color": "#A86F00"}
             axes.annotate(text, point, xytext=side, textcoords="offset points", ha=alignment, **style)
     highest = max([1.0, *rewards, *evals])
     axes.set_ylim(min([0.0, *rewards]), highest * 1.06)
     finish(axes, "Reward")
-    axes.legend(loc="lower right")
     return True
 
 
 def draw_mismatch(axes: Axes, run: RunData) -> bool:
-    """Difference of the log-probabilities of trainer and engine; on a linear scale if it is 0."""
-    steps, largest = run.series("mismatch/abs_logprob_diff/max")
-    if steps and not any(largest):
-        curve(axes, steps, largest, color=BLUE, label="|old − rollout|, max: 0 on every token")
-        axes.set_ylim(-0.05, 1.0)
-        finish(axes, "Mismatch between trainer and engine", y="nats")
-        return True
+    """Difference of the log-probabilities of trainer and engine."""
     axes.set_yscale("log")
     shown = False
     for key, label, color, line in (
@@ -90,7 +85,7 @@ def draw_mismatch(axes: Axes, run: RunData) -> bool:
 def draw_weight_health(axes: Axes, run: RunData) -> bool:
     """Fractions of tokens lost to importance weights."""
     steps, size = run.series("mismatch/effective_sample_size/mean")
-    if not size:
+    if not size or run.is_exact:
         return False
     axes.set_yscale("log")
     lost = [max(0.0, 1 - value) for value in size]
@@ -112,7 +107,7 @@ def draw_weight_health(axes: Axes, run: RunData) -> bool:
 def draw_weight_range(axes: Axes, run: RunData) -> bool:
     steps, high = run.series("mismatch/ratio/max")
     low_steps, low = run.series("mismatch/ratio/min")
-    if not high or steps != low_steps:
+    if not high or steps != low_steps or run.is_exact:
         return False
     scale = ""
     if max(high) > 4 or min(low) < 0.25:
@@ -226,7 +221,7 @@ def draw_start(axes: Axes, run: RunData) -> bool:
 def draw_phase_times(axes: Axes, run: RunData) -> bool:
     """Seconds of every phase, stacked up to the whole step."""
     records = [record for record in run.records if "time/step/s" in record and record["step"] > 0]
-    if not records:
+    if len(records) < 2:
         return False
     steps = [record["step"] for record in records]
     below = [0.0] * len(records)
@@ -280,7 +275,7 @@ def draw_publish(axes: Axes, run: RunData) -> bool:
 def draw_positions(axes: Axes, run: RunData) -> bool:
     """Mismatch by completion position, for each third of the run."""
     details = [record for record in run.details if record.get("by_position")]
-    if not details:
+    if not details or run.is_exact:
         return False
     thirds = [details[i * len(details) // 3 : (i + 1) * len(details) // 3] for i in range(3)]
     names = ("first third of the run", "second third", "last third")
@@ -386,6 +381,7 @@ def draw_warm_start_pass_rate(axes: Axes, run: RunData) -> bool:
     return bool(run.warm_start.values("sft/expected_pass_rate/mean"))
 
 
+AGREEMENT = "Agreement of trainer and engine"
 SECTIONS: dict[str, tuple[Draw, ...]] = {
     "Learning": (
         draw_reward,
@@ -399,11 +395,13 @@ SECTIONS: dict[str, tuple[Draw, ...]] = {
         draw_warm_start,
         draw_warm_start_pass_rate,
     ),
-    "Agreement of trainer and engine": (draw_mismatch, draw_positions, draw_weight_health, draw_weight_range),
+    AGREEMENT: (draw_mismatch, draw_positions, draw_weight_health, draw_weight_range),
     "Optimization": (draw_loss, draw_grad_norm, draw_kl, draw_clipping),
     "Time": (draw_start, draw_phase_times, draw_tokens_per_s, draw_publish),
 }
+# The first six of these that have data.
 OVERVIEW = (draw_reward, draw_mismatch, draw_phase_times, draw_entropy, draw_weight_range, draw_positions)
+OVERVIEW += (draw_lengths, draw_grad_norm, draw_problem_share)
 
 
 def make_figure(draw: Draw, run: RunData) -> Figure | None:
@@ -413,14 +411,16 @@ def make_figure(draw: Draw, run: RunData) -> Figure | None:
 
 
 def overview(run: RunData) -> Figure:
-    """A figure with six plots."""
-    figure = new_figure(14.0, 7.4)
-    for draw, axes in zip(OVERVIEW, figure.subplots(2, 3).flat, strict=True):
-        if not draw(axes, run):
-            axes.set_visible(False)
+    """A figure with up to six plots."""
+    draws = [draw for draw in OVERVIEW if make_figure(draw, run) is not None][:6]
+    figure = new_figure(14.0, 7.4 if len(draws) > 3 else 3.9)
+    for i, draw in enumerate(draws):
+        draw(figure.add_subplot(1 + (len(draws) > 3), 3, i + 1), run)
     model, precision = run.config.get("model", {}), run.config.get("precision", {})
     title = run.config.get("name", run.run_dir.name)
     if model:
         title += f"   ·   {model['family']}, training {precision['trainer']}, rollouts {precision['rollout']}"
+    if run.is_exact:
+        title += "   ·   trainer and engine agree on every token"
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     return figure

@@ -50,6 +50,12 @@ class RunData:
     def is_done(self) -> bool:
         return (self.run_dir / "done.json").exists()
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether trainer and engine computed equal log-probabilities for every token that was compared."""
+        largest = self.values("mismatch/abs_logprob_diff/max")
+        return bool(largest) and not any(largest)
+
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """Results of the eval command, sorted by the checkpoint's step, unknown steps last."""

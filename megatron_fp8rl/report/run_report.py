@@ -17,7 +17,7 @@ from megatron_fp8rl.observe.metrics import meaning
 from megatron_fp8rl.observe.records import write_text
 from megatron_fp8rl.report.conversations import CSS as CONVERSATION_CSS
 from megatron_fp8rl.report.conversations import conversation, is_session
-from megatron_fp8rl.report.figures import SECTIONS, draw_pass_at_k, make_figure, overview
+from megatron_fp8rl.report.figures import AGREEMENT, SECTIONS, draw_pass_at_k, make_figure, overview
 from megatron_fp8rl.report.run_data import RunData
 from megatron_fp8rl.report.style import save_png, styled, svg_uri
 from megatron_fp8rl.types import Rollout, RolloutGroup
@@ -33,7 +33,7 @@ h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 40px 0 12
 .tile, figure, .card { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; }
 .tile { padding: 14px 16px; } .tile b { display: block; font-size: 22px; font-weight: 650; white-space: nowrap; }
 .tile span { color: var(--soft); font-size: 13px; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(520px, 1fr)); gap: 16px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(520px, 100%), 1fr)); gap: 16px; }
 figure { margin: 0; padding: 12px; } figure img { width: 100%; display: block; }
 .card { padding: 4px 16px; overflow-x: auto; margin-bottom: 12px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
@@ -46,6 +46,12 @@ code, pre { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, monospace; white-sp
 .failed { background: #fff6f2; padding: 14px 18px; }
 .failed h2 { margin: 0 0 6px; color: #a03d00; } details summary { cursor: pointer; padding: 8px 0; }
 footer { color: var(--soft); margin-top: 40px; font-size: 13px; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8ec; --soft: #9aa1ac; --line: #33383f; --paper: #1c1f24; --wash: #14161a; --accent: #56b4e9; }
+  figure { background: #ffffff; border-color: #d8d8d8; filter: invert(0.88) hue-rotate(180deg); }
+  .good { color: #3ec9a3; } .bad { color: #ff9a5c; }
+  .failed { background: #33211a; border-color: #6b4030; border-left-color: #d55e00; } .failed h2 { color: #ff9a5c; }
+}
 """
 _NUM_SAMPLES = 20  # highest and lowest rewarded completions of the first and the last step
 _NUM_SESSIONS = 3  # of sessions, which are shown with all turns
@@ -71,8 +77,9 @@ def render(run: RunData) -> str:
     parts = [f"<h1>{name}</h1>", f'<p class="lead">{_lead(run)}</p>', _failure(run), _tiles(run)]
     for title, draws in SECTIONS.items():
         images = "".join(_image(figure) for draw in draws if (figure := make_figure(draw, run)) is not None)
-        if images:
-            parts.append(f'<h2>{escape(title)}</h2><div class="plots">{images}</div>')
+        note = _agreement(run) if title == AGREEMENT else ""
+        if images or note:
+            parts.append(f'<h2>{escape(title)}</h2>{note}<div class="plots">{images}</div>')
     sections = (_evaluations, _worst_sequences, _warnings, _samples, _last_metrics, _configuration, _versions)
     body = "\n".join(filter(None, [*parts, *(section(run) for section in sections)]))
     return (
@@ -81,6 +88,13 @@ def render(run: RunData) -> str:
         f"<style>{_CSS}{CONVERSATION_CSS}</style></head>\n"
         f"<body><main>{body}<footer>Written by megatron_fp8rl.</footer></main></body></html>\n"
     )
+
+
+def _agreement(run: RunData) -> str:
+    if not run.is_exact:
+        return ""
+    steps = len(run.values("mismatch/abs_logprob_diff/max"))
+    return f"<p>Trainer and engine computed equal log-probabilities for every token of all {steps} measured steps.</p>"
 
 
 def _image(figure: Figure) -> str:
@@ -142,7 +156,7 @@ def _tiles(run: RunData) -> str:
         ("publish/total/s", "{:.2f} s", "to publish the weights"),
     ):
         if (value := run.mean(key)) is not None:
-            tiles.append((form.format(value), label))
+            tiles.append((form.format(value) if value else "0", label))
     seconds = [s for step, s in zip(*run.series("time/step/s"), strict=True) if step > 0]
     if seconds:
         tiles.append((f"{sorted(seconds)[len(seconds) // 2]:.2f} s", f"per step (median of {len(seconds)})"))
@@ -180,11 +194,12 @@ def _worst_sequences(run: RunData) -> str:
             step,
             part["label"],
             part["num_tokens"],
-            f"{part['abs_logprob_diff_mean']:.2e}",
-            f"{part['abs_logprob_diff_max']:.2e}",
+            part["abs_logprob_diff_mean"],
+            part["abs_logprob_diff_max"],
             f"{part['ratio_min']:.3f} to {part['ratio_max']:.3f}",
         )
         for step, part in parts[:8]
+        if not run.is_exact
     ]
     header = ("step", "rollout", "tokens", "mean |old − rollout|", "max", "importance weights")
     return f'<h2>Largest disagreement</h2><div class="card">{_table(header, rows)}</div>' if rows else ""

@@ -66,6 +66,9 @@ def finish(axes: Axes, title: str, *, x: str = "step", y: str = "", legend: bool
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if x == "step":
+        low, high = axes.get_xlim()
+        if high - low < 1:  # of one step
+            axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
     handles, labels = axes.get_legend_handles_labels()
     if legend and labels:

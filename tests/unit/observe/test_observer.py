@@ -259,6 +259,17 @@ def test_the_report_stands_alone_and_shows_the_run(tmp_path):
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_exact_run_has_a_sentence_in_place_of_plots_of_zeros(tmp_path):
+    observe_run(tmp_path / "exact", steps=range(1, 4), mismatch=0.0)
+    observe_run(tmp_path / "other", steps=range(1, 4))
+    sentence = "equal log-probabilities for every token of all 3 measured steps"
+    titles = 'alt="Mismatch between', 'alt="Mismatch along', 'alt="Importance weights', "Largest disagreement"
+    for name, is_exact in (("exact", True), ("other", False)):
+        page = write_report(tmp_path / name).read_text()
+        assert (sentence in page) == is_exact and [title in page for title in titles] == [not is_exact] * len(titles)
+    assert "0.0e+00" not in (tmp_path / "exact" / "report.html").read_text()
+
+
 @pytest.mark.slow
 def test_a_failed_run_has_its_report_and_raises(tmp_path):
     with pytest.raises(RuntimeError, match="down_proj <differs>"):

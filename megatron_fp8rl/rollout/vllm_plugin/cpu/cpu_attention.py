@@ -110,8 +110,8 @@ def _attend_requests(
     window: int | None,
     output: Tensor,
 ) -> None:
-    """Fill ``output`` [T, Q, D]. PyTorch computes requests with equally few tokens together, such as those that decode or
-    verify drafts, and each longer prompt separately."""
+    """Fill ``output`` [T, Q, D]. PyTorch computes requests with equally few tokens together, such as those that decode
+    or verify drafts, and each longer prompt separately."""
     ends = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
     out = output.view(len(output), -1, query.shape[-1])
     if paged_attention.attend(query, kv_cache, cache_scales, *ends, scale, window, out):
