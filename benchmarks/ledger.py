@@ -2,12 +2,16 @@
 
     python -m benchmarks.ledger --shape 8b_separate --arm bf16 fp8 fp8_kv exact
     python -m benchmarks.ledger --model DIR --data FILE --reward math --arm bf16 fp8     a user's job
+    python -m benchmarks.ledger --model DIR --data FILE --arm fp8 drafts -- --engine.max_num_sequences 16
     python -m benchmarks.ledger --plan --gpu h200                                       show the runs
     python -m benchmarks.ledger --table                                                 write the table of all rows
 
 Every arm runs ``python -m megatron_fp8rl grpo`` with the layout that the command chooses; every publication is
 verified. Shapes have published dimensions, random weights and generated rows. Arms alternate ``--rounds`` times. A row
 is one run and counts the steps after the second. A run is killed after ``--steps``, before it writes a checkpoint.
+
+Drafts (docs/speculation.md) are accepted only with trained weights and real prompts, so their arm needs ``--model``.
+Invocations with 1, 16, 64 and 256 for ``--engine.max_num_sequences`` show when they pay. Not measured on GPUs yet.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ ARMS = {
     "fp8": _INEXACT,
     "fp8_kv": ("--engine.kv_cache_dtype", "fp8", *_INEXACT),
     "fp8_deep_gemm": ("--precision.kernels.engine_experts", "deep_gemm", *_INEXACT),  # MoE models only
+    "drafts": ("--engine.speculation", "ngram", *_INEXACT),  # compare with fp8
     "exact": ("--precision.exact", "True"),
     "exact_kv": ("--precision.exact", "True", "--engine.kv_cache_dtype", "fp8"),
 }

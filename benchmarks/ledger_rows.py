@@ -73,6 +73,9 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
         "completion_tokens": cfg.sampling.max_completion_tokens,
         "sequences": count,
         "sampled_tokens": sampled,
+        "sampled_tokens_per_s": _median_or_none(steps, "rollout/tokens_per_s/mean"),
+        "acceptance": _median_or_none(steps, "speculation/acceptance/mean"),  # None: no drafts
+        "tokens_per_engine_step": _median_or_none(steps, "speculation/tokens_per_step/mean"),
         "step_s": step_s,
         "phases_s": phases,
         "steps": len(steps),
@@ -114,6 +117,11 @@ def _median(steps: Sequence[Row], key: str) -> float:
     return statistics.median(step[key] for step in steps if step.get(key) is not None)
 
 
+def _median_or_none(steps: Sequence[Row], key: str) -> float | None:
+    known = [step[key] for step in steps if step.get(key) is not None]
+    return statistics.median(known) if known else None
+
+
 def _start(run: RunData) -> dict[str, float]:
     """Seconds from the command to the record of step 0, by part."""
     zero: dict[str, Any] = next((step for step in run.records if step["step"] == 0), {})
@@ -127,8 +135,15 @@ def table(rows: Sequence[Row]) -> str:
     for (run, shape, layers, length), arms in _by_arm(rows).items():
         step_s = {arm: statistics.median(row["step_s"][0] for row in repeats) for arm, repeats in arms.items()}
         base_s = min((seconds for arm, seconds in step_s.items() if arm[0] == "bf16"), default=None)
+        with_drafts = any(row.get("acceptance") is not None for repeats in arms.values() for row in repeats)
         for arm, repeats in arms.items():
             first, step = repeats[0], step_s[arm]
+            drafts = {}
+            if with_drafts:
+                drafts = {
+                    "sampled tokens/s": _rounded([row["sampled_tokens_per_s"] for row in repeats]),
+                    "accepted drafts": _percent([row["acceptance"] for row in repeats]),
+                }
             seconds = {
                 phase: statistics.median(row["phases_s"].get(phase, [0.0])[0] for row in repeats)
                 for phase in ("rollouts", "old_logprobs", "update", "publish", "colocated")
@@ -150,6 +165,7 @@ def table(rows: Sequence[Row]) -> str:
                     "GiB": _rounded([row["power"].get("gib") for row in repeats]),
                     "start to step 0": round(statistics.median(sum(row["start_s"].values()) for row in repeats)),
                     "mean d": f"{first['mismatch']['mean']:.1e}" if first["mismatch"]["mean"] is not None else None,
+                    **drafts,
                 }
             )
     return record.table(lines)

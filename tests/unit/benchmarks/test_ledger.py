@@ -99,6 +99,15 @@ def test_a_ratio_is_to_the_fastest_bf16_of_a_run_whatever_its_fields(tmp_path):
     assert "| 1.25 |" in lines[2]
 
 
+def test_drafts_are_shown_beside_the_arm_without_them(tmp_path):
+    rows = rows_of(tmp_path, ("A", "fp8", [], 6.0), ("A", "drafts", [], 4.0), ("B", "fp8", [], 3.0))
+    rows[0] |= {"sampled_tokens_per_s": 1000.0}
+    rows[1] |= {"sampled_tokens_per_s": 1500.0, "acceptance": 0.32}
+    head, _, plain, drafts, other = [line for line in section(ledger.LEDGER, rows).splitlines() if line[:1] == "|"]
+    assert head.endswith("| sampled tokens/s | accepted drafts |")
+    assert plain.endswith("| 1,000 |  |") and drafts.endswith("| 1,500 | 32% |") and other.endswith("|  |  |")
+
+
 def test_arms_take_turns_and_rounds_are_rows_of_their_own(tmp_path):
     args = "--shape tiny --arm bf16 fp8 --rounds 2 --folder".split()
     options = parse(ledger.LEDGER, [*args, str(tmp_path)])
