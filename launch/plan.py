@@ -16,6 +16,7 @@ from launch.layout import Layout, Need, Place, plan_layout
 from launch.spec import TRAINING_JOBS, WITHOUT_ENGINES, JobSpec, Role, endpoint_file, escape_braces, format_nodes
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data import run_folder
+from megatron_fp8rl.envs.source_kind import job_of
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.diagnosis import diagnose
@@ -59,6 +60,11 @@ def plan_training(request: Request) -> Plan:
     if request.job in TRAINING_JOBS:
         resumed = dataclasses.replace(cfg, output_dir=escape_braces(absolute_run_dir(cfg, cluster)))
         problems += map(str, run_folder.resume_violations(resumed))
+    if request.job in TRAINING_JOBS and request.job != (wanted := job_of(cfg)):
+        warm_start_alone = request.job == "sft" and wanted in ("rl", "distill")
+        if not warm_start_alone and (request.job, wanted) != ("train", "rl"):
+            problem = f"{request.config_name} describes another job. Use --job {wanted}, or another configuration"
+            problems.append(f"--job = {request.job!r}: {problem}.")
     if request.job == "rl" and cfg.model.hf_path is None:
         remedy = "Name a checkpoint, or use --job train"
         problems.append(f"--model.hf_path = None: rl starts from trained weights. {remedy}.")

@@ -20,7 +20,7 @@ from megatron_fp8rl import cli
 from megatron_fp8rl.commands.ranks import has_to_start_ranks, longest_wait_s, on_every_rank, run_with_status
 from megatron_fp8rl.commands.report import write_reports
 from megatron_fp8rl.config import ConfigError, RunConfig
-from megatron_fp8rl.envs.source_kind import is_supervised
+from megatron_fp8rl.envs.source_kind import job_of
 from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
 from megatron_fp8rl.preflight import teachers
 from megatron_fp8rl.preflight.data_check import check_data
@@ -65,8 +65,7 @@ def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True, job:
 
     ``job``: the training job that ``wants_rl`` asks for, a key of ``_JOBS``.
     """
-    other = "distill" if any(source.teacher for source in cfg.data.environments) else "rl"
-    if wants_rl and job != (wanted := cfg.algo.loss if is_supervised(cfg) else other):
+    if wants_rl and job != (wanted := job_of(cfg)):
         problem = "with these sources, the configuration is one of another command"
         return _refuse(f"--algo.loss = {cfg.algo.loss!r}: {problem}. Use the command {wanted}.")
     if find_spec("torch") is None:

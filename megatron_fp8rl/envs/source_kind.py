@@ -43,6 +43,13 @@ def is_supervised(cfg: RunConfig) -> bool:
     )
 
 
+def job_of(cfg: RunConfig) -> Literal["rl", "distill", "sft", "dpo"]:
+    """The training job that a configuration describes."""
+    if is_supervised(cfg):
+        return "dpo" if cfg.algo.loss == "dpo" else "sft"
+    return "distill" if any(source.teacher for source in cfg.data.environments) else "rl"
+
+
 def short_name(dataset: str) -> str:
     """A name for metrics and prompt ids: of files and hub names, the last path component without suffix."""
     if dataset.startswith(VERIFIERS):
