@@ -236,8 +236,9 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW over FP32 master weights, sharded by Megatron-Core's distributed optimizer."""
+    """AdamW or Muon over FP32 master weights, sharded by Megatron-Core's distributed optimizer."""
 
+    optimizer: Literal["adam", "muon"] = "adam"  # muon: of matrices; AdamW of embeddings, head, routers and vectors
     lr: float = 1e-6
     warmup_steps: int = 0  # linear, from 0
     decay: Literal["constant", "linear", "cosine"] = "constant"

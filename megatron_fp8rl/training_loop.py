@@ -23,7 +23,7 @@ from megatron_fp8rl.trainer import checkpoint
 from megatron_fp8rl.trainer.checkpoint_schedule import CheckpointSchedule
 from megatron_fp8rl.trainer.model.lora import merged
 from megatron_fp8rl.trainer.optimizer.offload import HostMemory
-from megatron_fp8rl.trainer.optimizer.optimizer import adam_name
+from megatron_fp8rl.trainer.optimizer.optimizer import optimizer_name
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.weight_sync.save_adapter import save_adapter
@@ -60,7 +60,7 @@ class TrainingLoop(ABC):
             self.kernels = choose(cfg, local_hardware(), "trainer")
             if self.says_exactness:
                 self.observer.message(f"precision.exact: {self.kernels.exact_text()}")
-            self.observer.note({**self.kernels.record(), "trainer kernel, optimizer": adam_name()})
+            self.observer.note({**self.kernels.record(), "trainer kernel, optimizer": optimizer_name(cfg.optim)})
             if (untried := self.kernels.untried(cfg.precision)) is not None:
                 self.observer.warn(untried)
             # Number of finished steps, metrics of the last step so far, and whether the run is complete.

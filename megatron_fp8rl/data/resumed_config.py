@@ -60,6 +60,9 @@ def refusals(before: Mapping[str, Any], cfg: RunConfig, where: Path, *, steps: i
         elif change.field.startswith("lora."):
             problem = f"was {_short(change.before)} in {where}, whose trained weights it defines"
             errors.append(Violation(f"--{change.field}", change.now, problem, _SAME))
+        elif change.field == "optim.optimizer":
+            problem = f"was {_short(change.before)} in {where}, whose states have another meaning"
+            errors.append(Violation(f"--{change.field}", change.now, problem, _SAME))
         elif change.field.startswith("warm_start.") and steps is not None:
             problem = f"was {_short(change.before)} in the warm start, which is finished, so a change has no effect"
             errors.append(Violation(f"--{change.field}", change.now, problem, _SAME))

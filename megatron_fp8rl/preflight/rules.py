@@ -141,6 +141,11 @@ def _check_optim(checks: Checks) -> None:
     checks.in_range("optim")
     if 0 < optim.lr < optim.min_lr:
         checks.refuse("optim.min_lr", f"exceeds the learning rate {optim.lr}", "Lower it")
+    if optim.optimizer == "muon" and checks.cfg.lora.rank:
+        checks.refuse("optim.optimizer", "trains matrices, and adapters are factors of matrices", choices=["adam"])
+    elif optim.optimizer == "muon" and checks.cfg.precision.params == "fp8":
+        remedy = "Set --precision.params bf16, or --optim.optimizer adam"
+        checks.refuse("optim.optimizer", "is not tested with FP8 parameters", remedy, ["adam"])
     parts = {
         "core_attn": True,
         "mlp": model.has("dense"),

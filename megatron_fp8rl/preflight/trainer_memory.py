@@ -9,6 +9,8 @@ In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with
                   world / (pipeline x expert x expert tensor) ranks
     FP8 copies    1 byte and scales, rowwise and columnwise               Transformer Engine keeps both for a whole
                                                                           update (is_first_microbatch)
+                  Muon keeps the same states; a matrix's second moment  ``trainer/optimizer/muon.py``
+                  stays 0
     adapters      gradients and optimizer states are those of adapters;   ``trainer/model/lora.py``
                   the weights without adapters are in host memory
     shared        weights of linears whose kernels read FP8 copies are    ``trainer/optimizer/shared_memory.py``

@@ -95,7 +95,7 @@ class Policy:
             cfg=cfg,
             parallel=parallel,
             chunks=chunks,
-            optimizer=Optimizer(chunks, cfg.optim, cfg.precision, parallel),
+            optimizer=Optimizer(chunks, cfg.optim, cfg.precision, parallel, cfg.model),
             reference=reference,
             base_digest=base,
             host=host,

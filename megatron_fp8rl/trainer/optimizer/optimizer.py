@@ -17,12 +17,13 @@ from megatron.core.optimizer import Adam, OptimizerConfig, get_megatron_optimize
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
-from megatron_fp8rl.config import OptimConfig, PrecisionConfig
+from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
 from megatron_fp8rl.trainer.compat.megatron import GradientBuffers, defer_param_gather, parameters_from_masters
 from megatron_fp8rl.trainer.model.build import named_global_parameters
 from megatron_fp8rl.trainer.model.lora import add_over_expert_tensor, merge_adapters
 from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
 from megatron_fp8rl.trainer.optimizer.fp8_params import limit_master_copies
+from megatron_fp8rl.trainer.optimizer.muon import Muon
 from megatron_fp8rl.trainer.optimizer.shared_memory import SharedMemory
 from megatron_fp8rl.trainer.parallel import Parallel
 
@@ -86,7 +87,8 @@ def learning_rate(optim: OptimConfig, update: int, num_updates: int) -> float:
 
 
 class Optimizer:
-    """AdamW for all chunks of this rank; weight decay applies to embeddings and matrices, not to norms and biases."""
+    """AdamW or Muon for all chunks of this rank; weight decay applies to embeddings and matrices, not to norms and
+    biases."""
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class Optimizer:
         optim: OptimConfig,
         precision: PrecisionConfig,
         parallel: Parallel,
+        model: ModelConfig,
     ) -> None:
         self._chunks = chunks
         self._parallel = parallel
@@ -120,6 +123,8 @@ class Optimizer:
         )
         for part in self._parts:
             defer_param_gather(part)
+        muons = [Muon(part, chunks, model, parallel) for part in self._parts] if optim.optimizer == "muon" else []
+        self._muons: Sequence[Muon] = muons
 
     @property
     def _parts(self) -> list:
@@ -147,6 +152,8 @@ class Optimizer:
         for group in self.megatron.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
+        for muon in self._muons:
+            muon.step()
         with limit_master_copies():
             self.megatron.step_with_ready_grads()
         self._gather_parameters()
@@ -220,6 +227,7 @@ def _groups_in(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
             yield from _groups_in(value)
 
 
-def adam_name() -> str:
-    """The AdamW implementation that Megatron-Core imported, with its package, for the run record."""
-    return f"{Adam.__module__.partition('.')[0]}.{Adam.__name__}"
+def optimizer_name(optim: OptimConfig) -> str:
+    """The AdamW implementation that Megatron-Core imported, with its package, and Muon, for the run record."""
+    adam = f"{Adam.__module__.partition('.')[0]}.{Adam.__name__}"
+    return f"Muon; other than matrices {adam}" if optim.optimizer == "muon" else adam
