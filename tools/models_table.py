@@ -1,21 +1,48 @@
 """The table of docs/models_and_layouts.md: the shipped runs of real models, what they need, and where they were run.
+The table of docs/models.md: what is known about each family.
 
     python tools/models_table.py --write
 
-Sizes and layouts come from the doctor. ``RAN``, written by hand, says which configurations were run: only what rows of
-benchmarks/results show counts. ``tests/unit/test_model_configs.py`` compares the page with this program.
+Sizes and layouts come from the doctor, what CPUs show from the tables of tests. ``RAN`` and ``ON_GPUS``, written by
+hand, say what was run on GPUs: only what rows of benchmarks/results and docs/accuracy.md show counts.
+``tests/unit/test_model_configs.py`` compares the pages with this program.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models_and_layouts.md"
+FAMILIES_PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- begin table -->", "<!-- end table -->"
+# Family -> (released models, one GPU, several GPUs, learning curve)
+ON_GPUS = {
+    "llama": (
+        "Llama 2 and 3, SmolLM2, TinyLlama",
+        "trial runs of SmolLM2-135M",
+        "",
+        "trial runs, [not evaluated](accuracy.md)",
+    ),
+    "mistral": ("Mistral 7B, Nemo", "", "", ""),
+    "qwen2": ("Qwen2, Qwen2.5, R1 distillations", "4 layers of 7B, exact", "", ""),
+    "qwen3": ("Qwen3, dense", "4B, 8 layers of 8B", "8B on 2", ""),
+    "qwen3_moe": ("Qwen3-30B-A3B, 235B-A22B", "30B-A3B, exact", "30B-A3B on 4", "small model, 40 steps"),
+    "mixtral": ("Mixtral 8x7B, 8x22B", "", "", ""),
+    "deepseek_v3": ("DeepSeek-V3 and R1, Kimi-K2, K2.5 and K2.6 (text)", "", "", ""),
+    "glm4_moe": ("GLM-4.5, 4.6 and 4.7", "", "", ""),
+    "glm4_moe_lite": ("GLM-4.7-Flash", "", "", ""),
+    "minimax_m2": ("MiniMax-M2", "", "", ""),
+    "olmo2": ("OLMo-2", "", "", ""),
+    "olmo3": ("OLMo-3", "", "", ""),
+    "gemma3_text": ("Gemma 3, text models", "", "", ""),
+    "gpt_oss": ("gpt-oss-20b and 120b", "", "", ""),
+    "qwen3_next": ("Qwen3-Next-80B-A3B, on CPUs only", "", "", ""),
+}
 RAN = {
     "grpo_qwen3_8b": "never as it is; its shape: 8 of 36 layers on one H200",
     "grpo_qwen3_30b_a3b": "never as it is; its shape: all 48 layers on one H200 for exactness, 5 for mismatch",
@@ -62,16 +89,46 @@ def table() -> str:
     return "\n".join([head, *map(row, names)])
 
 
-def page(text: str) -> str:
-    """``text`` with the table between its marks."""
+def families_table() -> str:
+    """What tests show about each family, and what was run on GPUs, in Markdown."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
+    importlib.import_module("tests.helpers.dist")  # before anything that imports Megatron-Core
+    import test_engine_families
+    import test_exact_sums
+
+    from megatron_fp8rl.names.registry import FAMILIES
+    from tests.dist import test_logits
+    from tests.helpers import families
+    from tests.unit.names.test_family_tables import CASES
+
+    converted = {family for family, _ in CASES.values()}
+    compared = {model.family for model in (*families.MODELS.values(), *test_logits.MODELS.values())}
+    engines = {**test_exact_sums.QWEN3, **test_engine_families.MODELS}
+    lines = [
+        "| `model_type` | models | converts | logits | engine | exact on CPUs | one GPU | several GPUs | learning |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for family in FAMILIES:
+        models, *gpus = ON_GPUS[family]
+        tested = [family in converted, family in compared, family in engines]
+        refusal = test_exact_sums.refusal(engines[family]) if family in engines else "not tested"
+        cells = [models, *("yes" if done else "not tested" for done in tested), f"no: {refusal}" if refusal else "yes"]
+        lines.append(f"| `{family}` | {' | '.join([*cells, *(cell or 'never' for cell in gpus)])} |")
+    return "\n".join(lines)
+
+
+def page(text: str, content: str) -> str:
+    """``text`` with a table between its marks."""
     before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n{content}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="write docs/models_and_layouts.md instead of printing")
-    if parser.parse_args().write:
-        PAGE.write_text(page(PAGE.read_text()))
-    else:
-        print(table())
+    parser.add_argument("--write", action="store_true", help="write both pages instead of printing the tables")
+    write = parser.parse_args().write
+    for path, content in ((PAGE, table()), (FAMILIES_PAGE, families_table())):
+        if write:
+            path.write_text(page(path.read_text(), content))
+        else:
+            print(content)

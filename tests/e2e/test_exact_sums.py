@@ -9,8 +9,11 @@ from pathlib import Path
 import inprocess
 import pytest
 import torch
+from test_engine_families import MODELS
 
-from megatron_fp8rl.config import EngineConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.config import EngineConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_support import forbids_exact
 from tests.helpers.dist import run_ranks
 from tests.helpers.exact_sums import DENSE, GLM_MOE, MOE, WINDOW, random_weights, tokens_logprobs
 from tests.helpers.family_configs import GEMMA3, OLMO2
@@ -37,6 +40,31 @@ def sample(cfg: RunConfig, folder: Path) -> list[tuple[list[int], torch.Tensor]]
         values = torch.tensor([row[token].logprob for row, token in zip(table, tokens[1:], strict=True)])
         answers.append((tokens, values))
     return answers
+
+
+QWEN3 = {"qwen3": DENSE, "qwen3_moe": MOE}
+
+
+def refusal(model: ModelConfig) -> str:
+    """Why runs of a model are not exact on a CPU; empty if they are by default."""
+    problem = forbids_exact(RunConfig(name="sums", model=model), Hardware("cpu"))
+    return problem.problem.removeprefix("precision.exact: ") if problem else ""
+
+
+@pytest.mark.slow
+def test_every_family_that_is_exact_by_default_is(tmp_path):
+    """In FP8, for sampled tokens; docs/models.md says it of these families."""
+    exact = {family: model for family, model in {**QWEN3, **MODELS}.items() if not refusal(model)}
+    assert {"llama", "qwen3_moe"} < set(exact)
+    for family, model in exact.items():
+        cfg = RunConfig(name="sums", model=model, precision=PrecisionConfig(exact=True))
+        weights = random_weights(model)
+        (folder := tmp_path / family).mkdir()
+        inprocess.write_checkpoint(cfg, weights, folder)
+        answers = inprocess.call(sample, cfg, folder)
+        scored = run_ranks(1, tokens_logprobs, cfg, weights, [tokens for tokens, _ in answers])[0]
+        for index, (_, expected) in enumerate(answers):
+            assert torch.equal(scored[index], expected), (family, (scored[index] - expected).abs().max())
 
 
 @pytest.mark.parametrize(

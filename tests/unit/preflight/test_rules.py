@@ -367,6 +367,16 @@ def test_a_key_that_shortens_the_engines_sequences_is_refused(keys, least, tmp_p
         assert [f"= {least}, and vLLM computes no longer sequences" in error.problem for error in errors] == [True]
 
 
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_linear_scaling_lengthens_the_engines_sequences(shorter, tmp_path):
+    scaling = RopeScaling(kind="linear", factor=2.0, original_max_position_embeddings=DENSE.max_position_embeddings)
+    cfg = make(replace(DENSE, rope_scaling=scaling, hf_path=str(tmp_path)))
+    config = registry.to_hf_config(cfg.model) | {"max_seq_len": cfg.max_sequence_tokens // 2 - shorter}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
+    assert len(check(cfg, accelerator="cpu")) == shorter
+
+
 def test_untiled_matrices_that_stay_bf16_are_no_mistake():
     assert fields_of(make(replace(DENSE, hidden_size=192), precision__bf16_first_layers=4)) == []
     assert fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="bf16", precision__rollout="bf16")) == []
