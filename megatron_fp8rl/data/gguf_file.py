@@ -1,6 +1,6 @@
 """Read a GGUF file: architecture, tokenizer and dequantized tensors.
 
-In:  one file of llama.cpp, quantized or not, of the architectures llama, qwen2, qwen3 and qwen3moe.
+In:  one file of llama.cpp, quantized or not, of the architectures llama, qwen2, qwen3, qwen3moe and gemma3.
 Out: the content of config.json and generation_config.json, a tokenizer, and tensors by their Hugging Face names.
 
 The package gguf reads, names and dequantizes. transformers' own reader is not used: it drops head sizes, expert sizes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
 _CONFIG = {  # key of the metadata, after the architecture -> key of config.json
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -151,6 +151,8 @@ class GgufFile:
             if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
                 # llama.cpp rotates neighbours, transformers the two halves of a head.
                 values = values.reshape(-1, self.model.head_dim // 2, 2, shape[1]).swapaxes(1, 2).reshape(shape)
+            if registry.FAMILIES[self.model.family].zero_centred_norms and len(shape) == 1:
+                values = values - 1.0  # llama.cpp stores the factor
             tensors[name] = torch.tensor(values, dtype=getattr(torch, self.dtype))
         problems += [f"{name}: not a tensor of a {self.model.family} model" for name in sorted(unused)]
         if problems:
@@ -280,7 +282,11 @@ def _model(path: Path, metadata: Mapping[str, Any], is_tied: bool, factors: list
     config |= {"head_dim": head_dim, "tie_word_embeddings": is_tied}
     config["vocab_size"] = values.get("vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
     if window := values.get("attention.sliding_window"):
-        config |= {"model_type": "mistral", "sliding_window": window} if architecture == "llama" else {}
+        config |= {"model_type": "mistral"} if architecture == "llama" else {}
+        config |= {"sliding_window": window} if architecture in ("llama", "gemma3") else {}
+    if architecture == "gemma3":  # as llama.cpp scales scores: the 27B model by another rule
+        heads, is_27b = config["num_attention_heads"], config.get("num_hidden_layers") == 62
+        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_27b else head_dim
     if factors is not None:
         config["rope_scaling"] = _llama3_scaling(path, factors, config)
     try:

@@ -65,6 +65,13 @@ def tokenizer_metadata(**changes: Any) -> dict[str, Any]:
     } | {f"tokenizer.{key}": value for key, value in changes.items()}
 
 
+_GEMMA_NAMES = _NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
 def write_gguf(
     file: Path,
     model: ModelConfig,
@@ -85,7 +92,7 @@ def write_gguf(
         more: further tensors, by GGUF names.
     """
     tensors = random_tensors(model, torch.float32) if tensors is None else tensors
-    name = {"qwen3_moe": "qwen3moe"}.get(model.family, model.family)
+    name = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}.get(model.family, model.family)
     entries = {
         f"{name}.block_count": model.num_layers,
         f"{name}.context_length": model.max_position_embeddings,
@@ -99,6 +106,8 @@ def write_gguf(
         f"{name}.rope.freq_base": model.rope_theta,
         "general.name": "Test",
     }
+    if model.family == "gemma3_text":
+        entries[f"{name}.attention.sliding_window"] = model.sliding_window
     if model.is_moe:
         entries |= {
             f"{name}.expert_count": model.num_experts,
@@ -115,6 +124,8 @@ def write_gguf(
     for key, array in (stacked | dict(more or {})).items():
         if model.family == "llama" and key.endswith(("attn_q.weight", "attn_k.weight")):
             array = _neighbours(array, model.head_dim)
+        if model.family == "gemma3_text" and array.ndim == 1:
+            array = array + np.float32(1.0)
         if quantized and array.ndim > 1:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(key, gguf.quantize(array, kind), raw_dtype=kind)
@@ -153,4 +164,5 @@ def _stored_name(name: str, model: ModelConfig) -> str:
     if module in _OUTSIDE:
         return f"{_OUTSIDE[module]}.{leaf}"
     layer, _, part = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_NAMES[part]}.{leaf}"
+    part = (_GEMMA_NAMES if model.family == "gemma3_text" else _NAMES)[part]
+    return f"blk.{layer}.{part}.{leaf}"
