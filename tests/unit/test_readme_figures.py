@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCE = re.compile(r"\(`(\w+)`(?:, run ([A-Z]+))?\)$")
+SOURCE = re.compile(r"\| `(\w+)`(?:, run ([A-Z]+))? \|$", re.M)
 FIGURE = re.compile(
     r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?= (?:and \d[\d.,]* )?(?:s|ms|GB|nats|tokens/s)\b|x\b|\)| sampled)"
 )
 
 
 def claims() -> list[tuple[str, str, str | None]]:
-    """(text, file of rows, letter of the run) of each claim."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.partition("## On GPUs")[2].partition("### What has not been measured")[0]
-    result = [" ".join(part.partition("\n\n")[0].split()) for part in re.split(r"\n- ", section)[1:]]
-    return [(part, *SOURCE.search(part).groups()) for part in result]
+    """(row of the table, file of rows, letter of the run) of each claim."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    return [(line.partition("|")[2], *match.groups()) for line in lines if (match := SOURCE.search(line))]
 
 
 def numbers_in(value: Any) -> Iterator[float]:
