@@ -21,7 +21,7 @@ from checkpoint_tools import digests
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.megatron_keys import KeyIndex, possible_keys
 from checkpoint_tools.torch_dist import METADATA, Piece, PieceReader, StoredTensor, find_problems, read_metadata
-from megatron_fp8rl.config import MlaConfig, ModelConfig, RopeScaling, RouterConfig
+from megatron_fp8rl.config import GdnConfig, MlaConfig, ModelConfig, RopeScaling, RouterConfig
 from megatron_fp8rl.data.checkpoint_dir import STATE_FILE as STATE
 from megatron_fp8rl.data.checkpoint_dir import latest
 from megatron_fp8rl.names import registry
@@ -30,7 +30,7 @@ from megatron_fp8rl.names.table import Weight
 _PREFIXES = ("", "model.", "module.")  # of keys; programs differ
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 _NOT_WEIGHTS = ("fp8.history", "_extra_state")
-_PARTS = {"rope_scaling": RopeScaling, "mla": MlaConfig, "router": RouterConfig}
+_PARTS = {"rope_scaling": RopeScaling, "mla": MlaConfig, "gdn": GdnConfig, "router": RouterConfig}
 
 
 @dataclass

@@ -36,7 +36,7 @@ def trainer_key(weight: Weight, model: ModelConfig) -> KeyIndex:
 def possible_keys(weight: Weight, model: ModelConfig) -> Iterator[KeyIndex]:
     """Keys that Megatron-Core checkpoints use for a parameter; the trainer's key comes first. Models without
     Transformer Engine have other norms, and ``singleton_local_shards`` stacks nothing."""
-    stacked = not model.is_moe or not model.has("dense")
+    stacked = not (model.is_moe and model.has("dense")) and not model.has("gdn")
     fused = _fused_norm(weight.name, model)
     for name in dict.fromkeys((fused, weight.name)):
         name = name.replace(".mtp_model_layer.", ".transformer_layer.")

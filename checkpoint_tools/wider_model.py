@@ -59,6 +59,8 @@ def widened(model: ModelConfig, head_dim: int | None = None) -> ModelConfig:
     """
     if model.mla is not None:
         raise ValueError(f"family {model.family}: the sizes of latent attention cannot be widened; train it in BF16")
+    if model.gdn is not None:
+        raise ValueError(f"family {model.family}: the sizes of gated delta nets cannot be widened; train it in BF16")
     if registry.norms_all_heads(model):
         raise ValueError(f"family {model.family}: heads that share a norm cannot be widened; train it in BF16")
     head_dims = [model.head_dim * factor for factor in _HEAD_FACTORS]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral",
-    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "olmo2", "olmo3", "gemma3_text",
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "olmo2", "olmo3", "gemma3_text", "qwen3_next",
 ]  # fmt: skip
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
 
@@ -68,6 +68,17 @@ class MlaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GdnConfig:
+    """Gated delta net (arXiv:2412.06464): a causal convolution, and one state per value head that tokens update."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of num_key_heads
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int = 4  # tokens that the convolution reads
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """MoE router: how a token's experts are selected and weighted."""
 
@@ -79,11 +90,14 @@ class RouterConfig:
     normalize: bool = True  # divide the weights of the selected experts by their sum
 
 
+_MIXERS: dict[str, Literal["gdn"]] = {"linear_attention": "gdn"}  # by layer_types, where it decides
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """The parts of a layer. The names of weights, the trainer, the planner and the precision rules read them."""
 
-    mixer: Literal["attention", "mla"]  # how a token reads the tokens before it
+    mixer: Literal["attention", "mla", "gdn"]  # how a token reads the tokens before it
     feed_forward: Literal["dense", "moe"]
     window: int | None = None  # tokens that the mixer reads; None: all
 
@@ -113,10 +127,11 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool | None = None  # normalize each query and key head before RoPE; None: the family's default
     mla: MlaConfig | None = None
+    gdn: GdnConfig | None = None  # of the layers whose layer_types is linear_attention
     num_mtp_layers: int = 0  # multi-token prediction layers after the last layer; 0 ignores those of a checkpoint
     sliding_window: int | None = None  # tokens that a token attends to, with itself, in layers with a window
     # As in config.json, repeated over the layers; empty: a window in all layers if sliding_window is set, else in none.
-    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
+    layer_types: tuple[Literal["full_attention", "sliding_attention", "linear_attention"], ...] = ()
     rotary_fraction: float = 1.0  # fraction of head_dim that is rotated
     rope_scaling: RopeScaling | None = None
     rope_theta: float = 1_000_000.0
@@ -147,12 +162,17 @@ class ModelConfig:
         types = self.layer_types or ("sliding_attention",)  # a window only if sliding_window is set
         return tuple(
             LayerKind(
-                mixer="attention" if self.mla is None else "mla",
+                mixer=_MIXERS.get(types[index % len(types)], "attention" if self.mla is None else "mla"),
                 feed_forward="moe" if self.is_moe and index >= self.first_dense_layers else "dense",
                 window=self.sliding_window if types[index % len(types)] == "sliding_attention" else None,
             )
             for index in range(self.num_layers + self.num_mtp_layers)
         )
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether attention outputs and shared experts have sigmoid gates. Models with gated delta nets have both."""
+        return self.gdn is not None
 
     def has(self, part: str) -> bool:
         """Whether a layer has this mixer or feed-forward."""

@@ -68,6 +68,7 @@ TESTED_LESS = {  # by range: patches with another range than their package; most
         "rollout/vllm_plugin/patches.py:quantize_activations_as_the_trainer",
     ),
     ">=0.26,<0.27": (
+        "rollout/vllm_plugin/cpu/cpu_delta_net.py:compute_as_the_trainer",
         "rollout/vllm_plugin/olmo2.py:Olmo2ForCausalLM",
         "rollout/vllm_plugin/patches_attention.py:FP8CacheAttention",
         "rollout/vllm_plugin/patches_attention.py:FP8CacheBackend",

@@ -14,6 +14,7 @@ from megatron_fp8rl.config import (
     DataConfig,
     EngineConfig,
     EnvironmentConfig,
+    GdnConfig,
     ModelConfig,
     ObserveConfig,
     OptimConfig,
@@ -69,6 +70,22 @@ def tiny_qwen3() -> RunConfig:
         moe.model, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=512
     )
     return replace(moe, name="tiny_qwen3", model=dense)
+
+
+def tiny_qwen3_next() -> RunConfig:
+    """The same task with Qwen3-Next: three gated delta nets and one gated attention, 8 experts beside a shared one."""
+    moe = tiny_qwen3_moe()
+    model = replace(
+        moe.model,
+        family="qwen3_next",
+        num_layers=4,
+        layer_types=(*["linear_attention"] * 3, "full_attention"),
+        gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=64),
+        num_shared_experts=1,
+        qk_norm=True,
+        rotary_fraction=0.25,
+    )
+    return replace(moe, name="tiny_qwen3_next", model=model)
 
 
 def demo() -> RunConfig:

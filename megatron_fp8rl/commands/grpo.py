@@ -262,7 +262,7 @@ def _reason_against_fp8(cfg: RunConfig) -> str:
 def _widening(cfg: RunConfig) -> list[str]:
     """The command after which this model's sizes tile; empty if they do, or if it cannot be widened."""
     folder, model = cfg.model.hf_path, cfg.model
-    if folder is None or model.mla or all(v.code != "untiled_size" for v in rules.check(cfg)):
+    if folder is None or model.mla or model.gdn or all(v.code != "untiled_size" for v in rules.check(cfg)):
         return []
     return [f"for FP8, widen its sizes without a change of function: python -m checkpoint_tools widen {folder} FOLDER"]
 

@@ -59,7 +59,8 @@ class Difference:
 
 def operation_names(model: ModelConfig) -> list[str]:
     """Names in execution order. Raises ValueError for attention with other operations."""
-    if model.has("mla") or registry.norms_all_heads(model) or registry.norms_outputs(model):
+    fused = model.has("mla") or model.has("gdn") or registry.norms_all_heads(model)
+    if fused or registry.norms_outputs(model):
         raise ValueError(f"model.family: {model.family} cannot be probed; its layers have other operations")
     names = ["embedding"]
     for layer in range(model.num_layers):

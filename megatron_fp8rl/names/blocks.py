@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from megatron_fp8rl.config import ModelConfig
-from megatron_fp8rl.names.table import Row
+from megatron_fp8rl.names.table import Cut, Row
 
 M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
@@ -65,7 +65,8 @@ def attention(model: ModelConfig, norms_all_heads: bool = False, whole_norms: bo
     heads, and one all key heads. ``whole_norms``: every engine rank has the whole weights of these norms."""
 
     def qkv(kind: str, *columns: str) -> Row:
-        names = zip(ENGINE_FUSIONS["qkv_proj"], ("q", "kv", "kv"), strict=True)
+        queries = "q_and_gate" if model.is_gated else "q"  # head by head: the query, and the gate of its output
+        names = zip(ENGINE_FUSIONS["qkv_proj"], (queries, "kv", "kv"), strict=True)
         parts = tuple((f"{H}self_attn.{name}.{kind}", (rows, *columns)) for name, rows in names)
         return Row(f"{M}self_attention.linear_qkv.{kind}", parts, "rows", "qkv")
 
@@ -109,6 +110,28 @@ def latent_attention(model: ModelConfig) -> tuple[Row, ...]:
     )
 
 
+def gated_delta_net(model: ModelConfig) -> tuple[Row, ...]:
+    """A gated delta net. Rows of its projections are sorted by key head: query, key, values and output gates; write
+    strengths and decays. Every rank has the whole vectors and convolution, which are small."""
+
+    def linear(name: str, rows: str, columns: str, cut: Cut) -> Row:
+        hf = ((f"{H}linear_attn.{name}.weight", (rows, columns)),)
+        return Row(f"{M}self_attention.{name}.weight", hf, cut, unit="gdn key heads")
+
+    def whole(mcore: str, hf: str, *shape: str) -> Row:
+        return Row(f"{M}self_attention.{mcore}", ((f"{H}linear_attn.{hf}", shape),))
+
+    return (
+        linear("in_proj_qkvz", "gdn_qkvz", "hidden", "rows"),
+        linear("in_proj_ba", "gdn_ba", "hidden", "rows"),
+        whole("conv1d.weight", "conv1d.weight", "gdn_qkv", "1", "gdn_width"),
+        whole("A_log", "A_log", "gdn_heads"),
+        whole("dt_bias", "dt_bias", "gdn_heads"),
+        whole("out_norm.weight", "norm.weight", "gdn_head"),
+        linear("out_proj", "hidden", "gdn_v", "columns"),
+    )
+
+
 def feed_forward(
     mcore: str, hf: str, size: str, layers: Literal["dense", "moe"], parent: str = "mlp"
 ) -> tuple[Row, ...]:
@@ -139,11 +162,15 @@ def experts(
     rows = (router, bias) if model.router.correction_bias else (router,)
     rows += feed_forward("mlp.experts.{expert}", prefix + ".experts.{expert}", "expert_ffn", "moe", prefix)
     if model.num_shared_experts:
-        rows += feed_forward("mlp.shared_experts", prefix + ".shared_experts", "shared_ffn", "moe")
+        name = f"{prefix}.shared_expert" if model.is_gated else f"{prefix}.shared_experts"
+        rows += feed_forward("mlp.shared_experts", name, "shared_ffn", "moe")
+        if model.is_gated:
+            gate = ((f"{H}{name}_gate.weight", ("1", "hidden")),)
+            rows += (Row(M + "mlp.shared_experts.gate_weight", gate, layers="moe"),)
     return rows
 
 
-MIXERS = {"attention": attention, "mla": latent_attention}
+MIXERS = {"attention": attention, "mla": latent_attention, "gdn": gated_delta_net}
 
 
 def decoder(

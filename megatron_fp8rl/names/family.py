@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron_fp8rl.config import QK_NORM_FAMILIES, MlaConfig, ModelConfig, RouterConfig
+from megatron_fp8rl.config import QK_NORM_FAMILIES, GdnConfig, MlaConfig, ModelConfig, RouterConfig
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import neutral_keys, rope
 from megatron_fp8rl.names.table import Row
@@ -91,8 +91,8 @@ _UNKNOWN = "a check: if it does not change the model, remove it from config.json
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One Hugging Face architecture. ``fields`` maps keys of config.json to fields of ModelConfig; ``router.x`` and
-    ``mla.x`` are fields of its parts."""
+    """One Hugging Face architecture. ``fields`` maps keys of config.json to fields of ModelConfig; ``router.x``,
+    ``mla.x`` and ``gdn.x`` are fields of its parts."""
 
     model_type: str
     architecture: str  # class in transformers
@@ -104,10 +104,12 @@ class Family:
     aliases: Mapping[str, str] = _NOTHING  # key used by some releases -> key in ``fields``
     ignored: frozenset[str] = frozenset()  # further keys that follow from others
     routing: Mapping[str, Any] = _NOTHING  # keys of other families' routers -> values that mean this family's router
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")  # with a field for it
     rope_scalings: tuple[str, ...] = ("llama3", "yarn", "linear")  # kinds of RopeScaling
     rope_theta: float = 10_000.0  # if missing
     rotary_fraction: float | None = None  # if missing; None: the family always rotates whole heads
     complete: Callable[[dict[str, Any]], dict[str, Any]] = dict  # adds keys that config.json expresses by others
+    unwritten: frozenset[str] = frozenset()  # keys that only ``complete`` adds
     derived: Mapping[str, tuple[str, Callable[[ModelConfig], Any]]] = _NOTHING  # key -> the keys that it repeats, value
     for_engines: tuple[str, ...] = ()  # keys that transformers does not write and vLLM reads
     mtp: tuple[Row, ...] = field(default=())  # the weights of a multi-token prediction layer besides its decoder layer
@@ -127,12 +129,12 @@ class Family:
         return any(name.startswith("mla.") for name in self.fields.values())
 
 
-def with_layer_types(config: dict[str, Any], every: int) -> dict[str, Any]:
+def with_layer_types(config: dict[str, Any], every: int, others: str = "sliding_attention") -> dict[str, Any]:
     """``config`` with ``layer_types``; if they are missing, one of ``every`` layers has full attention."""
     layers = config.get("num_hidden_layers")
     if config.get("layer_types") is not None or not isinstance(layers, int) or not isinstance(every, int):
         return config
-    types = ["full_attention" if every and (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
+    types = ["full_attention" if every and (layer + 1) % every == 0 else others for layer in range(layers)]
     return {**config, "layer_types": types}
 
 
@@ -222,7 +224,7 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 def _type_of(name: str) -> str:
     """Type of a field of ModelConfig or, by its dotted name, of one of its parts, without None."""
     owner, _, leaf = name.rpartition(".")
-    part = {"": ModelConfig, "router": RouterConfig, "mla": MlaConfig}[owner]
+    part = {"": ModelConfig, "router": RouterConfig, "mla": MlaConfig, "gdn": GdnConfig}[owner]
     return part.__annotations__[leaf].removesuffix(" | None").partition("[")[0]
 
 
@@ -240,7 +242,9 @@ def _build(family: Family, values: dict[str, Any]) -> ModelConfig:
         return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
     plain = {name: value for name, value in values.items() if "." not in name}
-    router, mla = part("router."), part("mla.")
+    router, mla, gdn = part("router."), part("mla."), part("gdn.")
+    if gdn:
+        plain["gdn"] = GdnConfig(**gdn)
     if mla:
         plain["mla"] = MlaConfig(**mla)
         plain |= {"head_dim": plain["mla"].qk_head_dim, "num_key_value_heads": plain["num_attention_heads"]}
@@ -258,7 +262,7 @@ def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -
         if actual != value and (actual is not None or (key == "is_causal" and key in config)):
             problems.append(_refusal(key, actual, f"supported: {value!r}"))
     layers = config.get("layer_types") or []
-    supported = ("full_attention", "sliding_attention") if "layer_types" in family.fields else ("full_attention",)
+    supported = family.layer_types if "layer_types" in family.fields else ("full_attention",)
     kinds = {str(kind) for kind in layers} - {*supported} if isinstance(layers, list | tuple) else {str(layers)}
     if kinds:
         problems.append(_refusal("layer_types", sorted(kinds), f"supported: {' or '.join(map(repr, supported))}"))
@@ -371,6 +375,8 @@ def write(family: Family, model: ModelConfig) -> dict[str, Any]:
         again, **{name: getattr(model, name) for name in ("hf_path", "random", "embedding_range")}
     )
     lost = [f.name for f in dataclasses.fields(model) if getattr(model, f.name) != getattr(again, f.name)]
+    for key in family.unwritten:
+        del config[key]
     if lost:
         fields = ", ".join(f"{name} = {getattr(model, name)!r}" for name in lost)
         raise ValueError(f"config.json of the family {family.model_type} cannot express {fields}")

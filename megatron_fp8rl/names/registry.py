@@ -25,6 +25,7 @@ from megatron_fp8rl.names.mixtral import MIXTRAL
 from megatron_fp8rl.names.olmo import OLMO2, OLMO3
 from megatron_fp8rl.names.qwen2 import QWEN2
 from megatron_fp8rl.names.qwen3 import QWEN3, QWEN3_MOE
+from megatron_fp8rl.names.qwen3_next import QWEN3_NEXT
 from megatron_fp8rl.names.table import Weight, expand, expand_mtp, split_indices
 
 if TYPE_CHECKING:
@@ -33,19 +34,8 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, Family] = {
     f.model_type: f
     for f in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        QWEN3_MOE,
-        MIXTRAL,
-        DEEPSEEK_V3,
-        GLM4_MOE,
-        GLM4_MOE_LITE,
-        MINIMAX_M2,
-        OLMO2,
-        OLMO3,
-        GEMMA3,
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2),
+        *(OLMO2, OLMO3, GEMMA3, QWEN3_NEXT),
     )
 }
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
@@ -205,6 +195,8 @@ def layer_of(hf_name: str) -> int | None:
 def reason_to_skip(hf_name: str, model: ModelConfig) -> str | None:
     """Why a checkpoint tensor outside :func:`hf_tensors` may be skipped; None if it may not."""
     layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
+    if hf_name.startswith("mtp."):
+        return "part of the multi-token prediction layers, which are not read"
     if layer and int(layer[1]) >= model.num_layers and FAMILIES[model.family].mtp and not model.num_mtp_layers:
         return "part of a multi-token prediction layer, which num_mtp_layers = 0 leaves out"
     if hf_name.startswith(_VISION):

@@ -27,7 +27,7 @@ class Row:
     join: Join = "copy"
     # "copy": the tensor itself. "qkv": for each query group its query heads, key head and value head; a rank has whole
     # groups, or an equal share of a group's rows. "gate_up": the gate rows, then the up rows, also on each rank.
-    layers: Literal["all", "attention", "mla", "dense", "moe"] = "all"  # by a part of their kind; with {layer}
+    layers: Literal["all", "attention", "mla", "gdn", "dense", "moe"] = "all"  # by a part of their kind; with {layer}
     unit: str = ""  # key of :func:`sizes`: the number of indivisible units along the sharded axis
     padded: bool = False  # ranks hold equal numbers of rows; an uneven axis is zero-padded at the end
     dtype: DType = "bfloat16"  # in a BF16 checkpoint
@@ -46,12 +46,14 @@ def sizes(model: ModelConfig) -> dict[str, int]:
         "heads": heads,
         "key heads": model.num_key_value_heads,
         "q": heads * model.head_dim,
+        "q_and_gate": 2 * heads * model.head_dim,
         "kv": model.num_key_value_heads * model.head_dim,
         "head": model.head_dim,
         "ffn": model.ffn_hidden_size,
         "experts": model.num_experts,
         "expert_ffn": model.moe_ffn_hidden_size,
         "shared_ffn": model.num_shared_experts * model.moe_ffn_hidden_size,
+        "1": 1,
     }
     if model.mla is not None:
         mla = model.mla
@@ -61,6 +63,19 @@ def sizes(model: ModelConfig) -> dict[str, int]:
             "kv_latent_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
             "k_nope_and_v": heads * (mla.qk_nope_head_dim + mla.v_head_dim),
             "v": heads * mla.v_head_dim,
+        }
+    if model.gdn is not None:
+        gdn = model.gdn
+        keys, values = gdn.num_key_heads * gdn.key_head_dim, gdn.num_value_heads * gdn.value_head_dim
+        shapes |= {
+            "gdn_qkvz": 2 * (keys + values),
+            "gdn_ba": 2 * gdn.num_value_heads,
+            "gdn_qkv": 2 * keys + values,
+            "gdn_v": values,
+            "gdn_head": gdn.value_head_dim,
+            "gdn_heads": gdn.num_value_heads,
+            "gdn key heads": gdn.num_key_heads,
+            "gdn_width": gdn.conv_width,
         }
     return shapes
 

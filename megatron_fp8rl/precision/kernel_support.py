@@ -353,6 +353,9 @@ def _exact_on_cpu(cfg: RunConfig) -> Violation | None:
 
 def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     precision, model = cfg.precision, cfg.model
+    if model.has("gdn"):
+        problem = "precision.exact: GPU kernels of gated delta nets sum prompts in another order than decoded tokens"
+        return _wrong(cfg, "precision.exact", problem, "Set False")
     if hardware.generation != "hopper":
         problem = f"precision.exact: the shared kernels need Hopper; this machine is {hardware.generation!r}"
         return _wrong(cfg, "precision.exact", problem, "Set False")

@@ -27,6 +27,8 @@ RANGES = {
     """,
     "[1, inf)": """
         model.num_layers model.hidden_size model.num_attention_heads model.num_key_value_heads model.head_dim
+        model.gdn.num_key_heads model.gdn.num_value_heads model.gdn.key_head_dim model.gdn.value_head_dim
+        model.gdn.conv_width
         model.vocab_size model.max_position_embeddings model.router.num_groups model.router.groups_per_token
         parallel.world_size parallel.tensor parallel.pipeline parallel.virtual_stages parallel.context parallel.expert
         parallel.expert_tensor

@@ -31,9 +31,9 @@ from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals, resol
 from megatron_fp8rl.precision.kernel_support import invariant_nccl
 from megatron_fp8rl.preflight import teachers
 from megatron_fp8rl.preflight.findings import Checks
-from megatron_fp8rl.preflight.shapes import check_checkpoint, check_degrees, check_model
+from megatron_fp8rl.preflight.shapes import check_checkpoint, check_degrees, check_delta_nets, check_model
 from megatron_fp8rl.preflight.tiling import check_tiling
-from megatron_fp8rl.rollout.vllm_args import ADAPTER_RANKS, kv_token_bytes
+from megatron_fp8rl.rollout.vllm_args import ADAPTER_RANKS, cpu_cache_bytes, kv_token_bytes
 
 
 def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Violation]:
@@ -45,6 +45,7 @@ def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Viol
     checks.in_range("")
     model_is_valid = check_model(checks)
     degrees_are_valid = check_degrees(checks, model_is_valid)
+    check_delta_nets(checks, accelerator)
     _check_precision(checks)
     checks.violations += refusals(cfg, Hardware(accelerator))
     if model_is_valid and degrees_are_valid:
@@ -228,9 +229,10 @@ def _check_lengths(checks: Checks, accelerator: Generation) -> None:
         checks.refuse("optim.max_tokens_per_microbatch", problem, f"Set it to {longest} or more", [longest])
     if engine.kv_cache_bytes is not None:
         per_token = kv_token_bytes(cfg.model, engine, cpu=accelerator == "cpu")
-        least = longest * per_token
+        least = max(longest * per_token, cpu_cache_bytes(cfg, 1) if model.has("gdn") else 0)
         if engine.kv_cache_bytes < least:
             problem = f"cannot hold one sequence of {longest} tokens at {per_token} bytes each"
+            problem += ", and its states" if model.has("gdn") else ""
             remedy = f"Set it to {least} or more; many sequences need a multiple of that"
             checks.refuse("engine.kv_cache_bytes", problem, remedy, [least])
     num_rollouts = sampling.prompts_per_step * sampling.completions_per_prompt

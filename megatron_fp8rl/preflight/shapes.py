@@ -8,10 +8,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megatron_fp8rl import upstream
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.data import weight_files
 from megatron_fp8rl.data.gguf_folder import SUFFIX
 from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, norms_all_heads, to_hf_config
+from megatron_fp8rl.precision.hardware import Generation
 from megatron_fp8rl.preflight.findings import Checks
 
 # Fields that do not affect what the weights compute, and layers that a run omits.
@@ -45,6 +47,12 @@ def check_model(checks: Checks) -> bool:
     if "sliding_attention" in model.layer_types and not model.sliding_window:
         problem = "has layers with a window of attention, and model.sliding_window is not set"
         checks.refuse("model.layer_types", problem, "Set --model.sliding_window to the tokens of the window")
+    if "linear_attention" in model.layer_types and model.gdn is None:
+        problem = "has gated delta nets (linear_attention), and model.gdn is not set"
+        checks.refuse("model.layer_types", problem, "Set --model.gdn.num_key_heads and its other sizes")
+        return False
+    if model.gdn is not None and checks.in_range("model.gdn"):
+        checks.divides("model.gdn.num_key_heads", model.gdn.num_value_heads, "value heads of a gated delta net")
     _check_rotary(checks)
     if model.embedding_range is not None and model.tie_embeddings:
         problem = "needs an embedding with separate weights, and this embedding is also the output layer"
@@ -137,11 +145,41 @@ def _check_head_degree(checks: Checks, path: str) -> None:
     trainer gathers them."""
     kv_heads, degree = checks.cfg.model.num_key_value_heads, checks.value(path)
     divides = checks.divides(path, checks.cfg.model.num_attention_heads, "attention heads")
-    if divides and norms_all_heads(checks.cfg.model):
+    if divides and (gdn := checks.cfg.model.gdn) is not None:
+        if checks.divides(path, kv_heads, "key heads of gated attention"):
+            checks.divides(path, gdn.num_key_heads, "key heads of gated delta nets")
+    elif divides and norms_all_heads(checks.cfg.model):
         checks.divides(path, kv_heads, "key heads, which share a norm")
     elif divides and kv_heads % degree and degree % kv_heads:
         problem = f"neither divides the {kv_heads} key/value heads nor is a multiple of them"
         checks.refuse(path, problem, f"Choose a divisor or a multiple of {kv_heads}")
+
+
+def check_delta_nets(checks: Checks, accelerator: Generation) -> None:
+    """Refuse what gated delta nets do not have."""
+    cfg = checks.cfg
+    if not cfg.model.has("gdn"):
+        return
+    if accelerator != "cpu":
+        problem = "has gated delta nets, which run on CPUs only: on GPUs they need flash-linear-attention, which the "
+        problem += "trainer does not call yet"
+        checks.refuse("model.family", problem, "Run it on CPUs, or choose another family")
+    elif not upstream.applies("compute_as_the_trainer"):
+        problem = "needs the patch compute_as_the_trainer, which was not tested with the installed version of vLLM"
+        checks.refuse("model.family", problem, "Install the version that is pinned")
+    if cfg.precision.rollout == "mxfp8":
+        checks.refuse("precision.rollout", "is not supported with gated delta nets", choices=["blockwise", "bf16"])
+    for path, value, problem in (
+        ("parallel.context", 1, "cuts sequences, and the states of gated delta nets pass through them in order"),
+        ("engine.tensor", 1, "divides gated delta nets, which is not supported in engines"),
+        ("engine.data", 1, "is not supported with gated delta nets"),
+        ("engine.kv_cache_dtype", "auto", "is not supported with gated delta nets"),
+        ("engine.record_routed_experts", False, "is not supported with gated delta nets"),
+        ("engine.speculation", "none", "needs states of gated delta nets that rejected drafts do not change"),
+        ("lora.rank", None, "gives gated delta nets no adapters"),
+    ):
+        if cfg.value(path) != value:
+            checks.refuse(path, problem, "Leave it out" if value is None else "", [value])
 
 
 def check_checkpoint(checks: Checks) -> None:

@@ -94,7 +94,7 @@ def groups(cfg: RunConfig, choice: KernelChoice) -> list[Group]:
     for entry in entries(cfg.model):
         for name, shape in () if entry.is_buffer else entry.weight.parts:
             kind = kind_of(name, len(shape))
-            if kind == "attention projections" and ".self_attn." not in name:
+            if kind == "attention projections" and ".self_attn." not in name and ".linear_attn." not in name:
                 kind = "input of a layer"  # of multi-token prediction
             place = _place(table, entry.layer) if kind in _MATRICES else kind if kind in _PLACES else "everywhere"
             key = _PLACES.index(place), _KINDS.index(kind)
@@ -127,7 +127,9 @@ def _group(
         name=kind,
         layers="-" if last < 0 else f"{first}" if first == last else f"{max(first, 0)}-{last}",
         trainer=f"FP8 {cfg.precision.trainer}" if trainer_fp8 else bf16,
-        trainer_kernel=_trainer_kernel(cfg, choice, kind, [weight for _, weight in weights] if trainer_fp8 else []),
+        trainer_kernel=_trainer_kernel(
+            cfg, choice, kind, [weight for name, weight in weights if table.trainer_format(name).is_quantized]
+        ),
         wire=f"E4M3 + {table.rollout.scale_kind} scales" if engine_fp8 else "BF16" if weights else "-",
         engine_kernel=_engine_kernel(choice, kind, engine_fp8),
     )

@@ -181,7 +181,7 @@ class Flops:
         width = model.num_attention_heads * model.head_dim
         return cls(
             linears=2.0 * (counted.active - counted.embedding) * tokens,
-            attention=2.0 * model.num_layers * width * squares,
+            attention=2.0 * sum(kind.mixer != "gdn" for kind in model.layers[: model.num_layers]) * width * squares,
             head=2.0 * model.vocab_size * model.hidden_size * tokens,
         )
 

@@ -189,6 +189,11 @@ def _dimension(model: ModelConfig, key: str) -> Dimension | None:
     known = {
         "hidden": Dimension("inputs of q/k/v, gate and up; outputs of o and down", "hidden_size", "hidden_size"),
         "q": q,
+        "q_and_gate": Dimension("rows of q_proj with its gates", f"2 x {heads} x head_dim", heads),
+        "gdn_qkvz": Dimension("rows of in_proj_qkvz", "2 x (key and value heads) x their sizes", "gdn.num_key_heads"),
+        "gdn_v": Dimension(
+            "columns of linear_attn.out_proj", "num_value_heads x value_head_dim", "gdn.num_value_heads"
+        ),
         "kv": Dimension("rows of k_proj and v_proj", f"{kv} x head_dim", kv),
         "qkv": Dimension("rows of q_proj, k_proj and v_proj in one matrix, group by group", fused, kv),
         "expert_ffn": Dimension(f"{ffn} of every expert", "moe_ffn_hidden_size", "moe_ffn_hidden_size"),
@@ -223,14 +228,14 @@ def check_tiling(checks: Checks) -> None:
 
 
 def _divided(kind: Kind) -> set[str]:
-    return {"q", "kv"} if kind.weight.join == "qkv" else {kind.keys[kind.weight.axis]}
+    return {kind.keys[0], "kv"} if kind.weight.join == "qkv" else {kind.keys[kind.weight.axis]}
 
 
 def _refuse_size(checks: Checks, key: str, dimension: Dimension, size: int, tile: int) -> None:
     model = checks.cfg.model
     if key == "ffn" and model.is_moe:
         remedy = f"Set --precision.bf16_first_layers {model.first_dense_layers}"
-    elif model.mla is None and model.hf_path is not None:
+    elif model.mla is None and model.gdn is None and model.hf_path is not None:
         remedy = f"Widen the model: python -m checkpoint_tools widen {model.hf_path} FOLDER"
     elif dimension.field.endswith("_heads"):
         remedy = f"Choose a model with heads whose product is {-(-size // tile) * tile}"

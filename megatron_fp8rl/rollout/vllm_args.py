@@ -23,6 +23,7 @@ from megatron_fp8rl.precision.kernel_choice import EngineKernels, KernelChoice
 from megatron_fp8rl.precision.kernel_support import engine_parts
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.rollout.vllm_plugin.plugin import (
+    DELTA_NET_VARIABLE,
     FORMAT_VARIABLE,
     KEPT_VARIABLE,
     PARTS_VARIABLE,
@@ -65,9 +66,34 @@ def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
     """Return one worker's KV cache bytes. CPU default: ``max_num_sequences`` of full length, at most 4 GiB."""
     if cfg.engine.kv_cache_bytes is not None or not cpu:
         return cfg.engine.kv_cache_bytes
-    blocks_per_sequence = -(-cfg.max_sequence_tokens // CPU_KV_BLOCK_TOKENS)
-    num_blocks = cfg.engine.max_num_sequences * blocks_per_sequence + 1  # vLLM reserves one block for padding
-    return min(num_blocks * CPU_KV_BLOCK_TOKENS * kv_token_bytes(cfg.model, cfg.engine, cpu=True), _CPU_KV_LIMIT_BYTES)
+    return min(cpu_cache_bytes(cfg, cfg.engine.max_num_sequences), _CPU_KV_LIMIT_BYTES)
+
+
+def cpu_cache_bytes(cfg: RunConfig, num_sequences: int) -> int:
+    """Return the cache bytes of one worker on a CPU for sequences of full length."""
+    block, layers = CPU_KV_BLOCK_TOKENS, cfg.model.layers[: cfg.model.num_layers]
+    layer_token_bytes = kv_token_bytes(cfg.model, cfg.engine, cpu=True) // max(1, _num_caching_layers(cfg.model))
+    # A state of a gated delta net takes a block of its own. Blocks have one size, in groups of equally many layers.
+    states = sum(kind.mixer == "gdn" for kind in layers)
+    block *= -(-_state_bytes(cfg.model) // (block * layer_token_bytes)) or 1
+    per_group = min(states, len(layers) - states) or len(layers)
+    attending, keeping = -(-(len(layers) - states) // per_group), -(-states // per_group)
+    blocks_per_sequence = attending * -(-cfg.max_sequence_tokens // block) + keeping
+    num_blocks = num_sequences * blocks_per_sequence + 1  # vLLM reserves one block for padding
+    return num_blocks * block * layer_token_bytes * per_group
+
+
+def _num_caching_layers(model: ModelConfig) -> int:
+    """Layers that cache keys and values."""
+    return sum(kind.mixer != "gdn" for kind in model.layers[: model.num_layers])
+
+
+def _state_bytes(model: ModelConfig) -> int:
+    """Bytes of what a request keeps in one gated delta net: float32 states, and BF16 inputs of the convolution."""
+    if (gdn := model.gdn) is None:
+        return 0
+    keys, values = gdn.num_key_heads * gdn.key_head_dim, gdn.num_value_heads * gdn.value_head_dim
+    return 4 * gdn.key_head_dim * values + 2 * (gdn.conv_width - 1) * (2 * keys + values)
 
 
 def kv_token_bytes(model: ModelConfig, engine: EngineConfig, *, cpu: bool) -> int:
@@ -78,7 +104,7 @@ def kv_token_bytes(model: ModelConfig, engine: EngineConfig, *, cpu: bool) -> in
         values = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
     else:
         values = 2 * max(1, model.num_key_value_heads // engine.tensor) * model.head_dim
-    return model.num_layers * values * (1 if engine.kv_cache_dtype == "fp8" else 2)
+    return _num_caching_layers(model) * values * (1 if engine.kv_cache_dtype == "fp8" else 2)
 
 
 def max_batched_tokens(cfg: RunConfig) -> int:
@@ -123,6 +149,8 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
     if cfg.model.hf_path is not None and names:
         written = to_hf_config(cfg.model)
         arguments["hf-overrides"] = arguments.get("hf-overrides", {}) | {name: written[name] for name in names}
+    if cfg.model.has("gdn"):
+        arguments["mamba-ssm-cache-dtype"] = "float32"  # as in the trainer
     if cpu:
         arguments["enforce-eager"] = True
         arguments["kv-cache-memory-bytes"] = kv_cache_bytes(cfg, cpu=True)
@@ -203,6 +231,8 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
         environment[KEPT_VARIABLE] = "1"
     if cfg.engine.speculation != "none":
         environment[SPECULATION_VARIABLE] = "1"
+    if cfg.model.has("gdn"):
+        environment[DELTA_NET_VARIABLE] = "1"
     if kernels.exact == "on" and (num_parts := engine_parts(cfg)):
         environment[PARTS_VARIABLE] = str(num_parts)
     if not cpu:

@@ -26,6 +26,8 @@ LAYOUTS = [
 
 
 def _fits(model: ModelConfig, layout: dict) -> bool:
+    if model.has("gdn") and "context" in layout:
+        return False
     return model.is_moe or not {"expert", "expert_tensor"} & set(layout)
 
 

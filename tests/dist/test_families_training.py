@@ -35,6 +35,7 @@ KINDS = (
     "minimax_m2",
     "olmo2",
     "gemma3_text",
+    "qwen3_next",
     "deepseek_v3",
     "deepseek_v3-direct-queries",
 )

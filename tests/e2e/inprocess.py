@@ -151,20 +151,22 @@ def write_checkpoint(cfg: RunConfig, tensors: Mapping[str, Tensor], folder: Path
     return folder
 
 
-def build_engine(cfg: RunConfig, folder: Path, *, load_format: str, more: str = "") -> Any:
+def build_engine(cfg: RunConfig, folder: Path, *, load_format: str, more: str = "", **limits: Any) -> Any:
     """An engine as in a fleet (``dummy``), or one that loads the checkpoint in ``folder`` (``auto``). ``more``: further
-    arguments that it gets as in a fleet."""
+    arguments that it gets as in a fleet. ``limits``: arguments of vLLM."""
     from vllm import LLM
 
     from megatron_fp8rl.rollout.vllm_args import engine_arguments
     from megatron_fp8rl.rollout.vllm_plugin import plugin
 
     os.environ[plugin.FORMAT_VARIABLE] = engine_format(cfg.precision).name
+    if cfg.model.has("gdn"):
+        os.environ[plugin.DELTA_NET_VARIABLE] = "1"
     plugin.register()
     arguments = engine_arguments(cfg, folder, choose(cfg, Hardware("cpu")))
     shared = "hf-overrides worker-extension-cls weight-transfer-config dtype max-model-len kv-cache-dtype".split()
     shared += "tensor-parallel-size distributed-executor-backend enable-expert-parallel".split() + more.split()
-    shared += "enable-lora max-loras max-lora-rank lora-target-modules".split()
+    shared += "mamba-ssm-cache-dtype enable-lora max-loras max-lora-rank lora-target-modules".split()
     options = {key.replace("-", "_"): arguments[key] for key in shared if key in arguments}
     return LLM(
         model=str(folder),
@@ -173,7 +175,7 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str, more: str = 
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=16 << 20,
         max_num_seqs=8,
-        **options,
+        **options | limits,
     )
 
 

@@ -13,7 +13,18 @@ from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RopeScaling, Run
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
-from tests.helpers.family_configs import DEEPSEEK, GEMMA3, GLM, GLM_LITE, LLAMA, MINIMAX, MIXTRAL, OLMO2, OLMO3
+from tests.helpers.family_configs import (
+    DEEPSEEK,
+    GEMMA3,
+    GLM,
+    GLM_LITE,
+    LLAMA,
+    MINIMAX,
+    MIXTRAL,
+    OLMO2,
+    OLMO3,
+    QWEN3_NEXT,
+)
 from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 
 LINEAR = RopeScaling(kind="linear", factor=3.0, original_max_position_embeddings=LLAMA.max_position_embeddings)
@@ -31,6 +42,7 @@ MODELS = {
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "gemma3_text": GEMMA3,
+    "qwen3_next": QWEN3_NEXT,
 }
 FP8_FAMILIES = (
     "qwen2",
@@ -41,6 +53,7 @@ FP8_FAMILIES = (
     "minimax_m2",
     "olmo2",
     "gemma3_text",
+    "qwen3_next",
 )
 CASES = [(family, "bf16") for family in MODELS] + [(family, "blockwise") for family in FP8_FAMILIES]
 
@@ -53,7 +66,8 @@ def random_weights(model: ModelConfig) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, shape in registry.hf_tensors(model).items():
         scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.2
-        tensor = torch.randn(shape, generator=generator) * scale + (of_norms if "norm" in name else 0.0)
+        is_added = of_norms == 0 and "linear_attn" not in name  # to 1
+        tensor = torch.randn(shape, generator=generator) * scale + float("norm" in name and not is_added)
         tensors[name] = tensor.to(getattr(torch, dtypes[name]))
     return tensors
 

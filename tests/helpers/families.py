@@ -1,6 +1,6 @@
 """A small model of every family, with sizes that nothing has in common."""
 
-from megatron_fp8rl.config import MlaConfig, ModelConfig, RopeScaling, RouterConfig
+from megatron_fp8rl.config import GdnConfig, MlaConfig, ModelConfig, RopeScaling, RouterConfig
 
 # Three layers, an odd vocabulary, heads unrelated to the hidden size.
 _COMMON = dict(
@@ -89,6 +89,15 @@ MODELS = {
         first_dense_layers=2,
         router=RouterConfig(score="sigmoid", correction_bias=True, scaling_factor=1.8),
         **_DEEPSEEK | dict(family="glm4_moe_lite", head_dim=20),
+    ),
+    "qwen3_next": ModelConfig(
+        family="qwen3_next",
+        qk_norm=True,
+        rotary_fraction=0.4,
+        gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=12, value_head_dim=10),
+        layer_types=("linear_attention", "full_attention"),
+        num_shared_experts=2,
+        **_COMMON | _MOE,
     ),
     # Yarn, latent queries, values larger than keys, and groups of which two are chosen for three experts.
     "deepseek_v3": ModelConfig(

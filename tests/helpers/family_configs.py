@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_fp8rl.config import MlaConfig, RopeScaling, RouterConfig
+from megatron_fp8rl.config import GdnConfig, MlaConfig, RopeScaling, RouterConfig
 from tests.helpers.models import small_model
 
 LLAMA = small_model(
@@ -68,4 +68,14 @@ MINIMAX = replace(
     rotary_fraction=0.5,
     experts_per_token=3,
     router=RouterConfig(score="sigmoid", correction_bias=True),
+)
+QWEN3_NEXT = replace(
+    MIXTRAL,
+    family="qwen3_next",
+    experts_per_token=3,
+    qk_norm=True,
+    rotary_fraction=0.25,
+    num_shared_experts=1,
+    layer_types=("linear_attention", "full_attention"),
+    gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=32),
 )

@@ -16,7 +16,7 @@ from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.diagnosis import diagnose
-from model_configs import deepseek, dense, glm, llama, minimax, mixtral, qwen3, small
+from model_configs import deepseek, dense, glm, llama, minimax, mixtral, qwen3, qwen3_next, small
 
 ROOT = Path(__file__).parents[2]
 SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]
@@ -133,6 +133,18 @@ GEMMA3_1B = {
     "attn_logit_softcapping": None, "final_logit_softcapping": None, "cache_implementation": "hybrid",
     "initializer_range": 0.02, "bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": 0, "use_cache": True,
 }  # fmt: skip
+QWEN3_NEXT_80B_A3B = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+    "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "head_dim": 256, "vocab_size": 151936, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_scaling": None, "rms_norm_eps": 1e-06,
+    "max_position_embeddings": 262144, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
+    "initializer_range": 0.02, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 MINIMAX_M2 = {
     "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072,
     "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
@@ -170,6 +182,8 @@ MODELS = {
     "glm_45_air": (glm.glm_45_air, GLM_45_AIR, 106_852_251_264, "106.9", "13"),
     # The cards say 230 B and 10 B, and 30 B and 3 B; the unit counts are arithmetic over the dimensions.
     "minimax_m2": (minimax.minimax_m2, MINIMAX_M2, 228_689_764_864, "229", "11"),
+    # The card says 80 B and 3 B; the unit count is arithmetic over the published dimensions.
+    "qwen3_next_80b_a3b": (qwen3_next.qwen3_next_80b_a3b, QWEN3_NEXT_80B_A3B, 79_674_391_296, "80", "3.9"),
     "glm_47_flash": (glm.glm_47_flash, GLM_47_FLASH, 29_943_393_920, "30", "3.9"),
     # The report's 671 B are without the prediction layer; the unit count is arithmetic over the published dimensions.
     "deepseek_v3": (deepseek.deepseek_v3, DEEPSEEK_V3, 671_026_419_200, "671.0", "37.6"),

@@ -32,7 +32,7 @@ from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_value
 _SCALES = f"weight{SCALE_SUFFIX}"
 _ALL_SCALES = tuple(f"weight{suffix}" for suffix in SCALE_SUFFIXES)
 _MATRICES = ("weight", *_ALL_SCALES)
-_WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias")
+_WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias", "A_log", "dt_bias")
 _ATTRIBUTES = (*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _MATRICES))
 _LATENT_FACTORS = ("W_UV", "W_UK_T")
 
@@ -50,7 +50,7 @@ def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
 
 
 def _as_sent(weight: Tensor) -> Tensor:
-    """Convert a weight to the dtype that was sent: some routers keep an FP32 copy of their BF16 weight."""
+    """Convert a weight to the dtype that was sent: some routers and A_log are FP32 copies of BF16 weights."""
     if weight.dtype != torch.float32:
         return weight
     rounded = weight.bfloat16()
@@ -193,7 +193,7 @@ class KernelDigests:
         self._names = Names(weights)
         ordered = [(name, weights[name]) for name in self._names.ordered]
         # The result of _as_sent depends on the content of the weights.
-        is_converted = [name.endswith(".weight") and t.dtype == torch.float32 for name, t in ordered]
+        is_converted = [name.endswith((".weight", ".A_log")) and t.dtype == torch.float32 for name, t in ordered]
         self._converted = {i: ordered[i][1] for i, converted in enumerate(is_converted) if converted}
         self._fixed = np.flatnonzero(~np.array(is_converted, dtype=bool))
         self._digests = prepare_values([ordered[i][1] for i in self._fixed])

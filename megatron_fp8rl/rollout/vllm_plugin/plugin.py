@@ -16,6 +16,7 @@ from megatron_fp8rl.precision.formats import FORMATS
 FORMAT_VARIABLE = "MEGATRON_FP8RL_FORMAT"  # passes the name of the format to the engine's processes
 KEPT_VARIABLE = "MEGATRON_FP8RL_KEPT_ENTRIES"  # 1: return the vocabulary entries from which each token was sampled
 SPECULATION_VARIABLE = "MEGATRON_FP8RL_SPECULATION"  # 1: drafts are verified
+DELTA_NET_VARIABLE = "MEGATRON_FP8RL_DELTA_NETS"  # 1: the model has gated delta nets, whose layers take long to import
 PARTS_VARIABLE = "MEGATRON_FP8RL_ROW_PARTS"  # number of partial sums that row-parallel linears add in order
 
 WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every weight_sync.transport, which the first request names
@@ -69,6 +70,10 @@ def register() -> None:
             cpu_layers.register_blocks(fmt)
         if upstream.applies("leave_out_warm_up"):
             cpu_layers.leave_out_warm_up()
+        if os.environ.get(DELTA_NET_VARIABLE) == "1":
+            from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_delta_net
+
+            cpu_delta_net.compute_as_the_trainer()
         cpu_experts.exchange_tokens_on_cpu()
         _add_in_rank_order()
         return

@@ -173,7 +173,8 @@ class PackedAttention(MegatronModule):
 
 @patches(
     "megatron-core",
-    why="overrides get_query_key_value_tensors, which does not get the lengths of sequences, and forward, which does",
+    why="overrides get_query_key_value_tensors, which does not get the lengths of sequences, forward, which does, and "
+    "_apply_output_gate, which rounds less than the engine",
     remove_when="SelfAttention passes packed_seq_params to get_query_key_value_tensors",
 )
 class PackedSelfAttention(SelfAttention):
@@ -209,7 +210,9 @@ class PackedSelfAttention(SelfAttention):
             self.splits_heads and is_whole and is_bf16 and not any(map(has_forward_hooks, norms))
         )  # the kernel would not call hooks of the norms
 
-    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any):
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, output_gate: bool = False, **kwargs: Any):
+        if output_gate:
+            return self._gated(hidden_states)
         if not self.core_attention.takes_rotated:
             query, key, value = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
             return (self.q_norm(query), self.k_norm(key), value) if self.norms_all_heads else (query, key, value)
@@ -219,6 +222,18 @@ class PackedSelfAttention(SelfAttention):
         groups = self.num_query_groups_per_partition
         heads = self.core_attention.split(mixed.flatten(0, 1), groups, norms, eps, self._packed)
         return tuple(x.unsqueeze(1) for x in heads)
+
+    def _gated(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(query, key, value, gate), where the projection has a head's gate behind its query, as in checkpoints."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        width = self.hidden_size_per_attention_head
+        grouped = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
+        queries, key, value = grouped.split([grouped.shape[-1] - 2 * width, width, width], dim=-1)
+        query, gate = queries.unflatten(-1, (-1, 2, width)).flatten(-4, -3).unbind(-2)
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * torch.sigmoid(gate.reshape(x.shape))  # Megatron-Core rounds less than the engine
 
 
 @functools.lru_cache(maxsize=4)

@@ -71,6 +71,7 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         activation_func=_ACTIVATIONS[registry.FAMILIES[model.family].activation],
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
+        attention_output_gate=model.is_gated,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.initializer_range,
@@ -131,12 +132,13 @@ def _moe_settings(cfg: RunConfig, device: torch.device) -> dict:
     kinds = [int(kind.is_moe) for kind in model.layers[: model.num_layers]]
     return dict(
         num_moe_experts=model.num_experts,
-        moe_layer_freq=1 if all(kinds) else kinds,
+        moe_layer_freq=1 if all(kinds) and not model.has("gdn") else kinds,
         moe_router_topk=model.experts_per_token,
         moe_router_score_function=model.router.score,
         moe_router_pre_softmax=model.experts_per_token == 1,  # only to pass a check: trainer/model/router.py routes
         moe_ffn_hidden_size=model.moe_ffn_hidden_size,
         moe_shared_expert_intermediate_size=model.num_shared_experts * model.moe_ffn_hidden_size or None,
+        moe_shared_expert_gate=model.is_gated,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="aux_loss" if coefficient else "none",
         moe_aux_loss_coeff=coefficient,
@@ -311,13 +313,16 @@ def _fill_randomly(chunks: Sequence[nn.Module], model: ModelConfig, seed: int, p
 
     def draw(name: str) -> Tensor:
         shape = registry.weight(name, model).shape
-        if len(shape) == 1:
-            is_zero = name.endswith("bias") or registry.FAMILIES[model.family].zero_centred_norms
+        if len(shape) == 1 and not name.endswith(".A_log"):
+            is_added = registry.FAMILIES[model.family].zero_centred_norms and not name.endswith(".out_norm.weight")
+            is_zero = (name.endswith("bias") or is_added) and not name.endswith(".dt_bias")
             return torch.zeros(shape) if is_zero else torch.ones(shape)
         # A tied output layer must draw the same values as the embedding.
         canonical = registry.weight(name, model).name
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{canonical}".encode()))
-        adds_to_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+        if name.endswith(".A_log"):  # as transformers: decay rates between 0.01 and 16
+            return torch.rand(shape, generator=generator, device=device).mul_(16).clamp_min_(0.01).log_()
+        adds_to_residual = name.endswith(("linear_proj.weight", "out_proj.weight", "linear_fc2.weight"))
         std = residual_std if adds_to_residual else model.initializer_range
         if canonical == EMBEDDING:
             std = model.embedding_range or std

@@ -37,6 +37,7 @@ from megatron_fp8rl.precision.recipes import AMAX_HISTORY_LEN, Blockwise, Recipe
 from megatron_fp8rl.trainer.compat.megatron import has_forward_hooks
 from megatron_fp8rl.trainer.model import attention_te, linear_deep_gemm
 from megatron_fp8rl.trainer.model.attention import PackedAttention, PackedSelfAttention
+from megatron_fp8rl.trainer.model.delta_net import DeltaNet
 from megatron_fp8rl.trainer.model.dispatcher import ExpertLayer
 from megatron_fp8rl.trainer.model.experts import GroupedExperts
 from megatron_fp8rl.trainer.model.linear import (
@@ -118,6 +119,20 @@ class DeepGemmMlp(MLP):
         return fc2.reduced(y_TH.view(*x.shape[:-1], y_TH.shape[-1])), None
 
 
+@patches(
+    "megatron-core",
+    why="overrides forward of SharedExpertMLP: the sums of its gate depend on the batch on a CPU",
+    remove_when="its gate can be a linear of the layer spec",
+)
+class GatedSharedExperts(SharedExpertMLP):
+    """Shared experts whose output a token's gate multiplies, rounded as in the engine. Not measured on GPUs yet."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Collective over tensor-parallel ranks: [s, b, H] -> [s, b, H]."""
+        logits = float64.matmul(hidden_states.flatten(0, 1), self.gate_weight.t()).view(*hidden_states.shape[:2], 1)
+        return torch.sigmoid(logits) * MLP.forward(self, hidden_states)[0]
+
+
 _GEMMS = {"te": on_transformer_engine, "emulated": in_torch, "deep_gemm": on_deep_gemm}
 
 
@@ -183,6 +198,9 @@ class LayerFactory:
             return self.linear(layer, f"self_attention.{name}")
 
         model, kind = self._model, self._model.layers[layer]
+        if kind.mixer == "gdn":
+            linears = {"linear": linear, "row_linear": self._row_linear}
+            return ModuleSpec(DeltaNet, params={"gdn": model.gdn, **linears})
         kernels = {
             "torch": None,
             "cudnn": attention_te.attend,
@@ -238,7 +256,8 @@ class LayerFactory:
         )
         shared = None
         if model.num_shared_experts:
-            shared = partial(SharedExpertMLP, submodules=self._dense(layer, "mlp.shared_experts"))
+            kind = GatedSharedExperts if model.is_gated else SharedExpertMLP
+            shared = partial(kind, submodules=self._dense(layer, "mlp.shared_experts"))
         # The order in which more than two ranks of an engine add is known only if both ends follow it.
         parts = self._engine.expert if self._engine.expert == 2 or self._is_exact else 1
         return partial(

@@ -19,7 +19,7 @@ from megatron_fp8rl.config import ModelConfig, RopeScaling, RouterConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.preflight import tiling
 from tests.helpers.checkpoints import random_tensors, read_tensors, save_with_transformers, write_folder
-from tests.helpers.family_configs import DEEPSEEK, MINIMAX
+from tests.helpers.family_configs import DEEPSEEK, MINIMAX, QWEN3_NEXT
 
 LLAMA = ModelConfig(
     family="llama",
@@ -153,6 +153,7 @@ def test_block_fp8_is_read_and_special_tokens_are_kept(tmp_path):
     [
         (replace(LLAMA, hidden_size=128, head_dim=128, ffn_hidden_size=256), [], "every matrix tiles already"),
         (replace(DEEPSEEK, num_layers=2), [], "family deepseek_v3: the sizes of latent attention cannot be widened"),
+        (QWEN3_NEXT, [], "family qwen3_next: the sizes of gated delta nets cannot be widened"),
         (MINIMAX, [], "family minimax_m2: heads that share a norm cannot be widened"),
         (LLAMA, ["--head_dim", "48"], "--head_dim 48: rotary frequencies would change; choose one of 32, 64, 128"),
     ],

@@ -55,6 +55,14 @@ MORE["minimax_m2"] = dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2
 _WINDOWS = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
 MORE["olmo3"] = _WINDOWS
 MORE["gemma3_text"] = _WINDOWS | dict(head_dim=8, query_pre_attn_scalar=12)
+MORE["qwen3_next"] = MORE["qwen3_moe"] | dict(
+    layer_types=["linear_attention", "full_attention"],
+    shared_expert_intermediate_size=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
 EXTRA = {  # said beside what the class knows
     "is_causal": False,
     "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},

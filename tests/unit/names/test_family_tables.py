@@ -66,6 +66,13 @@ CASES = {
     "olmo2": ("olmo2", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "olmo3": ("olmo3", {"num_key_value_heads": 4, "sliding_window": 8}),
     "gemma3_text": ("gemma3_text", {"sliding_window": 8, "query_pre_attn_scalar": 12}),
+    "qwen3_next": (
+        "qwen3_next",
+        QWEN_MOE
+        | {"shared_expert_intermediate_size": 48, "layer_types": ["linear_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        | {"linear_key_head_dim": 12, "linear_value_head_dim": 10},
+    ),
     "glm4_moe_plain": ("glm4_moe", DEEPSEEK_MOE | {"first_k_dense_replace": 2, "tie_word_embeddings": True}),
 }
 

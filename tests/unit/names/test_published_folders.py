@@ -97,7 +97,6 @@ REFUSED = {
     "Qwen2.5-VL-7B": ({"model_type": "qwen2_5_vl"}, "'qwen2_5_vl'"),
     "Llama-4-Scout": ({"model_type": "llama4"}, "'llama4'"),
     "Granite-3.1-8B": ({"model_type": "granite"}, "'granite'"),
-    "Qwen3-Next-80B-A3B": ({"model_type": "qwen3_next"}, "'qwen3_next'"),
     "Qwen2.5-7B-AWQ": (
         READ["Qwen2.5-7B"][0] | {"quantization_config": {"quant_method": "awq", "bits": 4}},
         "quantization_config = 'awq'",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_fp8rl.config import MlaConfig, ModelConfig, PrecisionConfig, RouterConfig
+from megatron_fp8rl.config import GdnConfig, MlaConfig, ModelConfig, PrecisionConfig, RouterConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.layer_table import LayerTable
 
@@ -21,6 +21,15 @@ MODELS = {
     "olmo2": ModelConfig(family="olmo2", ffn_hidden_size=96, **COMMON),
     "gemma3_text": ModelConfig(family="gemma3_text", ffn_hidden_size=96, **COMMON),
     "minimax_m2": ModelConfig(family="minimax_m2", qk_norm=True, router=ROUTER, **EXPERTS, **COMMON),
+    "qwen3_next": ModelConfig(
+        family="qwen3_next",
+        qk_norm=True,
+        gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8),
+        layer_types=("linear_attention", "full_attention"),
+        num_shared_experts=1,
+        **EXPERTS,
+        **COMMON,
+    ),
 }
 QKVO = {f"self_attn.{x}_proj" for x in "qkvo"}
 DENSE = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
@@ -29,6 +38,9 @@ SHARED = {f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")}
 # As the weight_scale_inv of DeepSeek-V3's published checkpoint.
 LATENT = {f"self_attn.{x}" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 MIXTRAL = {f"block_sparse_moe.experts.{e}.w{i}" for e in range(2) for i in (1, 2, 3)}
+# As the modules_to_not_convert of Qwen3-Next's FP8 checkpoint, which lists the others.
+DELTA_NET = {"linear_attn.in_proj_qkvz", "linear_attn.out_proj"}
+GATED = ROUTED | {f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")}
 EXPECTED = {  # by layer; the last of four is for multi-token prediction
     "qwen2": [QKVO | DENSE] * 3,
     "mixtral": [QKVO | MIXTRAL] * 3,
@@ -38,6 +50,7 @@ EXPECTED = {  # by layer; the last of four is for multi-token prediction
     "olmo2": [QKVO | DENSE] * 3,
     "gemma3_text": [QKVO | DENSE] * 3,
     "minimax_m2": [QKVO | MIXTRAL] * 3,
+    "qwen3_next": [DELTA_NET | GATED, QKVO | GATED, DELTA_NET | GATED],
 }
 
 

@@ -318,7 +318,7 @@ REFUSED = {
     ),
     "the class of the base model": (config(architectures=["Qwen3Model"]), "which engines build"),
     "another family": (config(model_type="qwen2", architectures=["Qwen2ForCausalLM"]), "not a tensor of this qwen2 m"),
-    "an unknown family": (config(model_type="qwen3_next"), "model_type 'qwen3_next' .* is not supported"),
+    "an unknown family": (config(model_type="mamba2"), "model_type 'mamba2' .* is not supported"),
     "no family": (config(model_type=DELETED), "model_type None .* is not supported"),
     "a list for an object": (write("config.json", []), "config.json is not a JSON object"),
     "text for a number": (config(vocab_size="128"), "vocab_size = '128' is not a whole number"),

@@ -11,7 +11,15 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_fp8rl import upstream
-from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, RewardConfig, RopeScaling, RouterConfig
+from megatron_fp8rl.config import (
+    ConfigError,
+    EnvironmentConfig,
+    GdnConfig,
+    MlaConfig,
+    RewardConfig,
+    RopeScaling,
+    RouterConfig,
+)
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.precision.hardware import Hardware
@@ -321,6 +329,45 @@ DEEPSEEK = replace(
 )
 def test_degrees_and_sizes_that_tile(model, changes, fields):
     assert fields_of(make(model, **changes)) == fields
+
+
+NEXT = replace(
+    MOE,
+    family="qwen3_next",
+    qk_norm=True,
+    num_shared_experts=1,
+    layer_types=("linear_attention", "full_attention"),
+    gdn=GdnConfig(num_key_heads=4, num_value_heads=8, key_head_dim=64, value_head_dim=64),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({}, []),
+        ({"parallel__world_size": 2, "parallel__context": 2}, ["--parallel.context"]),
+        ({"engine__tensor": 2}, ["--engine.tensor"]),
+        ({"engine__data": 2, "engine__expert": 2}, ["--engine.data"]),
+        ({"engine__kv_cache_dtype": "fp8"}, ["--engine.kv_cache_dtype"]),
+        ({"engine__record_routed_experts": True}, ["--engine.record_routed_experts"]),
+        ({"engine__speculation": "ngram"}, ["--engine.speculation"]),
+        ({"precision__rollout": "mxfp8"}, ["--precision.rollout"]),
+        ({"lora__rank": 4}, ["--lora.rank"]),
+        ({"model__gdn": None}, ["--model.layer_types"]),
+        ({"model__gdn__num_key_heads": 3}, ["--model.gdn.num_key_heads"]),
+        ({"model__gdn__conv_width": 0}, ["--model.gdn.conv_width"]),
+        ({"model__layer_types": ("sliding_attention",), "model__sliding_window": 8}, ["--model.family"]),
+        ({"engine__kv_cache_bytes": 100_000}, ["--engine.kv_cache_bytes"]),
+    ],
+)
+def test_gated_delta_nets_on_a_cpu(changes, fields):
+    cfg = make(NEXT, **changes)
+    assert [violation.field for violation in check(cfg, accelerator="cpu")] == fields
+
+
+def test_gated_delta_nets_are_refused_on_a_gpu():
+    (violation,) = check(make(NEXT), accelerator="hopper")
+    assert violation.field == "--model.family" and "flash-linear-attention" in violation.problem
 
 
 def test_what_a_family_does_not_have_is_refused():
