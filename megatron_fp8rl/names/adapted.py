@@ -12,7 +12,8 @@ TARGETS = ("attention", "dense", "experts")
 
 def target_of(name: str) -> str | None:
     """The value of ``lora.targets`` that selects a weight, by its global Megatron name; None if no value does."""
-    if not name.startswith("decoder.layers.") or ".linear_" not in name or not name.endswith(".weight"):
+    *path, module, kind = name.split(".")
+    if path[:2] != ["decoder", "layers"] or not module.startswith("linear_") or kind != "weight":
         return None
     if ".self_attention." in name:
         return "attention"

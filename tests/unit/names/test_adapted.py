@@ -9,6 +9,7 @@ from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.adapted import is_adapted, target_modules, targets_in
 from model_configs.deepseek import deepseek_v3
 from model_configs.qwen3 import qwen3_8b, qwen3_30b_a3b
+from tests.helpers.family_configs import OLMO2
 
 ATTENTION, DENSE = ["k_proj", "o_proj", "q_proj", "v_proj"], ["down_proj", "gate_proj", "up_proj"]
 
@@ -41,3 +42,4 @@ def test_norms_routers_biases_embedding_and_head_have_no_adapters():
     assert len(others) == 3 + 2 * (4 + 1)  # embedding, last norm, head; two norms, q and k norms, router
     assert targets_in(model) == ("attention", "experts")
     assert not any(is_adapted(name, LoraConfig()) for name in registry.weights(model))
+    assert target_modules(OLMO2, LoraConfig(rank=4)) == sorted(ATTENTION + DENSE)  # and no norm behind a linear
