@@ -48,6 +48,7 @@ class Policy:
     optimizer: Optimizer
     reference: list[torch.nn.Module] | None  # frozen copy of the initial weights; None without algo.kl_coef, or with
     # adapters, whose base is the reference
+    has_reference: bool = True  # False: the caller sets ``ref_logprobs_T``, or the loss does not read it
     base_digest: int = 0  # of the frozen weights under adapters; 0 without adapters
     step: int = 0  # optimizer updates so far, across resumes
     host: InitVar[HostMemory | None] = None  # pinned memory for offloading
@@ -97,6 +98,7 @@ class Policy:
             chunks=chunks,
             optimizer=Optimizer(chunks, cfg.optim, cfg.precision, parallel, cfg.model),
             reference=reference,
+            has_reference=has_reference,
             base_digest=base,
             host=host,
         )
@@ -153,7 +155,7 @@ class Policy:
             replace(mb, old_logprobs_T=None if values is None else values.to(mb.tokens_T.device))
             for mb, values in zip(batch.microbatches, old, strict=True)
         ]
-        if self.cfg.algo.kl_coef > 0 and (self.reference or self.cfg.lora.rank):
+        if self.cfg.algo.kl_coef > 0 and self.has_reference and (self.reference or self.cfg.lora.rank):
             with nullcontext() if self.reference else without_adapters(self.chunks):
                 ref = self._forward.logprobs(self.reference or self.chunks, batch.microbatches)
             filled = [
