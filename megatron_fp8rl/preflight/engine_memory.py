@@ -56,7 +56,7 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
     context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if engine.ranks > 1 else 0)
     activations = _activation_bytes(cfg)
     graphs = 0 if engine.graphs == "none" else _GRAPH_BYTES
-    per_token = kv_token_bytes(cfg.model, cfg.engine, cpu=False)
+    per_token = kv_token_bytes(cfg.model, cfg.engine, expanded=False)
     left = int(engine.gpu_memory_utilization * capacity_bytes) - (weights.total + activations + graphs + context)
     kv_bytes, source = left, f"what is left of {engine.gpu_memory_utilization:.0%} of the GPU"
     if engine.kv_cache_bytes is not None:

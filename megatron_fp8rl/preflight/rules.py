@@ -181,9 +181,6 @@ def _check_sampling(checks: Checks) -> None:
     _check_speculation(checks)
     if engine.record_routed_experts and not model.is_moe:
         checks.refuse("engine.record_routed_experts", "records a router, and the model is dense", choices=[False])
-    if engine.kv_cache_dtype == "fp8" and model.has("mla"):
-        problem = "latent attention caches one vector for keys and values, for which no scales are measured"
-        checks.refuse("engine.kv_cache_dtype", problem, choices=["auto"])
 
 
 def _check_speculation(checks: Checks) -> None:
@@ -228,7 +225,8 @@ def _check_lengths(checks: Checks, accelerator: Generation) -> None:
         problem += "session.max_tokens)"
         checks.refuse("optim.max_tokens_per_microbatch", problem, f"Set it to {longest} or more", [longest])
     if engine.kv_cache_bytes is not None:
-        per_token = kv_token_bytes(cfg.model, engine, cpu=accelerator == "cpu")
+        is_expanded = accelerator == "cpu" and cfg.precision.exact is False
+        per_token = kv_token_bytes(cfg.model, engine, expanded=is_expanded)
         least = max(longest * per_token, cpu_cache_bytes(cfg, 1) if model.has("gdn") else 0)
         if engine.kv_cache_bytes < least:
             problem = f"cannot hold one sequence of {longest} tokens at {per_token} bytes each"
@@ -243,6 +241,9 @@ def _check_lengths(checks: Checks, accelerator: Generation) -> None:
 
 def _check_engines(checks: Checks, accelerator: Generation) -> None:
     cfg, engine, model, world = checks.cfg, checks.cfg.engine, checks.cfg.model, checks.cfg.parallel.world_size
+    if engine.kv_cache_dtype == "fp8" and model.has("mla") and (accelerator != "cpu" or cfg.precision.exact is False):
+        problem = "latent attention caches one vector for keys and values; only exact runs on CPUs measure its scale"
+        checks.refuse("engine.kv_cache_dtype", problem, choices=["auto"])
     total = engine.num_replicas * engine.ranks
     shares_gpus = accelerator != "cpu" and engine.placement == "colocated" and cfg.sampling.replay is None
     if shares_gpus and total > world >= 1:

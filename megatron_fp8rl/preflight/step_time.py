@@ -364,7 +364,7 @@ class _Step:
     @property
     def kv_bytes_read(self) -> float:
         """Bytes of the KV cache that a worker reads for one sequence in one decode step, on average."""
-        per_token = kv_token_bytes(self.cfg.model, self.cfg.engine, cpu=False)
+        per_token = kv_token_bytes(self.cfg.model, self.cfg.engine, expanded=False)
         return (self.lengths.prompt + self.lengths.mean / 2) * per_token
 
     def decode_s(self, average: float) -> float:

@@ -26,6 +26,7 @@ from megatron_fp8rl.rollout.vllm_plugin.plugin import (
     DELTA_NET_VARIABLE,
     FORMAT_VARIABLE,
     KEPT_VARIABLE,
+    LATENT_VARIABLE,
     PARTS_VARIABLE,
     SPECULATION_VARIABLE,
     WEIGHT_TRANSFER_BACKEND,
@@ -72,7 +73,8 @@ def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
 def cpu_cache_bytes(cfg: RunConfig, num_sequences: int) -> int:
     """Return the cache bytes of one worker on a CPU for sequences of full length."""
     block, layers = CPU_KV_BLOCK_TOKENS, cfg.model.layers[: cfg.model.num_layers]
-    layer_token_bytes = kv_token_bytes(cfg.model, cfg.engine, cpu=True) // max(1, _num_caching_layers(cfg.model))
+    token_bytes = kv_token_bytes(cfg.model, cfg.engine, expanded=cfg.precision.exact is not True)
+    layer_token_bytes = token_bytes // max(1, _num_caching_layers(cfg.model))
     # A state of a gated delta net takes a block of its own. Blocks have one size, in groups of equally many layers.
     states = sum(kind.mixer == "gdn" for kind in layers)
     block *= -(-_state_bytes(cfg.model) // (block * layer_token_bytes)) or 1
@@ -96,11 +98,11 @@ def _state_bytes(model: ModelConfig) -> int:
     return 4 * gdn.key_head_dim * values + 2 * (gdn.conv_width - 1) * (2 * keys + values)
 
 
-def kv_token_bytes(model: ModelConfig, engine: EngineConfig, *, cpu: bool) -> int:
+def kv_token_bytes(model: ModelConfig, engine: EngineConfig, *, expanded: bool) -> int:
     """Return the KV cache bytes of one token on one worker, over all layers. With more ranks than heads, vLLM
-    replicates key and value heads. Latent attention caches the latent vector and the rotated key on every rank; on a
-    CPU it caches keys and values (VLLM_MLA_DISABLE, below)."""
-    if model.mla is not None and not cpu:
+    replicates key and value heads. Latent attention caches the latent vector and the rotated key on every rank;
+    ``expanded``, on a CPU without exactness, it caches keys and values (VLLM_MLA_DISABLE, below)."""
+    if model.mla is not None and not expanded:
         values = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
     else:
         values = 2 * max(1, model.num_key_value_heads // engine.tensor) * model.head_dim
@@ -233,6 +235,8 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
         environment[SPECULATION_VARIABLE] = "1"
     if cfg.model.has("gdn"):
         environment[DELTA_NET_VARIABLE] = "1"
+    if cfg.model.has("mla"):
+        environment[LATENT_VARIABLE] = "absorbed" if kernels.exact == "on" else "vllm"
     if kernels.exact == "on" and (num_parts := engine_parts(cfg)):
         environment[PARTS_VARIABLE] = str(num_parts)
     if not cpu:
@@ -267,6 +271,7 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             # Half of the cores: OpenMP threads that share a core with the trainer's wait for each other.
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (2 * num_workers))),
             # vLLM has no kernel for latent attention on a CPU; with this setting it projects keys and values up first.
+            # In exact runs cpu_latent.py replaces that.
             "VLLM_MLA_DISABLE": "1",
             # Allows the "uni" executor with the asynchronous front end.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if cfg.engine.ranks == 1 else "1",

@@ -89,7 +89,8 @@ def metrics(by_layer: KVScales) -> dict[str, float]:
 
 
 def _layers(chunks: Sequence[nn.Module]) -> list[PackedAttention]:
-    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, PackedAttention)]
+    modules = (m for chunk in chunks for m in chunk.modules())
+    return [m for m in modules if isinstance(m, PackedAttention) and m.is_cached]
 
 
 def calibration_batches(cfg: RunConfig, prompts: Sequence[Prompt], *, data_rank: int) -> list[TrainBatch]:

@@ -156,14 +156,15 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str, more: str = 
     arguments that it gets as in a fleet. ``limits``: arguments of vLLM."""
     from vllm import LLM
 
-    from megatron_fp8rl.rollout.vllm_args import engine_arguments
+    from megatron_fp8rl.rollout.vllm_args import engine_arguments, engine_environment
     from megatron_fp8rl.rollout.vllm_plugin import plugin
 
     os.environ[plugin.FORMAT_VARIABLE] = engine_format(cfg.precision).name
-    if cfg.model.has("gdn"):
-        os.environ[plugin.DELTA_NET_VARIABLE] = "1"
+    kernels = choose(cfg, Hardware("cpu"))
+    passed = (plugin.DELTA_NET_VARIABLE, plugin.LATENT_VARIABLE)
+    os.environ.update({k: v for k, v in engine_environment(cfg, kernels).items() if k in passed})
     plugin.register()
-    arguments = engine_arguments(cfg, folder, choose(cfg, Hardware("cpu")))
+    arguments = engine_arguments(cfg, folder, kernels)
     shared = "hf-overrides worker-extension-cls weight-transfer-config dtype max-model-len kv-cache-dtype".split()
     shared += "tensor-parallel-size distributed-executor-backend enable-expert-parallel".split() + more.split()
     shared += "mamba-ssm-cache-dtype enable-lora max-loras max-lora-rank lora-target-modules".split()
@@ -173,9 +174,8 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str, more: str = 
         load_format=load_format,
         enforce_eager=True,
         skip_tokenizer_init=True,
-        kv_cache_memory_bytes=16 << 20,
         max_num_seqs=8,
-        **options | limits,
+        **{"kv_cache_memory_bytes": 16 << 20} | options | limits,
     )
 
 

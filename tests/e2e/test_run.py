@@ -154,6 +154,28 @@ def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("deepseek", {"parallel__world_size": "2", "parallel__expert": "2"}),
+        (
+            "glm_lite",
+            {"parallel__world_size": "2", "parallel__pipeline": "2", "engine__kv_cache_dtype": "fp8"},
+        ),
+    ],
+)
+def test_an_exact_run_with_latent_attention(tmp_path: Path, family: str, layout: dict):
+    more = {"algo__updates_per_step": "2", "warm_start__steps": "5", "num_steps": "2"}
+    status, output = _finish(_start("train", f"tests.helpers.latent_runs:{family}", tmp_path, **more, **layout))
+    assert status == 0, output[-3000:]
+    assert json.loads((tmp_path / "config.json").read_text())["precision"]["exact"] is True
+    for step, line in _lines(tmp_path).items():
+        if step:
+            assert line["mismatch/abs_logprob_diff/max"] == 0 and line["mismatch/ratio/max"] == 1
+            assert line["train/grad_norm/max"] > 0
+
+
+@pytest.mark.slow
 def test_an_exact_run_that_samples_ahead_trains_tokens_of_older_weights(tmp_path: Path):
     """The first step compares all tokens. Later steps also train tokens of older weights, which differ.
 

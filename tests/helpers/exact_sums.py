@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.token_array import TokenArray
-from megatron_fp8rl.types import Sample, Segment
+from megatron_fp8rl.types import KVScales, Sample, Segment
 from tests.helpers.family_configs import GLM
 from tests.helpers.models import small_model
 from tests.helpers.training import make_batch, token_values
@@ -41,8 +41,14 @@ def random_weights(model: ModelConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def tokens_logprobs(cfg: RunConfig, weights: Mapping[str, Tensor], sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+def tokens_logprobs(
+    cfg: RunConfig,
+    weights: Mapping[str, Tensor],
+    sequences: Sequence[Sequence[int]],
+    cache_scales: KVScales | None = None,
+) -> list[Tensor]:
     """On a rank: log-probabilities of all but the first token of each sequence, in one batch."""
+    from megatron_fp8rl.trainer import kv_scales
     from megatron_fp8rl.trainer.model.build import load_hf
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
@@ -50,6 +56,8 @@ def tokens_logprobs(cfg: RunConfig, weights: Mapping[str, Tensor], sequences: Se
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
     load_hf(policy.models, weights.__getitem__, cfg.model, parallel)
+    if cache_scales is not None:
+        kv_scales.set_scales(policy.chunks, cache_scales, parallel.device)
     samples = []
     for index, tokens in enumerate(sequences):
         ids = TokenArray(torch.tensor(tokens).int().numpy())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.kernels import exact_logprobs as exact
+from megatron_fp8rl.kernels.latent import NORM_EPS
 from megatron_fp8rl.kernels.types import BLOCK, block_scales
 from megatron_fp8rl.precision.formats import QuantFormat
 from megatron_fp8rl.upstream import patches
@@ -260,6 +261,26 @@ def fill_kv_scales(layer: nn.Module, query_key_value: Sequence[float]) -> list[f
         getattr(layer, f"_{name}_scale").fill_(value)
         setattr(layer, f"_{name}_scale_float", value)
     return torch.stack([layer._q_scale, layer._k_scale, layer._v_scale]).tolist()
+
+
+@patches(
+    "vllm",
+    why="the norms of latent vectors get the model's eps. The published models' code leaves 1e-6, and GLM-4.7-Flash "
+    "has 1e-5 elsewhere",
+    remove_when="vLLM's latent norms have the eps of transformers",
+    optional=True,
+)
+def normalize_latents_as_published() -> None:
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2Attention, DeepseekV2MLAAttention
+
+    def build(attention: nn.Module, *args: Any, original: Callable[..., None], **kwargs: Any) -> None:
+        original(attention, *args, **kwargs)
+        for name in ("q_a_layernorm", "kv_a_layernorm"):
+            if (norm := getattr(attention, name, None)) is not None:
+                norm.variance_epsilon = NORM_EPS
+
+    for kind in (DeepseekV2Attention, DeepseekV2MLAAttention):
+        kind.__init__ = functools.partialmethod(build, original=kind.__init__)
 
 
 def kv_scales_of(layer: nn.Module) -> tuple[float, float, float]:

@@ -17,6 +17,7 @@ FORMAT_VARIABLE = "MEGATRON_FP8RL_FORMAT"  # passes the name of the format to th
 KEPT_VARIABLE = "MEGATRON_FP8RL_KEPT_ENTRIES"  # 1: return the vocabulary entries from which each token was sampled
 SPECULATION_VARIABLE = "MEGATRON_FP8RL_SPECULATION"  # 1: drafts are verified
 DELTA_NET_VARIABLE = "MEGATRON_FP8RL_DELTA_NETS"  # 1: the model has gated delta nets, whose layers take long to import
+LATENT_VARIABLE = "MEGATRON_FP8RL_LATENT"  # of latent attention: "absorbed", as in an exact trainer, or "vllm"
 PARTS_VARIABLE = "MEGATRON_FP8RL_ROW_PARTS"  # number of partial sums that row-parallel linears add in order
 
 WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every weight_sync.transport, which the first request names
@@ -56,6 +57,8 @@ def register() -> None:
 
         patches_speculation.verify_in_order()
     patches.name_loaders_of_norms()
+    if LATENT_VARIABLE in os.environ and upstream.applies("normalize_latents_as_published"):
+        patches.normalize_latents_as_published()
     if current_platform.is_cpu():
         from megatron_fp8rl.rollout.vllm_plugin import patches_adapters
         from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_experts, cpu_layers
@@ -75,6 +78,10 @@ def register() -> None:
 
             cpu_delta_net.compute_as_the_trainer()
         cpu_experts.exchange_tokens_on_cpu()
+        if os.environ.get(LATENT_VARIABLE) == "absorbed":
+            from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_latent  # imports vLLM's model
+
+            cpu_latent.absorb_projections()
         _add_in_rank_order()
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
@@ -208,7 +209,10 @@ class LatentAttentionBase(MultiLatentAttention):
         del self.rotary_pos_emb
 
     def _run_core_attention(self, query, key, value, attention_mask, packed_seq_params=None, **unused) -> Tensor:
-        return self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
+        return self.attend(query, key, value, packed_seq_params)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor | None, packed: PackedSeqParams | None) -> Tensor:
+        return self.core_attention(query, key, value, packed_seq_params=packed)
 
 
 @patches(

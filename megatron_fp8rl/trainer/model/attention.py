@@ -65,15 +65,18 @@ class PackedAttention(MegatronModule):
         attend: Attend | None = None,
         has_fallback: bool = True,
         rounds_queries: bool = False,
+        caches_keys_only: bool = False,
         pg_collection=None,
         **unused,
     ):
         """``attend``: a varlen kernel for shapes that :func:`attention_te.supports`; None for torch's attention.
-        Without ``has_fallback``, other shapes raise ValueError. ``rounds_queries``: to E4M3 if the cache is FP8."""
+        Without ``has_fallback``, other shapes raise ValueError. ``rounds_queries``: to E4M3 if the cache is FP8.
+        ``caches_keys_only``: values are the first features of keys, and rounded as these."""
         super().__init__(config=config)
         self.attend, self.has_fallback = attend, has_fallback
         self.rotary, self.softmax_scale, self.window = rotary, scale, window
-        self.rounds_queries = rounds_queries
+        self.rounds_queries, self.caches_keys_only = rounds_queries, caches_keys_only
+        self.is_cached = True  # whether engines cache these keys and values
         self.cp_group = pg_collection.cp
         self.layer = layer_number - 1  # index in the whole model, from 0
         self.amax: Tensor | None = None  # FP32 [3], running max of |q|, |k|, |v| while trainer/kv_scales measures
@@ -100,9 +103,9 @@ class PackedAttention(MegatronModule):
         if self.amax is not None:
             self._observe((query, key, value), packed_seq_params)
         if self.cache_scales is not None:
-            of_query, *of_cache = self.cache_scales
+            of_query, of_key, of_value = self.cache_scales
             query = as_cached(query, of_query) if self.rounds_queries else query
-            key, value = map(as_cached, (key, value), of_cache)
+            key, value = as_cached(key, of_key), as_cached(value, of_key if self.caches_keys_only else of_value)
         num_tokens, dtype = query.shape[0], query.dtype
         if query.device.type == "cpu":  # as in the engine (kernels/float64.py)
             query, key, value = query.double(), key.double(), value.double()

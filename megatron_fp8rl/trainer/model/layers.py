@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -217,7 +218,11 @@ class LayerFactory:
         out = partial(self._row_linear, spec=linear("linear_proj"))
         if kind.mixer == "mla":
             core = ModuleSpec(PackedAttention, params=settings)
-            submodules = LatentSubmodules(core_attention=core, linear_proj=out)
+            absorbed = None
+            if self._is_exact:
+                rotary = replace(settings["rotary"], first_feature=model.mla.kv_lora_rank)
+                absorbed = partial(PackedAttention, **settings | {"rotary": rotary, "caches_keys_only": True})
+            submodules = LatentSubmodules(core_attention=core, linear_proj=out, absorbed=absorbed)
             return ModuleSpec(LatentAttention, params={"linear": linear, "norm": self.norm}, submodules=submodules)
         all_heads = registry.norms_all_heads(model)
         norm = self.norm if model.qk_norm and not all_heads else None

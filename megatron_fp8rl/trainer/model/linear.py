@@ -242,6 +242,16 @@ class _SumInOrder(torch.autograd.Function):
         return None, *[grad] * (len(ctx.needs_input_grad) - 1)
 
 
+def rounded_weight(linear: QuantizableLinear) -> Tensor:
+    """[N, K]: the weight in the values that the linear multiplies."""
+    if linear.recipe is None:
+        return linear.weight
+    rows = linear.block_rows
+    weight = linear.weight if rows is None else linear.weight[rows]
+    values = linear.recipe.weight(weight[None], None, False).values[0]
+    return values if rows is None else values[rows.argsort()]
+
+
 def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] times weight [N, K] with the recipe of ``linear`` -> [..., N]."""
     return _adapted(linear, _product(linear, x, weight), x)

@@ -3,6 +3,9 @@
 Down-projections into the latent space are replicated on every tensor-parallel rank and applied to the rank's tokens;
 up-projections are sharded by heads. Core attention rotates the keys; all heads share one rotated part.
 
+In exact runs the forward pass is absorbed, as in the engine (``kernels/latent.py``). Its gradients are those of the
+expanded form, whose forward pass runs only where gradients are needed.
+
 Megatron-Core 0.19's MLA layer without Transformer Engine cannot be used. The gradient of the keys' shared rotated part
 is not summed over tensor-parallel ranks (relative errors of 11 to 38 % in ``linear_kv_down_proj``). It rotates by the
 length of the pack. It pads values to the size of keys, which truncates larger values.
@@ -24,17 +27,18 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
+from megatron_fp8rl.kernels import latent
 from megatron_fp8rl.trainer.compat.megatron import LatentAttentionBase
-from megatron_fp8rl.trainer.model.linear import ColumnLinear, LinearSpec, ReplicatedLinear, RMSNorm
+from megatron_fp8rl.trainer.model.linear import ColumnLinear, LinearSpec, ReplicatedLinear, RMSNorm, rounded_weight
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.upstream import patches
-
-_NORM_EPS = 1e-6  # latent norms always use this: the published model's code does not pass its eps on
 
 
 @dataclass
 class LatentSubmodules:
     core_attention: Any
     linear_proj: Any
+    absorbed: Any = None  # attention of the absorbed form; None: the forward pass is expanded
 
 
 @patches(
@@ -83,12 +87,20 @@ class LatentAttention(LatentAttentionBase):
             self.linear_q_proj = column("linear_q_proj", hidden, self.q_head_dim)
         else:
             self.linear_q_down_proj = replicated("linear_q_down_proj", config.q_lora_rank)
-            self.q_layernorm = norm(config, config.q_lora_rank, eps=_NORM_EPS)
+            self.q_layernorm = norm(config, config.q_lora_rank, eps=latent.NORM_EPS)
             self.linear_q_up_proj = column("linear_q_up_proj", config.q_lora_rank, self.q_head_dim)
         self.latent_and_rotated = (config.kv_lora_rank, config.qk_pos_emb_head_dim)
         self.linear_kv_down_proj = replicated("linear_kv_down_proj", sum(self.latent_and_rotated))
-        self.kv_layernorm = norm(config, config.kv_lora_rank, eps=_NORM_EPS)
+        self.kv_layernorm = norm(config, config.kv_lora_rank, eps=latent.NORM_EPS)
         self.key_and_value = (config.qk_head_dim, config.v_head_dim)
+        self.absorbed = None
+        if submodules.absorbed is not None:
+            self.absorbed = submodules.absorbed(
+                config, layer_number, attn_mask_type, "self", pg_collection=pg_collection
+            )
+            self.core_attention.is_cached = False  # it has gradients only
+            self.up_cache = WeightCache()  # of the up-projection, in the values that its product reads
+        self._latents: tuple[Tensor, Tensor] | None = None  # of the current forward pass, for the absorbed form
         self.linear_kv_up_proj = column("linear_kv_up_proj", config.kv_lora_rank, sum(self.key_and_value))
 
     def get_query_key_value_tensors(
@@ -98,19 +110,58 @@ class LatentAttention(LatentAttentionBase):
         position_ids: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         inference_context: Any = None,
-    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """hidden [S, 1, hidden] -> query and key [T, H, qk_head_dim], not yet rotated, and value [T, H, v_head_dim]."""
+    ) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        """hidden [S, 1, hidden] -> query and key [T, H, qk_head_dim], not yet rotated, and value [T, H, v_head_dim].
+        An absorbed pass without gradients has no values, and its keys are the rotated parts."""
         if self.config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
             query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
-        latent, rotated = self.linear_kv_down_proj(hidden_states).split(self.latent_and_rotated, dim=-1)
+        mixed, rotated = self.linear_kv_down_proj(hidden_states).split(self.latent_and_rotated, dim=-1)
+        mixed = self.kv_layernorm(mixed)
         if self.config.sequence_parallel:
             # Backward: each rank has the gradient through its heads only, so the slices are summed.
             rotated = gather_from_sequence_parallel_region(rotated, group=self.tp_group)
-        key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         num_heads = self.num_attention_heads_per_partition
         query = query.view(-1, num_heads, self.q_head_dim)
+        if self.absorbed is not None:
+            with torch.no_grad():
+                self._latents = (self.linear_kv_up_proj.gathered(mixed), rotated)
+            if not torch.is_grad_enabled():
+                return query, rotated, None, None, None
+        key_value, _ = self.linear_kv_up_proj(mixed)
         key, value = key_value.view(-1, num_heads, sum(self.key_and_value)).split(self.key_and_value, dim=-1)
         key = torch.cat([key, rotated.expand(-1, num_heads, -1)], dim=-1)
         return query, key, value, None, None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor | None, packed: PackedSeqParams | None) -> Tensor:
+        """[T, H * v_head_dim]. A recomputed pass has no latents, and needs the graph of the expanded form only."""
+        latents, self._latents = self._latents, None
+        if latents is None:
+            return super().attend(query, key, value, packed)
+        out = self._absorbed(query, *latents, packed)
+        if value is None or not torch.is_grad_enabled():
+            return out
+        return _WithGradientOf.apply(super().attend(query, key, value, packed), out)
+
+    @torch.no_grad()
+    def _absorbed(self, query: Tensor, mixed: Tensor, rotated: Tensor, packed: PackedSeqParams | None) -> Tensor:
+        up, (size, num_values) = self.linear_kv_up_proj, self.key_and_value
+        weight = self.up_cache.get((up.weight,), lambda: rounded_weight(up))
+        plain, turning = query.split([size, query.shape[-1] - size], dim=-1)
+        query = torch.cat([latent.absorb(plain, weight), turning], dim=-1)
+        key = torch.cat([mixed, rotated], dim=-1)
+        out = self.absorbed(query, key, mixed, packed_seq_params=packed)
+        return latent.project_up(out.unflatten(1, (query.shape[1], -1)), weight, num_values).flatten(1)
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """The values of ``out``, and the gradient of ``other``."""
+
+    @staticmethod
+    def forward(ctx: Any, other: Tensor, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

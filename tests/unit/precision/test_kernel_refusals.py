@@ -20,7 +20,7 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.preflight import findings, rules
-from tests.helpers.family_configs import DEEPSEEK, GLM, MIXTRAL
+from tests.helpers.family_configs import DEEPSEEK, GLM, GLM_LITE, MINIMAX, MIXTRAL
 from tests.helpers.models import small_model
 
 FIELDS = {
@@ -168,12 +168,16 @@ def test_exact_names_every_field_that_is_in_its_way():
     assert {"--sampling.top_p", "--sampling.top_k", "--sampling.min_p"} <= fields
 
 
-def test_latent_attention_is_refused_on_a_cpu_before_the_start():
-    cfg = replace(EXACT, model=DEEPSEEK, precision=PrecisionConfig(trainer="bf16", rollout="bf16", exact=True))
-    (violation,) = [v for v in rules.check(cfg, accelerator="cpu") if v.field == "--precision.exact"]
-    assert "latent attention" in violation.problem
-    for model in (MIXTRAL, GLM):
-        assert not [v for v in rules.check(replace(cfg, model=model), accelerator="cpu") if "exact" in str(v)]
+def test_latent_attention_and_every_other_family_are_exact_on_a_cpu_and_latent_attention_is_refused_on_a_gpu():
+    from megatron_fp8rl.precision.kernel_choice import choose, refusals
+
+    cfg = replace(EXACT, precision=PrecisionConfig(trainer="bf16", rollout="bf16"))
+    for model in (MIXTRAL, GLM, MINIMAX, DEEPSEEK, GLM_LITE):
+        run = replace(cfg, model=model)
+        assert not [v for v in rules.check(run, accelerator="cpu") if "exact" in str(v)]
+        assert choose(run, Hardware("cpu")).exact == "on"
+    problems = [v.problem for v in refusals(replace(EXACT, model=DEEPSEEK), Hardware("hopper"))]
+    assert any("latent attention in the absorbed form" in problem for problem in problems)
 
 
 def test_windows_that_sequences_exceed_are_inexact_on_a_gpu_until_they_are_measured():

@@ -272,11 +272,11 @@ def test_kv_cache_of_known_models():
     """Bytes per token: Qwen3-8B 2 x 36 x 8 x 128 x 2; heads are copied beyond 8 ranks; DeepSeek-V3 576 per layer, and
     on a CPU, without latent attention, 128 heads of 192 values twice."""
     deepseek = run(deepseek_v3(), engine__tensor=8)
-    assert vllm_args.kv_token_bytes(qwen3_8b(), run(qwen3_8b()).engine, cpu=False) == 147_456
+    assert vllm_args.kv_token_bytes(qwen3_8b(), run(qwen3_8b()).engine, expanded=False) == 147_456
     narrow = run(qwen3_8b(), engine__tensor=16, engine__kv_cache_dtype="fp8")
-    assert vllm_args.kv_token_bytes(narrow.model, narrow.engine, cpu=True) == 2 * 36 * 128
-    assert vllm_args.kv_token_bytes(deepseek.model, deepseek.engine, cpu=False) == 61 * 576 * 2
-    assert vllm_args.kv_token_bytes(deepseek.model, deepseek.engine, cpu=True) == 61 * 2 * 16 * 192 * 2
+    assert vllm_args.kv_token_bytes(narrow.model, narrow.engine, expanded=True) == 2 * 36 * 128
+    assert vllm_args.kv_token_bytes(deepseek.model, deepseek.engine, expanded=False) == 61 * 576 * 2
+    assert vllm_args.kv_token_bytes(deepseek.model, deepseek.engine, expanded=True) == 61 * 2 * 16 * 192 * 2
 
 
 def test_kv_cache_takes_what_is_left():

@@ -2,7 +2,8 @@
 
 Patches vLLM's workers with ``kernels/float64.py`` and ``kernels/exact_logprobs.py``, over a paged KV cache in BF16 or
 E4M3. An FP8 cache rounds keys and values as on a GPU (``patches_attention.py``), but not queries. vLLM allocates a
-layer's cache, [blocks, G, tokens of a block, 2 D]; here the last axis is a token's key and value.
+layer's cache, [blocks, G, tokens of a block, 2 D]; here the last axis is a token's key and value. A latent cache has
+keys only, [blocks, 1, tokens of a block, D]: values are their first features (``cpu_latent.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def register() -> None:
             _, *scales = kv_scales_of(layer)
             key, value = map(to_cache, (key, value), scales)
             key, value, kv_cache = (x.view(torch.uint8) for x in (key, value, kv_cache))
-        kv_cache[slot_mapping // size, :, slot_mapping % size] = torch.cat([key, value], dim=-1)
+        rows = torch.cat([key, value], dim=-1)[..., : kv_cache.shape[-1]]
+        kv_cache[slot_mapping // size, :, slot_mapping % size] = rows
 
     def attend(
         self: Any,
@@ -110,11 +112,11 @@ def _attend_requests(
     window: int | None,
     output: Tensor,
 ) -> None:
-    """Fill ``output`` [T, Q, D]. PyTorch computes requests with equally few tokens together, such as those that decode
+    """Fill ``output`` [T, Q, V]. PyTorch computes requests with equally few tokens together, such as those that decode
     or verify drafts, and each longer prompt separately."""
     ends = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
-    out = output.view(len(output), -1, query.shape[-1])
-    if paged_attention.attend(query, kv_cache, cache_scales, *ends, scale, window, out):
+    out, has_values = output.view(*query.shape[:2], -1), kv_cache.shape[-1] > query.shape[-1]
+    if has_values and paged_attention.attend(query, kv_cache, cache_scales, *ends, scale, window, out):
         return
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     counts = [end - start for start, end in itertools.pairwise(starts)]
@@ -123,7 +125,8 @@ def _attend_requests(
     groups += [[i] for i, count in enumerate(counts) if count > _FEW_TOKENS]
     for requests in groups:
         num_queries, longest = counts[requests[0]], max(lengths[i] for i in requests)
-        key, value = _cached(kv_cache, cache_scales, metadata.block_table[requests], longest)
+        cached = _cached(kv_cache, metadata.block_table[requests], longest)
+        key, value = _keys_and_values(cached, cache_scales, query.shape[-1], out.shape[-1])
         rows = torch.tensor([starts[i] for i in requests])[:, None] + torch.arange(num_queries)
         ends = torch.tensor([lengths[i] for i in requests])[:, None] - num_queries + torch.arange(1, num_queries + 1)
         positions = torch.arange(longest)
@@ -133,12 +136,20 @@ def _attend_requests(
         out[rows] = float64.attend(query[rows], key, value, mask, scale)
 
 
-def _cached(kv_cache: Tensor, scales: Sequence[float] | None, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return (keys, values) [requests, length, G, D] of ``length`` tokens; float32 from an FP8 cache."""
+def _cached(kv_cache: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """[requests, length, G, 2 D]: the cache of ``length`` tokens."""
     size = kv_cache.shape[2]
     rows = kv_cache[blocks[:, : -(-length // size)].long()]  # [requests, blocks, G, size, 2 D]
-    rows = rows.transpose(2, 3).flatten(1, 2)[:, :length]
-    if scales is None:
-        return rows.chunk(2, dim=-1)
-    key, value = rows.view(torch.float8_e4m3fn).float().chunk(2, dim=-1)
-    return key * scales[0], value * scales[1]
+    return rows.transpose(2, 3).flatten(1, 2)[:, :length]
+
+
+def _keys_and_values(
+    rows: Tensor, scales: Sequence[float] | None, num_key: int, num_value: int
+) -> tuple[Tensor, Tensor]:
+    """(keys [..., ``num_key``], values [..., ``num_value``]) of cached rows; float32 from an FP8 cache."""
+    if scales is not None:
+        rows = rows.view(torch.float8_e4m3fn).float()
+    key, value = rows[..., :num_key], rows[..., num_key:]
+    if scales is not None:
+        key, value = key * scales[0], value * scales[1]
+    return key, value if value.shape[-1] else key[..., :num_value]
