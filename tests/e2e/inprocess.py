@@ -35,6 +35,7 @@ from megatron_fp8rl.precision.formats import engine_format
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the calling process
@@ -102,6 +103,7 @@ class Host:
 def serve(descriptor: int) -> None:
     """The host's main function: import once, then one forked child per call."""
     torch.set_num_threads(1)
+    megatron_on_cpu.install()  # before publish imports Megatron-Core
     for module in PRELOAD:
         importlib.import_module(module)
     pipe = Connection(descriptor)
