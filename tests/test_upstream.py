@@ -206,9 +206,8 @@ def test_overrides_are_registered_and_private_ones_stand_in_compat():
     for cls in _classes():
         place = Path(sys.modules[cls.__module__].__file__).relative_to(LIBRARY).as_posix()
         theirs = [base for base in cls.__mro__ if base.__module__.startswith((*OVERRIDING, "torch.nn."))]
-        own = {name for name in vars(cls) if not name.startswith("__")} - {
-            "_abc_impl"
-        }  # which abc gives to every class
+        own = {name for name in vars(cls) if not name.startswith("__")}
+        own -= {"_abc_impl", "_is_protocol"}  # which abc and typing give to every class
         overridden = {name for base in theirs for name in own & set(vars(base))} - {"forward"}
         changing = [base for base in theirs if base.__module__.startswith(OVERRIDING)]
         if changing and "forward" in own:
