@@ -229,6 +229,13 @@ class GgufFile:
             backend.decoder = decoders.ByteLevel()
             if split == "qwen2":
                 backend.normalizer = normalizers.NFC()
+        elif kind == "llama" and self.model.family == "gemma3_text":
+            vocabulary = {name: token for token, name in enumerate(names)}
+            backend = Tokenizer(
+                models.BPE(vocab=vocabulary, merges=self._merges(vocabulary), fuse_unk=True, byte_fallback=True)
+            )
+            backend.normalizer = normalizers.Replace(" ", "▁")
+            backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
         elif kind == "llama":
             from transformers import AutoTokenizer
 
@@ -239,7 +246,7 @@ class GgufFile:
             if token_kind == _CONTROL:
                 backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
             elif token_kind == _USER_DEFINED:
-                backend.add_tokens([AddedToken(token, normalized=False)])
+                backend.add_tokens([AddedToken(token, normalized="▁" in token)])
         begin = self._token_id("bos")
         if self.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and begin is not None:
             backend.post_processor = processors.TemplateProcessing(
@@ -248,6 +255,19 @@ class GgufFile:
                 special_tokens=[(names[begin], begin)],
             )
         return backend
+
+    def _merges(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+        """Pairs in the order of the scores of what they form; transformers' reader would take Gemma's for a unigram
+        model."""
+        scores, kinds = (self.metadata[f"tokenizer.ggml.{name}"] for name in ("scores", "token_type"))
+        ranked = [
+            (-scores[token], vocabulary[name[:end]], vocabulary[name[end:]], name, end)
+            for name, token in vocabulary.items()
+            if kinds[token] != _CONTROL
+            for end in range(1, len(name))
+            if name[:end] in vocabulary and name[end:] in vocabulary
+        ]
+        return [(name[:end], name[end:]) for *_, name, end in sorted(ranked)]
 
 
 def _model(path: Path, metadata: Mapping[str, Any], is_tied: bool, factors: list[float] | None) -> ModelConfig:

@@ -81,6 +81,21 @@ def test_every_tensor_and_the_architecture_are_read(kind, tmp_path):
     assert source.model == model and source.config["dtype"] == "float32"
 
 
+def test_gemma_merges_pairs_in_the_order_of_scores(tmp_path):
+    """A unigram model would take "ab" + "c", which has the larger sum, for the pieces of "abc"."""
+    pieces = {"<pad>": 0.0, "<eos>": 0.0, "<bos>": 0.0, "<unk>": 0.0, "▁▁": 0.0, "bc": -1.0, "ab": -2.0, "▁a": -3.0}
+    pieces |= dict.fromkeys(("▁", "a", "b"), -9.0) | {"c": -0.5}
+    model = replace(MODELS["gemma3"], vocab_size=len(pieces))
+    metadata = {"model": "llama", "tokens": [*pieces], "scores": [*pieces.values()], "merges": None, "pre": "default"}
+    metadata |= {"token_type": [3] * 4 + [4] + [1] * 7, "bos_token_id": 2, "eos_token_id": 1, "eot_token_id": None}
+    metadata |= {"chat_template": None, "padding_token_id": 0, "unknown_token_id": 3, "add_bos_token": True}
+    named = {f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}": value for key, value in metadata.items()}
+    tokenizer, ends, _ = GgufFile.open(write_gguf(tmp_path / "a.gguf", model, metadata=named)).tokenizer()
+    ids = tokenizer("abc ac  b<eos>")["input_ids"]
+    assert [[*pieces][token] for token in ids] == ["<bos>", "a", "bc", "▁a", "c", "▁▁", "b", "<eos>"]
+    assert ends == [1] and tokenizer.decode(ids, skip_special_tokens=True) == "abc ac  b"
+
+
 def test_quantized_weights_are_bf16(tmp_path):
     tensors = random_tensors(LLAMA, torch.float32)
     file = write_gguf(tmp_path / "a.gguf", LLAMA, tensors, quantized=True)
