@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import inprocess
+import pytest
 import torch
 from engine_weights import policy_of
 from safetensors.torch import load_file, save_file
+from test_engine_families import MODELS
 from torch import Tensor
 
-from megatron_fp8rl.config import LoraConfig, RunConfig
+from megatron_fp8rl.config import LoraConfig, ModelConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.names import adapted, registry
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
@@ -139,3 +141,27 @@ def _cached(folder: str) -> list[int]:
 def test_the_prefix_cache_of_an_adapter_is_not_read_with_the_next(tmp_path: Path):
     first, again, changed, again_changed = inprocess.call(_cached, str(tmp_path))
     assert first == changed == 0 and again == again_changed > 0
+
+
+def _family(folder: str, model: ModelConfig) -> tuple[int, Tensor, Tensor, Tensor]:
+    from megatron_fp8rl.rollout.vllm_plugin.patches_adapters import adapter_request
+
+    precision = PrecisionConfig(trainer="blockwise", rollout="blockwise")
+    lora = replace(LORA, targets=("attention", "dense"))
+    cfg = RunConfig(name="family", model=model, precision=precision, lora=lora, output_dir=f"{folder}/run")
+    llm = _engine(cfg, Path(folder) / "model")
+    exporter, folders = exporter_of(cfg, inprocess.InProcessFleet(llm))
+    seen = []
+    for version in range(2):
+        folders.tensors = adapters(cfg, version)
+        report = exporter.publish(version)  # verifies the adapter of every linear
+        seen.append(inprocess.prompt_logprobs(llm, adapter_request(version)))
+    exporter.close()
+    return report.num_tensors, *seen, inprocess.prompt_logprobs(llm)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "glm4_moe"])
+def test_biases_dense_layers_and_shared_experts_have_adapters(family: str, tmp_path: Path):
+    number, first, second, base = inprocess.call(_family, str(tmp_path), MODELS[family])
+    assert number == 2 * 7 * MODELS[family].num_layers  # attention, and a dense MLP or a shared expert in each layer
+    assert (first - second).abs().max() > 0.1 < (first - base).abs().max()
