@@ -84,7 +84,10 @@ def write(recipe: Recipe, options: DerivedOptions, inputs: dict[str, Any], repor
     }
     total = sum(num_bytes.values())
     with output_folder(options.target, inputs, overwrite=options.overwrite, num_bytes=total) as output:
-        writer = HfWriter.create(output.partial, tensors, options.shard_gb, options.memory_bytes)
+        fuses_experts = registry.FAMILIES[model.family].fused_experts
+        writer = HfWriter.create(
+            output.partial, tensors, options.shard_gb, options.memory_bytes, fuses_experts=fuses_experts
+        )
         buckets, label = fill_buckets(num_bytes.items()), inputs["command"]
         report.volume = run_buckets(_Write(recipe, writer), buckets, output, workers=options.workers, label=label)
         report.num_tensors = len(tensors)

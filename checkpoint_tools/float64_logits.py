@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megatron_fp8rl.data.fused_experts import fuse
+from megatron_fp8rl.names import registry
+
 _BYTES_PER_WEIGHT = 16  # the tensors and the model
 _MEMORY_SHARE = 0.25  # of free memory, which other programs need as well
 
@@ -63,6 +66,8 @@ def float64_logits(
     settings = AutoConfig.for_model(**kept)
     auto_class = AutoModelForCausalLM._model_mapping[type(settings)]
     tensors = {name: read(name).double() for name in names}
+    if registry.FAMILIES[settings.model_type].fused_experts:
+        tensors = fuse(tensors)
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), torch.no_grad(), _Float64():

@@ -78,6 +78,9 @@ class Options(WorkerOptions):
 def run(options: Options) -> int:
     """Convert and print a report; returns 0."""
     source = HfFolder.open(options.source, keep_mtp=options.keep_mtp)
+    if registry.FAMILIES[source.model.family].fused_experts:
+        problem = f"no program reads block FP8 of family {source.model.family}, published in MXFP4; a run reads"
+        raise CheckpointError(source.path, f"{problem} this folder as it is, and sends FP8 to its engines")
     with report_conversion(options.source, options.target) as report:
         report.add_source(source, check_hub_digests(source.files, options))
         transfers, report.volume = convert(source, options.target, options)

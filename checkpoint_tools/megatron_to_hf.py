@@ -101,7 +101,8 @@ def convert(
     with output_folder(target, inputs, overwrite=options.overwrite, num_bytes=total) as output:
         links = output.partial / _LINKS
         source = _link_files(source, links)
-        writer = HfWriter.create(output.partial, tensors, shard_gb, options.memory_bytes)
+        fuses_experts = registry.FAMILIES[source.model.family].fused_experts
+        writer = HfWriter.create(output.partial, tensors, shard_gb, options.memory_bytes, fuses_experts=fuses_experts)
         job = ToHf(source, writer, dtypes)
         volume = run_buckets(job, buckets, output, workers=options.workers, label="megatron_to_hf")
         config = _config(source.model, config_dir, {entry.dtype for entry in writer.entries.values()})

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_tools.errors import CheckpointError
+from megatron_fp8rl.data.fused_experts import ExpertEntry
 from megatron_fp8rl.data.packed_int4 import PackedEntry, unpack
 from megatron_fp8rl.data.safetensors_header import DTYPES, Entry
 
@@ -77,6 +78,8 @@ class Files:
         """A copy of rows [first, end) of a tensor, by default all. A scalar is read whole."""
         if isinstance(entry, PackedEntry):
             return unpack(*(self.rows(stored, first, end) for stored in (entry.packed, entry.scale)))
+        if isinstance(entry, ExpertEntry):
+            return entry.read(self.rows)[first:end]
         if not entry.shape:
             return self.read(entry.file, entry.offset, entry.num_bytes).view(entry.dtype)[0]
         end = entry.shape[0] if end is None else end
@@ -85,6 +88,11 @@ class Files:
 
     def write_rows(self, entry: Entry, first: int, rows: Tensor) -> None:
         """Write ``rows``, of the entry's type, at row ``first`` of a tensor. Raises OSError."""
+        if isinstance(entry, ExpertEntry):
+            self.descriptor(entry.file)  # for sync
+            content = torch.from_file(str(entry.file), shared=True, size=entry.file.stat().st_size, dtype=torch.uint8)
+            entry.place(content)[first : first + len(rows)] = rows
+            return
         view = raw_bytes(rows)
         position, offset = 0, entry.offset + first * entry.row_bytes
         while position < len(view):

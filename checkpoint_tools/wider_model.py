@@ -64,8 +64,10 @@ def widened(model: ModelConfig, head_dim: int | None = None) -> ModelConfig:
     if registry.norms_all_heads(model):
         raise ValueError(f"family {model.family}: heads that share a norm cannot be widened; train it in BF16")
     head_dims = [model.head_dim * factor for factor in _HEAD_FACTORS]
-    if model.rotary_fraction != 1.0:
-        head_dims = head_dims[:1]  # the rest of each head would have to stay behind the rotated part
+    is_yarn = model.rope_scaling is not None and model.rope_scaling.kind == "yarn"
+    if model.rotary_fraction != 1.0 or is_yarn:
+        # The rest of each head would have to stay behind the rotated part; YaRN rounds the bounds of its ramp.
+        head_dims = head_dims[:1]
     if head_dim is not None:
         if (
             head_dim < model.head_dim
@@ -170,6 +172,8 @@ class Widening:
     def _factor(self, name: str, axes: tuple[str, ...]) -> float:
         hidden, head = self.model.hidden_size / self.wider.hidden_size, self.wider.head_dim / self.model.head_dim
         if axes == ("hidden",):
+            if name.endswith(".bias"):  # added to the residual stream
+                return 1.0
             return math.sqrt(hidden)
         module = name.split(".")[-2]
         if self.model.qk_norm:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data.checkpoint_error import CheckpointError
+from megatron_fp8rl.data.fused_experts import split_entries
 from megatron_fp8rl.data.packed_int4 import is_packed_int4, unpacked_entries
 from megatron_fp8rl.data.safetensors_header import Entry, read_header
 from megatron_fp8rl.data.weight_files import INDEX, SINGLE, explain, no_safetensors, prefix_problem
@@ -107,7 +108,16 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
         unreadable = {name.removeprefix(prefix) for name in unreadable}
     if is_packed_int4(registry.text_config(config)):
         entries = unpacked_entries(entries)
+    if fuses_experts(path):
+        entries = split_entries(entries)
     return entries, problems, unreadable
+
+
+def fuses_experts(path: Path) -> bool:
+    """Whether the folder is of a family that stores all experts of a layer in one tensor."""
+    config = read_config(path) if (path / "config.json").is_file() else {}
+    family = registry.FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.fused_experts
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -59,8 +59,8 @@ class Difference:
 
 def operation_names(model: ModelConfig) -> list[str]:
     """Names in execution order. Raises ValueError for attention with other operations."""
-    fused = model.has("mla") or model.has("gdn") or registry.norms_all_heads(model)
-    if fused or registry.norms_outputs(model):
+    others = registry.norms_all_heads, registry.norms_outputs, registry.has_biases
+    if model.has("mla") or model.has("gdn") or any(has(model) for has in others):
         raise ValueError(f"model.family: {model.family} cannot be probed; its layers have other operations")
     names = ["embedding"]
     for layer in range(model.num_layers):

@@ -71,10 +71,30 @@ def combine(outputs_TKH: Tensor, weights_TK: Tensor) -> Tensor:
     return torch.einsum("tkh,tk->th", outputs_TKH.double(), weights_TK.double()).to(outputs_TKH.dtype)
 
 
-def attend(query_BTQD: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, mask_BTS: Tensor, scale: float) -> Tensor:
-    """[B, T, Q, V] in the dtype of the query: attention of T queries over S keys where the mask is true."""
-    groups = key_BSGD.shape[2]
-    query = query_BTQD.double().unflatten(2, (groups, -1))
-    scores = torch.einsum("btghd,bsgd->bghts", query, key_BSGD.double()).mul_(scale)
-    scores = scores.masked_fill_(~mask_BTS[:, None, None], -torch.inf).softmax(dim=-1)
-    return torch.einsum("bghts,bsgv->btghv", scores, value_BSGV.double()).flatten(2, 3).to(query_BTQD.dtype)
+def attend(
+    query_BTQD: Tensor,
+    key_BSGD: Tensor,
+    value_BSGV: Tensor,
+    mask_BTS: Tensor,
+    scale: float,
+    sinks_Q: Tensor | None = None,
+) -> Tensor:
+    """[B, T, Q, V] in the dtype of the query: attention of T queries over S keys where the mask is true. ``sinks_Q``: a
+    score of each head that takes its share of the softmax and has no value. Differentiable."""
+    groups, wide = key_BSGD.shape[2], torch.float64 if query_BTQD.device.type == "cpu" else torch.float32
+    query = query_BTQD.to(wide).unflatten(2, (groups, -1))
+    scores = torch.einsum("btghd,bsgd->bghts", query, key_BSGD.to(wide)).mul_(scale)
+    scores = scores.masked_fill_(~mask_BTS[:, None, None], -torch.inf)
+    if sinks_Q is not None:
+        sinks = sinks_Q.to(wide).view(1, groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    shares = scores.softmax(dim=-1)[..., : key_BSGD.shape[1]]
+    return torch.einsum("bghts,bsgv->btghv", shares, value_BSGV.to(wide)).flatten(2, 3).to(query_BTQD.dtype)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """gpt-oss's activation of [T, 2 F], rounded once: (up + 1) gate sigmoid(alpha gate) of clamped gate and up."""
+    wide = torch.float64 if gate_up.device.type == "cpu" else torch.float32
+    gate, up = gate_up.to(wide).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)

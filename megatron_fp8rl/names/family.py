@@ -106,6 +106,7 @@ class Family:
     routing: Mapping[str, Any] = _NOTHING  # keys of other families' routers -> values that mean this family's router
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")  # with a field for it
     rope_scalings: tuple[str, ...] = ("llama3", "yarn", "linear")  # kinds of RopeScaling
+    yarn_options: tuple[str, ...] = ()  # optional keys of YaRN that vLLM requires
     rope_theta: float = 10_000.0  # if missing
     rotary_fraction: float | None = None  # if missing; None: the family always rotates whole heads
     complete: Callable[[dict[str, Any]], dict[str, Any]] = dict  # adds keys that config.json expresses by others
@@ -118,6 +119,9 @@ class Family:
     zero_centred_norms: bool = False  # norms multiply by 1 + weight
     activation: str = "silu"  # of the gate
     scales_embedding: bool = False  # by the root of hidden_size, rounded to the dtype of the weights
+    # A checkpoint has one tensor for all experts of a layer, BF16 or MXFP4; gate and up take turns in its columns. The
+    # experts have biases and a clamped SwiGLU.
+    fused_experts: bool = False
     derives_head_dim: bool = False  # the engine takes hidden_size / num_attention_heads, whatever config.json says
 
     @property
@@ -267,7 +271,8 @@ def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -
     if kinds:
         problems.append(_refusal("layer_types", sorted(kinds), f"supported: {' or '.join(map(repr, supported))}"))
     quantization = config.get("quantization_config")
-    if quantization and not (fp8_weights and is_block_fp8(quantization)):
+    is_fused = family.fused_experts and _quantization_method(quantization) == "mxfp4"
+    if quantization and not is_fused and not (fp8_weights and is_block_fp8(quantization)):
         supported = "supported: BF16, FP16 and FP32 weights"
         if fp8_weights and _quantization_method(quantization) == "fp8":
             supported += f"; its weight_block_size is {quantization.get('weight_block_size')}, not [128, 128]"
@@ -367,7 +372,7 @@ def write(family: Family, model: ModelConfig) -> dict[str, Any]:
         config[key] = list(value) if isinstance(value, tuple) else value
     if "num_key_value_heads" not in family.fields:
         config["num_key_value_heads"] = model.num_attention_heads
-    config |= rope.write(model, has_fraction=family.rotary_fraction is not None)
+    config |= rope.write(model, has_fraction=family.rotary_fraction is not None, yarn_options=family.yarn_options)
     config |= {key: value(model) for key, (_, value) in family.derived.items()}
     again = read(family, config, keep_mtp=True, fp8_weights=False, checks_numbers=False)
     # Not part of the architecture: where the weights come from.

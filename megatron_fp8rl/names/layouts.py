@@ -62,7 +62,8 @@ class TrainerLayout:
             return [list(ranks[t :: self.tensor]) for t in range(self.tensor)]
         owner = expert // (model.num_experts // self.expert)
         step = self.expert * self.expert_tensor
-        return [list(ranks[owner * self.expert_tensor + t :: step]) for t in range(self.expert_tensor)]
+        parts = [list(ranks[owner * self.expert_tensor + t :: step]) for t in range(self.expert_tensor)]
+        return [sorted(itertools.chain(*parts))] if weight.cut == "none" else parts
 
     def shards(self, weight: Weight, model: ModelConfig) -> list[int]:
         """The lowest rank that has each part of a parameter, in order."""

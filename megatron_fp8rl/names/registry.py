@@ -18,6 +18,7 @@ from megatron_fp8rl.names.deepseek_v3 import DEEPSEEK_V3
 from megatron_fp8rl.names.family import Family
 from megatron_fp8rl.names.gemma3 import GEMMA3
 from megatron_fp8rl.names.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
+from megatron_fp8rl.names.gpt_oss import GPT_OSS
 from megatron_fp8rl.names.llama import LLAMA
 from megatron_fp8rl.names.minimax_m2 import MINIMAX_M2
 from megatron_fp8rl.names.mistral import MISTRAL
@@ -35,7 +36,7 @@ FAMILIES: dict[str, Family] = {
     f.model_type: f
     for f in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2),
-        *(OLMO2, OLMO3, GEMMA3, QWEN3_NEXT),
+        *(OLMO2, OLMO3, GEMMA3, QWEN3_NEXT, GPT_OSS),
     )
 }
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
@@ -150,6 +151,17 @@ def norms_outputs(model: ModelConfig) -> bool:
     return _has_row(model, ".post_layernorm.weight")
 
 
+def has_sinks(model: ModelConfig) -> bool:
+    """Whether the softmax of each query head has a learned term without a value."""
+    return _has_row(model, ".core_attention.softmax_offset")
+
+
+def has_biases(model: ModelConfig) -> bool:
+    """Whether all linears of a layer have biases, experts and routers too."""
+    return _has_row(model, ".self_attention.linear_proj.bias")
+
+
+@functools.lru_cache(maxsize=64)
 def _has_row(model: ModelConfig, suffix: str) -> bool:
     return any(row.mcore.endswith(suffix) for row in FAMILIES[model.family].rows(model))
 
@@ -227,8 +239,8 @@ def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
     name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m[1]) + layer_offset}.", name)
     name = re.sub(r"\.local_experts\.(\d+)\.", lambda m: f".{int(m[1]) + expert_offset}.", name)
     name = re.sub(
-        r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$",
-        lambda m: f".mlp.experts.{int(m[2]) + expert_offset}.{m[1]}.weight",
+        r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$",
+        lambda m: f".mlp.experts.{int(m[3]) + expert_offset}.{m[1]}.{m[2]}",
         name,
     )
     for fused, separate in _FUSED_NORMS.items():

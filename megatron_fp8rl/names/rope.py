@@ -152,14 +152,15 @@ def _wrong_value(name: str, value: Any) -> str:
     return "" if value or name.startswith("mscale") else f"not a {expected} above 0"
 
 
-def write(model: ModelConfig, *, has_fraction: bool) -> dict[str, Any]:
+def write(model: ModelConfig, *, has_fraction: bool, yarn_options: Sequence[str] = ()) -> dict[str, Any]:
     """The config.json keys for the rotary embedding of ``model``, for transformers 5 and earlier releases.
     ``has_fraction``: write the rotated fraction of a head also if it is 1."""
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     config: dict[str, Any] = {"rope_theta": model.rope_theta}
     scaling = model.rope_scaling
     if scaling is not None:
-        factors = {name: getattr(scaling, name) for name in _FIELDS[scaling.kind]} | _options(scaling, model)
+        factors = {name: getattr(scaling, name) for name in _FIELDS[scaling.kind]}
+        factors |= _options(scaling, model, yarn_options)
         factors["factor"] = float(scaling.factor)  # vLLM reads a whole number as a list
         parameters |= {"rope_type": scaling.kind, **factors}
         config["rope_scaling"] = {"rope_type": scaling.kind, **factors}
@@ -171,11 +172,12 @@ def write(model: ModelConfig, *, has_fraction: bool) -> dict[str, Any]:
     return config | {"rope_parameters": parameters}
 
 
-def _options(scaling: RopeScaling, model: ModelConfig) -> dict[str, Any]:
-    """The optional keys of YaRN that differ from their defaults; of latent attention, as DeepSeek writes them."""
+def _options(scaling: RopeScaling, model: ModelConfig, always: Sequence[str]) -> dict[str, Any]:
+    """The optional keys of YaRN that differ from their defaults, or are written ``always``; of latent attention, as
+    DeepSeek writes them."""
     if scaling.kind != "yarn":
         return {}
-    names = {name for name in _YARN_OPTIONS if getattr(scaling, name) != getattr(RopeScaling, name)}
+    names = {name for name in _YARN_OPTIONS if getattr(scaling, name) != getattr(RopeScaling, name)} | {*always}
     names |= set(_YARN_OPTIONS[:4]) if model.mla is not None else {"mscale"} if scaling.mscale_all_dim else set()
     options = {name: getattr(scaling, name) for name in _YARN_OPTIONS if name in names}
     if model.mla is None and scaling.amplitude != scaling.magnitude(1.0):  # else what vLLM computes by itself

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_fp8rl import upstream
 from megatron_fp8rl.config import EngineConfig, ParallelConfig, PrecisionConfig, RunConfig, Violation
 from megatron_fp8rl.kernels.types import BLOCK
+from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.registry import norms_outputs
 from megatron_fp8rl.precision.hardware import Hardware, Package
 from megatron_fp8rl.precision.matmul_shapes import linears_of
@@ -144,6 +145,8 @@ def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, "precision.params", "DeepGEMM's grouped kernels need BF16 activations", "Choose bf16")
     if not cfg.model.is_moe:
         return _deep_gemm_is_there(cfg, hardware, "experts")
+    if wrong := _biased_experts(cfg, "precision.kernels.experts", "te"):
+        return wrong
     if cfg.lora.rank and "experts" in (cfg.lora.targets or ("experts",)):
         problem = "DeepGEMM's grouped kernels run both linears of an expert at once, without adapters (lora.targets)"
         remedy = "Choose te, or adapters on other --lora.targets"
@@ -158,6 +161,13 @@ def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         )
         return _wrong(cfg, "parallel.expert_tensor", problem, "Lower it, or choose --precision.kernels.experts te")
     return _deep_gemm_is_there(cfg, hardware, "experts")
+
+
+def _biased_experts(cfg: RunConfig, path: str, other: str) -> Violation | None:
+    if not registry.has_biases(cfg.model):
+        return None
+    problem = f"DeepGEMM's grouped kernels have neither the biases nor the activation of {cfg.model.family}'s experts"
+    return _wrong(cfg, path, problem, f"Choose {other}", (other,))
 
 
 def _deep_gemm(
@@ -255,6 +265,9 @@ def engine_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, path, "needs a GPU, and this machine has none", "Choose auto")
     if cfg.model.has("mla"):
         return _wrong(cfg, path, "the engine uses a different kernel for latent attention", "Choose auto")
+    if registry.has_sinks(cfg.model):
+        problem = f"the attention sinks of {cfg.model.family} are not measured in the engine's kernels yet"
+        return _wrong(cfg, path, problem, "Choose auto")
     if any(kind.window and kind.window < cfg.max_sequence_tokens for kind in cfg.model.layers):
         problem = (
             f"sequences exceed model.sliding_window = {cfg.model.sliding_window}: 'engine' is not measured with it"
@@ -411,6 +424,9 @@ def _exact_sums(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         problem = f"precision.exact: DeepGEMM's linears do not divide a product into {engine.tensor} partial sums"
         remedy = f"Set auto, or --parallel.tensor {engine.tensor}"
         return _wrong(cfg, "precision.kernels.linears", problem, remedy, ("auto",))
+    if engine.tensor > 1 and registry.has_biases(model):
+        problem = "precision.exact: the engine adds a bias to a partial sum, and the trainer to the whole"
+        return _wrong(cfg, "engine.tensor", problem, "Set 1, or --precision.exact False", (1,))
     if model.is_moe and engine.expert != engine.ranks:
         problem = "precision.exact: the engine divides each expert and adds several experts' parts before rounding"
         return _wrong(cfg, "engine.expert", problem, f"Set {engine.ranks}, or --precision.exact False", (engine.ranks,))
@@ -502,6 +518,8 @@ def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | 
     if wrong := engine_experts(cfg, hardware):
         return wrong
     path, precision = "precision.kernels.engine_experts", cfg.precision
+    if wrong := _biased_experts(cfg, path, "triton"):
+        return wrong
     edges = precision.bf16_last_layers
     edges += any(kind.is_moe for kind in cfg.model.layers[: precision.bf16_first_layers])
     if precision.rollout == "bf16" or edges:

@@ -34,7 +34,7 @@ _KINDS = (
     ("feed-forward, dense", (".mlp.gate_proj", ".mlp.up_proj", ".mlp.down_proj")),
     ("routed experts", (".experts.",)),
     ("shared experts", (".shared_expert",)),
-    ("router", (".mlp.gate.", ".block_sparse_moe.gate.", ".shared_expert_gate.")),
+    ("router", (".mlp.gate.", ".block_sparse_moe.gate.", ".mlp.router.", ".shared_expert_gate.")),
     ("norms, biases", ("norm", ".bias", ".conv1d.")),
     ("embedding", ("embed_tokens",)),
     ("output head", ("lm_head",)),

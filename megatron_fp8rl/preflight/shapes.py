@@ -12,7 +12,7 @@ from megatron_fp8rl import upstream
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.data import weight_files
 from megatron_fp8rl.data.gguf_folder import SUFFIX
-from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, norms_all_heads, to_hf_config
+from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, has_biases, norms_all_heads, to_hf_config
 from megatron_fp8rl.precision.hardware import Generation
 from megatron_fp8rl.preflight.findings import Checks
 
@@ -54,6 +54,8 @@ def check_model(checks: Checks) -> bool:
     if model.gdn is not None and checks.in_range("model.gdn"):
         checks.divides("model.gdn.num_key_heads", model.gdn.num_value_heads, "value heads of a gated delta net")
     _check_rotary(checks)
+    if has_biases(model) and (model.rope_scaling is None or model.rope_scaling.kind != "yarn"):
+        checks.refuse("model.rope_scaling", f"vLLM's model of {model.family} has YaRN only", "Copy that of config.json")
     if model.embedding_range is not None and model.tie_embeddings:
         problem = "needs an embedding with separate weights, and this embedding is also the output layer"
         checks.refuse("model.embedding_range", problem, "Leave it out")
@@ -123,12 +125,26 @@ def check_degrees(checks: Checks, model_is_valid: bool) -> bool:
     _check_head_degree(checks, "engine.tensor")
     if model.is_moe:
         checks.divides("parallel.expert", model.num_experts, "experts")
-        checks.divides("parallel.expert_tensor", model.moe_ffn_hidden_size, "columns of an expert")
+        if checks.divides("parallel.expert_tensor", model.moe_ffn_hidden_size, "columns of an expert"):
+            _check_expert_biases(checks)
     else:
         for path in ("parallel.expert", "parallel.expert_tensor"):
             if checks.value(path) > 1:
                 checks.refuse(path, "splits experts, and the model is dense", choices=[1])
     return len(checks.violations) == before
+
+
+def _check_expert_biases(checks: Checks) -> None:
+    """Ranks that divide an expert would each add its bias."""
+    parallel, engine = checks.cfg.parallel, checks.cfg.engine
+    if not has_biases(checks.cfg.model):
+        return
+    problem = "divides experts, and each rank would add an expert's bias"
+    if parallel.expert_tensor > 1:
+        checks.refuse("parallel.expert_tensor", problem, "Set 1, and use --parallel.expert", [1])
+    if engine.expert != engine.ranks:
+        problem = f"{problem} (the engine has {engine.ranks} ranks)"
+        checks.refuse("engine.expert", problem, f"Set {engine.ranks}", [engine.ranks])
 
 
 def _fits_world(checks: Checks, path: str, names: tuple[str, ...]) -> bool:

@@ -24,6 +24,7 @@ from megatron_fp8rl.precision.kernel_support import engine_parts
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.rollout.vllm_plugin.plugin import (
     DELTA_NET_VARIABLE,
+    EXPERTS_VARIABLE,
     FORMAT_VARIABLE,
     KEPT_VARIABLE,
     LATENT_VARIABLE,
@@ -143,7 +144,8 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
     }
     # On a CPU a BF16 engine has an FP8 config that excludes every module: this selects our BF16 method, which keeps
     # weights readable.
-    if cpu or cfg.precision.rollout != "bf16":
+    # The same replaces MXFP4, in which gpt-oss is published.
+    if cpu or cfg.precision.rollout != "bf16" or FAMILIES[cfg.model.family].fused_experts:
         arguments["hf-overrides"] = {"quantization_config": quantization_config(cfg.model, cfg.precision)}
     names = FAMILIES[cfg.model.family].for_engines
     if cfg.model.rope_scaling is not None:
@@ -237,6 +239,8 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
         environment[DELTA_NET_VARIABLE] = "1"
     if cfg.model.has("mla"):
         environment[LATENT_VARIABLE] = "absorbed" if kernels.exact == "on" else "vllm"
+    if FAMILIES[cfg.model.family].fused_experts:
+        environment[EXPERTS_VARIABLE] = "1"
     if kernels.exact == "on" and (num_parts := engine_parts(cfg)):
         environment[PARTS_VARIABLE] = str(num_parts)
     if not cpu:

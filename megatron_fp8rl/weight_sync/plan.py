@@ -105,7 +105,7 @@ def engine_slices(name: str, weight: Weight, shape: tuple[int, ...], model: Mode
     if weight.is_expert:
         if engine.expert > 1:
             return _on_owner(split_indices(weight.name)[2] // (model.num_experts // engine.expert), size, engine.size)
-        return tuple(_even(size, engine.size))
+        return ((0, size),) * engine.size if weight.cut == "none" else tuple(_even(size, engine.size))
     return _on_tensor_ranks(name, weight, shape, model, engine) * engine.data
 
 

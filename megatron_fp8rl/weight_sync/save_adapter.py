@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.names.adapted import target_modules
-from megatron_fp8rl.trainer.model.lora import adapted_linears
 from megatron_fp8rl.weight_sync.agreement import together
 from megatron_fp8rl.weight_sync.save_hf import replace_folder, write_json, write_tensors
 
@@ -45,6 +44,8 @@ def save_adapter(policy: Policy, path: str | Path) -> None:
 def adapter_tensors(policy: Policy, *, scaled: bool = False) -> dict[str, Tensor] | None:
     """Collective: on rank 0, A and B of every linear by its name in peft's format, in host memory; None elsewhere.
     ``scaled``: alpha / rank * B in place of B."""
+    from megatron_fp8rl.trainer.model.lora import adapted_linears  # imports Megatron-Core
+
     mine = [
         (name, matrix, axis, part.cpu())
         for linear in adapted_linears(policy.models)

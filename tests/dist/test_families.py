@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from megatron_fp8rl.config import ModelConfig, ParallelConfig
+from megatron_fp8rl.config import ParallelConfig
 from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
-from tests.helpers.families import MODELS
+from tests.helpers.families import MODELS, fits
 from tests.helpers.logits import assert_logits_equal, reference_logits, trainer_logits
 from tests.tolerances import LOGITS_FLOAT32
 
@@ -25,19 +25,13 @@ LAYOUTS = [
 ]
 
 
-def _fits(model: ModelConfig, layout: dict) -> bool:
-    if model.has("gdn") and "context" in layout:
-        return False
-    return model.is_moe or not {"expert", "expert_tensor"} & set(layout)
-
-
 def _all_references(folder: str) -> dict[str, list]:
     return {kind: reference_logits(model, f"{folder}/{kind}") for kind, model in MODELS.items()}
 
 
 def _all_logits(layout: dict, folder: str) -> dict[str, list | None]:
     parallel = Parallel.init(ParallelConfig(**layout), deadline_s=60)
-    fitting = {kind: model for kind, model in MODELS.items() if _fits(model, layout)}
+    fitting = {kind: model for kind, model in MODELS.items() if fits(model, layout)}
     return {kind: trainer_logits(model, layout, f"{folder}/{kind}", parallel) for kind, model in fitting.items()}
 
 
@@ -68,7 +62,7 @@ CASES = [
     pytest.param(kind, layout, id=f"{_name(layout)}-{kind}")
     for layout in LAYOUTS
     for kind, model in MODELS.items()
-    if _fits(model, layout)
+    if fits(model, layout)
 ]
 
 

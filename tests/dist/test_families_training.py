@@ -15,7 +15,7 @@ from megatron_fp8rl.trainer.forward import Forward
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
-from tests.helpers.families import MODELS
+from tests.helpers.families import MODELS, fits
 from tests.helpers.logits import reference_logits
 from tests.helpers.training import (
     SMOOTH_ADAM,
@@ -33,6 +33,7 @@ KINDS = (
     "qwen2-one-group",
     "glm4_moe",
     "minimax_m2",
+    "gpt_oss",
     "olmo2",
     "gemma3_text",
     "qwen3_next",
@@ -49,7 +50,7 @@ LAYOUTS = {
 
 
 def _fitting(layout: dict) -> list[str]:
-    return [kind for kind in KINDS if MODELS[kind].is_moe or not {"expert", "expert_tensor"} & set(layout)]
+    return [kind for kind in KINDS if fits(MODELS[kind], layout)]
 
 
 def _config(kind: str, layout: dict, folder: str, **options):

@@ -163,7 +163,7 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str, more: str = 
 
     os.environ[plugin.FORMAT_VARIABLE] = engine_format(cfg.precision).name
     kernels = choose(cfg, Hardware("cpu"))
-    passed = (plugin.DELTA_NET_VARIABLE, plugin.LATENT_VARIABLE)
+    passed = (plugin.DELTA_NET_VARIABLE, plugin.LATENT_VARIABLE, plugin.EXPERTS_VARIABLE)
     os.environ.update({k: v for k, v in engine_environment(cfg, kernels).items() if k in passed})
     plugin.register()
     arguments = engine_arguments(cfg, folder, kernels)

@@ -10,6 +10,7 @@ import torch
 from engine_weights import policy_of
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RopeScaling, RunConfig, WeightSyncConfig
+from megatron_fp8rl.data.fused_experts import fuse
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
@@ -18,6 +19,7 @@ from tests.helpers.family_configs import (
     GEMMA3,
     GLM,
     GLM_LITE,
+    GPT_OSS,
     LLAMA,
     MINIMAX,
     MIXTRAL,
@@ -43,6 +45,7 @@ MODELS = {
     "olmo3": OLMO3,
     "gemma3_text": GEMMA3,
     "qwen3_next": QWEN3_NEXT,
+    "gpt_oss": GPT_OSS,
 }
 FP8_FAMILIES = (
     "qwen2",
@@ -54,6 +57,7 @@ FP8_FAMILIES = (
     "olmo2",
     "gemma3_text",
     "qwen3_next",
+    "gpt_oss",
 )
 CASES = [(family, "bf16") for family in MODELS] + [(family, "blockwise") for family in FP8_FAMILIES]
 
@@ -98,7 +102,10 @@ def reference_logprobs(model: ModelConfig, folder: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     folder.mkdir()
-    save_file(random_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = random_weights(model)
+    if registry.FAMILIES[model.family].fused_experts:
+        weights = fuse(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(registry.to_hf_config(model)))
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
     if registry.FAMILIES[model.family].fp32_router:  # transformers rounds the logits of MiniMax-M2's to BF16

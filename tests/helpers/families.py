@@ -1,6 +1,7 @@
 """A small model of every family, with sizes that nothing has in common."""
 
 from megatron_fp8rl.config import GdnConfig, MlaConfig, ModelConfig, RopeScaling, RouterConfig
+from megatron_fp8rl.names import registry
 
 # Three layers, an odd vocabulary, heads unrelated to the hidden size.
 _COMMON = dict(
@@ -16,6 +17,16 @@ _COMMON = dict(
 _WINDOWS = dict(sliding_window=6, layer_types=("sliding_attention", "full_attention"))
 _MOE = dict(num_experts=6, experts_per_token=3, moe_ffn_hidden_size=24)
 _DEEPSEEK = _COMMON | _MOE | dict(family="deepseek_v3", num_key_value_heads=4, num_shared_experts=2)
+
+
+def fits(model: ModelConfig, layout: dict) -> bool:
+    """Whether a layout of the trainer divides the model; ranks that divide an expert cannot share its bias."""
+    degrees = {"expert", "expert_tensor"} & set(layout)
+    if model.has("gdn") and "context" in layout:
+        return False
+    return not degrees or (model.is_moe and not ("expert_tensor" in degrees and registry.has_biases(model)))
+
+
 _YARN = RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.3)
 MODELS = {
     "llama": ModelConfig(
@@ -82,6 +93,16 @@ MODELS = {
         qk_norm=True,
         rotary_fraction=0.4,
         router=RouterConfig(score="sigmoid", correction_bias=True),
+        **_COMMON | _MOE | dict(ffn_hidden_size=0),
+    ),
+    "gpt_oss": ModelConfig(
+        family="gpt_oss",
+        qkv_bias=True,
+        norm_eps=1e-5,
+        sliding_window=9,
+        layer_types=("sliding_attention", "full_attention"),
+        rope_theta=1e4,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
         **_COMMON | _MOE | dict(ffn_hidden_size=0),
     ),
     "glm4_moe_lite": ModelConfig(

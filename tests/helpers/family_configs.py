@@ -55,6 +55,16 @@ DEEPSEEK = replace(
     mla=MlaConfig(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
     router=RouterConfig(score="sigmoid", correction_bias=True, num_groups=3, groups_per_token=1, scaling_factor=2.5),
 )
+GPT_OSS = replace(
+    MIXTRAL,
+    family="gpt_oss",
+    num_layers=3,
+    qkv_bias=True,
+    norm_eps=1e-5,
+    sliding_window=8,
+    layer_types=("sliding_attention", "full_attention"),
+    rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+)
 GLM_LITE = replace(
     DEEPSEEK,
     family="glm4_moe_lite",

@@ -16,7 +16,7 @@ from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.diagnosis import diagnose
-from model_configs import deepseek, dense, glm, llama, minimax, mixtral, qwen3, qwen3_next, small
+from model_configs import deepseek, dense, glm, gpt_oss, llama, minimax, mixtral, qwen3, qwen3_next, small
 
 ROOT = Path(__file__).parents[2]
 SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]
@@ -157,6 +157,28 @@ MINIMAX_M2 = {
     "attention_dropout": 0.0, "initializer_range": 0.02, "output_router_logits": False, "router_aux_loss_coef": 0.001,
     "router_jitter_noise": 0.0, "tie_word_embeddings": False,
 }  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+    },
+}  # fmt: skip
+GPT_OSS_120B = GPT_OSS_20B | {
+    "layer_types": ["sliding_attention", "full_attention"] * 18, "num_hidden_layers": 36, "num_local_experts": 128,
+}  # fmt: skip
 
 # Parameters: the totals that the hub shows for the safetensors files where it shows them to the unit (Llama, Qwen,
 # Mixtral); what model cards and reports round to ("30.5B in total and 3.3B activated", "235B ... 22B", "46.7B ...
@@ -184,6 +206,9 @@ MODELS = {
     "minimax_m2": (minimax.minimax_m2, MINIMAX_M2, 228_689_764_864, "229", "11"),
     # The card says 80 B and 3 B; the unit count is arithmetic over the published dimensions.
     "qwen3_next_80b_a3b": (qwen3_next.qwen3_next_80b_a3b, QWEN3_NEXT_80B_A3B, 79_674_391_296, "80", "3.9"),
+    # The cards say 21 B and 3.6 B, 117 B and 5.1 B, without the embedding; the unit counts are arithmetic, too.
+    "gpt_oss_20b": (gpt_oss.gpt_oss_20b, GPT_OSS_20B, 20_914_757_184, "20.9", "4.2"),
+    "gpt_oss_120b": (gpt_oss.gpt_oss_120b, GPT_OSS_120B, 116_829_156_672, "116.8", "5.7"),
     "glm_47_flash": (glm.glm_47_flash, GLM_47_FLASH, 29_943_393_920, "30", "3.9"),
     # The report's 671 B are without the prediction layer; the unit count is arithmetic over the published dimensions.
     "deepseek_v3": (deepseek.deepseek_v3, DEEPSEEK_V3, 671_026_419_200, "671.0", "37.6"),

@@ -15,6 +15,7 @@ derived tensors; a publication restores all weights. vLLM saves buffers: rotary 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,8 +33,14 @@ from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_value
 _SCALES = f"weight{SCALE_SUFFIX}"
 _ALL_SCALES = tuple(f"weight{suffix}" for suffix in SCALE_SUFFIXES)
 _MATRICES = ("weight", *_ALL_SCALES)
-_WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias", "A_log", "dt_bias")
-_ATTRIBUTES = (*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _MATRICES))
+_WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias", "A_log", "dt_bias", "sinks")
+_OF_EXPERTS = (*_MATRICES, "bias")
+_ATTRIBUTES = (*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _OF_EXPERTS))
+# Modules of vLLM's gpt-oss with other names than in a checkpoint.
+_MODULES = {
+    re.compile(r"^(model\.layers\.\d+)\.attn(?=\.|$)"): r"\1.self_attn",
+    re.compile(r"^model\.embedding$"): "model.embed_tokens",
+}
 _LATENT_FACTORS = ("W_UV", "W_UK_T")
 
 
@@ -79,7 +86,7 @@ def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
     if getattr(module, "expert_map", None) is not None:
         local_experts = [(local, e) for e, local in enumerate(module.expert_map.tolist()) if local >= 0]
         experts = [e for _, e in sorted(local_experts)]
-    for kind in _MATRICES:
+    for kind in _OF_EXPERTS:
         w13, w2 = _tensor(module, f"w13_{kind}", path), _tensor(module, f"w2_{kind}", path)
         if w13 is None or w2 is None:
             continue
@@ -112,6 +119,8 @@ def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     memory. Raises RuntimeError if a kernel has no readable copy of a weight."""
     vocabularies: set[int] = set()
     for path, module in named_layers(model):
+        for pattern, published in _MODULES.items():
+            path = pattern.sub(published, path)
         leaf = path.rpartition(".")[2]
         if hasattr(module, "shard_indices"):
             if id(module.weight) in vocabularies:

@@ -20,6 +20,8 @@ DELTA_NET_VARIABLE = "MEGATRON_FP8RL_DELTA_NETS"  # 1: the model has gated delta
 LATENT_VARIABLE = "MEGATRON_FP8RL_LATENT"  # of latent attention: "absorbed", as in an exact trainer, or "vllm"
 PARTS_VARIABLE = "MEGATRON_FP8RL_ROW_PARTS"  # number of partial sums that row-parallel linears add in order
 
+EXPERTS_VARIABLE = "MEGATRON_FP8RL_SINGLE_EXPERTS"  # 1: the model is gpt-oss
+
 WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every weight_sync.transport, which the first request names
 
 _registered = False
@@ -59,6 +61,10 @@ def register() -> None:
     patches.name_loaders_of_norms()
     if LATENT_VARIABLE in os.environ and upstream.applies("normalize_latents_as_published"):
         patches.normalize_latents_as_published()
+    if os.environ.get(EXPERTS_VARIABLE) == "1":
+        from megatron_fp8rl.rollout.vllm_plugin import gpt_oss
+
+        gpt_oss.read_single_experts()
     if current_platform.is_cpu():
         from megatron_fp8rl.rollout.vllm_plugin import patches_adapters
         from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_experts, cpu_layers

@@ -21,15 +21,18 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 
+from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.backend import runs_triton
 from megatron_fp8rl.kernels.kv_rounding import as_cached
 from megatron_fp8rl.trainer.compat.megatron import has_forward_hooks
 from megatron_fp8rl.trainer.model import attention_te
-from megatron_fp8rl.trainer.model.linear import AllHeadsNorm
+from megatron_fp8rl.trainer.model.linear import AllHeadsNorm, current_device
 from megatron_fp8rl.trainer.model.packed_sequences import (
     Batch,
     PackedSequences,
@@ -40,7 +43,7 @@ from megatron_fp8rl.trainer.model.packed_sequences import (
 from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table
 from megatron_fp8rl.upstream import patches
 
-# query, key, value, segments, softmax scale, scales of an FP8 KV cache, window (attention_te.attend)
+# query, key, value, segments, softmax scale, scales of an FP8 KV cache, window, sinks (attention_te.attend)
 Attend = Callable[..., Tensor]
 
 
@@ -62,6 +65,7 @@ class PackedAttention(MegatronModule):
         rotary: Rotary,
         scale: float,
         window: int | None = None,
+        has_sinks: bool = False,
         attend: Attend | None = None,
         has_fallback: bool = True,
         rounds_queries: bool = False,
@@ -69,7 +73,8 @@ class PackedAttention(MegatronModule):
         pg_collection=None,
         **unused,
     ):
-        """``attend``: a varlen kernel for shapes that :func:`attention_te.supports`; None for torch's attention.
+        """``has_sinks``: each head has a sink, a learned score without a value; not measured on GPUs yet.
+        ``attend``: a varlen kernel for shapes that :func:`attention_te.supports`; None for torch's attention.
         Without ``has_fallback``, other shapes raise ValueError. ``rounds_queries``: to E4M3 if the cache is FP8.
         ``caches_keys_only``: values are the first features of keys, and rounded as these."""
         super().__init__(config=config)
@@ -81,6 +86,13 @@ class PackedAttention(MegatronModule):
         self.layer = layer_number - 1  # index in the whole model, from 0
         self.amax: Tensor | None = None  # FP32 [3], running max of |q|, |k|, |v| while trainer/kv_scales measures
         self.cache_scales: Tensor | None = None  # FP32 [3] of the engines' FP8 KV cache; k, v are rounded as in it
+        self.softmax_offset: Tensor | None = None  # [H], the score of each head's sink
+        if has_sinks:
+            self._tp_group = pg_collection.tp
+            num_heads = config.num_attention_heads // self._tp_group.size()
+            offset = torch.zeros(num_heads, dtype=config.params_dtype, device=current_device())
+            self.softmax_offset = nn.Parameter(offset)
+            set_tensor_model_parallel_attributes(self.softmax_offset, self._tp_group.size() > 1, 0, 1)
         self.takes_rotated = False  # whether queries and keys are rotated already
 
     def forward(
@@ -146,10 +158,10 @@ class PackedAttention(MegatronModule):
         window = self.window if self.window is not None and self.window < max(plan.lengths) else None
         if self.attend is not None and query.device.type == "cuda":
             segments = plan.segments
-            if attention_te.supports(query, key, value, segments, window):
+            if attention_te.supports(query, key, value, segments, window, self.softmax_offset):
                 if segments.key_rows is not None:
                     key, value = (x.index_select(0, segments.key_rows) for x in (key, value))
-                settings = segments, self.softmax_scale, self.cache_scales, window
+                settings = segments, self.softmax_scale, self.cache_scales, window, self.softmax_offset
                 return self.attend(query, key, value, *settings)
             if not self.has_fallback:
                 raise ValueError(
@@ -165,13 +177,27 @@ class PackedAttention(MegatronModule):
     def _attend_batch(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
         """[n * Lq, H, V] in the order of the batch's sequences."""
         q, k, v = (
-            x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+            x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:])
             for x, rows in ((query, batch.query_rows), (key, batch.key_rows), (value, batch.key_rows))
         )
+        if self.softmax_offset is not None:
+            length, mask = q.shape[1], batch.mask
+            mask = (
+                torch.ones(1, length, length, dtype=torch.bool, device=q.device).tril() if mask is None else mask[:, 0]
+            )
+            return float64.attend(q, k, v, mask, self.softmax_scale, self.softmax_offset).flatten(0, 1)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=batch.mask, is_causal=batch.mask is None, scale=self.softmax_scale, enable_gqa=True
         )
         return out.transpose(1, 2).flatten(0, 1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        if self.softmax_offset is None:
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        groups = {"tp_group": self._tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        named, axes = {"softmax_offset": self.softmax_offset}, {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(named, prefix, axes, sharded_offsets, **groups)
 
 
 @patches(

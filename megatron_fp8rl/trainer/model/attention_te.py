@@ -30,15 +30,21 @@ _LAYOUT = "thd_thd_thd"
 Forward = Callable[[Tensor, Tensor, Tensor, Segments, float, Tensor | None], tuple[Tensor, Sequence[Tensor]]]
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> bool:
+def supports(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> bool:
     """Whether cuDNN has forward and backward kernels for these shapes on this GPU under the current settings."""
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     heads = query.shape[1], key.shape[1], query.shape[2], value.shape[2]
     lengths = segments.max_queries, segments.max_keys
-    return _has_kernel(
-        query.dtype, heads, lengths, segments.is_square, _before(window), torch.are_deterministic_algorithms_enabled()
-    )
+    softmax, deterministic = _softmax_type(sinks), torch.are_deterministic_algorithms_enabled()
+    return _has_kernel(query.dtype, heads, lengths, segments.is_square, _before(window), softmax, deterministic)
 
 
 def attend(
@@ -49,6 +55,7 @@ def attend(
     scale: float,
     cache_scales: Tensor | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     *,
     forward: Forward | None = None,
 ) -> Tensor:
@@ -56,14 +63,19 @@ def attend(
 
     ``forward``: :func:`by_flash_attention` or :func:`by_cache_attention`, which require V = D; otherwise cuDNN.
     ``cache_scales`` FP32 [3] of the FP8 KV cache to whose values keys and values are rounded. ``window``: a query
-    attends to at most so many last keys, with its own. Not measured on GPUs yet; ``forward`` needs shorter sequences.
+    attends to at most so many last keys, with its own. ``sinks`` [H]: a score of each head without a value. Neither is
+    measured on GPUs yet; with ``forward``, sequences must be shorter than the window, and there are no sinks.
     """
     tensors = query.contiguous(), key.contiguous(), value.contiguous()
     if forward is None:
-        forward = functools.partial(by_cudnn, window=window)
+        forward = functools.partial(by_cudnn, window=window, sinks=sinks)
     else:
         window = None  # padding can make a sequence longer than the window, tokens cannot
-    return _Attention.apply(*tensors, segments, scale, cache_scales, window, forward)
+    return _Attention.apply(*tensors, sinks, segments, scale, cache_scales, window, forward)
+
+
+def _softmax_type(sinks: Tensor | None) -> str:
+    return "vanilla" if sinks is None else "learnable"
 
 
 def _before(window: int | None) -> int:
@@ -87,6 +99,7 @@ def _has_kernel(
     lengths: tuple[int, int],
     is_square: bool,
     num_before: int,
+    softmax: str,
     deterministic: bool,
 ) -> bool:
     import transformer_engine.pytorch  # noqa: F401  loads the library that the next import binds
@@ -102,7 +115,7 @@ def _has_kernel(
         fused_attn.QKVLayout[_LAYOUT],
         fused_attn.AttnBiasType["no_bias"],
         fused_attn.AttnMaskType[_mask_type(is_square)],
-        fused_attn.SoftmaxType["vanilla"],
+        fused_attn.SoftmaxType[softmax],
         0.0,  # dropout
         num_heads,
         num_groups,
@@ -132,6 +145,7 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         segments: Segments,
         scale: float,
         cache_scales: Tensor | None,
@@ -140,7 +154,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         out, statistics = by_kernel(query, key, value, segments, scale, cache_scales)
         ctx.save_for_backward(query, key, value, out, *statistics)
-        ctx.segments, ctx.scale, ctx.window = segments, scale, window
+        ctx.segments, ctx.scale, ctx.window, ctx.sinks = segments, scale, window, sinks
         return out
 
     @staticmethod
@@ -149,7 +163,7 @@ class _Attention(torch.autograd.Function):
 
         query, key, value, out, *statistics = ctx.saved_tensors
         segments = ctx.segments
-        grad_query, grad_key, grad_value, *_ = fused_attn.fused_attn_bwd(
+        grad_query, grad_key, grad_value, *others = fused_attn.fused_attn_bwd(
             segments.max_queries,
             segments.max_keys,
             segments.cu_queries,
@@ -163,12 +177,13 @@ class _Attention(torch.autograd.Function):
             statistics,
             fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"],
             **_offsets(segments),
-            **_settings(segments, ctx.scale, ctx.window),
+            **_settings(segments, ctx.scale, ctx.window, ctx.sinks),
             do_format="thd",
             dqkv_layout=_LAYOUT,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return grad_query, grad_key, grad_value, None, None, None, None, None
+        grad_sinks = None if ctx.sinks is None else others[1].view(-1).to(ctx.sinks.dtype)  # others[0]: of a bias
+        return grad_query, grad_key, grad_value, grad_sinks, None, None, None, None, None
 
 
 def by_cudnn(
@@ -179,6 +194,7 @@ def by_cudnn(
     scale: float,
     cache_scales: Tensor | None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """As :func:`attend`, with the statistics that the backward pass needs."""
     from transformer_engine.pytorch.cpp_extensions import fused_attn
@@ -195,7 +211,8 @@ def by_cudnn(
         query.dtype,
         fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"],
         **_offsets(segments),
-        **_settings(segments, scale, window),
+        **_settings(segments, scale, window, sinks),
+        **({} if sinks is None else {"softmax_offset": sinks.detach().float().view(1, -1, 1, 1)}),
     )
 
 
@@ -250,12 +267,13 @@ def _offsets(segments: Segments) -> dict:
     return {"cu_seqlens_q_padded": segments.cu_queries, "cu_seqlens_kv_padded": segments.cu_keys}
 
 
-def _settings(segments: Segments, scale: float, window: int | None) -> dict:
+def _settings(segments: Segments, scale: float, window: int | None, sinks: Tensor | None) -> dict:
     return {
         "attn_scale": scale,
         "qkv_layout": _LAYOUT,
         "o_format": "thd",
         "attn_mask_type": _mask_type(segments.is_square),
+        "softmax_type": _softmax_type(sinks),
         "window_size": (_before(window), 0),
         "bottom_right_diagonal": not segments.is_square,
     }

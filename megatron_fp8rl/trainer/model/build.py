@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import ConfigError, ModelConfig, RunConfig, Violation
-from megatron_fp8rl.data.model_files import FP8, FP8_DTYPE, SCALE, is_finite
+from megatron_fp8rl.data.fused_experts import fused_name, read_expert
+from megatron_fp8rl.data.model_files import FP8, FP8_DTYPE, SCALE, fuses_experts, is_finite
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.blocks import EMBEDDING
 from megatron_fp8rl.names.layouts import layers_per_chunk
@@ -69,7 +71,7 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         qk_layernorm=bool(model.qk_norm) and not registry.norms_all_heads(model),
         gated_linear_unit=True,
         activation_func=_ACTIVATIONS[registry.FAMILIES[model.family].activation],
-        add_bias_linear=False,
+        add_bias_linear=registry.has_biases(model),
         add_qkv_bias=model.qkv_bias,
         attention_output_gate=model.is_gated,
         hidden_dropout=0.0,
@@ -315,7 +317,7 @@ def _fill_randomly(chunks: Sequence[nn.Module], model: ModelConfig, seed: int, p
         shape = registry.weight(name, model).shape
         if len(shape) == 1 and not name.endswith(".A_log"):
             is_added = registry.FAMILIES[model.family].zero_centred_norms and not name.endswith(".out_norm.weight")
-            is_zero = (name.endswith("bias") or is_added) and not name.endswith(".dt_bias")
+            is_zero = (name.endswith(("bias", "softmax_offset")) or is_added) and not name.endswith(".dt_bias")
             return torch.zeros(shape) if is_zero else torch.ones(shape)
         # A tied output layer must draw the same values as the embedding.
         canonical = registry.weight(name, model).name
@@ -344,15 +346,26 @@ def _open_checkpoint(folder: Path) -> Get:
             files = dict.fromkeys(single.keys(), "model.safetensors")
     else:
         raise FileNotFoundError(f"{folder}: neither model.safetensors nor model.safetensors.index.json exists")
-    handles: dict[str, object] = {}
+    handles: dict[str, Any] = {}
 
-    def get(name: str) -> Tensor:
-        if name not in files:
-            raise KeyError(f"{name}: not in the checkpoint {folder}, which has {len(files)} tensors")
+    def opened(name: str) -> Any:
         file = files[name]
         if file not in handles:
             handles[file] = safe_open(folder / file, framework="pt").__enter__()
-        tensor = handles[file].get_tensor(name)
+        return handles[file]
+
+    def expert_row(name: str, expert: int) -> Tensor | None:
+        return opened(name).get_slice(name)[expert] if name in files else None
+
+    is_fused = fuses_experts(folder)
+
+    def get(name: str) -> Tensor:
+        tensor = read_expert(name, expert_row) if is_fused else None
+        file = files.get(fused_name(name), folder.name)
+        if tensor is None:
+            if name not in files:
+                raise KeyError(f"{name}: not in the checkpoint {folder}, which has {len(files)} tensors")
+            tensor, file = opened(name).get_tensor(name), files[name]
         if tensor.dtype.itemsize > 1 and not is_finite(tensor):
             problem = f"{name}: NaN or infinity in {file}"
             raise ConfigError([Violation("--model.hf_path", str(folder), problem, "Restore the file, or name another")])

@@ -73,11 +73,13 @@ class Experts(TEGroupedMLP):
     def __init__(self, *args: Any, applies_router_weights: bool = True, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.applies_router_weights = applies_router_weights
+        # Only families with biases clamp.
+        self.activation = float64.clamped_swiglu if self.config.add_bias_linear else _swiglu
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden [T, hidden], sorted by expert; probs [T] -> [T, hidden]."""
         splits = tokens_per_expert.tolist()
-        out, _ = self.linear_fc2(_swiglu(self.linear_fc1(hidden, splits)[0]), splits)
+        out, _ = self.linear_fc2(self.activation(self.linear_fc1(hidden, splits)[0]), splits)
         return _weighted(out, probs) if self.applies_router_weights else weighted_in_combine(out, probs), None
 
 
@@ -211,6 +213,7 @@ class LayerFactory:
             rotary=Rotary.of(model, kind.window),
             scale=softmax_scale(model),
             window=kind.window,
+            has_sinks=registry.has_sinks(model),
             attend=kernels[self._kernels.attention],
             rounds_queries=self._rounds_queries,
             has_fallback=self._kernels.attention != "engine",

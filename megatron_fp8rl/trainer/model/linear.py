@@ -359,8 +359,6 @@ class GroupedLinear(QuantizableLinear, nn.Module):
         **unused: Any,
     ):
         super().__init__()
-        if bias:
-            raise ValueError("expert linears have no bias")
         tp_size = pg_collection.expt_tp.size()
         self.num_gemms, self.pg_collection = num_gemms, pg_collection
         self.multiply_by(spec)
@@ -380,16 +378,29 @@ class GroupedLinear(QuantizableLinear, nn.Module):
             set_tensor_model_parallel_attributes(weight, tp_size > 1, self.axis, stride)
             weight.allreduce = not own_groups  # False: reduce gradients over the expert groups
             self.register_parameter(f"weight{index}", weight)
+        self.has_bias = bias
+        for index in range(num_gemms if bias else 0):
+            vector = nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype, device=current_device()))
+            vector.allreduce = not own_groups
+            self.register_parameter(f"bias{index}", vector)
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
-        """One per expert, in order; they are this module's only parameters, registered in reverse."""
-        return tuple(reversed([*self.parameters(recurse=False)]))
+        """One per expert, in order; they are this module's only parameters but biases, registered in reverse."""
+        return tuple(reversed([*self.parameters(recurse=False)][: self.num_gemms]))
+
+    @property
+    def biases(self) -> tuple[nn.Parameter, ...]:
+        """One per expert, in order; empty without biases."""
+        return tuple(self.parameters(recurse=False))[self.num_gemms :]
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """x [T, K], sorted by expert, ``splits`` tokens each -> [T, N]."""
         y = self.gemm(self, x, self.weights, splits)
-        return y if self.adapter is None else self.adapter(y, x, splits), None
+        y = y if self.adapter is None else self.adapter(y, x, splits)
+        if self.has_bias:
+            y = y + torch.cat([bias.expand(count, -1) for bias, count in zip(self.biases, splits, strict=True)])
+        return y, None
 
     def backward_dw(self) -> None:
         """No-op: wgrad is never delayed here."""
@@ -398,20 +409,22 @@ class GroupedLinear(QuantizableLinear, nn.Module):
         """Each expert's weight as a shard of one global tensor; interchangeable with TEGroupedLinear."""
         ep, tp, dp = (getattr(self.pg_collection, name) for name in ("ep", "expt_tp", "expt_dp"))
         num_experts, first, result = ep.size() * self.num_gemms, ep.rank() * self.num_gemms, {}
-        for index, weight in enumerate(self.weights):
+        named = [("weight", *item) for item in enumerate(self.weights)]
+        named += [("bias", *item) for item in enumerate(self.biases)]
+        for kind, index, tensor in named:
             offsets = (*sharded_offsets, (len(sharded_offsets), first + index, num_experts))
             part = make_sharded_tensors_for_checkpoint(
-                {f"{index}.weight": weight},
+                {f"{index}.{kind}": tensor},
                 "",
-                {f"{index}.weight": self.axis},
+                {f"{index}.{kind}": self.axis} if kind == "weight" or self.axis == 0 else {},
                 offsets,
                 tp_group=tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(part, f"{index}.", prefix)
-            sharded = part[f"{index}.weight"]
+            sharded = part[f"{index}.{kind}"]
             sharded.replica_id = (*sharded.replica_id[:2], dp.rank())
-            result[f"{prefix}weight{index}"] = sharded
+            result[f"{prefix}{kind}{index}"] = sharded
         if self.history is not None:
             num_axes = len(sharded_offsets)
             result[f"{prefix}fp8.history"] = ShardedTensor.from_rank_offsets(

@@ -138,11 +138,11 @@ class Router(ConstantBiasRouter):
     def gating(self, hidden: Tensor) -> Tensor:
         """hidden [S, B, H] -> logits, FP32 [S, B, E], rounded to the dtype of ``hidden`` if the engine does so."""
         if hidden.is_cuda and self.rounds and not self.match_engine:
-            return rounded_linear(hidden, self.weight)
+            return self._biased(rounded_linear(hidden, self.weight), hidden.dtype)
         logits = super().gating(hidden)
         if not hidden.is_cuda:
             rows = hidden.detach().flatten(0, -2).to(hidden.dtype if self.rounds else torch.float32)
-            value = float64.matmul(rows, self.weight.detach().t()).view(logits.shape)
+            value = self._biased(float64.matmul(rows, self.weight.detach().t()).view(logits.shape), rows.dtype).detach()
             return _Replaced.apply(logits, value.to(logits.dtype))
         if not self.rounds:
             return logits
@@ -151,9 +151,14 @@ class Router(ConstantBiasRouter):
 
             rows = hidden.detach().reshape(-1, hidden.shape[-1]).contiguous()
             value = batch_invariant.linear(rows, self.weight.detach()).view(logits.shape)
+            value = self._biased(value, hidden.dtype).detach()
         else:
             value = logits.detach().to(hidden.dtype)
         return _Replaced.apply(logits, value.to(logits.dtype))
+
+    def _biased(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        """``logits`` of ``dtype`` with the bias, if the router has one, rounded again."""
+        return logits if self.bias is None else (logits + self.bias).to(dtype).to(logits.dtype)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (router weights [T, E], 0 where not routed; routing map, bool [T, E]), T = S * B.

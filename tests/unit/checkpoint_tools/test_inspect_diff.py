@@ -94,10 +94,10 @@ def test_inspect_lists_what_it_does_not_know(tmp_path):
     folder = tmp_path / "other"
     folder.mkdir()
     save_file({"a.0.weight": torch.ones(2, 3), "a.1.weight": torch.ones(2, 3)}, folder / "model.safetensors")
-    (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
+    (folder / "config.json").write_text('{"model_type": "smollm3"}')
     contents = inspect.read(folder)
     assert contents.num_parameters == 12 and contents.model is None
-    assert "gpt_oss" in contents.notes[0]
+    assert "smollm3" in contents.notes[0]
     assert [line.name for line in inspect.lines(contents)] == ["a.{0-1}.weight"]
 
 

@@ -17,6 +17,7 @@ from checkpoint_tools.hf_folder import HfFolder, side_files
 from checkpoint_tools.megatron_folder import MegatronFolder
 from checkpoint_tools.workers import WorkerOptions
 from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.data.fused_experts import fuse, split
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
@@ -68,6 +69,27 @@ def test_every_family_comes_back_bit_for_bit(family, dtype, shard, tmp_path):
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (back, source))
     assert ours == theirs
     assert {file.name for file in side_files(back)} == {file.name for file in side_files(source)}
+
+
+def test_published_mxfp4_experts_are_read_as_bf16(tmp_path):
+    """Compared with transformers; what comes back is BF16."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = replace(FAMILIES["gpt_oss"], hidden_size=64, moe_ffn_hidden_size=32)
+    expected = random_tensors(model)
+    stored, generator = fuse(expected), torch.Generator().manual_seed(2)
+    for name in [name for name in stored if name.endswith(".experts.gate_up_proj") or name.endswith("s.down_proj")]:
+        experts, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(100, 140, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected |= dict(split(name, convert_moe_packed_tensors(blocks, scales)))
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config = registry.to_hf_config(model) | {"quantization_config": quantization}
+    source = write_folder(tmp_path / "hf", stored, config)
+    back = there_and_back(source, tmp_path)
+    assert_same_tensors(read_tensors(back), expected)
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
 
 
 def test_transformers_loads_what_came_back(tmp_path):

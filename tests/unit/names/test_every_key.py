@@ -63,6 +63,7 @@ MORE["qwen3_next"] = MORE["qwen3_moe"] | dict(
     linear_key_head_dim=8,
     linear_value_head_dim=8,
 )
+MORE["gpt_oss"] = MORE["minimax_m2"] | {"sliding_window": 5}
 EXTRA = {  # said beside what the class knows
     "is_causal": False,
     "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},

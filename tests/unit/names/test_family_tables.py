@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
+from megatron_fp8rl.data.fused_experts import fuse, split
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -32,6 +33,10 @@ QWEN_YARN = {"rope_type": "yarn", "factor": 4.0}
 FACTOR_YARN = QWEN_YARN | {"attention_factor": 1.1, "truncate": False, "beta_fast": 16.0}
 FACTOR_YARN |= {"attn_factor": 1.1, "apply_yarn_scaling": False}  # the same for vLLM
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+GPT_OSS_YARN = {
+    "rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.4}
 SCALED = {"original_max_position_embeddings": 16, "rope_theta": 5e5}
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -73,6 +78,7 @@ CASES = {
         | {"num_hidden_layers": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
         | {"linear_key_head_dim": 12, "linear_value_head_dim": 10},
     ),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": GPT_OSS_YARN}),
     "glm4_moe_plain": ("glm4_moe", DEEPSEEK_MOE | {"first_k_dense_replace": 2, "tie_word_embeddings": True}),
 }
 
@@ -91,7 +97,11 @@ class Saved:
                     tensor.normal_()  # biases and norms too, so that none can be taken for another
         self.model.save_pretrained(folder, max_shard_size="40KB")
         self.config = json.loads((folder / "config.json").read_text())
-        self.tensors = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+        stored = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+        self.tensors = stored
+        if registry.FAMILIES[family].fused_experts:
+            self.tensors = {n: t for whole in stored.items() for n, t in split(*whole)}
+            assert all(torch.equal(t, stored[n]) for n, t in fuse(self.tensors).items())
         assert len(list(folder.glob("*.safetensors"))) > 1
 
 
@@ -122,6 +132,8 @@ def test_checkpoint_round_trip(case, saved, tmp_path):
     for name, tensor in source.tensors.items():
         assert torch.equal(back[name], tensor), name
 
+    if registry.FAMILIES[model.family].fused_experts:
+        back = fuse(back)
     save_file({n: t.contiguous() for n, t in back.items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(registry.to_hf_config(model) | {"dtype": "float32"}))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -146,6 +158,7 @@ def test_config_round_trip(case, saved):
     ignored |= {"num_nextn_predict_layers", "num_mtp_layers", "max_window_layers", "first_k_dense_replace"}
     ignored |= {"use_qk_norm", "qk_norm_type", "use_routing_bias", "rotary_dim", "attn_type_list", "attention_bias"}
     ignored |= {"rope_local_base_freq", "hidden_act", "_sliding_window_pattern"}
+    ignored |= {"experts_per_token", "initial_context_length", "swiglu_limit"}
     assert {k: v for k, v in ours.items() if k not in ignored} == {k: v for k, v in theirs.items() if k not in ignored}
 
 

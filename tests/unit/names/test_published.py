@@ -203,7 +203,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones():
         registry.from_hf_config({"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]})
     parts = (
         "'gemma3' (architectures ['Gemma3ForCausalLM'])",
-        "supported are deepseek_v3, gemma3_text, glm4_moe, glm4_moe_lite, llama",
+        "supported are deepseek_v3, gemma3_text, glm4_moe, glm4_moe_lite, gpt_oss, llama",
     )
     assert all(part in str(error.value) for part in (*parts, "extending.md"))
 

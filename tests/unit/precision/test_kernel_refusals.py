@@ -20,7 +20,7 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.preflight import findings, rules
-from tests.helpers.family_configs import DEEPSEEK, GLM, GLM_LITE, MINIMAX, MIXTRAL
+from tests.helpers.family_configs import DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MINIMAX, MIXTRAL
 from tests.helpers.models import small_model
 
 FIELDS = {
@@ -190,6 +190,30 @@ def test_windows_that_sequences_exceed_are_inexact_on_a_gpu_until_they_are_measu
         assert [v.field for v in wrong] == [] if is_exact else ["--precision.exact"]
         auto = replace(cfg, precision=replace(cfg.precision, exact="auto"))
         assert choose(auto, Hardware("hopper")).exact == ("on" if is_exact else "off")
+
+
+def test_attention_sinks_and_biased_experts_are_inexact_on_a_gpu_and_exact_on_a_cpu():
+    from megatron_fp8rl.precision.kernel_choice import choose, refusals
+
+    cfg = replace(EXACT, model=replace(GPT_OSS, hidden_size=256, max_position_embeddings=4096), engine=EngineConfig())
+    texts = [violation.problem for violation in refusals(cfg, Hardware("hopper"))]
+    assert any("the attention sinks of gpt_oss are not measured" in text for text in texts), texts
+    assert not refusals(cfg, Hardware("cpu"))
+    auto = replace(cfg, precision=replace(cfg.precision, exact="auto"))
+    choice = choose(auto, Hardware("hopper"))
+    assert (choice.exact, choice.trainer.experts, choice.engine.experts) == ("off", "te", "triton")
+    for path, value in (("precision.kernels.experts", "deep_gemm"), ("precision.kernels.engine_experts", "deep_gemm")):
+        (violation,) = refusals(
+            findings.apply(auto, [(path, value)]), Hardware("hopper"), (path.count("engine") and "engine") or "trainer"
+        )
+        assert violation.field == f"--{path}" and "biases" in violation.problem
+    divided = replace(cfg, engine=EngineConfig(tensor=2, expert=2), parallel=ParallelConfig(world_size=2, tensor=2))
+    assert [violation.field for violation in refusals(divided, Hardware("cpu"))] == ["--engine.tensor"]
+    for path, value in (("parallel.expert_tensor", 2), ("engine.expert", 1)):
+        fields = {
+            violation.field for violation in rules.check(findings.apply(divided, [(path, value)]), accelerator="cpu")
+        }
+        assert f"--{path}" in fields
 
 
 def test_exact_selects_the_kernels_that_both_ends_share():

@@ -20,6 +20,7 @@ MODELS = {
     "glm4_moe_lite": ModelConfig(family="glm4_moe_lite", mla=MLA, **SHARING),
     "olmo2": ModelConfig(family="olmo2", ffn_hidden_size=96, **COMMON),
     "gemma3_text": ModelConfig(family="gemma3_text", ffn_hidden_size=96, **COMMON),
+    "gpt_oss": ModelConfig(family="gpt_oss", qkv_bias=True, **EXPERTS, **COMMON),
     "minimax_m2": ModelConfig(family="minimax_m2", qk_norm=True, router=ROUTER, **EXPERTS, **COMMON),
     "qwen3_next": ModelConfig(
         family="qwen3_next",
@@ -49,6 +50,7 @@ EXPECTED = {  # by layer; the last of four is for multi-token prediction
     "glm4_moe_lite": [LATENT | DENSE] + [LATENT | ROUTED | SHARED] * 3,
     "olmo2": [QKVO | DENSE] * 3,
     "gemma3_text": [QKVO | DENSE] * 3,
+    "gpt_oss": [QKVO | ROUTED] * 3,
     "minimax_m2": [QKVO | MIXTRAL] * 3,
     "qwen3_next": [DELTA_NET | GATED, QKVO | GATED, DELTA_NET | GATED],
 }

@@ -34,7 +34,7 @@ _FEW_TOKENS = 17  # of a request in a step: the most drafts (engine.draft_tokens
     remove_when="vLLM has batch-invariant kernels on a CPU",
 )
 def register() -> None:
-    """Patch vLLM in this process, except attention with sinks, slopes or soft caps, and latent attention."""
+    """Patch vLLM in this process, except attention with slopes or soft caps, and latent attention."""
     update, forward, sample = (
         CPUAttentionBackendImpl.do_kv_cache_update,
         CPUAttentionBackendImpl.forward,
@@ -72,7 +72,7 @@ def register() -> None:
         scales = None
         if self.is_fp8_kv_cache:
             _, *scales = kv_scales_of(layer)
-        _attend_requests(query, kv_cache, scales, attn_metadata, self.scale, _window(self), output)
+        _attend_requests(query, kv_cache, scales, attn_metadata, self.scale, _window(self), output, self.sinks)
         return output
 
     def forward_cpu(
@@ -92,7 +92,7 @@ def register() -> None:
 
 
 def _is_plain(impl: Any) -> bool:
-    return impl.alibi_slopes is None and impl.sinks is None and not impl.logits_soft_cap
+    return impl.alibi_slopes is None and not impl.logits_soft_cap
 
 
 def _window(impl: Any) -> int | None:
@@ -111,12 +111,17 @@ def _attend_requests(
     scale: float,
     window: int | None,
     output: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """Fill ``output`` [T, Q, V]. PyTorch computes requests with equally few tokens together, such as those that decode
     or verify drafts, and each longer prompt separately."""
     ends = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
     out, has_values = output.view(*query.shape[:2], -1), kv_cache.shape[-1] > query.shape[-1]
-    if has_values and paged_attention.attend(query, kv_cache, cache_scales, *ends, scale, window, out):
+    if (
+        has_values
+        and sinks is None
+        and paged_attention.attend(query, kv_cache, cache_scales, *ends, scale, window, out)
+    ):
         return
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     counts = [end - start for start, end in itertools.pairwise(starts)]
@@ -133,7 +138,7 @@ def _attend_requests(
         mask = positions < ends[..., None]
         if window is not None:
             mask &= positions >= ends[..., None] - window
-        out[rows] = float64.attend(query[rows], key, value, mask, scale)
+        out[rows] = float64.attend(query[rows], key, value, mask, scale, sinks)
 
 
 def _cached(kv_cache: Tensor, blocks: Tensor, length: int) -> Tensor:

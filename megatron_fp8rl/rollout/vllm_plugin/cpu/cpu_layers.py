@@ -240,6 +240,14 @@ class EmulatedFp8MoEMethod(EmulatedExperts, Fp8MoEMethod):
         self.emulate(layer, fmt)
 
 
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+_ACTIVATIONS = {MoEActivation.SILU: _swiglu, MoEActivation.SWIGLUOAI_UNINTERLEAVE: float64.clamped_swiglu}
+
+
 def _operands(fmt: QuantFormat) -> torch.dtype:
     """The dtype of dequantized operands: BF16 if it is exact, otherwise float64, to which they are converted once."""
     dtype = operand_dtype(torch.bfloat16, fmt.scale_kind)
@@ -247,8 +255,8 @@ def _operands(fmt: QuantFormat) -> torch.dtype:
 
 
 def _check_supported(layer: RoutedExperts) -> None:
-    if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or layer.moe_config.has_bias:
-        raise ValueError(f"{layer.layer_name}: only SwiGLU experts without bias are supported on a CPU")
+    if layer.activation not in _ACTIVATIONS or layer.apply_router_weight_on_input:
+        raise ValueError(f"{layer.layer_name}: only SwiGLU experts are supported on a CPU")
 
 
 @patches(
@@ -296,14 +304,15 @@ def _mix_experts(
     order = expert_ids.flatten().argsort(stable=True)
     counts = expert_ids.flatten().bincount(minlength=w13.shape[0]).tolist()
 
-    def multiply(operand: Tensor, matrices: Tensor) -> Tensor:
+    def multiply(operand: Tensor, matrices: Tensor, biases: Tensor | None) -> Tensor:
         parts = zip(operand.split(counts), matrices, strict=True)
-        return torch.cat([float64.matmul(rows, matrix.t()) for rows, matrix in parts]).to(x.dtype)
+        y = torch.cat([float64.matmul(rows, matrix.t()) for rows, matrix in parts]).to(x.dtype)
+        return y if biases is None else y + biases.repeat_interleave(torch.tensor(counts), dim=0)
 
     operand = x if round_operand is None else round_operand(x)
-    gate, up = multiply(operand[order // top_k], w13).chunk(2, dim=-1)
-    hidden = F.silu(gate) * up
-    result = multiply(hidden if round_operand is None else round_operand(hidden), w2)
+    gate_up = multiply(operand[order // top_k], w13, getattr(layer, "w13_bias", None))
+    hidden = _ACTIVATIONS[layer.activation](gate_up)
+    result = multiply(hidden if round_operand is None else round_operand(hidden), w2, getattr(layer, "w2_bias", None))
     by_token = torch.empty_like(result)
     by_token[order] = result
     return float64.combine(by_token.view(num_tokens, top_k, -1), weights)
