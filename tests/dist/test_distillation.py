@@ -91,7 +91,9 @@ def distributions(model: Path) -> dict[str, torch.Tensor]:
     for sample in samples():
         with torch.no_grad():
             logits = net(torch.tensor(sample.token_ids.array.tolist())[None]).logits[0]
-        logprobs[sample.name] = logits[sample.num_prompt_tokens - 1 : -1].log_softmax(-1)
+        logprobs[sample.name] = logits[sample.num_prompt_tokens - 1 : -1, :384].log_softmax(
+            -1
+        )  # of the student's tokens
     return logprobs
 
 
@@ -195,6 +197,20 @@ def test_the_loss_is_the_reverse_kl_of_the_distributions_in_every_layout(folder:
                 norms[kind].append(metrics["train/grad_norm/max"])
     for values in norms.values():
         assert min(values) > 0.01 and values == pytest.approx([values[0]] * 6, rel=1e-4)
+
+
+def test_a_teacher_may_have_more_tokens_which_do_not_count(folder: Path, tmp_path: Path):
+    shutil.copytree(folder / "teacher", tmp_path / "larger")
+    net = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.bfloat16)
+    net.resize_token_embeddings(400)
+    net.save_pretrained(tmp_path / "larger")
+    total = sum(sample.num_loss_tokens for sample in samples())
+    for kind, layout in (("full", {}), ("top_k", {"world_size": 2, "tensor": 2})):
+        cfg = config(folder, str(tmp_path / "larger"), kind=kind, **layout)
+        assert not teachers.violations(cfg)
+        expected = sum(divergences(folder / "student", tmp_path / "larger", KINDS[kind]).values()) / total
+        for metrics, _ in run_ranks(cfg.parallel.world_size, _update, cfg):
+            assert metrics["loss/kl_ref/mean"] == pytest.approx(expected, rel=2e-4), kind
 
 
 def _with_adapters(cfg: RunConfig) -> tuple[dict[str, dict[str, float]], bool]:
