@@ -47,6 +47,18 @@ class ColumnLinearBase(ColumnParallelLinear):
 
 @patches(
     "megatron-core",
+    why="overrides SelfAttention._apply_output_gate, which takes the sigmoid in FP32 and rounds less than the engine",
+    remove_when="vLLM and Megatron-Core round the gate alike",
+)
+class EngineGate:
+    """A base of attention whose output is multiplied by a gate, with the engine's roundings."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * torch.sigmoid(gate.reshape(x.shape))
+
+
+@patches(
+    "megatron-core",
     why="runs the GEMM of a row-parallel linear with our recipes; RowParallelLinear has no other hook for it",
     remove_when="RowParallelLinear takes its GEMM as an argument",
 )

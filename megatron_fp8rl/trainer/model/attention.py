@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.backend import runs_triton
 from megatron_fp8rl.kernels.kv_rounding import as_cached
-from megatron_fp8rl.trainer.compat.megatron import has_forward_hooks
+from megatron_fp8rl.trainer.compat.megatron import EngineGate, has_forward_hooks
 from megatron_fp8rl.trainer.model import attention_te
 from megatron_fp8rl.trainer.model.linear import AllHeadsNorm, current_device
 from megatron_fp8rl.trainer.model.packed_sequences import (
@@ -202,11 +202,10 @@ class PackedAttention(MegatronModule):
 
 @patches(
     "megatron-core",
-    why="overrides get_query_key_value_tensors, which does not get the lengths of sequences, forward, which does, and "
-    "_apply_output_gate, which rounds less than the engine",
+    why="overrides get_query_key_value_tensors, which does not get the lengths of sequences, and forward, which does",
     remove_when="SelfAttention passes packed_seq_params to get_query_key_value_tensors",
 )
-class PackedSelfAttention(SelfAttention):
+class PackedSelfAttention(EngineGate, SelfAttention):
     """SelfAttention in which one kernel splits, norms and rotates heads. The kernel runs if ``splits_heads`` is set,
     tensors are BF16 on a GPU, and rotated pairs are the halves of a head. ``norms_all_heads``: one norm spans all query
     heads, and one all key heads."""
@@ -260,9 +259,6 @@ class PackedSelfAttention(SelfAttention):
         queries, key, value = grouped.split([grouped.shape[-1] - 2 * width, width, width], dim=-1)
         query, gate = queries.unflatten(-1, (-1, 2, width)).flatten(-4, -3).unbind(-2)
         return self.q_layernorm(query), self.k_layernorm(key), value, gate
-
-    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * torch.sigmoid(gate.reshape(x.shape))  # Megatron-Core rounds less than the engine
 
 
 @functools.lru_cache(maxsize=4)

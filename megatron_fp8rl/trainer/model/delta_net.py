@@ -22,6 +22,7 @@ from megatron_fp8rl.config import GdnConfig
 from megatron_fp8rl.kernels import gated_delta
 from megatron_fp8rl.trainer.model.linear import ColumnLinear, LinearSpec, RowLinear, current_device
 from megatron_fp8rl.trainer.model.packed_sequences import lengths_of
+from megatron_fp8rl.upstream import patches
 
 
 class _Whole(nn.Module):
@@ -38,6 +39,11 @@ def _whole(config: TransformerConfig, *shape: int) -> nn.Parameter:
     return parameter
 
 
+@patches(
+    "megatron-core",
+    why="replaces GatedDeltaNet, which fuses matrices that checkpoints keep apart and takes no packs on a CPU",
+    remove_when="GatedDeltaNet has the checkpoint's matrices, and packs without flash-linear-attention",
+)
 class DeltaNet(MegatronModule):
     """The mixer of a layer with a gated delta net."""
 
