@@ -50,8 +50,7 @@ def sample(cfg: RunConfig, folder: Path, more: dict) -> dict:
         return preempt(request, *args)
 
     scheduler._preempt_request = counted
-    # Greedy: vLLM cannot rewind the generator of a seeded request whose prompt is in parts on a CPU.
-    how = SamplingParams(max_tokens=NUM_SAMPLED, temperature=0.0, ignore_eos=True, logprobs=0)
+    how = SamplingParams(max_tokens=NUM_SAMPLED, temperature=1.0, seed=7, ignore_eos=True, logprobs=0)
     found = {"completions": [], "cached": []}
     for _ in range(2):
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in inprocess.PROMPTS], how, use_tqdm=False)

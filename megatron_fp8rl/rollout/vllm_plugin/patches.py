@@ -322,3 +322,34 @@ def inspect_classes_in_forks(deadline_s: float = 60.0) -> None:
         return in_new_process(inspect)
 
     registry._run_in_subprocess = in_fork
+
+
+@patches(
+    "vllm",
+    why="after a part of a prompt GPUModelRunner._bookkeeping_sync rewinds the generator of a request with a seed by "
+    "its offset, which generators of a CPU do not have: the engine dies",
+    remove_when="vLLM rewinds generators of a CPU",
+)
+def rewind_generators_on_cpus() -> None:
+    """Restore the generators of requests whose sampled token is discarded, because their prompt is not complete."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    sample, synchronize = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
+
+    def sample_and_rewind(self: Any, *args: Any, **options: Any) -> Any:
+        incomplete = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0]
+        generators = [self.input_batch.generators.get(int(index)) for index in incomplete]
+        states = [(generator, generator.get_state()) for generator in generators if generator is not None]
+        output = sample(self, *args, **options)
+        for generator, state in states:
+            generator.set_state(state)
+        return output
+
+    def synchronize_without_generators(self: Any, *args: Any, **options: Any) -> Any:
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return synchronize(self, *args, **options)
+        finally:
+            self.input_batch.generators = generators
+
+    CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync = sample_and_rewind, synchronize_without_generators

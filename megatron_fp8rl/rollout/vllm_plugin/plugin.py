@@ -70,6 +70,7 @@ def register() -> None:
         from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_experts, cpu_layers
 
         cpu_layers.register()
+        patches.rewind_generators_on_cpus()
         patches_adapters.round_adapters_as_the_trainer()
         if fmt.scale_kind == "e8m0":
             from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_mxfp8  # imports modules that older versions lack
