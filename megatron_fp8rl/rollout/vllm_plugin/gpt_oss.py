@@ -21,6 +21,7 @@ from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.utils import WeightsMapper
 
 from megatron_fp8rl.data.fused_experts import split
+from megatron_fp8rl.rollout.vllm_plugin.patches import local_expert
 from megatron_fp8rl.upstream import patches
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)")
@@ -69,7 +70,7 @@ def _experts(**options: Any) -> nn.Module:
 def _bias_loader(experts: nn.Module) -> Callable[..., None]:
     def load_bias(param: nn.Parameter, bias: Tensor, name: str, shard: str, expert: int) -> None:
         # vLLM's reload replaces the argument that is called ``param``.
-        local = experts._map_global_expert_id_to_local_expert_id(expert)
+        local = local_expert(experts, expert)
         if local >= 0:
             param.data[local].narrow(0, len(bias) if shard == "w3" else 0, len(bias)).copy_(bias)
 

@@ -353,3 +353,8 @@ def rewind_generators_on_cpus() -> None:
             self.input_batch.generators = generators
 
     CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync = sample_and_rewind, synchronize_without_generators
+
+
+def local_expert(experts: nn.Module, expert: int) -> int:
+    """The number on this rank of an expert of vLLM's ``FusedMoE``; -1 if another rank has it."""
+    return experts._map_global_expert_id_to_local_expert_id(expert)

@@ -325,7 +325,10 @@ REFUSED = {
     "other widths": (config(hidden_size=256), "but config.json says"),
     "no width of a head": (config(head_dim=DELETED), rf"{Q.replace('1', '0')}: shape \(128, 128\) in"),
     "another activation": (config(hidden_act="gelu_pytorch_tanh"), "hidden_act = 'gelu_pytorch_tanh' is not supported"),
-    "scaled positions": (config(rope_parameters=ROPE | {"rope_type": "linear", "factor": 2.0}), "rope_type = 'linear'"),
+    "scaled positions": (
+        config(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}),
+        "rope_type = 'dynamic'",
+    ),
     "infinite rotary base": (config(rope_parameters=ROPE | {"rope_theta": float("inf")}), "rope_theta = inf is infin"),
     "infinite epsilon": (config(rms_norm_eps=float("inf")), "rms_norm_eps = inf is not a number"),
     "a window": (config(use_sliding_window=True, sliding_window=64), "use_sliding_window = True is not supported"),

@@ -134,6 +134,7 @@ def test_logits_are_rounded_and_their_gradients_are_not(monkeypatch):
     router = Router.__new__(Router)
     torch.nn.Module.__init__(router)
     router.weight = torch.nn.Parameter(torch.randn(EXPERTS, 64, generator=torch.Generator().manual_seed(3)).bfloat16())
+    router.bias = None
     hidden = torch.randn(TOKENS, 1, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
     exact = hidden.double() @ router.weight.double().t()
     grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(5))
