@@ -33,7 +33,7 @@ from megatron_fp8rl.commands import grpo
 from megatron_fp8rl.config import ConfigError, ModelConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.preflight import rules
-from model_configs import dense, qwen3, small, tiny
+from model_configs import dense, glm, gpt_oss, llama, minimax, mixtral, qwen3, small, tiny
 
 _INEXACT = ("--precision.exact", "False")
 ARMS = {
@@ -80,6 +80,20 @@ SHAPES = {
     "30b_a3b_eight": replace(_30B, gpus=8, prompts=32),
     "tiny": Shape(tiny.tiny_qwen3().model, 0, 2, 4),
 }
+# Other families at their width with few layers, on one GPU.
+_OTHERS = {
+    "llama31_8b": (llama.llama31_8b(), 4),
+    "qwen25_7b": (dense.qwen25_7b(), 4),
+    "olmo2_7b": (dense.olmo2_7b(), 4),
+    "olmo3_7b": (dense.olmo3_7b(), 4),
+    "gemma3_1b": (dense.gemma3_1b(), 6),
+    "mixtral_8x7b": (mixtral.mixtral_8x7b(), 2),
+    "glm_45_air": (glm.glm_45_air(), 2),
+    "glm_47_flash": (glm.glm_47_flash(), 2),
+    "minimax_m2": (minimax.minimax_m2(), 1),
+    "gpt_oss_20b": (gpt_oss.tiled(gpt_oss.gpt_oss_20b()), 2),
+}
+SHAPES |= {name: Shape(model, 1).with_layers(layers) for name, (model, layers) in _OTHERS.items()}
 
 
 def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
