@@ -47,6 +47,7 @@ def moe_layer(**weights: Tensor) -> nn.Module:
     layer.use_grouped_topk, layer.top_k, layer.renormalize = False, TOP_K, True
     layer.topk_group = layer.num_expert_group = layer.custom_routing_function = layer.e_score_correction_bias = None
     layer.scoring_func, layer.routed_scaling_factor = "softmax", 1.0
+    layer.activation = cpu_kernels.MoEActivation.SILU
     return layer
 
 
