@@ -24,7 +24,7 @@ setup(
     package_dir=inside,
     package_data={
         "megatron_fp8rl": ["README.md", "py.typed"],
-        "megatron_fp8rl.kernels": ["README.md", "*.c"],
+        "megatron_fp8rl.kernels": ["README.md", "*.c", "*.h"],
         "megatron_fp8rl.preflight": ["rates.toml"],
         "megatron_fp8rl.kernels.cuda": ["*"],
     },

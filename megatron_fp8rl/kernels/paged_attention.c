@@ -9,7 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "bf16.h"
 
 #if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512VL__)
 #error "this CPU has no AVX-512"
@@ -30,12 +31,6 @@ struct job {
     atomic_llong next;  // unit of work
     atomic_int failed;
 };
-
-static inline uint16_t bf16_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return value != value ? 0x7FC0 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-}
 
 static inline void widen(__m512 values, __m512d out[2]) {
     out[0] = _mm512_cvtps_pd(_mm512_castps512_ps256(values));

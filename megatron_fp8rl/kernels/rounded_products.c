@@ -11,17 +11,13 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "bf16.h"
+
 #ifndef __AVX512BF16__
 #error "this CPU does not multiply BF16"
 #endif
 
 enum { ROWS = 8, COLUMNS = 3, BLOCK = 64 };  // 24 of 32 registers are sums; the rows of a block stay in the cache
-
-static inline uint16_t bf16_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-}
 
 static inline __m512d lower(__m512 x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
 static inline __m512d upper(__m512 x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
@@ -42,7 +38,7 @@ static uint16_t in_float64(const uint16_t *a, const uint16_t *b, ptrdiff_t k_end
         sums[3] = _mm512_add_pd(sums[3], upper(odds));
     }
     double sum = _mm512_reduce_add_pd((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    return sum != sum ? 0x7FC0 : bf16_of((float)sum);
+    return bf16_of((float)sum);
 }
 
 static inline __m512bh load(const uint16_t *p) { return (__m512bh)_mm512_loadu_si512(p); }

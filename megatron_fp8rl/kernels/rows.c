@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "bf16.h"
+
 static inline float float_of(uint16_t value) {
     uint32_t bits = (uint32_t)value << 16;
     float result;
@@ -22,11 +24,6 @@ static inline float of_bits(uint32_t bits) {
     float value;
     memcpy(&value, &bits, 4);
     return value;
-}
-
-static inline uint16_t bf16_of(float value) {
-    uint32_t bits = bits_of(value);
-    return value != value ? 0x7FC0 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
 }
 
 // round_blocks_ of blockwise.py with power-of-two scales and E4M3, for `count` blocks.
