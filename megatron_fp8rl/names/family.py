@@ -34,6 +34,12 @@ COMMON = {
 }
 GROUPED_QUERY = {"num_key_value_heads": "num_key_value_heads", "head_dim": "head_dim"}
 DENSE = COMMON | GROUPED_QUERY | {"intermediate_size": "ffn_hidden_size"}
+# Models in which all layers have experts.
+LOCAL_EXPERTS = {
+    "intermediate_size": "moe_ffn_hidden_size",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+}
 # Layers with a window of attention among others, which may have another rotary base.
 WINDOWS = {
     "sliding_window": "sliding_window",

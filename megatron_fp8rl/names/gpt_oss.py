@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import blocks
-from megatron_fp8rl.names.family import COMMON, GROUPED_QUERY, Family
+from megatron_fp8rl.names.family import COMMON, GROUPED_QUERY, LOCAL_EXPERTS, Family
 from megatron_fp8rl.names.table import Row
 
 _YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # if missing
@@ -56,15 +56,7 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     rows=_rows,
-    fields=COMMON
-    | GROUPED_QUERY
-    | {
-        "intermediate_size": "moe_ffn_hidden_size",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token",
-        "sliding_window": "sliding_window",
-        "layer_types": "layer_types",
-    },
+    fields=COMMON | GROUPED_QUERY | LOCAL_EXPERTS | {"sliding_window": "sliding_window", "layer_types": "layer_types"},
     fixed={"attention_bias": True},
     implied={"qkv_bias": True},
     defaults={"sliding_window": 128, "head_dim": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4},

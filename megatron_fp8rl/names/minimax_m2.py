@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from megatron_fp8rl.names import blocks
-from megatron_fp8rl.names.family import COMMON, GROUPED_QUERY, Family
+from megatron_fp8rl.names.family import COMMON, GROUPED_QUERY, LOCAL_EXPERTS, Family
 
 _FOR_ENGINES = {"scoring_func": "sigmoid", "use_routing_bias": True}
 
@@ -22,13 +22,7 @@ MINIMAX_M2 = Family(
     rows=partial(
         blocks.decoder, parent="block_sparse_moe", router_bias="e_score_correction_bias", norms_all_heads=True
     ),
-    fields=COMMON
-    | GROUPED_QUERY
-    | {
-        "intermediate_size": "moe_ffn_hidden_size",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token",
-    },
+    fields=COMMON | GROUPED_QUERY | LOCAL_EXPERTS,
     fixed={"attention_bias": False, "use_qk_norm": True, "qk_norm_type": "per_layer", **_FOR_ENGINES},
     implied={"qk_norm": True, "router.score": "sigmoid", "router.correction_bias": True},
     defaults={"num_key_value_heads": 8, "head_dim": 128},

@@ -3,20 +3,13 @@
 from functools import partial
 
 from megatron_fp8rl.names import blocks
-from megatron_fp8rl.names.family import COMMON, GROUPED_QUERY, Family
+from megatron_fp8rl.names.family import COMMON, GROUPED_QUERY, LOCAL_EXPERTS, Family
 
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     rows=partial(blocks.decoder, parent="block_sparse_moe"),
-    fields=COMMON
-    | GROUPED_QUERY
-    | {
-        "intermediate_size": "moe_ffn_hidden_size",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token",
-        "sliding_window": "sliding_window",
-    },
+    fields=COMMON | GROUPED_QUERY | LOCAL_EXPERTS | {"sliding_window": "sliding_window"},
     defaults={"sliding_window": None, "num_key_value_heads": 8},
     aliases={"num_experts": "num_local_experts"},
     routing={"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": True},
