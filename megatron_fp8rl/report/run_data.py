@@ -50,7 +50,7 @@ class RunData:
     def is_done(self) -> bool:
         return (self.run_dir / "done.json").exists()
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         """Whether trainer and engine computed equal log-probabilities for every token that was compared."""
         largest = self.values("mismatch/abs_logprob_diff/max")
