@@ -274,7 +274,7 @@ def _on_gpus(
     kind = gpu or _kind_of(memory_gib)
     machines = DoctorOptions(
         gpu=kind,
-        memory_gib=memory_gib if gpu is None else None,
+        memory_gib=memory_gib or None if gpu is None else None,
         gpus_per_node=min(num_gpus, 8),
         num_gpus=num_gpus,
     )
