@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import sys
+import textwrap
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal
 
 from megatron_fp8rl.observe.metrics import PHASES
 
 _BARS = "▁▂▃▄▅▆▇█"
-_PLAIN_INTERVAL_S = 1.0  # steps of a few milliseconds would flood a log file
+# Seconds between two plain lines: 1, growing to 10 over the first 100 minutes. A log gets below 10,000 lines a day.
+_MIN_INTERVAL_S, _MAX_INTERVAL_S, _INTERVALS_OF_RUN = 1.0, 10.0, 600
+_EVALUATIONS = {"eval/pass_rate/mean": "pass rate", "eval/score/mean": "eval reward"}
 _RECENT_STEPS = 20  # in the estimate of the remaining time
 
 
 def make_display(kind: Literal["live", "plain", "none"], title: str, num_steps: int) -> Display:
-    """Create a display; "live" falls back to "plain" if stdout is not a terminal."""
+    """Create a display; "live" falls back to "plain" if stdout is no terminal that can move its cursor."""
     if kind == "none":
         return Display()
-    if kind == "live" and sys.stdout.isatty():
+    if kind == "live" and sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
         return LiveDisplay(title, num_steps)
     return PlainDisplay(title, num_steps)
 
@@ -46,7 +51,7 @@ class Display:
 
 
 class PlainDisplay(Display):
-    """One line per step, at most one a second; for log files."""
+    """One line per step, for log files. Quick steps are left out, except evaluations and the last step."""
 
     def __init__(self, title: str, num_steps: int) -> None:
         self._title, self._num_steps = title, num_steps
@@ -58,12 +63,13 @@ class PlainDisplay(Display):
 
     def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.count(step)
-        if monotonic() - self._shown_at < _PLAIN_INTERVAL_S and step < self._num_steps:
+        interval_s = min(_MAX_INTERVAL_S, max(_MIN_INTERVAL_S, self._pace.elapsed_s() / _INTERVALS_OF_RUN))
+        is_kept = step >= self._num_steps or any(key in metrics for key in _EVALUATIONS)
+        if monotonic() - self._shown_at < interval_s and not is_kept:
             return
         self._shown_at = monotonic()
         parts = [f"{self._title} {step}/{self._num_steps}", *headline(metrics)]
-        if phases := phase_times(metrics):
-            parts.append(phases)
+        parts += phase_times(metrics)
         if (left := self._pace.left_s()) is not None:
             parts.append(f"{duration(left)} left")
         print("  ".join(parts), flush=True)
@@ -84,10 +90,15 @@ class LiveDisplay(Display):
         self._pace = _Pace(num_steps)
         self._step = 0
         self._metrics: Mapping[str, float] = {}
-        self._rewards: list[float] = []
-        self._mismatches: list[float] = []
-        # The panel refreshes between steps, so that its clock keeps running during a long step.
-        self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=2, transient=False)
+        self._curves: dict[str, list[float]] = {}
+        # The panel refreshes between steps, so that its clock keeps running during a long step. stderr that goes to a
+        # file stays there.
+        self._live = Live(
+            get_renderable=self._panel,
+            console=self._console,
+            refresh_per_second=2,
+            redirect_stderr=sys.stderr.isatty(),
+        )
 
     def start(self) -> None:
         self._pace.start()
@@ -99,17 +110,23 @@ class LiveDisplay(Display):
     def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.count(step)
         self._step, self._metrics = step, metrics
-        if "reward/score/mean" in metrics:
-            self._rewards.append(metrics["reward/score/mean"])
-        if "mismatch/abs_logprob_diff/mean" in metrics:
-            self._mismatches.append(metrics["mismatch/abs_logprob_diff/mean"])
+        evaluation = next((key for key in _EVALUATIONS if key in metrics), "")
+        curves = {
+            "reward": "reward/score/mean",
+            "mismatch": "mismatch/abs_logprob_diff/mean",
+            _EVALUATIONS.get(evaluation, ""): evaluation,
+        }
+        for label, key in curves.items():
+            if key in metrics:
+                self._curves.setdefault(label, []).append(metrics[key])
         self._live.refresh()
 
     def message(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        # The terminal wraps, so that a path that is copied has no line ends in it.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        self._console.print(f"warning: {text}", style="bold yellow", markup=False, highlight=False)
+        self._console.print(f"warning: {text}", style="bold yellow", markup=False, highlight=False, soft_wrap=True)
 
     def _panel(self) -> Any:
         from rich.panel import Panel
@@ -124,16 +141,28 @@ class LiveDisplay(Display):
         clock = duration(self._pace.elapsed_s()) + (f", {duration(left)} left" if left is not None else "")
         bar = ProgressBar(total=max(1, self._num_steps), completed=self._step)
         table.add_row(f"step {self._step}/{self._num_steps}", bar, clock)
-        metrics = self._metrics
-        if self._rewards:
-            table.add_row("reward", sparkline(self._rewards, low=0.0), f"{self._rewards[-1]:.3f}")
-        if self._mismatches:
-            table.add_row("mismatch", sparkline(self._mismatches, low=0.0), f"{self._mismatches[-1]:.2e}")
-        if phases := phase_times(metrics):
-            table.add_row("seconds", phases, f"{metrics['time/step/s']:.2f} s")
-        if rest := headline(metrics, skip=("reward", "mismatch")):
-            table.add_row("", "  ".join(rest), "")
+        for label, values in self._curves.items():
+            curve = _Fitted(lambda width, values=values: sparkline(values, width=width, low=0.0))
+            table.add_row(label, curve, scientific(values[-1]) if label == "mismatch" else f"{values[-1]:.3f}")
+        if phases := phase_times(self._metrics):
+            table.add_row(
+                "seconds", _Fitted(lambda width: wrapped(phases, width)), f"{self._metrics['time/step/s']:.2f} s"
+            )
+        if rest := headline(self._metrics, skip=("reward", "mismatch", "eval")):
+            table.add_row("", _Fitted(lambda width: wrapped(rest, width)), "")
         return Panel(table, title=self._title, title_align="left", border_style="cyan")
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """Something that rich draws as a text made for the width of its cell."""
+
+    text: Callable[[int], str]
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        yield Text(self.text(options.max_width))
 
 
 class _Pace:
@@ -178,12 +207,28 @@ def headline(metrics: Mapping[str, float], skip: tuple[str, ...] = ()) -> list[s
         ("grad", "train/grad_norm/max", "grad norm {:.3g}"),
         ("tokens", "rollout/tokens_per_s/mean", "{:.0f} tokens/s sampled"),
     )
-    return [text.format(metrics[key]) for name, key, text in shown if name not in skip and key in metrics]
+    return [
+        text.replace("{:.2e}", scientific(metrics[key])).format(metrics[key])
+        for name, key, text in shown
+        if name not in skip and key in metrics
+    ]
 
 
-def phase_times(metrics: Mapping[str, float]) -> str:
+def phase_times(metrics: Mapping[str, float]) -> list[str]:
+    """``rollouts 0.50``: seconds of each phase of a step."""
     times = ((phase, metrics.get(f"time/{phase}/s", 0.0)) for phase in PHASES)
-    return "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in times if seconds >= 0.005)
+    return [f"{phase} {seconds:.2f}" for phase, seconds in times if seconds >= 0.005]
+
+
+def scientific(value: float) -> str:
+    """``1.23e-02``, and ``0`` for zero."""
+    return f"{value:.2e}" if value else "0"
+
+
+def wrapped(items: Sequence[str], width: int) -> str:
+    """The items in lines of at most ``width`` characters; no item is broken in two."""
+    joined = "  ".join(item.replace(" ", "\xa0") for item in items)
+    return textwrap.fill(joined, max(1, width), break_on_hyphens=False).replace("\xa0", " ")
 
 
 def sparkline(values: list[float], *, width: int = 60, low: float | None = None) -> str:

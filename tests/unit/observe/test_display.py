@@ -1,12 +1,24 @@
 """What the terminal shows."""
 
 import io
+import re
+import subprocess
 import sys
 
 import pytest
 
 from megatron_fp8rl.observe import display as display_module
-from megatron_fp8rl.observe.display import LiveDisplay, PlainDisplay, duration, make_display, phase_times, sparkline
+from megatron_fp8rl.observe.display import (
+    LiveDisplay,
+    PlainDisplay,
+    duration,
+    make_display,
+    phase_times,
+    scientific,
+    sparkline,
+    wrapped,
+)
+from tests.helpers.terminal import Terminal
 
 METRICS = {
     "reward/score/mean": 0.5,
@@ -32,7 +44,7 @@ def test_durations(seconds, text):
 
 
 def test_phases_are_shown_in_the_order_of_the_loop_and_spans_beside_them_are_not():
-    assert phase_times(METRICS) == "rollouts 0.50  update 1.25"
+    assert phase_times(METRICS) == ["rollouts 0.50", "update 1.25"]
 
 
 def test_live_becomes_plain_where_there_is_no_terminal(monkeypatch):
@@ -53,6 +65,11 @@ def test_plain_lines_hold_the_numbers_and_the_last_step_is_never_left_out(capsys
 
 def remaining_times(monkeypatch, seconds, num_steps, first=1) -> list[str]:
     """The remaining time in the line of each step, of a run whose steps take ``seconds``."""
+    lines = plain_lines(monkeypatch, seconds, num_steps, first)
+    return [line.split("  ")[-1] if line.endswith(" left") else "" for line in lines]
+
+
+def plain_lines(monkeypatch, seconds, num_steps, first=1, eval_every=0) -> list[str]:
     clock, lines = [100.0], []
     monkeypatch.setattr(display_module, "monotonic", lambda: clock[0])
     monkeypatch.setattr("builtins.print", lambda line, **_: lines.append(line))
@@ -60,8 +77,8 @@ def remaining_times(monkeypatch, seconds, num_steps, first=1) -> list[str]:
     display.start()
     for step, step_s in enumerate(seconds, first):
         clock[0] += step_s
-        display.show_step(step, {})
-    return [line.split("  ")[-1] if line.endswith(" left") else "" for line in lines]
+        display.show_step(step, {"eval/pass_rate/mean": 0.5} if eval_every and step % eval_every == 0 else {})
+    return lines
 
 
 def test_slow_steps_that_compile_kernels_do_not_count_in_the_remaining_time(monkeypatch):
@@ -87,6 +104,97 @@ def test_a_resumed_run_counts_its_own_steps(monkeypatch):
 
 def test_the_remaining_time_follows_steps_that_become_slower_for_good(monkeypatch):
     assert remaining_times(monkeypatch, [60, *[2] * 30, *[6] * 20], 100)[-1] == "4m 54s left"
+
+
+def test_a_day_of_quick_steps_fits_a_log_and_evaluations_are_always_in_it(monkeypatch):
+    num_steps = 24 * 3600 * 4
+    lines = plain_lines(monkeypatch, [0.25] * num_steps, num_steps, eval_every=86_400 - 1)
+    assert 9_000 < len(lines) < 11_000, "a line each second would be 86,400"
+    evaluated = [int(re.search(r"run (\d+)/", line)[1]) for line in lines if "eval pass rate" in line]
+    assert evaluated == [86_399, 2 * 86_399, 3 * 86_399, 4 * 86_399]
+    assert lines[-1].startswith(f"run {num_steps}/{num_steps}")
+
+
+def test_steps_of_ten_seconds_always_have_a_line(monkeypatch):
+    assert len(plain_lines(monkeypatch, [10.0] * 2_000, 2_000)) == 2_000
+
+
+def test_zero_is_a_zero_and_no_item_is_broken_in_two():
+    assert [scientific(value) for value in (0.0, 0.0123)] == ["0", "1.23e-02"]
+    assert wrapped(["update 1.25", "warm-up 0.50", "evaluate 3.00"], 26) == "update 1.25  warm-up 0.50\nevaluate 3.00"
+    assert wrapped(["grad norm 0.1"], 5).replace("\n", "") == "grad norm 0.1"
+
+
+RUN = """
+import logging, sys
+from megatron_fp8rl.observe.display import make_display
+display = make_display("live", "run", 300)
+display.start()
+display.message("checkpoint: /" + "/".join(["folder"] * 30))
+for step in range(301):
+    seconds = {"rollouts": 10.25, "pack": 0.05, "update": 12.5, "publish": 0.11, "checkpoint": 10.86, "evaluate": 20.5}
+    metrics = {f"time/{name}/s": value for name, value in seconds.items()}
+    metrics |= {"time/step/s": 54.27, "reward/score/mean": step / 300, "mismatch/abs_logprob_diff/mean": 0.0,
+                "rollout/length/mean": 1024.5, "train/grad_norm/max": 0.125, "rollout/tokens_per_s/mean": 123456.0}
+    if step % 10 == 0:
+        metrics["eval/pass_rate/mean"] = step / 600
+    display.show_step(step, metrics)
+    if step == 100:
+        display.warn("step 100: [engine 0] is slow, and " + "this line is longer than the terminal " * 4)
+        logging.getLogger("megatron_fp8rl").warning("a replica is lost")
+        print("printed by a reward function")
+display.stop()
+print("report: runs/run/report.html")
+"""
+
+
+@pytest.mark.parametrize("columns", [40, 80, 140])
+def test_on_a_terminal_nothing_is_overwritten_broken_or_left_behind(columns):
+    status, output = Terminal.run([sys.executable, "-c", RUN], columns, lines=40)
+    shown = Terminal(columns).write(output)
+    text = "".join(shown)  # lines that the terminal wrapped are whole again
+    assert status == 0, text
+    for message in (
+        "checkpoint: /" + "/".join(["folder"] * 30),
+        "warning: step 100: [engine 0] is slow, and " + ("this line is longer than the terminal " * 4).rstrip(),
+        "a replica is lost",
+        "printed by a reward function",
+    ):
+        assert text.count(message) == 1, shown
+    [top], [bottom] = ([i for i, line in enumerate(shown) if line[0] == corner] for corner in "╭╰")
+    panel = shown[top + 1 : bottom]
+    assert all(len(line) == columns and line[0] == line[-1] == "│" for line in panel), shown
+    assert shown[bottom + 1 :] == ["report: runs/run/report.html"]
+    for label, value in (("reward", "1.000"), ("mismatch", "0"), ("pass rate", "0.500"), ("seconds", "54.27 s")):
+        assert sum(re.fullmatch(rf"│ {label} .* {value} │", line) is not None for line in panel) == 1, shown
+    for pair in ("rollouts 10.25", "checkpoint 10.86", "evaluate 20.50", "length 1024.5", "123456 tokens/s sampled"):
+        assert columns == 40 or sum(pair in line for line in panel) == 1, (pair, shown)
+    [curve] = [line for line in panel if line.startswith("│ reward")]
+    drawn = len(re.sub(r"[^▁▂▃▄▅▆▇█]", "", curve))
+    assert drawn == columns - len("│ step 300/300  " + "  0s, 0s left │"), "curves have the width that there is"
+    assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l"), "the cursor is visible again"
+
+
+def test_a_pipe_gets_plain_lines_without_control_characters():
+    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, timeout=60)
+    assert done.returncode == 0 and not re.search(rb"[\x00-\x09\x0b-\x1f\x7f]", done.stdout + done.stderr)
+    lines = done.stdout.decode().splitlines()
+    steps = [line for line in lines if line.startswith("run ")]
+    assert steps[0].startswith("run 0/300  reward 0.000  eval pass rate 0.000  mismatch 0  length 1024.5")
+    assert steps[-1].startswith("run 300/300  reward 1.000") and steps[-1].endswith("0s left")
+    assert lines[-1] == "report: runs/run/report.html"
+    assert [line[:9] for line in done.stderr.decode().splitlines()] == ["warning: ", "a replica"]
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines():
+    _, output = Terminal.run([sys.executable, "-c", RUN], 80, environment={"TERM": "dumb"})
+    assert b"\x1b" not in output and b"run 300/300  reward 1.000" in output
+
+
+def test_stderr_in_a_file_stays_there_while_the_panel_is_on_the_terminal(tmp_path):
+    command = [sys.executable, "-c", RUN]
+    _, output = Terminal.run(["sh", "-c", '"$@" 2> "$0"', str(tmp_path / "errors"), *command], 80)
+    assert (tmp_path / "errors").read_text() == "a replica is lost\n" and b"a replica is lost" not in output
 
 
 def test_the_live_panel_shows_step_reward_mismatch_and_phases():
