@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
+import select
+import signal
 import sys
 import time
 
@@ -38,8 +41,19 @@ def main() -> int:
         os.environ[STARTED] = str(time.time())
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())  # a torchrun that is killed leaves its ranks running
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # bars and other signs that a terminal's encoding may lack
     try:
-        return cli.main(COMMANDS)
+        status = cli.main(COMMANDS)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        reader = select.poll()
+        reader.register(sys.stdout, 0)  # reports errors alone
+        if not reader.poll(0):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `head` has seen enough
+        return 128 + signal.SIGPIPE
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in _HEAVY:

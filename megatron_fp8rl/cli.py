@@ -125,7 +125,8 @@ def _dry_run(command: Command, invocation: Invocation) -> int:
     except ConfigError as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
-    lines, problems = data_check.describe(source) if command.reads_data else ([], [])
+    with_gpus = bool(getattr(invocation.options, "gpus", None))  # perhaps those of another machine
+    lines, problems = data_check.describe(source, with_gpus=with_gpus) if command.reads_data else ([], [])
     if is_function and lines:
         print("\n".join(f"# {line}" for text in lines for line in text.splitlines()))
     elif lines:

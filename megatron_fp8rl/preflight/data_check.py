@@ -37,15 +37,18 @@ def check_data(cfg: RunConfig) -> None:
         raise ConfigError([Violation(e.subject, values[e.subject], e.problem, "Nothing was started") for e in errors])
 
 
-def describe(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
-    """(contents of the sources with the whole first prompt, warnings and errors), for a dry run."""
+def describe(cfg: RunConfig, *, with_gpus: bool = False) -> tuple[list[str], list[Finding]]:
+    """(contents of the sources with the whole first prompt, warnings and errors), for a dry run.
+
+    ``with_gpus``: the run will have GPUs, although this machine may have none.
+    """
     if cfg.sampling.replay is not None:
         return ["data was not read: a replay reads none"], []
     folder_lines, errors = _look_at_folder(cfg)
     if errors:
         return [], errors
     lines, findings = look_at_data(cfg, whole_prompt=True)
-    return folder_lines + lines, findings + doubts(cfg, local_accelerator())
+    return folder_lines + lines, findings + doubts(cfg, "hopper" if with_gpus else local_accelerator())
 
 
 def _look_at_folder(cfg: RunConfig) -> tuple[list[str], list[Finding]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from megatron_fp8rl import cli, removed_fields
 from megatron_fp8rl.commands import eval as eval_command
 from megatron_fp8rl.commands import study as study_command
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig, RewardConfig, RunConfig
+from tests.helpers.own_model import make_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -343,3 +345,40 @@ def test_an_environment_without_the_engines_says_what_to_install(monkeypatch, ca
     monkeypatch.setattr(program.cli, "main", lacks("megatron_fp8rl.nothing"))
     with pytest.raises(ModuleNotFoundError, match="nothing"):
         program.main()
+
+
+PRINTING = """
+import sys
+from megatron_fp8rl import __main__ as program
+program.cli.main = lambda commands: print({text}) or 0
+sys.exit(program.main())
+"""
+
+
+def test_a_reader_that_stops_reading_ends_the_command_without_a_traceback():
+    for text in ("'a short line'", "'line' * 1_000_000"):
+        command = [sys.executable, "-c", PRINTING.format(text=text)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(60) == 141
+
+
+def test_a_terminal_without_the_signs_of_a_bar_gets_question_marks():
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-c", PRINTING.format(text="'7 \u2588'")]
+    assert subprocess.run(command, capture_output=True, env=environment, cwd=ROOT, check=True).stdout == b"7 ?\n"
+
+
+def test_a_dry_run_for_gpus_does_not_warn_that_this_machine_has_none(capsys, monkeypatch, tmp_path):
+    from megatron_fp8rl import __main__ as program
+    from megatron_fp8rl.preflight import data_check
+
+    folder, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    make_model(folder, ["What is 1 plus 1?"])
+    rows.write_text('{"question": "What is 1 plus 1?", "answer": "2"}\n' * 8)
+    monkeypatch.setattr(data_check, "local_accelerator", lambda: "cpu")
+    args = ["grpo", "--model", str(folder), "--data", str(rows), "--reward", "number", "--engine.sleep_level", "2"]
+    for gpus, is_warned in ((["--gpus", "0"], True), (["--gpus", "8", "--gpu", "h100"], False)):
+        assert cli.main(program.COMMANDS, [*args, *gpus, "--dry-run"]) == 0
+        printed = capsys.readouterr()
+        assert ("has no effect without a GPU" in printed.err) == is_warned and "sleep_level=2" in printed.out
