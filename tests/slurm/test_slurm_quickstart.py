@@ -68,6 +68,8 @@ def test_the_quickstart_is_followed_word_for_word(slurm: SlurmCluster):
     assert [line["step"] for line in lines_of(first / "metrics.jsonl")] == [0, 1, 2] and (
         first / "report.html"
     ).is_file()
+    log = (first / "logs" / "trainer.node0.log").read_text()
+    assert "[rank 0] first 2/2  reward" in log and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", log), log
     job = re.search(r"job (\d+) is queued", last)[1]
     assert slurm.wait(job, deadline_s=420) == "COMPLETED", logs_of(folder / "runs")
     [metrics] = [path for path in (folder / "runs").glob("*/metrics.jsonl") if path.parent != first]
