@@ -259,6 +259,8 @@ class OptimConfig:
     """AdamW or Muon over FP32 master weights, sharded by Megatron-Core's distributed optimizer."""
 
     optimizer: Literal["adam", "muon"] = "adam"  # muon: of matrices; AdamW of embeddings, head, routers and vectors
+    # Adam's moments between steps. fp8: the first in FP8 with a scale for each block, the second in BF16.
+    states: Literal["fp32", "bf16", "fp8"] = "fp32"
     lr: float = 1e-6
     warmup_steps: int = 0  # linear, from 0
     decay: Literal["constant", "linear", "cosine"] = "constant"

@@ -34,6 +34,7 @@ class Change(NamedTuple):
 
 
 _EFFECTS = {
+    "optim.states": "; moments of the checkpoint are rounded to it",
     "seed": "; the rows of the data are in another order, so some of this epoch may repeat",
     "model.hf_path": "; the weights come from the checkpoint, and only a reference model is read from this folder",
 }

@@ -99,6 +99,7 @@ class Estimate:
 
 _WEIGHTS = ("weights", "FP8 copies", "reference model")  # of the trainer
 _OFFLOADED = {"params": _WEIGHTS, "gradients": ("gradients",), "optimizer": ("optimizer states",)}
+WIDENED = "moments in a step"  # FP8 moments, in BF16
 _CONTEXT = "communication, CUDA"
 _ENGINE_WEIGHTS = ("weights, FP8", "weights, scales", "weights, BF16", "latent projections")
 _ASLEEP = (_CONTEXT, "CUDA graphs")  # resident while an engine sleeps
@@ -111,7 +112,7 @@ def phases(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> tuple[Estimat
         return ()
     everything = {part.name for part in trainer.parts}
     gone = {name for part in cfg.optim.offload for name in _OFFLOADED[part]}
-    busy = {"activations", "temporaries"}  # only during training
+    busy = {"activations", "temporaries", WIDENED}  # only during training
     resident = everything - gone - busy
     awake = {part.name for part in engine.parts} - {_UPDATE}
     asleep = set(_ASLEEP) if cfg.engine.sleep_level else awake

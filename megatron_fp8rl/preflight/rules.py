@@ -147,6 +147,8 @@ def _check_optim(checks: Checks) -> None:
     elif optim.optimizer == "muon" and checks.cfg.precision.params == "fp8":
         remedy = "Set --precision.params bf16, or --optim.optimizer adam"
         checks.refuse("optim.optimizer", "is not tested with FP8 parameters", remedy, ["adam"])
+    if optim.states != "fp32":
+        _check_states(checks)
     parts = {
         "core_attn": True,
         "mlp": model.has("dense"),
@@ -159,6 +161,19 @@ def _check_optim(checks: Checks) -> None:
         checks.refuse("optim.recompute_modules", "names no part of this model", remedy)
     if optim.moe_aux_loss_coef > 0 and not model.is_moe:
         checks.refuse("optim.moe_aux_loss_coef", "balances experts, and the model is dense", choices=[0])
+
+
+def _check_states(checks: Checks) -> None:
+    """A moment that rounding returns to its old value never decays: below half a unit in the last place."""
+    optim = checks.cfg.optim
+    if optim.optimizer == "muon":
+        checks.refuse("optim.states", "reduces Adam's moments, and Muon needs its momentum in FP32", choices=["fp32"])
+    half_units = {"bf16": 2**-8, "fp8": 2**-4}
+    for name, kind in (("beta1", optim.states), ("beta2", "bf16")):
+        half = half_units[kind]
+        if not 1 - getattr(optim, name) > half:
+            problem = f"is so near 1 that a moment in {kind.upper()} never decays (optim.states = {optim.states!r})"
+            checks.refuse(f"optim.{name}", problem, f"Set less than {1 - half:.4g}, or --optim.states fp32", [])
 
 
 def _check_sampling(checks: Checks) -> None:

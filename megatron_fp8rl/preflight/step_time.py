@@ -36,7 +36,8 @@ from megatron_fp8rl.preflight.memory import GpuName
 from megatron_fp8rl.preflight.trainer_memory import Bytes
 from megatron_fp8rl.rollout.vllm_args import kv_token_bytes
 
-_OPTIMIZER_BYTES = 30  # read and written for each parameter of a rank's share: gradient, master, two moments, BF16
+# Read and written for each parameter of a rank's share: gradient, master, two moments, BF16; and FP8 conversions.
+_OPTIMIZER_BYTES = {"fp32": 30, "bf16": 22, "fp8": 40}
 _RECOMPUTED = {
     "none": 0.0,
     "selective": 0.5,
@@ -337,7 +338,7 @@ class _Step:
         copied = most.dense * (parallel.data * parallel.context > 1)
         copied += most.expert * (weights.expert_copies(parallel) > 1)
         reduced = copied * (4 + 2) / self.link(parallel.world_size)  # gradients in FP32, parameters in BF16
-        optimizer = most.divided(parallel) * _OPTIMIZER_BYTES / rates.read_bytes_per_s
+        optimizer = most.divided(parallel) * _OPTIMIZER_BYTES[cfg.optim.states] / rates.read_bytes_per_s
         return busy + bubble + updates * (reduced + optimizer), bubble, experts
 
     def handover(self) -> float:

@@ -6,7 +6,8 @@ In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with
     gradients     4 bytes: Megatron-Core's main_grad, reduced in FP32     grad_reduce_in_fp32 of its DDP
     optimizer     12 bytes: FP32 master weight and AdamW's two moments,   Rajbhandari et al., arXiv:1910.02054, stage 1
                   over data x context parallel ranks; of experts over
-                  world / (pipeline x expert x expert tensor) ranks
+                  world / (pipeline x expert x expert tensor) ranks;
+                  8 with BF16 moments; 7.02, and 8 in a step, with FP8  ``trainer/optimizer/states.py``
     FP8 copies    1 byte and scales, rowwise and columnwise               Transformer Engine keeps both for a whole
                                                                           update (is_first_microbatch)
                   Muon keeps the same states; a matrix's second moment  ``trainer/optimizer/muon.py``
@@ -46,13 +47,14 @@ from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
-from megatron_fp8rl.preflight.memory import GIB, Estimate, Gpu, Part
+from megatron_fp8rl.preflight.memory import GIB, WIDENED, Estimate, Gpu, Part
 from megatron_fp8rl.preflight.weights import RankWeights, expert_copies, on_trainer_rank
 
 # Allowances: a CUDA context with its modules and cuBLAS workspaces (measured on one H200: 1.7 GiB for a dense model,
 # 2.1 for an MoE model), and NCCL's buffers for each process group with more than one rank.
 CONTEXT_BYTES = int(1.9 * GIB)
 _GROUP_BYTES = int(0.2 * GIB)
+FIRST_MOMENT = 1 + 2 / 128  # bytes in FP8, with the scales of ``trainer/optimizer/states.py``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +63,14 @@ class Bytes:
 
     weight: int
     gradient: int
-    optimizer: int
+    optimizer: float
 
     @classmethod
     def of(cls, cfg: RunConfig) -> Bytes:
+        moments = {"fp32": 8, "bf16": 4, "fp8": 2 + FIRST_MOMENT}[cfg.optim.states]
         if cfg.precision.params == "fp32":
-            return cls(weight=4, gradient=4, optimizer=8)  # FP32 parameters are their own master weights
-        return cls(weight=2, gradient=4, optimizer=12)
+            return cls(weight=4, gradient=4, optimizer=moments)  # FP32 parameters are their own master weights
+        return cls(weight=2, gradient=4, optimizer=4 + moments)
 
 
 def worst_rank(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float = 1.0) -> Estimate:
@@ -142,10 +145,11 @@ def estimate_stage(
 
 def _turns(cfg: RunConfig) -> tuple[frozenset[str], ...]:
     """An offloaded optimizer is in memory only after activations, and the FP8 copies that it changes, have gone."""
-    if "optimizer" not in cfg.optim.offload:
-        return ()
-    copies = set() if cfg.precision.params == "fp8" else {"FP8 copies"}
-    return frozenset({"optimizer states"}), frozenset({"activations", "temporaries", *copies})
+    of_step, of_gradients = frozenset({WIDENED}), frozenset({"activations", "temporaries"})
+    if "optimizer" in cfg.optim.offload:
+        of_step |= {"optimizer states"}
+        of_gradients |= set() if cfg.precision.params == "fp8" else {"FP8 copies"}
+    return (of_step, of_gradients) if "optimizer" in cfg.optim.offload or cfg.optim.states == "fp8" else ()
 
 
 def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights, kernels: TrainerKernels) -> tuple[Part, ...]:
@@ -177,9 +181,11 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights, kernels: TrainerKern
     parts = [
         Part("weights", kept_bytes, formula),
         Part("gradients", per.gradient * weights.trained - per.weight * shared, f"FP32, x {per.gradient} B{less}"),
-        Part("optimizer states", int(optimizer), f"x {per.optimizer} B, sharded: {shards} ranks"),
+        Part("optimizer states", int(optimizer), f"x {per.optimizer:.4g} B, sharded: {shards} ranks"),
         Part("FP8 copies", int(copies * weights.fp8), fp8),
     ]
+    if cfg.optim.states == "fp8":
+        parts.append(Part(WIDENED, int((2 - FIRST_MOMENT) * weights.divided(parallel)), "in BF16, while Adam steps"))
     if cfg.algo.kl_coef > 0 and not cfg.lora.rank:
         # A second copy of the weights; its linears run forward only and keep the rowwise FP8 copy.
         reference = weight_bytes + int(min(copies, 1.0) * weights.fp8)

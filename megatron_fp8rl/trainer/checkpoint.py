@@ -302,7 +302,8 @@ def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) 
         state |= reference
     optimizer = policy.optimizer.megatron
     on_device = not is_loading and upstream.applies("gathered_on_device")
-    with padded_buckets(optimizer), gathered_on_device(optimizer) if on_device else nullcontext():
+    gathered = gathered_on_device(optimizer) if on_device else nullcontext()
+    with policy.optimizer.states.expanded(), padded_buckets(optimizer), gathered:
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     _write_in_bf16(models)
     if with_rng:

@@ -22,7 +22,7 @@ BIG = small_model((1, 4096, 32, 8, 128, 8192), ffn=12288, max_position_embedding
 
 def _state(policy) -> list[torch.Tensor]:
     """Copies of weights, master weights and moments."""
-    return [tensor.cpu() for tensor in (*policy.offload._params(), *policy.offload._optimizer())]
+    return [tensor.cpu() for tensor in (*policy.offload._params(), *policy.offload._states())]
 
 
 def _update(policy) -> float:

@@ -28,7 +28,7 @@ BIG_MOE = small_model(
 
 def _state(policy) -> list[torch.Tensor]:
     """Copies of all training state except gradients."""
-    return [tensor.cpu() for tensor in (*policy.offload._params(), *policy.offload._optimizer())]
+    return [tensor.cpu() for tensor in (*policy.offload._params(), *policy.offload._states())]
 
 
 def _play(cfg, folder) -> list[str]:

@@ -143,6 +143,17 @@ def defer_param_gather(optimizer: Any) -> None:
 
 
 @patches(
+    "transformer-engine",
+    why="FusedAdam.state_dict copies all BF16 moments to FP32, and Megatron-Core reads nothing but its groups of them",
+    remove_when="FusedAdam's state_dict returns BF16 states",
+    optional=True,
+)
+def without_fp32_copies(adam: torch.optim.Optimizer) -> None:
+    """Let ``adam.state_dict`` return the states themselves."""
+    adam.state_dict = MethodType(torch.optim.Optimizer.state_dict, adam)
+
+
+@patches(
     "megatron-core",
     why="passes all master weights to Transformer Engine at once (distrib_optimizer.quantize_param_shard); their BF16 "
     "copies need as much memory as FP8 parameters save on one rank",

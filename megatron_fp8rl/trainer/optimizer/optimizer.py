@@ -25,6 +25,7 @@ from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
 from megatron_fp8rl.trainer.optimizer.fp8_params import limit_master_copies
 from megatron_fp8rl.trainer.optimizer.muon import Muon
 from megatron_fp8rl.trainer.optimizer.shared_memory import SharedMemory
+from megatron_fp8rl.trainer.optimizer.states import ReducedStates
 from megatron_fp8rl.trainer.parallel import Parallel
 
 _MAX_NAMES = 20  # offending tensors listed in an error
@@ -104,6 +105,8 @@ class Optimizer:
         self._weight_decay = optim.weight_decay
         self._memory = SharedMemory(chunks)
         is_bf16 = precision.params != "fp32"  # FP8 parameters also report BF16 as their dtype
+        is_fused = optim.states != "fp32" and Adam.__module__.startswith("transformer_engine")
+        moments = torch.bfloat16 if is_fused else torch.float32
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -117,7 +120,11 @@ class Optimizer:
                 bf16=is_bf16,
                 params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
                 use_distributed_optimizer=True,
-                fp8_recipe="blockwise" if precision.params == "fp8" else None,
+                # With a recipe, Megatron-Core and not FusedAdam has the master weights.
+                fp8_recipe="blockwise" if precision.params == "fp8" or is_fused else None,
+                use_precision_aware_optimizer=is_fused,
+                exp_avg_dtype=moments,
+                exp_avg_sq_dtype=moments,
             ),
             list(chunks),
         )
@@ -125,6 +132,8 @@ class Optimizer:
             defer_param_gather(part)
         muons = [Muon(part, chunks, model, parallel) for part in self._parts] if optim.optimizer == "muon" else []
         self._muons: Sequence[Muon] = muons
+        adams = [part.optimizer for part in self._parts if not part.is_stub_optimizer]
+        self.states = ReducedStates(adams, optim.states, is_fused=is_fused)
 
     @property
     def _parts(self) -> list:
@@ -154,7 +163,7 @@ class Optimizer:
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
         for muon in self._muons:
             muon.step()
-        with limit_master_copies():
+        with limit_master_copies(), self.states.expanded():
             self.megatron.step_with_ready_grads()
         self._gather_parameters()
         return norm
@@ -188,7 +197,8 @@ class Optimizer:
         kept = {name: present[name] for name in ("max_lr", "min_lr", "betas", "eps")}
         for group in _groups_in(state):
             group.update(kept)
-        self.megatron.load_state_dict(state)
+        with self.states.expanded():
+            self.megatron.load_state_dict(state)
 
     def set_num_updates(self, num_updates: int) -> None:
         """Set Adam's update count before a checkpoint is written, which stores the first rank's. Adam does not count
