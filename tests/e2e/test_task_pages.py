@@ -38,7 +38,8 @@ def test_the_quickstart_runs_as_written(tmp_path):
         [sys.executable, *args[1:]], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "10 rows" in done.stdout and "reference answers score 1.1" in done.stdout
+    assert "10 rows" in done.stdout and "reference answers score 1, empty answers 0" in done.stdout
+    assert "WARNING" not in done.stdout + done.stderr
     run_dir = tmp_path / "runs" / "MODEL-train"
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 4
     assert (run_dir / "hf" / "model.safetensors").exists() and (run_dir / "report.html").exists()
