@@ -3,6 +3,7 @@
 # make demo-real  fetches a pretrained model of 135M weights, widens it for FP8, and trains it: 100 steps on GPUs, 5 on a CPU
 # make lint    checks style (ruff), layout (ruff format) and types (pyright on the pure packages)
 # make docs    builds the documentation site with the API reference into build/site
+# make release builds wheel, documentation and image file into build/release, and says what to publish; publishes nothing
 # make test    runs tests of everything in a few minutes: library, a layout of ranks, an engine, a short run, launches,
 #              conversions; ends with the coverage of megatron_fp8rl
 # make test-all  runs these and all others, an hour or so (test-rest: the others alone); FP8RL_SLURM_TESTS=1 adds those on a
@@ -17,7 +18,7 @@ ARGS ?=
 JOBS ?= 3
 EXTRAS ?=
 
-.PHONY: help install demo demo-math demo-real docs lint test test-all test-rest
+.PHONY: help install demo demo-math demo-real docs lint release test test-all test-rest
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -56,6 +57,10 @@ docs:
 	@sh tools/bootstrap.sh docs lint
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 	@echo "Open build/site/index.html"
+
+release:
+	@sh tools/bootstrap.sh docs lint
+	@$(PYTHON) tools/release.py
 
 lint:
 	@sh tools/bootstrap.sh lint
