@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megatron_fp8rl.config import RunConfig, Violation
 
 _MAX_CHARACTERS = 60  # of a value in a message
+_MAX_MODEL_FIELDS = 3  # that are refused one by one
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 1 << 16  # of each file of weights
 _NOT_THERE = object()
 # They describe how the first weights are found or drawn; everything else in ``model`` is the architecture.
@@ -67,6 +68,11 @@ def refusals(before: Mapping[str, Any], cfg: RunConfig, where: Path, *, steps: i
         elif change.field.startswith("warm_start.") and steps is not None:
             problem = f"was {_short(change.before)} in the warm start, which is finished, so a change has no effect"
             errors.append(Violation(f"--{change.field}", change.now, problem, _SAME))
+    of_model = [error for error in errors if error.field.startswith("--model.")]
+    if len(of_model) > _MAX_MODEL_FIELDS:  # not a changed field, but another model
+        names = ", ".join(error.field for error in of_model[:_MAX_MODEL_FIELDS])
+        problem = f"{where} is of another model: {len(of_model)} fields differ, such as {names}"
+        errors = [Violation("--output_dir", cfg.run_dir, problem, "Give the new run another --name or --output_dir")]
     if steps is not None and cfg.num_steps < steps:
         problem = f"the run has already finished step {steps}: {where}"
         errors.append(Violation("--num_steps", cfg.num_steps, problem, f"Set {steps} or more"))

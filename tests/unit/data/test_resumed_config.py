@@ -145,3 +145,10 @@ def test_other_initial_weights_are_refused_and_a_moved_folder_is_not(tmp_path):
     (line,) = [change.text for change in changes(as_json(cfg), moved)]
     assert "the weights come from the checkpoint" in line
     assert problems(run(folder, model={"random": True, "hf_path": None}))
+
+
+def test_another_model_of_the_same_folder_name_is_one_error(tmp_path):
+    write_checkpoint(run(tmp_path))
+    other = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 1024}
+    (problem,) = problems(run(tmp_path, model=other))
+    assert "is of another model: 4 fields differ, such as --model.num_layers" in problem and "another --name" in problem
