@@ -411,6 +411,8 @@ class AlgoConfig:
     correction: Literal["off", "truncate", "mask", "sequence_truncate", "sequence_mask", "geometric_mask"] = "truncate"
     correction_low: float = 0.0  # lower bound of the importance weight (masks)
     correction_high: float = 2.0  # cap (truncate) or upper bound (masks) of the importance weight
+    # Choose the bounds in each step so that this fraction of its tokens (sequences) is outside; None: bounds as above.
+    correction_quantile: float | None = None
     veto_below: float | None = 1e-4  # drop a sequence with any token weight below this; None: never
     alarm_action: Literal["warn", "stop"] = "warn"  # when a mean of the mismatch is above its limit (algo/mismatch.py)
 

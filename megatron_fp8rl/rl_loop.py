@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_fp8rl.algo.load_function import load_advantage, load_loss
-from megatron_fp8rl.algo.mismatch import mismatch_metrics, require_exact
+from megatron_fp8rl.algo.mismatch import mismatch_metrics, require_exact, with_measured_bounds
 from megatron_fp8rl.algo.old_pass import needs_old_pass, old_are_rollout
 from megatron_fp8rl.algo.samples import to_samples
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import AlgoConfig, RunConfig
 from megatron_fp8rl.data.packing import build_for, divide_for
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import load_tokenizer
@@ -163,16 +164,20 @@ class Trainer(TrainingLoop):
             batches = [
                 policy.with_old_logprobs(batch, are_rollout=are_rollout, are_of_update=in_update) for batch in batches
             ]
-        batches = self.with_reference(samples, batches)
+        batches, algo = self.with_reference(samples, batches), cfg.algo
         if not in_update:
             with span("mismatch"):
+                algo = with_measured_bounds(batches, algo, self.parallel)
                 log.update(policy.router_metrics())
-                self._inspect(samples, log, *batches)
+                self._inspect(samples, log, algo, *batches)
         with span("update"):
-            inspect = partial(self._inspect, samples, log) if in_update else None
+            inspect = partial(self._inspect, samples, log, algo) if in_update else None
             # Only the first update is on-policy.
             updates = [
-                policy.update(batch, self.loss, inspect=None if i else inspect) for i, batch in enumerate(batches)
+                policy.update(
+                    batch, lambda inputs: self.loss(replace(inputs, cfg=algo)), inspect=None if i else inspect
+                )
+                for i, batch in enumerate(batches)
             ]
             log.updates(updates, batches)
         return True
@@ -216,10 +221,12 @@ class Trainer(TrainingLoop):
             self.stop.at_boundary(self.parallel, self.step, self.save_early)
         return groups
 
-    def _inspect(self, samples: Sequence[Sample], log: StepLog, *batches: TrainBatch) -> None:
+    def _inspect(self, samples: Sequence[Sample], log: StepLog, algo: AlgoConfig, *batches: TrainBatch) -> None:
         """Measure the mismatch of a pass before the first update; raise InexactError if an exact run has any."""
-        report = mismatch_metrics(batches, self.cfg.algo, self.parallel)
+        report = mismatch_metrics(batches, algo, self.parallel)
         log.mismatch(report)
+        if algo.correction_quantile is not None:
+            log.update({"correction/low/mean": algo.correction_low, "correction/high/mean": algo.correction_high})
         if self.cfg.precision.exact is True:  # resolved by run
             if self.cfg.sampling.max_staleness:
                 log.update({"mismatch/not_compared/mean": report.fraction_stale})

@@ -2,7 +2,8 @@
 
 mismatch_ratio = exp(old_logprobs - rollout_logprobs) is the importance weight of a token: 1 if engine (FP8 kernels,
 possibly older weights) and trainer agree. :func:`weights` computes the factor that corrects the loss;
-:func:`mismatch_metrics` measures the mismatch, names the worst sequences and raises alarms.
+:func:`with_measured_bounds` chooses its bounds; :func:`mismatch_metrics` measures the mismatch, names the worst
+sequences and raises alarms.
 
 Shapes: T = tokens of one packed microbatch, S = its sequences.
 """
@@ -10,10 +11,12 @@ Shapes: T = tokens of one packed microbatch, S = its sequences.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -186,6 +189,40 @@ def weights(
         corrected_T=(outside_T | vetoed_T) & mask_T,
         vetoed_T=vetoed_T & mask_T,
     )
+
+
+def with_measured_bounds(batches: Sequence[TrainBatch], cfg: AlgoConfig, reducer: Reducer) -> AlgoConfig:
+    """Collective: ``cfg`` with bounds that exclude the fraction ``cfg.correction_quantile`` of the batches' ratios,
+    equal on all ranks and for any number of ranks. Without a quantile or loss tokens, ``cfg`` itself.
+
+    A mask excludes half of the fraction at each side. The bounds enclose 1, the weight of a token on which trainer and
+    engine agree. They are numpy's quantiles of what ``cfg.correction`` bounds: old - rollout of tokens, or its sum
+    (sequence_*) or mean (geometric_mask) over a sequence. The batches need ``old_logprobs_T``.
+    """
+    if cfg.correction_quantile is None:
+        return cfg
+    own = [_bounded(mb, cfg.correction) for batch in batches for mb in batch.microbatches]
+    everywhere = reducer.gather(torch.cat(own).cpu().numpy())
+    values = np.concatenate(everywhere).astype(np.float64).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if not values.size:
+        return cfg
+    is_mask = cfg.correction.endswith("mask")
+    tail = cfg.correction_quantile / (2 if is_mask else 1)
+    low, high = np.quantile(values, (tail, 1 - tail))
+    return replace(
+        cfg, correction_low=math.exp(min(low, 0.0)) if is_mask else 0.0, correction_high=math.exp(max(high, 0.0))
+    )
+
+
+def _bounded(mb: Microbatch, correction: str) -> Tensor:
+    """Logs of the ratios that ``correction`` bounds: one per loss token, or one per sequence that has any."""
+    assert mb.old_logprobs_T is not None
+    mask_T = mb.loss_mask_T
+    log_ratio_T = log_ratio(mb.old_logprobs_T, mb.rollout_logprobs_T, mask_T)
+    if correction in ("truncate", "mask"):
+        return log_ratio_T[mask_T]
+    total_S, length_S = (sequence_sum(x.double(), mb.sequence_ids_T, len(mb.names)) for x in (log_ratio_T, mask_T))
+    return (total_S / length_S if correction == "geometric_mask" else total_S)[length_S > 0]
 
 
 def mismatch_metrics(

@@ -123,6 +123,8 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "loss/own_<name>/max": "Maximum of a user-defined loss metric.",
         "correction/weight/mean": "Mean importance weight after correction, as used in the loss.",
         "correction/weight/max": "Largest importance weight after correction.",
+        "correction/low/mean": "Lower bound of the importance weight (masks) with `algo.correction_quantile`.",
+        "correction/high/mean": "Cap or upper bound of the importance weight with `algo.correction_quantile`.",
         "correction/fraction_corrected/mean": "Fraction of loss tokens whose weight was capped or masked.",
         "correction/fraction_vetoed/mean": "Fraction of loss tokens in vetoed sequences.",
     },

@@ -453,6 +453,7 @@ _DIVIDES_TOKENS = ("qwen3_moe",)
 
 # (field, values, why others are not exact)
 _EXACT: tuple[tuple[str, tuple, str], ...] = (
+    ("algo.correction_quantile", (None,), "an exact run has no noise that could set the bounds"),
     ("algo.router_replay", ("off",), "both routers choose the same experts, so replay has no effect"),
     ("sampling.replay", (None,), "recorded rollouts come from another engine"),
     ("parallel.expert_tensor", (1,), "ranks round their partial sums before they are added"),

@@ -59,6 +59,7 @@ RANGES = {
         model.rotary_fraction sampling.top_p engine.gpu_memory_utilization warm_start.stop_pass_rate
     """,
     "(0, 1)": "algo.veto_below",
+    "(0, 0.5)": "algo.correction_quantile",
 }
 INTERVALS = {path: interval for interval, paths in RANGES.items() for path in paths.split()}
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_fp8rl import upstream
 from megatron_fp8rl.algo import load_function
-from megatron_fp8rl.config import KERNELS, EngineConfig, EnvironmentConfig, RunConfig, Violation
+from megatron_fp8rl.config import KERNELS, AlgoConfig, EngineConfig, EnvironmentConfig, RunConfig, Violation
 from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.envs import agent_function, sandbox
 from megatron_fp8rl.envs.rewards import configured as rewards
@@ -432,6 +432,15 @@ def _check_correction(checks: Checks) -> None:
     """Check the bounds of the importance weight, which is 1 where trainer and engine agree."""
     algo = checks.cfg.algo
     is_mask, weight = algo.correction.endswith("mask"), "the weight of a token on which trainer and engine agree"
+    if algo.correction_quantile is not None:
+        if algo.correction == "off":
+            remedy = "Set --algo.correction truncate, or None here"
+            checks.refuse("algo.correction_quantile", "has no effect with algo.correction = off", remedy, [None])
+        for name in ("correction_low", "correction_high"):
+            if getattr(algo, name) != (default := getattr(AlgoConfig, name)):
+                problem = f"has no effect, because correction_quantile = {algo.correction_quantile} sets the bounds"
+                checks.refuse(f"algo.{name}", problem, f"Set {default}, or --algo.correction_quantile None", [default])
+        return
     if algo.correction == "off":
         return
     if is_mask and algo.correction_low >= algo.correction_high:

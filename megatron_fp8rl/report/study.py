@@ -35,7 +35,8 @@ PRECISIONS = {
 }
 PRECISIONS |= {f"{arm}+kv": (*PRECISIONS[arm], "--engine.kv_cache_dtype", "fp8") for arm in ("fp8/fp8", "exact")}
 _EVALUATED = (*PRECISIONS["bf16/bf16"], "--engine.kv_cache_dtype", "auto")
-_UNCORRECTED = ("--algo.correction", "off", "--algo.veto-below", "None")
+_NO_QUANTILE = ("--algo.correction-quantile", "None")
+_UNCORRECTED = ("--algo.correction", "off", "--algo.veto-below", "None", *_NO_QUANTILE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ def plan_runs(cfg: RunConfig, overrides: Sequence[str], options: StudyOptions) -
     arms: dict[str, tuple[str, ...]] = {}
     for name in options.arms:
         if name.startswith("exact"):
-            arms[name] = PRECISIONS[name]
+            arms[name] = (*PRECISIONS[name], *_NO_QUANTILE)
             continue
         arms[f"{name} corrected"] = PRECISIONS[name]
         if not options.corrected_only:
