@@ -16,6 +16,7 @@ from megatron_fp8rl.algo.mismatch import (
     mismatch_metrics,
     require_exact,
     weights,
+    with_measured_bounds,
 )
 from megatron_fp8rl.config import AlgoConfig
 from megatron_fp8rl.types import TrainBatch
@@ -275,3 +276,27 @@ def test_a_logprob_of_0_may_be_rounded_up():
     (mb,) = with_logprobs(batch).microbatches
     almost = dataclasses.replace(mb, rollout_logprobs_T=torch.full_like(mb.rollout_logprobs_T, 1e-6))
     mismatch_metrics([dataclasses.replace(batch, microbatches=(almost,))], AlgoConfig(), LocalReducer())
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask", "sequence_mask", "geometric_mask"])
+def test_measured_bounds_enclose_1(correction):
+    def bounds(noise: float, shift: float = 0.0) -> AlgoConfig:
+        batch = with_logprobs(packed(random_samples(seed=6, count=30))[0], old_noise=noise)
+        parts = tuple(dataclasses.replace(mb, old_logprobs_T=mb.old_logprobs_T + shift) for mb in batch.microbatches)
+        cfg = AlgoConfig(correction=correction, correction_quantile=0.2, veto_below=None)
+        return with_measured_bounds([dataclasses.replace(batch, microbatches=parts)], cfg, LocalReducer())
+
+    is_mask = correction.endswith("mask")
+    assert (bounds(0.0).correction_low, bounds(0.0).correction_high) == (float(is_mask), 1.0)
+    lower, higher = bounds(0.3, shift=-5.0), bounds(0.3, shift=5.0)
+    assert lower.correction_high == 1.0 and higher.correction_low == float(is_mask)
+    assert math.exp(3) < higher.correction_high <= math.exp(20)
+    assert (0 < lower.correction_low < math.exp(-3)) == is_mask
+
+
+def test_without_a_quantile_or_loss_tokens_bounds_stay():
+    (batch,) = (with_logprobs(batch) for batch in packed(random_samples(seed=6)))
+    assert with_measured_bounds([batch], CFG, LocalReducer()) is CFG
+    masked = tuple(dataclasses.replace(mb, loss_mask_T=mb.loss_mask_T & False) for mb in batch.microbatches)
+    cfg = AlgoConfig(correction_quantile=0.1)
+    assert with_measured_bounds([dataclasses.replace(batch, microbatches=masked)], cfg, LocalReducer()) is cfg

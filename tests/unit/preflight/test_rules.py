@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_fp8rl import upstream
+from megatron_fp8rl.algo.old_pass import needs_old_pass
 from megatron_fp8rl.config import (
     ConfigError,
     EnvironmentConfig,
@@ -23,7 +24,7 @@ from megatron_fp8rl.config import (
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.precision.hardware import Hardware
-from megatron_fp8rl.precision.kernel_choice import KernelChoice
+from megatron_fp8rl.precision.kernel_choice import KernelChoice, resolved
 from megatron_fp8rl.preflight.data_check import doubts
 from megatron_fp8rl.preflight.rules import check
 from tests.helpers.configs import DENSE, MOE, fields_of, make
@@ -62,6 +63,17 @@ def changes_of(*texts: str) -> dict[str, Any]:
 )
 def test_sound_configurations_pass(cfg):
     assert check(cfg, accelerator="cpu") == []
+
+
+def test_exact_runs_measure_no_bounds():
+    fp8 = {"precision__trainer": "blockwise", "precision__rollout": "blockwise"}
+    exact, auto = (make(**fp8, algo__correction_quantile=0.01, precision__exact=value) for value in (True, "auto"))
+    (refused,) = check(exact, accelerator="cpu")
+    assert f"{refused}".startswith("--algo.correction_quantile = 0.01: precision.exact: an exact run has no noise")
+    assert refused.remedy == "Set None, or --precision.exact False"
+    assert check(auto, accelerator="cpu") == []
+    assert resolved(auto, Hardware("cpu")).precision.exact is False and needs_old_pass(auto)
+    assert resolved(make(**fp8), Hardware("cpu")).precision.exact is True and not needs_old_pass(make(**fp8))
 
 
 _REPLAYS = (("old", False, []), ("rollout", True, []), ("rollout", False, ["--algo.router_replay"]))
@@ -188,6 +200,13 @@ SINGLE = """
         ({"algo__loss_options": {"aggregate": "token"}}, "--algo.loss_options"),
         ({"observe__eval_prompts": 0, "warm_start__stop_pass_rate": 0.5}, "--warm_start.stop_pass_rate"),
         ({"algo__correction": "mask", "algo__correction_low": 3.0}, "--algo.correction_low"),
+        *(({"algo__correction_quantile": value}, "--algo.correction_quantile") for value in (0.0, 0.5, -0.1)),
+        ({"algo__correction_quantile": 0.01, "algo__correction": "off"}, "--algo.correction_quantile"),
+        ({"algo__correction_quantile": 0.01, "algo__correction_high": 3.0}, "--algo.correction_high"),
+        (
+            {"algo__correction_quantile": 0.01, "algo__correction": "mask", "algo__correction_low": 0.5},
+            "--algo.correction_low",
+        ),
         ({"algo__overlong": "penalty"}, "--algo.overlong_buffer_tokens"),
         ({"algo__clip_high": float("nan")}, "--algo.clip_high"),
         ({"data__environments": (EnvironmentConfig(template="plain"),)}, "--data.environments.0.template"),
