@@ -62,6 +62,13 @@ def test_what_makes_no_study_is_refused_before_it_starts(options, changes, outpu
         plan_runs(cli.parse_overrides(TINY, changes), changes, StudyOptions(**options))
 
 
+def test_a_quantile_of_the_correction_is_for_corrected_runs_alone():
+    cfg = cli.parse_overrides(TINY, quantile := ("--algo.correction_quantile", "0.01"))
+    runs = plan_runs(cfg, quantile, StudyOptions(seeds=(1,), arms=("fp8/bf16", "exact")))
+    actual = [cli.parse_overrides(TINY, run.overrides).algo.correction_quantile for run in runs]
+    assert actual == [0.01, None, None]
+
+
 def test_without_correction_its_own_runs_are_the_study():
     cfg = cli.parse_overrides(TINY, ("--algo.correction", "off", "--algo.veto_below", "None"))
     assert len(plan_runs(cfg, (), StudyOptions(seeds=(1,), corrected_only=True))) == len(StudyOptions().arms)
