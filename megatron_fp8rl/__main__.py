@@ -9,11 +9,21 @@ import signal
 import sys
 import time
 
-from megatron_fp8rl import cli
-from megatron_fp8rl.commands import check, distill, grpo, replica, report, study, supervised, train
-from megatron_fp8rl.commands.eval import COMMAND as EVAL
-from megatron_fp8rl.net.parent import end_with
-from megatron_fp8rl.observe.spans import STARTED
+try:
+    from megatron_fp8rl import cli
+    from megatron_fp8rl.commands import check, distill, grpo, replica, report, study, supervised, train
+    from megatron_fp8rl.commands.eval import COMMAND as EVAL
+    from megatron_fp8rl.net.parent import end_with
+    from megatron_fp8rl.observe.spans import STARTED
+except ModuleNotFoundError as missing:
+    if missing.name is None or missing.name.startswith("megatron_fp8rl"):
+        raise
+    print(
+        f"python -m megatron_fp8rl: {missing.name} is not installed here. Install the wheel with its requirements (pip "
+        "without --no-deps), or run `make install` in a checkout of the project.",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 # Packages of trainer and engine, which a login node lacks.
 _HEAVY = ("torch", "vllm", "megatron", "transformers", "datasets", "safetensors", "scipy", "zstandard")
