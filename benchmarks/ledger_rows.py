@@ -88,6 +88,12 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
             for phase, kind in (("train", "allocated"), ("train", "device"), ("rollout", "device"))
         },
         "start_s": _start(run),
+        "first_update_s": first_update(run),
+        "slowest_update_s": max(step.get("time/update/s") or 0.0 for step in run.records if 1 < step["step"] <= last),
+        "compile_s": {  # summed over processes
+            "to_step_0": _seconds(run, "compile", 0, 0),
+            "after_step_0": _seconds(run, "compile", 1, last),
+        },
         "first_updates_s": [*first, *second],
         "mismatch": {
             "mean": run.mean("mismatch/abs_logprob_diff/mean"),
@@ -129,6 +135,27 @@ def _start(run: RunData) -> dict[str, float]:
     return {phase.removeprefix("start_"): round(seconds, 2) for phase, seconds in parts.items() if seconds}
 
 
+def first_update(run: RunData) -> dict[str, float]:
+    """Seconds from the command to the first trained token, by phase; empty if the run has not measured them."""
+    total = _seconds(run, "first_update", 0, 1)
+    if not total:
+        return {}
+    phases = {
+        "imports": _seconds(run, "start_command", 0, 0) + _seconds(run, "start_imports", 0, 0),
+        "weights": _seconds(run, "start_model", 0, 0),
+        "engines": _seconds(run, "start_engines", 0, 0),
+        "rollouts": _seconds(run, "rollouts", 1, 1),
+        "update": _seconds(run, "update", 1, 1),
+    }
+    rounded = {phase: round(seconds, 2) for phase, seconds in phases.items()}
+    return {"total": round(total, 2), **rounded, "other": round(total - sum(phases.values()), 2)}
+
+
+def _seconds(run: RunData, span: str, first: int, last: int) -> float:
+    """The sum of a span over the steps ``first`` to ``last``."""
+    return sum(step.get(f"time/{span}/s") or 0.0 for step in run.records if first <= step["step"] <= last)
+
+
 def table(rows: Sequence[Row]) -> str:
     """Markdown: a line for each arm of each run. Ratios compare with the fastest BF16 arm of the same run."""
     lines = []
@@ -164,6 +191,11 @@ def table(rows: Sequence[Row]) -> str:
                     "W": _rounded([row["power"].get("watts") for row in repeats]),
                     "GiB": _rounded([row["power"].get("gib") for row in repeats]),
                     "start to step 0": round(statistics.median(sum(row["start_s"].values()) for row in repeats)),
+                    "to first update": _rounded([row.get("first_update_s", {}).get("total") for row in repeats]),
+                    "slowest update": max((row.get("slowest_update_s") or 0.0 for row in repeats), default=0.0) or None,
+                    "compile after step 0": _rounded(
+                        [(row.get("compile_s") or {}).get("after_step_0") for row in repeats]
+                    ),
                     "mean d": f"{first['mismatch']['mean']:.1e}" if first["mismatch"]["mean"] is not None else None,
                     **drafts,
                 }

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import bootstrap
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 10_000
@@ -140,6 +139,8 @@ def _interval_of_means(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(low, high), float64 [ks], of the mean over problems."""
     if len(table) == 1:  # nothing to resample
         return table[0], table[0]
+    from scipy.stats import bootstrap  # takes a second to import
+
     how = dict(n_resamples=NUM_RESAMPLES, confidence_level=CONFIDENCE, method="percentile", batch=_RESAMPLES_AT_ONCE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # columns in which all problems agree; their interval is that value

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_fp8rl.config import ConfigError, EngineConfig, ParallelConfig, RunConfig
+from megatron_fp8rl.kernels import compile_cache
 from megatron_fp8rl.observe.other_packages import keep_in_log
+from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
 from megatron_fp8rl.runtime.stop import run_ranks
 
 
@@ -34,8 +37,11 @@ def on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
         cores = max(1, (os.cpu_count() or 1) // parallel.world_size)
         environment = {"OMP_NUM_THREADS": str(cores), **os.environ}
         return run_ranks(command, environment, hang_s=2 * cfg.engine.hang_s)
+    add_seconds("start_command", time.time() - float(os.environ.get(STARTED, time.time())))
     keep_in_log(Path(cfg.run_dir, "logs"), int(os.environ.get("RANK", "0")))
-    import torch
+    compile_cache.use(cfg.run_dir)
+    with span("start_imports"):
+        import torch
 
     if not torch.cuda.is_available():
         # Set before importing Megatron-Core and vLLM, so that their compiled functions need no compiler on a CPU.

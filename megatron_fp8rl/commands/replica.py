@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_fp8rl import cli
 from megatron_fp8rl.commands.ranks import run_with_status
+from megatron_fp8rl.kernels import compile_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class ReplicaOptions:
 
 
 def _run(invocation: cli.Invocation) -> int:
+    compile_cache.use(invocation.cfg.run_dir)
     from megatron_fp8rl.rollout import replica
 
     return run_with_status(partial(replica.main, invocation.cfg, replica.Part(**vars(invocation.options))))

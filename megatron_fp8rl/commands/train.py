@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shutil
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -21,7 +21,8 @@ from megatron_fp8rl.commands.ranks import has_to_start_ranks, longest_wait_s, on
 from megatron_fp8rl.commands.report import write_reports
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.envs.source_kind import job_of
-from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
+from megatron_fp8rl.kernels import compile_cache
+from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.preflight import teachers
 from megatron_fp8rl.preflight.data_check import check_data
 from megatron_fp8rl.preflight.folder_check import check_folder
@@ -95,7 +96,6 @@ def _check_model(cfg: RunConfig) -> None:
 
 def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool, job: str) -> None:
     """Collective: run this rank's part of the requested programs."""
-    add_seconds("start_command", time.time() - float(os.environ.get(STARTED, time.time())))
     stop = StopRequest.install()  # before starting anything that a signal to the whole job could kill
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop.watched(cfg.engine, longest_wait_s(cfg.engine)))
@@ -106,6 +106,8 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool, job: str) -> None:
             else None
         )
         with span("start_imports"):  # while engines start
+            import torch
+
             from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
             megatron_on_cpu.install()
@@ -115,6 +117,10 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool, job: str) -> None:
             from megatron_fp8rl.preflight.host_memory import host_memory
             from megatron_fp8rl.runtime.colocation import wait_and_sleep
             from megatron_fp8rl.trainer.parallel import Parallel
+
+            if torch.cuda.is_available():
+                compile_cache.watch_triton()
+            run = importlib.import_module(f"megatron_fp8rl.{_JOBS[job]}").run if wants_rl else None
         parallel = Parallel.init(cfg.parallel, deadline_s=longest_wait_s(cfg.engine))
         stack.callback(parallel.close)
         host = host_memory(cfg, parallel.device) if wants_rl else None
@@ -126,30 +132,36 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool, job: str) -> None:
         if wants_sft and cfg.warm_start.steps and cfg.model.hf_path is None:
             warm_start = sft_loop.run(cfg, parallel, tokenizer_dir, stop)
             cfg = replace(cfg, model=replace(cfg.model, hf_path=str(warm_start)))
-        if wants_rl:
-            run = importlib.import_module(f"megatron_fp8rl.{_JOBS[job]}").run
+        if run is not None:
             engines = {} if job in _WITHOUT_ENGINES else {"fleet": fleet, "explain": explain}
             run(cfg, parallel, tokenizer_dir, stop=stop, host=host, **engines)
 
 
 def _prepare(cfg: RunConfig, stack: contextlib.ExitStack, wants_engines: bool) -> Fleet | None:
-    """Rank 0: lock the run's folder, check the data, and start the engines without waiting for them."""
+    """Rank 0: lock the run's folder, start the engines without waiting for them, and check the data meanwhile."""
     from megatron_fp8rl.data import run_folder
+    from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
 
     stack.enter_context(run_folder.locked(cfg))
+    reports, fleet = stack.enter_context(contextlib.ExitStack()), None  # reports are written after the engines' end
+    if wants_engines and cfg.sampling.replay is None:
+        with span("start_imports"):
+            from megatron_fp8rl.rollout import reward_server
+            from megatron_fp8rl.rollout.fleet import Fleet
+
+            if cfg.model.hf_path is None:
+                shutil.rmtree(model_dir(cfg), ignore_errors=True)  # of an earlier start
+            write = partial(write_model_dir, cfg)
+            fleet = Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False, write_folder=write)
+            stack.enter_context(fleet)
+        stack.enter_context(reward_server.serving(cfg))
+    else:
+        write_model_dir(cfg)
     if _DATA_CHECKED not in os.environ:
         with span("start_data"):
             check_data(cfg)
-    from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
-    from megatron_fp8rl.rollout import reward_server
-    from megatron_fp8rl.rollout.fleet import Fleet
-
-    stack.callback(write_reports, cfg)  # also after an error
-    write_model_dir(cfg)
-    if not wants_engines or cfg.sampling.replay is not None:
-        return None
-    stack.enter_context(reward_server.serving(cfg))
-    return stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
+    reports.callback(write_reports, cfg)  # also after an error
+    return fleet
 
 
 TRAIN = cli.Command(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.checkpoint_dir import errors_name
-from megatron_fp8rl.data.tokenizer import load_tokenizer, special_ids
 from megatron_fp8rl.names.registry import to_hf_config
 
 
@@ -21,6 +20,8 @@ def write_model_dir(cfg: RunConfig, folder: Path | None = None) -> Path:
     """Write :func:`model_dir`, or ``folder``, and return its path. A folder in ``model.hf_path`` stays unchanged."""
     if cfg.model.hf_path is not None:
         return model_dir(cfg)
+    from megatron_fp8rl.data.tokenizer import load_tokenizer, special_ids  # imports transformers, in seconds
+
     folder = folder or model_dir(cfg)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl import upstream
+from megatron_fp8rl.kernels import compile_cache
 from megatron_fp8rl.upstream import patches
 
 _VERSION = attrgetter("_version")
@@ -41,9 +42,10 @@ def num_writes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 )
 def compile_cuda(source: str, name: str, *, folder: str, options: Sequence[str]) -> Any:
     """Compile CUDA source for sm_90a with headers from ``folder``; load its kernel ``name`` on the current device."""
-    return torch.cuda._compile_kernel(
-        source, name, compute_capability="90a", cuda_include_dirs=[folder], nvcc_options=list(options)
-    )
+    with compile_cache.noted("cuda", name):
+        return torch.cuda._compile_kernel(
+            source, name, compute_capability="90a", cuda_include_dirs=[folder], nvcc_options=list(options)
+        )
 
 
 @patches(

@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import os
+from importlib.machinery import PathFinder
 from types import ModuleType
 
 from megatron_fp8rl.kernels.types import BLOCK
@@ -18,7 +19,7 @@ _PACKAGES = ("deep_gemm", "vllm.third_party.deep_gemm")  # in vLLM's search orde
 
 
 def has_deep_gemm() -> bool:
-    """Whether DeepGEMM is installed, standalone or bundled with vLLM for CUDA. Imports only its parent packages."""
+    """Whether DeepGEMM is installed, standalone or bundled with vLLM for CUDA. Imports neither."""
     return package() is not None
 
 
@@ -33,10 +34,14 @@ def package() -> str | None:
 
 
 def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError:  # a parent package is missing
-        return False
+    """Whether a module can be found, without importing its parents: vLLM's package imports torch's compiler."""
+    first, *rest = name.split(".")
+    spec = importlib.util.find_spec(first)
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", list(spec.submodule_search_locations))
+    return spec is not None
 
 
 def compiled_folder() -> str:

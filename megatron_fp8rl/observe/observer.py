@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.checkpoint_dir import errors_name, sync_to_disk
+from megatron_fp8rl.kernels import compile_cache
 from megatron_fp8rl.observe.display import Display, make_display
 from megatron_fp8rl.observe.groups import evaluation_metrics, group_metrics
 from megatron_fp8rl.observe.metrics import check_keys
@@ -69,6 +70,8 @@ class Observer:
         self._tensorboard: Any = None
         self._wandb: Any = None
         self._rollouts: RolloutWriter | None = None
+        self._compiled = compile_cache.Record()
+        self._has_updated = False
         self._display: Display = make_display(
             cfg.observe.display if is_writer else "none", title or cfg.name, self._num_steps
         )
@@ -122,6 +125,8 @@ class Observer:
         log.metrics["time/step/s"] = perf_counter() - start
         for name, seconds in take_seconds().items():
             log.metrics[f"time/{name}/s"] = seconds
+        if self.is_writer and (seconds := self._compiled.take_seconds()):
+            log.metrics["time/compile/s"] = seconds
         _add_rates(log.metrics)
         check_keys(log.metrics)
         self._last_step = step
@@ -151,6 +156,12 @@ class Observer:
             self._write_step(log)
         self._last_step = step
         self._open_step = None
+
+    def note_update(self, log: StepLog) -> None:
+        """Record the seconds from the command to the first trained token."""
+        if not self._has_updated and STARTED in os.environ:
+            log.metrics["time/first_update/s"] = time() - float(os.environ[STARTED])
+        self._has_updated = True
 
     def note(self, facts: Mapping[str, str]) -> None:
         """Add facts to versions.json that are known only after startup."""
@@ -285,6 +296,7 @@ class StepLog:
     def updates(self, metrics: Sequence[Mapping[str, float]], batches: Sequence[TrainBatch]) -> None:
         """Add the metrics of the step's optimizer updates, one mapping per update, and their batches. Keys in ``/max``:
         maximum over the updates. Learning rate: mean. Others: mean weighted by loss tokens."""
+        self._observer.note_update(self)
         num_tokens = [batch.num_loss_tokens for batch in batches]
         for key in metrics[0] if metrics else ():
             values = [update[key] for update in metrics]

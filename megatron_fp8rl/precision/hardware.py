@@ -32,7 +32,7 @@ def generation_of(major: int) -> Generation:
 
 @cache
 def installed_packages() -> frozenset[Package]:
-    """Which of :data:`PACKAGES` are installed. Imports only their parent packages."""
+    """Which of :data:`PACKAGES` are installed. Imports none of them."""
     from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm  # imports torch
 
     names: tuple[Package, ...] = ("transformer_engine", "flashinfer")

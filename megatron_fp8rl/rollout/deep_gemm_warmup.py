@@ -18,7 +18,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_fp8rl.config import EngineConfig, ModelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.kernels import compile_cache
 from megatron_fp8rl.kernels.deep_gemm import compiled_folder, deep_gemm, package
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import slicing
@@ -209,18 +210,8 @@ def _alone(path: Path, end: float) -> Iterator[None]:
 
 def _identity() -> str:
     """Identify the GPU and the code that selects and compiles kernels, without initializing CUDA here."""
-    import importlib.util
-
-    said = []
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # absent in some containers
-        said = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout.splitlines()
     origin = importlib.util.find_spec(package()).origin
-    return f"{said[0] if said else 'GPU'}, {hashlib.sha256(Path(origin).read_bytes()).hexdigest()[:12]}"
+    return f"{compile_cache.gpu() or 'GPU'}, {hashlib.sha256(Path(origin).read_bytes()).hexdigest()[:12]}"
 
 
 def _compile_share(work: Work, share: int, num_shares: int) -> None:

@@ -30,7 +30,6 @@ from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.recording import read_step, steps_of
 from megatron_fp8rl.observe.spans import add_seconds, span
 from megatron_fp8rl.rollout import unfinished
-from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
 from megatron_fp8rl.rollout.agents.requests import Requests, seed_of
 from megatron_fp8rl.rollout.errors import RequestLostError
 from megatron_fp8rl.rollout.window import MAX_REFILLS, Window
@@ -91,6 +90,8 @@ class RolloutStream:
                 self._requests = Requests(fleet)
                 self._window = Window(cfg.algo, cfg.sampling, cfg.num_steps, fleet, prompts, self._training_group)
                 if any(environment.agent for environment in cfg.data.environments):
+                    from megatron_fp8rl.rollout.agents.agent_pool import AgentPool  # imports a web server
+
                     self._agents = AgentPool(cfg, self._requests, score_pool, prompts.chat_format)
 
     @property

@@ -21,6 +21,8 @@ import shutil
 import signal
 import socket
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_fp8rl import upstream
@@ -30,6 +32,7 @@ from megatron_fp8rl.upstream import patches
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_POLL_S = 0.02
 _MIDDLEWARE = "megatron_fp8rl.net.auth.RequireToken"
 
 
@@ -165,11 +168,10 @@ def main(argv: list[str]) -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     gc.disable()  # during imports, which rarely free objects; saves 3 s of CPU time
 
-    import torch
-
     from megatron_fp8rl.rollout import deep_gemm_warmup
 
-    compiling = deep_gemm_warmup.start_from_env()  # while this process imports vLLM
+    compiling = deep_gemm_warmup.start_from_env()  # while this process imports torch and vLLM
+    import torch
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of OpenMP threads does not survive a fork
@@ -190,6 +192,8 @@ def main(argv: list[str]) -> None:
     vllm_imports.validate_api_server_args(args)
     set_ulimit()
     gc.enable()
+    while not Path(args.model, "config.json").exists():  # the trainer writes the folder of a new model meanwhile
+        time.sleep(_POLL_S)
     config = _engine_config(args)
     if compiling is not None:
         compiling.wait()  # has a deadline; must free GPU memory before the engine measures it

@@ -1,0 +1,39 @@
+"""Triton's folder of compiled kernels, with memory as a spare when the disk is full."""
+
+from __future__ import annotations
+
+import os
+
+from triton.runtime.cache import FileCacheManager
+
+from megatron_fp8rl.kernels.compile_cache import in_memory
+from megatron_fp8rl.upstream import patches
+
+
+@patches(
+    "torch",
+    why="Triton, which PyTorch pins, raises OSError when the disk is full; kernels go to memory instead, and cost time",
+    remove_when="Triton compiles without a cache when it cannot write one",
+    optional=True,
+)
+class CacheWithSpare(FileCacheManager):
+    """One kernel's files. After the first error, all further files of the kernel are in memory."""
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+        try:
+            super().__init__(key, override, dump)
+        except OSError:
+            self.key = key
+            self._use_spare()
+
+    def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
+        try:
+            return super().put(data, filename, binary)
+        except OSError:
+            self._use_spare()
+            return super().put(data, filename, binary)
+
+    def _use_spare(self) -> None:
+        self.cache_dir = os.path.join(in_memory(), "triton", self.key)
+        self.lock_path = os.path.join(self.cache_dir, "lock")
+        os.makedirs(self.cache_dir, exist_ok=True)
