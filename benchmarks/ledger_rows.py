@@ -163,6 +163,7 @@ def table(rows: Sequence[Row]) -> str:
         step_s = {arm: statistics.median(row["step_s"][0] for row in repeats) for arm, repeats in arms.items()}
         base_s = min((seconds for arm, seconds in step_s.items() if arm[0] == "bf16"), default=None)
         with_drafts = any(row.get("acceptance") is not None for repeats in arms.values() for row in repeats)
+        with_starts = all(row.get("first_update_s") for repeats in arms.values() for row in repeats)
         for arm, repeats in arms.items():
             first, step = repeats[0], step_s[arm]
             drafts = {}
@@ -170,6 +171,13 @@ def table(rows: Sequence[Row]) -> str:
                 drafts = {
                     "sampled tokens/s": _rounded([row["sampled_tokens_per_s"] for row in repeats]),
                     "accepted drafts": _percent([row["acceptance"] for row in repeats]),
+                }
+            starts = {}
+            if with_starts:
+                starts = {
+                    "to first update": _rounded([row["first_update_s"].get("total") for row in repeats]),
+                    "slowest update": round(max(row["slowest_update_s"] for row in repeats), 2),
+                    "compiling after step 0": _rounded([row["compile_s"]["after_step_0"] for row in repeats]),
                 }
             seconds = {
                 phase: statistics.median(row["phases_s"].get(phase, [0.0])[0] for row in repeats)
@@ -191,13 +199,9 @@ def table(rows: Sequence[Row]) -> str:
                     "W": _rounded([row["power"].get("watts") for row in repeats]),
                     "GiB": _rounded([row["power"].get("gib") for row in repeats]),
                     "start to step 0": round(statistics.median(sum(row["start_s"].values()) for row in repeats)),
-                    "to first update": _rounded([row.get("first_update_s", {}).get("total") for row in repeats]),
-                    "slowest update": max((row.get("slowest_update_s") or 0.0 for row in repeats), default=0.0) or None,
-                    "compile after step 0": _rounded(
-                        [(row.get("compile_s") or {}).get("after_step_0") for row in repeats]
-                    ),
                     "mean d": f"{first['mismatch']['mean']:.1e}" if first["mismatch"]["mean"] is not None else None,
                     **drafts,
+                    **starts,
                 }
             )
     return record.table(lines)

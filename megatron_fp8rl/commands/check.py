@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from megatron_fp8rl import cli
+from megatron_fp8rl.commands.compile_kernels import fill_cache
 from megatron_fp8rl.preflight import doctor, plan, show
 from megatron_fp8rl.preflight.assessment import DoctorOptions
 
 
 def _doctor(invocation: cli.Invocation) -> int:
-    return doctor.run(invocation.cfg, invocation.options, invocation.config_name, invocation.overrides)
+    status = doctor.run(invocation.cfg, invocation.options, invocation.config_name, invocation.overrides)
+    return fill_cache(invocation) or status if invocation.options.compile and status < 2 else status
 
 
 def _plan(invocation: cli.Invocation) -> int:

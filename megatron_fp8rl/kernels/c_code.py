@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels import compile_cache
 
+NAMES = ("rows", "rounded_products", "paged_attention")
 _OPTIONS = "-O3 -march=native -fno-math-errno -ffp-contract=off -shared -fPIC".split()
 
 

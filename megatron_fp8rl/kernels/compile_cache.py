@@ -49,7 +49,7 @@ def use(run_dir: str | None = None) -> Path:
     With ``run_dir``, compiled kernels are recorded there. Call before Triton, DeepGEMM or vLLM are imported.
     """
     if run_dir is not None:
-        os.environ[RECORD_VARIABLE] = str(Path(run_dir).resolve() / RECORD)
+        record_in(run_dir)
     if FOLDER_VARIABLE in os.environ:  # a parent process has chosen
         return Path(os.environ[FOLDER_VARIABLE])
     folder = root() / "kernels" / key()
@@ -66,6 +66,11 @@ def use(run_dir: str | None = None) -> Path:
     for name, part in FOLDERS.items():
         os.environ.setdefault(name, str(folder / part))
     return folder
+
+
+def record_in(run_dir: str) -> None:
+    """Record what this process and its children compile."""
+    os.environ[RECORD_VARIABLE] = str(Path(run_dir).resolve() / RECORD)
 
 
 def root() -> Path:
@@ -174,17 +179,18 @@ class Record:
             self._offset += len(whole)
             lines = whole.decode("utf-8", "replace").splitlines()
         now = time.time()
-        seconds = sum(json.loads(line)["seconds"] for line in lines) + _deep_gemm_seconds(self._since, now)
+        seconds = sum(json.loads(line)["seconds"] for line in lines) + sum(deep_gemm_seconds(self._since, now))
         self._since = now
         return seconds
 
 
-def _deep_gemm_seconds(since: float, until: float) -> float:
-    """DeepGEMM writes ``kernel.cu``, runs nvcc, and writes ``kernel.cubin``."""
-    seconds = 0.0
+def deep_gemm_seconds(since: float, until: float) -> list[float]:
+    """Seconds of each kernel that DeepGEMM compiled in this time: it writes ``kernel.cu``, runs nvcc, and writes
+    ``kernel.cubin``."""
+    seconds = []
     for cubin in Path(os.environ.get("DG_JIT_CACHE_DIR") or os.devnull).glob("cache/*/kernel.cubin"):
         with contextlib.suppress(OSError):
             ended = cubin.stat().st_mtime
             if since <= ended < until:
-                seconds += max(0.0, ended - cubin.with_suffix(".cu").stat().st_mtime)
+                seconds.append(max(0.0, ended - cubin.with_suffix(".cu").stat().st_mtime))
     return seconds

@@ -23,6 +23,7 @@ class DoctorOptions:
     routing_imbalance: float = 1.0  # token copies received by the experts of the busiest rank, over the mean
     data: bool = True  # read the data and score reference answers
     json: bool = False  # one JSON object instead of tables
+    compile: bool = False  # compile the run's kernels on this machine, and keep them for all later starts
 
     @property
     def hardware(self) -> Gpu:
