@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_fp8rl import cli
@@ -39,8 +38,7 @@ def fill_cache(invocation: cli.Invocation) -> int:
         else:
             from megatron_fp8rl.kernels import c_code
 
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(c_code.library, c_code.NAMES))
+            c_code.compile_all()
         lines = _recorded(Path(run_dir) / compile_cache.RECORD, began)
     print("\n".join(lines or ["nothing was missing"]), file=out)
     if status:

@@ -10,6 +10,7 @@ import importlib
 import os
 import shutil
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -114,12 +115,15 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool, job: str) -> None:
             from megatron_fp8rl import sft_loop
             from megatron_fp8rl.data.model_dir import model_dir
             from megatron_fp8rl.diagnose.explain_mismatch import explain
+            from megatron_fp8rl.kernels import c_code
             from megatron_fp8rl.preflight.host_memory import host_memory
             from megatron_fp8rl.runtime.colocation import wait_and_sleep
             from megatron_fp8rl.trainer.parallel import Parallel
 
             if torch.cuda.is_available():
                 compile_cache.watch_triton()
+            elif os.environ.get("RANK", "0") == "0":
+                threading.Thread(target=c_code.compile_all, daemon=True).start()
             run = importlib.import_module(f"megatron_fp8rl.{_JOBS[job]}").run if wants_rl else None
         parallel = Parallel.init(cfg.parallel, deadline_s=longest_wait_s(cfg.engine))
         stack.callback(parallel.close)
@@ -140,28 +144,34 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool, job: str) -> None:
 def _prepare(cfg: RunConfig, stack: contextlib.ExitStack, wants_engines: bool) -> Fleet | None:
     """Rank 0: lock the run's folder, start the engines without waiting for them, and check the data meanwhile."""
     from megatron_fp8rl.data import run_folder
-    from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
+    from megatron_fp8rl.data.model_dir import model_dir
 
     stack.enter_context(run_folder.locked(cfg))
-    reports, fleet = stack.enter_context(contextlib.ExitStack()), None  # reports are written after the engines' end
-    if wants_engines and cfg.sampling.replay is None:
-        with span("start_imports"):
-            from megatron_fp8rl.rollout import reward_server
-            from megatron_fp8rl.rollout.fleet import Fleet
+    reports = stack.enter_context(contextlib.ExitStack())  # written after the end of the engines
+    check = partial(_check_data_and_write, cfg, reports)
+    if not wants_engines or cfg.sampling.replay is not None:
+        return check()
+    with span("start_imports"):
+        from megatron_fp8rl.rollout import reward_server
+        from megatron_fp8rl.rollout.fleet import Fleet
 
-            if cfg.model.hf_path is None:
-                shutil.rmtree(model_dir(cfg), ignore_errors=True)  # of an earlier start
-            write = partial(write_model_dir, cfg)
-            fleet = Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False, write_folder=write)
-            stack.enter_context(fleet)
-        stack.enter_context(reward_server.serving(cfg))
-    else:
-        write_model_dir(cfg)
+        if cfg.model.hf_path is None:
+            shutil.rmtree(model_dir(cfg), ignore_errors=True)  # of an earlier start
+        fleet = Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False, meanwhile=check)
+        stack.enter_context(fleet)
+    stack.enter_context(reward_server.serving(cfg))
+    return fleet
+
+
+def _check_data_and_write(cfg: RunConfig, reports: contextlib.ExitStack) -> None:
+    """Check the data, and write the model's folder. Raises ConfigError."""
+    from megatron_fp8rl.data.model_dir import write_model_dir
+
     if _DATA_CHECKED not in os.environ:
-        with span("start_data"):
+        with span("start_data", apart=True):
             check_data(cfg)
     reports.callback(write_reports, cfg)  # also after an error
-    return fleet
+    write_model_dir(cfg)
 
 
 TRAIN = cli.Command(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels import compile_cache
 
-NAMES = ("rows", "rounded_products", "paged_attention")
+_NAMES = ("rows", "rounded_products", "paged_attention")
 _OPTIONS = "-O3 -march=native -fno-math-errno -ffp-contract=off -shared -fPIC".split()
 
 
@@ -37,6 +37,12 @@ def library(name: str) -> ctypes.CDLL | None:
             partial.replace(file)  # whole, for processes that start together
             return ctypes.CDLL(str(file))
     return None
+
+
+def compile_all() -> None:
+    """Compile the missing libraries at the same time."""
+    with ThreadPoolExecutor(len(_NAMES)) as pool:
+        list(pool.map(library, _NAMES))
 
 
 def _identity(source: Path, compiler: str) -> str:

@@ -77,13 +77,13 @@ class Fleet:
         run_dir: Path | str,
         *,
         wait: bool = True,
-        write_folder: Callable[[], object] = lambda: None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Fleet:
         """Start ``cfg.engine.num_replicas`` engines on the model in ``hf_dir`` (config.json and tokenizer).
 
         With ``engine.placement`` remote, finds replicas through the files in ``<run_dir>/replicas`` instead. Without
-        ``wait``, returns soon; call :meth:`wait_until_ready` before the first use. ``write_folder`` writes ``hf_dir``
-        while the engines, which wait for it, import; it must not exist before. Raises EngineDeadError or
+        ``wait``, returns soon; call :meth:`wait_until_ready` before the first use. ``meanwhile`` is called while the
+        engines import, and may write ``hf_dir``, for which they wait. Raises EngineDeadError or
         EngineDeadlineError, with the end of the log, if a replica fails; all stop. Raises ConfigError before any start
         if this host has too few GPUs or lacks a configured kernel.
         """
@@ -104,7 +104,7 @@ class Fleet:
             fleet = cls(cfg, hf_dir, replicas)
         atexit.register(fleet.shutdown)
         try:
-            fleet._keep_all(write_folder)
+            fleet._keep_all(meanwhile)
             if wait:
                 fleet.wait_until_ready()
         except BaseException:
@@ -260,8 +260,8 @@ class Fleet:
         self._num_lost = self._num_joined = self._num_asked_again = 0
         return metrics
 
-    def _keep_all(self, write_folder: Callable[[], object]) -> None:
-        """Start :meth:`_keep` for each replica; write the folder and read the tokenizer while the engines import."""
+    def _keep_all(self, meanwhile: Callable[[], object]) -> None:
+        """Start :meth:`_keep` for each replica; call ``meanwhile`` and read the tokenizer while the engines import."""
         tokenizer: asyncio.Future[Any] = self._loop.create_future()
 
         async def begin() -> None:
@@ -270,7 +270,7 @@ class Fleet:
                 self._keepers.append(self._loop.create_task(self._keep(index, tokenizer)))
 
         self.sync(begin(), 10.0)
-        write_folder()
+        meanwhile()
         from megatron_fp8rl.data.tokenizer import load_tokenizer
 
         self._loop.call_soon_threadsafe(tokenizer.set_result, load_tokenizer(str(self._hf_dir)))
