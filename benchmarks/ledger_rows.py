@@ -200,8 +200,8 @@ def table(rows: Sequence[Row]) -> str:
                     "GiB": _rounded([row["power"].get("gib") for row in repeats]),
                     "start to step 0": round(statistics.median(sum(row["start_s"].values()) for row in repeats)),
                     "mean d": f"{first['mismatch']['mean']:.1e}" if first["mismatch"]["mean"] is not None else None,
-                    **drafts,
                     **starts,
+                    **drafts,
                 }
             )
     return record.table(lines)

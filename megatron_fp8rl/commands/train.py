@@ -22,7 +22,6 @@ from megatron_fp8rl.commands.ranks import has_to_start_ranks, longest_wait_s, on
 from megatron_fp8rl.commands.report import write_reports
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.envs.source_kind import job_of
-from megatron_fp8rl.kernels import compile_cache
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.preflight import teachers
 from megatron_fp8rl.preflight.data_check import check_data
@@ -121,7 +120,9 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool, job: str) -> None:
             from megatron_fp8rl.trainer.parallel import Parallel
 
             if torch.cuda.is_available():
-                compile_cache.watch_triton()
+                from megatron_fp8rl.kernels.triton import cache
+
+                cache.watch()
             elif os.environ.get("RANK", "0") == "0":
                 threading.Thread(target=c_code.compile_all, daemon=True).start()
             run = importlib.import_module(f"megatron_fp8rl.{_JOBS[job]}").run if wants_rl else None

@@ -27,7 +27,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 RECORD = "compiled.jsonl"  # in the folder of a run
 RECORD_VARIABLE = "MEGATRON_FP8RL_COMPILED"  # passes its path to all processes of a run
@@ -142,22 +141,6 @@ def noted(kind: str, name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     note(kind, name, time.perf_counter() - began)
-
-
-def watch_triton() -> None:
-    """Record the kernels that Triton compiles in this process, and compile to memory when its folder is full."""
-    from triton import knobs
-
-    from megatron_fp8rl import upstream
-    from megatron_fp8rl.kernels.triton.cache import CacheWithSpare
-
-    def listen(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-        if not cache_hit:
-            note("triton", getattr(src, "name", "?"), times.total / 1e6)
-
-    knobs.compilation.listener = listen
-    if upstream.applies("CacheWithSpare"):
-        knobs.cache.manager_class = CacheWithSpare
 
 
 class Record:

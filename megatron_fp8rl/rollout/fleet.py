@@ -260,7 +260,7 @@ class Fleet:
         self._num_lost = self._num_joined = self._num_asked_again = 0
         return metrics
 
-    def _keep_all(self, meanwhile: Callable[[], object]) -> None:
+    def _keep_all(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Start :meth:`_keep` for each replica; call ``meanwhile`` and read the tokenizer while the engines import."""
         tokenizer: asyncio.Future[Any] = self._loop.create_future()
 

@@ -1,12 +1,15 @@
-"""Triton's folder of compiled kernels, with memory as a spare when the disk is full."""
+"""What Triton compiles in a process is recorded, and goes to memory when the disk is full."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
+from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from megatron_fp8rl.kernels.compile_cache import in_memory
+from megatron_fp8rl import upstream
+from megatron_fp8rl.kernels.compile_cache import in_memory, note
 from megatron_fp8rl.upstream import patches
 
 
@@ -37,3 +40,15 @@ class CacheWithSpare(FileCacheManager):
         self.cache_dir = os.path.join(in_memory(), "triton", self.key)
         self.lock_path = os.path.join(self.cache_dir, "lock")
         os.makedirs(self.cache_dir, exist_ok=True)
+
+
+def watch() -> None:
+    """Record the kernels that Triton compiles in this process, and compile to memory when its folder is full."""
+
+    def listen(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            note("triton", getattr(src, "name", "?"), times.total / 1e6)
+
+    knobs.compilation.listener = listen
+    if upstream.applies("CacheWithSpare"):
+        knobs.cache.manager_class = CacheWithSpare

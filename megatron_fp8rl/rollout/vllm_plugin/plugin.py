@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 
 from megatron_fp8rl import upstream
-from megatron_fp8rl.kernels import compile_cache
 from megatron_fp8rl.precision.formats import FORMATS
 
 FORMAT_VARIABLE = "MEGATRON_FP8RL_FORMAT"  # passes the name of the format to the engine's processes
@@ -92,7 +91,9 @@ def register() -> None:
             cpu_latent.absorb_projections()
         _add_in_rank_order()
         return
-    compile_cache.watch_triton()
+    from megatron_fp8rl.kernels.triton import cache
+
+    cache.watch()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(

@@ -39,6 +39,12 @@ def written(tmp_path, arm: str, seconds: list[float]) -> ledger_rows.Job:
     run = job(tmp_path, arm)
     (tmp_path / arm).mkdir()
     zero = {"step": 0, "time/start_engines/s": 20.0, "time/publish/s": 1.0, "time/step/s": 1.0}
+    zero |= {
+        "time/start_command/s": 1.0,
+        "time/start_imports/s": 8.0,
+        "time/start_model/s": 2.0,
+        "time/compile/s": 30.0,
+    }
     steps = [
         {
             "step": i + 1,
@@ -55,6 +61,9 @@ def written(tmp_path, arm: str, seconds: list[float]) -> ledger_rows.Job:
         }
         for i, s in enumerate(seconds)
     ]
+    steps[0] |= {"time/first_update/s": 32.0 + seconds[0] * 3 / 4, "time/compile/s": 12.0}
+    if len(steps) > 2:
+        steps[2] |= {"time/compile/s": 1.5}
     lines = "".join(json.dumps(line) + "\n" for line in [zero, *steps])
     (tmp_path / arm / "metrics.jsonl").write_text(lines)
     return run
@@ -64,7 +73,11 @@ def test_a_row_leaves_out_the_first_steps_and_those_after_the_last(tmp_path):
     run = written(tmp_path, "fp8", [90.0, 50.0, 4.0, 6.0, 5.0, 99.0])
     row = ledger_rows.row_of(run, PowerMeter(), 5)
     assert row["step_s"] == [5.0, 4.0, 6.0] and row["steps"] == 3 and row["phases_s"]["update"] == [2.5, 2.0, 3.0]
-    assert row["start_s"] == {"engines": 20.0, "publish": 1.0} and row["first_updates_s"] == [45.0, 25.0]
+    starts = {"command": 1.0, "imports": 8.0, "engines": 20.0, "model": 2.0, "publish": 1.0}
+    assert row["start_s"] == starts and row["first_updates_s"] == [45.0, 25.0]
+    phases = {"imports": 9.0, "weights": 2.0, "engines": 20.0, "rollouts": 22.5, "update": 45.0}
+    assert row["first_update_s"] == {"total": 99.5, **phases, "other": 1.0}
+    assert row["slowest_update_s"] == 25.0 and row["compile_s"] == {"to_step_0": 30.0, "after_step_0": 13.5}
     assert row["tokens_per_s_gpu"] == pytest.approx(128 / 5) and row["sequences"] == 8
     per_token = 3 * ledger_rows.flops(run.cfg.model, [25.0] * 8)
     assert row["update_tflops_gpu"] == pytest.approx(per_token / 2.5 / 1e12)
@@ -97,6 +110,17 @@ def test_a_ratio_is_to_the_fastest_bf16_of_a_run_whatever_its_fields(tmp_path):
     lines = [line for line in section(ledger.LEDGER, rows).splitlines() if line.startswith("| A")]
     assert [line.split(" | ")[2] for line in lines] == ["bf16", "bf16 --precision.kernels.experts deep_gemm", "fp8"]
     assert "| 1.25 |" in lines[2]
+
+
+def test_starts_are_shown_of_rows_that_measured_them(tmp_path):
+    rows = rows_of(tmp_path, ("A", "fp8", [], 6.0), ("B", "fp8", [], 3.0))
+    text = section(ledger.LEDGER, rows)
+    (of_a,) = [line for line in text.splitlines() if line.startswith("| A")]
+    assert "to first update | slowest update | compiling after step 0" in text and of_a.endswith("| 39 | 4.5 | 14 |")
+    for key in ("first_update_s", "slowest_update_s", "compile_s"):
+        del rows[1][key]
+    (of_b,) = [line for line in section(ledger.LEDGER, rows).splitlines() if line.startswith("| B")]
+    assert of_b.endswith("|  |  |  |")
 
 
 def test_drafts_are_shown_beside_the_arm_without_them(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.kernels import c_code, float64, rounded_products
+from megatron_fp8rl.kernels import c_code, compile_cache, float64, rounded_products
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_infinities_and_nan_stay():
     assert torch.equal(product.nan_to_num(5.0), expected.nan_to_num(5.0))
 
 
-def test_other_operands_and_machines_compute_in_float64(monkeypatch):
+def test_other_operands_and_machines_compute_in_float64(monkeypatch, tmp_path):
     a, b = rand(4, 40).bfloat16(), rand(40, 6).bfloat16()
     assert rounded_products.multiply(a, b) is None  # 40 is no multiple of 32
     assert rounded_products.multiply(a[:, :32].float(), b[:32]) is None
@@ -88,6 +88,7 @@ def test_other_operands_and_machines_compute_in_float64(monkeypatch):
         raise subprocess.CalledProcessError(1, "cc")
 
     monkeypatch.setattr(subprocess, "run", failing)
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, str(tmp_path))  # without compiled libraries
     c_code.library.cache_clear()
     assert rounded_products.multiply(a[:, :32], b[:32]) is None
     assert torch.equal(float64.matmul(a[:, :32], b[:32]), reference(a[:, :32], b[:32]))
