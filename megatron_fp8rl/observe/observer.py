@@ -125,6 +125,9 @@ class Observer:
         log.metrics["time/step/s"] = perf_counter() - start
         for name, seconds in take_seconds().items():
             log.metrics[f"time/{name}/s"] = seconds
+        if log.updated_unix_s is not None and not self._has_updated and STARTED in os.environ:
+            log.metrics["time/first_update/s"] = log.updated_unix_s - float(os.environ[STARTED])
+        self._has_updated |= log.updated_unix_s is not None
         if self.is_writer and (seconds := self._compiled.take_seconds()):
             log.metrics["time/compile/s"] = seconds
         _add_rates(log.metrics)
@@ -156,12 +159,6 @@ class Observer:
             self._write_step(log)
         self._last_step = step
         self._open_step = None
-
-    def note_update(self, log: StepLog) -> None:
-        """Record the seconds from the command to the first trained token."""
-        if not self._has_updated and STARTED in os.environ:
-            log.metrics["time/first_update/s"] = time() - float(os.environ[STARTED])
-        self._has_updated = True
 
     def note(self, facts: Mapping[str, str]) -> None:
         """Add facts to versions.json that are known only after startup."""
@@ -249,6 +246,7 @@ class StepLog:
         self.step = step
         self.metrics: dict[str, float] = {}
         self.details: dict[str, Any] = {}
+        self.updated_unix_s: float | None = None  # the end of the step's updates
         self._observer = observer
 
     def record(self) -> dict[str, Any]:
@@ -296,7 +294,7 @@ class StepLog:
     def updates(self, metrics: Sequence[Mapping[str, float]], batches: Sequence[TrainBatch]) -> None:
         """Add the metrics of the step's optimizer updates, one mapping per update, and their batches. Keys in ``/max``:
         maximum over the updates. Learning rate: mean. Others: mean weighted by loss tokens."""
-        self._observer.note_update(self)
+        self.updated_unix_s = time()
         num_tokens = [batch.num_loss_tokens for batch in batches]
         for key in metrics[0] if metrics else ():
             values = [update[key] for update in metrics]

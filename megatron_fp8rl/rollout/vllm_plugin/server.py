@@ -56,6 +56,13 @@ def fork_engine_core() -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
+def _wait_for_model(folder: Path) -> None:
+    """Wait until the trainer, which meanwhile writes the folder of a new model, has finished. The fleet's deadline
+    applies."""
+    while not (folder / "config.json").exists():
+        time.sleep(_POLL_S)
+
+
 def _engine_config(args: argparse.Namespace) -> VllmConfig:
     """Build the engine's configuration, and on a CPU prepare this process to fork the engine core."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -192,8 +199,7 @@ def main(argv: list[str]) -> None:
     vllm_imports.validate_api_server_args(args)
     set_ulimit()
     gc.enable()
-    while not Path(args.model, "config.json").exists():  # the trainer writes the folder of a new model meanwhile
-        time.sleep(_POLL_S)
+    _wait_for_model(Path(args.model))
     config = _engine_config(args)
     if compiling is not None:
         compiling.wait()  # has a deadline; must free GPU memory before the engine measures it

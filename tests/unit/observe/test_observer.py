@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,6 +15,7 @@ import pytest
 from observed_run import make_config, make_groups, make_report, observe_run
 
 from megatron_fp8rl.commands.report import write_reports
+from megatron_fp8rl.kernels import compile_cache
 from megatron_fp8rl.observe import observer as observer_module
 from megatron_fp8rl.observe.metrics import UnknownMetricError
 from megatron_fp8rl.observe.observer import Observer, StepLog
@@ -57,6 +59,23 @@ def test_a_step_is_one_line_with_everything_that_was_logged(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["name"] == "observed"
     assert "matplotlib" not in json.loads((tmp_path / "versions.json").read_text())["packages"]
     assert json.loads((tmp_path / "done.json").read_text())["step"] == 1
+
+
+def test_the_first_update_is_timed_from_the_command_and_compiling_in_each_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_FP8RL_STARTED", str(time.time() - 50))
+    monkeypatch.setenv("MEGATRON_FP8RL_COMPILED", str(tmp_path / "compiled.jsonl"))
+    batch = SimpleNamespace(num_loss_tokens=1, num_sequences=1, microbatches=())
+    with Observer(replace(make_config(), output_dir=str(tmp_path))) as observer:
+        for step in range(3):
+            with observer.step(step) as log:
+                if step:
+                    log.updates([{"train/lr/mean": 1e-3}], [batch])
+                if step < 2:
+                    compile_cache.note("triton", f"kernel {step}", 2.0 + step)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 50 < lines[1]["time/first_update/s"] < 100
+    assert [line.get("time/compile/s") for line in lines] == [2.0, 3.0, None]
+    assert not any("time/first_update/s" in line for line in (lines[0], lines[2]))
 
 
 def test_means_over_several_updates_are_means_over_their_tokens(tmp_path):
