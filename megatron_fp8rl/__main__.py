@@ -18,12 +18,8 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name is None or missing.name.startswith("megatron_fp8rl"):
         raise
-    print(
-        f"python -m megatron_fp8rl: {missing.name} is not installed here. Install the wheel with its requirements (pip "
-        "without --no-deps), or run `make install` in a checkout of the project.",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+    remedy = "Install the wheel with its requirements, or run `make install` in a checkout of the project"
+    sys.exit(f"python -m megatron_fp8rl: {missing.name} is not installed here. {remedy}.")
 
 # Packages of trainer and engine, which a login node lacks.
 _HEAVY = ("torch", "vllm", "megatron", "transformers", "datasets", "safetensors", "scipy", "zstandard")

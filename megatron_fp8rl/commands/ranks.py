@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -39,6 +40,8 @@ def on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
         return run_ranks(command, environment, hang_s=2 * cfg.engine.hang_s)
     add_seconds("start_command", time.time() - float(os.environ.get(STARTED, time.time())))
     keep_in_log(Path(cfg.run_dir, "logs"), int(os.environ.get("RANK", "0")))
+    for handler in (logging.getLogger("megatron_fp8rl"), logging.lastResort):
+        handler.setLevel(logging.INFO)  # a log is not silent while engines start
     compile_cache.use(cfg.run_dir)
     with span("start_imports"):
         import torch

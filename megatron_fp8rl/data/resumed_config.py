@@ -70,8 +70,7 @@ def refusals(before: Mapping[str, Any], cfg: RunConfig, where: Path, *, steps: i
             errors.append(Violation(f"--{change.field}", change.now, problem, _SAME))
     of_model = [error for error in errors if error.field.startswith("--model.")]
     if len(of_model) > _MAX_MODEL_FIELDS:  # not a changed field, but another model
-        names = ", ".join(error.field for error in of_model[:_MAX_MODEL_FIELDS])
-        problem = f"{where} is of another model: {len(of_model)} fields differ, such as {names}"
+        problem = f"{where} is of another model: {len(of_model)} fields differ, such as {of_model[0].field}"
         errors = [Violation("--output_dir", cfg.run_dir, problem, "Give the new run another --name or --output_dir")]
     if steps is not None and cfg.num_steps < steps:
         problem = f"the run has already finished step {steps}: {where}"

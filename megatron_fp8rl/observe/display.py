@@ -10,6 +10,7 @@ import textwrap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, Literal
 
@@ -18,7 +19,9 @@ from megatron_fp8rl.observe.metrics import PHASES
 _BARS = "▁▂▃▄▅▆▇█"
 # Seconds between two plain lines: 1, growing to 10 over the first 100 minutes. A log gets below 10,000 lines a day.
 _MIN_INTERVAL_S, _MAX_INTERVAL_S, _INTERVALS_OF_RUN = 1.0, 10.0, 600
-_EVALUATIONS = {"eval/pass_rate/mean": "pass rate", "eval/score/mean": "eval reward"}
+_PASS_RATE, _EVAL_REWARD = "eval/pass_rate/mean", "eval/score/mean"
+_MISMATCH = "mismatch/abs_logprob_diff/mean"
+_CURVES = {"reward/score/mean": "reward", _MISMATCH: "mismatch", _PASS_RATE: "pass rate", _EVAL_REWARD: "eval reward"}
 _RECENT_STEPS = 20  # in the estimate of the remaining time
 
 
@@ -64,7 +67,7 @@ class PlainDisplay(Display):
     def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.count(step)
         interval_s = min(_MAX_INTERVAL_S, max(_MIN_INTERVAL_S, self._pace.elapsed_s() / _INTERVALS_OF_RUN))
-        is_kept = step >= self._num_steps or any(key in metrics for key in _EVALUATIONS)
+        is_kept = step >= self._num_steps or any(key.startswith("eval/") for key in metrics)
         if monotonic() - self._shown_at < interval_s and not is_kept:
             return
         self._shown_at = monotonic()
@@ -91,14 +94,9 @@ class LiveDisplay(Display):
         self._step = 0
         self._metrics: Mapping[str, float] = {}
         self._curves: dict[str, list[float]] = {}
-        # The panel refreshes between steps, so that its clock keeps running during a long step. stderr that goes to a
-        # file stays there.
-        self._live = Live(
-            get_renderable=self._panel,
-            console=self._console,
-            refresh_per_second=2,
-            redirect_stderr=sys.stderr.isatty(),
-        )
+        # The panel refreshes between steps, so that its clock keeps running during a long step.
+        how = {"refresh_per_second": 2, "redirect_stderr": sys.stderr.isatty()}
+        self._live = Live(get_renderable=self._panel, console=self._console, **how)
 
     def start(self) -> None:
         self._pace.start()
@@ -110,14 +108,8 @@ class LiveDisplay(Display):
     def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.count(step)
         self._step, self._metrics = step, metrics
-        evaluation = next((key for key in _EVALUATIONS if key in metrics), "")
-        curves = {
-            "reward": "reward/score/mean",
-            "mismatch": "mismatch/abs_logprob_diff/mean",
-            _EVALUATIONS.get(evaluation, ""): evaluation,
-        }
-        for label, key in curves.items():
-            if key in metrics:
+        for key, label in _CURVES.items():
+            if key in metrics and not (key == _EVAL_REWARD and _PASS_RATE in metrics):
                 self._curves.setdefault(label, []).append(metrics[key])
         self._live.refresh()
 
@@ -142,27 +134,26 @@ class LiveDisplay(Display):
         bar = ProgressBar(total=max(1, self._num_steps), completed=self._step)
         table.add_row(f"step {self._step}/{self._num_steps}", bar, clock)
         for label, values in self._curves.items():
-            curve = _Fitted(lambda width, values=values: sparkline(values, width=width, low=0.0))
-            table.add_row(label, curve, scientific(values[-1]) if label == "mismatch" else f"{values[-1]:.3f}")
-        if phases := phase_times(self._metrics):
-            table.add_row(
-                "seconds", _Fitted(lambda width: wrapped(phases, width)), f"{self._metrics['time/step/s']:.2f} s"
-            )
-        if rest := headline(self._metrics, skip=("reward", "mismatch", "eval")):
-            table.add_row("", _Fitted(lambda width: wrapped(rest, width)), "")
+            curve = _Fitted(partial(sparkline, values, low=0.0))
+            table.add_row(label, curve, _number("{:.2e}" if label == "mismatch" else "{:.3f}", values[-1]))
+        seconds = f"{self._metrics.get('time/step/s', 0.0):.2f} s"
+        rest = headline(self._metrics, skip=("reward", "mismatch", "eval"))
+        for label, items, value in (("seconds", phase_times(self._metrics), seconds), ("", rest, "")):
+            if items:
+                table.add_row(label, _Fitted(partial(wrapped, items)), value)
         return Panel(table, title=self._title, title_align="left", border_style="cyan")
 
 
 @dataclass(frozen=True)
 class _Fitted:
-    """Something that rich draws as a text made for the width of its cell."""
+    """What rich draws as ``text(width=W)``, with W the width of its cell."""
 
-    text: Callable[[int], str]
+    text: Callable[..., str]
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.text import Text
 
-        yield Text(self.text(options.max_width))
+        yield Text(self.text(width=options.max_width))
 
 
 class _Pace:
@@ -199,19 +190,15 @@ class _Pace:
 def headline(metrics: Mapping[str, float], skip: tuple[str, ...] = ()) -> list[str]:
     shown = (
         ("reward", "reward/score/mean", "reward {:.3f}"),
-        ("eval", "eval/pass_rate/mean", "eval pass rate {:.3f}"),
-        ("eval", "" if "eval/pass_rate/mean" in metrics else "eval/score/mean", "eval reward {:.3f}"),
+        ("eval", _PASS_RATE, "eval pass rate {:.3f}"),
+        ("eval", "" if _PASS_RATE in metrics else _EVAL_REWARD, "eval reward {:.3f}"),
         ("nll", "loss/nll/mean", "nll {:.3f}"),
-        ("mismatch", "mismatch/abs_logprob_diff/mean", "mismatch {:.2e}"),
+        ("mismatch", _MISMATCH, "mismatch {:.2e}"),
         ("length", "rollout/length/mean", "length {:.1f}"),
         ("grad", "train/grad_norm/max", "grad norm {:.3g}"),
         ("tokens", "rollout/tokens_per_s/mean", "{:.0f} tokens/s sampled"),
     )
-    return [
-        text.replace("{:.2e}", scientific(metrics[key])).format(metrics[key])
-        for name, key, text in shown
-        if name not in skip and key in metrics
-    ]
+    return [_number(text, metrics[key]) for name, key, text in shown if name not in skip and key in metrics]
 
 
 def phase_times(metrics: Mapping[str, float]) -> list[str]:
@@ -220,9 +207,8 @@ def phase_times(metrics: Mapping[str, float]) -> list[str]:
     return [f"{phase} {seconds:.2f}" for phase, seconds in times if seconds >= 0.005]
 
 
-def scientific(value: float) -> str:
-    """``1.23e-02``, and ``0`` for zero."""
-    return f"{value:.2e}" if value else "0"
+def _number(text: str, value: float) -> str:
+    return (text if value else text.replace(".2e", ".0f")).format(value)  # no 0.00e+00
 
 
 def wrapped(items: Sequence[str], width: int) -> str:

@@ -38,10 +38,8 @@ def check_data(cfg: RunConfig) -> None:
 
 
 def describe(cfg: RunConfig, *, with_gpus: bool = False) -> tuple[list[str], list[Finding]]:
-    """(contents of the sources with the whole first prompt, warnings and errors), for a dry run.
-
-    ``with_gpus``: the run will have GPUs, although this machine may have none.
-    """
+    """(contents of the sources with the whole first prompt, warnings and errors), for a dry run. ``with_gpus``: the run
+    will have GPUs, although this machine may have none."""
     if cfg.sampling.replay is not None:
         return ["data was not read: a replay reads none"], []
     folder_lines, errors = _look_at_folder(cfg)

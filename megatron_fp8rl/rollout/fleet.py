@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _HEALTH_POLL_S = 0.25
-_PROGRESS_S = 10.0
+_PROGRESS_S = 60.0
 _ASKED_S = 1.0  # between two questions whether the run should stop
 _MEMBER_POLL_S = 0.1
 _PROBE_S = 5.0  # interval of health checks
@@ -126,7 +126,7 @@ class Fleet:
                     ready.cancel()
                     raise TimeoutError(f"the start of the replicas took longer than {self.cfg.engine.start_s:g} s")
             ready.result()
-            _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
+            _log.info("engines (%d) are ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
         return True
 
     def kernels(self) -> dict[str, list[str]]:

@@ -12,9 +12,9 @@ from megatron_fp8rl.observe.display import (
     LiveDisplay,
     PlainDisplay,
     duration,
+    headline,
     make_display,
     phase_times,
-    scientific,
     sparkline,
     wrapped,
 )
@@ -120,7 +120,8 @@ def test_steps_of_ten_seconds_always_have_a_line(monkeypatch):
 
 
 def test_zero_is_a_zero_and_no_item_is_broken_in_two():
-    assert [scientific(value) for value in (0.0, 0.0123)] == ["0", "1.23e-02"]
+    mismatch = "mismatch/abs_logprob_diff/mean"
+    assert [headline({mismatch: value}) for value in (0.0, 0.0123)] == [["mismatch 0"], ["mismatch 1.23e-02"]]
     assert wrapped(["update 1.25", "warm-up 0.50", "evaluate 3.00"], 26) == "update 1.25  warm-up 0.50\nevaluate 3.00"
     assert wrapped(["grad norm 0.1"], 5).replace("\n", "") == "grad norm 0.1"
 
