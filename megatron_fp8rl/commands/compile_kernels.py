@@ -7,7 +7,6 @@ is built without a GPU. DeepGEMM's kernels are compiled for all numbers of token
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -16,9 +15,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from megatron_fp8rl import cli
-from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.envs.source_kind import job_of
 from megatron_fp8rl.kernels import compile_cache
+from megatron_fp8rl.precision.hardware import local_hardware
 
 _TWO_STEPS = (
     "--num_steps 2 --warm_start.steps 0 --observe.eval_prompts 0 --observe.rollouts_gib 0 --observe.display none "
@@ -29,11 +28,15 @@ _TWO_STEPS = (
 def fill_cache(invocation: cli.Invocation) -> int:
     """Compile, and print the number of kernels and their seconds by compiler; 1 if the two steps failed."""
     cfg, folder, out = invocation.cfg, compile_cache.use(), sys.stderr if invocation.options.json else sys.stdout
+    if cfg.engine.placement == "remote":
+        problem = "--engine.placement = 'remote': doctor --compile starts the engines itself"
+        print(f"{problem}. Set colocated or separate, on a machine with the GPUs of an engine", file=sys.stderr)
+        return 2
     status, began = 0, time.time()
     with tempfile.TemporaryDirectory(prefix="fp8rl-compile-") as run_dir:
         compile_cache.record_in(run_dir)
-        if compile_cache.gpu():
-            command = [sys.executable, "-m", "megatron_fp8rl", *_command(cfg, invocation), "--output_dir", run_dir]
+        if local_hardware().is_gpu:
+            command = [sys.executable, "-m", "megatron_fp8rl", *_two_steps(invocation), "--output_dir", run_dir]
             status = subprocess.run(command, stdout=out).returncode
         else:
             from megatron_fp8rl.kernels import c_code
@@ -48,27 +51,18 @@ def fill_cache(invocation: cli.Invocation) -> int:
     return 0
 
 
-def _command(cfg: RunConfig, invocation: cli.Invocation) -> list[str]:
-    """Arguments of a run of two steps."""
-    job = job_of(cfg)
+def _two_steps(invocation: cli.Invocation) -> list[str]:
+    """Arguments of a run of two steps, with random weights if the configuration names none."""
+    cfg, job = invocation.cfg, job_of(invocation.cfg)
     weights = [] if cfg.model.hf_path else ["--model.random", "True"]
-    return [
-        "train" if job == "rl" else job,
-        invocation.config_name,
-        *invocation.overrides,
-        *_TWO_STEPS.split(),
-        *weights,
-    ]
+    command = ["train" if job == "rl" else job, invocation.config_name]
+    return [*command, *invocation.overrides, *_TWO_STEPS.split(), *weights]
 
 
 def _recorded(record: Path, began: float) -> list[str]:
     by_kind: dict[str, list[float]] = defaultdict(list)
-    for line in record.read_text(encoding="utf-8").splitlines() if record.exists() else ():
-        kernel = json.loads(line)
+    for kernel in compile_cache.read(record.read_bytes()) if record.exists() else ():
         by_kind[kernel["kind"]].append(kernel["seconds"])
     by_kind["deep_gemm"] = compile_cache.deep_gemm_seconds(began, time.time())
-    return [
-        f"{kind}: {len(seconds)} kernels in {sum(seconds):.1f} s"
-        for kind, seconds in sorted(by_kind.items())
-        if seconds
-    ]
+    counted = sorted((kind, seconds) for kind, seconds in by_kind.items() if seconds)
+    return [f"{kind}: {len(seconds)} kernels in {sum(seconds):.1f} s" for kind, seconds in counted]

@@ -32,6 +32,7 @@ def has_to_start_ranks(parallel: ParallelConfig) -> bool:
 def on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
     """Run in this process, or start torchrun on this machine if :func:`has_to_start_ranks`."""
     parallel = cfg.parallel
+    compile_cache.use(cfg.run_dir)
     if has_to_start_ranks(parallel):
         torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {parallel.world_size} -m megatron_fp8rl"
         command = [sys.executable, *torchrun.split(), *sys.argv[1:]]
@@ -42,7 +43,6 @@ def on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
     keep_in_log(Path(cfg.run_dir, "logs"), int(os.environ.get("RANK", "0")))
     for handler in (logging.getLogger("megatron_fp8rl"), logging.lastResort):
         handler.setLevel(logging.INFO)  # a log is not silent while engines start
-    compile_cache.use(cfg.run_dir)
     with span("start_imports"):
         import torch
 

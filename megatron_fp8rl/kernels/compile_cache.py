@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 RECORD = "compiled.jsonl"  # in the folder of a run
 RECORD_VARIABLE = "MEGATRON_FP8RL_COMPILED"  # passes its path to all processes of a run
@@ -154,17 +155,20 @@ class Record:
     def take_seconds(self) -> float:
         """Seconds of compilation, summed over processes: recorded lines, and DeepGEMM's kernels by the times of their
         files."""
-        lines: list[str] = []
+        whole = b""
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             file.seek(self._offset)
             text = file.read()
             whole = text[: text.rfind(b"\n") + 1]
-            self._offset += len(whole)
-            lines = whole.decode("utf-8", "replace").splitlines()
-        now = time.time()
-        seconds = sum(json.loads(line)["seconds"] for line in lines) + sum(deep_gemm_seconds(self._since, now))
-        self._since = now
-        return seconds
+        self._offset, since, self._since = self._offset + len(whole), self._since, time.time()
+        return sum(kernel["seconds"] for kernel in read(whole)) + sum(deep_gemm_seconds(since, self._since))
+
+
+def read(record: bytes) -> Iterator[dict[str, Any]]:
+    """The kernels of a record. Lines that a full disk has cut are left out."""
+    for line in record.splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def deep_gemm_seconds(since: float, until: float) -> list[float]:
