@@ -120,8 +120,10 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool, job: str) -> None:
             from megatron_fp8rl.trainer.parallel import Parallel
 
             if torch.cuda.is_available():
+                from megatron_fp8rl.kernels import deep_gemm
                 from megatron_fp8rl.kernels.triton import cache
 
+                deep_gemm.import_parents()
                 cache.watch()
             elif os.environ.get("RANK", "0") == "0":
                 threading.Thread(target=c_code.compile_all, daemon=True).start()

@@ -44,6 +44,12 @@ def _is_there(name: str) -> bool:
     return spec is not None
 
 
+def import_parents() -> None:
+    """Import vLLM's package if DeepGEMM is part of it, which takes seconds; DeepGEMM itself would initialize CUDA."""
+    if parents := (package() or "").rpartition(".")[0]:
+        importlib.import_module(parents)
+
+
 def compiled_folder() -> str:
     """DeepGEMM's cache of compiled kernels (``cache/*/kernel.cubin``): vLLM's location, in every process."""
     root = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(
