@@ -256,7 +256,7 @@ class Policy:
         metrics = self._reduce(results, batch)
         self._require_finite_loss(metrics["train/loss/mean"], results, batch.microbatches)
         lr = learning_rate(self.cfg.optim, self.step + 1, self.num_updates)
-        with self.offload.resident("optimizer"):
+        with self.offload.streamed():
             metrics["train/grad_norm/max"] = self.optimizer.step(lr)
         finish_fp8_step(self.chunks, self.parallel)
         metrics["train/lr/mean"] = lr

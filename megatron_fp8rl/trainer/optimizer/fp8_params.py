@@ -48,10 +48,10 @@ def quantize_parameters(models: Sequence[nn.Module], parallel: Parallel) -> None
 def limit_master_copies() -> AbstractContextManager[None]:
     """In the block, Megatron-Core's optimizer rounds master weights to BF16 and quantizes them in groups. Collective
     over the ranks that shard the masters, once per group; all ranks form the same groups. Changes no value."""
-    return quantized_in_groups(_groups) if upstream.applies("quantized_in_groups") else nullcontext()
+    return quantized_in_groups(consecutive) if upstream.applies("quantized_in_groups") else nullcontext()
 
 
-def _groups(sizes: Sequence[int]) -> Iterator[slice]:
+def consecutive(sizes: Sequence[int]) -> Iterator[slice]:
     """Slices of consecutive tensors of ``sizes`` elements, each up to the limit in total, or one larger tensor."""
     start = total = 0
     for index, size in enumerate(sizes):

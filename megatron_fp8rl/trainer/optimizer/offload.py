@@ -9,14 +9,18 @@ helper for the optimizer replaces ``tensor.data`` instead, which would detach FP
                 same memory (shared_memory.py)
     optimizer   FP32 master weights and Adam's moments       copied to host memory; on the GPU only during a step, so
                                                              that activations can use their memory before
+
+Adam steps in pieces. While it updates a piece, the states of the next one come and those of the last one leave, each
+direction on its own stream. Master weights stay on the GPU until the parameters are rounded from them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +28,7 @@ from torch import Tensor, nn
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
+from megatron_fp8rl.trainer.optimizer.fp8_params import consecutive
 from megatron_fp8rl.trainer.optimizer.shared_memory import bytes_of_weights
 
 if TYPE_CHECKING:
@@ -64,7 +69,7 @@ class _Storages:
     def __init__(self, part: Part, memory: HostMemory | None) -> None:
         self._part, self._memory = part, memory
         self._to_host = part != "gradients"
-        self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # with its size, and how many bytes are kept
+        self._away: dict[torch.UntypedStorage, tuple[int, int, Tensor]] = {}  # size, bytes that are kept, their copy
         self._device = torch.device("cpu")
         self._host = torch.empty(0, dtype=torch.uint8)
 
@@ -77,35 +82,93 @@ class _Storages:
 
     def release(self, storages: dict[torch.UntypedStorage, int], device: torch.device) -> None:
         """Free ``storages``; the first bytes of each, as many as its value, are kept."""
-        self._device = device
-        self._away = [(storage, storage.nbytes(), kept) for storage, kept in storages.items()]
+        self._device, offset = device, 0
         if self._to_host:
             self._reserve(sum(map(_aligned, storages.values())))
-            for (storage, _, kept), host in zip(self._away, self._slots(), strict=True):
-                host.copy_(_bytes_of(storage, device)[:kept], non_blocking=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        for storage, kept in storages.items():
+            self._away[storage] = storage.nbytes(), kept, self._host[offset : offset + kept]
+            offset += _aligned(kept)
+            self._send(storage)
+        torch.get_device_module(device).synchronize()
         for storage, kept in storages.items():
             storage.resize_(0 if self._to_host else kept)
 
     def restore(self) -> None:
-        """Reallocate every storage with its kept bytes. Without a host copy, the other bytes are zeros."""
-        for storage, size, kept in self._away:
-            storage.resize_(max(size, storage.nbytes()))  # gradients may be back already where weights are not
-            if not self._to_host:
-                _bytes_of(storage, self._device)[kept:].zero_()
-        if self._to_host:
-            for (storage, _, kept), host in zip(self._away, self._slots(), strict=True):
-                _bytes_of(storage, self._device)[:kept].copy_(host, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the host buffer may be reused after this
-        self._away = []
+        """Reallocate every storage with its kept bytes, which arrive on the current stream. Without a host copy, the
+        other bytes are zeros."""
+        for storage in self._away:  # memory is mapped for the next one while bytes of the last one are copied
+            self._allocate(storage)
+            self._fetch(storage)
+        self._away = {}
 
-    def _slots(self) -> Iterator[Tensor]:
-        offset = 0
-        for _, _, kept in self._away:
-            yield self._host[offset : offset + kept]
-            offset += _aligned(kept)
+    def step(self, adam: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
+        """``step`` of ``adam``, whose states are away. Its parameters stay on the device until :meth:`drop`."""
+        device, groups = torch.get_device_module(self._device), adam.param_groups
+        main, coming, going = device.current_stream(), device.Stream(), device.Stream()
+        pieces = [
+            (group, group["params"][some])
+            for group in groups
+            for some in consecutive([parameter.numel() for parameter in group["params"]])
+        ]
+        storages = [[x for x in _storages_of(adam, params) if x in self._away] for _, params in pieces]
+
+        def move(index: int, stream: Any, copy: Callable[[torch.UntypedStorage], None]) -> Any:
+            stream.wait_stream(main)
+            with device.stream(stream):
+                for storage in storages[index]:
+                    copy(storage)
+            event = device.Event()
+            event.record(stream)
+            return event
+
+        def fetch(index: int) -> Any:
+            for storage in storages[index]:
+                self._allocate(storage)  # in memory of the main stream
+            return move(index, coming, self._fetch)
+
+        def free(index: int, left: Any) -> None:
+            left.synchronize()
+            for storage in {*storages[index]} - {parameter.untyped_storage() for parameter in pieces[index][1]}:
+                storage.resize_(0)
+
+        arrived, left = [fetch(0)] if pieces else [], []
+        try:
+            for index, (group, params) in enumerate(pieces):
+                if index + 1 < len(pieces):
+                    arrived.append(fetch(index + 1))
+                main.wait_event(arrived[index])
+                adam.param_groups = [piece := group | {"params": params}]
+                step()
+                if "step" in piece and params[-1] is group["params"][-1]:
+                    group["step"] = piece["step"]
+                left.append(move(index, going, self._send))
+                if index:
+                    free(index - 1, left[index - 1])
+        finally:
+            adam.param_groups = groups
+        if pieces:
+            free(len(pieces) - 1, left[-1])
+
+    def drop(self) -> None:
+        """Free what :meth:`step` left on the device."""
+        torch.get_device_module(self._device).synchronize()
+        for storage in self._away:
+            storage.resize_(0)
+
+    def _allocate(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(max(self._away[storage][0], storage.nbytes()))  # gradients may be back where weights are not
+
+    def _fetch(self, storage: torch.UntypedStorage) -> None:
+        _, kept, host = self._away[storage]
+        if self._to_host:
+            _bytes_of(storage, self._device)[:kept].copy_(host, non_blocking=True)
+        else:
+            _bytes_of(storage, self._device)[kept:].zero_()
+
+    def _send(self, storage: torch.UntypedStorage) -> None:
+        _, kept, host = self._away[storage]
+        if self._to_host:
+            host.copy_(_bytes_of(storage, self._device)[:kept], non_blocking=True)
 
     def _reserve(self, num_bytes: int) -> None:
         if self._memory is not None and not self._host.numel():
@@ -158,6 +221,7 @@ class Offload:
                 if part == "optimizer":
                     clear_weight_caches()  # frees memory; a step is about to change the weights
                 memory.restore()
+        torch.get_device_module(self._device).synchronize()  # a release may overwrite the host copies after this
 
     @contextlib.contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
@@ -173,6 +237,28 @@ class Offload:
         finally:
             with span("colocated", apart=True):
                 self.release(*before)
+
+    @contextlib.contextmanager
+    def streamed(self) -> Iterator[None]:
+        """For the block of an optimizer step: states of Adam come and leave while it steps. All are on the device in
+        the block if Adam has no moments yet, and with Muon."""
+        memory = self._parts.get("optimizer")
+        if not memory or self._optimizer.has_muon or not self._has_own_states():
+            with self.resident("optimizer"):
+                yield
+            return
+        clear_weight_caches()  # as in :meth:`restore`
+        with contextlib.ExitStack() as stack:
+            stack.callback(memory.drop)
+            for adam in self._adams():
+                adam.step = functools.partial(self._step, memory, adam, adam.step)
+                stack.callback(delattr, adam, "step")
+            yield
+
+    @staticmethod
+    def _step(memory: _Storages, adam: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
+        with span("colocated", apart=True):
+            memory.step(adam, step)
 
     def require(self, *parts: Part) -> None:
         """Raise RuntimeError if one of ``parts`` is offloaded: its tensors have no memory to read."""
@@ -213,12 +299,30 @@ class Offload:
                 yield parameter.data
 
     def _states(self) -> Iterator[Tensor]:
-        megatron = self._optimizer.megatron
-        for part in getattr(megatron, "chained_optimizers", [megatron]):
-            for group in part.optimizer.param_groups:
+        for adam in self._adams():
+            for group in adam.param_groups:
                 yield from (parameter.data for parameter in group["params"])
-            for state in part.optimizer.state.values():
+            for state in adam.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _adams(self) -> Iterator[torch.optim.Optimizer]:
+        megatron = self._optimizer.megatron
+        return (part.optimizer for part in getattr(megatron, "chained_optimizers", [megatron]))
+
+    def _has_own_states(self) -> bool:
+        """Whether every parameter of the optimizer has states, and shares no storage with another one."""
+        storages: list[torch.UntypedStorage] = []
+        for adam in self._adams():
+            params = [parameter for group in adam.param_groups for parameter in group["params"]]
+            if not all(adam.state.get(parameter) for parameter in params):
+                return False
+            storages += _storages_of(adam, params)
+        return len(storages) == len(set(storages))
+
+
+def _storages_of(adam: torch.optim.Optimizer, params: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    tensors = (x for parameter in params for x in (parameter, *adam.state[parameter].values()))
+    return [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
 
 
 def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -184,6 +184,10 @@ class Optimizer:
         clear_weight_caches()
 
     @property
+    def has_muon(self) -> bool:
+        return bool(self._muons)
+
+    @property
     def has_weights(self) -> bool:
         return not self._memory.holds_gradients
 
