@@ -172,7 +172,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "time/mismatch/s": "Seconds of measuring trainer-engine mismatch.",
         "time/update/s": "Seconds of forward, backward and optimizer.",
         "time/publish/s": "Seconds of publishing the weights.",
-        "time/colocated/s": "Seconds of moving engine and trainer state in and out of GPU memory.",
+        "time/colocated/s": "Seconds of moving engine and trainer state in and out of GPU memory, with Adam meanwhile.",
         "time/calibrate_kv/s": "Seconds of calibrating the FP8 KV cache scales on the first prompts.",
         "time/checkpoint/s": "Seconds that training waited for checkpoint copies (writing runs in background).",
         "time/evaluate/s": "Seconds of evaluation on held-out problems.",

@@ -8,6 +8,7 @@ import torch
 from megatron_fp8rl.config import AlgoConfig
 from megatron_fp8rl.preflight.host_memory import host_memory
 from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer.optimizer import fp8_params
 from megatron_fp8rl.trainer.optimizer.offload import HostMemory
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
@@ -34,6 +35,7 @@ def _grad_bytes(policy):
 def _train(cfg, folder, offload):
     """Metrics and weights of four updates; with ``offload``, all state leaves after each, and a checkpoint is saved."""
     policy = _build(replace(cfg, optim=replace(cfg.optim, offload=PARTS if offload else ())))
+    fp8_params._MASTERS_AT_A_TIME = 5000  # Adam steps in several pieces
     sizes = _grad_bytes(policy)
     metrics = []
     for step in range(4):

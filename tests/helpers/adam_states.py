@@ -39,7 +39,7 @@ def make_adam(
     for parameter in params:
         parameter.grad = torch.randn(parameter.shape, generator=generator, device=device)
     adam = kind([{"params": params[:2]}, {"params": params[2:], "lr": 3e-3}], lr=1e-3)
-    optimizer = SimpleNamespace(megatron=SimpleNamespace(optimizer=adam), has_muon=False)
+    optimizer = SimpleNamespace(megatron=SimpleNamespace(optimizer=adam), may_step_in_pieces=True)
     return adam, Offload([], optimizer, [], parts=["optimizer"], device=torch.device(device))
 
 

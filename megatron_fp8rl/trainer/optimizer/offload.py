@@ -89,7 +89,7 @@ class _Storages:
             self._away[storage] = storage.nbytes(), kept, self._host[offset : offset + kept]
             offset += _aligned(kept)
             self._send(storage)
-        torch.get_device_module(device).synchronize()
+        _synchronize(device)
         for storage, kept in storages.items():
             storage.resize_(0 if self._to_host else kept)
 
@@ -151,7 +151,7 @@ class _Storages:
 
     def drop(self) -> None:
         """Free what :meth:`step` left on the device."""
-        torch.get_device_module(self._device).synchronize()
+        _synchronize(self._device)
         for storage in self._away:
             storage.resize_(0)
 
@@ -221,7 +221,7 @@ class Offload:
                 if part == "optimizer":
                     clear_weight_caches()  # frees memory; a step is about to change the weights
                 memory.restore()
-        torch.get_device_module(self._device).synchronize()  # a release may overwrite the host copies after this
+        _synchronize(self._device)  # a release may overwrite the host copies after this
 
     @contextlib.contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
@@ -243,7 +243,7 @@ class Offload:
         """For the block of an optimizer step: states of Adam come and leave while it steps. All are on the device in
         the block if Adam has no moments yet, and with Muon."""
         memory = self._parts.get("optimizer")
-        if not memory or self._optimizer.has_muon or not self._has_own_states():
+        if not memory or not self._optimizer.may_step_in_pieces or not self._has_own_states():
             with self.resident("optimizer"):
                 yield
             return
@@ -342,6 +342,10 @@ def _allocated(num_bytes: int, device: torch.device) -> Tensor:
         torch.cuda.set_device(device)  # of this thread
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     return memory
+
+
+def _synchronize(device: torch.device) -> None:
+    torch.get_device_module(device).synchronize(device)
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -184,8 +184,9 @@ class Optimizer:
         clear_weight_caches()
 
     @property
-    def has_muon(self) -> bool:
-        return bool(self._muons)
+    def may_step_in_pieces(self) -> bool:
+        """Whether Adam alone reads its states during a step."""
+        return not self._muons
 
     @property
     def has_weights(self) -> bool:
