@@ -310,12 +310,14 @@ class Offload:
         return (part.optimizer for part in getattr(megatron, "chained_optimizers", [megatron]))
 
     def _has_own_states(self) -> bool:
-        """Whether every parameter of the optimizer has states, and shares no storage with another one."""
+        """Whether every parameter of the optimizer has states as Adam reads them, in storages that no other has."""
         storages: list[torch.UntypedStorage] = []
         for adam in self._adams():
             params = [parameter for group in adam.param_groups for parameter in group["params"]]
-            if not all(adam.state.get(parameter) for parameter in params):
-                return False
+            for parameter in params:
+                state = [x for x in adam.state.get(parameter, {}).values() if isinstance(x, Tensor)]
+                if not state or any(x.dtype != parameter.dtype for x in state):
+                    return False
             storages += _storages_of(adam, params)
         return len(storages) == len(set(storages))
 
