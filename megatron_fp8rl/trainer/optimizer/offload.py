@@ -101,6 +101,12 @@ class _Storages:
             self._fetch(storage)
         self._away = {}
 
+    def of(self, adam: torch.optim.Optimizer, params: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+        """What is away of ``params`` and their states, once for each tensor."""
+        tensors = (x for parameter in params for x in (parameter, *adam.state[parameter].values()))
+        storages = (x.untyped_storage() for x in tensors if isinstance(x, Tensor))
+        return [storage for storage in storages if storage in self._away]
+
     def step(self, adam: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
         """``step`` of ``adam``, whose states are away. Its parameters stay on the device until :meth:`drop`."""
         device, groups = torch.get_device_module(self._device), adam.param_groups
@@ -110,7 +116,7 @@ class _Storages:
             for group in groups
             for some in consecutive([parameter.numel() for parameter in group["params"]])
         ]
-        storages = [[x for x in _storages_of(adam, params) if x in self._away] for _, params in pieces]
+        storages = [self.of(adam, params) for _, params in pieces]
 
         def move(index: int, stream: Any, copy: Callable[[torch.UntypedStorage], None]) -> Any:
             stream.wait_stream(main)
@@ -243,7 +249,7 @@ class Offload:
         """For the block of an optimizer step: states of Adam come and leave while it steps. All are on the device in
         the block if Adam has no moments yet, and with Muon."""
         memory = self._parts.get("optimizer")
-        if not memory or not self._optimizer.may_step_in_pieces or not self._has_own_states():
+        if not memory or not self._optimizer.may_step_in_pieces or not self._has_own_states(memory):
             with self.resident("optimizer"):
                 yield
             return
@@ -309,8 +315,8 @@ class Offload:
         megatron = self._optimizer.megatron
         return (part.optimizer for part in getattr(megatron, "chained_optimizers", [megatron]))
 
-    def _has_own_states(self) -> bool:
-        """Whether every parameter of the optimizer has states as Adam reads them, in storages that no other has."""
+    def _has_own_states(self, memory: _Storages) -> bool:
+        """Whether every parameter of the optimizer has states as Adam reads them, and shares none of ``memory``."""
         storages: list[torch.UntypedStorage] = []
         for adam in self._adams():
             params = [parameter for group in adam.param_groups for parameter in group["params"]]
@@ -318,13 +324,8 @@ class Offload:
                 state = [x for x in adam.state.get(parameter, {}).values() if isinstance(x, Tensor)]
                 if not state or any(x.dtype != parameter.dtype for x in state):
                     return False
-            storages += _storages_of(adam, params)
+            storages += memory.of(adam, params)
         return len(storages) == len(set(storages))
-
-
-def _storages_of(adam: torch.optim.Optimizer, params: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    tensors = (x for parameter in params for x in (parameter, *adam.state[parameter].values()))
-    return [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
 
 
 def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
