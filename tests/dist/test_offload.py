@@ -13,7 +13,7 @@ from megatron_fp8rl.trainer.optimizer.offload import HostMemory
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
-from tests.helpers.training import DENSE, MOE, continue_training, run_config, weight_pieces
+from tests.helpers.training import DENSE, MOE, SMOOTH_ADAM, continue_training, run_config, weight_pieces
 
 PARTS = ("params", "gradients", "optimizer")
 CASES = {
@@ -21,6 +21,8 @@ CASES = {
     "moe_ep2": run_config(model=MOE, params="bf16", world_size=2, expert=2),
     "fp32_reference": run_config(model=DENSE, params="fp32", algo=AlgoConfig(kl_coef=0.1)),
 }
+
+FP8_STATES = run_config(model=DENSE, params="bf16", optim=replace(SMOOTH_ADAM, states="fp8"))
 
 
 def _build(cfg):
@@ -69,7 +71,7 @@ def _resume(cfg, folder):
     return continue_training(policy, 2)[0], weight_pieces(policy)
 
 
-@pytest.mark.parametrize("cfg", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("cfg", [*CASES.values(), FP8_STATES], ids=[*CASES, "fp8_states"])
 def test_offloading_changes_no_bit(cfg, tmp_path):
     world = cfg.parallel.world_size
     plain = run_ranks(world, _train, cfg, tmp_path / "plain", False)

@@ -247,7 +247,7 @@ class Offload:
     @contextlib.contextmanager
     def streamed(self) -> Iterator[None]:
         """For the block of an optimizer step: states of Adam come and leave while it steps. All are on the device in
-        the block if Adam has no moments yet, and with Muon."""
+        the block if Adam has no moments yet, or not Adam alone reads them."""
         memory = self._parts.get("optimizer")
         if not memory or not self._optimizer.may_step_in_pieces or not self._has_own_states(memory):
             with self.resident("optimizer"):
@@ -316,14 +316,12 @@ class Offload:
         return (part.optimizer for part in getattr(megatron, "chained_optimizers", [megatron]))
 
     def _has_own_states(self, memory: _Storages) -> bool:
-        """Whether every parameter of the optimizer has states as Adam reads them, and shares none of ``memory``."""
+        """Whether every parameter of the optimizer has states, and shares none of ``memory``."""
         storages: list[torch.UntypedStorage] = []
         for adam in self._adams():
             params = [parameter for group in adam.param_groups for parameter in group["params"]]
-            for parameter in params:
-                state = [x for x in adam.state.get(parameter, {}).values() if isinstance(x, Tensor)]
-                if not state or any(x.dtype != parameter.dtype for x in state):
-                    return False
+            if not all(adam.state.get(parameter) for parameter in params):
+                return False
             storages += memory.of(adam, params)
         return len(storages) == len(set(storages))
 

@@ -186,7 +186,7 @@ class Optimizer:
     @property
     def may_step_in_pieces(self) -> bool:
         """Whether Adam alone reads its states during a step."""
-        return not self._muons
+        return not self._muons and not self.states.converts
 
     @property
     def has_weights(self) -> bool:

@@ -36,6 +36,11 @@ class ReducedStates:
             for optimizer in optimizers:
                 without_fp32_copies(optimizer)
 
+    @property
+    def converts(self) -> bool:
+        """Whether :meth:`expanded` makes other tensors of the moments."""
+        return bool(self._optimizers) and (self._is_fp8 or self._in_step != torch.bfloat16)
+
     @contextlib.contextmanager
     def expanded(self) -> Iterator[None]:
         """In the block, moments have the type that the optimizer reads; Megatron-Core may save or load them."""
