@@ -17,8 +17,8 @@ SIZES = [100_000_000, 1000] + 40 * [3_145_728, 1_572_864, 2048]  # 3.5 GB with m
 
 def test_no_bit_changes():
     fused = pytest.importorskip("transformer_engine.pytorch.optimizers").FusedAdam
-    plain, _ = make_adam(fused, SIZES, "cuda")
-    moved, offload = make_adam(fused, SIZES, "cuda")
+    plain, _ = make_adam(fused, SIZES, "cuda:0")
+    moved, offload = make_adam(fused, SIZES, "cuda:0")
     plain.step()
     moved.step()
     num_bytes = sum(x.nbytes for x in states_of(moved))
