@@ -65,7 +65,8 @@ TESTED_LESS = {  # by range: patches with another range than their package; most
         "rollout/vllm_plugin/patches.py:expert_scale_descriptions",
         "rollout/vllm_plugin/patches.py:inspect_classes_in_forks",
         "rollout/vllm_plugin/patches.py:make_logprobs_order_independent",
-        "rollout/vllm_plugin/patches.py:make_residual_norms_batch_invariant",
+        "rollout/vllm_plugin/patches_fused.py:fuse_heads",
+        "rollout/vllm_plugin/patches_fused.py:fuse_norms",
         "rollout/vllm_plugin/patches.py:quantize_activations_as_the_trainer",
     ),
     ">=0.26,<0.27": (

@@ -19,7 +19,7 @@ from megatron_fp8rl.precision.hardware import Hardware, Package
 from megatron_fp8rl.precision.matmul_shapes import linears_of
 
 # Optional patches of upstream.py that a feature needs.
-INVARIANT_PATCHES = ("make_residual_norms_batch_invariant", "make_logprobs_order_independent")
+INVARIANT_PATCHES = ("fuse_norms", "make_logprobs_order_independent")
 LATENT_PATCHES = ("absorb_projections", "KeysOnlyAttention", "KeysOnlyBackend", "normalize_latents_as_published")
 FP8_CACHE_PATCHES = ("FP8CacheBackend", "FP8CacheAttention", "Metadata")
 

@@ -23,30 +23,32 @@ def _randn(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(60, 2048), (700, 4096), (4000, 128), (9, 1300)], ids=str)
-def test_the_norm_has_the_bits_of_a_batch_invariant_engine(shape):
-    from megatron_fp8rl.kernels.triton import batch_invariant
-    from megatron_fp8rl.rollout.vllm_plugin import vllm_imports
+def test_norms_have_the_bits_of_their_definition_in_every_kernel(shape):
+    """The definition in integers is that of the tests in the interpreter; no fusion and no batch changes a bit."""
+    from megatron_fp8rl.kernels.triton import norm
+    from tests.unit.kernels.test_norm_kernel import EPS, normed
 
-    x, weight = (3 * _randn(*shape, seed=0)).bfloat16(), (1 + _randn(shape[1], seed=1) / 4).bfloat16()
-    actual, _ = batch_invariant.rms_norm(x, weight, 1e-6)
-    assert torch.equal(actual, vllm_imports.batch_invariant().rms_norm_batch_invariant(x, weight, 1e-6))
-    assert torch.equal(actual[:5], batch_invariant.rms_norm(x[:5].contiguous(), weight, 1e-6)[0])
+    x, stream = (3 * _randn(*shape, seed=seed).bfloat16() for seed in (0, 1))
+    weight, total = (1 + _randn(shape[1], seed=2) / 4).bfloat16(), x + stream
+    actual, _ = norm.rms_norm(total, weight, EPS)
+    assert torch.equal(actual.cpu(), normed(total.cpu(), weight.cpu()))
+    assert torch.equal(actual[:5], norm.rms_norm(total[:5].contiguous(), weight, EPS)[0])
+    assert torch.equal(norm.add_and_norm(x, weight, EPS, stream), actual) and torch.equal(stream, total)
 
 
-def test_the_engines_norm_behind_a_residual_sum_does_not_depend_on_the_batch(monkeypatch):
-    from vllm.model_executor.layers import layernorm
+def test_heads_that_are_split_normed_and_rotated_at_once_have_the_same_bits():
+    from megatron_fp8rl.kernels.triton import norm, rotate
 
-    from megatron_fp8rl.kernels.triton import batch_invariant
-    from megatron_fp8rl.rollout.vllm_plugin import patches
-
-    monkeypatch.setattr(layernorm, "rms_norm_batch_invariant", layernorm.rms_norm_batch_invariant)
-    patches.make_residual_norms_batch_invariant()
-    x, stream = _randn(4000, 2048, seed=0).bfloat16(), (3 * _randn(4000, 2048, seed=1)).bfloat16()
-    weight = (1 + _randn(2048, seed=2) / 4).bfloat16()
-    few, many = (layernorm.rms_norm_batch_invariant(x[:n], weight, 1e-6, residual=stream[:n]) for n in (100, 4000))
-    assert torch.equal(few[0], many[0][:100]) and torch.equal(few[1], many[1][:100])
-    assert torch.equal(many[1], x + stream)
-    assert torch.equal(many[0], batch_invariant.rms_norm(x + stream, weight, 1e-6)[0])
+    tokens, groups, queries, width = 700, 4, 4, 128
+    mixed = _randn(tokens, groups * (queries + 2) * width, seed=0).bfloat16()
+    weights = tuple((1 + _randn(width, seed=seed) / 4).bfloat16() for seed in (1, 2))
+    angles = 9 * _randn(tokens, 1, width // 2, seed=3)
+    cos, sin = (table.bfloat16().float() for table in (angles.cos(), angles.sin()))
+    actual = rotate.split_heads(mixed, groups, weights, 1e-6, cos, sin)
+    heads = mixed.unflatten(1, (groups, -1, width)).split([queries, 1, 1], dim=2)
+    for part, head, weight in zip(actual, heads, weights):
+        rows = norm.rms_norm(head.reshape(tokens, -1, width), weight, 1e-6)[0]
+        assert torch.equal(part, rotate.rotate(rows, cos, sin, 0, False))
 
 
 def test_norms_on_transformer_engine_round_as_the_engines():

@@ -72,7 +72,7 @@ def test_exact_runs_and_invariant_engines_name_the_patches_that_they_need(leave)
     texts = "\n".join(map(str, refusals(EXACT, HOPPER)))
     assert "vllm_topk_softmax" in texts and "not tested with the installed versions" in texts
     texts = "\n".join(map(str, refusals(invariant, HOPPER)))
-    assert "engine.batch_invariant" in texts and "make_residual_norms_batch_invariant" in texts
+    assert "engine.batch_invariant" in texts and "fuse_norms" in texts
     assert compat.vllm_topk_softmax() is None
     assert not refusals(EXACT, CPU), "a CPU needs none of them"
 

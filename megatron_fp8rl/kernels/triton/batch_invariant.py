@@ -1,16 +1,14 @@
-"""Bit-exact counterparts of the engine's batch-invariant norm, router GEMM and expert sum.
+"""Bit-exact counterparts of the engine's batch-invariant router GEMM and expert sum.
 
-The bits are those of vLLM's Triton kernels; norm and GEMM are those of ``engine.batch_invariant``. They add the same
-terms in the same order regardless of the rest of the batch:
+The bits are those of vLLM's Triton kernels; the GEMM is that of ``engine.batch_invariant``. They add the same terms in
+the same order regardless of the rest of the batch:
 
-    norm       squares of a row in blocks of 1024 columns, each block summed by 128 threads, blocks added in sequence;
-               1 / sqrt(sum / columns + eps); x times that, times the weight, in float32, rounded once
     product    x W^T in tiles of 128 x 128, terms added in float32 in blocks of 64, rounded once to BF16
     experts    a token's outputs slot by slot: total = fma(output, weight, total) in float32, rounded once
 
 Thread layouts follow from block sizes, warps and dtypes. They equal the engine's and must not be tuned separately.
 
-Shapes: T = rows, H = columns of a norm; K = terms of a product or sum, N = outputs.
+Shapes: T = rows, H = columns; K = terms of a product or sum, N = outputs.
 """
 
 from __future__ import annotations
@@ -20,30 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_NORM_BLOCK, _NORM_WARPS = 1024, 4
 _TILE, _TERMS = 128, 64
 _PRODUCT_WARPS, _PRODUCT_STAGES = 8, 3
 _SUM_BLOCK, _SUM_WARPS = 1024, 2
-
-
-@triton.jit
-def _rms_norm(x, weight, out, scales, num_columns, eps, BLOCK: tl.constexpr):
-    """Program t computes row t and stores the factor of x in ``scales`` float32 [T]."""
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([1], dtype=tl.float32)
-    for first in range(0, num_columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < num_columns
-        value = tl.load(x + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
-        total += tl.sum(tl.where(inside, value * value, 0.0))
-    scale = 1.0 / tl.sqrt(total / num_columns + eps)
-    tl.store(scales + row + tl.arange(0, 1), scale)
-    for first in range(0, num_columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < num_columns
-        result = tl.load(x + row * num_columns + column, mask=inside, other=0.0).to(tl.float32) * scale
-        result = (result * tl.load(weight + column, mask=inside, other=1.0).to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(out + row * num_columns + column, result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -77,25 +54,6 @@ def _weighted_sum(outputs, rows, weights, out, num_columns, TERMS: tl.constexpr,
         value = tl.load(outputs + row * num_columns + column, mask=inside, other=0.0)
         total += value.to(tl.float32) * weight
     tl.store(out + token * num_columns + column, total.to(out.dtype.element_ty), mask=inside)
-
-
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """([T, H] in the dtype of x, float32 [T] reciprocal root mean squares); both contiguous. The engine's are BF16."""
-    num_rows, num_columns = x_TH.shape
-    out, scales_T = torch.empty_like(x_TH), torch.empty(num_rows, dtype=torch.float32, device=x_TH.device)
-    if num_rows:
-        with torch.cuda.device_of(x_TH):
-            _rms_norm[(num_rows,)](
-                x_TH,
-                weight_H,
-                out,
-                scales_T,
-                num_columns,
-                eps,
-                BLOCK=_NORM_BLOCK,
-                num_warps=_NORM_WARPS,
-            )
-    return out, scales_T
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:

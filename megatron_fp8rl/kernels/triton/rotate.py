@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp8rl.kernels.triton.bits import HARDWARE, rounded_to_bf16
+from megatron_fp8rl.kernels.triton.norm import inverse_rms, magnitude_bits, power_below, squares
 
 _HEADS = 16  # of a program that rotates, at most
 _TOKENS = 16  # of a program that splits
@@ -100,8 +101,11 @@ def _launch(
 
 @triton.jit
 def _inverse_rms(left, right, eps, HALF: tl.constexpr):
-    """float32 [tokens, 1]: one over the root mean square of each row of the two halves."""
-    return tl.rsqrt(tl.sum(left * left + right * right, axis=1) / (2 * HALF) + eps)[:, None]
+    """float32 [tokens, 1]: one over the root mean square of each row of the two halves, as in ``norm.py``."""
+    largest_bits = tl.max(tl.maximum(magnitude_bits(left), magnitude_bits(right)), axis=1)
+    power_bits = power_below(largest_bits)[:, None]
+    total = tl.sum(squares(left, power_bits) + squares(right, power_bits), axis=1)
+    return inverse_rms(total, largest_bits, 2 * HALF, eps)[:, None]
 
 
 @triton.jit
@@ -214,6 +218,43 @@ def _split_heads(
         _write_head(mixed + last - WIDTH, key + of_key, key_weight, c, s, inside, eps, HALF, NORM, HARDWARE)
         tl.store(value + of_key, tl.load(mixed + last, mask=inside), mask=inside)
         tl.store(value + of_key + HALF, tl.load(mixed + last + HALF, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _norm_and_rotate(
+    heads, query_weight, key_weight, positions, table, num_tokens, row_stride, eps, QUERIES: tl.constexpr,
+    HALF: tl.constexpr, TOKENS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Program (b, h) overwrites head h of some tokens."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    pair = tl.arange(0, HALF)[None, :]
+    inside = (token < num_tokens)[:, None] & (pair < HALF)
+    angle = tl.load(positions + token, mask=token < num_tokens, other=0)[:, None] * (2 * HALF) + pair
+    c = tl.load(table + angle, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(table + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+    place = heads + token[:, None] * row_stride + tl.program_id(1) * (2 * HALF) + pair
+    weight = query_weight if tl.program_id(1) < QUERIES else key_weight
+    _write_head(place, place, weight, c, s, inside, eps, HALF, True, HARDWARE)
+
+
+def norm_and_rotate_(
+    projection_TW: Tensor, num_queries: int, num_keys: int, norms: tuple[Tensor, Tensor], eps: float,
+    positions_T: Tensor, table_PD: Tensor,
+) -> None:  # fmt: skip
+    """Overwrite the query and key heads of an engine's projection with the bits that :func:`split_heads` computes.
+
+    BF16 [T, W] has all query heads, then all key heads, then values. ``norms``: BF16 weights [D]. ``table_PD`` has
+    cosines and sines [D / 2] of each position, BF16 or float32; ``positions_T`` are its rows, int64. D is a power of 2.
+    """
+    num_tokens, width = len(projection_TW), table_PD.shape[1]
+    if not num_tokens:
+        return
+    with torch.cuda.device_of(projection_TW):
+        _norm_and_rotate[(triton.cdiv(num_tokens, _TOKENS), num_queries + num_keys)](
+            projection_TW, *norms, positions_T, table_PD.contiguous(), num_tokens, projection_TW.stride(0), eps,
+            QUERIES=num_queries, HALF=width // 2, TOKENS=_TOKENS, HARDWARE=HARDWARE, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def split_heads(

@@ -25,32 +25,6 @@ from megatron_fp8rl.upstream import patches
 
 @patches(
     "vllm",
-    why="norms after a residual sum use a kernel with 1024 threads for fewer than 256 tokens and 256 for more "
-    "(fused_add_rms_norm in csrc/libtorch_stable/layernorm_kernels.cu), so the summation order of a row's squares "
-    "depends on the batch",
-    remove_when="the kernel's number of threads does not depend on the number of tokens",
-    optional=True,
-)
-def make_residual_norms_batch_invariant() -> None:
-    """Use vLLM's batch-invariant RMSNorm after residual sums too, as ``kernels/triton/batch_invariant.py`` in the
-    trainer; round the sum as vLLM's kernel does. Raises ImportError if this vLLM has no batch-invariant norm."""
-    from vllm.model_executor.layers import layernorm
-
-    plain = layernorm.rms_norm_batch_invariant
-
-    def rms_norm(
-        input: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        if residual is None:
-            return plain(input, weight, eps)
-        stream = input + residual
-        return plain(stream, weight, eps), stream
-
-    layernorm.rms_norm_batch_invariant = rms_norm
-
-
-@patches(
-    "vllm",
     why="log-softmax sums exponentials in another order than the trainer, so the last bit differs "
     "(compute_token_logprobs of the V2 runner, batch_invariant.log_softmax of the V1 runner); the V2 runner divides by "
     "a temperature approximately, and rounds the quotients to BF16 (apply_temperature)",
@@ -95,11 +69,12 @@ _libraries: list[torch.library.Library] = []  # kept, because garbage collection
     remove_when="the fused kernels use the requested scales, and round to BF16 before",
 )
 def quantize_activations_as_the_trainer(fmt: QuantFormat) -> None:
-    """Replace vLLM's two fused operators by ``kernels/triton/quantize_activations.py``, or raise AttributeError."""
+    """Replace vLLM's two fused operators by kernels of ``kernels/triton``, or raise AttributeError."""
     scales = block_scales(fmt)
     from vllm import _custom_ops as _operators  # noqa: F401  loads vLLM's kernels, which must not replace ours
 
-    from megatron_fp8rl.kernels.triton.quantize_activations import norm_quantize, swiglu_quantize
+    from megatron_fp8rl.kernels.triton.norm import norm_quantize
+    from megatron_fp8rl.kernels.triton.quantize_activations import swiglu_quantize
 
     def norm(
         result: Tensor,

@@ -43,7 +43,7 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.platforms import current_platform
 
-    from megatron_fp8rl.rollout.vllm_plugin import patches
+    from megatron_fp8rl.rollout.vllm_plugin import patches, patches_fused
 
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND, "megatron_fp8rl.rollout.vllm_plugin.receiver", "TransferEngine"
@@ -106,7 +106,9 @@ def register() -> None:
     else:
         patches.quantize_activations_as_the_trainer(fmt)
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
-        patches.make_residual_norms_batch_invariant()
+        patches_fused.fuse_norms(fmt)
+        if upstream.applies("fuse_heads"):
+            patches_fused.fuse_heads()
         patches.make_logprobs_order_independent()
         if os.environ.get("VLLM_MOE_USE_DEEP_GEMM") == "1":
             patches.accept_deep_gemm_experts()

@@ -229,7 +229,7 @@ class LayerFactory:
             return ModuleSpec(LatentAttention, params={"linear": linear, "norm": self.norm}, submodules=submodules)
         all_heads = registry.norms_all_heads(model)
         norm = self.norm if model.qk_norm and not all_heads else None
-        splits_heads = self._kernels.norms == "te" and self.norm is not ZeroCentredNorm
+        splits_heads = self._kernels.norms != "emulated" and self.norm is not ZeroCentredNorm
         options = {"splits_heads": splits_heads, "norms_all_heads": all_heads}
         return ModuleSpec(
             PackedSelfAttention,

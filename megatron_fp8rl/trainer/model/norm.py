@@ -1,8 +1,8 @@
 """RMSNorm on a GPU as in the engine: computed in FP32, rounded once after the weight.
 
-Forward is Transformer Engine's kernel, or one with a batch-invariant engine's summation order; backward always
-Transformer Engine's. A norm at the start of a layer's branch also returns its input, the residual stream. Backward then
-adds the stream's gradient in FP32, which saves one pass over memory.
+Forward is Transformer Engine's kernel, or that of a batch-invariant engine (``kernels/triton/norm.py``). Backward is
+always Transformer Engine's. A norm at the start of a layer's branch also returns its input, the residual stream.
+Backward then adds the stream's gradient in FP32, which saves one pass over memory.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class _RmsNorm(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         x_TH = x.reshape(-1, x.shape[-1]).contiguous()
         if match_engine:
-            from megatron_fp8rl.kernels.triton import batch_invariant
+            from megatron_fp8rl.kernels.triton import norm
 
-            y, rsigma_T = batch_invariant.rms_norm(x_TH, weight, eps)
+            y, rsigma_T = norm.rms_norm(x_TH, weight, eps)
         else:
             y, _, rsigma_T = tex.rmsnorm_fwd(x_TH, weight, eps, None, None, TE_DType[x.dtype], 0, False)
         ctx.save_for_backward(x_TH, weight, rsigma_T)

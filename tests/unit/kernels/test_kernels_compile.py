@@ -59,8 +59,8 @@ _POINTERS = {
     "*i32": "row_scales column_scales a_scales scales rows experts offsets positions padded_counts columns_data "
     "a_columns counts ends sources slots",
     "*i64": "tokens_per_expert",
-    "*fp32": "probs dprobs scores grad",
-    "i32": "num_rows num_columns width num_tokens row_stride scale_row scale_block",
+    "*fp32": "probs dprobs scores grad inverses",
+    "i32": "num_rows num_columns width num_tokens num_heads token_stride head_stride scale_row scale_block",
     "fp32": "eps",
 }
 TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
@@ -73,9 +73,18 @@ _DENSE = {"WEIGHTED": False, "COLUMNS": _IN_MATRIX, "A_COLUMNS": _IN_MATRIX}
 
 def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Counter[str], str]:
     """(how often each instruction stands in the PTX, what ptxas says about registers)."""
-    from megatron_fp8rl.kernels.triton import packed, permute, quantize, quantize_activations, route, slots, swiglu
+    from megatron_fp8rl.kernels.triton import (
+        norm,
+        packed,
+        permute,
+        quantize,
+        quantize_activations,
+        route,
+        slots,
+        swiglu,
+    )
 
-    modules = permute, swiglu, quantize, quantize_activations, slots, route, packed
+    modules = permute, swiglu, quantize, quantize_activations, norm, slots, route, packed
     kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
     constants = constants | {name: size for name, size in how.items() if name == "Q"}
     options = {name: size for name, size in how.items() if name != "Q" and size is not None}
@@ -139,16 +148,14 @@ def test_experts_on_the_linears_kernels_move_vectors(name, loads, stores, tmp_pa
 
 def test_engines_quantize_in_vectors(tmp_path):
     """Rows of 4,096 numbers, and tiles of 16 rows and 128 features: a thread has 16 of each tensor."""
-    constants = {"BLOCKS": 32, "ADDS": True, "POW2": True, "HARDWARE": True}
-    actual, output = compiled("_norm_quantize", constants, {"num_warps": 8}, tmp_path)
-    assert actual["ld.global.v4.b32"] == 6 and actual["st.global.v4.b32"] == 3 and " 0 bytes spill stores" in output, (
-        output
-    )
-    constants = {"ROWS": 16, "POW2": True, "HARDWARE": True}
-    actual, output = compiled("_swiglu_quantize_rows", constants, {"num_warps": 4}, tmp_path)
-    assert actual["ld.global.v4.b32"] == 4 and actual["st.global.v4.b32"] == 1 and " 0 bytes spill stores" in output, (
-        output
-    )
+    form = {"WRITES": True, "POW2": True, "HARDWARE": True}
+    constants = form | {"BLOCKS": 32, "ADDS": True, "KEEPS": False, "QUANTIZES": True}
+    actual, output = compiled("_norm", constants, {"num_warps": 8}, tmp_path)
+    assert actual["ld.global.v4.b32"] == 6 and actual["st.global.v4.b32"] == 5, actual
+    assert " 0 bytes spill stores" in output, output
+    actual, output = compiled("_swiglu_quantize_rows", form | {"ROWS": 16}, {"num_warps": 4}, tmp_path)
+    assert actual["ld.global.v4.b32"] == 4 and actual["st.global.v4.b32"] == 3, actual
+    assert " 0 bytes spill stores" in output, output
 
 
 def test_unpermuting_moves_vectors(tmp_path):

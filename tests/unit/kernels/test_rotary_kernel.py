@@ -160,6 +160,28 @@ def test_heads_and_gradients_are_those_of_torch(name, has_norms):
             assert_close(one, theirs, 0.05)
 
 
+@in_interpreter
+@pytest.mark.parametrize("name", HEADS)
+def test_every_kernel_gives_a_head_the_same_bits(name):
+    """Split heads, heads of an engine's projection, and a norm followed by a rotation."""
+    from megatron_fp8rl.kernels.triton import rotate
+    from megatron_fp8rl.kernels.triton.norm import rms_norm
+
+    mixed, groups, norms, cos, sin, _ = heads_case(name, True)
+    tokens, _, queries, width = HEADS[name]
+    mixed, norms = mixed.detach(), tuple(weight.detach() for weight in norms)
+    actual = rotate.split_heads(mixed, groups, norms, EPS, cos, sin)
+    heads = [part.flatten(1, 2) for part in mixed.unflatten(1, (groups, -1, width)).split([queries, 1, 1], dim=2)]
+    for part, head, weight in zip(actual, heads, norms):
+        assert torch.equal(part, rotate.rotate(rms_norm(head, weight, EPS)[0], cos, sin, 0, False))
+    projection = torch.cat([head.flatten(1) for head in heads], dim=1)
+    wide = torch.cat([projection, torch.zeros(tokens, 8).bfloat16()], dim=1)[:, : projection.shape[1]]
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(2))
+    table = torch.cat([cos[:, 0], sin[:, 0]], dim=1)[order].bfloat16()  # row i has the angles of token order[i]
+    rotate.norm_and_rotate_(wide, groups * queries, groups, norms, EPS, order.argsort(), table)
+    assert torch.equal(wide, torch.cat([part.flatten(1) for part in actual], dim=1))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels do not compile")
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("half", [32, 64, 128])
