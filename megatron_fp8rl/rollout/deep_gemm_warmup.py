@@ -55,7 +55,7 @@ Item = tuple[Literal["y", "dw"], int, int, int]  # product or weight gradient; N
 
 @dataclass(frozen=True)
 class Work:
-    """Kernels to compile: an engine's linears for all token counts, the trainer's linears for one count."""
+    """Kernels to compile: an engine's and the trainer's linears, for all token counts up to a largest one each."""
 
     sizes: tuple[Size, ...]
     max_tokens: int
@@ -65,13 +65,13 @@ class Work:
     def names(self) -> dict[str, Size]:
         """Return sizes by their names in the folder's marker."""
         sizes_by_name = {f"{n}x{k} to {self.max_tokens}": (n, k) for n, k in self.sizes}
-        return sizes_by_name | {f"{n}x{k} trained on {self.trained_tokens}": (n, k) for n, k in self.trained}
+        return sizes_by_name | {f"{n}x{k} trained to {self.trained_tokens}": (n, k) for n, k in self.trained}
 
     def without(self, done: Sequence[str]) -> Work:
         left = {name: size for name, size in self.names().items() if name not in done}
         return replace(
             self,
-            sizes=tuple(size for name, size in left.items() if " to " in name),
+            sizes=tuple(size for name, size in left.items() if " trained " not in name),
             trained=tuple(size for name, size in left.items() if " trained " in name),
         )
 
@@ -123,11 +123,13 @@ def token_counts(max_tokens: int, num_rows: int, num_processors: int) -> list[in
 
 
 def shares(work: Work, num_processors: int, num_shares: int) -> list[list[Item]]:
-    items: list[Item] = [
-        ("y", n, k, count) for n, k in work.sizes for count in token_counts(work.max_tokens, n, num_processors)
-    ]
-    for n, k in work.trained:
-        items += [(kind, *of, work.trained_tokens) for kind, of in (("dw", (n, k)), ("y", (k, n)), ("y", (n, k)))]
+    items: list[Item] = [("dw", n, k, work.trained_tokens) for n, k in work.trained]  # its tiles depend on N and K
+    most = dict.fromkeys(work.sizes, work.max_tokens)
+    for n, k in work.trained:  # the last microbatch of an update may have any number of tokens
+        for size in ((n, k), (k, n)):
+            most[size] = max(most.get(size, 0), work.trained_tokens)
+    for (n, k), tokens in most.items():
+        items += [("y", n, k, count) for count in token_counts(tokens, n, num_processors)]
     pieces = [items[first : first + _SHARE] for first in range(0, len(items), _SHARE)]
     return [[item for piece in pieces[i::num_shares] for item in piece] for i in range(num_shares)]
 
