@@ -22,6 +22,7 @@ from megatron_fp8rl import upstream
 from megatron_fp8rl.trainer.compat.megatron import without_fp32_copies
 
 BLOCK = 128
+_ROWS = 1 << 17  # blocks that are encoded at a time: temporaries of 32 MiB
 _MOMENTS, _SCALES = ("exp_avg", "exp_avg_sq"), "exp_avg_scales"
 
 
@@ -63,13 +64,19 @@ class ReducedStates:
 
 def encoded(values: Tensor) -> tuple[Tensor, Tensor]:
     """(E4M3 [blocks, 128], BF16 scales [blocks, 1]) of BF16 ``values``: the smallest powers of two that fit them."""
-    padded = F.pad(values.detach(), (0, -len(values) % BLOCK))
-    blocks = padded.view(len(padded) // BLOCK, BLOCK)
-    low, high = torch.aminmax(blocks, dim=1, keepdim=True)
-    fraction, exponent = torch.frexp(torch.maximum(-low, high).float())  # fraction in [0.5, 1)
-    exponent = (exponent - 9 + (fraction > 448 / 512)).clamp_(min=-126)
-    scales = torch.ldexp(torch.ones_like(fraction), exponent).bfloat16()
-    return (blocks / scales).to(torch.float8_e4m3fn), scales
+    codes = values.new_empty(-(-len(values) // BLOCK), BLOCK, dtype=torch.float8_e4m3fn)
+    scales = values.new_empty(len(codes), 1)
+    for part, of_codes, of_scales in zip(
+        values.split(_ROWS * BLOCK), codes.split(_ROWS), scales.split(_ROWS), strict=True
+    ):
+        missing = of_codes.numel() - len(part)
+        blocks = (F.pad(part, (0, missing)) if missing else part).view_as(of_codes)
+        low, high = torch.aminmax(blocks, dim=1, keepdim=True)
+        fraction, exponent = torch.frexp(torch.maximum(-low, high).float())  # fraction in [0.5, 1)
+        exponent = (exponent - 9 + (fraction > 448 / 512)).clamp_(min=-126)
+        of_scales.copy_(torch.ldexp(torch.ones_like(fraction), exponent))
+        of_codes.copy_(blocks / of_scales)
+    return codes, scales
 
 
 def decoded(codes: Tensor, scales: Tensor, size: int) -> Tensor:
