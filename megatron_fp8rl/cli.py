@@ -27,6 +27,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
@@ -215,7 +216,8 @@ def overriding(overrides: Sequence[str]) -> Callable[[RunConfig], RunConfig]:
 
 
 def load_config(target: str) -> RunConfig:
-    """Call the function named by ``module:function`` or by a bare function name in ``model_configs/``.
+    """Call the function named by ``module:function`` or by a bare function name in ``model_configs/``, or read the
+    configuration of a run's folder.
 
     Raises UsageError, with near matches, if there is no such function or it returns no RunConfig.
     """
@@ -234,12 +236,40 @@ def load_config(target: str) -> RunConfig:
     else:
         functions = config_functions()
         if target not in functions:
+            if Path(target).is_dir():
+                return _config_of_run(Path(target))
             raise UsageError(f"unknown configuration {target!r}{_near(target, functions)}. {_known_configs()}")
         function = functions[target]
     cfg = function()
     if not isinstance(cfg, RunConfig):
         raise UsageError(f"configuration {target!r} returned {type(cfg).__name__}; it must return a RunConfig")
     return cfg
+
+
+def _config_of_run(folder: Path) -> RunConfig:
+    from pydantic import TypeAdapter, ValidationError
+
+    file, remedy = folder / "config.json", "Name the folder of a run of this release"
+    try:
+        text = file.read_text(encoding="utf-8")
+        cfg = TypeAdapter(RunConfig).validate_json(text)
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}. {remedy}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}. {remedy}") from error
+    if unknown := next(_unknown(json.loads(text), dataclasses.asdict(cfg)), None):
+        raise UsageError(f"{file}: {unknown} is no field of a configuration. {remedy}")
+    return cfg
+
+
+def _unknown(read: Mapping[str, Any], known: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    """Dotted names that ``read`` has and ``known`` lacks."""
+    for name, value in read.items():
+        if name not in known:
+            yield f"{at}{name}"
+        elif isinstance(value, dict) and isinstance(known[name], dict):
+            yield from _unknown(value, known[name], f"{at}{name}.")
 
 
 def config_functions() -> dict[str, Callable[[], RunConfig]]:

@@ -389,3 +389,26 @@ def test_a_dry_run_for_gpus_does_not_warn_that_this_machine_has_none(capsys, mon
         assert cli.main(program.COMMANDS, [*args, *gpus, "--dry-run"]) == 0
         printed = capsys.readouterr()
         assert ("has no effect without a GPU" in printed.err) == is_warned and "sleep_level=2" in printed.out
+
+
+@pytest.mark.parametrize("name", list(cli.config_functions()))
+def test_a_runs_folder_is_a_configuration(name, tmp_path):
+    cfg = cli.load_config(name)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    assert cli.load_config(str(tmp_path)) == cfg
+
+
+def test_other_folders_are_refused_by_what_is_wrong(tmp_path):
+    with pytest.raises(cli.UsageError, match="config.json: No such file or directory. Name the folder of a run"):
+        cli.load_config(str(tmp_path))
+    read = dataclasses.asdict(cli.load_config("tiny_qwen3"))
+    wrong = {
+        "name: Field required": {"architectures": ["LlamaForCausalLM"], "hidden_size": 64},  # of a model
+        "kind is no field": read | {"kind": 1},
+        "engine.color is no field": read | {"engine": read["engine"] | {"color": "red"}},
+        "optim.lr: Input should be a valid number": read | {"optim": read["optim"] | {"lr": "fast"}},
+    }
+    for message, content in wrong.items():
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        with pytest.raises(cli.UsageError, match=message):
+            cli.load_config(str(tmp_path))
