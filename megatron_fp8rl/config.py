@@ -213,7 +213,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "linears": ("auto", "te", "deep_gemm"),  # the trainer's FP8 linears except experts; te follows ``trainer``
     "experts": ("auto", "te", "deep_gemm"),  # the trainer's experts
     "attention": ("auto", "engine"),  # engine: the trainer's forward pass runs the engine's attention kernel
-    "engine_linears": ("auto", "deep_gemm", "cutlass", "triton"),  # engines use these kernels on a GPU only
+    # Engines use these kernels on a GPU only; emulated: MXFP8 without Blackwell.
+    "engine_linears": ("auto", "deep_gemm", "cutlass", "triton", "emulated"),
     "engine_experts": ("auto", "deep_gemm", "triton"),
     "engine_attention": ("auto", "FP8_CACHE", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"),
 }

@@ -265,7 +265,7 @@ TABLE: dict[str, Role] = {
             "flashinfer_cutlass": Kernel("FlashInfer CUTLASS", marks=("flashinfercutlass",)),
             "cutlass": Kernel("CUTLASS", support.engine_fp32_scales, marks=("cutlass",)),
             "triton": Kernel("Triton", support.engine_fp32_scales, marks=("triton",)),
-            "emulated": Kernel("PyTorch (emulated)", marks=("emulated",)),
+            "emulated": Kernel("PyTorch (emulated)", support.engine_emulation, marks=("emulat",)),
         },
         _engine_linears,
         "precision.kernels.engine_linears",

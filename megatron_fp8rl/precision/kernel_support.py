@@ -56,14 +56,15 @@ def formats(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         path = "precision.trainer" if precision.trainer != "bf16" else "precision.rollout"
         remedy = "Choose bf16 at both ends, or Hopper or newer"
         return _wrong(cfg, path, "this GPU has no FP8 tensor cores", remedy)
-    if precision.rollout == "mxfp8" and hardware.is_gpu and "flashinfer" not in hardware.packages:
+    needs_flashinfer = precision.rollout == "mxfp8" and precision.kernel("engine_linears") != "emulated"
+    if needs_flashinfer and hardware.is_gpu and "flashinfer" not in hardware.packages:
         problem = "the engine multiplies MXFP8 with the package flashinfer, which is not installed"
         return _wrong(cfg, "precision.rollout", problem, "Install flashinfer-python, or choose blockwise")
     return None
 
 
 def _mxfp8(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """MXFP8 on GPUs: the trainer on Blackwell or emulated, engines on Blackwell with FlashInfer."""
+    """MXFP8 on GPUs: each end on Blackwell, engines with FlashInfer, or emulated."""
     precision, on_blackwell = cfg.precision, hardware.generation == "blackwell"
     if not hardware.is_gpu:
         if precision.rollout != "mxfp8":
@@ -73,10 +74,11 @@ def _mxfp8(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if precision.trainer == "mxfp8" and not on_blackwell and precision.kernel("trainer") != "emulated":
         remedy = "Choose blockwise, or --precision.kernels.trainer emulated, which is slow"
         return _wrong(cfg, "precision.trainer", problem, remedy, ("blockwise",))
-    if precision.rollout != "mxfp8":
-        return None
+    if precision.rollout != "mxfp8" or precision.kernel("engine_linears") == "emulated":
+        return None  # engine_emulation checks the latter
     if not on_blackwell:
-        return _wrong(cfg, "precision.rollout", problem, "Choose blockwise or bf16", ("blockwise", "bf16"))
+        remedy = "Choose blockwise or bf16, or to study a dense model --precision.kernels.engine_linears emulated"
+        return _wrong(cfg, "precision.rollout", problem, remedy, ("blockwise", "bf16"))
     for path in ("precision.bf16_first_layers", "precision.bf16_last_layers"):
         if cfg.model.is_moe and cfg.value(path):
             problem = "one engine backend computes all experts, and its MXFP8 backend has no BF16 experts"
@@ -483,6 +485,20 @@ def engine_blocks(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if cfg.precision.rollout == "mxfp8":
         return _wrong(cfg, "precision.kernels.engine_linears", "does not read MXFP8 scales", "Set auto", ("auto",))
     return None
+
+
+def engine_emulation(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """The linears of ``emulate_linears`` in rollout/vllm_plugin/patches_mxfp8.py."""
+    path = "precision.kernels.engine_linears"
+    if cfg.precision.rollout != "mxfp8":
+        return _wrong(cfg, path, "emulates only MXFP8", "Set auto, or --precision.rollout mxfp8", ("auto",))
+    if cfg.model.is_moe:
+        problem = "emulates linears but no experts, and vLLM's MXFP8 experts need Blackwell"
+        return _wrong(cfg, path, problem, "Choose a dense model, or auto and --precision.rollout blockwise")
+    if cfg.engine.batch_invariant:
+        problem = "norms of batch-invariant engines quantize their outputs in blocks of 128"
+        return _wrong(cfg, "engine.batch_invariant", problem, "Set False", (False,))
+    return _untested(cfg, path, ["emulate_linears"], "Choose --precision.rollout blockwise and auto")
 
 
 def engine_fp32_scales(cfg: RunConfig, hardware: Hardware) -> Violation | None:

@@ -57,7 +57,9 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
     activations = _activation_bytes(cfg)
     graphs = 0 if engine.graphs == "none" else _GRAPH_BYTES
     per_token = kv_token_bytes(cfg.model, cfg.engine, expanded=False)
-    left = int(engine.gpu_memory_utilization * capacity_bytes) - (weights.total + activations + graphs + context)
+    copies = 2 * weights.fp8 if cfg.precision.kernel("engine_linears") == "emulated" else 0
+    used = weights.total + copies + activations + graphs + context
+    left = int(engine.gpu_memory_utilization * capacity_bytes) - used
     kv_bytes, source = left, f"what is left of {engine.gpu_memory_utilization:.0%} of the GPU"
     if engine.kv_cache_bytes is not None:
         kv_bytes, source = engine.kv_cache_bytes, "engine.kv_cache_bytes"
@@ -66,6 +68,7 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
         Part("weights, scales", weights.scales, "FP32, one per 128x128 block"),
         Part("weights, BF16", weights.bf16, f"{weights.bf16 / 2e9:.2f} G x 2 B"),
         *([Part("latent projections", weights.absorbed, "BF16 copies of kv_b_proj")] if weights.absorbed else []),
+        *([Part("emulated linears", copies, "BF16 copies of FP8 weights")] if copies else []),
         Part("activations", activations, f"{max_batched_tokens(cfg)} tokens at a time, and the sampler"),
         Part("CUDA graphs", graphs, "allowance" if graphs else "engine.graphs is none"),
         Part("communication, CUDA", context, "allowance"),

@@ -208,7 +208,7 @@ def kernel_backends(model: ModelConfig, precision: PrecisionConfig, kernels: Eng
     """Name vLLM's kernels on a GPU explicitly, because vLLM's "auto" depends on installed packages."""
     backends: dict[str, str] = {}
     if precision.rollout != "bf16":
-        backends["linear-backend"] = kernels.linears
+        backends["linear-backend"] = "emulation" if kernels.linears == "emulated" else kernels.linears
     if model.is_moe:
         backends["moe-backend"] = kernels.experts
     if kernels.attention != "vllm":

@@ -1,16 +1,20 @@
-"""MXFP8 on Blackwell: vLLM's kernels with weights and scales in the wire format. Never run on hardware.
+"""MXFP8 on GPUs: vLLM's kernels of Blackwell, and an emulation of linears for others. Never run on hardware.
 
 vLLM rearranges E8M0 scales for its GEMMs and drops those that were loaded, so that they could be neither verified nor
 written directly. Here the parameters stay as sent. The rearranged scales are ``kernel_scales``, an attribute of the
-layer. Updates change them in place, because CUDA graphs read them. Checked against the source of vLLM 0.26.
+layer. Emulated linears have ``dequantized_weight`` instead. Updates change both in place, because CUDA graphs read
+them. Checked against the source of vLLM 0.26.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from megatron_fp8rl.precision.formats import MXFP8
+from megatron_fp8rl.precision.quantizers import dequantize, round_activation
 from megatron_fp8rl.upstream import patches
 
 
@@ -66,6 +70,48 @@ def keep_scales_readable() -> None:
 
     linear.process_weights_after_loading, linear.apply_weights = convert_linear, apply_weights
     experts.process_weights_after_loading = convert_experts
+
+
+# An opaque operator, so that no compiler changes its bit patterns. Every engine.graphs can use it; plain is the safest.
+@torch.library.custom_op("megatron_fp8rl::round_mxfp8", mutates_args=())
+def round_mxfp8(x: Tensor) -> Tensor:
+    """Quantize the last axis to MXFP8 and dequantize it, as the trainer's emulation does."""
+    return round_activation(x, MXFP8, x.dtype).contiguous()
+
+
+round_mxfp8.register_fake(torch.empty_like)
+
+
+@patches(
+    "vllm",
+    why="vLLM's emulation rounds no activations, replaces bytes by BF16, and starts with uninitialized scales",
+    remove_when="vLLM's emulation quantizes activations and keeps the loaded weight",
+    optional=True,
+)
+def emulate_linears() -> None:
+    """Multiply rounded rows by dequantized weights in vLLM's emulated linears, in BF16. Not measured on GPUs yet."""
+    from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel as kernel
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Mxfp8 as scheme
+
+    create = scheme.create_weights
+
+    def create_weights(self: Any, layer: nn.Module, *args: Any, **options: Any) -> None:
+        create(self, layer, *args, **options)
+        if isinstance(self.kernel, kernel):
+            layer.weight_scale.data.fill_(127)  # 1; 255 is NaN
+
+    def convert(self: Any, layer: nn.Module) -> None:
+        weight = dequantize(layer.weight.data, layer.weight_scale.data, MXFP8).bfloat16()
+        if not hasattr(layer, "dequantized_weight"):
+            layer.dequantized_weight = weight  # no parameter or buffer, which vLLM would reload
+        layer.dequantized_weight.copy_(weight)
+
+    def apply_weights(self: Any, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = nn.functional.linear(round_mxfp8(x), layer.dequantized_weight)
+        return y if bias is None else y + bias
+
+    scheme.create_weights, kernel.apply_weights = create_weights, apply_weights
+    kernel.process_weights_after_loading = convert
 
 
 def _keep(layer: nn.Module, *scales: Tensor) -> None:

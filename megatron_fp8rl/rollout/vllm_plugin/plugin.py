@@ -103,6 +103,7 @@ def register() -> None:
         from megatron_fp8rl.rollout.vllm_plugin import patches_mxfp8
 
         patches_mxfp8.keep_scales_readable()
+        patches_mxfp8.emulate_linears()
     else:
         patches.quantize_activations_as_the_trainer(fmt)
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":

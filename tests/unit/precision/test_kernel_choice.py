@@ -182,6 +182,26 @@ def test_what_is_not_installed_is_named_with_the_remedy():
     assert not refusals(flashinfer, without["flashinfer"], "trainer")  # where engines live elsewhere
 
 
+def test_engines_emulate_mxfp8_only_if_told_to():
+    """The refusal of ``auto`` names the emulation, and the emulation needs no other package."""
+    dense, mixture = (
+        replace(cfg, precision=PrecisionConfig(trainer="bf16", rollout="mxfp8", exact=False))
+        for cfg in (grpo_qwen3_8b(), grpo_qwen3_30b_a3b())
+    )
+    remedy, hardware = "--precision.kernels.engine_linears emulated", Hardware("hopper", frozenset())
+    (text,) = said(dense, HOPPER)
+    assert text.startswith("--precision.rollout = 'mxfp8': only Blackwell's tensor cores") and remedy in text
+    kernels = {"engine_linears": "emulated", "trainer": "emulated"}
+    emulated = replace(dense, precision=replace(dense.precision, kernels=kernels))
+    assert not refusals(emulated, hardware)
+    choice = choose(emulated, hardware)
+    assert choice.engine.linears == "emulated" and choice.exact == "off"
+    assert not choice.disagreements({"linears": ["EmulationMxfp8LinearKernel"]})
+    assert choice.disagreements({"linears": ["MarlinMxfp8LinearKernel"]})
+    (text,) = said(replace(mixture, precision=emulated.precision), HOPPER)
+    assert text.startswith("--precision.kernels.engine_linears = 'emulated': emulates linears but no experts")
+
+
 @pytest.mark.parametrize(("dispatch", "package"), [("deepep", "deep_ep"), ("hybridep", "hybrid_ep")])
 def test_what_carries_tokens_is_refused_where_it_cannot(dispatch, package):
     wide = make(grpo_qwen3_30b_a3b(), world_size=8, expert=8, dispatch=dispatch)

@@ -284,6 +284,13 @@ def test_kv_cache_takes_what_is_left():
     engine = engine_memory.worker(cfg, H200.memory_bytes)
     inside = engine.estimate.total_bytes - engine.estimate.part("weight update").num_bytes
     assert inside == pytest.approx(0.85 * H200.memory_bytes, abs=2)
+    kernels = {f"precision__{name}": "mxfp8" for name in ("trainer", "rollout")}
+    plain, emulated = (
+        engine_memory.worker(run(qwen3_8b(), **kernels, **more), H200.memory_bytes)
+        for more in ({}, {"precision__kernels": {"engine_linears": "emulated"}})
+    )
+    copies = 2 * on_engine_worker(run(qwen3_8b(), **kernels)).fp8
+    assert plain.kv_bytes - emulated.kv_bytes == copies > 10 * GIB, "BF16 copies of FP8 weights"
     fixed = engine_memory.worker(run(qwen3_8b(), engine__kv_cache_bytes=10 * GIB), H200.memory_bytes)
     assert fixed.kv_tokens == 10 * GIB // 147_456
     assert fixed.full_sequences == fixed.kv_tokens / 512

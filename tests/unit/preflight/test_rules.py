@@ -561,6 +561,18 @@ CHOICES = """
     hopper dense precision.trainer=mxfp8 precision.rollout=mxfp8 -> precision.trainer
     hopper dense precision.trainer=mxfp8 precision.rollout=bf16 precision.kernels.trainer=emulated
     hopper dense precision.trainer=bf16 precision.rollout=mxfp8 -> precision.rollout
+    hopper dense precision.trainer=bf16 precision.rollout=mxfp8 precision.kernels.engine_linears=emulated
+    hopper dense precision.trainer=mxfp8 precision.rollout=mxfp8 precision.kernels.trainer=emulated \
+        precision.kernels.engine_linears=emulated precision.bf16_first_layers=1 precision.bf16_last_layers=1
+    hopper dense precision.trainer=mxfp8 precision.rollout=mxfp8 precision.kernels.engine_linears=emulated \
+        -> precision.trainer
+    hopper dense precision.trainer=bf16 precision.rollout=mxfp8 precision.kernels.engine_linears=emulated \
+        engine.batch_invariant=True -> engine.batch_invariant
+    hopper moe precision.trainer=bf16 precision.rollout=mxfp8 precision.kernels.engine_linears=emulated \
+        -> precision.kernels.engine_linears
+    hopper dense precision.kernels.engine_linears=emulated -> precision.kernels.engine_linears
+    ampere dense precision.trainer=bf16 precision.rollout=mxfp8 precision.kernels.engine_linears=emulated \
+        -> precision.rollout
     blackwell dense precision.trainer=mxfp8 precision.rollout=mxfp8
     blackwell moe precision.trainer=mxfp8 precision.rollout=mxfp8
     blackwell dense precision.trainer=mxfp8 precision.rollout=mxfp8 precision.kernels.engine_linears=deep_gemm \

@@ -117,6 +117,8 @@ def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
     names = [named[key] for key in ("linear-backend", "moe-backend", "attention-backend")]
     assert names == ["cutlass", "deep_gemm", "TRITON_ATTN"]
     assert "linear-backend" not in gpu_arguments(replace(moe, precision=PRECISIONS["bf16"]))
+    mxfp8 = replace(dense, precision=PrecisionConfig(trainer="bf16", rollout="mxfp8"))
+    assert gpu_arguments(mxfp8, {"engine_linears": "emulated"})["linear-backend"] == "emulation"
     on_cpu = arguments_on(CPU, moe)
     assert not {"linear-backend", "moe-backend", "attention-backend", "enable-sleep-mode"} & on_cpu.keys()
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.precision.formats import MXFP8
 from megatron_fp8rl.precision.quantizers import dequantize, quantize, round_activation
+from megatron_fp8rl.precision.recipes import make_recipe, quantized_linear
 from megatron_fp8rl.rollout.vllm_plugin import patches_mxfp8
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import DerivedTensors, kernel_weights
 from megatron_fp8rl.rollout.vllm_plugin.kernels_in_use import kernels_in_use
@@ -123,3 +125,76 @@ def test_experts_rearrange_scales_in_place_and_build_their_kernel_once(patched, 
     method.process_weights_after_loading(layer)
     assert len(built) == 1
     assert read[0].view(torch.uint8).eq(120).all() and read[1].view(torch.uint8).eq(121).all()
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """A linear of vLLM's, as ``--linear-backend emulation`` builds it: (its model, the linear)."""
+    from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
+    from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearLayerConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Mxfp8
+
+    for name in ("process_weights_after_loading", "apply_weights"):  # restored after the test
+        monkeypatch.setattr(EmulationMxfp8LinearKernel, name, getattr(EmulationMxfp8LinearKernel, name))
+    monkeypatch.setattr(CompressedTensorsW8A8Mxfp8, "create_weights", CompressedTensorsW8A8Mxfp8.create_weights)
+    patches_mxfp8.emulate_linears()
+    scheme = object.__new__(CompressedTensorsW8A8Mxfp8)
+    scheme.kernel = EmulationMxfp8LinearKernel(Mxfp8LinearLayerConfig())
+    model = nn.Module()
+    model.o_proj = layer = nn.Module()
+    layer.scheme, layer.quant_method = scheme, Method()
+    monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_world_size", lambda: 1)
+    scheme.create_weights(layer, [128, 64], 160, torch.bfloat16, lambda *_: None)
+    assert layer.weight_scale.eq(127).all(), "vLLM's dummy weights leave them as they are"
+    return model, layer
+
+
+def test_an_emulated_linear_multiplies_as_the_trainer_and_keeps_what_was_sent(emulated):
+    model, layer = emulated
+    recipe = make_recipe(PrecisionConfig(trainer="mxfp8"))
+    x, bias = torch.randn(40, 160).bfloat16(), torch.randn(192).bfloat16()
+    derived, address = None, None
+    for spread in (1, 8):
+        matrix = torch.randn(192, 160).bfloat16() * spread
+        sent = dict(zip(("o_proj.weight", "o_proj.weight_scale"), quantize(matrix, MXFP8), strict=True))
+        views = dict(kernel_weights(model))
+        assert views.keys() == sent.keys()
+        for name, view in views.items():  # as a publication writes it
+            view.copy_(sent[name])
+        if derived is None:
+            layer.quant_method.process_weights_after_loading(layer)
+            derived, address = DerivedTensors(model, torch.bfloat16), layer.dequantized_weight.data_ptr()
+        else:
+            derived.refresh()
+        expected = quantized_linear(x, [matrix], recipe)
+        actual = layer.scheme.apply_weights(layer, x)
+        # The sums of products have another order than the trainer's float64.
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-2 * spread)
+        assert (actual != nn.functional.linear(x, layer.dequantized_weight)).float().mean() > 0.5, "x was not rounded"
+        assert torch.equal(layer.scheme.apply_weights(layer, x, bias), actual + bias)
+        for name, view in kernel_weights(model):
+            assert torch.equal(view.view(torch.uint8), sent[name].view(torch.uint8))
+    assert layer.dequantized_weight.data_ptr() == address, "CUDA graphs read the old one"
+    assert kernels_in_use(model) == {"linears": ["EmulationMxfp8LinearKernel"]}
+
+
+def test_torch_compile_sees_the_rounding_of_an_emulated_linear_as_one_operator(emulated, monkeypatch):
+    _, layer = emulated
+    for tensor, value in zip((layer.weight, layer.weight_scale), quantize(torch.randn(192, 160), MXFP8), strict=True):
+        tensor.data.copy_(value)
+    layer.quant_method.process_weights_after_loading(layer)
+    graphs = []
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr("torch._dynamo.config.disable", False)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: layer.scheme.apply_weights(layer, x), backend=backend, fullgraph=True)
+    for rows in (3, 40):
+        x = torch.randn(rows, 160).bfloat16()
+        assert torch.equal(compiled(x), layer.scheme.apply_weights(layer, x))
+    called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert [str(target) for target in called[:1]] == ["megatron_fp8rl.round_mxfp8.default"] and len(called) == 2
