@@ -4,9 +4,9 @@
     fp8     the first moment in E4M3, with a power-of-two scale for each block of 128 elements of this rank's shard;
             BF16 during a step. The second moment in BF16, because E4M3 has too small a range
 
-FusedAdam's own FP8 moments are not used. Its scale of a moment of zeros is infinite, so the moment becomes NaN; and
-Megatron-Core 0.19.2 restores them with another scale. Checkpoints contain FP32 moments, whatever the states. Rounded
-values are restored to the same bits: a block may get a smaller scale, at which all its values are representable.
+By its source, FusedAdam 2.16.1 makes NaN of FP8 moments of zeros, whose scale is infinite, and Megatron-Core 0.19.2
+restores FP8 moments with another scale. Checkpoints here contain FP32 moments, whatever the states. Rounded values are
+restored to the same bits: a block may get a smaller scale, at which all its values are representable.
 """
 
 from __future__ import annotations
