@@ -198,3 +198,12 @@ def test_torch_compile_sees_the_rounding_of_an_emulated_linear_as_one_operator(e
         assert torch.equal(compiled(x), layer.scheme.apply_weights(layer, x))
     called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert [str(target) for target in called[:1]] == ["megatron_fp8rl.round_mxfp8.default"] and len(called) == 2
+
+
+def test_vllm_has_one_emulation_on_cuda_which_every_gpu_supports():
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    kernels = linear._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CUDA]
+    (kernel,) = linear._filter_kernels_by_backend("emulation", kernels)
+    assert kernel is linear.EmulationMxfp8LinearKernel and kernel.is_supported(90)[0]
