@@ -63,9 +63,10 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
     kv_bytes, source = left, f"what is left of {engine.gpu_memory_utilization:.0%} of the GPU"
     if engine.kv_cache_bytes is not None:
         kv_bytes, source = engine.kv_cache_bytes, "engine.kv_cache_bytes"
+    scales = "E8M0, one per 32 values" if cfg.precision.rollout == "mxfp8" else "FP32, one per 128x128 block"
     parts = [
         Part("weights, FP8", weights.fp8, f"{weights.fp8 / 1e9:.2f} G x 1 B"),
-        Part("weights, scales", weights.scales, "FP32, one per 128x128 block"),
+        Part("weights, scales", weights.scales, scales),
         Part("weights, BF16", weights.bf16, f"{weights.bf16 / 2e9:.2f} G x 2 B"),
         *([Part("latent projections", weights.absorbed, "BF16 copies of kv_b_proj")] if weights.absorbed else []),
         *([Part("emulated linears", copies, "BF16 copies of FP8 weights")] if copies else []),
