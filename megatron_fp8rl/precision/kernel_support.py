@@ -291,6 +291,9 @@ def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not hardware.is_gpu:
         problem = "needs a GPU, and this machine has none"
         return _wrong(cfg, "engine.batch_invariant", problem, "Set False")
+    if cfg.engine.batch_invariant and cfg.precision.rollout == "mxfp8":
+        problem = "norms of batch-invariant engines quantize their outputs in blocks of 128"
+        return _wrong(cfg, "engine.batch_invariant", problem, "Set False", (False,))
     path = "precision.exact" if cfg.precision.exact else "engine.batch_invariant"
     return _untested(cfg, path, INVARIANT_PATCHES, "Set False")
 
@@ -495,9 +498,6 @@ def engine_emulation(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if cfg.model.is_moe:
         problem = "emulates linears but no experts, and vLLM's MXFP8 experts need Blackwell"
         return _wrong(cfg, path, problem, "Choose a dense model, or auto and --precision.rollout blockwise")
-    if cfg.engine.batch_invariant:
-        problem = "norms of batch-invariant engines quantize their outputs in blocks of 128"
-        return _wrong(cfg, "engine.batch_invariant", problem, "Set False", (False,))
     return _untested(cfg, path, ["emulate_linears"], "Choose --precision.rollout blockwise and auto")
 
 
