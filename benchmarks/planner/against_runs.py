@@ -59,7 +59,7 @@ def rows(name: str) -> list[Row]:
 def ledger_config(row: Row, models: dict[tuple[str, int], ModelConfig]) -> tuple[RunConfig, Lengths] | None:
     """The configuration of a ledger row with engines of one GPU; None for an unknown model or an exact run."""
     model = models.get((row["model"]["family"], row["model"]["hidden_size"]))
-    if model is None or row["arm"] == "exact":
+    if model is None or row["arm"].startswith("exact"):
         return None
     parallel, placement = ParallelConfig(**row["layout"]["trainer"]), row["layout"]["placement"]
     model = replace(model, num_layers=row["layers"])
