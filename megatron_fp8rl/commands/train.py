@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import shutil
 import sys
 import threading
 from dataclasses import replace
@@ -145,36 +144,26 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool, job: str) -> None:
 
 
 def _prepare(cfg: RunConfig, stack: contextlib.ExitStack, wants_engines: bool) -> Fleet | None:
-    """Rank 0: lock the run's folder, start the engines without waiting for them, and check the data meanwhile."""
+    """Rank 0: lock the run's folder, check the data, and start the engines without waiting for them. Raises ConfigError
+    before any engine starts."""
     from megatron_fp8rl.data import run_folder
-    from megatron_fp8rl.data.model_dir import model_dir
+    from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
 
     stack.enter_context(run_folder.locked(cfg))
-    reports = stack.enter_context(contextlib.ExitStack())  # written after the end of the engines
-    check = partial(_check_data_and_write, cfg, reports)
+    if _DATA_CHECKED not in os.environ:
+        with span("start_data"):
+            check_data(cfg)
+    stack.callback(write_reports, cfg)  # also after an error
+    write_model_dir(cfg)
     if not wants_engines or cfg.sampling.replay is not None:
-        return check()
+        return None
     with span("start_imports"):
         from megatron_fp8rl.rollout import reward_server
         from megatron_fp8rl.rollout.fleet import Fleet
 
-        if cfg.model.hf_path is None:
-            shutil.rmtree(model_dir(cfg), ignore_errors=True)  # of an earlier start
-        fleet = Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False, meanwhile=check)
-        stack.enter_context(fleet)
+        fleet = stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
     stack.enter_context(reward_server.serving(cfg))
     return fleet
-
-
-def _check_data_and_write(cfg: RunConfig, reports: contextlib.ExitStack) -> None:
-    """Check the data, and write the model's folder. Raises ConfigError."""
-    from megatron_fp8rl.data.model_dir import write_model_dir
-
-    if _DATA_CHECKED not in os.environ:
-        with span("start_data", apart=True):
-            check_data(cfg)
-    reports.callback(write_reports, cfg)  # also after an error
-    write_model_dir(cfg)
 
 
 TRAIN = cli.Command(

@@ -70,20 +70,11 @@ class Fleet:
         self._thread.start()
 
     @classmethod
-    def start(
-        cls,
-        cfg: RunConfig,
-        hf_dir: Path | str,
-        run_dir: Path | str,
-        *,
-        wait: bool = True,
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> Fleet:
+    def start(cls, cfg: RunConfig, hf_dir: Path | str, run_dir: Path | str, *, wait: bool = True) -> Fleet:
         """Start ``cfg.engine.num_replicas`` engines on the model in ``hf_dir`` (config.json and tokenizer).
 
         With ``engine.placement`` remote, finds replicas through the files in ``<run_dir>/replicas`` instead. Without
-        ``wait``, returns soon; call :meth:`wait_until_ready` before the first use. ``meanwhile`` is called while the
-        engines import, and may write ``hf_dir``, for which they wait. Raises EngineDeadError or
+        ``wait``, returns at once; call :meth:`wait_until_ready` before the first use. Raises EngineDeadError or
         EngineDeadlineError, with the end of the log, if a replica fails; all stop. Raises ConfigError before any start
         if this host has too few GPUs or lacks a configured kernel.
         """
@@ -104,7 +95,7 @@ class Fleet:
             fleet = cls(cfg, hf_dir, replicas)
         atexit.register(fleet.shutdown)
         try:
-            fleet._keep_all(meanwhile)
+            fleet._keep_all()
             if wait:
                 fleet.wait_until_ready()
         except BaseException:
@@ -260,8 +251,8 @@ class Fleet:
         self._num_lost = self._num_joined = self._num_asked_again = 0
         return metrics
 
-    def _keep_all(self, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Start :meth:`_keep` for each replica; call ``meanwhile`` and read the tokenizer while the engines import."""
+    def _keep_all(self) -> None:
+        """Start :meth:`_keep` for each replica, and read the tokenizer while the engines import."""
         tokenizer: asyncio.Future[Any] = self._loop.create_future()
 
         async def begin() -> None:
@@ -270,7 +261,6 @@ class Fleet:
                 self._keepers.append(self._loop.create_task(self._keep(index, tokenizer)))
 
         self.sync(begin(), 10.0)
-        meanwhile()
         from megatron_fp8rl.data.tokenizer import load_tokenizer
 
         self._loop.call_soon_threadsafe(tokenizer.set_result, load_tokenizer(str(self._hf_dir)))

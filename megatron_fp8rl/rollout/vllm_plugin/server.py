@@ -21,8 +21,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_fp8rl import upstream
@@ -32,7 +30,6 @@ from megatron_fp8rl.upstream import patches
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_POLL_S = 0.02
 _MIDDLEWARE = "megatron_fp8rl.net.auth.RequireToken"
 
 
@@ -54,13 +51,6 @@ def fork_engine_core() -> None:
     starts: one OpenMP thread, no model, no request."""
     gc.freeze()  # garbage collection would write to, and so copy, shared pages
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-
-def _wait_for_model(folder: Path) -> None:
-    """Wait until the trainer, which meanwhile writes the folder of a new model, has finished. The fleet's deadline
-    applies."""
-    while not (folder / "config.json").exists():
-        time.sleep(_POLL_S)
 
 
 def _engine_config(args: argparse.Namespace) -> VllmConfig:
@@ -199,7 +189,6 @@ def main(argv: list[str]) -> None:
     vllm_imports.validate_api_server_args(args)
     set_ulimit()
     gc.enable()
-    _wait_for_model(Path(args.model))
     config = _engine_config(args)
     if compiling is not None:
         compiling.wait()  # has a deadline; must free GPU memory before the engine measures it

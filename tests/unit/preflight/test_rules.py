@@ -579,7 +579,8 @@ CHOICES = """
         -> precision.kernels.engine_linears
     blackwell moe precision.trainer=mxfp8 precision.rollout=mxfp8 precision.kernels.engine_experts=triton \
         -> precision.kernels.engine_experts
-    blackwell dense precision.trainer=mxfp8 precision.rollout=mxfp8 engine.batch_invariant=True -> engine.batch_invariant
+    blackwell dense precision.trainer=mxfp8 precision.rollout=mxfp8 engine.batch_invariant=True \
+        -> engine.batch_invariant
     blackwell moe precision.trainer=mxfp8 precision.rollout=mxfp8 precision.bf16_last_layers=1 \
         -> precision.bf16_last_layers
     hopper dense engine.num_replicas=2 -> engine.num_replicas

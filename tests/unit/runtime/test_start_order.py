@@ -1,9 +1,7 @@
-"""Engines start before slow imports and before the data are checked, and end if the data are bad."""
+"""Engines start before slow imports, and after the data are checked."""
 
 import subprocess
 import sys
-import threading
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,6 @@ from megatron_fp8rl.commands import train
 from megatron_fp8rl.config import ConfigError, Violation
 from megatron_fp8rl.rollout import reward_server
 from megatron_fp8rl.rollout.fleet import Fleet
-from megatron_fp8rl.rollout.vllm_plugin import server
 from model_configs.tiny import tiny_qwen3
 
 SLOW = ("vllm", "transformers", "scipy", "fastapi", "megatron", "sympy", "torch._inductor")
@@ -43,17 +40,10 @@ def events(monkeypatch):
             happened.append("engines end")
             return super().__exit__(*error)
 
-    def start(cfg, hf_dir, run_dir, *, wait, meanwhile):
+    def start(cfg, hf_dir, run_dir, *, wait):
         happened.append("engines start")
-        assert not Path(hf_dir).exists() and not wait
-        fleet = NoEngines()
-        try:
-            meanwhile()
-        except BaseException:
-            fleet.__exit__(None, None, None)
-            raise
-        assert (Path(hf_dir) / "config.json").exists()
-        return fleet
+        assert (Path(hf_dir) / "config.json").exists() and not wait
+        return NoEngines()
 
     monkeypatch.setattr(Fleet, "start", start)
     monkeypatch.setattr(train, "check_data", lambda cfg: happened.append("data"))
@@ -63,34 +53,23 @@ def events(monkeypatch):
 
 @pytest.fixture
 def cfg(tmp_path):
-    (tmp_path / "model").mkdir()  # of an earlier start
     (tmp_path / "run.lock").touch()
     return replace(tiny_qwen3(), output_dir=str(tmp_path))
 
 
-def test_the_data_are_checked_while_engines_start(events, cfg, monkeypatch):
+def test_engines_start_after_the_data_are_checked(events, cfg, monkeypatch):
     monkeypatch.setattr(reward_server, "serving", lambda cfg: ExitStack())
     with ExitStack() as stack:
         assert train._prepare(cfg, stack, wants_engines=True) is not None
-        assert events == ["engines start", "data"]
-    assert events == ["engines start", "data", "engines end", "reports"]
+        assert events == ["data", "engines start"]
+    assert events == ["data", "engines start", "engines end", "reports"]
 
 
-def test_bad_data_end_the_engines(events, cfg, monkeypatch):
+def test_bad_data_start_no_engine(events, cfg, monkeypatch):
     def refuse(_):
         raise ConfigError([Violation("--data", "x", "no rows", "Name a file")])
 
     monkeypatch.setattr(train, "check_data", refuse)
     with pytest.raises(ConfigError, match="no rows"), ExitStack() as stack:
         train._prepare(cfg, stack, wants_engines=True)
-    assert events == ["engines start", "engines end"]
-
-
-def test_an_engine_waits_for_the_folder_of_its_model(tmp_path):
-    waiting = threading.Thread(target=server._wait_for_model, args=(tmp_path,), daemon=True)
-    waiting.start()
-    time.sleep(0.1)
-    assert waiting.is_alive()
-    (tmp_path / "config.json").touch()
-    waiting.join(10)
-    assert not waiting.is_alive()
+    assert events == []
