@@ -278,7 +278,7 @@ def test_an_engine_sees_its_gpus_and_nothing_of_the_trainers_settings(monkeypatc
         raise FileNotFoundError("no engine is wanted here")
 
     monkeypatch.setattr(replicas, "start_server", start_server)
-    monkeypatch.setattr(Fleet, "_keep_all", lambda self, meanwhile: None)
+    monkeypatch.setattr(Fleet, "_keep_all", lambda self: None)
     cfg = run(world=2, replicas=2, tensor=1, where="separate")
     with Fleet.start(cfg, tmp_path, tmp_path, wait=False) as fleet:
         for index in range(2):
