@@ -1,6 +1,5 @@
 """Finding Python and installing: what can be checked without installing anything."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -11,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.tools import load_tool
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def install():
     """tools/install.py as a module."""
-    spec = importlib.util.spec_from_file_location("fp8rl_install", ROOT / "tools" / "install.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("install")
 
 
 def script(path: Path, text: str) -> Path:

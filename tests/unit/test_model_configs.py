@@ -1,6 +1,5 @@
 """Runs of real models: published dimensions and parameter counts, no mistakes, and room on the GPUs they name."""
 
-import importlib.util
 import math
 import re
 from dataclasses import replace
@@ -17,6 +16,7 @@ from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.diagnosis import diagnose
 from model_configs import deepseek, dense, glm, gpt_oss, llama, minimax, mixtral, qwen3, qwen3_next, small
+from tests.helpers.tools import load_tool
 
 ROOT = Path(__file__).parents[2]
 SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]
@@ -317,9 +317,7 @@ def test_every_shipped_run_proves_every_publication():
 
 
 def test_the_page_of_models_shows_the_configurations():
-    spec = importlib.util.spec_from_file_location("models_table", ROOT / "tools" / "models_table.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_tool("models_table")
     for file, content in ((tool.PAGE, tool.table()), (tool.FAMILIES_PAGE, tool.families_table())):
         text = file.read_text()
         assert tool.page(text, content) == text, "run python tools/models_table.py --write"

@@ -1,7 +1,6 @@
 """``make release``: what stops it, what it builds, and what it tells to publish."""
 
 import hashlib
-import importlib.util
 import subprocess
 import tarfile
 import zipfile
@@ -9,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.tools import load_tool
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def release():
     """tools/release.py as a module."""
-    spec = importlib.util.spec_from_file_location("fp8rl_release", ROOT / "tools" / "release.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("release")
 
 
 def checkout(folder: Path, citation: str = "0.2.0") -> Path:

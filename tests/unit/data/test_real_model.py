@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -19,6 +18,7 @@ from megatron_fp8rl.data.tokenizer import end_ids, load_tokenizer
 from megatron_fp8rl.envs.rewards.configured import RowRewards
 from megatron_fp8rl.types import Prompt
 from tests.helpers.gguf_files import CHATML, write_gguf
+from tests.helpers.tools import load_tool
 from tests.unit.data.test_gguf import LLAMA
 
 TINY = replace(LLAMA, hidden_size=96, max_position_embeddings=8192)
@@ -28,10 +28,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def tool():
     """tools/real_model.py as a module."""
-    spec = importlib.util.spec_from_file_location("fp8rl_real_model", ROOT / "tools" / "real_model.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("real_model")
 
 
 @pytest.fixture(scope="module")
