@@ -19,8 +19,9 @@ from pathlib import Path
 
 from benchmarks import record
 from benchmarks.record import Row
-from megatron_fp8rl.algo.pass_at_k import Estimate, difference
+from megatron_fp8rl.observe.display import interval_text
 from megatron_fp8rl.report import style
+from megatron_fp8rl.report.compare import against_first
 from megatron_fp8rl.report.run_data import RunData
 
 ROWS, PAGE = record.KEPT / "accuracy.jsonl", record.ROOT / "docs" / "accuracy.md"
@@ -85,14 +86,11 @@ def by_arm(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {arm: found for arm in ARMS if (found := [row for row in rows if row["arm"] == arm])}
 
 
-def differences(arms: Mapping[str, Sequence[Row]]) -> dict[str, tuple[Estimate, Estimate]]:
+def differences(arms: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, dict[str, float]]]:
     """By arm: accuracy of the final weights, and its difference from the first arm, problem by problem."""
-    tables = {
-        arm: [[int(digit) / COMPLETIONS for digit in row["passed"]] for row in rows] for arm, rows in arms.items()
-    }
-    first = next(iter(tables.values()))
-    zero = [[0.0] * len(first[0])]
-    return {arm: (difference(zero, table), difference(first, table)) for arm, table in tables.items()}
+    return against_first(
+        {arm: [[int(digit) / COMPLETIONS for digit in row["passed"]] for row in rows] for arm, rows in arms.items()}
+    )
 
 
 def section(rows: Sequence[Row]) -> str:
@@ -100,7 +98,6 @@ def section(rows: Sequence[Row]) -> str:
     arms = by_arm(rows)
     estimates, lines = differences(arms), []
     for arm, runs in arms.items():
-        accuracy, change = (_interval(estimate) for estimate in estimates[arm])
 
         def mean(name: str, runs: Sequence[Row] = runs) -> float:
             return statistics.fmean(value for row in runs for value in row["curves"][name])
@@ -109,8 +106,8 @@ def section(rows: Sequence[Row]) -> str:
             {
                 "arm": ARMS[arm][0],
                 "seeds": ", ".join(str(row["seed"]) for row in runs),
-                "accuracy": accuracy,
-                "minus BF16": "" if arm == next(iter(arms)) else change,
+                "accuracy": interval_text(estimates[arm]["accuracy"]),
+                "minus BF16": "" if arm == next(iter(arms)) else interval_text(estimates[arm]["difference"]),
                 "mean d": f"{mean('d'):.3f}",
                 "largest d": f"{max(row['max_d'] for row in runs):.1f}",
                 "KL (k3)": f"{mean('kl'):.4f}",
@@ -123,10 +120,6 @@ def section(rows: Sequence[Row]) -> str:
     return f"{record.table(lines)}\n\nMeasured: {measured}. 95 % intervals draw seeds and questions."
 
 
-def _interval(estimate: Estimate) -> str:
-    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
-
-
 def draw(rows: Sequence[Row]) -> None:
     """Write the picture: held-out accuracy, rewards, mean d and KL by step; a band spans the seeds."""
     with style.styled():
@@ -135,13 +128,8 @@ def draw(rows: Sequence[Row]) -> None:
         for arm, runs in by_arm(rows).items():
             name, color = ARMS[arm]
             held_out = [{int(step): value for step, value in row["held_out"].items()} for row in runs]
-            _band(
-                axes[0],
-                sorted(held_out[0]),
-                [[run[step] for step in sorted(held_out[0])] for run in held_out],
-                color,
-                name,
-            )
+            steps = sorted(held_out[0])
+            _band(axes[0], steps, [[run[step] for step in steps] for run in held_out], color, name)
             for panel, curve in zip(axes[1:], ("reward", "d", "kl"), strict=True):
                 values = [row["curves"][curve] for row in runs]
                 _band(panel, [STEPS * (i + 1) for i in range(len(values[0]))], values, color, name)
@@ -175,8 +163,8 @@ def main() -> int:
             row = row_of(folder, evaluation, options.commit)
             rows[row["arm"], row["seed"]] = row
         ROWS.write_text("".join(json.dumps(row) + "\n" for _, row in sorted(rows.items())), encoding="utf-8")
-    record.replace("accuracy", section(_rows()), PAGE)
-    draw(_rows())
+    record.replace("accuracy", section([*rows.values()]), PAGE)
+    draw([*rows.values()])
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -113,8 +113,16 @@ def _paired(arms: Runs, evaluated: RunData) -> dict[str, dict[str, dict[str, flo
     problems = sorted(set.intersection(*(set(rows) for by_seed in rates.values() for rows in by_seed)))
     if not problems:
         return {}
-    tables = {arm: [[rows[problem] for problem in problems] for rows in by_seed] for arm, by_seed in rates.items()}
-    first, zero = next(iter(tables.values())), [[0.0] * len(problems)]
+    return against_first(
+        {arm: [[rows[problem] for problem in problems] for rows in runs] for arm, runs in rates.items()}
+    )
+
+
+def against_first(tables: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """By arm: the mean of its rates [seeds, problems], and the difference from the first arm, problem by problem; both
+    as {"value", "low", "high"}."""
+    first = next(iter(tables.values()))
+    zero = [[0.0] * len(first[0])]
     return {
         arm: {"accuracy": asdict(difference(zero, table)), "difference": asdict(difference(first, table))}
         for arm, table in tables.items()

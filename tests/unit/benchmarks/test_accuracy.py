@@ -38,8 +38,9 @@ def test_arms_are_compared_question_by_question(tmp_path):
         _run(tmp_path / name, 5, passed)
     evaluation = RunData(tmp_path / "evaluation")
     rows = [accuracy.row_of(tmp_path / name, evaluation, "abc") for name in ("exact_1", "bf16_1")]
-    value, change = accuracy.differences(accuracy.by_arm(rows))["exact"]
-    assert value.value == pytest.approx(8 / 12) and change.value == pytest.approx(2 / 12)
+    estimates = accuracy.differences(accuracy.by_arm(rows))["exact"]
+    assert estimates["accuracy"]["value"] == pytest.approx(8 / 12)
+    assert estimates["difference"]["value"] == pytest.approx(2 / 12)
     assert "| exact, BF16 cache | 1 | 0.667" in accuracy.section(rows)
 
 
