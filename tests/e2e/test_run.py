@@ -99,6 +99,7 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
     "layout",
     [
         {"config": "tests.helpers.stretched:run"},
+        {"config": "tiny_qwen3_next"},
         {"parallel__world_size": "2", "parallel__expert": "2", "sampling__temperature": "0.7"},
         {"parallel__world_size": "2", "parallel__pipeline": "2", "engine__record_routed_experts": str(RECORDS_EXPERTS)},
         {
@@ -132,6 +133,7 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
     ],
     ids=[
         "YaRN",
+        "gated delta nets",
         "experts on two ranks",
         "two stages",
         "sums of two ranks",
@@ -146,7 +148,9 @@ def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path:
     more |= layout
     status, output = _finish(_start("train", more.pop("config", "tiny_qwen3_moe"), tmp_path, **more))
     assert status == 0, output[-3000:]
+    assert json.loads((tmp_path / "config.json").read_text())["weight_sync"]["verify_every"] == 1
     for step, line in _lines(tmp_path).items():
+        assert line["publish/version/max"] == step and line["publish/num_fp8_tensors/sum"] > 0
         if step:
             assert line["mismatch/abs_logprob_diff/max"] == 0 and line["mismatch/ratio/max"] == 1
             assert "time/mismatch/s" not in line, "mismatch is measured in the update, not in a pass before it"
