@@ -1,23 +1,35 @@
-"""The study of docs/accuracy.md: a row for each run and the evaluation of its final weights, tables and a picture.
+"""The study of docs/accuracy.md: train its runs, evaluate their weights, and write rows, tables and pictures.
 
-    python -m benchmarks.accuracy --runs FOLDER --evaluation FOLDER --commit HASH    add the runs of FOLDER/ARM_SEED
-    python -m benchmarks.accuracy                                                    write tables and picture again
+    python tools/real_model.py runs/real
+    python -m benchmarks.accuracy train --arms bf16 fp8 exact_kv --seeds 1 2 3 --at-once 7
+    python -m benchmarks.accuracy evaluate
+    python -m benchmarks.accuracy add --commit HASH
+    python -m benchmarks.accuracy                       write tables and pictures again
 
-``--evaluation`` is the folder of the ``eval`` command that evaluated all ``FOLDER/ARM_SEED/hf``. A row has the curves
-in means of STEPS steps, and the passed completions of each held-out problem, so that arms are compared by problem
-whenever runs are added.
+A run is ``FOLDER/ARM_SEED``, beside its log. Runs wait in one queue for all GPUs; finished runs are not repeated.
+``evaluate`` starts one BF16 engine on each GPU. A row has the curves in means of STEPS steps, and the passed
+completions of each held-out problem, so that arms are compared by problem whenever runs are added. Arms with experts
+need ``--model``, made by ``checkpoint_tools upcycle``, then ``widen``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import functools
 import json
+import os
+import queue
 import statistics
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import record
+from benchmarks import record, runner
+from benchmarks.process_tree import ProcessTree
 from benchmarks.record import Row
 from megatron_fp8rl.observe.display import interval_text
 from megatron_fp8rl.report import style
@@ -25,21 +37,46 @@ from megatron_fp8rl.report.compare import against_first
 from megatron_fp8rl.report.run_data import RunData
 
 ROWS, PAGE = record.KEPT / "accuracy.jsonl", record.ROOT / "docs" / "accuracy.md"
-PICTURE = PAGE.with_suffix(".png")
 STEPS = 5  # in each point of a curve
-COMPLETIONS = 4  # of a problem, in the evaluation
-# Arm of the protocol -> (name, color)
-ARMS = {
-    "bf16": ("BF16", style.BLUE),
-    "fp8_rollouts_off": ("FP8 rollouts, BF16 trainer, uncorrected", style.YELLOW),
-    "fp8_rollouts": ("FP8 rollouts, BF16 trainer", style.ORANGE),
-    "fp8": ("FP8", style.GREEN),
-    "fp8_cal": ("FP8, measured bounds", style.PURPLE),
-    "fp8_mask": ("FP8, sequence mask", style.SKY),
-    "fp8_kv": ("FP8, FP8 cache", style.GREY),
-    "exact": ("exact, BF16 cache", "#6B5B95"),
-    "exact_kv": ("exact, FP8 cache", style.RED),
+PROBLEMS, COMPLETIONS = 1024, 4  # of the evaluation: held-out problems, and completions of each
+# Every run has these fields. A small cache and no sleep, because runs share a GPU.
+SETTINGS = (
+    "--num_steps 200 --sampling.prompts_per_step 32 --sampling.completions_per_prompt 8 --optim.lr 1e-5 "
+    "--sampling.max_prompt_tokens 512 --sampling.max_completion_tokens 192 --optim.max_tokens_per_microbatch 16384 "
+    "--observe.eval_every 40 --observe.eval_prompts 512 --observe.display plain --checkpoint.every_steps 1000 "
+    "--engine.kv_cache_bytes 3221225472 --engine.gpu_memory_utilization 0.05 --engine.sleep_level 0"
+)
+_ALONE = "--engine.kv_cache_bytes None --engine.gpu_memory_utilization 0.4 --engine.max_num_sequences 1024"
+_BF16 = "--precision.trainer bf16 --precision.rollout bf16 --precision.exact False"
+_FP8 = "--precision.exact False"
+_FP8_ROLLOUTS = f"{_FP8} --precision.trainer bf16"
+_OFF = "--algo.correction off --algo.veto_below None"
+_EMULATED = f"{_FP8} --engine.graphs plain --precision.kernels.trainer emulated"
+_MXFP8 = "--precision.trainer mxfp8 --precision.rollout mxfp8 --precision.kernels.engine_linears emulated"
+# Arm of the protocol -> (name, color, fields). The first arm of each table is the baseline of the others.
+DENSE = {
+    "bf16": ("BF16", style.BLUE, _BF16),
+    "fp8_rollouts_off": ("FP8 rollouts, BF16 trainer, uncorrected", style.YELLOW, f"{_FP8_ROLLOUTS} {_OFF}"),
+    "fp8_rollouts": ("FP8 rollouts, BF16 trainer", style.ORANGE, _FP8_ROLLOUTS),
+    "fp8": ("FP8", style.GREEN, _FP8),
+    "fp8_cal": ("FP8, measured bounds", style.PURPLE, f"{_FP8} --algo.correction_quantile 0.001"),
+    "fp8_mask": ("FP8, sequence mask", style.SKY, f"{_FP8} --algo.correction sequence_mask"),
+    "fp8_kv": ("FP8, FP8 cache", style.GREY, f"{_FP8} --engine.kv_cache_dtype fp8"),
+    "fp8_emulated": ("FP8, emulated in the trainer", "#8C6D31", _EMULATED),
+    "mxfp8": ("MXFP8, emulated", "#637939", f"{_EMULATED} {_MXFP8}"),
+    "exact": ("exact, BF16 cache", "#6B5B95", "--precision.exact True"),
+    "exact_kv": ("exact, FP8 cache", style.RED, "--precision.exact True --engine.kv_cache_dtype fp8"),
 }
+_EXPERTS = "--num_steps 100 --optim.lr 2e-5 --optim.max_tokens_per_microbatch 8192"
+_REPLAY = "--algo.router_replay rollout --engine.record_routed_experts True"
+EXPERTS = {
+    "moe_bf16": ("BF16", style.BLUE, f"{_BF16} {_EXPERTS}"),
+    "moe_fp8": ("FP8", style.GREEN, f"{_FP8} {_EXPERTS}"),
+    "moe_replay": ("FP8, router replay", style.PURPLE, f"{_FP8} {_REPLAY} {_EXPERTS}"),
+    "moe_exact": ("exact, BF16 cache", style.RED, f"--precision.exact True {_EXPERTS}"),
+}
+ARMS = DENSE | EXPERTS
+TABLES = {"accuracy": DENSE, "accuracy_experts": EXPERTS}  # marks of the page, and names of the pictures
 CURVES = {
     "reward": "reward/score/mean",
     "d": "mismatch/abs_logprob_diff/mean",
@@ -51,11 +88,92 @@ CURVES = {
 }
 
 
-def row_of(folder: Path, evaluation: RunData, commit: str) -> Row:
-    """The row of the run in a folder named ARM_SEED. Raises KeyError if its final weights were not evaluated."""
+def command_of(name: str, options: argparse.Namespace) -> list[str]:
+    """The command of the run ARM_SEED."""
+    arm, _, seed = name.rpartition("_")
+    inputs = ["--model", options.model, "--data", options.data / "train.jsonl", "--eval", options.data / "test.jsonl"]
+    run = ["--reward", "number", "--gpus", 1, "--seed", seed, "--output_dir", options.runs / name]
+    fields = [*SETTINGS.split(), *ARMS[arm][2].split(), *options.fields]
+    return [sys.executable, "-m", "megatron_fp8rl", "grpo", *map(str, [*inputs, *run, *fields])]
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train the missing runs, ``at_once`` on each GPU; returns the number of failed ones."""
+    names = [f"{arm}_{seed}" for seed in options.seeds for arm in options.arms]
+    missing = [name for name in names if not RunData(options.runs / name).is_done]
+    return _in_queue({name: command_of(name, options) for name in missing}, options)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Evaluate all finished runs without a result, in BF16 on all GPUs; returns the number of failed evaluations."""
+    rates, gpus = _pass_rates(options.runs), runner.num_gpus() or 1
+    sizes = f"--num_problems {PROBLEMS} --num_completions {COMPLETIONS}"
+    fields = f"{_BF16} --engine.kv_cache_dtype auto --engine.graphs compiled {_ALONE} {sizes}".split()
+    commands, number = {}, len(list(options.runs.glob("evaluation*.log")))
+    for arms in TABLES.values():  # an evaluation has one model
+        named = (run for run in _finished(options.runs) if run.name.rpartition("_")[0] in arms)
+        found = [run for run in named if (run / "hf").absolute() not in rates]
+        for part in filter(None, (found[gpu::gpus] for gpu in range(gpus))):
+            name, number = f"evaluation{number}", number + 1
+            inputs = [part[0], "--output_dir", options.runs / name, "--checkpoint", *(run / "hf" for run in part)]
+            command = [sys.executable, "-m", "megatron_fp8rl", "eval", *inputs, *fields, *options.fields]
+            commands[name] = [*map(str, command)]
+    return _in_queue(commands, options)
+
+
+def _in_queue(commands: Mapping[str, list[str]], options: argparse.Namespace) -> int:
+    """Run the commands, ``at_once`` on each GPU, each with a log beside its folder; returns how many failed."""
+    waiting: queue.SimpleQueue[tuple[str, list[str]]] = queue.SimpleQueue()
+    for item in commands.items():
+        waiting.put(item)
+    options.runs.mkdir(parents=True, exist_ok=True)
+    began_s, failed = time.monotonic(), []
+
+    def work(gpu: int) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                name, command = waiting.get_nowait()
+                log = options.runs / f"{name}.log"
+                print(f"{time.monotonic() - began_s:5.0f} s: {name} starts on GPU {gpu}; log {log}", flush=True)
+                with log.open("wb") as file:
+                    tree = ProcessTree(command, file, {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)})
+                    try:
+                        while (status := tree.wait(1.0)) is None:
+                            pass
+                    finally:
+                        tree.end(5.0)
+                said = "done" if status == 0 else f"FAILED: {runner.failure_in(log, 0)}"
+                failed.extend([name] * (status != 0))
+                print(f"{time.monotonic() - began_s:5.0f} s: {name} {said}", flush=True)
+
+    threads = [
+        threading.Thread(target=work, args=(gpu,))
+        for _ in range(options.at_once)
+        for gpu in range(runner.num_gpus() or 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(failed)
+
+
+def _finished(runs: Path) -> list[Path]:
+    named = (path for path in runs.iterdir() if path.name.rpartition("_")[0] in ARMS)
+    return sorted(path for path in named if RunData(path).is_done)
+
+
+def _pass_rates(runs: Path) -> dict[Path, dict[str, float]]:
+    """Final weights of a run -> pass rate of each held-out problem, of all evaluations in the folder."""
+    folders = (path for path in sorted(runs.glob("evaluation*")) if path.is_dir())
+    return functools.reduce(lambda rates, path: rates | RunData(path).pass_rates, folders, {})
+
+
+def row_of(folder: Path, rates: Mapping[str, float], commit: str) -> Row:
+    """The row of the run in a folder named ARM_SEED, with the pass rates of its final weights."""
     run, (arm, _, seed) = RunData(folder), folder.name.rpartition("_")
     versions = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
-    rates = evaluation.pass_rates[(folder / "hf").absolute()]
+    updates = run.series("time/update/s")[1][1:]  # the first step compiles
     started = datetime.datetime.fromtimestamp(versions["started_unix_s"], datetime.UTC)
     held_out = run.series("eval/pass_rate/mean")
     curves = {name: run.series(key)[1] for name, key in CURVES.items()}
@@ -64,6 +182,9 @@ def row_of(folder: Path, evaluation: RunData, commit: str) -> Row:
         "seed": int(seed),
         "steps": len(curves["d"]),
         "held_out": dict(zip(map(str, held_out[0]), (round(value, 4) for value in held_out[1]), strict=True)),
+        "update_s": {"median": round(statistics.median(updates), 2), "largest": round(max(updates), 2)}
+        if updates
+        else {},
         "max_d": max(run.series("mismatch/abs_logprob_diff/max")[1]),
         "curves": {name: _means(values) for name, values in curves.items()},
         "passed": "".join(str(round(rates[name] * COMPLETIONS)) for name in sorted(rates)),
@@ -82,8 +203,8 @@ def _means(values: Sequence[float]) -> list[float]:
     return [float(f"{statistics.fmean(part):.4g}") for part in parts]
 
 
-def by_arm(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    return {arm: found for arm in ARMS if (found := [row for row in rows if row["arm"] == arm])}
+def by_arm(rows: Sequence[Row], arms: Mapping[str, tuple[str, str, str]] = ARMS) -> dict[str, list[Row]]:
+    return {arm: found for arm in arms if (found := [row for row in rows if row["arm"] == arm])}
 
 
 def differences(arms: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -93,10 +214,9 @@ def differences(arms: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, dict[s
     )
 
 
-def section(rows: Sequence[Row]) -> str:
-    """Markdown of all rows: a table of the arms, and the runs."""
-    arms = by_arm(rows)
-    estimates, lines = differences(arms), []
+def section(arms: Mapping[str, Sequence[Row]]) -> str:
+    """Markdown of the rows of some arms: a table of the arms, and the runs."""
+    rows, estimates, lines = [row for runs in arms.values() for row in runs], differences(arms), []
     for arm, runs in arms.items():
 
         def mean(name: str, runs: Sequence[Row] = runs) -> float:
@@ -120,13 +240,13 @@ def section(rows: Sequence[Row]) -> str:
     return f"{record.table(lines)}\n\nMeasured: {measured}. 95 % intervals draw seeds and questions."
 
 
-def draw(rows: Sequence[Row]) -> None:
+def draw(arms: Mapping[str, Sequence[Row]], picture: Path) -> None:
     """Write the picture: held-out accuracy, rewards, mean d and KL by step; a band spans the seeds."""
     with style.styled():
         figure = style.new_figure(10.0, 6.4)
         axes = figure.subplots(2, 2).flatten()
-        for arm, runs in by_arm(rows).items():
-            name, color = ARMS[arm]
+        for arm, runs in arms.items():
+            name, color, _ = ARMS[arm]
             held_out = [{int(step): value for step, value in row["held_out"].items()} for row in runs]
             steps = sorted(held_out[0])
             _band(axes[0], steps, [[run[step] for step in steps] for run in held_out], color, name)
@@ -137,7 +257,7 @@ def draw(rows: Sequence[Row]) -> None:
         style.finish(axes[1], f"Reward, mean of {STEPS} steps", legend=False)
         style.finish(axes[2], "d: |log-probability of trainer - of engine|, nats", legend=False)
         style.finish(axes[3], "KL of trainer and engine (k3), nats", legend=False)
-        style.save_png(figure, PICTURE)
+        style.save_png(figure, picture)
 
 
 def _band(axes, steps: Sequence[int], runs: Sequence[Sequence[float]], color: str, name: str) -> None:
@@ -146,25 +266,38 @@ def _band(axes, steps: Sequence[int], runs: Sequence[Sequence[float]], color: st
     axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.15, linewidth=0)
 
 
+def add(options: argparse.Namespace) -> None:
+    """Write the rows of all runs that were evaluated; a row replaces an older one of its arm and seed."""
+    rows, rates = {(row["arm"], row["seed"]): row for row in _rows()}, _pass_rates(options.runs)
+    for folder in _finished(options.runs):
+        if (weights := (folder / "hf").absolute()) in rates:
+            row = row_of(folder, rates[weights], options.commit)
+            rows[row["arm"], row["seed"]] = row
+    ROWS.write_text("".join(json.dumps(row) + "\n" for _, row in sorted(rows.items())), encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, help="folder with a folder ARM_SEED for each run")
-    parser.add_argument("--evaluation", type=Path, help="folder of the eval command that evaluated their weights")
+    parser.add_argument("action", nargs="?", choices=["train", "evaluate", "add"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*DENSE], metavar="ARM", help=", ".join(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU")
+    parser.add_argument("--runs", type=Path, default=record.FOLDER / "accuracy", help="folder of all runs")
+    parser.add_argument("--data", type=Path, default=Path("runs/real"), help="folder of train.jsonl and test.jsonl")
+    parser.add_argument("--model", type=Path, default=Path("runs/real/model"))
     parser.add_argument("--commit", help="of the code that ran")
+    parser.add_argument("fields", nargs="*", help="fields of every run, after --")
     options = parser.parse_args()
-    rows = {(row["arm"], row["seed"]): row for row in _rows()}
-    if options.runs is not None:
-        if options.evaluation is None or options.commit is None:
-            parser.error("--runs needs --evaluation and --commit")
-        evaluation = RunData(options.evaluation)
-        for folder in sorted(path for path in options.runs.iterdir() if (path / "done.json").exists()):
-            if folder.name.rpartition("_")[0] not in ARMS:
-                parser.error(f"--runs: {folder.name} is not ARM_SEED of {', '.join(ARMS)}")
-            row = row_of(folder, evaluation, options.commit)
-            rows[row["arm"], row["seed"]] = row
-        ROWS.write_text("".join(json.dumps(row) + "\n" for _, row in sorted(rows.items())), encoding="utf-8")
-    record.replace("accuracy", section([*rows.values()]), PAGE)
-    draw([*rows.values()])
+    if options.action in ("train", "evaluate"):
+        return 1 if {"train": train, "evaluate": evaluate}[options.action](options) else 0
+    if options.action == "add":
+        if options.commit is None:
+            parser.error("add needs --commit")
+        add(options)
+    for name, arms in TABLES.items():
+        if found := by_arm(_rows(), arms):
+            record.replace(name, section(found), PAGE)
+            draw(found, PAGE.with_name(f"{name}.png"))
     return 0
 
 
