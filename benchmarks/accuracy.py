@@ -1,7 +1,7 @@
 """The study of docs/accuracy.md: train its runs, evaluate their weights, and write rows, tables and pictures.
 
     python tools/real_model.py runs/real
-    python -m benchmarks.accuracy train --arms bf16 fp8 exact_kv --seeds 1 2 3 --at-once 7
+    python -m benchmarks.accuracy train bf16_1 fp8_1 exact_kv_1 --at-once 7
     python -m benchmarks.accuracy evaluate
     python -m benchmarks.accuracy add --commit HASH
     python -m benchmarks.accuracy                       write tables and pictures again
@@ -76,6 +76,7 @@ EXPERTS = {
     "moe_exact": ("exact, BF16 cache", style.RED, f"--precision.exact True {_EXPERTS}"),
 }
 ARMS = DENSE | EXPERTS
+PROTOCOL = [f"{arm}_{seed}" for seed in (1, 2, 3) for arm in DENSE] + [f"bf16_{seed}" for seed in (4, 5, 6)]
 TABLES = {"accuracy": DENSE, "accuracy_experts": EXPERTS}  # marks of the page, and names of the pictures
 CURVES = {
     "reward": "reward/score/mean",
@@ -93,20 +94,19 @@ def command_of(name: str, options: argparse.Namespace) -> list[str]:
     arm, _, seed = name.rpartition("_")
     inputs = ["--model", options.model, "--data", options.data / "train.jsonl", "--eval", options.data / "test.jsonl"]
     run = ["--reward", "number", "--gpus", 1, "--seed", seed, "--output_dir", options.runs / name]
-    fields = [*SETTINGS.split(), *ARMS[arm][2].split(), *options.fields]
+    fields = [*SETTINGS.split(), *ARMS[arm][2].split(), *options.fields.split()]
     return [sys.executable, "-m", "megatron_fp8rl", "grpo", *map(str, [*inputs, *run, *fields])]
 
 
 def train(options: argparse.Namespace) -> int:
     """Train the missing runs, ``at_once`` on each GPU; returns the number of failed ones."""
-    names = [f"{arm}_{seed}" for seed in options.seeds for arm in options.arms]
-    missing = [name for name in names if not RunData(options.runs / name).is_done]
+    missing = [name for name in options.names if not RunData(options.runs / name).is_done]
     return _in_queue({name: command_of(name, options) for name in missing}, options)
 
 
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate all finished runs without a result, in BF16 on all GPUs; returns the number of failed evaluations."""
-    rates, gpus = _pass_rates(options.runs), runner.num_gpus() or 1
+    rates, gpus = _pass_rates(options.runs), len(_gpus())
     sizes = f"--num_problems {PROBLEMS} --num_completions {COMPLETIONS}"
     fields = f"{_BF16} --engine.kv_cache_dtype auto --engine.graphs compiled {_ALONE} {sizes}".split()
     commands, number = {}, len(list(options.runs.glob("evaluation*.log")))
@@ -116,7 +116,7 @@ def evaluate(options: argparse.Namespace) -> int:
         for part in filter(None, (found[gpu::gpus] for gpu in range(gpus))):
             name, number = f"evaluation{number}", number + 1
             inputs = [part[0], "--output_dir", options.runs / name, "--checkpoint", *(run / "hf" for run in part)]
-            command = [sys.executable, "-m", "megatron_fp8rl", "eval", *inputs, *fields, *options.fields]
+            command = [sys.executable, "-m", "megatron_fp8rl", "eval", *inputs, *fields, *options.fields.split()]
             commands[name] = [*map(str, command)]
     return _in_queue(commands, options)
 
@@ -129,14 +129,14 @@ def _in_queue(commands: Mapping[str, list[str]], options: argparse.Namespace) ->
     options.runs.mkdir(parents=True, exist_ok=True)
     began_s, failed = time.monotonic(), []
 
-    def work(gpu: int) -> None:
+    def work(gpu: str) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 name, command = waiting.get_nowait()
                 log = options.runs / f"{name}.log"
                 print(f"{time.monotonic() - began_s:5.0f} s: {name} starts on GPU {gpu}; log {log}", flush=True)
                 with log.open("wb") as file:
-                    tree = ProcessTree(command, file, {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)})
+                    tree = ProcessTree(command, file, {**os.environ, "CUDA_VISIBLE_DEVICES": gpu})
                     try:
                         while (status := tree.wait(1.0)) is None:
                             pass
@@ -146,16 +146,18 @@ def _in_queue(commands: Mapping[str, list[str]], options: argparse.Namespace) ->
                 failed.extend([name] * (status != 0))
                 print(f"{time.monotonic() - began_s:5.0f} s: {name} {said}", flush=True)
 
-    threads = [
-        threading.Thread(target=work, args=(gpu,))
-        for _ in range(options.at_once)
-        for gpu in range(runner.num_gpus() or 1)
-    ]
+    threads = [threading.Thread(target=work, args=(gpu,)) for _ in range(options.at_once) for gpu in _gpus()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return len(failed)
+
+
+def _gpus() -> list[str]:
+    """Values of CUDA_VISIBLE_DEVICES, one for each GPU; one of any value on a machine without a GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(gpu) for gpu in range(max(1, runner.num_gpus()))]
 
 
 def _finished(runs: Path) -> list[Path]:
@@ -279,15 +281,16 @@ def add(options: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", nargs="?", choices=["train", "evaluate", "add"])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*DENSE], metavar="ARM", help=", ".join(ARMS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("names", nargs="*", default=PROTOCOL, metavar="ARM_SEED", help=f"arms: {', '.join(ARMS)}")
     parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU")
     parser.add_argument("--runs", type=Path, default=record.FOLDER / "accuracy", help="folder of all runs")
     parser.add_argument("--data", type=Path, default=Path("runs/real"), help="folder of train.jsonl and test.jsonl")
     parser.add_argument("--model", type=Path, default=Path("runs/real/model"))
     parser.add_argument("--commit", help="of the code that ran")
-    parser.add_argument("fields", nargs="*", help="fields of every run, after --")
+    parser.add_argument("--fields", default="", help="more fields of every command, in one string")
     options = parser.parse_args()
+    if wrong := [name for name in options.names if name.rpartition("_")[0] not in ARMS]:
+        parser.error(f"{wrong[0]} is not ARM_SEED of {', '.join(ARMS)}")
     if options.action in ("train", "evaluate"):
         return 1 if {"train": train, "evaluate": evaluate}[options.action](options) else 0
     if options.action == "add":

@@ -34,7 +34,7 @@ def _run(folder, num_steps, passed):
 
 
 def _options(folder, **more):
-    named = {"runs": folder, "model": folder / "model", "data": folder, "at_once": 2, "fields": [], "seeds": [1]}
+    named = {"runs": folder, "model": folder / "model", "data": folder, "at_once": 2, "fields": ""}
     return argparse.Namespace(**named | more)
 
 
@@ -74,7 +74,7 @@ def test_missing_runs_start_once_and_failures_are_counted(tmp_path, monkeypatch,
     monkeypatch.setattr(accuracy, "command_of", command)
     _run(tmp_path / "fp8_1", 5, [1])
     (tmp_path / "fp8_1" / "done.json").write_text("{}")
-    assert accuracy.train(_options(tmp_path, arms=["bf16", "fp8"], seeds=[1, 2])) == 2  # both of seed 2
+    assert accuracy.train(_options(tmp_path, names=["bf16_1", "fp8_1", "bf16_2", "fp8_2"])) == 2  # both of seed 2
     assert (tmp_path / "bf16_1").is_dir() and not (tmp_path / "fp8_1.log").exists()
     assert "fp8_2 FAILED" in capsys.readouterr().out
 
