@@ -31,7 +31,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from megatron_fp8rl import removed_fields
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.config_source import as_function
 from megatron_fp8rl.observe.other_packages import VERBOSE_VARIABLE, pytorch_level
@@ -366,7 +365,7 @@ def _apply_set(cfg: RunConfig, args: Sequence[str]) -> tuple[RunConfig, list[str
     ``--PATH.KEY VALUE`` below a dictionary field means the same, and several values are a list. ``--agent_options.KEY``
     sets the option of every source that has an agent.
 
-    Raises UsageError for a removed or renamed field, and for a path outside dictionaries.
+    Raises UsageError for a path outside dictionaries.
     """
     rest, queue = [], list(args)
     while queue:
@@ -380,8 +379,6 @@ def _apply_set(cfg: RunConfig, args: Sequence[str]) -> tuple[RunConfig, list[str
             continue
         paths = _entries(cfg, name)
         if not paths:
-            if arg.startswith("--") and (remedy := removed_fields.remedy(name[2:].replace("-", "_"))):
-                raise UsageError(f"{name} is no longer an option. {remedy}.")
             rest.append(arg)
             continue
         texts = [text] if equals else []

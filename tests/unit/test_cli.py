@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from megatron_fp8rl import cli, removed_fields
+from megatron_fp8rl import cli
 from megatron_fp8rl.commands import eval as eval_command
 from megatron_fp8rl.commands import study as study_command
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig, RewardConfig, RunConfig
@@ -113,29 +112,15 @@ def test_options_of_a_loss_are_set_one_by_one():
     "args, message",
     [
         (["--algo.loss_options.dual_clip"], "--algo.loss_options.dual_clip needs a value"),
-        (["--precision.kernels", "te"], "It is --precision.kernels.trainer now"),
-        (["--engine.moe_backend", "triton"], "It is --precision.kernels.engine_experts now"),
-        (["--engine.enforce_eager", "True"], "Set --engine.graphs: plain is CUDA graphs without torch.compile"),
-        (["--session.port", "8900"], "Write --session.endpoint HOST:PORT"),
-        (["--observe.tensorboard=False"], "--observe.tensorboard is no longer an option. TensorBoard files are always"),
         (["--set", "num_steps=3"], "'num_steps' is not an entry of a dictionary.*--num_steps VALUE"),
         (["--set", "data.environments.7.options.x=3"], "'7' is not an entry"),
         (["--set", "seed"], "needs PATH=VALUE"),
         (["--set"], "needs PATH=VALUE"),
     ],
 )
-def test_removed_options_and_wrong_paths_name_the_remedy(args, message):
+def test_wrong_paths_name_the_remedy(args, message):
     with pytest.raises(cli.UsageError, match=message):
         cli.parse(["rl", "tiny_qwen3", *args], COMMANDS)
-
-
-def test_removed_fields_do_not_exist():
-    cfg = cli.load_config("tiny_qwen3")
-    for path in {*removed_fields.REMOVED, *removed_fields.RENAMED} - {"precision.kernels"}:  # a field, but no option
-        with pytest.raises(AttributeError):
-            attrgetter(path)(cfg)
-    for path in removed_fields.RENAMED.values():
-        cfg.value(path)
 
 
 @pytest.mark.parametrize("words", [["runs/a run"], ["--run_dir", "runs/a run"]])
