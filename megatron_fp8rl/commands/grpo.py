@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from megatron_fp8rl.config import (
 from megatron_fp8rl.data import weight_files
 from megatron_fp8rl.data.gguf_folder import model_folder
 from megatron_fp8rl.envs.source_kind import VERIFIERS, has_rows, is_supervised, kind_of, short_name
+from megatron_fp8rl.kernels.compile_cache import gpus
 from megatron_fp8rl.names.registry import from_hf_config
 from megatron_fp8rl.preflight import auto_layout, rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
@@ -307,12 +307,8 @@ def _on_gpus(
 
 def _local_gpus() -> tuple[int, float]:
     """(number of GPUs of this machine, GiB of the first)."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-        return len(lines), float(lines[0]) / 1024 if lines else 0.0
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return 0, 0.0
+    mebibytes = [int(text) for text in gpus("memory.total") if text.isdigit()]
+    return len(mebibytes), mebibytes[0] / 1024 if mebibytes else 0.0
 
 
 def _kind_of(memory_gib: float) -> GpuName:

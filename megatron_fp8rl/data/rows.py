@@ -25,6 +25,7 @@ import numpy as np
 from megatron_fp8rl.data.dropped import RowError
 from megatron_fp8rl.data.unchanged import DataFile
 from megatron_fp8rl.envs.source_kind import HUB, files_of, is_saved, kind_of
+from megatron_fp8rl.kernels import compile_cache
 
 _CHUNK_BYTES = 64 << 20
 
@@ -70,7 +71,7 @@ def open_rows(dataset: str, options: Mapping[str, Any]) -> Rows:
 
 def cache_dir() -> Path:
     """Create and return the folder for indices and unpacked files."""
-    folder = Path(os.environ.get("MEGATRON_FP8RL_CACHE") or Path.home() / ".cache" / "megatron_fp8rl")
+    folder = compile_cache.root()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -12,6 +12,7 @@ import os
 from importlib.machinery import PathFinder
 from types import ModuleType
 
+from megatron_fp8rl.kernels import compile_cache
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.upstream import patches
 
@@ -51,11 +52,9 @@ def import_parents() -> None:
 
 
 def compiled_folder() -> str:
-    """DeepGEMM's cache of compiled kernels (``cache/*/kernel.cubin``): vLLM's location, in every process."""
-    root = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "vllm"
-    )
-    return os.environ.get("DG_JIT_CACHE_DIR") or os.path.join(os.path.expanduser(root), "deep_gemm")
+    """DeepGEMM's cache of compiled kernels (``cache/*/kernel.cubin``), in every process."""
+    compile_cache.use()
+    return os.environ["DG_JIT_CACHE_DIR"]
 
 
 @functools.cache
@@ -66,7 +65,7 @@ def deep_gemm() -> ModuleType:
             "DeepGEMM is not installed. It ships with vLLM for CUDA: install vLLM, or choose "
             "--precision.kernels.experts te"
         )
-    os.environ.setdefault("DG_JIT_CACHE_DIR", compiled_folder())
+    compile_cache.use()
     module = importlib.import_module(name)
     # Our layouts use this alignment; DeepGEMM takes the expert of a block of rows from its first row.
     if (alignment := module.get_mk_alignment_for_contiguous_layout()) != BLOCK:

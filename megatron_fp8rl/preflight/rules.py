@@ -12,9 +12,7 @@ import importlib.util
 import json
 import math
 import string
-import subprocess
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.envs import agent_function, sandbox
 from megatron_fp8rl.envs.rewards import configured as rewards
 from megatron_fp8rl.envs.source_kind import CLASS, VERIFIERS, files_of, has_rows, is_supervised, kind_of
+from megatron_fp8rl.kernels.compile_cache import gpus
 from megatron_fp8rl.names import adapted
 from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
 from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals, resolved
@@ -65,15 +64,9 @@ def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Viol
     return checks.violations
 
 
-@cache
 def local_accelerator() -> Generation:
     """The GPU generation of this machine, as reported by ``nvidia-smi``; "cpu" if there is no GPU."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return "cpu"
-    return generation_of(int(float(answer[0])) if answer else 0)
+    return generation_of(int(float((gpus("compute_cap") or ["0"])[0])))
 
 
 def _check_precision(checks: Checks) -> None:

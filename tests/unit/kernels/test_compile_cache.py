@@ -1,11 +1,9 @@
-"""The folder of compiled kernels: another version or GPU is ignored, a full disk costs time, and what is compiled is
-recorded."""
+"""The folder of compiled kernels: a full disk costs time, and what is compiled is recorded."""
 
 import errno
 import json
 import os
 import subprocess
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +26,7 @@ def a_new_process(tmp_path, monkeypatch):
     forget()
 
 
-CACHED = (c_code.library, compile_cache.key, compile_cache.gpu, compile_cache.in_memory)
+CACHED = (c_code.library, compile_cache.gpus, compile_cache.in_memory)
 
 
 def forget() -> None:
@@ -36,31 +34,15 @@ def forget() -> None:
         function.cache_clear()
 
 
-def used_by_a_new_process(monkeypatch, gpu: str = "", triton: str = "3.6.0"):
-    forget()
-    for name in (*FOLDERS, FOLDER_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(compile_cache, "gpu", lambda: gpu)
-    monkeypatch.setattr(compile_cache.importlib.metadata, "version", lambda name: {"triton": triton}.get(name, "1"))
-    monkeypatch.setattr(compile_cache, "_FREE_BYTES", {"gpu": 1, "cpu": 1})
-    return compile_cache.use()
-
-
-def test_kernels_of_another_version_or_gpu_are_not_read(monkeypatch):
-    use = partial(used_by_a_new_process, monkeypatch)
-    folders = [use(), use(gpu="NVIDIA H200, 580.1"), use(gpu="NVIDIA B200, 580.1")]
-    folders.append(use(triton="3.7.0"))
-    assert len(set(folders)) == 4 and use() == folders[0]
-    assert folders[1].name.startswith("NVIDIA-H200-580.1-") and folders[0].name.startswith("cpu-")
-    assert os.environ["TRITON_CACHE_DIR"] == str(folders[0] / "triton")
-
-
-def test_folders_that_a_user_names_stay(monkeypatch):
+def test_folders_that_a_user_names_stay_and_others_are_those_of_the_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_cache, "gpus", lambda field: ["NVIDIA H200, 580.1"] * 2)
+    monkeypatch.setattr(compile_cache, "_wanted_bytes", lambda: 1)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/shared/triton")
     folder = compile_cache.use()
+    assert folder == tmp_path / "cache" / "kernels" / "NVIDIA-H200-580.1"
     assert os.environ["TRITON_CACHE_DIR"] == "/shared/triton"
     assert os.environ["VLLM_CACHE_ROOT"] == str(folder / "vllm")
-    monkeypatch.setattr(compile_cache, "key", pytest.fail)  # a child process does not choose again
+    monkeypatch.setattr(compile_cache, "root", pytest.fail)  # a child process does not choose again
     assert compile_cache.use() == folder
 
 
@@ -75,7 +57,7 @@ def test_a_full_disk_costs_only_time(how, tmp_path, monkeypatch, capfd):
     elif how == "full":
         monkeypatch.setattr(compile_cache.tempfile, "TemporaryFile", full)
     else:
-        monkeypatch.setattr(compile_cache, "_FREE_BYTES", {"gpu": 1 << 60, "cpu": 1 << 60})
+        monkeypatch.setattr(compile_cache, "_wanted_bytes", lambda: 1 << 60)
     folder = compile_cache.use()
     said = capfd.readouterr().err
     assert said.count("cannot keep compiled kernels") == 1 and "MEGATRON_FP8RL_CACHE" in said

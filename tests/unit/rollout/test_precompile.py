@@ -14,17 +14,17 @@ import pytest
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.rollout import deep_gemm_warmup, vllm_args
-from megatron_fp8rl.rollout.deep_gemm_warmup import Work
+from megatron_fp8rl.rollout.deep_gemm_warmup import Linear
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
 
 
-def stand_in(folder: Path, work: Work, share: int, num_shares: int) -> None:
+def stand_in(folder: Path, linears: list[Linear], share: int, num_shares: int) -> None:
     """In place of multiplying: notes its share; share 0 fails while there is a file "fail"."""
     time.sleep(0.2)
     if (folder / "fail").exists() and share == 0:
         sys.exit(3)
     with open(folder / "log", "a") as log:
-        log.write(f"{' '.join(work.words())} {share} of {num_shares}\n")
+        log.write(f"{', '.join(map(str, linears))}: {share} of {num_shares}\n")
 
 
 def test_sizes_are_those_of_vllms_fused_linears():
@@ -74,16 +74,17 @@ def test_the_trainers_sizes_are_megatrons_fused_linears():
 
 
 def test_shares_hold_every_size_once():
-    work = Work(((6144, 4096), (4096, 4096)), 8192, ((256, 128),), 1024)
-    dealt = deep_gemm_warmup.shares(work, 132, 16)
+    sizes = [(6144, 4096), (4096, 4096)]
+    linears = [*(Linear(*size, 8192) for size in sizes), Linear(256, 128, 1024, is_trained=True)]
+    dealt = deep_gemm_warmup.shares(linears, 132, 16)
     items = [item for share in dealt for item in share]
     assert len(items) == len(set(items)) and max(map(len, dealt)) - min(map(len, dealt)) <= 6
     of_size = {size: [item for item in items if item[1:3] == size] for size in {item[1:3] for item in items}}
-    assert set(of_size) == {*work.sizes, (256, 128), (128, 256)}
+    assert set(of_size) == {*sizes, (256, 128), (128, 256)}
     assert [item for item in items if item[0] == "dw"] == [("dw", 256, 128, 1024)]
     for size, found in of_size.items():  # an update's last microbatch may have any number of tokens
         counts = {tokens for kind, *_, tokens in found if kind == "y"}
-        assert min(counts) == 1 and max(counts) == (8192 if size in work.sizes else 1024) and counts >= {64, 256, 384}
+        assert min(counts) == 1 and max(counts) == (8192 if size in sizes else 1024) and counts >= {64, 256, 384}
 
 
 def environment_on(generation: str, cfg) -> dict[str, str]:
@@ -94,18 +95,20 @@ def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     cfg = grpo_qwen3_8b()
     fp8 = replace(cfg, precision=replace(cfg.precision, rollout="blockwise"))
     output = environment_on("hopper", fp8)[deep_gemm_warmup.LINEARS_VARIABLE]
-    assert output.split()[:3] == ["--deadline-s=720", "--sizes", "4096,4096"]
     asked: list = []
     monkeypatch.setattr(deep_gemm_warmup, "ensure", lambda *words, **more: asked.append((*words, more)) or True)
-    assert deep_gemm_warmup.main(output.split()) == 0
-    trained = tuple(deep_gemm_warmup.trainer_sizes(fp8.model, fp8.precision, fp8.parallel.tensor))
-    work = Work(tuple(deep_gemm_warmup.linear_sizes(fp8.model, fp8.precision, fp8.engine)), 8192, trained, 8192)
-    assert asked == [(work, {"deadline_s": 720.0})] and trained
+    monkeypatch.setenv(deep_gemm_warmup.LINEARS_VARIABLE, output)
+    assert deep_gemm_warmup.main() == 0
+    monkeypatch.delenv(deep_gemm_warmup.LINEARS_VARIABLE)
+    linears = [Linear(*size, 8192) for size in deep_gemm_warmup.linear_sizes(fp8.model, fp8.precision, fp8.engine)]
+    trained = deep_gemm_warmup.trainer_sizes(fp8.model, fp8.precision, fp8.parallel.tensor)
+    assert asked == [([*linears, *(Linear(*size, 8192, is_trained=True) for size in trained)], {"deadline_s": 720.0})]
+    assert linears and trained
     remote = replace(fp8, engine=replace(fp8.engine, placement="remote"))
-    assert "--trained" not in environment_on("hopper", remote)[deep_gemm_warmup.LINEARS_VARIABLE]
+    assert "true" not in environment_on("hopper", remote)[deep_gemm_warmup.LINEARS_VARIABLE]
     assert deep_gemm_warmup.start_from_env() is None
-    monkeypatch.setenv(deep_gemm_warmup.LINEARS_VARIABLE, "--help")
-    assert deep_gemm_warmup.start_from_env().wait(60) == 0
+    monkeypatch.setenv(deep_gemm_warmup.LINEARS_VARIABLE, "{}")
+    assert deep_gemm_warmup.start_from_env().wait(60) == 1  # it reads the variable
     fp32 = replace(fp8.precision, scales="fp32", kernels={"engine_linears": "cutlass"})
     other = replace(fp8, precision=fp32)
     bf16 = replace(cfg, precision=replace(cfg.precision, rollout="bf16"))
@@ -121,7 +124,9 @@ def compile_in(tmp_path, monkeypatch):
 
     def run(*sizes, **options) -> bool:
         settings = dict(folder=tmp_path, identity="a GPU", deadline_s=60.0) | options
-        return deep_gemm_warmup.ensure(Work(sizes, 64), compile_share=partial(stand_in, tmp_path), **settings)
+        return deep_gemm_warmup.ensure(
+            [Linear(*size, 64) for size in sizes], compile_share=partial(stand_in, tmp_path), **settings
+        )
 
     return run
 
@@ -129,10 +134,10 @@ def compile_in(tmp_path, monkeypatch):
 def test_what_is_compiled_is_not_compiled_again(compile_in, tmp_path, capfd):
     assert compile_in((256, 128), (128, 128))
     lines = (tmp_path / "log").read_text().splitlines()
-    assert sorted(lines) == [f"--sizes 256,128 128,128 --max-tokens=64 {i} of 3" for i in range(3)]
+    assert sorted(lines) == [f"256x128 to 64, 128x128 to 64: {i} of 3" for i in range(3)]
     assert compile_in((128, 128)) and len((tmp_path / "log").read_text().splitlines()) == 3
     assert compile_in((128, 128), (384, 128))
-    assert (tmp_path / "log").read_text().splitlines()[-1].startswith("--sizes 384,128 --max")
+    assert (tmp_path / "log").read_text().splitlines()[-1].startswith("384x128 to 64:")
     assert compile_in((128, 128), identity="another GPU")
     assert len((tmp_path / "log").read_text().splitlines()) == 9
     assert set(json.loads((tmp_path / "fp8rl.json").read_text())) == {"a GPU", "another GPU"}
@@ -140,12 +145,12 @@ def test_what_is_compiled_is_not_compiled_again(compile_in, tmp_path, capfd):
 
 
 def test_linears_of_the_trainer_are_listed_by_themselves(compile_in, tmp_path):
-    work = Work(((128, 128),), 64, ((128, 128),), 1024)
+    linears = [Linear(128, 128, 64), Linear(128, 128, 1024, is_trained=True)]
     done = {"a GPU": ["128x128 to 64"]}
     (tmp_path / "fp8rl.json").write_text(json.dumps(done))
     share = partial(stand_in, tmp_path)
-    assert deep_gemm_warmup.ensure(work, folder=tmp_path, identity="a GPU", compile_share=share)
-    assert (tmp_path / "log").read_text().startswith("--sizes --max-tokens=64 --trained 128,128 --trained-tokens=1024 ")
+    assert deep_gemm_warmup.ensure(linears, folder=tmp_path, identity="a GPU", compile_share=share)
+    assert (tmp_path / "log").read_text().startswith("128x128 trained to 1024:")
     listed = ["128x128 to 64", "128x128 trained to 1024"]
     assert json.loads((tmp_path / "fp8rl.json").read_text()) == {"a GPU": listed}
 
@@ -177,7 +182,7 @@ def test_replicas_that_share_a_folder_compile_once(compile_in, tmp_path):
 def test_slow_processes_end_at_the_deadline(compile_in, tmp_path, capfd):
     began = time.monotonic()
     done = deep_gemm_warmup.ensure(
-        Work(((128, 128),), 64),
+        [Linear(128, 128, 64)],
         folder=tmp_path,
         identity="a GPU",
         compile_share=lambda *_: time.sleep(60),
