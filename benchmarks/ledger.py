@@ -87,6 +87,7 @@ _OTHERS = {
     "olmo2_7b": (dense.olmo2_7b(), 4),
     "olmo3_7b": (dense.olmo3_7b(), 4),
     "gemma3_1b": (dense.gemma3_1b(), 6),
+    "phi4_mini": (dense.phi4_mini(), 4),
     "mixtral_8x7b": (mixtral.mixtral_8x7b(), 2),
     "glm_45_air": (glm.glm_45_air(), 2),
     "glm_47_flash": (glm.glm_47_flash(), 2),

@@ -27,6 +27,7 @@ from checkpoint_tools.report import Report
 from checkpoint_tools.row_chunks import row_chunks
 from checkpoint_tools.workers import Bucket, WorkerOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.data.fused_tensors import fusion_of
 from megatron_fp8rl.data.model_files import has_tokenizer
 from megatron_fp8rl.names import registry
 
@@ -84,10 +85,8 @@ def write(recipe: Recipe, options: DerivedOptions, inputs: dict[str, Any], repor
     }
     total = sum(num_bytes.values())
     with output_folder(options.target, inputs, overwrite=options.overwrite, num_bytes=total) as output:
-        fuses_experts = registry.FAMILIES[model.family].fused_experts
-        writer = HfWriter.create(
-            output.partial, tensors, options.shard_gb, options.memory_bytes, fuses_experts=fuses_experts
-        )
+        fusion = fusion_of(model.family)
+        writer = HfWriter.create(output.partial, tensors, options.shard_gb, options.memory_bytes, fusion=fusion)
         buckets, label = fill_buckets(num_bytes.items()), inputs["command"]
         report.volume = run_buckets(_Write(recipe, writer), buckets, output, workers=options.workers, label=label)
         report.num_tensors = len(tensors)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_fp8rl.data.fused_experts import fuse
-from megatron_fp8rl.names import registry
+from megatron_fp8rl.data.fused_tensors import fusion_of
 
 _BYTES_PER_WEIGHT = 16  # the tensors and the model
 _MEMORY_SHARE = 0.25  # of free memory, which other programs need as well
@@ -65,9 +64,7 @@ def float64_logits(
     kept = {key: value for key, value in config.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
     settings = AutoConfig.for_model(**kept)
     auto_class = AutoModelForCausalLM._model_mapping[type(settings)]
-    tensors = {name: read(name).double() for name in names}
-    if registry.FAMILIES[settings.model_type].fused_experts:
-        tensors = fuse(tensors)
+    tensors = fusion_of(settings.model_type).fuse({name: read(name).double() for name in names})
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), torch.no_grad(), _Float64():

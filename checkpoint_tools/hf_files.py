@@ -21,7 +21,7 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.output import Output
 from checkpoint_tools.row_chunks import row_chunks
 from checkpoint_tools.safetensors_file import Files, Tensors, create_file
-from megatron_fp8rl.data.fused_experts import ExpertEntry, fused_name, fused_shapes, split_entries
+from megatron_fp8rl.data.fused_tensors import SEPARATE, Fusion
 from megatron_fp8rl.data.model_files import INDEX, SINGLE
 from megatron_fp8rl.data.safetensors_header import Entry
 
@@ -32,20 +32,20 @@ class HfWriter:
 
     entries: dict[str, Entry]
     memory_bytes: int
+    fusion: Fusion = SEPARATE
     _files: Files = field(default_factory=lambda: Files(writable=True), repr=False)
 
     @classmethod
     def create(
-        cls, folder: Path, tensors: Tensors, shard_gb: float, memory_bytes: int, *, fuses_experts: bool = False
+        cls, folder: Path, tensors: Tensors, shard_gb: float, memory_bytes: int, *, fusion: Fusion = SEPARATE
     ) -> HfWriter:
         """Create shards of at most ``shard_gb`` 10^9 bytes; a larger tensor gets its own shard. Raises OSError.
-        ``fuses_experts``: the files have one tensor for all experts of a layer (``data/fused_experts.py``)."""
+        ``fusion``: how the files combine tensors."""
         if not 0 < shard_gb < math.inf:
             raise ValueError(f"--shard_gb {shard_gb}: expected GB of a file, more than 0")
         shards: list[dict] = [{}]
         total = 0
-        stored = fused_shapes(tensors) if fuses_experts else tensors
-        for name, (dtype, shape) in stored.items():
+        for name, (dtype, shape) in fusion.shapes(tensors).items():
             num_bytes = math.prod(shape) * dtype.itemsize
             if shards[-1] and total + num_bytes > int(shard_gb * 1e9):
                 shards.append({})
@@ -56,7 +56,7 @@ class HfWriter:
         for i, shard in enumerate(shards, 1):
             file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
             entries |= create_file(folder / file, shard)
-        return cls(split_entries(entries) if fuses_experts else entries, memory_bytes)
+        return cls(fusion.split_entries(entries), memory_bytes, fusion)
 
     def write(self, name: str, first: int, rows: Tensor) -> None:
         """Write ``rows`` at row ``first`` of a tensor. Raises OSError."""
@@ -82,10 +82,7 @@ class HfWriter:
         digests.write(folder, {name: values[name] for name in self.entries}, source=source)
         if len(files) > 1:
             total = sum(entry.num_bytes for entry in self.entries.values())
-            weight_map = {
-                fused_name(name) if isinstance(entry, ExpertEntry) else name: entry.file.name
-                for name, entry in self.entries.items()
-            }
+            weight_map = {self.fusion.name(name): entry.file.name for name, entry in self.entries.items()}
             write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         write_json(folder / "config.json", config)
         for file in side_files:

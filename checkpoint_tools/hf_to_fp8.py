@@ -28,6 +28,7 @@ from checkpoint_tools.report import report_conversion
 from checkpoint_tools.row_chunks import row_chunks
 from checkpoint_tools.workers import Bucket, Volume, WorkerOptions, fill_buckets, require_at_least, run_buckets
 from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.data.fused_tensors import SEPARATE, fusion_of
 from megatron_fp8rl.data.model_files import has_tokenizer
 from megatron_fp8rl.kernels.types import Scales
 from megatron_fp8rl.names import registry
@@ -78,9 +79,9 @@ class Options(WorkerOptions):
 def run(options: Options) -> int:
     """Convert and print a report; returns 0."""
     source = HfFolder.open(options.source, keep_mtp=options.keep_mtp)
-    if registry.FAMILIES[source.model.family].fused_experts:
-        problem = f"no program reads block FP8 of family {source.model.family}, published in MXFP4; a run reads"
-        raise CheckpointError(source.path, f"{problem} this folder as it is, and sends FP8 to its engines")
+    if fusion_of(source.model.family) is not SEPARATE:
+        problem = f"files of family {source.model.family} combine matrices, and no program reads that in block FP8"
+        raise CheckpointError(source.path, f"{problem}. A run reads this folder as it is, and sends FP8 to its engines")
     with report_conversion(options.source, options.target) as report:
         report.add_source(source, check_hub_digests(source.files, options))
         transfers, report.volume = convert(source, options.target, options)

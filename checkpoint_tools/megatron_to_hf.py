@@ -29,6 +29,7 @@ from checkpoint_tools.row_chunks import clip, row_chunks, segments
 from checkpoint_tools.torch_dist import METADATA
 from checkpoint_tools.workers import Bucket, Volume, WorkerOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.data.fused_tensors import fusion_of
 from megatron_fp8rl.data.model_files import has_tokenizer, is_finite, read_config
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.table import Weight
@@ -101,8 +102,8 @@ def convert(
     with output_folder(target, inputs, overwrite=options.overwrite, num_bytes=total) as output:
         links = output.partial / _LINKS
         source = _link_files(source, links)
-        fuses_experts = registry.FAMILIES[source.model.family].fused_experts
-        writer = HfWriter.create(output.partial, tensors, shard_gb, options.memory_bytes, fuses_experts=fuses_experts)
+        fusion = fusion_of(source.model.family)
+        writer = HfWriter.create(output.partial, tensors, shard_gb, options.memory_bytes, fusion=fusion)
         job = ToHf(source, writer, dtypes)
         volume = run_buckets(job, buckets, output, workers=options.workers, label="megatron_to_hf")
         config = _config(source.model, config_dir, {entry.dtype for entry in writer.entries.values()})

@@ -14,6 +14,7 @@ from typing import Any, Literal
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral",
     "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "olmo2", "olmo3", "gemma3_text", "qwen3_next", "gpt_oss",
+    "phi3",
 ]  # fmt: skip
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
 
@@ -23,11 +24,12 @@ class RopeScaling:
     """RoPE scaling beyond the pre-training context, with the field names of config.json.
 
     ``llama3`` is the rule of the Llama 3.1 release, ``yarn`` is arXiv:2309.00071 with DeepSeek's two ``mscale`` fields,
-    ``linear`` divides every position by the factor.
+    ``linear`` divides every position by the factor. ``longrope`` (arXiv:2402.13753) divides the frequency of each pair
+    by a number of one of two lists, which the longest sequence of a run selects.
     """
 
-    kind: Literal["llama3", "yarn", "linear"]
-    factor: float
+    kind: Literal["llama3", "yarn", "linear", "longrope"]
+    factor: float  # longrope: max_position_embeddings / original_max_position_embeddings, unless config.json has one
     original_max_position_embeddings: int  # linear: the model's max_position_embeddings
     low_freq_factor: float = 1.0  # llama3: wavelengths above original / low_freq_factor are scaled fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original / high_freq_factor are unchanged
@@ -35,8 +37,14 @@ class RopeScaling:
     beta_slow: float = 1.0  # yarn: frequencies with fewer rotations are scaled fully
     mscale: float = 1.0  # yarn: scales the rotated dims by m(mscale) / m(mscale_all_dim)
     mscale_all_dim: float = 0.0  # yarn: scales the softmax by m(mscale_all_dim)^2, where m(s) = 0.1 s ln(factor) + 1
-    attention_factor: float | None = None  # yarn: scales the rotated dims instead of the two mscale fields
+    attention_factor: float | None = None  # yarn, longrope: scales the rotated dims instead of other fields
     truncate: bool = True  # yarn: round the first and the last feature of the ramp to whole features
+    short_factor: tuple[float, ...] = ()  # longrope: by pair, in runs of at most the original positions
+    long_factor: tuple[float, ...] = ()  # longrope: by pair, in other runs
+
+    def __post_init__(self):
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def magnitude(self, mscale: float) -> float:
         """m(mscale) = 0.1 mscale ln(factor) + 1, or 1 if factor <= 1 (DeepSeek's ``yarn_get_mscale``)."""
@@ -44,12 +52,20 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """Factor applied to cosines and sines: 1, or YaRN's attention factor."""
-        if self.kind != "yarn":
+        """Factor applied to cosines and sines: 1, or the attention factor of YaRN or longrope."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope":
+            growth = math.log(self.factor) / math.log(self.original_max_position_embeddings) if self.factor > 1 else 0.0
+            return math.sqrt(1 + growth)
         return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+
+    def divisors(self, longest: int) -> tuple[float, ...]:
+        """Of longrope: what divides the frequency of each pair in all sequences of a run whose longest sequence has
+        ``longest`` tokens, as in vLLM; empty for other kinds."""
+        return self.long_factor if longest > self.original_max_position_embeddings else self.short_factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +199,7 @@ class ModelConfig:
         """The longest sequence that trainer and engines compute: with YaRN or linear scaling, vLLM takes the original
         positions times the factor."""
         scaling = self.rope_scaling
-        if scaling is None or scaling.kind == "llama3":
+        if scaling is None or scaling.kind in ("llama3", "longrope"):
             return self.max_position_embeddings
         longest = int(scaling.original_max_position_embeddings * scaling.factor)
         return longest if self.local_rope_theta is None else min(longest, self.max_position_embeddings)

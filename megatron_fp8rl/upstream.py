@@ -72,6 +72,8 @@ TESTED_LESS = {  # by range: patches with another range than their package; most
     ">=0.26,<0.27": (
         "rollout/vllm_plugin/cpu/cpu_delta_net.py:compute_as_the_trainer",
         "rollout/vllm_plugin/olmo2.py:Olmo2ForCausalLM",
+        "rollout/vllm_plugin/phi3.py:LongRope",
+        "rollout/vllm_plugin/phi3.py:Phi3ForCausalLM",
         "rollout/vllm_plugin/patches.py:normalize_latents_as_published",
         "rollout/vllm_plugin/patches_attention.py:FP8CacheAttention",
         "rollout/vllm_plugin/patches_attention.py:FP8CacheBackend",

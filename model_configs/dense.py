@@ -107,6 +107,38 @@ def gemma3_1b() -> ModelConfig:
     )
 
 
+def phi4_mini() -> ModelConfig:
+    """microsoft/Phi-4-mini-instruct."""
+    long_factor = [1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649]
+    long_factor += [2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845]
+    long_factor += [5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158]
+    long_factor += [11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105]
+    long_factor += [25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71]
+    long_factor += [32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77]
+    return ModelConfig(
+        family="phi3",
+        num_layers=32,
+        hidden_size=3072,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=200064,
+        ffn_hidden_size=8192,
+        rotary_fraction=0.75,
+        rope_theta=10_000.0,
+        rope_scaling=RopeScaling(
+            kind="longrope",
+            factor=32.0,
+            original_max_position_embeddings=4096,
+            short_factor=(1.0,) * 48,
+            long_factor=tuple(long_factor),
+        ),
+        norm_eps=1e-5,
+        tie_embeddings=True,
+        max_position_embeddings=131072,
+    )
+
+
 def _shared(name: str, model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig) -> RunConfig:
     """A run whose GPUs train and sample in turns, with an engine on each."""
     cfg = base.grpo(name, model, parallel=parallel, engine=base.engines(1), optim=optim)
@@ -153,6 +185,11 @@ def grpo_olmo3_7b() -> RunConfig:
 def grpo_gemma3_1b() -> RunConfig:
     """Gemma-3-1B on 1 H100."""
     return _shared("grpo_gemma3_1b", gemma3_1b(), ParallelConfig(world_size=1), base.optim("none"))
+
+
+def grpo_phi4_mini() -> RunConfig:
+    """Phi-4-mini on 1 H200."""
+    return _shared("grpo_phi4_mini", phi4_mini(), ParallelConfig(world_size=1), base.optim("none"))
 
 
 def grpo_qwen3_8b_h100() -> RunConfig:

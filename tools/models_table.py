@@ -42,6 +42,7 @@ ON_GPUS = {
     "gemma3_text": ("Gemma 3, text models", "", "", ""),
     "gpt_oss": ("gpt-oss-20b and 120b", "", "", ""),
     "qwen3_next": ("Qwen3-Next-80B-A3B, on CPUs only", "", "", ""),
+    "phi3": ("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "", "", ""),
 }
 RAN = {
     "grpo_qwen3_8b": "never as it is; its shape: 8 of 36 layers on one H200",

@@ -61,6 +61,11 @@ def split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{parent}.{expert}.{half}_proj.{kind[1:] or 'weight'}", _part(stored, half)
 
 
+def split_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint with those of single experts, as :func:`split` has them."""
+    return {name: part for whole in tensors.items() for name, part in split(*whole)}
+
+
 def _part(stored: Tensor, part: str) -> Tensor:
     """View the bias or the transposed matrix of one expert in a slice of a stored tensor."""
     return (stored.t() if stored.ndim == 2 else stored)[_PARTS[part]]

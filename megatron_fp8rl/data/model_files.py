@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data.checkpoint_error import CheckpointError
-from megatron_fp8rl.data.fused_experts import split_entries
+from megatron_fp8rl.data.fused_tensors import Fusion, fusion_of
 from megatron_fp8rl.data.packed_int4 import is_packed_int4, unpacked_entries
 from megatron_fp8rl.data.safetensors_header import Entry, read_header
 from megatron_fp8rl.data.weight_files import INDEX, SINGLE, explain, no_safetensors, prefix_problem
@@ -108,16 +108,13 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
         unreadable = {name.removeprefix(prefix) for name in unreadable}
     if is_packed_int4(registry.text_config(config)):
         entries = unpacked_entries(entries)
-    if fuses_experts(path):
-        entries = split_entries(entries)
-    return entries, problems, unreadable
+    return fusion_in(path).split_entries(entries), problems, unreadable
 
 
-def fuses_experts(path: Path) -> bool:
-    """Whether the folder is of a family that stores all experts of a layer in one tensor."""
+def fusion_in(path: Path) -> Fusion:
+    """How the folder's files combine tensors."""
     config = read_config(path) if (path / "config.json").is_file() else {}
-    family = registry.FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.fused_experts
+    return fusion_of(config.get("model_type"))
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -118,6 +118,7 @@ class Family:
     complete: Callable[[dict[str, Any]], dict[str, Any]] = dict  # adds keys that config.json expresses by others
     unwritten: frozenset[str] = frozenset()  # keys that only ``complete`` adds
     derived: Mapping[str, tuple[str, Callable[[ModelConfig], Any]]] = _NOTHING  # key -> the keys that it repeats, value
+    written: Mapping[str, Any] = _NOTHING  # further keys of the files that this library writes
     for_engines: tuple[str, ...] = ()  # keys that transformers does not write and vLLM reads
     mtp: tuple[Row, ...] = field(default=())  # the weights of a multi-token prediction layer besides its decoder layer
     fp32_router: bool = False  # the engine multiplies by the router's weight in FP32
@@ -128,6 +129,7 @@ class Family:
     # A checkpoint has one tensor for all experts of a layer, BF16 or MXFP4; gate and up take turns in its columns. The
     # experts have biases and a clamped SwiGLU.
     fused_experts: bool = False
+    fused_rows: bool = False  # a checkpoint has one tensor for queries, keys and values, and one for gate and up
     derives_head_dim: bool = False  # the engine takes hidden_size / num_attention_heads, whatever config.json says
 
     @property
@@ -203,6 +205,10 @@ def _contradictions(family: Family, values: Mapping[str, Any]) -> list[str]:
         refuse("router.num_groups", f"does not divide {keys['num_experts']} = {experts}")
     if used > num_groups:
         refuse("router.groups_per_token", f"is above {keys['router.num_groups']} = {num_groups}")
+    scaling, pairs = values.get("rope_scaling"), int((values.get("head_dim") or 0) * values["rotary_fraction"]) // 2
+    for name in ("short_factor", "long_factor") if scaling is not None and scaling.kind == "longrope" else ():
+        if (count := len(getattr(scaling, name))) != pairs:
+            problems.append(f"rope_parameters.{name} has {count} numbers, and a head has {pairs} rotated pairs")
     if values.get("sliding_window") == 0:
         refuse("sliding_window", "is a window of no tokens")
     return problems
@@ -368,6 +374,7 @@ def write(family: Family, model: ModelConfig) -> dict[str, Any]:
         **{"architectures": [family.architecture], "model_type": family.model_type, "dtype": "bfloat16"},
         **{"hidden_act": "silu", "attention_dropout": 0.0, "use_cache": True},
         **family.fixed,
+        **family.written,
     }
     for key, name in family.fields.items():
         owner, _, leaf = name.rpartition(".")

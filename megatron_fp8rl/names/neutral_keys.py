@@ -79,7 +79,7 @@ _ONE = frozenset(
     moe_layer_freq decoder_sparse_step interleave_moe_layer_step moe_layer_interval expert_layer_period
     n_group topk_group num_expert_group route_scale routed_scaling_factor moe_routed_scaling_factor
     mlp_alpha_factor mlp_beta_factor full_attn_alpha_factor full_attn_beta_factor layernorm_mlp_beta
-    layernorm_full_attention_beta layernorm_linear_attention_beta
+    layernorm_full_attention_beta layernorm_linear_attention_beta full_attn_mod interpolate_factor
     """.split()
 )
 _ON = frozenset(

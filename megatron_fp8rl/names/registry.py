@@ -24,6 +24,7 @@ from megatron_fp8rl.names.minimax_m2 import MINIMAX_M2
 from megatron_fp8rl.names.mistral import MISTRAL
 from megatron_fp8rl.names.mixtral import MIXTRAL
 from megatron_fp8rl.names.olmo import OLMO2, OLMO3
+from megatron_fp8rl.names.phi3 import PHI3
 from megatron_fp8rl.names.qwen2 import QWEN2
 from megatron_fp8rl.names.qwen3 import QWEN3, QWEN3_MOE
 from megatron_fp8rl.names.qwen3_next import QWEN3_NEXT
@@ -36,7 +37,7 @@ FAMILIES: dict[str, Family] = {
     f.model_type: f
     for f in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2),
-        *(OLMO2, OLMO3, GEMMA3, QWEN3_NEXT, GPT_OSS),
+        *(OLMO2, OLMO3, GEMMA3, QWEN3_NEXT, GPT_OSS, PHI3),
     )
 }
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
@@ -53,7 +54,6 @@ _NEEDED = {
     "deepseek_v4": "compressed attention and hyper-connections, which the pinned Megatron-Core does not have",
     "kimi_k3": "Kimi's delta attention in Megatron-Core and the model in vLLM, which the pinned versions do not have",
     "qwen4_exp": "its sparse attention and n-gram tables, which the pinned Megatron-Core and vLLM do not have",
-    "phi3": "matrices of queries, keys and values in one tensor, and longrope, in names, trainer and engine",
 }
 
 

@@ -13,8 +13,11 @@ KEYS = frozenset(
 )
 _LLAMA3 = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 _ENGINE_KEYS = ("attn_factor", "apply_yarn_scaling")  # vLLM's names of YaRN's attention factor
+_MAGNITUDES = ("short_mscale", "long_mscale")  # vLLM's names of longrope's
 _YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
-_FIELDS = {"llama3": _LLAMA3, "yarn": _LLAMA3[:2], "linear": _LLAMA3[:1]}
+_LISTS = ("short_factor", "long_factor")
+_FIELDS = {"llama3": _LLAMA3, "yarn": _LLAMA3[:2], "linear": _LLAMA3[:1], "longrope": (*_LISTS, _LLAMA3[1])}
+_LONGROPE_OPTIONS = ("factor", "attention_factor", *_MAGNITUDES)
 _NEUTRAL = {"truncate": True, "attn_factor": 1, "extrapolation_factor": 1, "apply_yarn_scaling": True}
 
 
@@ -115,8 +118,8 @@ def _read_scaling(
     original = config.get("original_max_position_embeddings") if kind != "linear" else None
     values = {"original_max_position_embeddings": original, **rope}
     values = {name: value for name, value in values.items() if value not in (None, _NEUTRAL.get(name))}
-    options = _YARN_OPTIONS[:4] if is_latent else (*_YARN_OPTIONS, *_ENGINE_KEYS)
-    known = {*_FIELDS[kind], *(options if kind == "yarn" else ())}
+    yarn = _YARN_OPTIONS[:4] if is_latent else (*_YARN_OPTIONS, *_ENGINE_KEYS)
+    known = {*_FIELDS[kind], *{"yarn": yarn, "longrope": _LONGROPE_OPTIONS}.get(kind, ())}
     problems = [f"rope_parameters.{name} is missing" for name in _FIELDS[kind] if name not in values]
     for name, value in values.items():
         if name not in known:
@@ -131,9 +134,18 @@ def _read_scaling(
     if not values.get("mscale_all_dim"):
         values.pop("mscale", None)  # transformers reads neither without the other
     length = values.pop("original_max_position_embeddings", None) or config.get("max_position_embeddings", 0)
-    engine = {name: values.pop(name) for name in _ENGINE_KEYS if name in values}
-    numbers = {name: value if name == "truncate" else float(value) for name, value in values.items()}
+    engine = {name: values.pop(name) for name in (*_ENGINE_KEYS, *_MAGNITUDES) if name in values}
+    if kind == "longrope":
+        if length < 2:
+            return None, [f"original_max_position_embeddings = {length} is below 2, whose logarithm would divide"]
+        values.setdefault("factor", config.get("max_position_embeddings", 0) / length)
+    kept = ("truncate", *_LISTS)
+    numbers = {name: value if name in kept else float(value) for name, value in values.items()}
     scaling = RopeScaling(kind=kind, original_max_position_embeddings=length, **numbers)  # type: ignore[arg-type]
+    if kind == "longrope":
+        wrong = [f"{name} = {value:g}" for name, value in engine.items() if not math.isclose(value, scaling.amplitude)]
+        problem = f"rope_parameters: vLLM multiplies by {' and '.join(wrong)}, transformers by {scaling.amplitude:g}; "
+        return scaling, [problem + "set attention_factor as in training, and remove the others"] if wrong else []
     factor = engine.get("attn_factor", 1.0) * (scaling.magnitude(1.0) if engine.get("apply_yarn_scaling", True) else 1)
     if engine and not math.isclose(factor, scaling.amplitude):
         problem = f"rope_parameters: vLLM multiplies by {factor:g} ({' and '.join(engine)}), transformers by "
@@ -143,6 +155,10 @@ def _read_scaling(
 
 def _wrong_value(name: str, value: Any) -> str:
     """Why a number or flag of a rotary scaling is none; empty if it is one."""
+    if name in _LISTS:
+        numbers = value if isinstance(value, list | tuple) else [None]
+        wrong = any(isinstance(n, bool) or not isinstance(n, int | float) or not 0 < n < math.inf for n in numbers)
+        return "not a list of numbers above 0" if wrong else ""
     if name in ("truncate", "apply_yarn_scaling"):
         return "" if isinstance(value, bool) else "not true or false"
     kinds, expected = ((int,), "whole number") if name == _LLAMA3[1] else ((int, float), "number")
@@ -160,8 +176,11 @@ def write(model: ModelConfig, *, has_fraction: bool, yarn_options: Sequence[str]
     scaling = model.rope_scaling
     if scaling is not None:
         factors = {name: getattr(scaling, name) for name in _FIELDS[scaling.kind]}
-        factors |= _options(scaling, model, yarn_options)
-        factors["factor"] = float(scaling.factor)  # vLLM reads a whole number as a list
+        if scaling.kind == "longrope":
+            factors |= {name: list(factors[name]) for name in _LISTS} | _longrope_options(scaling, model)
+        else:
+            factors |= _options(scaling, model, yarn_options)
+            factors["factor"] = float(scaling.factor)  # vLLM reads a whole number as a list
         parameters |= {"rope_type": scaling.kind, **factors}
         config["rope_scaling"] = {"rope_type": scaling.kind, **factors}
     if has_fraction or model.rotary_fraction != 1.0:
@@ -170,6 +189,15 @@ def write(model: ModelConfig, *, has_fraction: bool, yarn_options: Sequence[str]
         local = {"rope_type": "default", "rope_theta": model.local_rope_theta}
         parameters = {"full_attention": parameters, "sliding_attention": local}
     return config | {"rope_parameters": parameters}
+
+
+def _longrope_options(scaling: RopeScaling, model: ModelConfig) -> dict[str, float]:
+    """The optional keys of longrope whose values do not follow from others, also under vLLM's names."""
+    plain = model.max_position_embeddings / max(1, scaling.original_max_position_embeddings)
+    options = {} if scaling.factor == plain else {"factor": scaling.factor}
+    if scaling.attention_factor is not None:
+        options["attention_factor"] = scaling.attention_factor
+    return options | (dict.fromkeys(_MAGNITUDES, scaling.amplitude) if options else {})
 
 
 def _options(scaling: RopeScaling, model: ModelConfig, always: Sequence[str]) -> dict[str, Any]:

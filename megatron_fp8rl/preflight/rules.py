@@ -30,7 +30,13 @@ from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals, resol
 from megatron_fp8rl.precision.kernel_support import invariant_nccl
 from megatron_fp8rl.preflight import teachers
 from megatron_fp8rl.preflight.findings import Checks
-from megatron_fp8rl.preflight.shapes import check_checkpoint, check_degrees, check_delta_nets, check_model
+from megatron_fp8rl.preflight.shapes import (
+    check_checkpoint,
+    check_combined_matrices,
+    check_degrees,
+    check_delta_nets,
+    check_model,
+)
 from megatron_fp8rl.preflight.tiling import check_tiling
 from megatron_fp8rl.rollout.vllm_args import ADAPTER_RANKS, cpu_cache_bytes, kv_token_bytes
 
@@ -45,6 +51,7 @@ def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Viol
     model_is_valid = check_model(checks)
     degrees_are_valid = check_degrees(checks, model_is_valid)
     check_delta_nets(checks, accelerator)
+    check_combined_matrices(checks)
     _check_precision(checks)
     checks.violations += refusals(cfg, Hardware(accelerator))
     if model_is_valid and degrees_are_valid:

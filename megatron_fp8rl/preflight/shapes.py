@@ -96,6 +96,11 @@ def _check_rotary(checks: Checks) -> None:
         field = "head_dim" if model.rotary_fraction == 1 else "rotary_fraction"
         problem = f"rotates {rotated} features of a head, {pairs}"
         checks.refuse(f"model.{field}", problem, "Choose an even number of features")
+    elif (scaling := model.rope_scaling) is not None and scaling.kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            if (count := len(getattr(scaling, name))) != rotated // 2:
+                problem = f"has {count} numbers, and a head has {rotated // 2} rotated pairs"
+                checks.refuse(f"model.rope_scaling.{name}", problem, "Copy the list of config.json")
 
 
 def check_degrees(checks: Checks, model_is_valid: bool) -> bool:
@@ -169,6 +174,18 @@ def _check_head_degree(checks: Checks, path: str) -> None:
     elif divides and kv_heads % degree and degree % kv_heads:
         problem = f"neither divides the {kv_heads} key/value heads nor is a multiple of them"
         checks.refuse(path, problem, f"Choose a divisor or a multiple of {kv_heads}")
+
+
+def check_combined_matrices(checks: Checks) -> None:
+    """Refuse what models lack whose checkpoints combine matrices in one tensor."""
+    if not FAMILIES[checks.cfg.model.family].fused_rows:
+        return
+    if not upstream.applies("Phi3ForCausalLM", "LongRope"):
+        problem = "needs the patches Phi3ForCausalLM and LongRope, not tested with the installed version of vLLM"
+        checks.refuse("model.family", problem, "Install the version that is pinned")
+    if checks.cfg.lora.rank:
+        problem = "gives single matrices adapters, and checkpoints of this family combine the matrices"
+        checks.refuse("lora.rank", problem, "Leave it out")
 
 
 def check_delta_nets(checks: Checks, accelerator: Generation) -> None:

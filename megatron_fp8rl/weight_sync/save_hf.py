@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.data.checkpoint_dir import errors_name, sync_to_disk
-from megatron_fp8rl.data.fused_experts import fuse, fused_name
+from megatron_fp8rl.data.fused_tensors import SEPARATE, Fusion, fusion_of
 from megatron_fp8rl.data.tokenizer import load_tokenizer, special_ids
 from megatron_fp8rl.kernels.fp8_parameter import plain
 from megatron_fp8rl.names import registry
@@ -58,8 +58,8 @@ def save_hf(
     shard has at most ``max_shard_bytes`` of weights (or one larger tensor); rank 0 keeps one shard in memory."""
     parallel = policy.parallel
     group = dist.new_group(backend="gloo", timeout=_DEADLINE) if parallel.world_size > 1 else None
-    fuses_experts = registry.FAMILIES[policy.cfg.model.family].fused_experts
-    shards = _divide(plan_whole(policy), max_shard_bytes, fuses_experts)
+    fusion = fusion_of(policy.cfg.model.family)
+    shards = _divide(plan_whole(policy), max_shard_bytes, fusion)
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     together(lambda: _start(policy, partial), group)
@@ -67,7 +67,7 @@ def save_hf(
         gathers = together(lambda shard=shard: prepare_gathers(policy, shard, group), group)
         gather_all(gathers)
         name = _shard_name(index, len(shards))
-        together(lambda gathers=gathers, name=name: _write_shard(gathers, partial / name, fuses_experts), group)
+        together(lambda gathers=gathers, name=name: _write_shard(gathers, partial / name, fusion), group)
     together(lambda: _complete(policy, shards, partial, path, Path(tokenizer_dir)), group)
     if group is not None:
         dist.destroy_process_group(group)
@@ -85,11 +85,11 @@ def _num_bytes(transfer: Transfer) -> int:
     return tensor.num_bytes
 
 
-def _divide(transfers: tuple[Transfer, ...], max_shard_bytes: int, fuses_experts: bool = False) -> list[list[Transfer]]:
+def _divide(transfers: tuple[Transfer, ...], max_shard_bytes: int, fusion: Fusion = SEPARATE) -> list[list[Transfer]]:
     shards: list[list[Transfer]] = []
     filled = 0
-    for _, parts in itertools.groupby(transfers, key=lambda t: fused_name(t.name) if fuses_experts else t.name):
-        stored = list(parts)  # one tensor of the file, or all experts of a layer
+    for _, parts in itertools.groupby(transfers, key=lambda t: fusion.name(t.name)):
+        stored = list(parts)  # all parts of one tensor of the file
         num_bytes = sum(map(_num_bytes, stored))
         if not shards or filled + num_bytes > max_shard_bytes:
             shards.append([])
@@ -122,10 +122,10 @@ def _shard_name(index: int, num_shards: int) -> str:
     return "model.safetensors" if num_shards == 1 else f"model-{index + 1:05d}-of-{num_shards:05d}.safetensors"
 
 
-def _write_shard(gathers: Sequence[TensorGather], file: Path, fuses_experts: bool = False) -> None:
+def _write_shard(gathers: Sequence[TensorGather], file: Path, fusion: Fusion = SEPARATE) -> None:
     tensors = {gather.transfer.name: gather.whole.cpu() for gather in gathers if gather.whole is not None}
     if tensors:
-        write_tensors(fuse(tensors) if fuses_experts else tensors, file)
+        write_tensors(fusion.fuse(tensors), file)
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
@@ -141,9 +141,8 @@ def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path:
     if policy.parallel.rank != 0:
         return
     if len(shards) > 1:
-        where = {t.name: _shard_name(i, len(shards)) for i, shard in enumerate(shards) for t in shard}
-        if registry.FAMILIES[policy.cfg.model.family].fused_experts:
-            where = {fused_name(name): file for name, file in where.items()}
+        stored_name = fusion_of(policy.cfg.model.family).name
+        where = {stored_name(t.name): _shard_name(i, len(shards)) for i, shard in enumerate(shards) for t in shard}
         total = sum(_num_bytes(t) for shard in shards for t in shard)
         index = {"metadata": {"total_size": total}, "weight_map": where}
         write_json(partial / "model.safetensors.index.json", index)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ModelConfig, ParallelConfig
-from megatron_fp8rl.data.fused_experts import fuse
+from megatron_fp8rl.data.fused_tensors import fusion_of
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -18,7 +18,7 @@ from tests.helpers.families import MODELS
 from tests.helpers.training import run_config
 
 # One of each kind of attention, router and head; the tests of names have all.
-KINDS = ("llama", "qwen2-one-group", "mixtral", "glm4_moe", "qwen3_next", "gpt_oss", "deepseek_v3")
+KINDS = ("llama", "qwen2-one-group", "mixtral", "glm4_moe", "qwen3_next", "gpt_oss", "phi3", "deepseek_v3")
 LAYOUTS = {
     "tp2": dict(world_size=2, tensor=2),
     "pp2": dict(world_size=2, pipeline=2),
@@ -40,8 +40,7 @@ def _checkpoint(model: ModelConfig, folder: Path) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         if not name.endswith("e_score_correction_bias"):
             tensors[name] = tensor.bfloat16()
-    if registry.FAMILIES[model.family].fused_experts:
-        tensors = fuse(tensors)
+    tensors = fusion_of(model.family).fuse(tensors)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(registry.to_hf_config(model)))

@@ -36,6 +36,7 @@ KINDS = (
     "gpt_oss",
     "olmo2",
     "gemma3_text",
+    "phi3-long",
     "qwen3_next",
     "deepseek_v3",
     "deepseek_v3-direct-queries",

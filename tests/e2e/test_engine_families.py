@@ -10,7 +10,7 @@ import torch
 from engine_weights import policy_of
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RopeScaling, RunConfig, WeightSyncConfig
-from megatron_fp8rl.data.fused_experts import fuse
+from megatron_fp8rl.data.fused_tensors import fusion_of
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.publish import WeightExporter
@@ -25,6 +25,8 @@ from tests.helpers.family_configs import (
     MIXTRAL,
     OLMO2,
     OLMO3,
+    PHI3,
+    PHI3_LONG,
     QWEN3_NEXT,
 )
 from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
@@ -46,6 +48,8 @@ MODELS = {
     "gemma3_text": GEMMA3,
     "qwen3_next": QWEN3_NEXT,
     "gpt_oss": GPT_OSS,
+    "phi3": PHI3,
+    "phi3_long": PHI3_LONG,
 }
 FP8_FAMILIES = (
     "qwen2",
@@ -58,6 +62,7 @@ FP8_FAMILIES = (
     "gemma3_text",
     "qwen3_next",
     "gpt_oss",
+    "phi3",
 )
 CASES = [(family, "bf16") for family in MODELS] + [(family, "blockwise") for family in FP8_FAMILIES]
 
@@ -102,9 +107,7 @@ def reference_logprobs(model: ModelConfig, folder: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     folder.mkdir()
-    weights = random_weights(model)
-    if registry.FAMILIES[model.family].fused_experts:
-        weights = fuse(weights)
+    weights = fusion_of(model.family).fuse(random_weights(model))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(registry.to_hf_config(model)))
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()

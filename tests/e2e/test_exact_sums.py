@@ -16,7 +16,7 @@ from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_support import forbids_exact
 from tests.helpers.dist import run_ranks
 from tests.helpers.exact_sums import DENSE, GLM_MOE, MOE, WINDOW, random_weights, tokens_logprobs
-from tests.helpers.family_configs import GEMMA3, GPT_OSS, OLMO2
+from tests.helpers.family_configs import GEMMA3, GPT_OSS, OLMO2, PHI3
 
 
 def sample(cfg: RunConfig, folder: Path) -> list[tuple[list[int], torch.Tensor]]:
@@ -76,10 +76,11 @@ def test_every_family_that_is_exact_by_default_is(tmp_path):
         (GEMMA3, EngineConfig(), (1,)),
         (replace(OLMO2, ffn_hidden_size=512), EngineConfig(tensor=2), (2,)),
         (GPT_OSS, EngineConfig(), (1,)),
+        (PHI3, EngineConfig(tensor=2), (1, 2)),
         pytest.param(DENSE, EngineConfig(tensor=8), (1, 8), marks=pytest.mark.slow),
         pytest.param(MOE, EngineConfig(tensor=2, expert=2), (1, 4), marks=pytest.mark.slow),
     ],
-    ids=["tp4_ep4", "shared_tp2_ep2", "window_tp2", "gemma3", "olmo2_tp2", "gpt_oss", "tp8", "finer_trainer"],
+    ids="tp4_ep4 shared_tp2_ep2 window_tp2 gemma3 olmo2_tp2 gpt_oss phi3_tp2 tp8 finer_trainer".split(),
 )
 def test_engines_of_several_ranks_and_trainers_of_any_degree_agree(model, engine, trainers, tmp_path):
     base = RunConfig(name="sums", model=model, engine=engine, precision=PrecisionConfig(exact=True))

@@ -1,5 +1,7 @@
 """What makes trainer and engine bitwise equal at the lengths of real answers, on one GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -41,6 +43,37 @@ def test_the_rotary_table_is_the_engines_at_every_position(name):
     theirs = rope.cos_sin_cache[:POSITIONS]
     ours = torch.cat(rotary_table(POSITIONS, rotary, theirs.dtype, theirs.device), dim=-1)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("longest", [4096, 8192], ids=["short", "long"])
+def test_longrope_turns_heads_like_the_engine(longest, monkeypatch):
+    """Phi-4-mini's table at every position, and the rotated heads of the last ones."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers import rotary_embedding
+
+    from megatron_fp8rl.names import rope
+    from megatron_fp8rl.rollout.vllm_plugin import phi3
+    from model_configs.dense import phi4_mini
+
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})  # its keys lack the length
+    model, current = phi4_mini(), VllmConfig()
+    current.model_config = SimpleNamespace(max_model_len=longest)
+    written = rope.write(model, has_fraction=True)["rope_parameters"]
+    with set_current_vllm_config(current), torch.device("cuda"):
+        engine = rotary_embedding.get_rope(
+            128, model.max_position_embeddings, rope_parameters=written, dtype=torch.bfloat16
+        )
+    assert type(engine) is phi3.LongRope
+    rotary = Rotary.of(model, longest=longest)
+    cos, sin = rotary_table(model.max_position_embeddings, rotary, torch.bfloat16, torch.device("cuda"))
+    assert torch.equal(torch.cat([cos, sin], dim=-1), engine.cos_sin_cache)
+    generator = torch.Generator("cuda").manual_seed(1)
+    query, key = (torch.randn(512, n, 128, device="cuda", generator=generator).bfloat16() for n in (24, 8))
+    positions = torch.arange(longest - 512, longest, device="cuda")
+    of_tokens = [table[positions].float()[:, None] for table in (cos, sin)]
+    ours = [rotary.rotate(x, *of_tokens) for x in (query, key)]
+    theirs = engine.forward_cuda(positions, query.flatten(1).clone(), key.flatten(1).clone())
+    assert all(torch.equal(mine.flatten(1), other) for mine, other in zip(ours, theirs))
 
 
 @pytest.mark.parametrize("vocab", [16_384, 151_936])

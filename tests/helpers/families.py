@@ -1,5 +1,7 @@
 """A small model of every family, with sizes that nothing has in common."""
 
+from dataclasses import replace
+
 from megatron_fp8rl.config import GdnConfig, MlaConfig, ModelConfig, RopeScaling, RouterConfig
 from megatron_fp8rl.names import registry
 
@@ -28,6 +30,13 @@ def fits(model: ModelConfig, layout: dict) -> bool:
 
 
 _YARN = RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.3)
+_LONGROPE = RopeScaling(
+    kind="longrope",
+    factor=2.0,
+    original_max_position_embeddings=4096,
+    short_factor=(1.0, 1.1, 1.2, 1.4, 1.7, 2.0),
+    long_factor=(1.0, 1.5, 3.0, 5.0, 8.0, 16.0),
+)
 MODELS = {
     "llama": ModelConfig(
         family="llama",
@@ -87,6 +96,22 @@ MODELS = {
         rope_scaling=RopeScaling(kind="linear", factor=4.0, original_max_position_embeddings=64),
         **_WINDOWS,
         **_COMMON | dict(tie_embeddings=True, hidden_size=64),  # its root needs no rounding to BF16
+    ),
+    # The trainer takes the list that transformers takes for each sequence: runs here have at most 4096 tokens.
+    "phi3": ModelConfig(
+        family="phi3",
+        rotary_fraction=0.6,
+        rope_theta=1e4,
+        rope_scaling=_LONGROPE,
+        sliding_window=12,
+        **_COMMON | dict(hidden_size=80, num_key_value_heads=1, max_position_embeddings=8192),
+    ),
+    "phi3-long": ModelConfig(
+        family="phi3",
+        rotary_fraction=0.6,
+        rope_theta=1e4,
+        rope_scaling=replace(_LONGROPE, factor=4096.0, original_max_position_embeddings=2, attention_factor=1.3),
+        **_COMMON | dict(hidden_size=80, tie_embeddings=True, max_position_embeddings=64),
     ),
     "minimax_m2": ModelConfig(
         family="minimax_m2",

@@ -79,6 +79,25 @@ MINIMAX = replace(
     experts_per_token=3,
     router=RouterConfig(score="sigmoid", correction_bias=True),
 )
+PHI3 = replace(
+    LLAMA,
+    family="phi3",
+    hidden_size=256,
+    tie_embeddings=True,
+    rotary_fraction=0.75,
+    max_position_embeddings=8192,
+    # Engines and trainers of a run take one list; the lengths of runs here are below 4096.
+    rope_scaling=RopeScaling(
+        kind="longrope",
+        factor=2.0,
+        original_max_position_embeddings=4096,
+        short_factor=tuple(1 + 0.04 * i for i in range(24)),
+        long_factor=tuple(1 + 0.7 * i for i in range(24)),
+    ),
+)
+PHI3_LONG = replace(  # every prompt is longer than the original length, so that transformers takes the long list too
+    PHI3, rope_scaling=replace(PHI3.rope_scaling, factor=2048.0, original_max_position_embeddings=4)
+)
 QWEN3_NEXT = replace(
     MIXTRAL,
     family="qwen3_next",

@@ -157,6 +157,25 @@ MINIMAX_M2 = {
     "attention_dropout": 0.0, "initializer_range": 0.02, "output_router_logits": False, "router_aux_loss_coef": 0.001,
     "router_jitter_noise": 0.0, "tie_word_embeddings": False,
 }  # fmt: skip
+PHI4_MINI = {
+    "_name_or_path": "Phi-4-mini-instruct", "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
+    "attention_dropout": 0.0, "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1,
+    "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
+    "interpolate_factor": 1, "lm_head_bias": False, "max_position_embeddings": 131072, "mlp_bias": False,
+    "model_type": "phi3", "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096, "pad_token_id": 199999, "partial_rotary_factor": 0.75,
+    "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 262144,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 200064,
+    "rope_scaling": {
+        "type": "longrope", "short_factor": [1.0] * 48, "long_factor": [
+            1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+            2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
+            6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252,
+            16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23,
+            32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+        ],
+    },
+}  # fmt: skip
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
     "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
@@ -199,6 +218,7 @@ MODELS = {
     # The card says 7 B; the unit count is arithmetic over the published dimensions.
     "olmo2_7b": (dense.olmo2_7b, OLMO2_7B, 7_298_617_344, "7.30", "7.30"),
     "olmo3_7b": (dense.olmo3_7b, OLMO3_7B, 7_298_011_136, "7.30", "7.30"),
+    "phi4_mini": (dense.phi4_mini, PHI4_MINI, 3_836_021_760, "3.84", "3.84"),
     "gemma3_1b": (dense.gemma3_1b, GEMMA3_1B, 999_885_952, "1.00", "1.00"),
     # The card says 106 B and 12 B; the unit count is arithmetic over the published dimensions.
     "glm_45_air": (glm.glm_45_air, GLM_45_AIR, 106_852_251_264, "106.9", "13"),

@@ -50,6 +50,8 @@ def register() -> None:
     )
     if upstream.applies("Olmo2ForCausalLM"):
         ModelRegistry.register_model("Olmo2ForCausalLM", "megatron_fp8rl.rollout.vllm_plugin.olmo2:Olmo2ForCausalLM")
+    if upstream.applies("Phi3ForCausalLM", "LongRope"):
+        ModelRegistry.register_model("Phi3ForCausalLM", "megatron_fp8rl.rollout.vllm_plugin.phi3:Phi3ForCausalLM")
     if os.environ.get(KEPT_VARIABLE) == "1" and upstream.applies("report_kept_entries", "TensorsWithKept"):
         from megatron_fp8rl.rollout.vllm_plugin import patches_kept
 

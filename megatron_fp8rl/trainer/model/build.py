@@ -31,8 +31,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import ConfigError, ModelConfig, RunConfig, Violation
-from megatron_fp8rl.data.fused_experts import fused_name, read_expert
-from megatron_fp8rl.data.model_files import FP8, FP8_DTYPE, SCALE, fuses_experts, is_finite
+from megatron_fp8rl.data.model_files import FP8, FP8_DTYPE, SCALE, fusion_in, is_finite
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.blocks import EMBEDDING
 from megatron_fp8rl.names.layouts import layers_per_chunk
@@ -181,7 +180,7 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
     kernels do not support the model on this hardware.
     """
     model_parallel_cuda_manual_seed(cfg.seed, force_reset_rng=True)
-    factory = LayerFactory(cfg.model, cfg.precision, cfg.engine, parallel, choose(cfg, local_hardware(), "trainer"))
+    factory = LayerFactory(cfg, parallel, choose(cfg, local_hardware(), "trainer"))
     config = transformer_config(cfg, parallel)
     virtual_stages = parallel.config.virtual_stages
     chunks: list[nn.Module] = []
@@ -354,14 +353,14 @@ def _open_checkpoint(folder: Path) -> Get:
             handles[file] = safe_open(folder / file, framework="pt").__enter__()
         return handles[file]
 
-    def expert_row(name: str, expert: int) -> Tensor | None:
-        return opened(name).get_slice(name)[expert] if name in files else None
+    def stored(name: str) -> Any:
+        return opened(name).get_slice(name) if name in files else None
 
-    is_fused = fuses_experts(folder)
+    fusion = fusion_in(folder)
 
     def get(name: str) -> Tensor:
-        tensor = read_expert(name, expert_row) if is_fused else None
-        file = files.get(fused_name(name), folder.name)
+        tensor = fusion.read(name, stored)
+        file = files.get(fusion.name(name), folder.name)
         if tensor is None:
             if name not in files:
                 raise KeyError(f"{name}: not in the checkpoint {folder}, which has {len(files)} tensors")
@@ -369,7 +368,7 @@ def _open_checkpoint(folder: Path) -> Get:
         if tensor.dtype.itemsize > 1 and not is_finite(tensor):
             problem = f"{name}: NaN or infinity in {file}"
             raise ConfigError([Violation("--model.hf_path", str(folder), problem, "Restore the file, or name another")])
-        if tensor.dtype == FP8_DTYPE and name + SCALE in files:
+        if tensor.dtype == FP8_DTYPE and fusion.name(name + SCALE) in files:
             tensor = dequantize(tensor, get(name + SCALE).float(), FP8).to(torch.bfloat16)
         return tensor
 

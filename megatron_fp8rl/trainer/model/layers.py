@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatron_fp8rl.config import EngineConfig, ModelConfig, PrecisionConfig
+from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.combine import weighted_in_combine
 from megatron_fp8rl.names import registry
@@ -140,15 +140,9 @@ _GEMMS = {"te": on_transformer_engine, "emulated": in_torch, "deep_gemm": on_dee
 
 
 class LayerFactory:
-    def __init__(
-        self,
-        model: ModelConfig,
-        precision: PrecisionConfig,
-        engine: EngineConfig,
-        parallel: Parallel,
-        choice: KernelChoice,
-    ):
-        self._model, self._precision, self._engine = model, precision, engine
+    def __init__(self, cfg: RunConfig, parallel: Parallel, choice: KernelChoice):
+        self._model, self._precision, self._engine = model, precision, engine = cfg.model, cfg.precision, cfg.engine
+        self._longest = cfg.max_sequence_tokens
         self._parallel, self._kernels = parallel, choice.trainer
         self._rounds_queries = choice.engine.rounds_queries
         is_ours = choice.engine.attention == "FP8_CACHE"
@@ -210,7 +204,7 @@ class LayerFactory:
             "engine": partial(attention_te.attend, forward=self._engine_attention),
         }
         settings = dict(
-            rotary=Rotary.of(model, kind.window),
+            rotary=Rotary.of(model, kind.window, self._longest),
             scale=softmax_scale(model),
             window=kind.window,
             has_sinks=registry.has_sinks(model),

@@ -27,18 +27,21 @@ class Rotary:
     first_feature: int  # offset of the rotated features in a head
     theta: float
     scaling: RopeScaling | None
+    divisors: tuple[float, ...] = ()  # longrope: of the frequency of each pair
     interleaved: bool  # pairs are adjacent features; otherwise feature i pairs with i + R / 2
 
     @classmethod
-    def of(cls, model: ModelConfig, window: int | None = None) -> Rotary:
+    def of(cls, model: ModelConfig, window: int | None = None, longest: int = 0) -> Rotary:
         """Latent attention rotates the last part of a head, all others the first ``rotary_fraction``. ``window``: of
-        the layer's attention."""
+        the layer's attention. ``longest``: tokens of the run's longest sequence, which select the list of longrope."""
         mla, local = model.mla, model.local_rope_theta if window is not None else None
+        scaling = model.rope_scaling if local is None else None
         return cls(
             num_features=int(model.head_dim * model.rotary_fraction) if mla is None else mla.qk_rope_head_dim,
             first_feature=0 if mla is None else mla.qk_nope_head_dim,
             theta=model.rope_theta if local is None else local,
-            scaling=model.rope_scaling if local is None else None,
+            scaling=scaling,
+            divisors=() if scaling is None else scaling.divisors(longest),
             interleaved=mla is not None,
         )
 
@@ -48,6 +51,8 @@ class Rotary:
         periods = self.theta**exponents
         if self.scaling is None or self.scaling.kind == "linear":
             return 1.0 / periods
+        if self.scaling.kind == "longrope":
+            return 1.0 / (torch.tensor(self.divisors, dtype=torch.float32, device=device) * periods)
         stretch = {"llama3": _llama3, "yarn": self._yarn}[self.scaling.kind]
         return stretch(periods, self.scaling)
 

@@ -63,6 +63,14 @@ MORE["qwen3_next"] = MORE["qwen3_moe"] | dict(
     linear_key_head_dim=8,
     linear_value_head_dim=8,
 )
+MORE["phi3"] = dict(
+    original_max_position_embeddings=16,
+    pad_token_id=None,
+    rope_parameters={
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+        "short_factor": [1.0, 2.0], "long_factor": [1.0, 4.0],
+    },
+)  # fmt: skip
 MORE["gpt_oss"] = MORE["minimax_m2"] | {"sliding_window": 5}
 EXTRA = {  # said beside what the class knows
     "is_causal": False,

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
-from megatron_fp8rl.data.fused_experts import fuse, split
+from megatron_fp8rl.data.fused_tensors import fusion_of
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -38,6 +38,12 @@ GPT_OSS_YARN = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.4}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 5e5, "partial_rotary_factor": 0.4,
+    "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 4.0, 8.0, 20.0],
+}  # fmt: skip
+MSCALE = {"short_mscale": 1.3, "long_mscale": 1.3}  # the same for vLLM
+PHI3 = {"hidden_size": 80, "original_max_position_embeddings": 16, "pad_token_id": None}
 SCALED = {"original_max_position_embeddings": 16, "rope_theta": 5e5}
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DEEPSEEK_MOE = {
@@ -79,6 +85,9 @@ CASES = {
         | {"linear_key_head_dim": 12, "linear_value_head_dim": 10},
     ),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": GPT_OSS_YARN}),
+    "phi3": ("phi3", PHI3 | {"rope_parameters": PARTIAL, "original_max_position_embeddings": 64}),
+    "phi3_longrope": ("phi3", PHI3 | {"rope_parameters": LONGROPE, "tie_word_embeddings": True, "sliding_window": 9}),
+    "phi3_factor": ("phi3", PHI3 | {"rope_parameters": LONGROPE | {"attention_factor": 1.3} | MSCALE}),
     "glm4_moe_plain": ("glm4_moe", DEEPSEEK_MOE | {"first_k_dense_replace": 2, "tie_word_embeddings": True}),
 }
 
@@ -98,10 +107,9 @@ class Saved:
         self.model.save_pretrained(folder, max_shard_size="40KB")
         self.config = json.loads((folder / "config.json").read_text())
         stored = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
-        self.tensors = stored
-        if registry.FAMILIES[family].fused_experts:
-            self.tensors = {n: t for whole in stored.items() for n, t in split(*whole)}
-            assert all(torch.equal(t, stored[n]) for n, t in fuse(self.tensors).items())
+        self.tensors = fusion_of(family).split(stored)
+        fused = fusion_of(family).fuse(self.tensors)
+        assert fused.keys() == stored.keys() and all(torch.equal(t, stored[n]) for n, t in fused.items())
         assert len(list(folder.glob("*.safetensors"))) > 1
 
 
@@ -132,8 +140,7 @@ def test_checkpoint_round_trip(case, saved, tmp_path):
     for name, tensor in source.tensors.items():
         assert torch.equal(back[name], tensor), name
 
-    if registry.FAMILIES[model.family].fused_experts:
-        back = fuse(back)
+    back = fusion_of(model.family).fuse(back)
     save_file({n: t.contiguous() for n, t in back.items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(registry.to_hf_config(model) | {"dtype": "float32"}))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -173,7 +180,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case):
             continue
         rest = {k: v for k, v in config.items() if k != key}
         if key == "num_key_value_heads":  # what transformers assumes, 8 or 32, has to divide the heads
-            rest |= {"num_attention_heads": 32, "hidden_size": 64}
+            rest |= {"num_attention_heads": 32, "hidden_size": 640}
         assert registry.from_hf_config(rest) == registry.from_hf_config(AutoConfig.for_model(**rest).to_dict()), key
 
 

@@ -19,6 +19,14 @@ _SIZES = "num_hidden_layers hidden_size intermediate_size num_attention_heads nu
 _TIED, _YARN = {"tie_word_embeddings": True}, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 _LINEAR = {"type": "linear", "factor": 4.0}
 
+_PHI3 = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 4096}
+_PHI3 |= {"original_max_position_embeddings": 4096, "attention_bias": False, "rope_scaling": None, "vocab_size": 32064}
+_PHI3 |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": False, "sliding_window": None}
+_PHI3_128K = {"max_position_embeddings": 131072, "sliding_window": 262144}
+_PHI3_128K |= {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [9.0] * 48}}
+_PHI4_MINI = _PHI3_128K | _TIED | {"partial_rotary_factor": 0.75, "full_attn_mod": 1, "interpolate_factor": 1}
+_PHI4_MINI |= {"lm_head_bias": False, "mlp_bias": False}
+
 
 def _config(family: str, base: dict, sizes: tuple[int, ...], **more) -> dict:
     return base | {"model_type": family} | dict(zip(_SIZES, sizes, strict=True)) | more
@@ -86,11 +94,21 @@ READ = {
     "Kimi-K2.5, text": (registry.text_config(_KIMI), 1_026_408_232_448),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
     "GLM-4.5-Air": (GLM45_AIR, 106_852_251_264),
+    "Phi-3-mini-4k": (_config("phi3", _PHI3, (32, 3072, 8192, 32, 32), sliding_window=2047), 3_821_079_552),
+    "Phi-3.5-mini": (_config("phi3", _PHI3 | _PHI3_128K, (32, 3072, 8192, 32, 32)), 3_821_079_552),
+    "Phi-4": (
+        _config("phi3", _PHI3, (40, 5120, 17920, 40, 10), vocab_size=100352, rope_theta=250000)
+        | {"max_position_embeddings": 16384, "original_max_position_embeddings": 16384},
+        14_659_507_200,
+    ),
+    "Phi-4-mini": (
+        _config("phi3", _PHI3 | _PHI4_MINI, (32, 3072, 8192, 24, 8), vocab_size=200064),
+        3_836_021_760,
+    ),
 }
 REFUSED = {
     "Gemma-2-9B": ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "'gemma2'"),
     "Gemma-3-27B": ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "'gemma3'"),
-    "Phi-4": ({"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}, "'phi3' is .*in one tensor, and longrope"),
     "SmolLM3-3B": ({"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}, "'smollm3'"),
     "DeepSeek-V2-Lite": ({"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}, "'deepseek_v2'"),
     "Qwen2.5-VL-7B": ({"model_type": "qwen2_5_vl"}, "'qwen2_5_vl'"),

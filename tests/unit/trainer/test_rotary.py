@@ -35,8 +35,18 @@ def _deepseek(**scaling) -> ModelConfig:
     return small_model((1, 64, 4, 4, 46, 64), family="deepseek_v3", **rope, **mixture, **_SIZES)
 
 
+def _longrope(**scaling) -> ModelConfig:
+    """Of 16 rotated pairs; the table of 64 positions is above the original length, 32."""
+    lists = {"short_factor": [1 + 0.1 * i for i in range(16)], "long_factor": [1 + 0.9 * i * i for i in range(16)]}
+    stretch = RopeScaling(kind="longrope", original_max_position_embeddings=32, **lists, **scaling)
+    options = {"rope_theta": 1e4, "rope_scaling": stretch, "rotary_fraction": 2 / 3}
+    return small_model((1, 192, 4, 4, 48, 64), family="phi3", **options, **_SIZES)
+
+
 def _hf_rotary_module(model: ModelConfig):
-    kind = {"llama": "Llama", "deepseek_v3": "DeepseekV3", "qwen3": "Qwen3", "mistral": "Mistral"}[model.family]
+    kind = {"llama": "Llama", "deepseek_v3": "DeepseekV3", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3"}[
+        model.family
+    ]
     path, _, name = f"transformers.models.{model.family}.modeling_{model.family}.{kind}RotaryEmbedding".rpartition(".")
     config = transformers.AutoConfig.for_model(**registry.to_hf_config(model))
     return getattr(__import__(path, fromlist=[name]), name)(config), config
@@ -56,6 +66,8 @@ def _hf_rotary_module(model: ModelConfig):
         _plain("llama", "yarn", factor=8.0, beta_fast=16.0, beta_slow=2.0, attention_factor=1.3),
         _plain("mistral", "yarn", factor=8.0, mscale=0.7, mscale_all_dim=1.3),
         _plain("llama", "linear", factor=3.0),
+        _longrope(factor=128.0),
+        _longrope(factor=64.0, attention_factor=1.3),
     ],
     ids=lambda model: (
         f"{model.family}-{model.rope_scaling.kind}-{model.rope_scaling.factor}-{model.rope_scaling.mscale_all_dim}"
@@ -64,7 +76,11 @@ def _hf_rotary_module(model: ModelConfig):
 def test_tables_are_those_of_transformers(model):
     module, config = _hf_rotary_module(model)
     assert config.rope_parameters["rope_type"] in ROPE_INIT_FUNCTIONS
-    rotary = Rotary.of(model)
+    if model.rope_scaling.kind == "longrope":  # transformers compares the length of each call
+        module(torch.zeros(1), torch.arange(32)[None])
+        torch.testing.assert_close(Rotary.of(model, longest=32).frequencies(), module.inv_freq, **ROTARY_FREQUENCY)
+        module(torch.zeros(1), torch.arange(33)[None])
+    rotary = Rotary.of(model, longest=33)
     frequencies = rotary.frequencies() / (model.rope_scaling.factor if model.rope_scaling.kind == "linear" else 1)
     torch.testing.assert_close(frequencies, module.inv_freq, **ROTARY_FREQUENCY)
     assert model.rope_scaling.amplitude == pytest.approx(module.attention_scaling, rel=1e-15)
