@@ -14,20 +14,17 @@ from megatron_fp8rl.names.family import DENSE, Family
 def _complete(config: dict[str, Any]) -> dict[str, Any]:
     """Without a window that no sequence fills, and without the original length where nothing scales positions."""
     config = dict(config)
-    scaled = False
+    kinds = set()
     for key in ("rope_parameters", "rope_scaling"):
-        rope = config.get(key)
-        if isinstance(rope, dict):
+        if isinstance(rope := config.get(key), dict):
             kind = rope.get("rope_type") or rope.get("type") or "default"
-            scaled = scaled or kind != "default"
-            if kind == "su":  # the name in early releases
-                config[key] = {name: value for name, value in rope.items() if name != "type"} | {
-                    "rope_type": "longrope"
-                }
-    if scaled:
-        config.setdefault("original_max_position_embeddings", 4096)
-    else:
+            kinds.add(kind)
+            if kind == "su":  # the name of longrope in early releases
+                config[key] = rope | {"rope_type": "longrope"}
+    if kinds <= {"default"}:
         config.pop("original_max_position_embeddings", None)
+    else:
+        config.setdefault("original_max_position_embeddings", 4096)
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
     if isinstance(window, int) and isinstance(longest, int) and window >= longest:
         config["sliding_window"] = None

@@ -83,6 +83,12 @@ def assess(cfg: RunConfig, options: DoctorOptions) -> Assessment:
     if cfg.model.hf_path is None and not cfg.warm_start.steps:
         remedy = "Name a Hugging Face checkpoint: --model.hf_path DIR"
         findings.append(Finding("warning", "--model.hf_path", "the run starts from random weights", remedy))
+    if (scaling := cfg.model.rope_scaling) is not None and scaling.kind == "longrope":
+        longest, original = cfg.max_sequence_tokens, scaling.original_max_position_embeddings
+        chosen = "long_factor" if longest > original else "short_factor"
+        problem = f"longrope takes {chosen} for every sequence: the longest of this run has {longest:,} tokens, "
+        problem += f"and {original:,} is the limit of short_factor"
+        findings.append(Finding("note", "--model.rope_scaling", problem))
     return Assessment(findings=tuple(findings), trainer=trainer, engine=engine, phases=shared)
 
 

@@ -76,7 +76,7 @@ def test_every_family_that_is_exact_by_default_is(tmp_path):
         (GEMMA3, EngineConfig(), (1,)),
         (replace(OLMO2, ffn_hidden_size=512), EngineConfig(tensor=2), (2,)),
         (GPT_OSS, EngineConfig(), (1,)),
-        (PHI3, EngineConfig(tensor=2), (1, 2)),
+        (replace(PHI3, num_key_value_heads=4, ffn_hidden_size=512), EngineConfig(tensor=2), (1, 2)),
         pytest.param(DENSE, EngineConfig(tensor=8), (1, 8), marks=pytest.mark.slow),
         pytest.param(MOE, EngineConfig(tensor=2, expert=2), (1, 4), marks=pytest.mark.slow),
     ],

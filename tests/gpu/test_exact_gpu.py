@@ -58,14 +58,12 @@ def test_longrope_turns_heads_like_the_engine(longest, monkeypatch):
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})  # its keys lack the length
     model, current = phi4_mini(), VllmConfig()
     current.model_config = SimpleNamespace(max_model_len=longest)
-    written = rope.write(model, has_fraction=True)["rope_parameters"]
+    written, length = rope.write(model, has_fraction=True)["rope_parameters"], model.max_position_embeddings
     with set_current_vllm_config(current), torch.device("cuda"):
-        engine = rotary_embedding.get_rope(
-            128, model.max_position_embeddings, rope_parameters=written, dtype=torch.bfloat16
-        )
+        engine = rotary_embedding.get_rope(128, length, rope_parameters=written, dtype=torch.bfloat16)
     assert type(engine) is phi3.LongRope
     rotary = Rotary.of(model, longest=longest)
-    cos, sin = rotary_table(model.max_position_embeddings, rotary, torch.bfloat16, torch.device("cuda"))
+    cos, sin = rotary_table(length, rotary, torch.bfloat16, torch.device("cuda"))
     assert torch.equal(torch.cat([cos, sin], dim=-1), engine.cos_sin_cache)
     generator = torch.Generator("cuda").manual_seed(1)
     query, key = (torch.randn(512, n, 128, device="cuda", generator=generator).bfloat16() for n in (24, 8))

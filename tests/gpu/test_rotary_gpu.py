@@ -11,11 +11,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize(
     "width, first, rotated, heads, interleaved",
     [
-        (128, 0, 128, 32, False),
-        (128, 0, 64, 3, False),
-        (128, 0, 96, 24, False),
-        (192, 128, 64, 20, True),
-        (40, 0, 40, 17, True),
+        *((128, 0, 128, 32, False), (128, 0, 64, 3, False), (128, 0, 96, 24, False)),
+        *((192, 128, 64, 20, True), (40, 0, 40, 17, True)),
     ],
 )
 def test_bits_are_those_of_torch(width, first, rotated, heads, interleaved):

@@ -44,9 +44,7 @@ def _longrope(**scaling) -> ModelConfig:
 
 
 def _hf_rotary_module(model: ModelConfig):
-    kind = {"llama": "Llama", "deepseek_v3": "DeepseekV3", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3"}[
-        model.family
-    ]
+    kind = {"deepseek_v3": "DeepseekV3"}.get(model.family, model.family.capitalize())
     path, _, name = f"transformers.models.{model.family}.modeling_{model.family}.{kind}RotaryEmbedding".rpartition(".")
     config = transformers.AutoConfig.for_model(**registry.to_hf_config(model))
     return getattr(__import__(path, fromlist=[name]), name)(config), config
