@@ -64,9 +64,10 @@ def widened(model: ModelConfig, head_dim: int | None = None) -> ModelConfig:
     if registry.norms_all_heads(model):
         raise ValueError(f"family {model.family}: heads that share a norm cannot be widened; train it in BF16")
     head_dims = [model.head_dim * factor for factor in _HEAD_FACTORS]
-    is_yarn = model.rope_scaling is not None and model.rope_scaling.kind == "yarn"
-    if model.rotary_fraction != 1.0 or is_yarn:
-        # The rest of each head would have to stay behind the rotated part; YaRN rounds the bounds of its ramp.
+    is_by_pair = model.rope_scaling is not None and model.rope_scaling.kind in ("yarn", "longrope")
+    if model.rotary_fraction != 1.0 or is_by_pair:
+        # The rest of each head would have to stay behind the rotated part; YaRN rounds the bounds of its ramp, and
+        # longrope has a number for each pair.
         head_dims = head_dims[:1]
     if head_dim is not None:
         if (

@@ -41,6 +41,19 @@ MODELS = {
     "llama_scaled_untied": replace(LLAMA, rope_scaling=SCALING, tie_embeddings=False),
     "mistral": replace(LLAMA, family="mistral", num_key_value_heads=1, num_attention_heads=3),
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True, num_attention_heads=3),
+    "phi3": replace(
+        LLAMA,
+        family="phi3",
+        num_attention_heads=3,
+        rotary_fraction=0.75,
+        rope_scaling=RopeScaling(
+            kind="longrope",
+            factor=4.0,
+            original_max_position_embeddings=1024,
+            short_factor=(1.5,) * 12,
+            long_factor=(3.0,) * 12,
+        ),
+    ),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, hidden_size=80),
     "qwen3_moe": replace(LLAMA, family="qwen3_moe", qk_norm=True, tie_embeddings=False, **EXPERTS),
     "mixtral": replace(LLAMA, family="mixtral", tie_embeddings=False, **EXPERTS),
@@ -87,7 +100,7 @@ def test_the_wider_model_has_the_function_and_tiles(kind, head_dim, tmp_path, ca
     source = save_with_transformers(model, tmp_path / "in", torch.float32)
     options = [] if head_dim is None else ["--head_dim", head_dim]
     status = run("widen", source, tmp_path / "out", *options)
-    if kind in ("glm4_moe", "gpt_oss") and head_dim:
+    if kind in ("glm4_moe", "gpt_oss", "phi3") and head_dim:
         assert status == 2 and "rotary frequencies would change; choose one of 32" in capsys.readouterr().err
         return
     assert status == 0, capsys.readouterr().err

@@ -146,6 +146,12 @@ def test_deepseek_v3_travels_in_blocks_that_its_matrices_fill_but_for_one():
         plan(narrow, LayerTable.build(narrow, PrecisionConfig()), TrainerLayout(), EngineLayout())
 
 
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+PHI35 = {
+    **{"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "vocab_size": 32064},
+    **{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_scaling": LONGROPE},
+}
 REFUSED = [
     (LLAMA31_8B, {"hidden_act": "gelu"}, "hidden_act = 'gelu' .*it needs another activation"),
     (LLAMA31_8B, {"attention_bias": True}, "attention_bias = True .*it needs biases"),
@@ -189,6 +195,35 @@ REFUSED = [
     (DEEPSEEK_V3, {"num_key_value_heads": 1}, "num_key_value_heads = 1"),
     (DEEPSEEK_V3, {"index_topk": 2048}, "index_topk = 2048 is not known"),
     (DEEPSEEK_V3, {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"attention_factor": 2.0}}, "attention_factor = 2.0"),
+    (
+        PHI35,
+        {"rope_scaling": LONGROPE | {"long_factor": [2.0] * 47}},
+        "long_factor has 47 numbers, .* 48 rotated",
+    ),
+    (PHI35, {"partial_rotary_factor": 0.75}, "short_factor has 48 numbers, and a head has 36 rotated pairs"),
+    (
+        PHI35,
+        {"rope_scaling": LONGROPE | {"short_factor": [0] * 48}},
+        "short_factor = .* not a list of numbers",
+    ),
+    (
+        PHI35,
+        {"rope_scaling": {"type": "su", "short_factor": [1.0] * 48}},
+        "long_factor is missing",
+    ),
+    (
+        PHI35,
+        {"rope_scaling": LONGROPE | {"long_mscale": 2.0}},
+        "multiplies by long_mscale = 2, transformers",
+    ),
+    (PHI35, {"rope_scaling": LONGROPE | {"beta_fast": 16}}, "beta_fast = 16 is not supported"),
+    (PHI35, {"original_max_position_embeddings": 1}, "original_max_position_embeddings = 1 is below 2"),
+    (
+        PHI35,
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        "'yarn' .*supported: default, longrope",
+    ),
+    (PHI35, {"full_attn_mod": 2}, "full_attn_mod = 2 is not known"),
 ]
 
 

@@ -413,6 +413,22 @@ def test_sequences_are_not_longer_than_the_engine_takes_with_yarn(factor, limit)
     assert cfg.max_sequence_tokens == limit and "--sampling.max_completion_tokens" not in fields_of(cfg)
 
 
+def test_longrope_and_its_family_are_checked():
+    lists = {"short_factor": (1.0,) * 64, "long_factor": (2.0,) * 64}
+    scaling = RopeScaling(kind="longrope", factor=2.0, original_max_position_embeddings=64, **lists)
+    options = {"hidden_size": 1024, "head_dim": 128, "max_position_embeddings": 128, "rope_scaling": scaling}
+    phi = replace(DENSE, family="phi3", qk_norm=False, num_attention_heads=8, **options)
+    assert fields_of(make(phi, sampling__max_prompt_tokens=64, sampling__max_completion_tokens=64)) == []
+    too_long = make(phi, sampling__max_prompt_tokens=64, sampling__max_completion_tokens=65)
+    (error,) = check(too_long, accelerator="cpu")
+    assert error.field == "--sampling.max_completion_tokens" and "the model has 128 positions" in error.problem
+    short = replace(scaling, long_factor=(2.0,) * 63)
+    errors = {error.field: error.problem for error in check(make(replace(phi, rope_scaling=short)), accelerator="cpu")}
+    assert "has 63 numbers, and a head has 64 rotated pairs" in errors["--model.rope_scaling.long_factor"]
+    (error,) = check(make(phi, lora__rank=16), accelerator="cpu")
+    assert error.field == "--lora.rank" and "checkpoints of this family combine the matrices" in error.problem
+
+
 @pytest.mark.parametrize(
     ("keys", "least"),
     [
