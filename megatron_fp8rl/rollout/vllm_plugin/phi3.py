@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
@@ -58,15 +57,13 @@ class LongRope(RotaryEmbedding):
         if magnitude is None:
             growth = math.log(max(1.0, max_position_embeddings / original)) / math.log(original)
             magnitude = math.sqrt(1 + growth)
-        self.divisors, self.magnitude = list(long_factor if is_long else short_factor), magnitude
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
-
-    def _compute_inv_freq(self, base: float) -> Tensor:
-        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float) / self.rotary_dim
-        return 1.0 / (torch.tensor(self.divisors, dtype=torch.float) * base**exponents)
-
-    def _compute_cos_sin_cache(self) -> Tensor:
-        return super()._compute_cos_sin_cache() * self.magnitude
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache=False)
+        divisors = torch.tensor(long_factor if is_long else short_factor, dtype=torch.float)
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
+        frequencies = 1.0 / (divisors * base**exponents)
+        angles = torch.arange(max_position_embeddings, dtype=torch.float)[:, None] * frequencies
+        cache = torch.cat([angles.cos() * magnitude, angles.sin() * magnitude], dim=-1)
+        self.register_buffer("cos_sin_cache", cache.to(dtype), persistent=False)
 
 
 rotary_embedding.Phi3LongRoPEScaledRotaryEmbedding = LongRope  # get_rope calls it by this name
