@@ -45,7 +45,8 @@ NEVER = ("megatron.training", "megatron.rl")
 LIGHT = tuple(
     (
         "megatron_fp8rl.config megatron_fp8rl.types megatron_fp8rl.preflight.rules megatron_fp8rl.cli "
-        "megatron_fp8rl.preflight.doctor megatron_fp8rl.preflight.plan model_configs"
+        "megatron_fp8rl.preflight.doctor megatron_fp8rl.preflight.plan megatron_fp8rl.precision.formats model_configs "
+        "launch.__main__,launch.cli,launch.plan,launch.slurm,launch.local,launch.agent,launch.jobs,launch.sweep"
     ).split()
 )
 
@@ -170,7 +171,7 @@ def test_third_parties_stay_where_they_are_known():
 def test_what_a_login_node_needs_imports_without_torch(module):
     program = (
         f"import sys, {module}\n"
-        "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'numpy', 'matplotlib', 'nemo_run'} & set(sys.modules)\n"
         "sys.exit(f'imports {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -17,20 +17,12 @@ from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.diagnosis import diagnose
 from model_configs import deepseek, dense, glm, gpt_oss, llama, minimax, mixtral, qwen3, qwen3_next, small
 from tests.helpers.tools import load_tool
+from tests.unit.names.test_published import DEEPSEEK_V3, GLM45_AIR, LLAMA31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN25_7B
 
 ROOT = Path(__file__).parents[2]
 SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]
 
-# Fields of the config.json files that the publishers keep beside the weights (Hugging Face: meta-llama/Llama-3.1-8B,
-# Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, mistralai/Mixtral-8x7B-v0.1, deepseek-ai/DeepSeek-V3).
-LLAMA_31_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "hidden_act": "silu",
-    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "initializer_range": 0.02,
-}  # fmt: skip
+# Fields of the config.json files that the publishers keep beside the weights; those of test_published.py, too.
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -38,38 +30,9 @@ QWEN3_8B = {
     "rope_scaling": None, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
     "use_sliding_window": False, "sliding_window": None, "max_window_layers": 36, "initializer_range": 0.02,
 }  # fmt: skip
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
-    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "rope_scaling": None,
-    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu",
-    "attention_bias": False, "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": None,
-    "initializer_range": 0.02,
-}  # fmt: skip
 QWEN3_235B_A22B = QWEN3_30B_A3B | {
     "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
     "num_attention_heads": 64,
-}  # fmt: skip
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "vocab_size": 32000, "max_position_embeddings": 32768, "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0, "sliding_window": None, "hidden_act": "silu", "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-}  # fmt: skip
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
-    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
-    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 1, "vocab_size": 129280, "max_position_embeddings": 163840, "rms_norm_eps": 1e-06,
-    "rope_theta": 10000, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-                     "original_max_position_embeddings": 4096, "type": "yarn"},
 }  # fmt: skip
 QWEN3_0_6B = QWEN3_8B | {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -83,22 +46,6 @@ QWEN3_14B = QWEN3_8B | {
 }  # fmt: skip
 QWEN3_32B = QWEN3_14B | {
     "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64, "max_window_layers": 64,
-}  # fmt: skip
-QWEN25_7B = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "hidden_act": "silu",
-    "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28,
-    "initializer_range": 0.02, "use_mrope": False,
-}  # fmt: skip
-GLM_45_AIR = {
-    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944,
-    "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8,
-    "head_dim": 128, "vocab_size": 151552, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
-    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1, "use_qk_norm": False, "attention_bias": True, "partial_rotary_factor": 0.5,
-    "rope_theta": 1000000, "rope_scaling": None, "rms_norm_eps": 1e-05, "max_position_embeddings": 131072,
-    "hidden_act": "silu", "tie_word_embeddings": False, "initializer_range": 0.02,
 }  # fmt: skip
 GLM_47_FLASH = {
     "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "hidden_size": 2048,
@@ -203,7 +150,7 @@ GPT_OSS_120B = GPT_OSS_20B | {
 # Mixtral); what model cards and reports round to ("30.5B in total and 3.3B activated", "235B ... 22B", "46.7B ...
 # 12.9B", arXiv:2401.04088; "671B total parameters with 37B activated", arXiv:2412.19437).
 MODELS = {
-    "llama31_8b": (llama.llama31_8b, LLAMA_31_8B, 8_030_261_248, "8.03", "8.03"),
+    "llama31_8b": (llama.llama31_8b, LLAMA31_8B, 8_030_261_248, "8.03", "8.03"),
     "qwen3_8b": (qwen3.qwen3_8b, QWEN3_8B, 8_190_735_360, "8.19", "8.19"),
     "qwen3_30b_a3b": (qwen3.qwen3_30b_a3b, QWEN3_30B_A3B, 30_532_122_624, "30.5", "3.35"),
     "qwen3_235b_a22b": (qwen3.qwen3_235b_a22b, QWEN3_235B_A22B, 235_093_634_560, "235.1", "22.2"),
@@ -221,7 +168,7 @@ MODELS = {
     "phi4_mini": (dense.phi4_mini, PHI4_MINI, 3_836_021_760, "3.84", "3.84"),
     "gemma3_1b": (dense.gemma3_1b, GEMMA3_1B, 999_885_952, "1.00", "1.00"),
     # The card says 106 B and 12 B; the unit count is arithmetic over the published dimensions.
-    "glm_45_air": (glm.glm_45_air, GLM_45_AIR, 106_852_251_264, "106.9", "13"),
+    "glm_45_air": (glm.glm_45_air, GLM45_AIR, 106_852_251_264, "106.9", "13"),
     # The cards say 230 B and 10 B, and 30 B and 3 B; the unit counts are arithmetic over the dimensions.
     "minimax_m2": (minimax.minimax_m2, MINIMAX_M2, 228_689_764_864, "229", "11"),
     # The card says 80 B and 3 B; the unit count is arithmetic over the published dimensions.
@@ -239,7 +186,7 @@ RUNS = [name for name in cli.config_functions() if name.startswith("grpo_")]
 @pytest.mark.parametrize("name", MODELS)
 def test_dimensions_are_the_published_ones(name):
     make, published, *_ = MODELS[name]
-    assert registry.from_hf_config(published) == replace(make(), hf_path=None)
+    assert registry.from_hf_config(published, fp8_weights=True) == replace(make(), hf_path=None)
 
 
 @pytest.mark.parametrize("name", MODELS)

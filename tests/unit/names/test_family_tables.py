@@ -62,6 +62,7 @@ CASES = {
     "qwen2": ("qwen2", {"rope_parameters": QWEN_YARN | SCALED}),
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
     "qwen3": ("qwen3", {"rope_parameters": FACTOR_YARN | SCALED}),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
     "qwen3_moe": ("qwen3_moe", QWEN_MOE | {"norm_topk_prob": True}),
     "qwen3_moe_unnormalized": ("qwen3_moe", QWEN_MOE | {"tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"num_local_experts": 6}),

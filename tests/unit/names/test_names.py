@@ -1,11 +1,10 @@
-"""Names round trip on random models that transformers builds, bit for bit."""
+"""Names and shards of single parameters; tests of every family are in test_family_tables.py."""
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from megatron_fp8rl.names import registry
-from tests.helpers.unshard import unshard
 
 # Odd on purpose: one key/value head, a head size unrelated to the hidden size, three layers, six experts.
 DENSE = {
@@ -19,61 +18,6 @@ DENSE = {
 }
 GROUPED = DENSE | {"vocab_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
 MOE = GROUPED | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
-
-CASES = {
-    "dense": (Qwen3Config, Qwen3ForCausalLM, DENSE),
-    "dense_tied": (Qwen3Config, Qwen3ForCausalLM, DENSE | {"tie_word_embeddings": True}),
-    "grouped": (Qwen3Config, Qwen3ForCausalLM, GROUPED),
-    "moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, MOE),
-    "moe_tied": (Qwen3MoeConfig, Qwen3MoeForCausalLM, MOE | {"tie_word_embeddings": True}),
-}
-
-
-def saved(case: str, tmp_path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """(config.json, tensors) of a random model as transformers writes them to disk."""
-    import json
-
-    from safetensors.torch import load_file
-
-    config_cls, model_cls, options = CASES[case]
-    torch.manual_seed(0)
-    model_cls(config_cls(**options)).save_pretrained(tmp_path)
-    tensors: dict[str, torch.Tensor] = {}
-    for file in tmp_path.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return json.loads((tmp_path / "config.json").read_text()), tensors
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_checkpoint_round_trip(case, tmp_path):
-    config, tensors = saved(case, tmp_path)
-    model = registry.from_hf_config(config)
-    assert registry.hf_tensors(model) == {name: tuple(t.shape) for name, t in tensors.items()}
-
-    back: dict[str, torch.Tensor] = {}
-    for name in registry.weights(model):
-        full = registry.from_hf(name, tensors.__getitem__, model)
-        assert registry.hf_names_of(name, model) == [n for n, _ in registry.to_hf(name, full, model)]
-        back |= dict(registry.to_hf(name, full, model))
-    assert back.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(back[name], tensor), name
-
-
-@pytest.mark.parametrize("case", ["grouped", "moe"])
-def test_shards_round_trip(case, tmp_path):
-    config, tensors = saved(case, tmp_path)
-    model = registry.from_hf_config(config)
-    for name in registry.weights(model):
-        full = registry.from_hf(name, tensors.__getitem__, model)
-        shards = [registry.shard(name, full, model, 2, rank) for rank in range(2)]
-        assert torch.equal(unshard(name, shards, model), full), name
-        assert all(s.is_contiguous() for s in shards)
-        axis = {"none": None, "rows": 0, "columns": 1}[registry.weight(name, model).cut]
-        for hf_name in registry.hf_names_of(name, model):
-            parts = [dict(registry.to_hf(name, piece, model, tp_size=2))[hf_name] for piece in shards]
-            assert torch.equal(parts[0] if axis is None else torch.cat(parts, axis), tensors[hf_name]), hf_name
-        assert sum(s.numel() for s in shards) == full.numel() * (2 if axis is None else 1), name
 
 
 def test_shard_layouts():
@@ -94,20 +38,6 @@ def test_shard_layouts():
     fc1 = registry.from_hf(layer + "mlp.linear_fc1.weight", get, model)
     second = registry.shard(layer + "mlp.linear_fc1.weight", fc1, model, 2, 1)[:, 0]
     assert second.int().tolist() == [*range(4028, 4056), *range(5028, 5056)]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_config_round_trip(case, tmp_path):
-    config, _ = saved(case, tmp_path)
-    model = registry.from_hf_config(config)
-    written = registry.to_hf_config(model)
-    assert registry.from_hf_config(written) == model
-    # transformers builds the same model from our config.json as from its own.
-    ours, theirs = CASES[case][0].from_dict(written).to_dict(), CASES[case][0].from_dict(config).to_dict()
-    ignored = {"architectures", "dtype", "transformers_version", "layer_types", "max_window_layers", "rope_theta"}
-    if model.is_moe:
-        ignored |= {"intermediate_size"}  # of dense layers; there are none
-    assert {k: v for k, v in ours.items() if k not in ignored} == {k: v for k, v in theirs.items() if k not in ignored}
 
 
 @pytest.mark.parametrize(

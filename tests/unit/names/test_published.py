@@ -86,26 +86,13 @@ GLM45_AIR = json.loads("""
 "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 1000000,
 "routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": false, "vocab_size": 151552}
 """)
-# Parameters as the checkpoints on Hugging Face count them: (config, with its multi-token prediction layer, parameters).
-COUNTS = {
-    "llama31_8b": (LLAMA31_8B, False, 8_030_261_248),
-    "llama32_1b": (LLAMA32_1B, False, 1_235_814_400),
-    "mistral_7b": (MISTRAL_7B, False, 7_241_732_096),
-    "mixtral_8x7b": (MIXTRAL_8X7B, False, 46_702_792_704),
-    "qwen25_7b": (QWEN25_7B, False, 7_615_616_512),
-    "qwen3_30b_a3b": (QWEN3_30B_A3B, False, 30_532_122_624),
-    "deepseek_v3": (DEEPSEEK_V3, False, 671_026_419_200),
-    "deepseek_v3_mtp": (DEEPSEEK_V3, True, 684_489_845_504),
-    "glm45_air_mtp": (GLM45_AIR, True, 110_468_824_832),
-}
 
 
-@pytest.mark.parametrize("case", COUNTS)
-def test_parameter_counts(case):
-    config, keep_mtp, expected = COUNTS[case]
-    model = registry.from_hf_config(config, keep_mtp=keep_mtp, fp8_weights=True)
+@pytest.mark.parametrize(("config", "expected"), [(DEEPSEEK_V3, 684_489_845_504), (GLM45_AIR, 110_468_824_832)])
+def test_parameter_counts_with_the_prediction_layer(config, expected):
+    model = registry.from_hf_config(config, keep_mtp=True, fp8_weights=True)
     assert sum(math.prod(shape) for shape in registry.hf_tensors(model).values()) == expected
-    assert registry.from_hf_config(registry.to_hf_config(model), keep_mtp=keep_mtp) == model
+    assert registry.from_hf_config(registry.to_hf_config(model), keep_mtp=True) == model
 
 
 def test_deepseek_v3_in_full():

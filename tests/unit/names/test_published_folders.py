@@ -5,7 +5,15 @@ import math
 import pytest
 
 from megatron_fp8rl.names import registry
-from tests.unit.names.test_published import DEEPSEEK_V3, GLM45_AIR, LLAMA31_8B, MISTRAL_7B, MIXTRAL_8X7B, QWEN3_30B_A3B
+from tests.unit.names.test_published import (
+    DEEPSEEK_V3,
+    GLM45_AIR,
+    LLAMA31_8B,
+    LLAMA32_1B,
+    MISTRAL_7B,
+    MIXTRAL_8X7B,
+    QWEN3_30B_A3B,
+)
 
 _QWEN = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
 _QWEN |= {"use_sliding_window": False, "sliding_window": None, "use_mrope": False, "vocab_size": 151936}
@@ -46,6 +54,7 @@ READ = {
     "Llama-2-7B": (_config("llama", _LLAMA, (32, 4096, 11008, 32, 32)), 6_738_415_616),
     "Llama-3.1-8B": (LLAMA31_8B, 8_030_261_248),
     "Llama-3.1-70B": (_config("llama", LLAMA31_8B, (80, 8192, 28672, 64, 8)), 70_553_706_496),
+    "Llama-3.2-1B": (LLAMA32_1B, 1_235_814_400),
     "Llama-3.2-3B": (_config("llama", LLAMA31_8B, (28, 3072, 8192, 24, 8), head_dim=128, **_TIED), 3_212_749_824),
     "TinyLlama-1.1B": (_config("llama", _LLAMA, (22, 2048, 5632, 32, 4)), 1_100_048_384),
     "SmolLM2-135M": (_config("llama", _SMOL, (30, 576, 1536, 9, 3)), 134_515_008),
@@ -136,6 +145,7 @@ def test_a_published_folder_is_read_whole(name):
     config, num_parameters = READ[name]
     model = registry.from_hf_config(config, fp8_weights=True)
     assert sum(math.prod(shape) for shape in registry.hf_tensors(model).values()) == num_parameters
+    assert registry.from_hf_config(registry.to_hf_config(model)) == model
     assert ("is_llama_config" in registry.ignored_keys(config)) == name.startswith("SmolLM2")
 
 

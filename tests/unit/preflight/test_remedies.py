@@ -16,31 +16,10 @@ from megatron_fp8rl.preflight import auto_layout, doctor, findings
 from megatron_fp8rl.preflight.assessment import DoctorOptions, assess, gpus_wanted
 from megatron_fp8rl.preflight.diagnosis import diagnose
 from model_configs.deepseek import grpo_deepseek_v3
-from tests.unit.test_model_configs import (
-    DEEPSEEK_V3,
-    LLAMA_31_8B,
-    MIXTRAL_8X7B,
-    QWEN3_8B,
-    QWEN3_30B_A3B,
-    QWEN3_235B_A22B,
-)
+from tests.unit.names.test_published import DEEPSEEK_V3, GLM45_AIR, LLAMA31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN25_7B
+from tests.unit.test_model_configs import QWEN3_8B, QWEN3_235B_A22B
 
-# Fields of published config.json files (Hugging Face: meta-llama, Qwen, zai-org, mistralai, deepseek-ai).
-QWEN25_7B = json.loads("""{
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "hidden_act": "silu",
-    "tie_word_embeddings": false, "use_sliding_window": false
-}""")
-GLM_45_AIR = json.loads("""{
-    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944,
-    "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8,
-    "head_dim": 128, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1,
-    "topk_group": 1, "norm_topk_prob": true, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1, "vocab_size": 151552, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000, "partial_rotary_factor": 0.5, "use_qk_norm": false, "attention_bias": true,
-    "hidden_act": "silu", "tie_word_embeddings": false
-}""")
+# Fields of a published config.json (Hugging Face: mistralai).
 MISTRAL_SMALL_24B = json.loads("""{
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768,
     "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -55,15 +34,15 @@ def larger(config: dict, hidden: int, ffn: int, layers: int, heads: int, **field
 
 
 PUBLISHED = {
-    "llama31_8b": LLAMA_31_8B,
-    "llama31_70b": larger(LLAMA_31_8B, 8192, 28672, 80, 64),
+    "llama31_8b": LLAMA31_8B,
+    "llama31_70b": larger(LLAMA31_8B, 8192, 28672, 80, 64),
     "qwen25_7b": QWEN25_7B,
     "qwen25_72b": larger(QWEN25_7B, 8192, 29568, 80, 64, num_key_value_heads=8),
     "qwen3_8b": QWEN3_8B,
     "qwen3_32b": larger(QWEN3_8B, 5120, 25600, 64, 64),
     "qwen3_30b_a3b": QWEN3_30B_A3B,
     "qwen3_235b_a22b": QWEN3_235B_A22B,
-    "glm45_air": GLM_45_AIR,
+    "glm45_air": GLM45_AIR,
     "mixtral_8x7b": MIXTRAL_8X7B,
     "mixtral_8x22b": larger(MIXTRAL_8X7B, 6144, 16384, 56, 48, vocab_size=32768, max_position_embeddings=65536),
     "mistral_small_24b": MISTRAL_SMALL_24B,
@@ -73,7 +52,7 @@ PUBLISHED = {
 
 def run(name: str, trainer: dict, engines: dict, **more) -> RunConfig:
     """A run of a published model with completions of 4,096 tokens."""
-    model = replace(from_hf_config(PUBLISHED[name]), num_mtp_layers=0)
+    model = replace(from_hf_config(PUBLISHED[name], fp8_weights=True), num_mtp_layers=0)
     lengths = dict(max_prompt_tokens=1024, max_completion_tokens=4096)
     engine = EngineConfig(placement=more.pop("placement", "separate"), **engines)
     optim = replace(more.pop("optim", OptimConfig()), max_tokens_per_microbatch=8192)
