@@ -6,26 +6,21 @@ the token ids of a sequence and asks for ``prompt_logprobs``. Runs on trainer ra
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
 import os
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_fp8rl.net.ask import ask
 from megatron_fp8rl.types import Sample
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
 
 _REQUESTS = 64  # at once
-_RETRIED = (408, 409, 429, 500, 502, 503, 504)
 _WAITS_S = (0.0, 1.0, 4.0, 16.0)  # before each attempt
 _KEY = "OPENAI_API_KEY"  # environment variable with the key of the server, if it needs one
 
@@ -111,24 +106,8 @@ def _models(url: str) -> dict[str, Any]:
 
 def _ask(url: str, path: str, body: dict[str, Any] | None, deadline_s: float) -> dict[str, Any]:
     """The JSON answer to a request; ``body`` None: GET. Retries what may pass. Raises TeacherError."""
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(_KEY):
-        headers["Authorization"] = f"Bearer {key}"
     address = url.rstrip("/").removesuffix("/v1") + path
-    data = None if body is None else json.dumps(body).encode()
-    failure = ""
-    for wait_s in _WAITS_S:
-        time.sleep(wait_s)
-        try:
-            with urllib.request.urlopen(urllib.request.Request(address, data, headers), timeout=deadline_s) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            failure = f"HTTP {error.code}: {error.read(200).decode(errors='replace')}"
-            if error.code not in _RETRIED:
-                break
-        except (OSError, http.client.HTTPException) as error:
-            failure = str(error)
-        except ValueError as error:
-            failure = f"the answer is not JSON: {error}"
-            break
-    raise TeacherError(f"{address}: {failure}")
+    try:
+        return ask(address, body, key=os.environ.get(_KEY, ""), deadline_s=deadline_s, waits_s=_WAITS_S)
+    except ValueError as error:
+        raise TeacherError(str(error)) from None

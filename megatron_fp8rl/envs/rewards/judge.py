@@ -6,23 +6,18 @@ grade, with different grades, or with a grade out of range is a failed score. Th
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 
 from megatron_fp8rl.envs.rewards.extraction import after_reasoning, with_plain_signs, without_markup
+from megatron_fp8rl.net.ask import ask
 from megatron_fp8rl.types import Prompt
 
 _RUBRIC = (
     "Grade the answer to the question from 0 to {highest}: {highest} is fully right, 0 is wrong.\n\n"
     "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to grade:\n{completion}\n\nGive the grade alone."
 )
-_RETRIED = (408, 409, 429, 500, 502, 503, 504)
 _WAIT_S = 0.5  # before the first retry; doubled for each further one
 _NUMBER = r"(?<![\w.,])[-+]?\d+(?:\.\d+)?(?!\w|[.,]\d)"
 _GRADE = rf"({_NUMBER})(?:\s*(%)|\s*(?:/|\bout\s+of\b)\s*({_NUMBER}))?(?:\s+points?\b)?"
@@ -64,15 +59,18 @@ def judge(
         rubric.format(prompt="", completion="", answer="", highest=highest)
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(f"rubric: unknown field {error!r}; use prompt, completion, answer and highest") from error
-    headers = {"Content-Type": "application/json"}
-    if key_env:
-        headers["Authorization"] = f"Bearer {os.environ[key_env]}"
+    key, address = os.environ[key_env] if key_env else "", f"{url.rstrip('/')}/chat/completions"
+    waits_s = [0.0, *(_WAIT_S * 2**attempt for attempt in range(num_retries))]
 
     def score(prompt: Prompt, completion: str) -> float:
         content = rubric.format(prompt=prompt.text, completion=completion, answer=prompt.answer, highest=highest)
         messages = [{"role": "user", "content": content}]
-        body = json.dumps({"model": model, "messages": messages, "temperature": 0, "max_tokens": max_tokens}).encode()
-        text = _ask(f"{url.rstrip('/')}/chat/completions", body, headers, deadline_s, num_retries)
+        body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": max_tokens}
+        answer = ask(address, body, key=key, deadline_s=deadline_s, waits_s=waits_s)
+        try:
+            text = answer["choices"][0]["message"]["content"] or ""
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"{address}: it did not answer as a chat model does ({error!r})") from None
         try:
             return share_in(text, highest)
         except ValueError as error:
@@ -109,22 +107,3 @@ def _share(number: str, percent: str | None, scale: str | None, highest: float) 
     if scale and float(scale) != highest and (highest != 1 or float(scale) <= 0):
         raise ValueError(f"gave a grade out of {scale}, which is not {highest:g}")
     return float(number) / (100 if percent else float(scale) if scale else highest)
-
-
-def _ask(url: str, body: bytes, headers: dict[str, str], deadline_s: float, num_retries: int) -> str:
-    for attempt in range(num_retries + 1):
-        if attempt:
-            time.sleep(_WAIT_S * 2 ** (attempt - 1))
-        try:
-            with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=deadline_s) as answer:
-                return json.load(answer)["choices"][0]["message"]["content"] or ""
-        except urllib.error.HTTPError as error:
-            failure = f"HTTP {error.code}: {error.read(200).decode(errors='replace')}"
-            if error.code not in _RETRIED:
-                break
-        except (OSError, http.client.HTTPException) as error:
-            failure = f"{type(error).__name__}: {error}"
-        except (ValueError, LookupError, TypeError) as error:
-            failure = f"it did not answer as a chat model does ({error!r})"
-            break
-    raise ValueError(f"{url}: {failure}")
