@@ -14,7 +14,6 @@ and the server end too.
 
 from __future__ import annotations
 
-import http.client
 import os
 import signal
 import socket
@@ -25,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
 
 from megatron_fp8rl.config import ConfigError, EngineConfig, RunConfig, Violation
 from megatron_fp8rl.data.model_dir import write_model_dir
@@ -35,7 +33,7 @@ from megatron_fp8rl.net.endpoint import Endpoint, replica_name
 from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout import vllm_args
-from megatron_fp8rl.rollout.server_process import kill_group, start_server, stop
+from megatron_fp8rl.rollout.server_process import is_healthy, kill_group, start_server, stop
 
 _POLL_S = 0.2
 
@@ -46,11 +44,11 @@ class ReplicaError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """This process's replica, or its part of a replica that spans nodes, in vLLM's terms."""
+    """This process's part of a replica in a launched job, in vLLM's terms."""
 
-    replica: int
-    endpoint: Path  # written when the server answers
-    nnodes: int = 1
+    replica: int = 0  # 0 ... engine.num_replicas - 1
+    endpoint: Path = Path("rollout-0.json")  # endpoint file, written when the server is ready
+    nnodes: int = 1  # number of nodes that the replica spans, as in vLLM
     node_rank: int = 0
     master_addr: str = ""
     master_port: int = 0
@@ -156,7 +154,7 @@ def _wait_until_ready(start_s: float, process: subprocess.Popen[bytes], url: str
     """Wait until the server answers; False if it or the parent ended. Raises ReplicaError after the deadline."""
     end = time.monotonic() + start_s
     while process.poll() is None and os.getppid() == parent:
-        if _is_healthy(url, token):
+        if is_healthy(url, token):
             return True
         if time.monotonic() > end:
             raise ReplicaError(
@@ -165,14 +163,3 @@ def _wait_until_ready(start_s: float, process: subprocess.Popen[bytes], url: str
             )
         time.sleep(_POLL_S)
     return False
-
-
-def _is_healthy(url: str, token: str) -> bool:
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5.0)
-    try:
-        connection.request("GET", "/health", headers=auth.headers(token))
-        return connection.getresponse().status == http.client.OK
-    except OSError:
-        return False
-    finally:
-        connection.close()

@@ -7,17 +7,13 @@ again; its completions wait for it within their deadlines.
 
 from __future__ import annotations
 
-import http.client
 import os
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from megatron_fp8rl.config import ConfigError, EngineConfig, RewardConfig, RunConfig, Violation
 from megatron_fp8rl.envs.rewards import scalar
@@ -27,7 +23,7 @@ from megatron_fp8rl.net.endpoint import Endpoint
 from megatron_fp8rl.precision.hardware import local_hardware
 from megatron_fp8rl.rollout import placement, vllm_args
 from megatron_fp8rl.rollout.replicas import last_lines
-from megatron_fp8rl.rollout.server_process import inherited, stop
+from megatron_fp8rl.rollout.server_process import is_healthy, start_server, stop
 
 _POLL_S = 0.25
 
@@ -91,28 +87,19 @@ class _Server:
     def _starts(self) -> None:
         self._token = auth.new_token()
         is_gpu = self._gpus is not None
-        environment = inherited() | {auth.TOKEN_VARIABLE: self._token, "VLLM_NO_USAGE_STATS": "1"}
-        if is_gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = self._gpus
-        else:
+        environment = {"VLLM_NO_USAGE_STATS": "1"}
+        if not is_gpu:
             environment |= vllm_args.CPU_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        with socket.socket() as sock, self._log.open("ab") as log:
-            sock.bind((LOOPBACK, 0))
-            self._url = f"http://{LOOPBACK}:{sock.getsockname()[1]}"
-            self._process = subprocess.Popen(
-                vllm_args.server_command(_arguments(self._options, is_gpu), listen_fd=sock.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(sock.fileno(),),
-                env=environment,
-                start_new_session=True,
+        arguments = _arguments(self._options, is_gpu)
+        with self._log.open("ab") as log:
+            self._process, self._url = start_server(
+                arguments, environment, host=LOOPBACK, token=self._token, gpus=self._gpus, log=log
             )
 
     def _announce_when_ready(self) -> None:
         end = time.monotonic() + self._engine.start_s
         while self._process.poll() is None and not self._closed.is_set() and time.monotonic() < end:
-            if _answers(self._url, self._token):
+            if is_healthy(self._url, self._token):
                 name = self._path.stem
                 Endpoint.announce(self._path, name=name, url=self._url, pid=self._process.pid, token=self._token)
                 return
@@ -168,11 +155,3 @@ def _gpus(engine: EngineConfig, world_size: int, rewards: Sequence[RewardConfig]
             raise ConfigError([Violation("data.environments.rewards.options.gpus", "", problem, remedy)])
         assigned.append(str(gpu))
     return assigned
-
-
-def _answers(url: str, token: str) -> bool:
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5.0)
-    with suppress(OSError, http.client.HTTPException):
-        connection.request("GET", "/health", headers=auth.headers(token))
-        return connection.getresponse().status == http.client.OK
-    return False

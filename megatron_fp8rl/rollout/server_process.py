@@ -7,6 +7,7 @@ replicas of the same host, and in ``rollout/replica.py`` on other hosts.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
@@ -15,11 +16,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 import psutil
 
 import megatron_fp8rl
-from megatron_fp8rl.net.auth import TOKEN_VARIABLE
+from megatron_fp8rl.net import auth
 from megatron_fp8rl.rollout import vllm_args
 
 TERM_GRACE_S = 5.0
@@ -77,10 +79,19 @@ def inherited() -> dict[str, str]:
 
 
 def _environment(engine: Mapping[str, str], token: str, gpus: str | None) -> dict[str, str]:
-    environment = inherited() | {TOKEN_VARIABLE: token}
+    environment = inherited() | {auth.TOKEN_VARIABLE: token}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
     return environment | engine
+
+
+def is_healthy(url: str, token: str) -> bool:
+    """Whether a server answers."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5.0)
+    with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+        connection.request("GET", "/health", headers=auth.headers(token))
+        return connection.getresponse().status == http.client.OK
+    return False
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

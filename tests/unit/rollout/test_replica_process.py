@@ -20,7 +20,7 @@ def start_server(arguments, environment, *, host, **_):
     assert (pathlib.Path(arguments["model"]) / "config.json").exists()
     return subprocess.Popen(["sleep", "300"], start_new_session=True), f"http://{host}:7"
 replica.start_server = start_server
-replica._is_healthy = lambda url, token: True
+replica.is_healthy = lambda url, token: True
 from megatron_fp8rl.__main__ import main
 sys.exit(main())
 """
