@@ -53,6 +53,23 @@ def environ_of(names: Sequence[str]) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **variables}
 
 
+class Output:
+    """A worker's output, in a temporary file instead of a pipe: it needs no reader, and its tail explains a crash."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        fcntl.fcntl(self.file, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)  # it is truncated while the process writes
+
+    def bound(self) -> None:
+        """Discard the output when it exceeds the limit."""
+        if os.fstat(self.file.fileno()).st_size > _MAX_STDERR_BYTES:
+            os.ftruncate(self.file.fileno(), 0)
+
+    def tail(self) -> str:
+        self.file.seek(max(self.file.seek(0, os.SEEK_END) - _STDERR_TAIL_BYTES, 0))
+        return self.file.read().decode(errors="replace").strip()
+
+
 class Worker:
     """One scoring process and its two pipes. Used by one thread at a time, except :meth:`kill`."""
 
@@ -65,15 +82,13 @@ class Worker:
 
     def start(self) -> None:
         """Start the process and send the environments, without waiting for a reply."""
-        # A temporary file instead of a pipe: it needs no reader, and its tail explains a crash.
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        fcntl.fcntl(self._stderr, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)  # it is truncated while the process writes
+        self._stderr = Output()
         self._token = os.urandom(8).hex()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megatron_fp8rl.envs.score_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._stderr,
+            stderr=self._stderr.file,
             env={**self._environ, MARK: self._token},
             start_new_session=True,  # separate process group, to kill all children of a scorer
             bufsize=0,
@@ -136,7 +151,7 @@ class Worker:
 
     def close_pipes(self) -> None:
         """Close the file descriptors of a killed process once no thread reads them."""
-        for stream in (self._process.stdin, self._process.stdout, self._stderr):
+        for stream in (self._process.stdin, self._process.stdout, self._stderr.file):
             stream.close()
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -158,7 +173,7 @@ class Worker:
                 if not chunk:
                     raise WorkerLost(self._exit_message())
                 self._buffer += chunk
-            self._bound_output()
+            self._stderr.bound()
         return reply
 
     def _next_reply(self) -> dict[str, Any] | None:
@@ -176,19 +191,12 @@ class Worker:
             return status == -signal.SIGKILL
         return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
 
-    def _bound_output(self) -> None:
-        """Discard the scorer's output when it exceeds the limit."""
-        if os.fstat(self._stderr.fileno()).st_size > _MAX_STDERR_BYTES:
-            os.ftruncate(self._stderr.fileno(), 0)
-
     def _exit_message(self) -> str:
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return "closed its pipe"
-        self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(self._stderr.tell() - _STDERR_TAIL_BYTES, 0))
-        tail = self._stderr.read().decode(errors="replace").strip()
+        tail = self._stderr.tail()
         return f"ended with exit code {code}" + (f": {tail}" if tail else "")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import mmap
@@ -19,14 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Protocol
 
 from megatron_fp8rl.config import ScoringConfig
 from megatron_fp8rl.envs.agent_worker import MARK as SESSION_MARK
 from megatron_fp8rl.envs.agent_worker import MARKS_BYTES, place
 from megatron_fp8rl.envs.scorer_process import MARK as PROCESS_MARK
-from megatron_fp8rl.envs.scorer_process import START_DEADLINE_S, ScorePoolError, environ_of, kill_marked
+from megatron_fp8rl.envs.scorer_process import START_DEADLINE_S, Output, ScorePoolError, environ_of, kill_marked
 from megatron_fp8rl.envs.worker_memory import is_nearly_full
 from megatron_fp8rl.rollout.agents.session import Session
 from megatron_fp8rl.types import Prompt
@@ -36,8 +34,6 @@ _log = logging.getLogger(__name__)
 _PING_S = 1.0
 BLOCKED_S = 60.0  # a worker's event loop that does not answer longer is blocked
 CANCEL_S = 5.0  # time for an agent to end after its session
-_STDERR_TAIL_BYTES = 400
-_MAX_STDERR_BYTES = 1 << 20  # of the agents' output; checked once a second
 _LINE_BYTES = 64 << 20
 # Python's report of a crash: the thread, and what ran in it, innermost first.
 _CRASHED = re.compile(r"Current thread 0x(?P<thread>[0-9a-f]+)[^\n]*\n(?P<frames>(?:  .*\n?)*)", re.IGNORECASE)
@@ -160,9 +156,8 @@ class AgentProcess:
     async def _live(self) -> None:
         """Start the process, read its messages, and end it after a crash or hang."""
         shared = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        errors = tempfile.TemporaryFile()  # noqa: SIM115
+        errors = Output()
         crash = tempfile.TemporaryFile()  # noqa: SIM115 - Python's report of a crash
-        fcntl.fcntl(errors, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)  # it is truncated while the process writes
         shared.truncate(MARKS_BYTES)
         marks = mmap.mmap(shared.fileno(), MARKS_BYTES)
         marks[:] = SESSION_MARK.pack(-1) * (MARKS_BYTES // SESSION_MARK.size)
@@ -172,7 +167,7 @@ class AgentProcess:
                 *(str(shared.fileno()), str(crash.fileno())),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                stderr=errors,
+                stderr=errors.file,
                 pass_fds=(shared.fileno(), crash.fileno()),
                 env={**environ_of(self._variables), PROCESS_MARK: self._token},
                 start_new_session=True,
@@ -188,10 +183,10 @@ class AgentProcess:
         finally:
             await self._end(marks, crash, errors)
             marks.close()
-            for file in (shared, crash, errors):
+            for file in (shared, crash, errors.file):
                 file.close()
 
-    async def _read(self, errors: Any) -> None:
+    async def _read(self, errors: Output) -> None:
         """Read until the process ends or its event loop does not answer."""
         started_s, pinged_s, num_silent = time.monotonic(), 0.0, 0
         read = asyncio.ensure_future(self._process.stdout.readline())
@@ -217,8 +212,7 @@ class AgentProcess:
                 elif now_s - pinged_s > _PING_S:
                     pinged_s = now_s
                     self._send({"ping": 1})
-                    if os.fstat(errors.fileno()).st_size > _MAX_STDERR_BYTES:
-                        os.ftruncate(errors.fileno(), 0)
+                    errors.bound()
         finally:
             read.cancel()
 
@@ -257,7 +251,7 @@ class AgentProcess:
             self._ready.set_exception(ScorePoolError(why))
             self._ready.exception()  # marks the error as retrieved
 
-    async def _end(self, marks: mmap.mmap, crash: Any, errors: Any) -> None:
+    async def _end(self, marks: mmap.mmap, crash: Any, errors: Output) -> None:
         self.is_alive = False
         process = self._process
         if process is not None:
@@ -275,8 +269,8 @@ class AgentProcess:
                 if crashed:
                     why = place((file, int(line)) for file, line in _FRAME.findall(crashed["frames"]))
                 else:
-                    tail = await loop.run_in_executor(None, partial(_tail, errors))
-                    why = f": {tail}" if tail else ""
+                    lines = (await loop.run_in_executor(None, errors.tail)).splitlines()
+                    why = f": {lines[-1]}" if lines else ""
                 self._lost = f"ended with exit code {process.returncode}{why}"
                 if process.returncode == -signal.SIGKILL:  # by the system or a person: any session may have run
                     running = set()
@@ -317,9 +311,3 @@ def load_problem(agents: Mapping[str, Mapping[str, Any]], scoring: ScoringConfig
         return ""
 
     return asyncio.run(load())
-
-
-def _tail(errors: Any) -> str:
-    errors.seek(0, os.SEEK_END)
-    errors.seek(max(errors.tell() - _STDERR_TAIL_BYTES, 0))
-    return (errors.read().decode(errors="replace").strip().splitlines() or [""])[-1]
