@@ -13,14 +13,6 @@ def _doctor(invocation: cli.Invocation) -> int:
     return fill_cache(invocation) or status if invocation.options.compile and status < 2 else status
 
 
-def _plan(invocation: cli.Invocation) -> int:
-    return plan.run(invocation.cfg, invocation.options)
-
-
-def _show(invocation: cli.Invocation) -> int:
-    return show.run(invocation.cfg, invocation.options)
-
-
 DOCTOR = cli.Command(
     name="doctor",
     summary="preflight without a GPU: parameters, memory, FP8 tiling, precision, packages, and what to fix",
@@ -31,14 +23,14 @@ DOCTOR = cli.Command(
 PLAN = cli.Command(
     name="plan",
     summary="seconds by phase, memory, cost and lost time of a run on --gpus N, and the best layout; needs no GPU",
-    run=_plan,
+    run=lambda invocation: plan.run(invocation.cfg, invocation.options),
     options=plan.PlanOptions,
     checks_config=True,
 )
 SHOW = cli.Command(
     name="show",
     summary="for every group of layers its format and its kernels at both ends, and why",
-    run=_show,
+    run=lambda invocation: show.run(invocation.cfg, invocation.options),
     options=show.ShowOptions,
     checks_config=True,
 )

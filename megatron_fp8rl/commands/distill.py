@@ -54,14 +54,10 @@ def _named(teacher: str) -> str:
     return teacher if is_served(teacher) else os.path.abspath(os.path.expanduser(teacher))
 
 
-def _run(invocation: cli.Invocation) -> int:
-    return train.start(invocation.cfg, job="distill")
-
-
 COMMAND = cli.Command(
     name="distill",
     summary="on-policy distillation: --model STUDENT --teacher DIR|URL --data FILE",
-    run=_run,
+    run=lambda invocation: train.start(invocation.cfg, job="distill"),
     options=DistillOptions,
     configure=configure,
     reads_data=True,

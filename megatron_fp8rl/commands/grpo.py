@@ -315,14 +315,10 @@ def _kind_of(memory_gib: float) -> GpuName:
     return "h200" if not memory_gib or 100 < memory_gib < 160 else "b200" if memory_gib >= 160 else "h100"
 
 
-def _run(invocation: cli.Invocation) -> int:
-    return train.start(invocation.cfg)
-
-
 COMMAND = cli.Command(
     name="grpo",
     summary="reinforcement learning of your own model: --model DIR --data FILE --reward NAME",
-    run=_run,
+    run=lambda invocation: train.start(invocation.cfg),
     options=GrpoOptions,
     configure=configure,
     reads_data=True,

@@ -140,10 +140,6 @@ def _sft(invocation: cli.Invocation) -> int:
     return train.start(invocation.cfg, wants_rl=False)
 
 
-def _dpo(invocation: cli.Invocation) -> int:
-    return train.start(invocation.cfg, job="dpo")
-
-
 SFT = cli.Command(
     name="sft",
     summary="supervised training on conversations: --model DIR --data FILE; with CONFIG, its warm start alone",
@@ -155,7 +151,7 @@ SFT = cli.Command(
 DPO = cli.Command(
     name="dpo",
     summary="direct preference optimization on pairs of answers: --model DIR --data FILE",
-    run=_dpo,
+    run=lambda invocation: train.start(invocation.cfg, job="dpo"),
     options=DpoOptions,
     configure=partial(configure, loss="dpo", lr=1e-6),
     reads_data=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -18,7 +19,7 @@ _PACKAGES = """
 
 def collect_versions() -> dict[str, Any]:
     return {
-        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name in _PACKAGES if (version := installed_version(name)) is not None},
         "megatron_fp8rl": {"commit": _commit()},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
@@ -28,7 +29,9 @@ def collect_versions() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+@functools.cache
+def installed_version(package: str) -> str | None:
+    """Version of a distribution in this environment; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

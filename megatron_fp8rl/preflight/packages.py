@@ -16,6 +16,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from megatron_fp8rl.observe.versions import installed_version
 from megatron_fp8rl.preflight.findings import Finding, Severity
 
 _PINS = Path(__file__).parents[2] / "requirements.toml"
@@ -50,15 +51,6 @@ class Package:
         """The state, unless the package that this version conflicts with is absent."""
         beside = _REASONS.get(self.name, (self.name,))[0]
         return f"ok without {beside}" if self.state == "differs" and not _has(beside, installed_version) else self.state
-
-
-@functools.cache
-def installed_version(name: str) -> str | None:
-    """Version of a distribution in this environment; None if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @functools.lru_cache(maxsize=1)

@@ -92,11 +92,13 @@ def plan(cfg: RunConfig, options: PlanOptions) -> Plan:
     )
     lengths = Lengths.of(sampling, options.prompt_tokens, options.completion_tokens)
 
+    how = {"memory_bytes": machines.hardware.memory_bytes, "gpus": options.gpus, "gpus_per_node": options.gpus_per_node}
+
+    def on_machines(cfg: RunConfig) -> RunConfig:
+        return resolved(cfg, Hardware(machines.hardware.generation))
+
     def timed(cfg: RunConfig) -> StepTime:
-        memory, cfg = machines.hardware.memory_bytes, resolved(cfg, Hardware(machines.hardware.generation))
-        return step_time.step_time(
-            cfg, lengths, rates, network, memory_bytes=memory, gpus=options.gpus, gpus_per_node=options.gpus_per_node
-        )
+        return step_time.step_time(on_machines(cfg), lengths, rates, network, **how)
 
     counted = parameters.count(cfg.model)
     result = Plan(*all_layouts(cfg, machines, timed), [])
@@ -118,15 +120,7 @@ def plan(cfg: RunConfig, options: PlanOptions) -> Plan:
         return result
     best = layouts[0]
     comparison = _against_bf16(best, lambda cfg: all_layouts(cfg, machines, timed)[0])
-    shares = step_time.acceptance_to_win(
-        resolved(best.cfg, Hardware(machines.hardware.generation)),
-        lengths,
-        rates,
-        network,
-        memory_bytes=machines.hardware.memory_bytes,
-        gpus=options.gpus,
-        gpus_per_node=options.gpus_per_node,
-    )
+    shares = step_time.acceptance_to_win(on_machines(best.cfg), lengths, rates, network, **how)
     comparison = [*comparison, "", *_drafts(best.cfg, shares)]
     blocks = _table(layouts[: options.top]), _degrees(layouts), _phases(best, options), comparison
     for block in (*blocks, _failures(best, options, network)):

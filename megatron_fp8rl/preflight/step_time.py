@@ -39,11 +39,7 @@ from megatron_fp8rl.rollout.vllm_args import kv_token_bytes
 # Read and written for each parameter of a rank's share: gradient, master, two moments, BF16. Reduced moments move less,
 # and take the time of so many bytes on an H200.
 _OPTIMIZER_BYTES = {"fp32": 30, "bf16": 34, "fp8": 100}
-_RECOMPUTED = {
-    "none": 0.0,
-    "selective": 0.5,
-    "full": 1.0,
-}  # share of the forward pass of layers, by ``optim.recompute``
+_RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}  # share of the layers' forward pass, by ``optim.recompute``
 _FLOPS = ("linear_fp8", "linear_bf16", "experts_fp8", "experts_bf16", "attention", "head", "prefill")
 _TENSOR_COLLECTIVES = 4  # of a layer's forward under tensor parallelism; twice as many in backward
 

@@ -234,13 +234,8 @@ def draw_phase_times(axes: Axes, run: RunData) -> bool:
         if sum(seconds) < 0.002 * total_of_run:
             continue  # thinner than a line in the plot
         above = [low + value for low, value in zip(below, seconds, strict=True)]
-        style = {
-            "color": _PHASE_COLORS[phase],
-            "alpha": 0.85,
-            "linewidth": 0,
-            "step": "mid" if len(steps) < 60 else None,
-        }
-        axes.fill_between(steps, below, above, label=phase, **style)
+        style = {"color": _PHASE_COLORS[phase], "step": "mid" if len(steps) < 60 else None}
+        axes.fill_between(steps, below, above, label=phase, alpha=0.85, linewidth=0, **style)
         below = above
     axes.plot(steps, [record["time/step/s"] for record in records], color="#22262C", linewidth=1.0, label="step")
     # Limit the axis: one slow first step would flatten all others.
@@ -298,21 +293,21 @@ def draw_positions(axes: Axes, run: RunData) -> bool:
     return True
 
 
-def _draw_by_name(axes: Axes, run: RunData, prefix: str, title: str) -> int:
-    keys = sorted({key for record in run.records for key in record if key.startswith(prefix)})
-    for key, color in zip(keys, CYCLE * len(keys), strict=False):
-        curve(axes, *run.series(key), color=color, label=key.removeprefix(prefix).removesuffix("/mean"))
-    finish(axes, title)
-    return len(keys)
+def _by_name(prefix: str, title: str, least: int) -> Draw:
+    """A plot of all metrics with a prefix, if there are at least so many."""
+
+    def draw(axes: Axes, run: RunData) -> bool:
+        keys = sorted({key for record in run.records for key in record if key.startswith(prefix)})
+        for key, color in zip(keys, CYCLE * len(keys), strict=False):
+            curve(axes, *run.series(key), color=color, label=key.removeprefix(prefix).removesuffix("/mean"))
+        finish(axes, title)
+        return len(keys) >= least
+
+    return draw
 
 
-def draw_environments(axes: Axes, run: RunData) -> bool:
-    return _draw_by_name(axes, run, "reward/score_", "Reward by environment") > 1
-
-
-def draw_reward_parts(axes: Axes, run: RunData) -> bool:
-    """The parts of the reward, before their weights."""
-    return _draw_by_name(axes, run, "reward/part_", "Parts of the reward") > 0
+draw_environments = _by_name("reward/score_", "Reward by environment", 2)
+draw_reward_parts = _by_name("reward/part_", "Parts of the reward", 1)  # before their weights
 
 
 def draw_pass_at_k(axes: Axes, run: RunData) -> bool:
