@@ -193,32 +193,32 @@ def fail_in_reward(target: Target) -> str:
     return "until the run ends"
 
 
+def file_of_checkpoint(target: Target, is_eligible: Callable[[Path], bool]) -> Path | None:
+    """A file of the newest checkpoint, if an older one stays and it has any."""
+    if len(list((target.folder / "checkpoints").glob("step_*"))) < 2:
+        return None
+    files = sorted(filter(is_eligible, target.newest("checkpoints/step_*").iterdir()))
+    return target.rng.choice(files) if files else None  # none: damaged before
+
+
 def flip_checkpoint(target: Target) -> str:
     """A bit of the newest checkpoint; an older one stays."""
-    if len(list((target.folder / "checkpoints").glob("step_*"))) < 2:
+    file = file_of_checkpoint(target, lambda path: path.suffix == ".distcp" or path.name == ".metadata")
+    if file is None:
         return ""
-    newest = target.newest("checkpoints/step_*")
-    files = sorted(path for path in newest.iterdir() if path.suffix == ".distcp" or path.name == ".metadata")
-    if not files:  # damaged before
-        return ""
-    file = target.rng.choice(files)
     content = bytearray(file.read_bytes())
     content[target.rng.randrange(len(content))] ^= 1 << target.rng.randrange(8)
     file.write_bytes(bytes(content))
-    return f"{newest.name}/{file.name}"
+    return f"{file.parent.name}/{file.name}"
 
 
 def cut_checkpoint(target: Target) -> str:
     """The newest checkpoint loses a file; an older one stays."""
-    if len(list((target.folder / "checkpoints").glob("step_*"))) < 2:
+    file = file_of_checkpoint(target, lambda path: path.is_file() and path.name != "state.json")
+    if file is None:
         return ""
-    newest = target.newest("checkpoints/step_*")
-    files = sorted(path for path in newest.iterdir() if path.is_file() and path.name != "state.json")
-    if not files:
-        return ""
-    file = target.rng.choice(files)
     file.unlink()
-    return f"{newest.name}/{file.name}"
+    return f"{file.parent.name}/{file.name}"
 
 
 def cut_line(target: Target) -> str:

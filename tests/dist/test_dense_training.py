@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron_fp8rl.config import MlaConfig, OptimConfig, PrecisionConfig
 from megatron_fp8rl.trainer.model import linear_deep_gemm
@@ -11,7 +10,14 @@ from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.models import small_model
-from tests.helpers.training import assert_same_training, continue_training, first_gradients, run_config, weight_pieces
+from tests.helpers.training import (
+    assert_equal_gradients,
+    assert_same_training,
+    continue_training,
+    first_gradients,
+    run_config,
+    weight_pieces,
+)
 
 PLAIN = small_model((2, 256, 4, 2, 128, 62), ffn=512, max_position_embeddings=128, initializer_range=0.03)
 MODELS = {
@@ -109,6 +115,4 @@ def test_recompute_changes_no_bit_of_a_gradient(layout):
     for recompute in ("none", "selective"):
         cfg = _config("dense", layout, {"kernels": {"linears": "deep_gemm"}}, recompute=recompute)
         ranks.append(run_ranks(cfg.parallel.world_size, first_gradients, cfg))
-    for (expected, _), (gradients, _) in zip(*ranks, strict=True):
-        for key, gradient in expected.items():
-            assert gradient.any() and torch.equal(gradients[key], gradient), key
+    assert_equal_gradients(*ranks)

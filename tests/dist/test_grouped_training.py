@@ -13,6 +13,7 @@ from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import (
     MOE,
+    assert_equal_gradients,
     assert_same_training,
     continue_training,
     first_gradients,
@@ -73,9 +74,7 @@ def test_recompute_changes_no_bit_of_a_gradient(name, layout):
         cfg = _config(name, layout, recompute=recompute)
         cfg = replace(cfg, precision=replace(cfg.precision, kernels={"experts": "deep_gemm"}))
         ranks.append(run_ranks(cfg.parallel.world_size, first_gradients, cfg))
-    for (expected, _), (gradients, _) in zip(*ranks, strict=True):
-        for key, gradient in expected.items():
-            assert gradient.any() and torch.equal(gradients[key], gradient), key
+    assert_equal_gradients(*ranks)
 
 
 def _save(cfg, folder):

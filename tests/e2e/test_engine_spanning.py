@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from engine_weights import PROMPT, RECORDS_EXPERTS, Reference, policy_of, sample, write_hf_dir
 from inprocess import random_weights
-from test_remote_replicas import START_S, other_host, remote_cfg, words  # noqa: F401
+from test_remote_replicas import START_S, other_host, remote_cfg, start_replica  # noqa: F401
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path
@@ -31,25 +30,12 @@ def start_part(
     rank: int, before: list[str], interface: str, port: int, run_dir: Path, layout: dict[str, int]
 ) -> subprocess.Popen[bytes]:
     """Start one node's part, as its agent does."""
-    environment = {key: value for key, value in os.environ.items() if rank == 0 or key != "LAUNCH_ADDRESS"}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": interface}
-    command = [
-        *before,
-        sys.executable,
-        *"-m megatron_fp8rl replica tiny_qwen3_moe".split(),
-        *words(),
-        *(word for name, value in layout.items() for word in (f"--engine.{name}", str(value))),
-        *"--replica 0 --endpoint".split(),
-        str(endpoint_path(run_dir, 0)),
-        *"--nnodes 2 --node_rank".split(),
-        str(rank),
-        "--master_addr",
-        os.environ.get("LAUNCH_ADDRESS", "127.0.0.1"),
-        "--master_port",
-        str(port),
-    ]
-    with (run_dir / "logs" / f"rollout-0.node{rank}.log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    address = os.environ.get("LAUNCH_ADDRESS", "127.0.0.1")
+    variables = {"LAUNCH_ADDRESS": address} if rank == 0 and "LAUNCH_ADDRESS" in os.environ else {}
+    more = [word for name, value in layout.items() for word in (f"--engine.{name}", str(value))]
+    more += ["--nnodes", "2", "--node_rank", str(rank), "--master_addr", address, "--master_port", str(port)]
+    log = f"rollout-0.node{rank}"
+    return start_replica(before, run_dir, *more, log=log, GLOO_SOCKET_IFNAME=interface, **variables)
 
 
 @pytest.mark.parametrize("layout", [TENSOR, WIDE], ids=["tensor", "data and experts"])

@@ -75,24 +75,17 @@ def other_host() -> Iterator[list[str]]:
         subprocess.run(["ip", "netns", "del", name])
 
 
-def start_replica(before: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
-    """Start a replica as an agent does, below a shell that can be killed."""
+def start_replica(before: list[str], run_dir: Path, *more: str, log: str = "rollout-0", **variables: str):
+    """Start a replica, or a part of one, as an agent does, below a shell that can be killed."""
     environment = {key: value for key, value in os.environ.items() if key != "LAUNCH_ADDRESS"}
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "LAUNCH_LOG": str(run_dir / "logs/rollout-0.log"),
-    }
-    command = [
-        *before,
-        sys.executable,
-        *"-m megatron_fp8rl replica tiny_qwen3_moe".split(),
-        *words(),
-        *"--replica 0 --endpoint".split(),
-        str(endpoint_path(run_dir, 0)),
-    ]
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+    command = [*before, sys.executable, *"-m megatron_fp8rl replica tiny_qwen3_moe".split(), *words(), *more]
+    command += ["--replica", "0", "--endpoint", str(endpoint_path(run_dir, 0))]
     (run_dir / "logs").mkdir(exist_ok=True)
-    with (run_dir / "logs/rollout-0.log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    path = run_dir / "logs" / f"{log}.log"
+    environment.setdefault("LAUNCH_LOG", str(path))
+    with path.open("ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
 
 
 def status_of(url: str, token: str | None) -> int:

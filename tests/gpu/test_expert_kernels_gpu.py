@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from megatron_fp8rl.kernels import blockwise, fused_moe, fused_moe_torch, gemm
 from megatron_fp8rl.kernels.fused_moe import expert_permutation
 from megatron_fp8rl.kernels.triton import swiglu
-from megatron_fp8rl.kernels.types import ExpertPermutation, Quantized
+from megatron_fp8rl.kernels.types import ExpertPermutation
 from megatron_fp8rl.precision.formats import BLOCKWISE_POW2, blockwise_format
+from tests.helpers.operands import assert_equal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -42,25 +43,6 @@ def random_rows(*shape: int, seed: int = 0, octaves: int = 12) -> torch.Tensor:
     x[1::5, :128] = 0
     x[:, 2::50] = 0
     return x.bfloat16()
-
-
-def assert_equal(actual: Quantized, expected: Quantized, layout: ExpertPermutation) -> None:
-    end = int(layout.offsets[-1])
-    for name in ("rows", "row_scales", "columns", "column_scales", "bf16"):
-        ours, theirs = getattr(actual, name), getattr(expected, name)
-        assert (ours is None) == (theirs is None), name
-        if ours is None:
-            continue
-        assert ours.stride() == theirs.stride(), name
-        if name.startswith("column"):
-            ours, theirs = ours[: end // 128], theirs[: end // 128]
-        else:
-            ours, theirs = ours[:end], theirs[:end]
-        if ours.dtype == torch.float8_e4m3fn:
-            ours, theirs = ours.view(torch.uint8), theirs.view(torch.uint8)
-        differ = ours != theirs
-        where = differ.nonzero()[:1].tolist()
-        assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()}, first {where}"
 
 
 def assert_nearly_equal(actual: torch.Tensor, expected: torch.Tensor, layout: ExpertPermutation) -> None:

@@ -30,6 +30,8 @@ def replica(index: int, node: int, *args: str) -> Role:
 class Job:
     """A job whose nodes are processes of this machine."""
 
+    before: tuple[str, ...] = ()  # words before the command of an agent
+
     def __init__(self, folder: Path, *roles: Role, num_nodes: int, **how: int) -> None:
         self.run_dir = folder / "a run with 'quotes'"
         self.run_dir.mkdir(exist_ok=True)
@@ -47,7 +49,7 @@ class Job:
             self.outputs.append(self.run_dir / f"agent.{attempt}.{node}.out")
             with self.outputs[-1].open("w") as output:
                 agent = subprocess.Popen(
-                    [sys.executable, "-m", "launch.agent", saved(self.spec)],
+                    [*self.before, sys.executable, "-m", "launch.agent", saved(self.spec)],
                     cwd=ROOT,
                     env={**os.environ, "LAUNCH_GRACE_S": "3", **here, "LAUNCH_NODE": str(node), **environment},
                     stdout=output,

@@ -67,3 +67,20 @@ def assert_same_tensors(actual: Mapping[str, torch.Tensor], expected: Mapping[st
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name
         assert torch.equal(actual[name], tensor), name
+
+
+def write_hf(folder: Path) -> Path:
+    """A folder that looks like a Hugging Face checkpoint."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def write_checkpoint(folder: Path, step: int, **config: object) -> Path:
+    """A folder that looks like a complete checkpoint of a run; ``folder``: that of the run's checkpoints."""
+    path = folder / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    (path / ".metadata").write_bytes(b"12345")
+    (path / "state.json").write_text(json.dumps({"step": step, "files": {".metadata": 5}, "config": config}))
+    return path

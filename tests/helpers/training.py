@@ -196,3 +196,10 @@ def full_weights(model: ModelConfig, ranks: list[dict[str, tuple[int, Tensor]]])
             known = result.setdefault(name, {}).setdefault(index, piece)
             assert torch.equal(known, piece), f"{name}: replicas of piece {index} differ"
     return {name: unshard(name, [parts[i] for i in sorted(parts)], model) for name, parts in result.items()}
+
+
+def assert_equal_gradients(expected: list, actual: list) -> None:
+    """The gradients of :func:`first_gradients` on all ranks are not zero and equal, bit for bit."""
+    for (before, _), (after, _) in zip(expected, actual, strict=True):
+        for key, gradient in before.items():
+            assert gradient.any() and torch.equal(after[key], gradient), key

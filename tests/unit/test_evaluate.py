@@ -16,6 +16,7 @@ from megatron_fp8rl.observe.metrics import check_keys, meaning
 from megatron_fp8rl.report.run_report import write_report
 from megatron_fp8rl.types import Prompt, Rollout, RolloutGroup, single_turn
 from model_configs.tiny import tiny_qwen3_moe
+from tests.helpers.checkpoints import write_checkpoint, write_hf
 from tests.helpers.samples import make_completion
 
 ROOT = Path(__file__).parents[2]
@@ -31,21 +32,6 @@ def make_group(number: int, rewards: list[float], environment: str = "chain_sum"
         for i, reward in enumerate(rewards)
     ]
     return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
-
-
-def write_hf(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"")
-    return folder
-
-
-def write_checkpoint(folder: Path, step: int, **config: object) -> Path:
-    path = folder / f"step_{step:08d}"
-    path.mkdir(parents=True)
-    (path / ".metadata").write_bytes(b"12345")
-    (path / "state.json").write_text(json.dumps({"step": step, "files": {".metadata": 5}, "config": config}))
-    return path
 
 
 @pytest.fixture

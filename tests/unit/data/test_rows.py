@@ -389,12 +389,16 @@ def test_a_json_file_may_be_one_array(tmp_path):
         open_rows(str(path), {})
 
 
-def test_a_reward_that_compares_warns_of_rows_without_answers(tmp_path):
-    source = EnvironmentConfig(
-        dataset=write(tmp_path / "a.jsonl", [{"question": "1"}] * 9), rewards=(RewardConfig(function="number"),)
-    )
+def check_of(tmp_path, rows: list[dict], reward: str):
+    """What is found about a reward on these rows before a start."""
+    source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows), rewards=(RewardConfig(function=reward),))
     cfg = config(tmp_path, source)
     (check,) = check_rewards(cfg.data, cfg.scoring.deadline_s, inspect_sources(cfg, TOKENIZER))
+    return check
+
+
+def test_a_reward_that_compares_warns_of_rows_without_answers(tmp_path):
+    check = check_of(tmp_path, [{"question": "1"}] * 9, "number")
     assert check.warnings() == ["a: its reward compares with reference answers, and the first rows have none"]
 
 
@@ -447,9 +451,7 @@ def test_wrong_answers_are_scored_before_the_start(tmp_path, reward):
     """Built-in rewards reward none of them."""
     answers = ("2", "3", ["2", "2.0"], "A", "B. Copper", "Paris", "Rome", "1/2")
     rows = [{"question": f"{i} + 1 = ", "answer": answer} for i, answer in enumerate(answers)]
-    source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows), rewards=(RewardConfig(function=reward),))
-    cfg = config(tmp_path, source)
-    (check,) = check_rewards(cfg.data, cfg.scoring.deadline_s, inspect_sources(cfg, TOKENIZER))
+    check = check_of(tmp_path, rows, reward)
     assert check.rewarded_wrong == () and not check.failure and max(check.reference) == 1
 
 
@@ -458,11 +460,7 @@ def test_a_reward_of_wrong_answers_is_reported(tmp_path):
         "def last_digit(completion, answer):\n    return float(completion[-1:] in (answer[-1:], 's'))\n"
     )
     rows = [{"question": f"{i} + 1 = ", "answer": str(i)} for i in (12, 22)]
-    source = EnvironmentConfig(
-        dataset=write(tmp_path / "a.jsonl", rows), rewards=(RewardConfig(function=f"{tmp_path}/r.py:last_digit"),)
-    )
-    cfg = config(tmp_path, source)
-    (check,) = check_rewards(cfg.data, cfg.scoring.deadline_s, inspect_sources(cfg, TOKENIZER))
+    check = check_of(tmp_path, rows, f"{tmp_path}/r.py:last_digit")
     assert [wrong for _, wrong, _ in check.rewarded_wrong] == ["pass", "22", "pass", "12"]
     assert "a: 4 wrong answers are rewarded, such as 'pass' by 1 where the reference is '12'" in check.warnings()[0]
 

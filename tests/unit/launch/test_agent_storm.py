@@ -8,43 +8,23 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from launch.spec import attempt_dir
-from tests.helpers.agents import FAKE, ROOT, Job, replica, trainer
+from tests.helpers.agents import FAKE, Job, replica, trainer
 from tests.helpers.launching import saved
 from tests.helpers.processes import until
 
 STORM_S = float(os.environ.get("FP8RL_STORM_S", "30"))
 NODES, TRAINERS, SAVE_EVERY, BETWEEN_S = 32, 4, 10, (2.0, 6.0)
-_OWN = ["unshare", "--net", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc"]
 
 
 class Nodes(Job):
     """A job whose agents share no network and no processes. What Slurm does to it, the test does."""
 
-    def start(self, attempt: int = 0, nodes: tuple[int, ...] | None = None, **environment: str) -> None:
-        self.board = attempt_dir(self.run_dir, "local-1", attempt)
-        self.agents, self.outputs = [], []
-        for node in nodes or range(self.num_nodes):
-            here = {"LAUNCH_JOB": "local-1", "LAUNCH_NODES": str(self.num_nodes), "LAUNCH_ATTEMPT": str(attempt)}
-            self.outputs.append(self.run_dir / f"agent.{attempt}.{node}.out")
-            with self.outputs[-1].open("w") as output:
-                self.agents.append(
-                    subprocess.Popen(
-                        [*_OWN, sys.executable, "-m", "launch.agent", self.file],
-                        cwd=ROOT,
-                        env={**os.environ, "LAUNCH_GRACE_S": "3", **here, "LAUNCH_NODE": str(node), **environment},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
+    before = ("unshare", "--net", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc")
 
     @property
     def file(self) -> str:

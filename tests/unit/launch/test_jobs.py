@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from launch.plan import Plan, Request
 from megatron_fp8rl.__main__ import COMMANDS
 from megatron_fp8rl.cli import UsageError, parse
 from megatron_fp8rl.report.study import StudyOptions
+from tests.helpers.checkpoints import write_checkpoint, write_hf
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,21 +28,6 @@ def plan(cluster: Cluster, job: str, target: str, *args: str, nodes: int | None 
     return jobs.plan(Request(job=job, cluster=cluster, config_name=target, nodes=nodes, **fields))
 
 
-def write_checkpoint(run_dir: Path, step: int, **config) -> Path:
-    path = run_dir / "checkpoints" / f"step_{step:08d}"
-    path.mkdir(parents=True)
-    (path / ".metadata").write_bytes(b"12345")
-    (path / "state.json").write_text(json.dumps({"step": step, "files": {".metadata": 5}, "config": config}))
-    return path
-
-
-def write_hf(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"")
-    return folder
-
-
 def test_training_jobs_are_those_of_the_plan(tmp_path: Path):
     result = plan(cluster_of(tmp_path), "train", "tiny_qwen3", "--num_steps", "3")
     assert result.problems == () and result.spec is not None
@@ -51,7 +36,7 @@ def test_training_jobs_are_those_of_the_plan(tmp_path: Path):
 
 
 def test_an_evaluation_has_the_roles_of_training_and_words_that_parse_again(tmp_path: Path):
-    checkpoint = write_checkpoint(tmp_path / "runs" / "tiny_qwen3", 40)
+    checkpoint = write_checkpoint(tmp_path / "runs" / "tiny_qwen3" / "checkpoints", 40)
     args = "--ks 1 4 --num_completions 4 --engine.num_replicas 2 --engine.placement separate --seed 7".split()
     args += ["--weight_sync.transport", "gloo", "--checkpoint", str(checkpoint)]
     result = plan(cluster_of(tmp_path), "eval", "tiny_qwen3", *args, nodes=2)
@@ -89,7 +74,7 @@ def test_an_evaluation_is_refused_with_everything_at_once(tmp_path: Path):
 
 def test_the_tokenizer_of_another_run_is_not_found_by_chance(tmp_path: Path):
     other = tmp_path / "runs" / "other"
-    checkpoint = write_checkpoint(other, 1)
+    checkpoint = write_checkpoint(other / "checkpoints", 1)
     (other / "model").mkdir()
     (other / "model" / "config.json").write_text("{}")
     (other / "versions.json").write_text("{}")

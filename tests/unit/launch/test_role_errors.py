@@ -36,9 +36,10 @@ def test_a_traceback_that_was_cut_off_is_shown_as_far_as_it_goes():
     assert _one_error(["(the log has lost it)"]) == ["(the log has lost it)"]
 
 
-def failure_of(folder: Path, log: list[str]) -> Failure:
+def failure_of(folder: Path, log: list[str], **role) -> Failure:
     """What a role says of its failure whose output was ``log``."""
     process = process_of(folder)
+    process.role = dataclasses.replace(process.role, **role)
     process.log.parent.mkdir(parents=True)
     process._listen(io.BytesIO("".join(f"{line}\n" for line in log).encode()))
     return process.failure()
@@ -75,11 +76,7 @@ def torchrun_output(*ends: tuple[int, int]) -> list[str]:
 
 def failure_of_ranks(folder: Path, log: list[str]) -> Failure:
     """The failure of the second node of a trainer with two ranks on each node."""
-    process = process_of(folder)
-    process.role = dataclasses.replace(process.role, kind="torchrun", nodes=(1, 0), processes_per_node=2)
-    process.log.parent.mkdir(parents=True)
-    process._listen(io.BytesIO("".join(f"{line}\n" for line in log).encode()))
-    return process.failure()
+    return failure_of(folder, log, kind="torchrun", nodes=(1, 0), processes_per_node=2)
 
 
 @pytest.mark.parametrize(

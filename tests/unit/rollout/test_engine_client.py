@@ -18,6 +18,27 @@ from megatron_fp8rl.rollout.replicas import Replica
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), stop_strings=())
 
 
+async def generate_once(tmp_path: Path, exited: asyncio.Future[Exit], **handlers) -> None:
+    """Sample once from a server with these handlers of requests."""
+    app = web.Application()
+    app.add_routes([web.post(GENERATE_PATH, handlers["generate"])])
+    if "health" in handlers:
+        app.add_routes([web.get("/health", handlers["health"])])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    replica = Replica(name="rollout-3", url=url, log_path=tmp_path / "log", process_group=0, exited=exited)
+    deadlines = {"request_deadline_s": 60.0, "update_deadline_s": 60.0}
+    client = EngineClient(replica, sampling=SAMPLING, decode=lambda ids: "", **deadlines)
+    try:
+        await client.generate([1, 2], 1, 0)
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
 def ask(tmp_path: Path, monkeypatch, *, health: int, exits_after: int | None) -> None:
     """Sample from a server that answers 500 and exits after some health checks, which are counted."""
     monkeypatch.setattr(client_module, "_EXIT_GRACE_S", 0.05)
@@ -37,22 +58,7 @@ def ask(tmp_path: Path, monkeypatch, *, health: int, exits_after: int | None) ->
                 exited.set_result(Exit(code=0))
             return web.Response(status=health)
 
-        app = web.Application()
-        app.add_routes([web.post(GENERATE_PATH, generate), web.get("/health", is_healthy)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        replica = Replica(name="rollout-3", url=url, log_path=tmp_path / "log", process_group=0, exited=exited)
-        client = EngineClient(
-            replica, sampling=SAMPLING, decode=lambda ids: "", request_deadline_s=60.0, update_deadline_s=60.0
-        )
-        try:
-            await client.generate([1, 2], 1, 0)
-        finally:
-            await client.close()
-            await runner.cleanup()
+        await generate_once(tmp_path, exited, generate=generate, health=is_healthy)
 
     try:
         asyncio.run(main())
@@ -216,25 +222,10 @@ def test_a_request_may_be_the_cause_of_a_death_but_not_of_sigkill(tmp_path, how,
             await asyncio.sleep(60)
             return web.Response()
 
-        app = web.Application()
-        app.add_routes([web.post(GENERATE_PATH, generate)])
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        replica = Replica(name="rollout-3", url=url, log_path=tmp_path / "log", process_group=0, exited=exited)
-        client = EngineClient(
-            replica, sampling=SAMPLING, decode=lambda ids: "", request_deadline_s=60.0, update_deadline_s=60.0
-        )
         if died_before:
             exited.set_result(how)
-        try:
-            with pytest.raises(EngineDeadError) as caught:
-                await client.generate([1, 2], 1, 0)
-        finally:
-            await client.close()
-            await runner.cleanup()
+        with pytest.raises(EngineDeadError) as caught:
+            await generate_once(tmp_path, exited, generate=generate)
         return caught.value
 
     error = asyncio.run(error_of(died_before=False))

@@ -54,23 +54,14 @@ def test_sizes_are_those_of_vllms_fused_linears():
 
 
 def test_the_trainers_sizes_are_megatrons_fused_linears():
+    """The same as vLLM's."""
     dense = grpo_qwen3_8b()
-    dense = replace(dense, parallel=replace(dense.parallel, tensor=1))
-    assert deep_gemm_warmup.trainer_sizes(dense.model, dense.precision, dense.parallel.tensor) == [
-        (4096, 4096),
-        (4096, 12288),
-        (6144, 4096),
-        (24576, 4096),
-    ]
-    halves = replace(dense, parallel=replace(dense.parallel, tensor=2))
-    assert deep_gemm_warmup.trainer_sizes(halves.model, halves.precision, halves.parallel.tensor) == [
-        (3072, 4096),
-        (4096, 2048),
-        (4096, 6144),
-        (12288, 4096),
-    ]
+    for tensor in (1, 2):
+        cfg = replace(dense, engine=replace(dense.engine, tensor=tensor))
+        expected = deep_gemm_warmup.linear_sizes(cfg.model, cfg.precision, cfg.engine)
+        assert deep_gemm_warmup.trainer_sizes(cfg.model, cfg.precision, tensor) == expected
     bf16 = replace(dense, precision=replace(dense.precision, trainer="bf16"))
-    assert deep_gemm_warmup.trainer_sizes(bf16.model, bf16.precision, bf16.parallel.tensor) == []
+    assert deep_gemm_warmup.trainer_sizes(bf16.model, bf16.precision, 1) == []
 
 
 def test_shares_hold_every_size_once():

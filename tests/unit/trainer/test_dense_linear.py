@@ -168,11 +168,16 @@ def test_what_is_kept_for_backward_is_fp8_and_h():
         assert linear_deep_gemm.mlp(draw(200, K, seed=2), fc1, fc2).grad_fn is None
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputing_changes_nothing(use_reentrant):
+def feed_forward() -> tuple:
+    """(both matrices, input, gradient of the output, products)."""
     fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
     x, grad = draw(203, K, seed=2).requires_grad_(), draw(203, K, seed=3, size=1e-3)
-    expected = products(linear_deep_gemm.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+    return fc1, fc2, x, grad, products(linear_deep_gemm.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputing_changes_nothing(use_reentrant):
+    fc1, fc2, x, grad, expected = feed_forward()
     again = torch.utils.checkpoint.checkpoint(
         lambda x: linear_deep_gemm.mlp(x, fc1, fc2), x, use_reentrant=use_reentrant
     )
@@ -183,9 +188,7 @@ def test_recomputing_changes_nothing(use_reentrant):
 
 
 def test_only_what_wants_a_gradient_gets_one():
-    fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
-    x, grad = draw(203, K, seed=2).requires_grad_(), draw(203, K, seed=3, size=1e-3)
-    expected = products(linear_deep_gemm.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+    fc1, fc2, x, grad, expected = feed_forward()
     y = linear_deep_gemm.mlp(x.detach(), fc1, fc2)
     dw = torch.autograd.grad(y, [fc1.weight, fc2.weight], grad)
     assert torch.equal(dw[0], expected["dW1"]) and torch.equal(dw[1], expected["dW2"])
