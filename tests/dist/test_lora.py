@@ -128,14 +128,9 @@ def _train_and_save(cfg: RunConfig, folder: str):
     return base, hf_weights(policy)
 
 
-def test_saved_adapters_are_the_difference_of_the_weights(tmp_path: Path):
-    """W = W0 + alpha / rank * B A of the saved file is every trained weight; all others are the base's bits."""
-    cfg = adapted(
-        MOE, replace(LORA, targets=("attention", "experts")), params="bf16", trainer="blockwise", algo=WITH_KL
-    )
-    ((base, trained),) = run_ranks(1, _train_and_save, cfg, str(tmp_path / "adapter"))
-    adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    moved = 0
+def assert_base_and_adapters(base: dict, adapters: dict, actual: dict) -> None:
+    """W = W0 + alpha / rank * B A is every adapted weight; all others are the base's bits."""
+    adapters, moved = dict(adapters), 0
     for name, weight in base.items():
         key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
         expected = weight
@@ -143,8 +138,17 @@ def test_saved_adapters_are_the_difference_of_the_weights(tmp_path: Path):
             delta = b.double() @ adapters.pop(f"{key}A.weight").double()
             expected = (weight.double() + 12.0 / 4 * delta).to(torch.bfloat16)
             moved += not torch.equal(expected, weight)
-        assert torch.equal(trained[name], expected), name
+        assert torch.equal(actual[name], expected), name
     assert not adapters and moved == 4 * (4 + 4 * 3)
+
+
+def test_saved_adapters_are_the_difference_of_the_weights(tmp_path: Path):
+    cfg = adapted(
+        MOE, replace(LORA, targets=("attention", "experts")), params="bf16", trainer="blockwise", algo=WITH_KL
+    )
+    ((base, trained),) = run_ranks(1, _train_and_save, cfg, str(tmp_path / "adapter"))
+    adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert_base_and_adapters(base, adapters, trained)
 
 
 def _train_unmerged(cfg: RunConfig, folder: str):
@@ -174,16 +178,7 @@ def _resume_unmerged(cfg: RunConfig, folder: str):
 def test_unmerged_adapters_leave_the_base_are_merged_in_an_export_and_resume(tmp_path: Path):
     cfg = adapted(MOE, UNMERGED, params="bf16", trainer="blockwise", algo=WITH_KL)
     ((base, exported, adapters, logprobs),) = run_ranks(1, _train_unmerged, cfg, str(tmp_path))
-    moved = 0
-    for name, weight in base.items():
-        key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
-        expected = weight
-        if f"{key}B.weight" in adapters:
-            delta = adapters[f"{key}B.weight"].double() @ adapters[f"{key}A.weight"].double()
-            expected = (weight.double() + 12.0 / 4 * delta).to(torch.bfloat16)
-            moved += not torch.equal(expected, weight)
-        assert torch.equal(exported[name], expected), name
-    assert moved == 4 * (4 + 4 * 3)
+    assert_base_and_adapters(base, adapters, exported)
     (again,) = run_ranks(1, _resume_unmerged, cfg, str(tmp_path))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, logprobs, strict=True))
 

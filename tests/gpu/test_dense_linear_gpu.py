@@ -3,8 +3,6 @@
 The kernels are compiled on first use, for seconds each, and kept in DG_JIT_CACHE_DIR; tests share their sizes.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,8 +21,8 @@ from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from tests.helpers.experts import decibels
 from tests.helpers.hopper import ON_HOPPER
 from tests.helpers.models import small_model
-from tests.helpers.training import alone, continue_training, run_config
-from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE, GROUPED_DECIBELS, TE_DECIBELS_FP32_SCALES
+from tests.helpers.training import assert_learns_as_on_te, run_config
+from tests.tolerances import GROUPED_DECIBELS, TE_DECIBELS_FP32_SCALES
 
 pytestmark = [*ON_HOPPER, pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")]
 
@@ -193,8 +191,6 @@ def test_a_feed_forward_part_needs_less_memory_than_on_transformer_engine():
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_a_policy_learns_as_on_transformer_engine(recompute):
     """With biases, heads of half a block, and reductions that overlap with backward."""
-    from megatron_fp8rl.trainer.policy import Policy
-
     model = small_model(
         (2, 256, 4, 2, 64, 62),
         ffn=512,
@@ -204,21 +200,4 @@ def test_a_policy_learns_as_on_transformer_engine(recompute):
         initializer_range=0.03,
     )
     optim = OptimConfig(lr=1e-3, eps=1e-2, overlap_grad_reduce=True, recompute=recompute)
-    runs = {}
-    for kind in ("te", "deep_gemm"):
-        cfg = replace(
-            run_config(model=model, optim=optim), precision=PrecisionConfig(kernels={"linears": kind}, exact=False)
-        )
-        with alone(cfg) as parallel:
-            runs[kind] = continue_training(Policy.build(cfg, parallel), 4)[0]
-    losses, norms = (
-        [[step[key] for step in runs[kind]] for kind in ("deep_gemm", "te")]
-        for key in ("train/loss/mean", "train/grad_norm/max")
-    )
-    print(f"\ndeep_gemm train: loss {losses[0]}, TE {losses[1]}; norm {norms[0]}, TE {norms[1]}")
-    assert losses[0][0] == pytest.approx(losses[1][0], abs=FP8_FIRST_LOSS)
-    assert losses[0][1:] == pytest.approx(losses[1][1:], abs=FP8_LOSS_NOISE)
-    # Holds because the first forward passes are equal, to the bit of the loss: backward starts from the same numbers.
-    # Kernels that round a few activations otherwise would move this norm by 5 to 50 % and be as right (TINY_FP8_LOSS);
-    # what is right is held by the products above.
-    assert norms[0][0] == pytest.approx(norms[1][0], rel=0.05)
+    assert_learns_as_on_te("linears", run_config(model=model, optim=optim))

@@ -23,8 +23,8 @@ from tests.helpers.experts import (
 )
 from tests.helpers.hopper import ON_HOPPER
 from tests.helpers.models import small_model
-from tests.helpers.training import alone, continue_training, run_config
-from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE, GROUPED_DECIBELS
+from tests.helpers.training import assert_learns_as_on_te, run_config
+from tests.tolerances import GROUPED_DECIBELS
 
 pytestmark = [*ON_HOPPER, pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")]
 
@@ -232,27 +232,9 @@ def test_memory_is_no_more_than_on_transformer_engine(trainer):
 @pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine")
 def test_a_policy_learns_as_on_transformer_engine():
     """With reductions that overlap with backward, and recomputed layers."""
-    from megatron_fp8rl.trainer.policy import Policy
-
     model = small_model(
         (2, H, 4, 2, 64, 62), experts=(E, 2, FEATURES), max_position_embeddings=128, initializer_range=0.08
     )
-    runs = {}
     for trainer, recompute in (("bf16", "none"), ("blockwise", "full")):
         optim = OptimConfig(lr=3e-3, eps=1e-2, overlap_grad_reduce=True, recompute=recompute)
-        for kind in ("te", "deep_gemm"):
-            precision = PrecisionConfig(trainer=trainer, kernels={"experts": kind}, exact=False)
-            cfg = replace(run_config(model=model, optim=optim), precision=precision)
-            with alone(cfg) as parallel:
-                runs[kind] = continue_training(Policy.build(cfg, parallel), 4)[0]
-        losses, norms = (
-            [[step[key] for step in runs[kind]] for kind in ("deep_gemm", "te")]
-            for key in ("train/loss/mean", "train/grad_norm/max")
-        )
-        print(f"\ngrouped train {trainer}: loss {losses[0]}, TE {losses[1]}; norm {norms[0]}, TE {norms[1]}")
-        assert losses[0][0] == pytest.approx(losses[1][0], abs=FP8_FIRST_LOSS)
-        assert losses[0][1:] == pytest.approx(losses[1][1:], abs=FP8_LOSS_NOISE)
-        # Holds because the first forward passes are equal, to the bit of the loss: backward starts from the same
-        # numbers. Kernels that round a few activations otherwise would move this norm by 5 to 50 % and be as right
-        # (TINY_FP8_LOSS); what is right is held by the products of test_output_and_gradients.
-        assert norms[0][0] == pytest.approx(norms[1][0], rel=0.05)
+        assert_learns_as_on_te("experts", run_config(model=model, optim=optim), trainer)

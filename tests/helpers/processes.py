@@ -1,9 +1,21 @@
 """Waiting for what other processes do, which takes its time on a busy machine, and whether they run."""
 
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+HOLDER = """
+import sys, time
+from dataclasses import replace
+from megatron_fp8rl.data import run_folder
+from model_configs.tiny import tiny_qwen3
+with run_folder.locked(replace(tiny_qwen3(), output_dir=sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(300)
+"""
 DEADLINE_S = 150.0  # far beyond what anything here takes, on a machine whose cores are shared by many
 
 
@@ -21,3 +33,14 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:  # it may end between the opening of the file and the reading
         return False
+
+
+@contextmanager
+def holds(run_dir: Path) -> Iterator[subprocess.Popen]:
+    """A process that uses a run folder, as training does."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(run_dir)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()

@@ -1,5 +1,6 @@
 """Who may use a run's folder: no other run beside a living one, and nothing that is not a run's."""
 
+import contextlib
 import json
 import os
 import signal
@@ -19,16 +20,7 @@ from megatron_fp8rl.data import folder_lock, run_folder
 from megatron_fp8rl.net import sockets
 from megatron_fp8rl.preflight import rules
 from model_configs.tiny import tiny_qwen3
-
-HOLDER = """
-import sys, time
-from dataclasses import replace
-from megatron_fp8rl.data import run_folder
-from model_configs.tiny import tiny_qwen3
-with run_folder.locked(replace(tiny_qwen3(), output_dir=sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(120)
-"""
+from tests.helpers.processes import holds
 
 
 def config(folder: Path, **fields):
@@ -37,11 +29,8 @@ def config(folder: Path, **fields):
 
 @pytest.fixture
 def holder(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
+    with holds(tmp_path / "run") as process:
+        yield process
 
 
 def test_a_second_run_is_refused_and_a_killed_ones_folder_is_taken_over(tmp_path, holder):
@@ -57,23 +46,33 @@ def test_a_second_run_is_refused_and_a_killed_ones_folder_is_taken_over(tmp_path
     assert (tmp_path / "run" / "run.lock").read_text() == ""
 
 
+@contextlib.contextmanager
+def beats(lock: Path, behind_s: float = 0.0):
+    """Another node's run, whose clock is behind, keeps its lock new."""
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(0.2):
+            os.utime(lock, (time.time() - behind_s,) * 2)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("is_alive", [False, True])
 def test_the_heartbeat_tells_of_a_run_on_another_node(tmp_path, monkeypatch, is_alive):
     monkeypatch.setattr(folder_lock, "SILENT_S", 2.0)
     lock = tmp_path / "run.lock"
     lock.write_text(json.dumps({"host": "elsewhere", "pid": "7", "job": "123", "since": "today"}))
-    ended = threading.Event()
-
-    def beat():
-        while not ended.wait(0.2):
-            os.utime(lock)
-
     if is_alive:
-        threading.Thread(target=beat, daemon=True).start()
-        with pytest.raises(ConfigError, match="process 7 on elsewhere, job 123, since today"):
+        with beats(lock), pytest.raises(ConfigError, match="process 7 on elsewhere, job 123, since today"):
             with run_folder.locked(config(tmp_path)):
                 pass
-        ended.set()
     else:
         began = time.monotonic()
         with run_folder.locked(config(tmp_path)):
@@ -84,20 +83,9 @@ def test_a_living_holder_whose_clock_is_behind_keeps_its_folder(tmp_path, monkey
     monkeypatch.setattr(folder_lock, "SILENT_S", 2.0)
     lock = tmp_path / "run.lock"
     lock.write_text(json.dumps({"host": "elsewhere", "pid": "7"}))
-    ended = threading.Event()
-
-    def beat():
-        while not ended.wait(0.2):
-            os.utime(lock, (time.time() - 3600,) * 2)
-
-    beat_thread = threading.Thread(target=beat, daemon=True)
-    beat_thread.start()
-    try:
-        with pytest.raises(ConfigError, match="process 7 on elsewhere"), run_folder.locked(config(tmp_path)):
+    with beats(lock, 3600.0), pytest.raises(ConfigError, match="process 7 on elsewhere"):
+        with run_folder.locked(config(tmp_path)):
             pass
-    finally:
-        ended.set()
-        beat_thread.join()
 
 
 def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,19 +16,10 @@ from megatron_fp8rl.data import folder_lock
 from model_configs.tiny import tiny_qwen3
 from tests.helpers.agents import HOLD, Job, nothing_is_left, replica, trainer
 from tests.helpers.launching import saved
-from tests.helpers.processes import until
+from tests.helpers.processes import holds, until
 
 TRAINS = Role(name="trainer", kind="torchrun", nodes=(0,), command=("-m", "megatron_fp8rl", "train", "tiny_qwen3"))
 EVALUATES = dataclasses.replace(TRAINS, command=("-m", "megatron_fp8rl", "eval", "tiny_qwen3"))
-HOLDER = """
-import sys, time
-from dataclasses import replace
-from megatron_fp8rl.data import run_folder
-from model_configs.tiny import tiny_qwen3
-with run_folder.locked(replace(tiny_qwen3(), output_dir=sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(300)
-"""
 
 
 @pytest.fixture
@@ -41,11 +30,8 @@ def run_dir(tmp_path) -> Path:
 @pytest.fixture
 def training(run_dir):
     """A process that trains in the run folder, as `train`, `grpo` and an own torchrun do."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(run_dir)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
+    with holds(run_dir) as process:
+        yield process
 
 
 def spec_of(run_dir: Path, role: Role = TRAINS) -> JobSpec:

@@ -15,8 +15,6 @@ from megatron_fp8rl.cli import UsageError, parse
 from megatron_fp8rl.report.study import StudyOptions
 from tests.helpers.checkpoints import write_checkpoint, write_hf
 
-ROOT = Path(__file__).parents[3]
-
 
 def cluster_of(tmp_path: Path, **changes) -> Cluster:
     return Cluster(gpu=None, gpus_per_node=0, ranks_per_node=2, partition="main", run_root=str(tmp_path), **changes)

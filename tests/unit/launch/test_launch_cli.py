@@ -17,7 +17,6 @@ from launch.spec import JobSpec, Role, add_job, read_jobs
 from megatron_fp8rl.preflight.findings import Finding
 from tests.helpers.launching import saved
 
-ROOT = Path(__file__).parents[3]
 CPU = "CLUSTER = Cluster(gpu=None, gpus_per_node=0, ranks_per_node=4, run_root={root!r}, time_limit='10:00'{more})\n"
 LOCAL = (
     "from launch.cluster import Cluster\nCLUSTER = Cluster(kind='local', gpu=None, gpus_per_node=0, ranks_per_node=4"

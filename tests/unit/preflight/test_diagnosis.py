@@ -372,26 +372,28 @@ def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
         assert cfg.engine.sleep_level == 0 and not rules.check(cfg, accelerator="hopper")
 
 
+def grpo_options(cfg, folder: Path, **options) -> grpo.GrpoOptions:
+    """Options of ``grpo`` with a model's folder and rows beside it."""
+    rows = folder.with_name("rows.jsonl")
+    rows.write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    write_model_dir(cfg, folder)
+    (folder / "model.safetensors").write_bytes(save({"weight": torch.zeros(1)}))  # for what asks for a file
+    return grpo.GrpoOptions(model=str(folder), data=(str(rows),), reward=("exact",), **options)
+
+
 def test_gpus_that_this_machine_lacks_are_planned_as_h200s(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "_local_gpus", lambda: (0, 0.0))
-    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
-    model = write_model_dir(small_qwen3(), tmp_path / "model")
-    (model / "model.safetensors").write_bytes(save({"weight": torch.zeros(1)}))  # for what asks for a file
-    options = grpo.GrpoOptions(model=str(model), data=(str(tmp_path / "rows.jsonl"),), reward=("exact",), gpus=1)
-    _, notes = grpo.configure(options, cli.overriding([]))
+    _, notes = grpo.configure(grpo_options(small_qwen3(), tmp_path / "model", gpus=1), cli.overriding([]))
     assert any("1 H200 of 139.8 GiB" in note for note in notes)
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_a_model_whose_sizes_do_not_tile_can_be_widened(tmp_path, monkeypatch, gpus):
     monkeypatch.setattr(grpo, "_local_gpus", lambda: (gpus, 140.0))
-    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     hint = f"checkpoint_tools widen {tmp_path}/untiled FOLDER"
     base = change(small_qwen3(), model__hidden_size=192)
     for name, lines in (("untiled", 1), ("tiled", 0)):
-        folder = write_model_dir(change(base, model__hidden_size=192 if lines else 256), tmp_path / name)
-        (folder / "model.safetensors").write_bytes(save({"weight": torch.zeros(1)}))  # for what asks for a file
-        options = grpo.GrpoOptions(model=str(folder), data=(str(tmp_path / "rows.jsonl"),), reward=("exact",))
+        options = grpo_options(change(base, model__hidden_size=192 if lines else 256), tmp_path / name)
         cfg, notes = grpo.configure(options, cli.overriding([]))
         assert len([note for note in notes if hint in note]) == lines
         assert cfg.precision.rollout == ("bf16" if lines else "blockwise")
