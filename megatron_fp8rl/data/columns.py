@@ -94,7 +94,7 @@ class Columns:
                     raise RowError(f"{self.history} contains {str(turn)[:60]!r}, which is no question with its answer")
                 before += [{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}]
             else:
-                before.append(_message(turn, self.history))
+                before.append(as_message(turn, self.history))
         return before
 
     def _inputs(self, row: Mapping[str, Any]) -> list[str]:
@@ -180,7 +180,7 @@ def _messages(value: Any, column: str) -> tuple[tuple[dict[str, str], ...], str 
     """(messages up to the last user message, the reply after it or None)."""
     if not isinstance(value, Sequence) or not value:
         raise RowError(f"{column} is neither text nor a list of messages: {str(value)[:60]!r}")
-    messages = [_message(message, column) for message in value]
+    messages = [as_message(message, column) for message in value]
     asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if asked is None:
         raise RowError(f"{column} has no user message")
@@ -190,10 +190,12 @@ def _messages(value: Any, column: str) -> tuple[tuple[dict[str, str], ...], str 
     return tuple(messages[: asked + 1]), replies[0] if replies else None
 
 
-def _message(message: Any, column: str) -> dict[str, str]:
+def as_message(message: Any, column: str, missing: str | None = None) -> dict[str, str]:
+    """Role and text of a message, with ``missing`` where it has no content. Raises RowError."""
     if not isinstance(message, Mapping):
         raise RowError(f"{column} contains {str(message)[:60]!r}, which is not a message")
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    content = missing if content is None else content
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = "".join(_part(part, column) for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
@@ -263,7 +265,7 @@ def _as_text(answer: Any) -> str:
     if answer is None or (isinstance(answer, float) and math.isnan(answer)):  # missing in a JSON or Parquet table
         return ""
     if isinstance(answer, Sequence) and answer and all(map(_is_message, answer)):
-        replies = [_message(message, "the answer") for message in answer]
+        replies = [as_message(message, "the answer") for message in answer]
         return next((reply["content"] for reply in reversed(replies) if reply["role"] == "assistant"), "").strip()
     if isinstance(answer, list) and len(answer) == 1:
         return _as_text(answer[0])

@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.columns import _ROLES, ColumnError, _decoded, lookup
+from megatron_fp8rl.data.columns import ColumnError, _decoded, as_message, lookup
 from megatron_fp8rl.data.conversation import ChatFormat
 from megatron_fp8rl.data.dropped import DroppedLog, RowError, row_errors
 from megatron_fp8rl.data.prompts import ProblemSource, apportion
@@ -246,15 +246,9 @@ def _normalized(value: Any, column: str) -> Messages:
         raise RowError(f"{column} is neither text nor a list of messages: {str(value)[:60]!r}")
     messages = []
     for message in value:
-        if not isinstance(message, Mapping):
-            raise RowError(f"{column} contains {str(message)[:60]!r}, which is not a message")
+        normal = as_message(message, column, missing="")
         rest = {name: part for name, part in message.items() if part is not None and name not in ("from", "value")}
-        role, content = message.get("role", message.get("from")), message.get("content", message.get("value")) or ""
-        if isinstance(content, Sequence) and not isinstance(content, str):
-            content = "".join(part.get("text", "") for part in content)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise RowError(f"{column} contains a message without role or text: {str(dict(message))[:60]!r}")
-        messages.append({**rest, "role": _ROLES.get(role, role), "content": content})
+        messages.append(rest | normal)
     return messages
 
 

@@ -133,6 +133,11 @@ OPEN_THINK = PLAIN_CHATML.replace(
         (PLAIN_CHATML, {"messages": [*CHAT, {"content": 3}]}, "a message without role or text"),
         (
             PLAIN_CHATML,
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, *CHAT]},
+            "a part of type 'image'",
+        ),
+        (
+            PLAIN_CHATML,
             {"messages": [{"role": "user", "content": "x" * 300}, CHAT[2]]},
             "has 3.. tokens, more than 300",
         ),
