@@ -14,7 +14,7 @@ from typing import Any, Literal
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral",
     "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "olmo2", "olmo3", "gemma3_text", "qwen3_next", "gpt_oss",
-    "phi3",
+    "phi3", "qwen3_5_text", "qwen3_5_moe_text",
 ]  # fmt: skip
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
 

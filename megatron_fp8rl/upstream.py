@@ -74,6 +74,7 @@ TESTED_LESS = {  # by range: patches with another range than their package; most
         "rollout/vllm_plugin/olmo2.py:Olmo2ForCausalLM",
         "rollout/vllm_plugin/phi3.py:LongRope",
         "rollout/vllm_plugin/phi3.py:Phi3ForCausalLM",
+        "rollout/vllm_plugin/qwen3_5.py:WithStates",
         "rollout/vllm_plugin/patches.py:normalize_latents_as_published",
         "rollout/vllm_plugin/patches_attention.py:FP8CacheAttention",
         "rollout/vllm_plugin/patches_attention.py:FP8CacheBackend",

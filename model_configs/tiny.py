@@ -88,6 +88,13 @@ def tiny_qwen3_next() -> RunConfig:
     return replace(moe, name="tiny_qwen3_next", model=model)
 
 
+def tiny_qwen3_5_moe() -> RunConfig:
+    """The same task with Qwen3.5-MoE's text model: the layers of tiny_qwen3_next with four projections."""
+    base = tiny_qwen3_next()
+    model = replace(base.model, family="qwen3_5_moe_text", ffn_hidden_size=0)
+    return replace(base, name="tiny_qwen3_5_moe", model=model)
+
+
 def demo() -> RunConfig:
     """What `make demo` runs: tiny_qwen3_moe sorts four digits, up or down; 20,000 questions, 512 of them held out."""
     base = tiny_qwen3_moe()

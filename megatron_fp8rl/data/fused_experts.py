@@ -1,8 +1,9 @@
-"""Checkpoints that store all experts of a layer in one tensor: gpt-oss's, in BF16 and as published in MXFP4.
+"""Checkpoints that store all experts of a layer in one tensor: Qwen3.5's, and gpt-oss's in BF16 and in MXFP4.
 
-Everything else here knows experts one by one (``names/gpt_oss.py``). ``gate_up_proj`` is [E, H, 2 F], whose columns are
-gate and up in turns, and ``down_proj`` [E, F, H]; their biases are [E, 2 F] and [E, H]. MXFP4 has ``_blocks`` uint8
-[E, N, K / 32, 16], two E2M1 values in a byte, and ``_scales`` uint8 [E, N, K / 32], powers of two.
+Everything else here knows experts one by one (``names/gpt_oss.py``). Qwen3.5's are read (:func:`unstacked_entries`) and
+gpt-oss's also written. ``gate_up_proj`` of the latter is [E, H, 2 F], whose columns are gate and up in turns, and
+``down_proj`` [E, F, H]; their biases are [E, 2 F] and [E, H]. MXFP4 has ``_blocks`` uint8 [E, N, K / 32, 16], two E2M1
+values in a byte, and ``_scales`` uint8 [E, N, K / 32], powers of two.
 
 MXFP4 is read as BF16, which has every such value: a policy is trained in BF16, and our FP8 recipes quantize from it.
 
@@ -152,6 +153,25 @@ def split_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
             for half in ("gate", "up") if part == "gate_up" else ("down",):
                 expert_name = f"{parent}.{expert}.{half}_proj.{'bias' if kind == '_bias' else 'weight'}"
                 result[expert_name] = _expert_entry(expert_name, name, entry, entries, kind)
+    return result
+
+
+def unstacked_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Entries of single experts in place of those that stack them as Qwen3.5 does: ``gate_up_proj`` [E, 2 F, H], gate
+    above up, and ``down_proj`` [E, H, F]. Matrices of an expert are adjacent bytes."""
+    result: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        match = _FUSED.fullmatch(name)
+        if match is None or match[3] or len(entry.shape) != 3:
+            result[name] = entry
+            continue
+        halves = ("gate", "up") if match[2] == "gate_up" else ("down",)
+        num, rows, columns = entry.shape[0] * len(halves), entry.shape[1] // len(halves), entry.shape[2]
+        for index in range(num):
+            expert, half = divmod(index, len(halves))
+            offset = entry.offset + index * rows * columns * entry.dtype.itemsize
+            expert_name = f"{match[1]}.{expert}.{halves[half]}_proj.weight"
+            result[expert_name] = Entry(entry.file, entry.dtype, (rows, columns), offset)
     return result
 
 

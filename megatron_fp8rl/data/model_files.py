@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data.checkpoint_error import CheckpointError
+from megatron_fp8rl.data.fused_experts import unstacked_entries
 from megatron_fp8rl.data.fused_tensors import Fusion, fusion_of
 from megatron_fp8rl.data.packed_int4 import is_packed_int4, unpacked_entries
 from megatron_fp8rl.data.safetensors_header import Entry, read_header
@@ -103,9 +104,9 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
             problems += [f"{name}: {INDEX} says {shard}, which lacks it" for name in sorted(expected - names)]
             problems += [f"{name}: in {shard}, but not in {INDEX}" for name in sorted(names - expected)]
     config = _content(path) if (path / "config.json").is_file() else {}
-    if prefix := registry.text_prefix(config):
-        entries = {name.removeprefix(prefix): entry for name, entry in entries.items()}
-        unreadable = {name.removeprefix(prefix) for name in unreadable}
+    if "text_config" in config:
+        entries = unstacked_entries({registry.text_name(name, config): entry for name, entry in entries.items()})
+        unreadable = {registry.text_name(name, config) for name in unreadable}
     if is_packed_int4(registry.text_config(config)):
         entries = unpacked_entries(entries)
     return fusion_in(path).split_entries(entries), problems, unreadable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -15,6 +16,8 @@ ENGINE_FUSIONS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 FUSED_INTO = {matrix: fused for fused, matrices in ENGINE_FUSIONS.items() for matrix in matrices}
 # Gate, up and down of an expert by the name of the enclosing module; the engine stacks gate and up.
@@ -114,21 +117,42 @@ def gated_delta_net(model: ModelConfig) -> tuple[Row, ...]:
     """A gated delta net. Rows of its projections are sorted by key head: query, key, values and output gates; write
     strengths and decays. Every rank has the whole vectors and convolution, which are small."""
 
-    def linear(name: str, rows: str, columns: str, cut: Cut) -> Row:
-        hf = ((f"{H}linear_attn.{name}.weight", (rows, columns)),)
-        return Row(f"{M}self_attention.{name}.weight", hf, cut, unit="gdn key heads")
+    return (
+        _of_delta_net("in_proj_qkvz", "gdn_qkvz", "hidden", "rows"),
+        _of_delta_net("in_proj_ba", "gdn_ba", "hidden", "rows"),
+        *_delta_rule(),
+    )
+
+
+def gated_delta_net_in_parts(model: ModelConfig) -> tuple[Row, ...]:
+    """A gated delta net whose projections are apart. Rows of ``in_proj_qkv`` are all queries, all keys and all values,
+    of which a rank's heads are no one piece: every rank has them whole."""
+    return (
+        _of_delta_net("in_proj_qkv", "gdn_qkv", "hidden", "none"),
+        _of_delta_net("in_proj_z", "gdn_v", "hidden", "rows"),
+        _of_delta_net("in_proj_b", "gdn_heads", "hidden", "rows"),
+        _of_delta_net("in_proj_a", "gdn_heads", "hidden", "rows"),
+        *_delta_rule(),
+    )
+
+
+def _of_delta_net(name: str, rows: str, columns: str, cut: Cut) -> Row:
+    hf = ((f"{H}linear_attn.{name}.weight", (rows, columns)),)
+    return Row(f"{M}self_attention.{name}.weight", hf, cut, unit="gdn key heads")
+
+
+def _delta_rule() -> tuple[Row, ...]:
+    """What a gated delta net has behind its projections."""
 
     def whole(mcore: str, hf: str, *shape: str) -> Row:
         return Row(f"{M}self_attention.{mcore}", ((f"{H}linear_attn.{hf}", shape),))
 
     return (
-        linear("in_proj_qkvz", "gdn_qkvz", "hidden", "rows"),
-        linear("in_proj_ba", "gdn_ba", "hidden", "rows"),
         whole("conv1d.weight", "conv1d.weight", "gdn_qkv", "1", "gdn_width"),
         whole("A_log", "A_log", "gdn_heads"),
         whole("dt_bias", "dt_bias", "gdn_heads"),
         whole("out_norm.weight", "norm.weight", "gdn_head"),
-        linear("out_proj", "hidden", "gdn_v", "columns"),
+        _of_delta_net("out_proj", "hidden", "gdn_v", "columns"),
     )
 
 
@@ -170,7 +194,8 @@ def experts(
     return rows
 
 
-MIXERS = {"attention": attention, "mla": latent_attention, "gdn": gated_delta_net}
+Mixers = dict[str, Callable[..., tuple[Row, ...]]]
+MIXERS: Mixers = {"attention": attention, "mla": latent_attention, "gdn": gated_delta_net}
 
 
 def decoder(
@@ -178,14 +203,15 @@ def decoder(
     parent: str = "mlp",
     router_bias: str = "gate.e_score_correction_bias",
     norms: tuple[Row, ...] = NORMS,
+    mixers: Mixers = MIXERS,
     **mixer: bool,
 ) -> tuple[Row, ...]:
-    """A standard decoder with the parts of its layers; ``parent`` is a key of :data:`EXPERT_PROJECTIONS`, ``mixer`` has
-    options of its attention."""
-    present = [name for name in MIXERS if model.has(name)]
-    mixers = [replace(row, layers=name) for name in present for row in MIXERS[name](model, **mixer)]
+    """A standard decoder with the parts of its layers. ``parent`` is a key of :data:`EXPERT_PROJECTIONS`; ``mixers``
+    has the rows of each mixer, and ``mixer`` options of attention."""
+    present = [name for name in mixers if model.has(name)]
+    mixing = [replace(row, layers=name) for name in present for row in mixers[name](model, **mixer)]
     moe = experts(model, parent, router_bias) if model.is_moe else ()
-    return (*edges(model), *norms, *mixers, *DENSE, *moe)
+    return (*edges(model), *norms, *mixing, *DENSE, *moe)
 
 
 MTP = (  # additional weights of a multi-token prediction layer; its embedding and head are the model's

@@ -119,7 +119,7 @@ class Family:
     unwritten: frozenset[str] = frozenset()  # keys that only ``complete`` adds
     derived: Mapping[str, tuple[str, Callable[[ModelConfig], Any]]] = _NOTHING  # key -> the keys that it repeats, value
     written: Mapping[str, Any] = _NOTHING  # further keys of the files that this library writes
-    for_engines: tuple[str, ...] = ()  # keys that transformers does not write and vLLM reads
+    for_engines: tuple[str, ...] = ()  # keys that engines get as ``write`` has them, whatever a folder says
     mtp: tuple[Row, ...] = field(default=())  # the weights of a multi-token prediction layer besides its decoder layer
     fp32_router: bool = False  # the engine multiplies by the router's weight in FP32
     module_prefixes: tuple[str, str] = ("", "")  # in the checkpoint, and for the same modules in quantization_config

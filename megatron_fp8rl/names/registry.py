@@ -27,6 +27,7 @@ from megatron_fp8rl.names.olmo import OLMO2, OLMO3
 from megatron_fp8rl.names.phi3 import PHI3
 from megatron_fp8rl.names.qwen2 import QWEN2
 from megatron_fp8rl.names.qwen3 import QWEN3, QWEN3_MOE
+from megatron_fp8rl.names.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from megatron_fp8rl.names.qwen3_next import QWEN3_NEXT
 from megatron_fp8rl.names.table import Weight, expand, expand_mtp, split_indices
 
@@ -37,12 +38,20 @@ FAMILIES: dict[str, Family] = {
     f.model_type: f
     for f in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2),
-        *(OLMO2, OLMO3, GEMMA3, QWEN3_NEXT, GPT_OSS, PHI3),
+        *(OLMO2, OLMO3, GEMMA3, QWEN3_NEXT, GPT_OSS, PHI3, QWEN3_5, QWEN3_5_MOE),
     )
 }
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
-_SEEING = {"kimi_k25": DEEPSEEK_V3}  # model types that also see images -> family of their text_config
-_TEXT, _VISION = "language_model.", ("vision_tower.", "mm_projector.")  # first parts of their tensors' names
+# Model types that also see images -> family of their text_config, and what begins the names of its tensors there and
+# in a model of its own.
+_SEEING = {
+    "kimi_k25": (DEEPSEEK_V3, "language_model.", ""),
+    "qwen3_5": (QWEN3_5, "model.language_model.", "model."),
+    "qwen3_5_moe": (QWEN3_5_MOE, "model.language_model.", "model."),
+}
+_VISION = ("vision_tower.", "mm_projector.", "model.visual.")
+# Keys beside text_config that are its own, too.
+_OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
 _SPARSE = (
     "sparse attention by an indexer; the pinned Megatron-Core has it as an experiment, and no kernel of the pinned "
 )
@@ -95,17 +104,18 @@ def _family_of(config: dict[str, Any]) -> Family | None:
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of the text part of a model that also sees images, as a model of its own; a copy of any other."""
-    described, text = _SEEING.get(str(config.get("model_type"))), config.get("text_config")
+    (described, *_), text = _SEEING.get(str(config.get("model_type")), (None,)), config.get("text_config")
     if described is None or not isinstance(text, dict):
         return dict(config)
-    tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    outer = {key: config[key] for key in _OF_THE_WHOLE if key in config}
     text = {key: value for key, value in text.items() if key != "auto_map"}
-    return tokens | text | {"model_type": described.model_type, "architectures": [described.architecture]}
+    return outer | text | {"model_type": described.model_type, "architectures": [described.architecture]}
 
 
-def text_prefix(config: dict[str, Any]) -> str:
-    """What precedes the names of the text part's tensors; empty for a text model."""
-    return _TEXT if config.get("model_type") in _SEEING else ""
+def text_name(name: str, config: dict[str, Any]) -> str:
+    """The name that a tensor of a folder has in the text part as a model of its own."""
+    _, there, alone = _SEEING.get(str(config.get("model_type")), (None, "", ""))
+    return alone + name.removeprefix(there) if name.startswith(there) else name
 
 
 def ignored_keys(config: dict[str, Any]) -> str:
@@ -149,6 +159,11 @@ def norms_inputs(model: ModelConfig) -> bool:
 def norms_outputs(model: ModelConfig) -> bool:
     """Whether a norm of what attention and feed-forward compute is added to the residual stream."""
     return _has_row(model, ".post_layernorm.weight")
+
+
+def projects_apart(model: ModelConfig) -> bool:
+    """Whether gated delta nets have four projections instead of two."""
+    return _has_row(model, ".self_attention.in_proj_qkv.weight")
 
 
 def has_sinks(model: ModelConfig) -> bool:

@@ -3,13 +3,13 @@
 Only :class:`LayerTable` decides which weights are FP8. The trainer's linears, the weight exporter, the engine's
 quantization config and the digests read it.
 
-FP8:  the attention projections q, k, v, o (with latent attention q_a, q_b, kv_a, kv_b, o), in_proj_qkvz and out_proj
-      of gated delta nets, and the MLP projections gate, up, down of dense layers, of every expert and of shared
-      experts, in all layers except the BF16 edge layers. The FP8 checkpoints of DeepSeek-V3, Qwen3 and Qwen3-Next
-      quantize the same weights.
-BF16: embedding, output head, norms, biases, router, in_proj_ba, convolution and vectors of gated delta nets, gates of
-      shared experts, weights of multi-token prediction outside its decoder layer, and all matrices of the edge layers
-      (``PrecisionConfig.bf16_first_layers``, ``bf16_last_layers``).
+FP8:  the attention projections q, k, v, o (with latent attention q_a, q_b, kv_a, kv_b, o), in_proj_qkvz (or in_proj_qkv
+      and in_proj_z) and out_proj of gated delta nets, and the MLP projections gate, up, down of dense layers, of every
+      expert and of shared experts, in all layers except the BF16 edge layers. The FP8 checkpoints of DeepSeek-V3, Qwen3
+      and Qwen3-Next quantize the same weights.
+BF16: embedding, output head, norms, biases, router, in_proj_ba (or in_proj_b and in_proj_a), convolution and vectors of
+      gated delta nets, gates of shared experts, weights of multi-token prediction outside its decoder layer, and all
+      matrices of the edge layers (``PrecisionConfig.bf16_first_layers``, ``bf16_last_layers``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_fp8rl.precision.formats import BF16, QuantFormat, rollout_format, 
 _ATTENTION = r"self_attn\.(?:[qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj)"
 _FEED_FORWARD = r"mlp\.(?:experts\.\d+\.|shared_experts?\.)?(?:gate|up|down)_proj"
 _MIXTRAL_EXPERT = r"block_sparse_moe\.experts\.\d+\.w[123]"
-_DELTA_NET = r"linear_attn\.(?:in_proj_qkvz|out_proj)"
+_DELTA_NET = r"linear_attn\.(?:in_proj_(?:qkvz?|z)|out_proj)"
 _MATRIX = re.compile(
     rf"model\.layers\.(\d+)\.(?:{_ATTENTION}|{_DELTA_NET}|{_FEED_FORWARD}|{_MIXTRAL_EXPERT})(?:\.weight)?"
 )

@@ -12,7 +12,15 @@ from megatron_fp8rl import upstream
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.data import weight_files
 from megatron_fp8rl.data.gguf_folder import SUFFIX
-from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, has_biases, norms_all_heads, to_hf_config
+from megatron_fp8rl.kernels.types import BLOCK
+from megatron_fp8rl.names.registry import (
+    FAMILIES,
+    from_hf_config,
+    has_biases,
+    norms_all_heads,
+    projects_apart,
+    to_hf_config,
+)
 from megatron_fp8rl.precision.hardware import Generation
 from megatron_fp8rl.preflight.findings import Checks
 
@@ -197,9 +205,18 @@ def check_delta_nets(checks: Checks, accelerator: Generation) -> None:
         problem = "has gated delta nets, which run on CPUs only: on GPUs they need flash-linear-attention, which the "
         problem += "trainer does not call yet"
         checks.refuse("model.family", problem, "Run it on CPUs, or choose another family")
-    elif not upstream.applies("compute_as_the_trainer"):
-        problem = "needs the patch compute_as_the_trainer, which was not tested with the installed version of vLLM"
+    elif not upstream.applies("compute_as_the_trainer") or not upstream.applies("WithStates"):
+        problem = "needs patches of gated delta nets that were not tested with the installed version of vLLM"
         checks.refuse("model.family", problem, "Install the version that is pinned")
+    gdn = cfg.model.gdn
+    if gdn is not None and projects_apart(cfg.model) and cfg.precision.rollout != "bf16":
+        if (keys := gdn.num_key_heads * gdn.key_head_dim) % BLOCK:
+            problem = (
+                f"times key_head_dim = {keys} is no multiple of the FP8 tile {BLOCK}: an engine stacks the rows of "
+            )
+            problem += "all queries, all keys and all values of a gated delta net"
+            remedy = f"Choose a model with a multiple of {BLOCK}, or --precision.trainer bf16 --precision.rollout bf16"
+            checks.refuse("model.gdn.num_key_heads", problem, remedy, code="untiled_size")
     if cfg.precision.rollout == "mxfp8":
         checks.refuse("precision.rollout", "is not supported with gated delta nets", choices=["blockwise", "bf16"])
     for path, value, problem in (

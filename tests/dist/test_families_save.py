@@ -18,7 +18,9 @@ from tests.helpers.families import MODELS
 from tests.helpers.training import run_config
 
 # One of each kind of attention, router and head; the tests of names have all.
-KINDS = ("llama", "qwen2-one-group", "mixtral", "glm4_moe", "qwen3_next", "gpt_oss", "phi3", "deepseek_v3")
+KINDS = (
+    *("llama", "qwen2-one-group", "mixtral", "glm4_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "phi3", "deepseek_v3"),
+)
 LAYOUTS = {
     "tp2": dict(world_size=2, tensor=2),
     "pp2": dict(world_size=2, pipeline=2),

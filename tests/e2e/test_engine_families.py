@@ -27,6 +27,8 @@ from tests.helpers.family_configs import (
     OLMO3,
     PHI3,
     PHI3_LONG,
+    QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_NEXT,
 )
 from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
@@ -47,6 +49,8 @@ MODELS = {
     "olmo3": OLMO3,
     "gemma3_text": GEMMA3,
     "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
     "gpt_oss": GPT_OSS,
     "phi3": PHI3,
     "phi3_long": PHI3_LONG,
@@ -61,6 +65,8 @@ FP8_FAMILIES = (
     "olmo2",
     "gemma3_text",
     "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
     "gpt_oss",
     "phi3",
 )

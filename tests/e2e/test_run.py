@@ -100,6 +100,7 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
     [
         {"config": "tests.helpers.stretched:run"},
         {"config": "tiny_qwen3_next"},
+        {"config": "tiny_qwen3_5_moe", "parallel__world_size": "2", "parallel__tensor": "2", "parallel__expert": "2"},
         {"parallel__world_size": "2", "parallel__expert": "2", "sampling__temperature": "0.7"},
         {"parallel__world_size": "2", "parallel__pipeline": "2", "engine__record_routed_experts": str(RECORDS_EXPERTS)},
         {
@@ -134,6 +135,7 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
     ids=[
         "YaRN",
         "gated delta nets",
+        "delta nets in parts",
         "experts on two ranks",
         "two stages",
         "sums of two ranks",

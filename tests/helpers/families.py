@@ -145,6 +145,23 @@ MODELS = {
         num_shared_experts=2,
         **_COMMON | _MOE,
     ),
+    "qwen3_5_moe": ModelConfig(
+        family="qwen3_5_moe_text",
+        qk_norm=True,
+        rotary_fraction=0.4,
+        gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=12, value_head_dim=10),
+        layer_types=("linear_attention", "full_attention"),
+        num_shared_experts=2,
+        **_COMMON | _MOE | dict(ffn_hidden_size=0),
+    ),
+    "qwen3_5": ModelConfig(
+        family="qwen3_5_text",
+        qk_norm=True,
+        rotary_fraction=0.4,
+        gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=12, value_head_dim=10),
+        layer_types=("linear_attention", "full_attention"),
+        **_COMMON | dict(tie_embeddings=True),
+    ),
     # Yarn, latent queries, values larger than keys, and groups of which two are chosen for three experts.
     "deepseek_v3": ModelConfig(
         rope_scaling=_YARN,

@@ -108,3 +108,19 @@ QWEN3_NEXT = replace(
     layer_types=("linear_attention", "full_attention"),
     gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=32),
 )
+# The engine stacks queries, keys, values and gates, each of whole blocks.
+QWEN3_5_MOE = replace(
+    QWEN3_NEXT,
+    family="qwen3_5_moe_text",
+    gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=32),
+)
+QWEN3_5 = replace(
+    LLAMA,
+    family="qwen3_5_text",
+    rope_scaling=None,
+    qk_norm=True,
+    rotary_fraction=0.25,
+    tie_embeddings=True,
+    layer_types=QWEN3_NEXT.layer_types,
+    gdn=QWEN3_5_MOE.gdn,
+)

@@ -15,7 +15,7 @@ from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.diagnosis import diagnose
-from model_configs import deepseek, dense, glm, gpt_oss, llama, minimax, mixtral, qwen3, qwen3_next, small
+from model_configs import deepseek, dense, glm, gpt_oss, llama, minimax, mixtral, qwen3, qwen3_5, qwen3_next, small
 from tests.helpers.tools import load_tool
 from tests.unit.names.test_published import DEEPSEEK_V3, GLM45_AIR, LLAMA31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN25_7B
 
@@ -92,6 +92,25 @@ QWEN3_NEXT_80B_A3B = {
     "initializer_range": 0.02, "output_router_logits": False, "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN3_5_35B_A3B = registry.text_config({
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "image_token_id": 248056,
+    "tie_word_embeddings": False, "vision_config": {"depth": 27},
+    "text_config": {
+        "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "mlp_only_layers": [],
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10, "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "mamba_ssm_dtype": "float32",
+        "attn_output_gate": True, "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "eos_token_id": 248044,
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-06, "initializer_range": 0.02,
+        "router_aux_loss_coef": 0.001, "partial_rotary_factor": 0.25, "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+            "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+        },
+    },
+})  # fmt: skip
 MINIMAX_M2 = {
     "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072,
     "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
@@ -173,6 +192,8 @@ MODELS = {
     "minimax_m2": (minimax.minimax_m2, MINIMAX_M2, 228_689_764_864, "229", "11"),
     # The card says 80 B and 3 B; the unit count is arithmetic over the published dimensions.
     "qwen3_next_80b_a3b": (qwen3_next.qwen3_next_80b_a3b, QWEN3_NEXT_80B_A3B, 79_674_391_296, "80", "3.9"),
+    # The name says 35 B and 3 B, with the vision tower; the unit count is arithmetic over the published dimensions.
+    "qwen3_5_35b_a3b": (qwen3_5.qwen3_5_35b_a3b, QWEN3_5_35B_A3B, 34_660_610_688, "35", "3.5"),
     # The cards say 21 B and 3.6 B, 117 B and 5.1 B, without the embedding; the unit counts are arithmetic, too.
     "gpt_oss_20b": (gpt_oss.gpt_oss_20b, GPT_OSS_20B, 20_914_757_184, "20.9", "4.2"),
     "gpt_oss_120b": (gpt_oss.gpt_oss_120b, GPT_OSS_120B, 116_829_156_672, "116.8", "5.7"),

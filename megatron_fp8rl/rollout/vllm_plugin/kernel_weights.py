@@ -67,13 +67,17 @@ def _as_sent(weight: Tensor) -> Tensor:
 def _fused_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices, scales and biases that a fused linear stacks."""
     parent, _, leaf = path.rpartition(".")
-    rows = list(module.output_partition_sizes)
+    names, rows = ENGINE_FUSIONS[leaf], list(module.output_partition_sizes)
+    if len(rows) == 1:  # Qwen3-Next's checkpoint has the fused matrix
+        names = (leaf,)
+    several = len(rows) - len(names) + 1  # vLLM divides the first matrix of Qwen3.5's delta nets
+    rows = [sum(rows[:several]), *rows[several:]]
     for kind in _WEIGHTS:
         tensor = _tensor(module, kind, path)
         if tensor is not None:
             block = getattr(module, "weight_block_size", (1,))[0] if kind in _ALL_SCALES else 1
             sizes = [-(-n // block) for n in rows]
-            for name, part in zip(ENGINE_FUSIONS[leaf], tensor.split(sizes), strict=True):
+            for name, part in zip(names, tensor.split(sizes), strict=True):
                 yield f"{parent}.{name}.{kind}", part
 
 

@@ -52,6 +52,9 @@ def register() -> None:
         ModelRegistry.register_model("Olmo2ForCausalLM", "megatron_fp8rl.rollout.vllm_plugin.olmo2:Olmo2ForCausalLM")
     if upstream.applies("Phi3ForCausalLM", "LongRope"):
         ModelRegistry.register_model("Phi3ForCausalLM", "megatron_fp8rl.rollout.vllm_plugin.phi3:Phi3ForCausalLM")
+    if upstream.applies("WithStates"):
+        for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+            ModelRegistry.register_model(name, f"megatron_fp8rl.rollout.vllm_plugin.qwen3_5:{name}")
     if os.environ.get(KEPT_VARIABLE) == "1" and upstream.applies("report_kept_entries", "TensorsWithKept"):
         from megatron_fp8rl.rollout.vllm_plugin import patches_kept
 

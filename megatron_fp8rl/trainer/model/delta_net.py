@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import GdnConfig
 from megatron_fp8rl.kernels import gated_delta
-from megatron_fp8rl.trainer.model.linear import ColumnLinear, LinearSpec, RowLinear, current_device
+from megatron_fp8rl.trainer.model.linear import ColumnLinear, LinearSpec, ReplicatedLinear, RowLinear, current_device
 from megatron_fp8rl.trainer.model.packed_sequences import lengths_of
 from megatron_fp8rl.upstream import patches
 
@@ -52,19 +53,35 @@ class DeltaNet(MegatronModule):
         config: TransformerConfig,
         *,
         gdn: GdnConfig,
+        is_apart: bool,
         linear: Callable[[str], LinearSpec],
         row_linear: Callable[..., RowLinear],
         pg_collection: ProcessGroupCollection,
         **unused: Any,
     ):
-        """``linear`` returns the spec of a linear by name; ``row_linear`` builds a row-parallel linear."""
+        """``is_apart``: there are four projections instead of two. ``linear`` returns the spec of a linear by name;
+        ``row_linear`` builds a row-parallel linear."""
         super().__init__(config=config)
         self.gdn, self.tp_group = gdn, pg_collection.tp
         keys, values = gdn.num_key_heads * gdn.key_head_dim, gdn.num_value_heads * gdn.value_head_dim
         settings = dict(config=config, init_method=config.init_method, bias=False, tp_group=self.tp_group)
         column = partial(ColumnLinear, config.hidden_size, gather_output=False, **settings)
-        self.in_proj_qkvz = column(2 * (keys + values), spec=linear("in_proj_qkvz"))
-        self.in_proj_ba = column(2 * gdn.num_value_heads, spec=linear("in_proj_ba"))
+        self.is_apart = is_apart
+        if is_apart:
+            self.in_proj_qkv = ReplicatedLinear(
+                config.hidden_size,
+                2 * keys + values,
+                config=config,
+                tp_group=self.tp_group,
+                spec=linear("in_proj_qkv"),
+            )
+            self.in_proj_z = column(values, spec=linear("in_proj_z"))
+            self.in_proj_b, self.in_proj_a = (
+                column(gdn.num_value_heads, spec=linear(name)) for name in ("in_proj_b", "in_proj_a")
+            )
+        else:
+            self.in_proj_qkvz = column(2 * (keys + values), spec=linear("in_proj_qkvz"))
+            self.in_proj_ba = column(2 * gdn.num_value_heads, spec=linear("in_proj_ba"))
         self.out_proj = row_linear(
             values,
             config.hidden_size,
@@ -83,19 +100,34 @@ class DeltaNet(MegatronModule):
         """Collective over tensor-parallel ranks: [T, 1, hidden] -> ([T, 1, hidden], None)."""
         if packed_seq_params is None:
             raise ValueError("gated delta nets take packed sequences; pass PackedSeqParams(qkv_format='thd')")
-        qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
-        mixed, gate, b, a = gated_delta.split_heads(qkvz.squeeze(1), ba.squeeze(1), self.gdn)
-        weights = self._channels(), self._mine(self.A_log), self._mine(self.dt_bias)
+        mixed, gate, b, a = self._projected(hidden_states)
+        weights = self._channels(self.conv1d.weight.squeeze(1)), self._mine(self.A_log), self._mine(self.dt_bias)
         out, _ = gated_delta.gated_delta_net(mixed, b, a, lengths_of(packed_seq_params), *weights, self.gdn)
         normed = gated_delta.gated_norm(out, gate, self.out_norm.weight, self.config.layernorm_epsilon)
         return self.out_proj(normed.unsqueeze(1))
+
+    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Collective: inputs of the convolution, output gates, write strengths and decays of this rank's heads, for all
+        tokens."""
+        if not self.is_apart:
+            qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+            return gated_delta.split_heads(qkvz.squeeze(1), ba.squeeze(1), self.gdn)
+        mixed = self.in_proj_qkv(hidden_states)
+        if self.config.sequence_parallel:
+            # Backward: each rank has the gradient of its heads only, so the slices are summed.
+            mixed = gather_from_sequence_parallel_region(mixed, group=self.tp_group)
+        gate, b, a = (
+            linear(hidden_states)[0].squeeze(1) for linear in (self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        )
+        mixed_TC = self._channels(mixed.squeeze(1).t()).t()
+        return mixed_TC, gate.unflatten(-1, (-1, self.gdn.value_head_dim)), b, a
 
     def _mine(self, whole: Tensor) -> Tensor:
         """The rows of this rank's heads."""
         return whole.chunk(self.tp_group.size())[self.tp_group.rank()]
 
-    def _channels(self) -> Tensor:
-        """This rank's channels of the convolution: those of its queries, keys and values."""
+    def _channels(self, whole: Tensor) -> Tensor:
+        """The rows of this rank's queries, keys and values among those of all."""
         gdn = self.gdn
         keys, values = gdn.num_key_heads * gdn.key_head_dim, gdn.num_value_heads * gdn.value_head_dim
-        return torch.cat([self._mine(part) for part in self.conv1d.weight.squeeze(1).split([keys, keys, values])])
+        return torch.cat([self._mine(part) for part in whole.split([keys, keys, values])])

@@ -196,7 +196,7 @@ class LayerFactory:
 
         model, kind = self._model, self._model.layers[layer]
         if kind.mixer == "gdn":
-            linears = {"linear": linear, "row_linear": self._row_linear}
+            linears = {"linear": linear, "row_linear": self._row_linear, "is_apart": registry.projects_apart(model)}
             return ModuleSpec(DeltaNet, params={"gdn": model.gdn, **linears})
         kernels = {
             "torch": None,

@@ -71,6 +71,8 @@ MORE["phi3"] = dict(
         "short_factor": [1.0, 2.0], "long_factor": [1.0, 4.0],
     },
 )  # fmt: skip
+MORE["qwen3_5_moe_text"] = MORE["qwen3_next"]
+MORE["qwen3_5_text"] = {key: value for key, value in MORE["qwen3_next"].items() if "expert" not in key}
 MORE["gpt_oss"] = MORE["minimax_m2"] | {"sliding_window": 5}
 EXTRA = {  # said beside what the class knows
     "is_causal": False,

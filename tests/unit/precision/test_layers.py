@@ -1,5 +1,7 @@
 """The layer table of every family: which matrices are FP8, as the published FP8 checkpoints have it."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_fp8rl.config import GdnConfig, MlaConfig, ModelConfig, PrecisionConfig, RouterConfig
@@ -33,6 +35,7 @@ MODELS = {
         **COMMON,
     ),
 }
+MODELS["qwen3_5_moe_text"] = replace(MODELS["qwen3_next"], family="qwen3_5_moe_text")
 QKVO = {f"self_attn.{x}_proj" for x in "qkvo"}
 DENSE = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
 ROUTED = {f"mlp.experts.{e}.{x}_proj" for e in range(2) for x in ("gate", "up", "down")}
@@ -42,6 +45,7 @@ LATENT = {f"self_attn.{x}" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa
 MIXTRAL = {f"block_sparse_moe.experts.{e}.w{i}" for e in range(2) for i in (1, 2, 3)}
 # As the modules_to_not_convert of Qwen3-Next's FP8 checkpoint, which lists the others.
 DELTA_NET = {"linear_attn.in_proj_qkvz", "linear_attn.out_proj"}
+IN_PARTS = {"linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj"}
 GATED = ROUTED | {f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")}
 EXPECTED = {  # by layer; the last of four is for multi-token prediction
     "qwen2": [QKVO | DENSE] * 3,
@@ -55,6 +59,7 @@ EXPECTED = {  # by layer; the last of four is for multi-token prediction
     "gpt_oss": [QKVO | ROUTED] * 3,
     "minimax_m2": [QKVO | MIXTRAL] * 3,
     "qwen3_next": [DELTA_NET | GATED, QKVO | GATED, DELTA_NET | GATED],
+    "qwen3_5_moe_text": [IN_PARTS | GATED, QKVO | GATED, IN_PARTS | GATED],
 }
 
 

@@ -385,9 +385,22 @@ def test_gated_delta_nets_on_a_cpu(changes, fields):
     assert [violation.field for violation in check(cfg, accelerator="cpu")] == fields
 
 
-def test_gated_delta_nets_are_refused_on_a_gpu():
-    (violation,) = check(make(NEXT), accelerator="hopper")
+NEXT_IN_PARTS = replace(NEXT, family="qwen3_5_moe_text", ffn_hidden_size=0)
+
+
+@pytest.mark.parametrize("model", [NEXT, NEXT_IN_PARTS], ids=["two projections", "four projections"])
+def test_gated_delta_nets_are_refused_on_a_gpu(model):
+    (violation,) = check(make(model), accelerator="hopper")
     assert violation.field == "--model.family" and "flash-linear-attention" in violation.problem
+
+
+def test_stacked_rows_of_a_gated_delta_net_fill_fp8_tiles():
+    assert not check(make(NEXT_IN_PARTS), accelerator="cpu")
+    narrow = {"model__gdn__key_head_dim": 16}
+    (violation,) = check(make(NEXT_IN_PARTS, **narrow), accelerator="cpu")
+    assert violation.field == "--model.gdn.num_key_heads" and "key_head_dim = 64 is no multiple" in violation.problem
+    in_bf16 = {"precision__trainer": "bf16", "precision__rollout": "bf16"}
+    assert not check(make(NEXT_IN_PARTS, **narrow, **in_bf16), accelerator="cpu")
 
 
 def test_what_a_family_does_not_have_is_refused():

@@ -14,7 +14,7 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.rollout import fleet as fleet_module
 from megatron_fp8rl.rollout import placement, replicas, server_process, vllm_args
 from megatron_fp8rl.rollout.fleet import Fleet
-from model_configs.tiny import tiny_qwen3, tiny_qwen3_moe
+from model_configs.tiny import tiny_qwen3, tiny_qwen3_5_moe, tiny_qwen3_moe
 
 CPU, HOPPER = Hardware("cpu"), Hardware("hopper")
 WITHOUT_FLASHINFER = Hardware("hopper", frozenset({"transformer_engine", "deep_gemm"}))
@@ -67,6 +67,17 @@ def test_an_engine_of_a_published_folder_gets_the_rotary_scaling_that_the_traine
     assert model.max_sequence_tokens == 128
     rope = arguments_on(HOPPER, replace(cfg, model=replace(model, hf_path="folder")))["hf-overrides"]["rope_parameters"]
     assert rope == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0} and isinstance(rope["factor"], float)
+
+
+def test_an_engine_of_text_gets_one_axis_of_the_rotary_embedding():
+    """vLLM asks a model for positions on three axes if the folder's config.json has an mrope_section."""
+    cfg = tiny_qwen3_5_moe()
+    published = to_hf_config(cfg.model)
+    published["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [6, 5, 5]}
+    model = from_hf_config(published)
+    assert model == cfg.model
+    rope = arguments_on(CPU, replace(cfg, model=replace(model, hf_path="folder")))["hf-overrides"]["rope_parameters"]
+    assert rope == {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
 
 
 def test_kv_cache_on_a_cpu_holds_every_sequence():

@@ -40,8 +40,12 @@ def _forward(layer: Any, hidden_states: Tensor) -> Tensor:
         conv_width=layer.conv_kernel_size,
     )
     qkvz, ba = layer.in_proj_qkvz(hidden_states)[0], layer.in_proj_ba(hidden_states)[0]
-    mixed, gate, b, a = gated_delta.split_heads(qkvz, ba, gdn)
-    out = torch.zeros_like(gate)
+    if layer.gqa_interleaved_layout:
+        mixed, gate, b, a = gated_delta.split_heads(qkvz, ba, gdn)
+    else:  # all queries, all keys, all values, all gates
+        mixed, gate = qkvz.split([layer.conv_dim, layer.value_dim], dim=-1)
+        (b, a), gate = ba.chunk(2, dim=-1), gate.unflatten(-1, (-1, gdn.value_head_dim))
+    out = torch.zeros(gate.shape, dtype=gate.dtype)
     metadata = get_forward_context().attn_metadata
     if metadata is not None:  # None while vLLM measures memory
         _recur(layer, gdn, metadata[layer.prefix], mixed, b, a, out)

@@ -1,0 +1,28 @@
+"""Qwen3.5. Dimensions are those of the published config.json."""
+
+from __future__ import annotations
+
+from megatron_fp8rl.config import GdnConfig, ModelConfig
+
+
+def qwen3_5_35b_a3b() -> ModelConfig:
+    """The text model of Qwen/Qwen3.5-35B-A3B, without its prediction layer. It runs on CPUs only: for conversions."""
+    return ModelConfig(
+        family="qwen3_5_moe_text",
+        num_layers=40,
+        layer_types=(*["linear_attention"] * 3, "full_attention"),
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        gdn=GdnConfig(num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128),
+        vocab_size=248320,
+        num_experts=256,
+        experts_per_token=8,
+        moe_ffn_hidden_size=512,
+        num_shared_experts=1,
+        qk_norm=True,
+        rotary_fraction=0.25,
+        rope_theta=10_000_000.0,
+        max_position_embeddings=262144,
+    )
