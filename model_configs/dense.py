@@ -188,8 +188,9 @@ def grpo_gemma3_1b() -> RunConfig:
 
 
 def grpo_phi4_mini() -> RunConfig:
-    """Phi-4-mini on 1 H200."""
-    return _shared("grpo_phi4_mini", phi4_mini(), ParallelConfig(world_size=1), base.optim("none"))
+    """Phi-4-mini on 1 H200; 4,096 tokens of a sequence are the most for the short list of longrope."""
+    cfg = _shared("grpo_phi4_mini", phi4_mini(), ParallelConfig(world_size=1), base.optim("none"))
+    return replace(cfg, sampling=replace(cfg.sampling, max_completion_tokens=3072))
 
 
 def grpo_qwen3_8b_h100() -> RunConfig:

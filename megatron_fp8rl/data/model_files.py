@@ -136,7 +136,8 @@ def _missing_numbers(shards: Sequence[str], listed: dict[str, str]) -> list[str]
 def compare(entries: dict[str, Entry], model: ModelConfig, unreadable: set[str]) -> tuple[dict[str, str], list[str]]:
     """Compare stored tensors with those of ``model``: (tensors to skip and why, problems)."""
     expected = registry.hf_tensors(model)
-    missing = [name for name in expected if name not in entries and name not in unreadable]
+    stored = fusion_of(model.family).name
+    missing = [name for name in expected if name not in entries and stored(name) not in unreadable]
     # Whatever config.json says, a multi-token prediction layer has this projection, and no other layer has it.
     mtp_layers = {registry.layer_of(name) for name in entries.keys() | unreadable if name.endswith(".eh_proj.weight")}
     skipped: dict[str, str] = {}

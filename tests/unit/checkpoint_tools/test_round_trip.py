@@ -92,6 +92,17 @@ def test_published_mxfp4_experts_are_read_as_bf16(tmp_path):
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
 
 
+def test_matrices_of_an_unreadable_file_are_not_called_missing(tmp_path):
+    model = FAMILIES["phi3"]
+    source = save_with_transformers(model, tmp_path / "hf", torch.bfloat16, "60KB")
+    where = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    damaged = where["model.layers.1.mlp.gate_up_proj.weight"]
+    (source / damaged).write_bytes(b"\0" * 7)
+    with pytest.raises(CheckpointError) as error:
+        HfFolder.open(source)
+    assert damaged in str(error.value) and "missing; no file holds it" not in str(error.value)
+
+
 def test_transformers_loads_what_came_back(tmp_path):
     from transformers import AutoModelForCausalLM
 
