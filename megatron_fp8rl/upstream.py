@@ -90,6 +90,7 @@ TESTED_LESS = {  # by range: patches with another range than their package; most
         "rollout/vllm_plugin/cpu/cpu_mxfp8.py:register_config",
         "rollout/vllm_plugin/patches_scheduler.py:DecodeScheduler",
         "rollout/vllm_plugin/patches_scheduler.py:BufferingScheduler",
+        "rollout/vllm_plugin/patches_routers.py:route_as_the_trainer",
         "rollout/vllm_plugin/patches_speculation.py:verify_in_order",
         "rollout/vllm_plugin/patches_sums.py:add_in_rank_order",
     ),

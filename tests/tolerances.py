@@ -82,6 +82,10 @@ KV_CACHE_LOGPROB_MEAN = 0.4
 FUSED_ATTENTION_DECIBELS = 42.0
 # The softmax of a router in two float32 programs: sums of a few exponentials in another order, 2^-24 each.
 ROUTER_WEIGHTS_FLOAT32 = {"rtol": 2e-6, "atol": 0.0}
+# Sigmoids and their sums of two float32 implementations.
+SIGMOID_WEIGHTS_FLOAT32 = {"rtol": 1e-5, "atol": 1e-7}
+# 4096 exact products of BF16 numbers, whose sum is near 1, added in float32 by tensor cores.
+TENSOR_CORE_SUMS = {"rtol": 1e-4, "atol": 1e-4}
 # One attention kernel whose sums of keys have blocks of another length; outputs are rounded to BF16. Measured 65.
 ATTENTION_BLOCKS_DECIBELS = 55.0
 # What one loss adds to a gradient, found as the difference of two float32 gradients of numbers near 1 (2^-24 each).

@@ -1,10 +1,12 @@
 """Expert choice and router weights, the same function at both ends, for all routers of :class:`RouterConfig`.
 
-Runs on trainer ranks, and in engines on a CPU. Shapes: T = tokens, E = experts, K = experts of a token.
+Runs on trainer ranks, in engines on a CPU, and in batch-invariant engines with sigmoid routers on a GPU. Shapes: T =
+tokens, E = experts, K = experts of a token.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -41,7 +43,7 @@ def choose_experts(
     else:
         weights_TK = scores_TE.gather(1, experts_TK)
         if router.normalize:
-            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+            weights_TK = weights_TK / (_sum(weights_TK) + 1e-20)
     return weights_TK * router.scaling_factor, experts_TK
 
 
@@ -66,10 +68,17 @@ def _best(wanted_TE: Tensor, top_k: int) -> Tensor:
     return wanted_TE.topk(top_k, dim=-1).indices
 
 
+def _sum(weights_TK: Tensor) -> Tensor:
+    """[T, 1]; on a GPU from the first to the last expert, because a reduction's order may depend on T."""
+    if weights_TK.is_cuda:
+        return functools.reduce(torch.add, weights_TK.split(1, dim=-1))
+    return weights_TK.sum(dim=-1, keepdim=True)
+
+
 def _in_best_groups(wanted_TE: Tensor, router: RouterConfig) -> Tensor:
     """bool [T, E]: whether the expert is in one of the token's ``groups_per_token`` best groups."""
     groups = wanted_TE.unflatten(1, (router.num_groups, -1))
     group_scores = groups.topk(_SCORED_PER_GROUP, dim=-1).values.sum(dim=-1)
-    best = group_scores.topk(router.groups_per_token, dim=-1).indices
+    best = _best(group_scores, router.groups_per_token)
     chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
     return chosen.repeat_interleave(groups.shape[-1], dim=1)

@@ -29,6 +29,7 @@ from megatron_fp8rl.rollout.vllm_plugin.plugin import (
     KEPT_VARIABLE,
     LATENT_VARIABLE,
     PARTS_VARIABLE,
+    ROUTER_VARIABLE,
     SPECULATION_VARIABLE,
     WEIGHT_TRANSFER_BACKEND,
 )
@@ -266,6 +267,8 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             environment[LINEARS_VARIABLE] = to_env(cfg, max_batched_tokens(cfg), with_trainer=is_shared)
         if kernels.engine.norms == "batch_invariant":
             environment["VLLM_BATCH_INVARIANT"] = "1"
+            if cfg.model.router.score == "sigmoid":
+                environment[ROUTER_VARIABLE] = "1"
         if "flashinfer" not in kernels.hardware.packages:
             environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it
     if cpu:

@@ -13,7 +13,7 @@ FP32 gradient buffer, unless the embedding shares it.
 Logits are rounded to the parameters' dtype and then cast to FP32, as in the engine.
 
 With kept entries, the distribution is the truncated one of the engine's sampler: logits of other entries are replaced
-by a number whose exponential is 0, so that the same functions and kernels serve (not measured on GPUs yet).
+by a number whose exponential is 0, so that the same functions and kernels serve.
 
 Shapes: N = tokens, H = hidden size, V = vocabulary rows of this rank, T = packed tokens of one microbatch.
 """

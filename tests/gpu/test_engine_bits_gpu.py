@@ -1,6 +1,7 @@
 """Norm, router, choice and sum of experts of the trainer against vLLM's own kernels, bit for bit; run with -s."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
 from megatron_fp8rl.precision.hardware import installed_packages
 from tests.helpers.experts import build_experts
-from tests.tolerances import ROUTER_WEIGHTS_FLOAT32
+from tests.tolerances import ROUTER_WEIGHTS_FLOAT32, SIGMOID_WEIGHTS_FLOAT32, TENSOR_CORE_SUMS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,6 +87,52 @@ def test_router_and_choice_are_those_of_the_engine(experts, width):
     assert torch.equal(chosen, ids.long())
     torch.testing.assert_close(ours, theirs, **ROUTER_WEIGHTS_FLOAT32)
     assert torch.equal(engine_router_weights(logits.float(), ours, chosen, RouterConfig()), theirs)
+
+
+@pytest.mark.parametrize("experts, groups", [(128, 1), (256, 8)])
+def test_a_sigmoid_router_is_one_function_of_a_token(experts, groups):
+    """Logits, experts and weights have equal bits at both ends and in each batch, and are nearly vLLM's own."""
+    from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import fused_grouped_topk
+
+    from megatron_fp8rl.config import RouterConfig
+    from megatron_fp8rl.kernels.combine import slots
+    from megatron_fp8rl.kernels.routing import choose_experts
+    from megatron_fp8rl.kernels.triton import batch_invariant
+    from megatron_fp8rl.rollout.vllm_plugin.patches_routers import choose
+
+    num, width, top_k, best, factor = 3000, 4096, 8, max(1, groups // 2), 2.5
+    x, weight = _randn(num, width, seed=0).bfloat16(), (_randn(experts, width, seed=1) / width**0.5).bfloat16()
+    bias = _randn(experts, seed=2) / 8
+    logits = batch_invariant.linear(x, weight, torch.float32)
+    torch.testing.assert_close(logits.double(), x.double() @ weight.double().t(), **TENSOR_CORE_SUMS)
+    engines = SimpleNamespace(
+        scoring_func="sigmoid",
+        num_expert_group=groups,
+        topk_group=best,
+        routed_scaling_factor=factor,
+        renormalize=True,
+        top_k=top_k,
+        e_score_correction_bias=bias,
+    )
+    weights, ids = choose(engines, x, logits)
+    for few in (1, 7, 300):
+        rows = batch_invariant.linear(x[:few].contiguous(), weight, torch.float32)
+        assert torch.equal(rows, logits[:few])
+        assert all(torch.equal(a, b[:few]) for a, b in zip(choose(engines, x[:few], rows), (weights, ids)))
+    router = RouterConfig(
+        score="sigmoid", correction_bias=True, num_groups=groups, groups_per_token=best, scaling_factor=factor
+    )
+    weights_TK, experts_TK = choose_experts(logits, top_k, router, bias)
+    dense = torch.zeros_like(logits).scatter(1, experts_TK, weights_TK)
+    ours = slots(dense, torch.zeros_like(dense, dtype=torch.bool).scatter(1, experts_TK, True), top_k)
+    assert torch.equal(ours[0], weights) and torch.equal(ours[1], ids.long())
+
+    arguments = dict(num_expert_group=groups, topk_group=best, scoring_func="sigmoid", routed_scaling_factor=factor)
+    values, own = fused_grouped_topk(x, logits, top_k, True, bias, **arguments)
+    theirs = torch.zeros_like(logits).scatter(1, own.long(), values)
+    same = ((theirs > 0) == (dense > 0)).all(dim=1)
+    assert same.float().mean() > 0.999
+    torch.testing.assert_close(theirs[same], dense[same], **SIGMOID_WEIGHTS_FLOAT32)
 
 
 def engines_layer(x, logits, w1_ENK, w2_ENK, top_k, expert_map=None):

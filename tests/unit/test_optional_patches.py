@@ -10,6 +10,7 @@ from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import choose, refusals
 from megatron_fp8rl.rollout.vllm_args import engine_arguments
 from model_configs.qwen3 import grpo_qwen3_30b_a3b
+from tests.helpers.family_configs import GLM
 from tests.helpers.fields import set_fields
 from tests.helpers.ranges import leave_range
 from tests.unit.precision.test_kernel_refusals import EXACT
@@ -68,7 +69,10 @@ def test_exact_runs_and_invariant_engines_name_the_patches_that_they_need(leave)
     cfg = grpo_qwen3_30b_a3b()
     invariant = replace(cfg, engine=replace(cfg.engine, batch_invariant=True))
     assert not refusals(EXACT, HOPPER) and not refusals(invariant, HOPPER)
+    sigmoid = replace(EXACT, model=replace(GLM, hidden_size=256, head_dim=128, vocab_size=512))
+    assert not refusals(sigmoid, HOPPER)
     leave("vllm")
+    assert "route_as_the_trainer" in "\n".join(map(str, refusals(sigmoid, HOPPER)))
     texts = "\n".join(map(str, refusals(EXACT, HOPPER)))
     assert "vllm_topk_softmax" in texts and "not tested with the installed versions" in texts
     texts = "\n".join(map(str, refusals(invariant, HOPPER)))

@@ -3,7 +3,7 @@
 The bits are those of vLLM's Triton kernels; the GEMM is that of ``engine.batch_invariant``. They add the same terms in
 the same order regardless of the rest of the batch:
 
-    product    x W^T in tiles of 128 x 128, terms added in float32 in blocks of 64, rounded once to BF16
+    product    x W^T in tiles of 128 x 128, terms added in float32 in blocks of 64, rounded once
     experts    a token's outputs slot by slot: total = fma(output, weight, total) in float32, rounded once
 
 Thread layouts follow from block sizes, warps and dtypes. They equal the engine's and must not be tuned separately.
@@ -56,10 +56,10 @@ def _weighted_sum(outputs, rows, weights, out, num_columns, TERMS: tl.constexpr,
     tl.store(out + token * num_columns + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """[T, N] = x W^T in the dtype of both, contiguous; the engine's dtype is BF16."""
+def linear(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[T, N] = x W^T in ``dtype``, by default that of both, contiguous; the engine's dtype is BF16."""
     num_rows, num_outputs = x_TK.shape[0], weight_NK.shape[0]
-    out = x_TK.new_empty(num_rows, num_outputs)
+    out = x_TK.new_empty(num_rows, num_outputs, dtype=dtype or x_TK.dtype)
     if num_rows:
         with torch.cuda.device_of(x_TK):
             _product[(triton.cdiv(num_rows, _TILE), triton.cdiv(num_outputs, _TILE))](

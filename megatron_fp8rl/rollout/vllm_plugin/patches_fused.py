@@ -51,7 +51,7 @@ def _outputs(producer: nn.Module, result: Tensor) -> tuple[Tensor, Tensor] | Non
     "vllm",
     why="a batch-invariant engine adds, norms and quantizes in three launches, and its norms after residual sums "
     "depend on the batch: fused_add_rms_norm in csrc/libtorch_stable/layernorm_kernels.cu has another number of "
-    "threads from 256 tokens on (RMSNorm, SiluAndMul, QuantFP8.forward_cuda)",
+    "threads from 256 tokens on (RMSNorm, SiluAndMul, QuantFP8.forward_cuda, MiniMaxText01RMSNormTP.forward_qkv)",
     remove_when="vLLM fuses them without its compiler, and its norms depend on one token only",
     optional=True,
 )
@@ -60,6 +60,7 @@ def fuse_norms(fmt: QuantFormat) -> None:
     ImportError or AttributeError if this vLLM has other classes."""
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
     from megatron_fp8rl.kernels.triton.norm import add_and_norm, norm_quantize, rms_norm
@@ -67,6 +68,7 @@ def fuse_norms(fmt: QuantFormat) -> None:
 
     latest, scales = _Latest(), block_scales(fmt)
     plain_swiglu, plain_quant = SiluAndMul.forward_cuda, QuantFP8.forward_cuda
+    plain_heads = MiniMaxText01RMSNormTP.forward_qkv
 
     def norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if not self.has_weight or self.variance_size_override is not None or x.dtype != torch.bfloat16:
@@ -82,6 +84,14 @@ def fuse_norms(fmt: QuantFormat) -> None:
             out, _ = rms_norm(x, weight, eps)
         latest.keep(self, out, quantized)
         return out if residual is None else (out, residual)
+
+    def all_heads(q_norm: Any, k_norm: Any, qkv: Tensor, q_size: int, kv_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        if q_norm.tp_world > 1:
+            return plain_heads(q_norm, k_norm, qkv, q_size, kv_size)
+        *heads, value = qkv.split([q_size, kv_size, kv_size], dim=-1)
+        pairs = zip(heads, (q_norm, k_norm), strict=True)
+        query, key = (rms_norm(x, one.weight.data, one.variance_epsilon)[0] for x, one in pairs)
+        return query, key, value
 
     def swiglu(self: Any, x: Tensor) -> Tensor:
         out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
@@ -103,6 +113,7 @@ def fuse_norms(fmt: QuantFormat) -> None:
         return result
 
     RMSNorm.forward_cuda, SiluAndMul.forward_cuda, QuantFP8.forward_cuda = norm, swiglu, quantize
+    MiniMaxText01RMSNormTP.forward_qkv = staticmethod(all_heads)
 
 
 @patches(

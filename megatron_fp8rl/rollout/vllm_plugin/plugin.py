@@ -20,6 +20,7 @@ DELTA_NET_VARIABLE = "MEGATRON_FP8RL_DELTA_NETS"  # 1: the model has gated delta
 LATENT_VARIABLE = "MEGATRON_FP8RL_LATENT"  # of latent attention: "absorbed", as in an exact trainer, or "vllm"
 PARTS_VARIABLE = "MEGATRON_FP8RL_ROW_PARTS"  # number of partial sums that row-parallel linears add in order
 
+ROUTER_VARIABLE = "MEGATRON_FP8RL_SIGMOID_ROUTER"  # 1: the model has a sigmoid router, whose layers take long to import
 EXPERTS_VARIABLE = "MEGATRON_FP8RL_SINGLE_EXPERTS"  # 1: the model is gpt-oss
 
 WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every weight_sync.transport, which the first request names
@@ -116,6 +117,10 @@ def register() -> None:
         if upstream.applies("fuse_heads"):
             patches_fused.fuse_heads()
         patches.make_logprobs_order_independent()
+        if os.environ.get(ROUTER_VARIABLE) == "1" and upstream.applies("route_as_the_trainer"):
+            from megatron_fp8rl.rollout.vllm_plugin import patches_routers
+
+            patches_routers.route_as_the_trainer()
         if os.environ.get("VLLM_MOE_USE_DEEP_GEMM") == "1":
             patches.accept_deep_gemm_experts()
     _add_in_rank_order()

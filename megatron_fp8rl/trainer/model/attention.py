@@ -208,15 +208,17 @@ class PackedAttention(MegatronModule):
 class PackedSelfAttention(EngineGate, SelfAttention):
     """SelfAttention in which one kernel splits, norms and rotates heads. The kernel runs if ``splits_heads`` is set,
     tensors are BF16 on a GPU, and rotated pairs are the halves of a head. ``norms_all_heads``: one norm spans all query
-    heads, and one all key heads."""
+    heads, and one all key heads, by ``norm``, or by PyTorch without it."""
 
-    def __init__(self, *args: Any, splits_heads: bool = False, norms_all_heads: bool = False, **kwargs: Any):
+    def __init__(
+        self, *args: Any, splits_heads: bool = False, norms_all_heads: bool = False, norm: Any = None, **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
         self.norms_all_heads = norms_all_heads
         if norms_all_heads:
             heads = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
             sizes = [num * self.hidden_size_per_attention_head for num in heads]
-            self.q_norm, self.k_norm = (AllHeadsNorm(self.config, size, self.pg_collection.tp) for size in sizes)
+            self.q_norm, self.k_norm = (AllHeadsNorm(self.config, size, self.pg_collection.tp, norm) for size in sizes)
         rotary, width = self.core_attention.rotary, self.hidden_size_per_attention_head
         is_halves = rotary.num_features == width and not rotary.interleaved and width.bit_count() == 1 and width >= 32
         self.splits_heads = splits_heads and is_halves and not norms_all_heads

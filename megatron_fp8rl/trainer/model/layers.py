@@ -225,6 +225,8 @@ class LayerFactory:
         norm = self.norm if model.qk_norm and not all_heads else None
         splits_heads = self._kernels.norms != "emulated" and self.norm is not ZeroCentredNorm
         options = {"splits_heads": splits_heads, "norms_all_heads": all_heads}
+        if self._kernels.norms == "batch_invariant":
+            options["norm"] = _norm(self._kernels.norms)
         return ModuleSpec(
             PackedSelfAttention,
             params={"attn_mask_type": AttnMaskType.causal, **options},

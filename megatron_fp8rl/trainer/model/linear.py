@@ -70,17 +70,22 @@ class ZeroCentredNorm(RMSNorm):
 
 class AllHeadsNorm(RMSNorm):
     """RMSNorm over the features of all heads, also those of other tensor-parallel ranks. A rank has the weights of its
-    heads. Not measured on GPUs yet."""
+    heads. Several ranks are not measured on GPUs yet."""
 
-    def __init__(self, config: TransformerConfig, num_features: int, group: dist.ProcessGroup):
-        super().__init__(config, num_features, config.layernorm_epsilon)
+    def __init__(
+        self, config: TransformerConfig, num_features: int, group: dist.ProcessGroup, compute: Norm | None = None
+    ):
+        """``compute``: of a norm whose heads are all on this rank."""
+        super().__init__(config, num_features, config.layernorm_epsilon, compute=compute)
         self.group, self.weight.sequence_parallel = group, False
         set_tensor_model_parallel_attributes(self.weight, group.size() > 1, 0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Collective over tensor-parallel ranks: heads [..., H, D] -> the same shape."""
-        y = float64.rms_norm(x.flatten(-2), self.weight, self.eps, self._over_ranks if self.group.size() > 1 else None)
-        return y.view_as(x)
+        heads = x.flatten(-2)
+        if self.group.size() == 1:
+            return super().forward(heads).view_as(x)
+        return float64.rms_norm(heads, self.weight, self.eps, self._over_ranks).view_as(x)
 
     def _over_ranks(self, mean: Tensor) -> Tensor:
         """The gradient is summed too: every rank's output depends on the mean."""

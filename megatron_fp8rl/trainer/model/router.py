@@ -7,7 +7,7 @@ updates the correction bias after every step; here the bias is a constant part o
 Logits are rounded as in the engine, whose router is a linear in the dtype of the activations, except for GLM-4.5's in
 FP32. Rounded logits often tie. vLLM's GPU kernel breaks ties by the lower expert index, its CPU path like torch.topk.
 To match a batch-invariant engine, a GPU computes router weights with vLLM's kernel if vLLM is installed: another order
-of the softmax sum changes the last bits of FP32.
+of the softmax sum changes the last bits of FP32. Such an engine computes sigmoid routers with our functions.
 
 Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 """
@@ -144,13 +144,14 @@ class Router(ConstantBiasRouter):
             rows = hidden.detach().flatten(0, -2).to(hidden.dtype if self.rounds else torch.float32)
             value = self._biased(float64.matmul(rows, self.weight.detach().t()).view(logits.shape), rows.dtype).detach()
             return _Replaced.apply(logits, value.to(logits.dtype))
-        if not self.rounds:
+        if not self.match_engine:
             return logits
         if hidden.dtype == torch.bfloat16:
             from megatron_fp8rl.kernels.triton import batch_invariant
 
             rows = hidden.detach().reshape(-1, hidden.shape[-1]).contiguous()
-            value = batch_invariant.linear(rows, self.weight.detach()).view(logits.shape)
+            dtype = rows.dtype if self.rounds else torch.float32
+            value = batch_invariant.linear(rows, self.weight.detach(), dtype).view(logits.shape)
             value = self._biased(value, hidden.dtype).detach()
         else:
             value = logits.detach().to(hidden.dtype)

@@ -96,6 +96,8 @@ def test_the_product(sizes):
     # Whole numbers, whose sums are exact in any order.
     x, weight = (torch.randint(-8, 9, (n, num_terms), generator=generator).float() for n in (num_rows, num_outputs))
     assert torch.equal(batch_invariant.linear(x, weight), x @ weight.t())
+    wide = batch_invariant.linear(x.half(), weight.half(), torch.float32)  # the interpreter has no products of BF16
+    assert wide.dtype == torch.float32 and torch.equal(wide, x @ weight.t())
 
 
 @in_interpreter

@@ -20,7 +20,15 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.preflight import findings, rules
-from tests.helpers.family_configs import DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MINIMAX, MIXTRAL
+from tests.helpers.family_configs import (
+    DEEPSEEK,
+    GLM,
+    GLM_LITE,
+    GPT_OSS,
+    MINIMAX,
+    MIXTRAL,
+    OLMO2,
+)
 from tests.helpers.models import small_model
 
 FIELDS = {
@@ -163,9 +171,18 @@ def test_exact_with_narrow_heads_names_precision_exact():
 def test_exact_names_every_field_that_is_in_its_way():
     from megatron_fp8rl.precision.kernel_choice import refusals
 
+    wrong = {"precision.scales": "fp32", "engine.speculation": "ngram", "precision.kernels.linears": "te"}
+    fields = {violation.field for violation in refusals(findings.apply(EXACT, [*wrong.items()]), Hardware("hopper"))}
+    assert {f"--{path}" for path in wrong} <= fields
+
+
+def test_exact_accepts_kept_entries_on_a_gpu_unless_experts_are_recorded():
+    from megatron_fp8rl.precision.kernel_choice import refusals
+
     cfg = replace(EXACT, sampling=replace(EXACT.sampling, top_p=0.9, top_k=5, min_p=0.1))
-    fields = {violation.field for violation in refusals(cfg, Hardware("hopper"))}
-    assert {"--sampling.top_p", "--sampling.top_k", "--sampling.min_p"} <= fields
+    recording = replace(cfg, engine=replace(cfg.engine, record_routed_experts=True))
+    assert not refusals(cfg, Hardware("hopper")) and not refusals(recording, Hardware("cpu"))
+    assert [v.field for v in refusals(recording, Hardware("hopper"))] == ["--engine.record_routed_experts"]
 
 
 def test_latent_attention_and_every_other_family_are_exact_on_a_cpu_and_latent_attention_is_refused_on_a_gpu():
@@ -190,6 +207,33 @@ def test_windows_that_sequences_exceed_are_inexact_on_a_gpu_until_they_are_measu
         assert [v.field for v in wrong] == [] if is_exact else ["--precision.exact"]
         auto = replace(cfg, precision=replace(cfg.precision, exact="auto"))
         assert choose(auto, Hardware("hopper")).exact == ("on" if is_exact else "off")
+
+
+_BLOCKS = dict(hidden_size=256, head_dim=128, vocab_size=512)
+
+
+@pytest.mark.parametrize("model", [GLM, MINIMAX], ids=lambda model: model.family)
+def test_families_of_whole_blocks_are_exact_on_a_gpu(model):
+    """The routers of GLM-4.5 and MiniMax-M2, and the norms of the latter, which span all heads of a rank."""
+    from megatron_fp8rl.precision.kernel_choice import refusals
+
+    cfg = replace(EXACT, model=replace(model, **_BLOCKS, moe_ffn_hidden_size=256))
+    assert not refusals(cfg, Hardware("hopper"))
+    divided = replace(
+        cfg,
+        engine=replace(cfg.engine, tensor=2, expert=2),
+        parallel=replace(cfg.parallel, world_size=2, tensor=2),
+    )
+    fields = [violation.field for violation in refusals(divided, Hardware("hopper"))]
+    assert fields == ([] if model.family == "glm4_moe" else ["--engine.tensor"])
+
+
+def test_other_routers_and_norms_are_inexact_on_a_gpu():
+    from megatron_fp8rl.precision.kernel_choice import refusals
+
+    unbiased = replace(GLM, **_BLOCKS, router=replace(GLM.router, correction_bias=False))
+    for model, field in ((unbiased, "--model.router.score"), (replace(OLMO2, **_BLOCKS), "--model.family")):
+        assert field in [violation.field for violation in refusals(replace(EXACT, model=model), Hardware("hopper"))]
 
 
 def test_attention_sinks_and_biased_experts_are_inexact_on_a_gpu_and_exact_on_a_cpu():
@@ -240,9 +284,6 @@ def test_exact_selects_the_kernels_that_both_ends_share():
 @pytest.mark.parametrize(
     "path, value, on_gpu_only",
     [
-        ("sampling.top_p", 0.9, True),
-        ("sampling.top_k", 5, True),
-        ("sampling.min_p", 0.1, True),
         ("engine.speculation", "ngram", True),
         ("engine.tensor", 2, False),  # engine.expert is 1
         ("parallel.tensor", 2, True),
@@ -335,7 +376,7 @@ AUTO = replace(EXACT, precision=PrecisionConfig())
         ("name", "auto", True, True),
         ("sampling.temperature", 0.7, True, False),
         ("sampling.max_staleness", 2, True, False),
-        ("sampling.top_p", 0.9, True, False),
+        ("sampling.top_p", 0.9, True, True),
         ("precision.scales", "fp32", True, False),
         ("precision.kernels.engine_experts", "triton", True, False),
         ("model.head_dim", 64, True, False),  # no field asks for this

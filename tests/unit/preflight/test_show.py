@@ -65,8 +65,8 @@ def test_groups_of_a_mixture_of_experts_on_a_hopper_gpu():
 def test_show_says_whether_the_run_is_exact_and_which_field_forbids_it(capsys):
     _, text = said(capsys, "grpo_qwen3_30b_a3b")
     assert "precision.exact: on: --engine.kv_cache_dtype fp8 would make it faster" in text
-    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--sampling.top_p", "0.9")
-    assert "precision.exact: off: sampling.top_p = 0.9: " in text and status == 0
+    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--precision.scales", "fp32")
+    assert "precision.exact: off: precision.scales = 'fp32': " in text and status == 0
 
 
 def test_first_and_last_layers_are_groups_of_their_own():

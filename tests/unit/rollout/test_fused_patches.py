@@ -21,6 +21,7 @@ class Layers:
     def __init__(self, monkeypatch, is_aligned: bool):
         from vllm.model_executor.layers.activation import SiluAndMul
         from vllm.model_executor.layers.layernorm import RMSNorm
+        from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
         from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
         from megatron_fp8rl.rollout.vllm_plugin import patches_fused
@@ -39,6 +40,8 @@ class Layers:
         monkeypatch.setattr(QuantFP8, "forward_cuda", quantize)
         monkeypatch.setattr(SiluAndMul, "forward_cuda", swiglu)
         monkeypatch.setattr(RMSNorm, "forward_cuda", RMSNorm.forward_cuda)
+        unsplit = vars(MiniMaxText01RMSNormTP)["forward_qkv"]
+        monkeypatch.setattr(MiniMaxText01RMSNormTP, "forward_qkv", unsplit)
         patches_fused.fuse_norms(BLOCKWISE_POW2)
 
         def bare(kind, **attributes):
@@ -54,7 +57,7 @@ class Layers:
             layer.weight = weight
             return layer
 
-        self.norm, self.swiglu = norm, bare(SiluAndMul)
+        self.norm, self.swiglu, self.heads = norm, bare(SiluAndMul), MiniMaxText01RMSNormTP
         form = {"is_group_quant": True, "static": False, "group_size": 128, "column_major_scales": True}
         self.quantize = bare(QuantFP8, **form, tma_aligned_scales=is_aligned)
 
@@ -157,3 +160,18 @@ def test_heads_are_normed_and_rotated_at_once_unless_a_probe_reads_the_norms(mon
     assert torch.equal(expected[:, 384:], projection[:, 384:])
     attention.q_norm.register_forward_hook(lambda *_: seen.append(1))
     assert attention.forward(positions, projection) == "plain"
+
+
+@in_interpreter
+def test_norms_of_all_query_and_all_key_heads(monkeypatch):
+    """The definition in integers, of rows that are not adjacent."""
+    from tests.unit.kernels.test_norm_kernel import EPS, normed
+
+    layers, qkv = Layers(monkeypatch, True), numbers(5, 512)
+    norms = [layers.norm(width) for width in (256, 128)]
+    for norm in norms:
+        norm.tp_world, norm.variance_epsilon = 1, EPS
+    query, key, value = layers.heads.forward_qkv(*norms, qkv, 256, 128)
+    assert torch.equal(value, qkv[:, 384:])
+    for actual, norm, x in zip((query, key), norms, (qkv[:, :256], qkv[:, 256:384])):
+        assert torch.equal(actual, normed(x, norm.weight.data))

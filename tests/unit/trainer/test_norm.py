@@ -26,6 +26,23 @@ def test_norm_is_that_of_the_published_models(dtype):
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
 
 
+def test_a_norm_of_all_heads_of_a_rank_is_computed_as_other_norms():
+    """By the function of the layer's kernels, over the features of all heads; by PyTorch without one."""
+    from megatron_fp8rl.trainer.model.linear import AllHeadsNorm
+
+    config = types.SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False, layernorm_epsilon=1e-6)
+    group, x, calls = types.SimpleNamespace(size=lambda: 1), torch.randn(5, 1, 3, 8), []
+
+    def compute(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        calls.append((rows.shape, eps))
+        return torch.nn.functional.rms_norm(rows, weight.shape, weight, eps)
+
+    expected = torch.nn.functional.rms_norm(x.flatten(-2), (24,), eps=1e-6).view_as(x)
+    for norm in (AllHeadsNorm(config, 24, group, compute), AllHeadsNorm(config, 24, group)):
+        torch.testing.assert_close(norm(x), expected, rtol=1e-6, atol=1e-6)
+    assert calls == [((5, 1, 24), 1e-6)]
+
+
 def test_gradients_of_a_norm_and_its_stream_are_added(monkeypatch):
     fake_te.install(monkeypatch)
     from megatron_fp8rl.trainer.model.norm import te_rms_norm
