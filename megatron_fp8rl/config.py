@@ -324,9 +324,10 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.85  # fraction of a GPU for weights, activations and KV cache of an engine
     max_num_sequences: int = 256  # sequences that one replica decodes concurrently
     deadline_scale: float = 1.0  # multiplies all waits for an engine; above 1 for slow clusters and long completions
-    # "ngram": drafts are the tokens that followed the last tokens earlier in the sequence. One step verifies them. The
-    # sampled distribution does not change.
-    speculation: Literal["none", "ngram"] = "none"
+    # "ngram": drafts are the tokens that followed the last tokens earlier in the sequence. "mtp": drafts are from the
+    # model's multi-token prediction layer, which is trained, too. One step verifies drafts. The sampled distribution
+    # does not change.
+    speculation: Literal["none", "ngram", "mtp"] = "none"
     draft_tokens: int = 4  # drafts of a sequence in one step
     lookup_min: int = 2  # fewest last tokens that have to occur earlier
     lookup_max: int = 4  # most last tokens to compare; longer matches come first

@@ -91,6 +91,7 @@ TESTED_LESS = {  # by range: patches with another range than their package; most
         "rollout/vllm_plugin/patches_scheduler.py:DecodeScheduler",
         "rollout/vllm_plugin/patches_scheduler.py:BufferingScheduler",
         "rollout/vllm_plugin/patches_routers.py:route_as_the_trainer",
+        "rollout/vllm_plugin/patches_speculation.py:show_draft_model",
         "rollout/vllm_plugin/patches_speculation.py:verify_in_order",
         "rollout/vllm_plugin/patches_sums.py:add_in_rank_order",
     ),

@@ -18,6 +18,7 @@ from megatron_fp8rl.config import (
     ModelConfig,
     ObserveConfig,
     OptimConfig,
+    RouterConfig,
     RunConfig,
     SamplingConfig,
     WarmStartConfig,
@@ -70,6 +71,22 @@ def tiny_qwen3() -> RunConfig:
         moe.model, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=512
     )
     return replace(moe, name="tiny_qwen3", model=dense)
+
+
+def tiny_glm4_moe() -> RunConfig:
+    """GLM-4.5 with 8 experts of 256, a shared one, and a multi-token prediction layer that drafts for the engine."""
+    cfg = tiny_qwen3_moe()
+    model = replace(
+        cfg.model,
+        family="glm4_moe",
+        num_shared_experts=1,
+        rotary_fraction=0.5,
+        router=RouterConfig(score="sigmoid", correction_bias=True),
+        num_mtp_layers=1,
+    )
+    return replace(
+        cfg, name="tiny_glm4_moe", model=model, engine=replace(cfg.engine, speculation="mtp", draft_tokens=2)
+    )
 
 
 def tiny_qwen3_next() -> RunConfig:

@@ -100,6 +100,9 @@ def with_layout(
     if errors := _gpu_problems(gpus):
         raise ConfigError(errors)
     cfg = override(cfg)
+    if cfg.engine.speculation == "mtp" and cfg.model.hf_path is not None and not cfg.model.num_mtp_layers:
+        stored = model_in(Path(cfg.model.hf_path), with_drafts=True)
+        cfg = replace(cfg, model=replace(cfg.model, num_mtp_layers=stored.num_mtp_layers))
     if cfg.model.random:
         cfg = replace(cfg, model=replace(cfg.model, hf_path=None))
     num_gpus = _local_gpus()[0] if gpus is None else gpus
@@ -112,8 +115,9 @@ def _gpu_problems(gpus: int | None) -> list[Violation]:
     return [Violation("--gpus", gpus, "is below 0", "Give a number of GPUs, or 0 for the CPU")]
 
 
-def model_in(folder: Path) -> ModelConfig:
-    """The architecture of a folder, with ``hf_path`` set. Raises ValueError if it is missing or unsupported."""
+def model_in(folder: Path, *, with_drafts: bool = False) -> ModelConfig:
+    """The architecture of a folder, with ``hf_path`` set. Raises ValueError if it is missing or unsupported.
+    ``with_drafts``: with its multi-token prediction layers."""
     if not folder.is_dir():
         names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
         raise ValueError(f"is not a folder{near_matches(folder.name, names)}")
@@ -129,7 +133,7 @@ def model_in(folder: Path) -> ModelConfig:
         raise ValueError(f"config.json is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError("config.json is not a JSON object")
-    return replace(from_hf_config(config, fp8_weights=True), hf_path=str(folder.resolve()))
+    return replace(from_hf_config(config, keep_mtp=with_drafts, fp8_weights=True), hf_path=str(folder.resolve()))
 
 
 def _problems(options: GrpoOptions, needs_reward: bool) -> list[Violation]:

@@ -217,6 +217,6 @@ def decoder(
 MTP = (  # additional weights of a multi-token prediction layer; its embedding and head are the model's
     Row("enorm.weight", ((H + "enorm.weight", ("hidden",)),)),
     Row("hnorm.weight", ((H + "hnorm.weight", ("hidden",)),)),
-    Row("eh_proj.weight", ((H + "eh_proj.weight", ("hidden", "2_hidden")),), "rows"),
+    Row("eh_proj.weight", ((H + "eh_proj.weight", ("hidden", "2_hidden")),), "rows", whole_in_engine=True),
     Row("final_layernorm.weight", ((H + "shared_head.norm.weight", ("hidden",)),)),
 )

@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_fp8rl.config import LayerKind, ModelConfig
@@ -165,15 +165,23 @@ def _fill_experts(row: Row, model: ModelConfig, mcore: str, layer: int) -> Itera
         yield fill(row, model, mcore=mcore, layer=layer, expert=expert)
 
 
+def draft_layer_name(index: int) -> str:
+    """Megatron's name of the decoder layer in a multi-token prediction layer."""
+    return f"mtp.layers.{index}.mtp_model_layer"
+
+
+def mtp_rows(rows: Iterable[Row], extra: Iterable[Row], index: int) -> list[Row]:
+    """The rows of a multi-token prediction layer: the ``extra`` ones, and ``rows`` of its decoder layer."""
+    around = [replace(row, mcore=f"mtp.layers.{index}.{row.mcore}") for row in extra]
+    renamed = ((row, row.mcore.replace("decoder.layers.{layer}", draft_layer_name(index))) for row in rows)
+    return around + [replace(row, mcore=name) for row, name in renamed]
+
+
 def expand_mtp(rows: tuple[Row, ...], extra: tuple[Row, ...], model: ModelConfig) -> dict[str, Weight]:
-    """Weights of the multi-token prediction layers: a decoder layer each, and the ``extra`` rows. In Megatron,
-    ``mtp.layers.{i}`` holds the decoder layer as ``mtp_model_layer``; in the checkpoint it is layer ``num_layers + i``.
-    """
+    """Weights of the multi-token prediction layers. In the checkpoint such a layer is layer ``num_layers + index``."""
     weights: list[Weight] = []
     for index in range(model.num_mtp_layers):
-        prefix, layer = f"mtp.layers.{index}.", model.num_layers + index
-        weights += [fill(row, model, mcore=prefix + row.mcore, layer=layer, expert=-1) for row in extra]
-        for row in rows_of(rows, model.layers[layer]):
-            mcore = row.mcore.replace("decoder.layers.{layer}.", f"{prefix}mtp_model_layer.")
-            weights += _fill_experts(row, model, mcore, layer)
+        layer = model.num_layers + index
+        for row in mtp_rows(rows_of(rows, model.layers[layer]), extra, index):
+            weights += _fill_experts(row, model, row.mcore, layer)
     return {weight.name: weight for weight in weights}

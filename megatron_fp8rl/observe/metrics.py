@@ -69,6 +69,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "rollout/prefill_saved/mean": "Fraction of the step's prompt tokens that came from the prefix cache.",
         "speculation/acceptance/mean": "Fraction of drafts that were accepted (engine.speculation).",
         "speculation/tokens_per_step/mean": "Sampled tokens of a sequence per engine step; 1 without drafts.",
+        "speculation/draft_loss/mean": "Cross-entropy of the multi-token prediction layer at sampled tokens, nats.",
         "rollout/window_stale_tokens/mean": "Fraction of sampled tokens not trained because of max_staleness.",
         "rollout/window_complete/sum": "Complete groups that wait for training.",
         "rollout/window_length_bias/mean": "Mean length of trained completions / of complete ones, since the start.",

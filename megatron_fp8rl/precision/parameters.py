@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import blocks
 from megatron_fp8rl.names.registry import FAMILIES
-from megatron_fp8rl.names.table import Weight, fill, rows_of
+from megatron_fp8rl.names.table import Weight, fill, mtp_rows, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,12 @@ def entries(model: ModelConfig) -> tuple[Entry, ...]:
     rows = family.rows(model)
     result = [Entry(fill(row, model, layer=-1, expert=-1), -1) for row in rows if "{layer}" not in row.mcore]
     for layer, kind in enumerate(model.layers):
-        for row in rows_of(rows, kind):
+        of_layer = rows_of(rows, kind)
+        if layer >= model.num_layers:
+            of_layer = mtp_rows(of_layer, family.mtp, layer - model.num_layers)
+        for row in of_layer:
             num_experts = model.num_experts if "{expert}" in row.mcore else 1
             result.append(Entry(fill(row, model, layer=layer, expert=0), layer, num_experts))
-        if layer >= model.num_layers:
-            result += [Entry(fill(row, model, layer=layer, expert=-1), layer) for row in family.mtp]
     return tuple(result)
 
 

@@ -208,7 +208,9 @@ def _check_speculation(checks: Checks) -> None:
     if not upstream.applies("verify_in_order"):
         problem = "needs the patch verify_in_order, which was not tested with the installed version of vLLM"
         checks.refuse("engine.speculation", problem, "Set none, or install the version that is pinned", ["none"])
-    if engine.lookup_min > engine.lookup_max:
+    if engine.speculation == "mtp":
+        _check_draft_layer(checks)
+    elif engine.lookup_min > engine.lookup_max:
         problem = f"exceeds engine.lookup_max = {engine.lookup_max}"
         checks.refuse("engine.lookup_min", problem, f"Set {engine.lookup_max} or less", [engine.lookup_max])
     if engine.data > 1:
@@ -217,6 +219,42 @@ def _check_speculation(checks: Checks) -> None:
     if checks.cfg.sampling.min_p > 0:
         problem = "vLLM does not apply min-p to drafts (engine.speculation)"
         checks.refuse("sampling.min_p", problem, "Set 0, or --engine.speculation none", [0])
+
+
+def _check_draft_layer(checks: Checks) -> None:
+    """Check a run whose drafts are of the model's multi-token prediction layer."""
+    cfg, default, otherwise = checks.cfg, EngineConfig(), "or --engine.speculation none"
+    if not upstream.applies("show_draft_model"):
+        problem = "needs the patch show_draft_model, which was not tested with the installed version of vLLM"
+        checks.refuse("engine.speculation", problem, "Set none, or install the version that is pinned", ["none"])
+    if not cfg.model.num_mtp_layers:
+        problem = "needs a multi-token prediction layer, and the model has none (model.num_mtp_layers is 0)"
+        remedy = "Set --model.num_mtp_layers 1 if config.json has num_nextn_predict_layers, else ngram or none"
+        checks.refuse("engine.speculation", problem, remedy, ["ngram", "none"])
+    elif cfg.model.num_mtp_layers > 1:
+        checks.refuse("model.num_mtp_layers", "more than one layer is not supported", f"Set 1, {otherwise}", [1])
+    for name in ("lookup_min", "lookup_max"):
+        if getattr(cfg.engine, name) != getattr(default, name):
+            checks.refuse(f"engine.{name}", "is of n-grams, and engine.speculation is mtp", "Leave it out")
+    for path, allowed, problem in (
+        ("parallel.tensor", (1,), "the multi-token prediction layer is not divided over ranks"),
+        (
+            "parallel.pipeline",
+            (1,),
+            "the multi-token prediction layer reads the embedding, which the first stage has",
+        ),
+        (
+            "parallel.context",
+            (1,),
+            "the multi-token prediction layer reads the next token, which another rank has",
+        ),
+        ("engine.tensor", (1,), "is not tested with multi-token prediction"),
+        ("engine.sleep_level", (0, 1), "discards what the multi-token prediction layer computes once"),
+        ("lora.rank", (None,), "is not tested with multi-token prediction"),
+    ):
+        if cfg.value(path) not in allowed:
+            remedy = "Leave it out" if allowed == (None,) else f"Set {allowed[-1]}"
+            checks.refuse(path, f"{problem} (engine.speculation is mtp)", f"{remedy}, {otherwise}", allowed)
 
 
 def _check_lengths(checks: Checks, accelerator: Generation) -> None:

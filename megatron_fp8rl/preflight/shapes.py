@@ -49,9 +49,9 @@ def check_model(checks: Checks) -> bool:
         _check_router(checks)
     if model.is_moe == has_experts and model.has("dense"):
         checks.within("model.ffn_hidden_size", "(0, inf)")
-    if model.num_mtp_layers:
-        problem = "asks for multi-token prediction layers, which reinforcement learning does not use"
-        checks.refuse("model.num_mtp_layers", problem, "Set 0; checkpoint_tools keeps them in conversions")
+    if model.num_mtp_layers and checks.cfg.engine.speculation != "mtp":
+        problem = "asks for multi-token prediction layers, which only drafts of engines use (engine.speculation)"
+        checks.refuse("model.num_mtp_layers", problem, "Set 0, or --engine.speculation mtp", [0])
     if "sliding_attention" in model.layer_types and not model.sliding_window:
         problem = "has layers with a window of attention, and model.sliding_window is not set"
         checks.refuse("model.layer_types", problem, "Set --model.sliding_window to the tokens of the window")

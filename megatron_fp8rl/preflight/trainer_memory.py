@@ -37,7 +37,7 @@ update with two microbatches has both at its peak.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.names.layouts import TrainerLayout
@@ -135,7 +135,7 @@ def estimate_stage(
     layers = [sizes[kind] for kind in kinds.values()]
     parts = (
         *_states(cfg, gpu, on_trainer_rank(cfg, stage), kernels),
-        _activations(cfg, layers, tokens, stage),
+        _activations(cfg, layers, tokens, stage, kernels),
         _temporaries(cfg, layers, tokens, stage),
         _overhead(cfg, tokens),
     )
@@ -193,7 +193,7 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights, kernels: TrainerKern
     return tuple(parts)
 
 
-def _activations(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage: int) -> Part:
+def _activations(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage: int, kernels: TrainerKernels) -> Part:
     mean = sum(layer.kept for layer in layers) / len(layers)
     in_flight = layers_in_flight(cfg, stage, len(layers))
     formula = f"{in_flight:g} layers in flight x {mean / 2**20:.0f} MiB (recompute {cfg.optim.recompute})"
@@ -201,6 +201,11 @@ def _activations(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage
     if stage == cfg.parallel.pipeline - 1:
         last = (tokens.sequence + tokens.context) * cfg.model.hidden_size * Bytes.of(cfg).weight
         formula += f", last norm and head {last / 2**20:.0f} MiB"
+        if cfg.model.num_mtp_layers:  # it is not recomputed, and its logits wait for the policy's
+            whole = replace(cfg, optim=replace(cfg.optim, recompute="none"))
+            drafts = layer_bytes(whole, cfg.model.num_layers, tokens, kernels).kept + head_bytes(cfg, tokens)
+            last += drafts
+            formula += f", draft layer and its logits {drafts / 2**20:.0f} MiB"
     return Part("activations", int(mean * in_flight + last), formula)
 
 

@@ -144,6 +144,8 @@ def _worker_weights(model: ModelConfig, table: LayerTable, layout: EngineLayout)
     for entry in entries(model):
         count = entry.num_experts // layout.expert if entry.weight.is_expert else 1
         for transfer in plan_weights([entry.weight], model, table, TrainerLayout(), layout)[0]:
+            if transfer.name in entry.weight.copies:
+                continue
             data, *scale = (count * tensor.num_bytes for tensor in transfer.wire_tensors(engine_rank=0))
             scales += sum(scale)
             if transfer.is_fp8:

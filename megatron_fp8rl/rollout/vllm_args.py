@@ -74,7 +74,7 @@ def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
 
 def cpu_cache_bytes(cfg: RunConfig, num_sequences: int) -> int:
     """Return the cache bytes of one worker on a CPU for sequences of full length."""
-    block, layers = CPU_KV_BLOCK_TOKENS, cfg.model.layers[: cfg.model.num_layers]
+    block, layers = CPU_KV_BLOCK_TOKENS, cfg.model.layers
     token_bytes = kv_token_bytes(cfg.model, cfg.engine, expanded=cfg.precision.exact is not True)
     layer_token_bytes = token_bytes // max(1, _num_caching_layers(cfg.model))
     # A state of a gated delta net takes a block of its own. Blocks have one size, in groups of equally many layers.
@@ -88,8 +88,8 @@ def cpu_cache_bytes(cfg: RunConfig, num_sequences: int) -> int:
 
 
 def _num_caching_layers(model: ModelConfig) -> int:
-    """Layers that cache keys and values."""
-    return sum(kind.mixer != "gdn" for kind in model.layers[: model.num_layers])
+    """Layers that cache keys and values, with those that draft."""
+    return sum(kind.mixer != "gdn" for kind in model.layers)
 
 
 def _state_bytes(model: ModelConfig) -> int:
@@ -176,12 +176,10 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
     if engine.expert > 1:
         arguments["enable-expert-parallel"] = True
     if drafts:
-        arguments["speculative-config"] = {
-            "method": engine.speculation,
-            "num_speculative_tokens": engine.draft_tokens,
-            "prompt_lookup_min": engine.lookup_min,
-            "prompt_lookup_max": engine.lookup_max,
-        }
+        drafts_of = {"method": engine.speculation, "num_speculative_tokens": engine.draft_tokens}
+        if engine.speculation == "ngram":
+            drafts_of |= {"prompt_lookup_min": engine.lookup_min, "prompt_lookup_max": engine.lookup_max}
+        arguments["speculative-config"] = drafts_of
     if cfg.lora.rank and not cfg.lora.merge:
         arguments |= {"enable-lora": True, "max-loras": 1, "max-lora-rank": padded_rank(cfg.lora.rank)}
         arguments["lora-target-modules"] = _adapted_modules(cfg)

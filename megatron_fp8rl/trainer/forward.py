@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.utils import get_attr_wrapped_model
@@ -28,6 +29,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.kept_entries import KeptEntries
 from megatron_fp8rl.trainer.divergence import divergence, most_likely
 from megatron_fp8rl.trainer.logprobs import HeadShard, gather_context, token_logprobs, zigzag_indices
+from megatron_fp8rl.trainer.model.build import unwrap
 from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences, Routes, upload
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.router_replay import for_update
@@ -57,6 +59,7 @@ class _Input:
     kept: KeptEntries | None  # [N]; None: the whole vocabulary
     packed: PackedSequences
     places_N: Tensor  # positions of loss tokens in the microbatch, on the host
+    drafted_n: Tensor  # int64 [n] loss tokens that drafts can predict, with two tokens before them
     taught: tuple[tuple[Tensor, Taught], ...]  # with indices of the loss tokens
     order_T: Tensor | None  # packed positions of the tokens of all context-parallel ranks; None for one rank
 
@@ -164,7 +167,7 @@ class Forward:
             None,
             packed_seq_params=item.packed,
             padding_mask=self._padding(item, chunk),
-            output_processor=head,
+            output_processor=partial(head, chunk=chunk),
             output_processor_context=item,
         )
         return output, partial(finish, item)
@@ -181,15 +184,26 @@ class Forward:
         return padding.chunk(self.parallel.tp_size, dim=1)[self.parallel.tp_rank]
 
     def _head(
-        self, *, hidden_states: Tensor, output_layer, output_weight: Tensor | None, context: _Input, **unused
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer,
+        output_weight: Tensor | None,
+        context: _Input,
+        chunk: torch.nn.Module,
+        **unused,
     ) -> tuple[Tensor, ...]:
         """GPTModel's output processor: (log-probabilities, entropy) of the loss tokens, FP32 [N] each; with gradients
-        also their divergences from teachers, if there are any."""
+        also their divergences from teachers, if there are any, and their log-probabilities as drafts."""
         hidden_NH, weight, shard = self._states(
             hidden_states, output_layer, output_weight, context, self.cfg.model.vocab_size
         )
         values = token_logprobs(hidden_NH, weight, context.targets_N, shard, context.kept)
-        if not context.taught or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return values
+        if self.cfg.model.num_mtp_layers:
+            values = *values, self._draft_logprobs(unwrap(chunk), hidden_states, weight.detach(), context, shard)
+        if not context.taught:
             return values
         divergence_N = torch.zeros_like(values[0])
         for rows_n, taught in context.taught:
@@ -197,6 +211,20 @@ class Forward:
             value_n = divergence(hidden_NH.index_select(0, rows_n), weight, taught, shard, kept)
             divergence_N = divergence_N.index_copy(0, rows_n, value_n)
         return *values, divergence_N
+
+    def _draft_logprobs(
+        self, model: GPTModel, hidden_states: Tensor, weight: Tensor, item: _Input, shard: HeadShard
+    ) -> Tensor:
+        """Log-probabilities of the loss tokens as drafts, FP32 [N], 0 where none is possible: at a position, the
+        multi-token prediction layer reads the next token and predicts the one after it. Only that layer has gradients.
+        """
+        rows_n = item.loss_rows_N.index_select(0, item.drafted_n) - 1
+        next_tokens = item.tokens.roll(-1, dims=1)  # a sequence's last position has no loss
+        (layer,) = model.mtp.layers
+        states = layer(model.embedding, hidden_states, next_tokens, item.positions, item.packed)
+        targets_n = item.targets_N.index_select(0, item.drafted_n)
+        logprobs_n, _ = token_logprobs(states[:, 0].index_select(0, rows_n), weight, targets_n, shard)
+        return logprobs_n.new_zeros(item.targets_N.shape).index_copy(0, item.drafted_n, logprobs_n)
 
     def _states(
         self, hidden_states: Tensor, output_layer, output_weight: Tensor | None, context: _Input, vocab_size: int
@@ -231,7 +259,8 @@ class Forward:
         return nothing, nothing.int(), (item.index, self._whole(item, output[0]))
 
     def _loss(self, batch: TrainBatch, loss_fn: LossFn, item: _Input, output: tuple[Tensor, ...]):
-        logprobs_T, entropy_T, *divergences = (self._whole(item, values) for values in output)
+        logprobs_T, entropy_T, *others = (self._whole(item, values) for values in output)
+        draft_logprobs_T = others.pop(0) if self.cfg.model.num_mtp_layers else None
         loss, metrics = loss_fn(
             LossInputs(
                 mb=item.microbatch,
@@ -240,7 +269,7 @@ class Forward:
                 entropy_T=entropy_T,
                 cfg=self.cfg.algo,
                 max_completion_tokens=self.cfg.sampling.max_completion_tokens,
-                divergence_T=divergences[0] if divergences else None,
+                divergence_T=others[0] if others else None,
             )
         )
         result = MicrobatchResult(
@@ -250,6 +279,9 @@ class Forward:
             metrics=metrics,
             logprobs_T=logprobs_T.detach(),
         )
+        if draft_logprobs_T is not None:
+            metrics["speculation/draft_loss/mean"] = -draft_logprobs_T.sum()
+            loss = loss - draft_logprobs_T.sum() / max(batch.num_loss_tokens, 1)
         # Megatron-Core would divide by the token count; this loss is already normalized.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
@@ -297,6 +329,7 @@ class Forward:
             targets_N=upload(targets_t.index_select(0, rows_N), device),
             kept=kept,
             places_N=places_N.cpu(),
+            drafted_n=upload(positions_t.index_select(0, rows_N).nonzero()[:, 0], device),
             taught=tuple(_taught_at(part, places_N.cpu(), num_tokens, device) for part in mb.taught),
             packed=PackedSequences.of(mb.cu_seqlens_S, device, is_token_t, routes),
             order_T=order_T,

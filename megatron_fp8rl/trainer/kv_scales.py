@@ -44,7 +44,7 @@ def measure_amax(chunks: Sequence[nn.Module], num_layers: int, device: torch.dev
     """Record the amax of all forward passes in the block: FP32 [num_layers, 3] on ``device``, updated in place. Covers
     this rank's layers, heads and tokens; 0 for layers of other pipeline stages. Never synchronizes the device."""
     amax = torch.zeros(num_layers, len(_TENSORS), device=device)
-    layers = _layers(chunks)
+    layers = [layer for layer in _layers(chunks) if layer.layer < num_layers]
     for layer in layers:
         layer.amax = amax[layer.layer]
     try:
@@ -78,7 +78,7 @@ def scales(amax: list[list[float]]) -> KVScales:
 
 def set_scales(chunks: Sequence[nn.Module], by_layer: KVScales, device: torch.device) -> None:
     """Round keys and values of later forward passes by these cache scales, and queries if the engine's kernel does."""
-    for layer in _layers(chunks):
+    for layer in (layer for layer in _layers(chunks) if layer.layer in by_layer):
         layer.cache_scales = torch.tensor(by_layer[layer.layer], device=device)
 
 

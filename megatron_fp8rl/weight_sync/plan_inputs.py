@@ -18,7 +18,7 @@ from megatron_fp8rl.config import (
     WeightSyncConfig,
 )
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
-from megatron_fp8rl.names.registry import layer_of
+from megatron_fp8rl.names.registry import layer_of, weights
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.weight_sync.plan import Plan, plan
 from megatron_fp8rl.weight_sync.schedule import SendSchedule, plan_schedule
@@ -47,12 +47,15 @@ class PlanInputs:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        return plan(
+        whole = plan(
             self.model,
             LayerTable.build(self.model, self.precision),
             TrainerLayout.from_config(self.parallel),
             EngineLayout.from_config(self.engine),
         )
+        copies = {name for weight in weights(self.model).values() for name in weight.copies}
+        # An engine has one embedding and one head, whatever a checkpoint stores for a multi-token prediction layer.
+        return replace(whole, transfers=tuple(t for t in whole.transfers if t.name not in copies)) if copies else whole
 
     def slices(self) -> SendSchedule:
         """Schedule all slices that engine ranks keep."""

@@ -100,13 +100,15 @@ def test_drafts_change_no_token_and_no_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_page_of_speculation_runs_as_written(tmp_path):
-    (command,) = re.findall(r"<!-- run -->\n```sh\n(.*?)```", (ROOT / "docs/speculation.md").read_text(), re.DOTALL)
-    args = shlex.split(command.replace("\\\n", " "))[1:]
+@pytest.mark.parametrize("number", [0, 1], ids=["ngram", "mtp"])
+def test_the_page_of_speculation_runs_as_written(number, tmp_path):
+    commands = re.findall(r"<!-- run -->\n```sh\n(.*?)```", (ROOT / "docs/speculation.md").read_text(), re.DOTALL)
+    assert len(commands) == 2
+    args = shlex.split(commands[number].replace("\\\n", " "))[1:]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *args], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    rows = (tmp_path / "runs" / "drafts" / "metrics.jsonl").read_text().splitlines()
+    rows = (tmp_path / args[args.index("--output_dir") + 1] / "metrics.jsonl").read_text().splitlines()
     last = json.loads(rows[-1])
-    assert last["step"] == 1 and last["mismatch/abs_logprob_diff/max"] == 0
+    assert last["step"] == 1 + number and last["mismatch/abs_logprob_diff/max"] == 0
     assert last["speculation/acceptance/mean"] > 0 and last["speculation/tokens_per_step/mean"] > 1

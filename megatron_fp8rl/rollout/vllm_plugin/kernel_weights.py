@@ -36,8 +36,9 @@ _MATRICES = ("weight", *_ALL_SCALES)
 _WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias", "A_log", "dt_bias", "sinks")
 _OF_EXPERTS = (*_MATRICES, "bias")
 _ATTRIBUTES = (*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _OF_EXPERTS))
-# Modules of vLLM's gpt-oss with other names than in a checkpoint.
+# Modules of vLLM's gpt-oss, and of its multi-token prediction layers, with other names than in a checkpoint.
 _MODULES = {
+    re.compile(r"^(model\.layers\.\d+)\.mtp_block(?=\.|$)"): r"\1",
     re.compile(r"^(model\.layers\.\d+)\.attn(?=\.|$)"): r"\1.self_attn",
     re.compile(r"^model\.embedding$"): "model.embed_tokens",
 }
@@ -102,10 +103,18 @@ def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules by the names they have without vLLM's wrappers for adapters, which are left out."""
-    for path, module in model.named_modules():
-        if "base_layer" not in module._modules:
-            yield path.replace(".base_layer", ""), module
+    """Yield all modules by the names they have without vLLM's wrappers for adapters, which are left out; then those of
+    the model that drafts, without the embedding and head that both share."""
+    seen: set[nn.Module] = set()
+    for part in filter(None, (model, draft_model_of(model))):
+        for path, module in part.named_modules(seen):
+            if "base_layer" not in module._modules:
+                yield path.replace(".base_layer", ""), module
+
+
+def draft_model_of(model: nn.Module) -> nn.Module | None:
+    """The multi-token prediction layers that draft for ``model``: see ``patches_speculation.py``."""
+    return getattr(model, "drafts", (None,))[0]
 
 
 def named_behind_wrappers(model: nn.Module, name: str) -> str:
@@ -279,10 +288,11 @@ class DerivedTensors:
     def __init__(self, model: nn.Module, act_dtype: torch.dtype):
         self._act_dtype = act_dtype
         derived = ("dequantized_weight", "w13_dequantized", "kernel_scales")
-        self._converted = [m for m in model.modules() if any(hasattr(m, name) for name in derived)]
-        self._latent = [m for m in model.modules() if isinstance(getattr(m, _LATENT_FACTORS[0], None), Tensor)]
+        modules = [module for _, module in named_layers(model)]
+        self._converted = [m for m in modules if any(hasattr(m, name) for name in derived)]
+        self._latent = [m for m in modules if isinstance(getattr(m, _LATENT_FACTORS[0], None), Tensor)]
         self._factors = [{name: getattr(m, name) for name in _LATENT_FACTORS} for m in self._latent]
-        self._experts = [m for m in model.modules() if hasattr(m, f"w13_{_SCALES}")]
+        self._experts = [m for m in modules if hasattr(m, f"w13_{_SCALES}")]
 
     @torch.no_grad()
     def refresh(self) -> None:

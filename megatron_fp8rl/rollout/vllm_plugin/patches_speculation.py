@@ -6,7 +6,8 @@ draws from a request's generator in another order than decoding does, so that eq
 
 Here vLLM's ordinary sampler samples the positions of a step one after another. A position is sampled only if the token
 before it equals its draft. A draft d is accepted with probability p(d), as by rejection sampling of n-gram drafts.
-Temperature, top-p, top-k, log-probabilities and kept entries are those of the ordinary sampler.
+Temperature, top-p, top-k, log-probabilities and kept entries are those of the ordinary sampler. Drafts of multi-token
+prediction layers are their most likely tokens, so the same holds for them.
 
 The counts of drafts travel in the column of ranks, which nothing else reads: see ``drafts.py``. Not measured
 on GPUs yet.
@@ -23,6 +24,7 @@ from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from megatron_fp8rl.rollout.vllm_plugin.drafts import ACCEPTED, mark
@@ -39,6 +41,23 @@ from megatron_fp8rl.upstream import patches
 def verify_in_order() -> None:
     """Replace the verification of drafts in this process."""
     RejectionSampler.forward = _verify
+
+
+@patches(
+    "vllm",
+    why="SpecDecodeBaseProposer keeps its model to itself, and weights of both models are published at once",
+    remove_when="a weight-transfer engine gets the draft model with the model",
+    optional=True,
+)
+def show_draft_model() -> None:
+    """Let a model with a draft model name it (``drafts``), outside its modules, once both are loaded."""
+    load = SpecDecodeBaseProposer.load_model
+
+    def load_and_show(self: Any, target_model: Any) -> None:
+        load(self, target_model)
+        target_model.drafts = (self.model,)
+
+    SpecDecodeBaseProposer.load_model = load_and_show
 
 
 def _verify(

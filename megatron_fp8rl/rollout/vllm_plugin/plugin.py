@@ -64,6 +64,7 @@ def register() -> None:
         from megatron_fp8rl.rollout.vllm_plugin import patches_speculation
 
         patches_speculation.verify_in_order()
+        patches_speculation.show_draft_model()
     patches.name_loaders_of_norms()
     if LATENT_VARIABLE in os.environ and upstream.applies("normalize_latents_as_published"):
         patches.normalize_latents_as_published()

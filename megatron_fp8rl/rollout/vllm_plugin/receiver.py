@@ -41,6 +41,7 @@ from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
     KernelDigests,
     KernelTable,
     UnwritableKernel,
+    draft_model_of,
     engine_module_of,
     has_kernel_weights,
     named_behind_wrappers,
@@ -309,8 +310,20 @@ class TransferEngine(WeightTransferEngine):
             transport.release(number)
             if complete:  # by module, because vLLM stores unfinished modules twice
                 complete.sort(key=lambda named: engine_module_of(named[0]))
-                self.model.load_weights((named_behind_wrappers(self.model, name), part) for name, part in complete)
+                self._load(complete)
         assert not incomplete, f"parts of {sorted(incomplete)[:5]} did not arrive"
+
+    def _load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Pass whole tensors to vLLM's loaders: of the model, or of its multi-token prediction layers."""
+        num_layers = self.model_config.hf_text_config.num_hidden_layers
+        of_drafts = [(name, part) for name, part in tensors if (layer_of(name) or 0) >= num_layers]
+        drafted = {name for name, _ in of_drafts}
+        others = [(named_behind_wrappers(self.model, name), part) for name, part in tensors if name not in drafted]
+        self.model.load_weights(others)
+        if of_drafts:
+            drafts = draft_model_of(self.model)
+            assert drafts is not None
+            drafts.load_weights(of_drafts)
 
 
 class Reloaded:

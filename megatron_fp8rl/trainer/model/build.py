@@ -41,6 +41,7 @@ from megatron_fp8rl.precision.quantizers import dequantize
 from megatron_fp8rl.precision.recipes import finish_step
 from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
 from megatron_fp8rl.trainer.model.dispatcher import has_fused_permutation
+from megatron_fp8rl.trainer.model.draft_layer import DraftLayers
 from megatron_fp8rl.trainer.model.layers import LayerFactory
 from megatron_fp8rl.trainer.model.linear import GroupedLinear, QuantizableLinear
 from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
@@ -202,6 +203,8 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
         if registry.FAMILIES[cfg.model.family].scales_embedding and chunk.pre_process:
             scale = torch.tensor(cfg.model.hidden_size**0.5, dtype=config.params_dtype)
             chunk.embedding.register_forward_hook(lambda module, inputs, output, scale=scale: output * scale)
+        if cfg.model.num_mtp_layers:
+            chunk.mtp = DraftLayers(config, factory)
         chunks.append(chunk.to(parallel.device))
     if cfg.model.hf_path is None:
         _fill_randomly(chunks, cfg.model, cfg.seed, parallel)

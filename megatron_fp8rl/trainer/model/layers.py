@@ -30,6 +30,7 @@ from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.combine import weighted_in_combine
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.table import draft_layer_name
 from megatron_fp8rl.precision.formats import BF16, QuantFormat
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.kernel_support import row_parts
@@ -182,7 +183,9 @@ class LayerFactory:
 
     def _of(self, layer: int, name: str) -> tuple[Recipe | None, registry.Weight]:
         """(recipe, weight) of a linear; q, k and v are one linear, so all or none of them are FP8."""
-        weight = registry.weight(f"decoder.layers.{layer}.{name}.weight", self._model)
+        num_layers = self._model.num_layers
+        prefix = f"decoder.layers.{layer}" if layer < num_layers else draft_layer_name(layer - num_layers)
+        weight = registry.weight(f"{prefix}.{name}.weight", self._model)
         (in_fp8,) = {self._table.trainer_format(part).is_quantized for part, _ in weight.parts}
         return self._recipe if in_fp8 else None, weight
 
@@ -284,7 +287,7 @@ class LayerFactory:
         return partial(GroupedExperts, submodules=grouped, applies_router_weights=applies_router_weights, fmt=fmt)
 
     def layer(self, layer: int) -> ModuleSpec:
-        """The spec of one layer, by its index in the whole model."""
+        """The spec of one layer, by its index in the whole model; multi-token prediction layers follow the others."""
         # Use Transformer Engine's checkpoint names, where these norms are part of the linear that follows.
         names, kind = {}, self._model.layers[layer]
         norm = self._first_norm if registry.norms_inputs(self._model) else IdentityOp

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as reduce_and_divide_gradients
 from megatron.core.optimizer import Adam, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP
 from megatron.core.utils import get_model_config
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
@@ -103,6 +104,7 @@ class Optimizer:
         self._parallel = parallel
         self._clip = optim.clip_grad_norm
         self._weight_decay = optim.weight_decay
+        self._drafts = model.num_mtp_layers > 0
         self._memory = SharedMemory(chunks)
         is_bf16 = precision.params != "fp32"  # FP8 parameters also report BF16 as their dtype
         is_fused = optim.states != "fp32" and Adam.__module__.startswith("transformer_engine")
@@ -154,10 +156,17 @@ class Optimizer:
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
             raise NonFiniteError(self._describe_non_finite(norm))
-        if 0 < self._clip < norm + 1e-6:  # same condition as clip_grad_by_total_norm_fp32, before its loop
-            for part in self._parts:
-                if parameters := part.get_parameters():
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=norm)
+        norms = {None: norm}  # by Megatron-Core's groups of parameters with a norm of their own
+        if self._drafts:
+            norms[MTP_GRAD_NORM_GROUP] = math.hypot(*(self._draft_norm(part) for part in self._parts))
+            if not math.isfinite(norms[MTP_GRAD_NORM_GROUP]):
+                raise NonFiniteError(self._describe_non_finite(norms[MTP_GRAD_NORM_GROUP]))
+        for group, total in norms.items():
+            if 0 < self._clip < total + 1e-6:  # same condition as clip_grad_by_total_norm_fp32, before its loop
+                for part in self._parts:
+                    parameters = [p for p in part.get_parameters() if getattr(p, GRAD_NORM_GROUP_ATTR, None) == group]
+                    if parameters:
+                        clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=total)
         for group in self.megatron.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
@@ -167,6 +176,12 @@ class Optimizer:
             self.megatron.step_with_ready_grads()
         self._gather_parameters()
         return norm
+
+    @staticmethod
+    def _draft_norm(part: Any) -> float:
+        """Collective: the norm of the gradients of multi-token prediction layers in one optimizer of Megatron-Core."""
+        gradients = part.get_grads_for_grad_norm(MTP_GRAD_NORM_GROUP)
+        return float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=part.get_grad_stats_parallel_group()))
 
     @torch.no_grad()
     def rebuild_parameters(self) -> None:

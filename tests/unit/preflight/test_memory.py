@@ -7,16 +7,19 @@ from dataclasses import replace
 import pytest
 
 from megatron_fp8rl.config import (
+    EngineConfig,
     LoraConfig,
     MlaConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,
+    RouterConfig,
     RunConfig,
     SamplingConfig,
 )
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
+from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -26,6 +29,7 @@ from megatron_fp8rl.preflight.memory import GIB, GPUS
 from megatron_fp8rl.preflight.weights import on_engine_worker, on_trainer_rank, published_bytes
 from megatron_fp8rl.rollout import vllm_args
 from megatron_fp8rl.weight_sync.plan import plan
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from model_configs.deepseek import deepseek_v3
 from model_configs.qwen3 import qwen3_8b, qwen3_30b_a3b
 
@@ -341,3 +345,26 @@ def test_without_merging_a_step_publishes_adapters_only():
     sides = 2 * (4096 + 4096) + 2 * (1024 + 4096) + 3 * (4096 + 12288)
     assert published_bytes(unmerged) == 36 * 2 * 16 * sides
     assert published_bytes(merged) == on_engine_worker(merged).sent
+
+
+def test_a_layer_that_drafts_is_counted_at_both_ends():
+    router = RouterConfig(score="sigmoid", correction_bias=True)
+    shape = dict(family="glm4_moe", num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256, num_shared_experts=1)
+    plain = run(replace(DENSE, **shape, first_dense_layers=1, qkv_bias=True, router=router))
+    drafting = replace(plain, model=replace(plain.model, num_mtp_layers=1), engine=EngineConfig(speculation="mtp"))
+    drafting = replace(drafting, optim=replace(drafting.optim, recompute="full"))
+    assert on_engine_worker(drafting).sent == PlanInputs.of(drafting).plan.num_bytes
+    per_token = [vllm_args.kv_token_bytes(cfg.model, cfg.engine, expanded=False) for cfg in (plain, drafting)]
+    assert per_token[1] * 4 == per_token[0] * 5
+    weights = on_trainer_rank(drafting, 0)
+    assert weights.dense + weights.expert + weights.buffers == parameters.count(drafting.model).total
+    of_plain = replace(drafting, model=plain.model)
+    parts = [
+        trainer_memory.estimate_stage(cfg, H200, H200.memory_bytes, 1.0, 0).part("activations")
+        for cfg in (of_plain, drafting)
+    ]
+    tokens = Tokens.of(drafting, 1.0)
+    whole = replace(drafting, optim=replace(drafting.optim, recompute="none"))
+    kept = layer_bytes(whole, 4, tokens, kernels(drafting)).kept + trainer_memory.head_bytes(drafting, tokens)
+    assert parts[1].num_bytes - parts[0].num_bytes == pytest.approx(kept, abs=2)
+    assert "draft layer" in parts[1].formula and "draft layer" not in parts[0].formula

@@ -733,6 +733,51 @@ def test_what_does_not_work_with_drafts_is_refused(monkeypatch):
     assert fields_of(make(**drafts)) == ["--engine.speculation"] and fields_of(make()) == []
 
 
+DRAFTING = replace(  # with a layer that drafts
+    MOE,
+    family="glm4_moe",
+    num_shared_experts=1,
+    num_mtp_layers=1,
+    router=RouterConfig(score="sigmoid", correction_bias=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({}, []),
+        ({"engine__draft_tokens": 1, "sampling__top_p": 0.9}, []),
+        ({"model__num_mtp_layers": 0}, ["--engine.speculation"]),
+        ({"model__num_mtp_layers": 2}, ["--model.num_mtp_layers"]),
+        ({"engine__speculation": "ngram"}, ["--model.num_mtp_layers"]),
+        ({"engine__lookup_min": 1}, ["--engine.lookup_min"]),
+        ({"engine__lookup_max": 3}, ["--engine.lookup_max"]),
+        ({"engine__draft_tokens": 17}, ["--engine.draft_tokens"]),
+        ({"parallel__world_size": 2, "parallel__tensor": 2}, ["--parallel.tensor"]),
+        ({"parallel__world_size": 2, "parallel__pipeline": 2}, ["--parallel.pipeline"]),
+        ({"parallel__world_size": 2, "parallel__context": 2}, ["--parallel.context"]),
+        ({"parallel__world_size": 2, "parallel__expert": 2}, []),
+        ({"engine__tensor": 2}, ["--engine.tensor"]),
+        ({"engine__data": 2}, ["--engine.data"]),
+        ({"engine__sleep_level": 2}, ["--engine.sleep_level"]),
+        ({"lora__rank": 8}, ["--lora.rank"]),
+        ({"sampling__min_p": 0.1}, ["--sampling.min_p"]),
+    ],
+    ids=str,
+)
+def test_drafts_of_multi_token_prediction_are_refused_by_field(changes, fields):
+    violations = check(make(DRAFTING, **{"engine__speculation": "mtp"} | changes), accelerator="cpu")
+    assert [violation.field for violation in violations] == fields
+    assert all(violation.remedy for violation in violations)
+
+
+def test_a_family_without_prediction_layers_has_no_drafts_of_them(monkeypatch):
+    fields = fields_of(make(replace(MOE, num_mtp_layers=1), engine__speculation="mtp"))
+    assert fields == ["--model.family"]
+    monkeypatch.setattr(upstream, "applies", lambda *names: "show_draft_model" not in names)
+    assert fields_of(make(DRAFTING, engine__speculation="mtp")) == ["--engine.speculation"]
+
+
 @pytest.mark.parametrize("field", ["top_p", "top_k", "min_p"])
 def test_truncation_needs_a_version_of_vllm_that_reports_kept_entries(monkeypatch, field):
     cfg = make(**{f"sampling__{field}": 1 if field == "top_k" else 0.5})
