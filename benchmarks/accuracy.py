@@ -42,7 +42,7 @@ PROBLEMS, COMPLETIONS = 1024, 4  # of the evaluation: held-out problems, and com
 # Every run has these fields. A small cache and no sleep, because runs share a GPU.
 SETTINGS = (
     "--num_steps 200 --sampling.prompts_per_step 32 --sampling.completions_per_prompt 8 --optim.lr 1e-5 "
-    "--sampling.max_prompt_tokens 512 --sampling.max_completion_tokens 192 --optim.max_tokens_per_microbatch 16384 "
+    "--sampling.max_prompt_tokens 512 --sampling.max_completion_tokens 192 --optim.max_tokens_per_microbatch 8192 "
     "--observe.eval_every 40 --observe.eval_prompts 512 --observe.display plain --checkpoint.every_steps 1000 "
     "--engine.kv_cache_bytes 3221225472 --engine.gpu_memory_utilization 0.05 --engine.sleep_level 0"
 )
@@ -67,7 +67,7 @@ DENSE = {
     "exact": ("exact, BF16 cache", "#6B5B95", "--precision.exact True"),
     "exact_kv": ("exact, FP8 cache", style.RED, "--precision.exact True --engine.kv_cache_dtype fp8"),
 }
-_EXPERTS = "--num_steps 100 --optim.lr 2e-5 --optim.max_tokens_per_microbatch 8192"
+_EXPERTS = "--num_steps 100 --optim.lr 2e-5"
 _REPLAY = "--algo.router_replay rollout --engine.record_routed_experts True"
 EXPERTS = {
     "moe_bf16": ("BF16", style.BLUE, f"{_BF16} {_EXPERTS}"),

@@ -99,7 +99,7 @@ def failure_in(log: Path, limit_s: float) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     pattern = re.compile(r"\w(Error|Exception|Mismatch): |mistakes? in the conf")
     causes = [line.strip() for line in lines if pattern.search(line)]
-    return causes[0][-300:] if causes else f"no result within {limit_s:.0f} s; see {log}"
+    return causes[0][:300] if causes else f"no result within {limit_s:.0f} s; see {log}"
 
 
 def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespace:

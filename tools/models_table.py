@@ -32,7 +32,12 @@ ON_GPUS = {
     "qwen2": ("Qwen2, Qwen2.5, R1 distillations", "4 layers of 7B, exact", "", ""),
     "qwen3": ("Qwen3, dense", "4B, 8 layers of 8B", "8B on 2", ""),
     "qwen3_moe": ("Qwen3-30B-A3B, 235B-A22B", "30B-A3B, exact", "30B-A3B on 4", "small model, 40 steps"),
-    "mixtral": ("Mixtral 8x7B, 8x22B", "", "", ""),
+    "mixtral": (
+        "Mixtral 8x7B, 8x22B",
+        "SmolLM2-135M after `upcycle` and `widen`, exact",
+        "",
+        "[8 experts of SmolLM2-135M](accuracy.md#mixture-of-experts), 100 steps",
+    ),
     "deepseek_v3": ("DeepSeek-V3 and R1, Kimi-K2, K2.5 and K2.6 (text)", "", "", ""),
     "glm4_moe": ("GLM-4.5, 4.6 and 4.7", "", "", ""),
     "glm4_moe_lite": ("GLM-4.7-Flash", "", "", ""),
