@@ -18,7 +18,7 @@ from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from tests.helpers.checkpoints import read_tensors
 from tests.helpers.dist import RankError, run_ranks
-from tests.helpers.families import MODELS
+from tests.helpers.families import MODELS, fits
 from tests.helpers.logits import assert_logits_equal, reference_logits, trainer_logits
 from tests.helpers.training import DENSE, MOE, continue_training, full_weights, run_config, weight_pieces
 from tests.tolerances import LOGITS_FLOAT32
@@ -42,10 +42,6 @@ def _name(layout: dict) -> str:
     return "-".join(f"{k}{v}" for k, v in layout.items() if k != "world_size") or "one"
 
 
-def _fits(model: ModelConfig, layout: dict) -> bool:
-    return model.is_moe or not {"expert", "expert_tensor"} & set(layout)
-
-
 def _references(folder: str) -> dict[str, list]:
     """transformers' checkpoints and logits, and the converted checkpoints."""
     result = {}
@@ -63,7 +59,7 @@ def references(tmp_path_factory) -> tuple[str, dict[str, list]]:
 
 def _all_logits(layout: dict, folder: str) -> dict[str, list | None]:
     parallel = Parallel.init(ParallelConfig(**layout), deadline_s=60)
-    fitting = {kind: model for kind, model in FAMILIES.items() if _fits(model, layout)}
+    fitting = {kind: model for kind, model in FAMILIES.items() if fits(model, layout)}
     return {kind: trainer_logits(m, layout, f"{folder}/{kind}.megatron", parallel) for kind, m in fitting.items()}
 
 
@@ -77,7 +73,7 @@ def test_logits_of_converted_checkpoints_equal_transformers(layout, references):
                 assert_logits_equal(logits, expected[kind], **LOGITS_FLOAT32)
                 compared += 1
     num_last = layout["world_size"] // layout.get("pipeline", 1)
-    assert compared == num_last * sum(_fits(model, layout) for model in FAMILIES.values())
+    assert compared == num_last * sum(fits(model, layout) for model in FAMILIES.values())
 
 
 def _plain_load(folder: str) -> dict[str, tuple[set[str], set[str]]]:

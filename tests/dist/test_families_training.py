@@ -38,6 +38,7 @@ KINDS = (
     "gemma3_text",
     "phi3-long",
     "qwen3_next",
+    "qwen3_5",
     "qwen3_5_moe",
     "deepseek_v3",
     "deepseek_v3-direct-queries",

@@ -74,6 +74,7 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         add_bias_linear=registry.has_biases(model),
         add_qkv_bias=model.qkv_bias,
         attention_output_gate=model.is_gated,
+        hetereogenous_dist_checkpoint=model.has("gdn"),  # layers of two kinds are stored separately
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.initializer_range,
@@ -134,7 +135,7 @@ def _moe_settings(cfg: RunConfig, device: torch.device) -> dict:
     kinds = [int(kind.is_moe) for kind in model.layers[: model.num_layers]]
     return dict(
         num_moe_experts=model.num_experts,
-        moe_layer_freq=1 if all(kinds) and not model.has("gdn") else kinds,
+        moe_layer_freq=1 if all(kinds) else kinds,
         moe_router_topk=model.experts_per_token,
         moe_router_score_function=model.router.score,
         moe_router_pre_softmax=model.experts_per_token == 1,  # only to pass a check: trainer/model/router.py routes
