@@ -208,12 +208,13 @@ def _against_bf16(best: Layout, layouts_of: Callable[[RunConfig], list[Layout]])
 
 
 def _drafts(cfg: RunConfig, shares: dict[int, float]) -> list[str]:
-    """From which acceptance n-gram drafts pay. Predicted steps have none: a run's acceptance is not known before."""
+    """From which acceptance drafts pay. Predicted steps have none: a run's acceptance is not known before."""
     rows = [f"{sequences}: {share:.0%}" for sequences, share in shares.items()]
+    without = "the host's work" + (" and the layer that drafts" if cfg.engine.speculation == "mtp" else "")
     return [
         f"do {cfg.engine.draft_tokens} drafts pay (engine.speculation)? They lose below this share of accepted drafts, "
         f"by sequences of an engine rank: {'; '.join(rows)}",
-        "  computed from weights, cache and products, without the host's work; the steps above have no drafts",
+        f"  computed from weights, cache and products, without {without}; the steps above have no drafts",
     ]
 
 

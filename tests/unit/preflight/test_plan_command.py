@@ -104,6 +104,15 @@ def test_drafts_pay_with_few_sequences_and_lose_with_many(capsys):
     assert shares[1] < 10 < shares[16] < shares[64] < shares[256] < 100
 
 
+def test_drafts_of_a_layer_are_planned_without_layouts_that_divide_it(capsys):
+    args = "plan grpo_glm_45_air --gpus 64 --engine.speculation mtp --model.num_mtp_layers 1"
+    assert cli.main(program.COMMANDS, args.split()) == 0
+    shown = capsys.readouterr().out
+    assert "without the host's work and the layer that drafts" in shown
+    degrees = re.findall(r"= TP(\d+) PP(\d+)", shown)
+    assert degrees and set(degrees) == {("1", "1")}
+
+
 def test_sampling_overlaps_training_when_it_may():
     one, two = timed(), timed(max_staleness=1)
     assert one.step == pytest.approx(one.rollouts + one.driver + one.training + one.publish)
