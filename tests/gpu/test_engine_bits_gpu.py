@@ -191,11 +191,16 @@ def trainers_layer(x, logits, module, top_k, *, applies_router_weights, num_part
 
 @pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")
 @pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine")
-@pytest.mark.parametrize("kernels", ["deep_gemm", "te"])
-def test_a_layer_of_experts_has_the_bits_of_an_engine_on_deep_gemm(kernels):
-    from megatron_fp8rl.kernels.triton import batch_invariant
+@pytest.mark.parametrize(("kernels", "hidden"), [("deep_gemm", 1024), ("te", 1024), ("deep_gemm", 640)])
+def test_a_layer_of_experts_has_the_bits_of_an_engine_on_deep_gemm(kernels, hidden, monkeypatch):
+    from vllm.model_executor.layers.fused_moe import deep_gemm_utils
 
-    num_tokens, num_experts, top_k, hidden, features = 300, 128, 8, 1024, 256
+    from megatron_fp8rl.kernels.triton import batch_invariant
+    from megatron_fp8rl.rollout.vllm_plugin import patches
+
+    monkeypatch.setattr(deep_gemm_utils, "ep_gather", deep_gemm_utils.ep_gather)
+    patches.gather_any_hidden_size()
+    num_tokens, num_experts, top_k, features = 300, 128, 8, 256
     module = build_experts(num_experts, hidden, features, PrecisionConfig(kernels={"experts": kernels}), kernels="te")
     w1, w2 = (torch.stack([w.detach() for w in each.weights]) for each in (module.linear_fc1, module.linear_fc2))
     x = _randn(num_tokens, hidden, seed=0).bfloat16()

@@ -130,6 +130,29 @@ def accept_deep_gemm_experts() -> None:
 
 @patches(
     "vllm",
+    why="ep_gather of experts on DeepGEMM computes blocks of min(hidden size, 1024) columns; blocks must be powers of "
+    "two that divide the hidden size, so an engine with 640 or 2,944 ends while it starts",
+    remove_when="ep_gather accepts every multiple of 128",
+)
+def gather_any_hidden_size() -> None:
+    """Split the columns of the gather: multiples of 1,024 first, then powers of two. Each column is computed alone."""
+    from vllm.model_executor.layers.fused_moe import deep_gemm_utils
+
+    gather = deep_gemm_utils.ep_gather
+
+    def ep_gather(inputs: Tensor, ids: Tensor, weights: Tensor, rows: Tensor, expert_map: Tensor | None, out: Tensor):
+        """``inputs`` [rows of all experts, hidden], BF16; ``out`` [tokens, hidden], which is written."""
+        hidden, start = inputs.shape[1], 0
+        for width in (hidden // 1024 * 1024, *(1 << bit for bit in reversed(range(10)) if hidden >> bit & 1)):
+            if width:
+                columns = slice(start, start := start + width)
+                gather(inputs[:, columns], ids, weights, rows, expert_map, out[:, columns])
+
+    deep_gemm_utils.ep_gather = ep_gather
+
+
+@patches(
+    "vllm",
     why="MoERunner multiplies the sum of a token's experts by the router's factor; the trainer multiplies the router "
     "weights (_maybe_apply_routed_scale_to_output)",
     remove_when="vLLM can apply the factor to router weights in every engine",

@@ -113,6 +113,9 @@ def register() -> None:
         patches_mxfp8.emulate_linears()
     else:
         patches.quantize_activations_as_the_trainer(fmt)
+    uses_deep_gemm_experts = os.environ.get("VLLM_MOE_USE_DEEP_GEMM") == "1"
+    if uses_deep_gemm_experts:
+        patches.gather_any_hidden_size()
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         patches_fused.fuse_norms(fmt)
         if upstream.applies("fuse_heads"):
@@ -122,7 +125,7 @@ def register() -> None:
             from megatron_fp8rl.rollout.vllm_plugin import patches_routers
 
             patches_routers.route_as_the_trainer()
-        if os.environ.get("VLLM_MOE_USE_DEEP_GEMM") == "1":
+        if uses_deep_gemm_experts:
             patches.accept_deep_gemm_experts()
     _add_in_rank_order()
 

@@ -108,6 +108,29 @@ def test_experts_on_deep_gemm_are_accepted_where_scales_are_powers_of_two(rounds
     assert experts._supports_batch_invariance() is rounds
 
 
+@pytest.mark.parametrize("hidden", [128, 640, 1024, 2944, 4096])
+def test_experts_on_deep_gemm_gather_any_hidden_size(hidden, monkeypatch):
+    from vllm.model_executor.layers.fused_moe import deep_gemm_utils
+
+    widths = []
+
+    def vllms(inputs, ids, weights, rows, expert_map, out):
+        """Its conditions, and its definition in PyTorch."""
+        width = inputs.shape[1]
+        block = min(width, 1024)
+        assert width % block == 0 and block & (block - 1) == 0
+        widths.append(width)
+        out.copy_((inputs[rows] * weights[..., None]).sum(1))
+
+    monkeypatch.setattr(deep_gemm_utils, "ep_gather", vllms)
+    patches.gather_any_hidden_size()
+    inputs, weights = torch.randn(6, hidden), torch.rand(3, 2)
+    rows, out = torch.tensor([[0, 5], [3, 2], [1, 4]]), torch.full((3, hidden), torch.nan)
+    deep_gemm_utils.ep_gather(inputs, rows, weights, rows, None, out)
+    torch.testing.assert_close(out, (inputs[rows] * weights[..., None]).sum(1), rtol=0, atol=0)
+    assert sum(widths) == hidden and len(widths) <= 4
+
+
 def test_the_v2_sampler_divides_in_float32_and_leaves_other_batches_alone(monkeypatch):
     from types import SimpleNamespace
 
