@@ -4,20 +4,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import inprocess
+import pytest
 import torch
 
-from megatron_fp8rl.config import PrecisionConfig, RunConfig, SamplingConfig
-from tests.helpers.family_configs import QWEN3_NEXT
+from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig, SamplingConfig
+from tests.helpers.family_configs import QWEN3_5_MOE, QWEN3_NEXT
 
 PROMPT_TOKENS, NEW_TOKENS = 110, 30  # together more than a block of the cache
 
 
-def decode_and_score(folder: Path) -> tuple[int, list[list[float]], list[list[float]]]:
+def decode_and_score(model: ModelConfig, folder: Path) -> tuple[int, list[list[float]], list[list[float]]]:
     """(number of preemptions, log-probabilities of decoded tokens, of the same tokens as parts of prompts)"""
     from vllm import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    model = replace(QWEN3_NEXT, max_position_embeddings=256)
+    model = replace(model, max_position_embeddings=256)
     cfg = RunConfig(
         name="states",
         model=model,
@@ -50,8 +51,9 @@ def decode_and_score(folder: Path) -> tuple[int, list[list[float]], list[list[fl
     return num_preempted, decoded, as_prompts
 
 
-def test_decoded_tokens_have_the_bits_of_prompts(tmp_path):
-    num_preempted, decoded, as_prompts = inprocess.call(decode_and_score, tmp_path)
+@pytest.mark.parametrize("model", [QWEN3_NEXT, QWEN3_5_MOE], ids=lambda model: model.family)
+def test_decoded_tokens_have_the_bits_of_prompts(model, tmp_path):
+    num_preempted, decoded, as_prompts = inprocess.call(decode_and_score, model, tmp_path)
     assert num_preempted > 0
     assert torch.tensor(decoded).std() > 0.5
     assert decoded == as_prompts
