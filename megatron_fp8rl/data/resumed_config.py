@@ -68,6 +68,11 @@ def refusals(before: Mapping[str, Any], cfg: RunConfig, where: Path, *, steps: i
         elif change.field.startswith("warm_start.") and steps is not None:
             problem = f"was {_short(change.before)} in the warm start, which is finished, so a change has no effect"
             errors.append(Violation(f"--{change.field}", change.now, problem, _SAME))
+    if problem := _other_frequencies(before, cfg):
+        remedy = "Set sampling.max_completion_tokens back, or name another output_dir for a new run"
+        errors.append(
+            Violation("--sampling.max_completion_tokens", cfg.sampling.max_completion_tokens, problem, remedy)
+        )
     of_model = [error for error in errors if error.field.startswith("--model.")]
     if len(of_model) > _MAX_MODEL_FIELDS:  # not a changed field, but another model
         problem = f"{where} is of another model: {len(of_model)} fields differ, such as {of_model[0].field}"
@@ -85,6 +90,18 @@ def finished_warm_start_refusals(folder: Path, cfg: RunConfig) -> list[Violation
     except (OSError, ValueError, KeyError):
         return []
     return refusals({"warm_start": before}, cfg, folder, steps=0) if (folder / "hf").is_dir() else []
+
+
+def _other_frequencies(before: Mapping[str, Any], cfg: RunConfig) -> str:
+    """Why new lengths would change the function of a model with longrope; empty if they do not."""
+    if (scaling := cfg.model.rope_scaling) is None or scaling.kind != "longrope" or "sampling" not in before:
+        return ""
+    sampling, session = before["sampling"], before.get("session", {})
+    longest = max(sampling["max_prompt_tokens"] + sampling["max_completion_tokens"], session.get("max_tokens") or 0)
+    if scaling.divisors(longest) == scaling.divisors(cfg.max_sequence_tokens):
+        return ""
+    now, limit = cfg.max_sequence_tokens, scaling.original_max_position_embeddings
+    return f"sequences of {now:,} tokens instead of {longest:,} take other frequencies (limit {limit:,})"
 
 
 def _model_problem(change: Change, where: Path) -> str:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig, RewardConfig, RunConfig
 from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.data.resumed_config import changes, refusals
+from model_configs import dense
 from model_configs.tiny import tiny_qwen3
 
 ROWS = EnvironmentConfig(dataset="rows.jsonl", rewards=(RewardConfig(function="number"),))
@@ -152,3 +153,15 @@ def test_another_model_of_the_same_folder_name_is_one_error(tmp_path):
     other = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 1024}
     (problem,) = problems(run(tmp_path, model=other))
     assert "is of another model: 4 fields differ, such as --model.num_layers" in problem and "another --name" in problem
+
+
+def test_lengths_that_take_the_other_frequencies_of_longrope_are_refused(tmp_path):
+    before = replace(dense.grpo_phi4_mini(), output_dir=str(tmp_path))
+    limit = before.model.rope_scaling.original_max_position_embeddings
+    write_checkpoint(before)
+    for tokens, is_refused in ((64, False), (limit, True)):
+        sampling = replace(before.sampling, max_completion_tokens=tokens)
+        found = problems(replace(before, sampling=sampling))
+        assert bool(found) is is_refused, found
+    (problem,) = found
+    assert "--sampling.max_completion_tokens" in problem and "take other frequencies (limit 4,096)" in problem
