@@ -42,7 +42,7 @@ def test_a_run_verifies_its_weights_and_both_ends_agree(graphs, tmp_path):
     options = (
         "--precision.trainer mxfp8 --precision.rollout mxfp8 --precision.kernels.trainer emulated "
         f"--precision.kernels.engine_linears emulated --engine.graphs {graphs} --sampling.prompts_per_step 16 "
-        f"--warm_start.steps 20 --num_steps 2 --output_dir {tmp_path}"
+        f"--warm_start.steps 20 --num_steps 2 --engine.gpu_memory_utilization 0.2 --output_dir {tmp_path}"
     )
     command = [sys.executable, "-m", "megatron_fp8rl", "train", "tiny_qwen3", *options.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
