@@ -1,6 +1,7 @@
 # make demo    first run: creates .venv, installs, trains the tiny mixture of experts into runs/demo
 # make demo-math  writes a jsonl of word problems and a tokenizer, and trains on them by the grpo command, with --reward math
 # make demo-real  fetches a pretrained model of 135M weights, widens it for FP8, and trains it: 100 steps on GPUs, 5 on a CPU
+# make headline  measures the README's main figure on two H200s: steps of Qwen3-8B's shape in BF16, FP8 and exact FP8
 # make lint    checks style (ruff), layout (ruff format) and types (pyright on the pure packages)
 # make docs    builds the documentation site with the API reference into build/site
 # make release builds wheel, documentation and image file into build/release, and says what to publish; publishes nothing
@@ -18,7 +19,7 @@ ARGS ?=
 JOBS ?= 3
 EXTRAS ?=
 
-.PHONY: help install demo demo-math demo-real docs lint release test test-all test-rest
+.PHONY: help install demo demo-math demo-real headline docs lint release test test-all test-rest
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -51,6 +52,10 @@ demo-real:
 	    $(PYTHON) -m megatron_fp8rl grpo --model runs/real/model \
 	    --reward number --name demo_real --sampling.completions_per_prompt 8 --sampling.max_prompt_tokens 512 \
 	    --observe.eval_every 20 $$size $(ARGS)
+
+headline:
+	@sh tools/bootstrap.sh
+	@$(PYTHON) -m benchmarks.ledger --shape 8b_colocated --arm bf16 fp8_kv exact_kv $(ARGS)
 
 # ruff, of the extra lint, lays out signatures.
 docs:

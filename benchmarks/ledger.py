@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks import ledger_rows, runner
+from benchmarks import ledger_rows, record, runner
 from benchmarks.ledger_rows import LEFT_OUT, Job
 from benchmarks.power import PowerMeter
 from benchmarks.record import Row
@@ -94,6 +94,7 @@ _OTHERS = {
     "minimax_m2": (minimax.minimax_m2(), 1),
     "gpt_oss_20b": (gpt_oss.tiled(gpt_oss.gpt_oss_20b()), 2),
 }
+HEADLINE = "8b_colocated"  # the README's main figure
 SHAPES |= {name: Shape(model, 1).with_layers(layers) for name, (model, layers) in _OTHERS.items()}
 
 
@@ -234,10 +235,16 @@ class Ledger(runner.Benchmark):
         return ledger_rows.table(rows)
 
     def notes(self, rows: Sequence[Row]) -> str:
-        return (
+        text = (
             "Seconds: medians over the steps after the second, of all rounds. Random weights of the published shape. "
             "Every publication is verified. mean d: mean |log-probability of trainer - of engine|, in nats."
         )
+        if all(row["shape"] != HEADLINE for row in rows):
+            return text
+        everything = record.Results(record.KEPT / "ledger.jsonl", self.keys).rows()
+        layers = SHAPES[HEADLINE].model.num_layers
+        over_time = ledger_rows.history(everything, HEADLINE, layers, record.superseded("ledger"))
+        return f"{text}\n\n`make headline` adds a run to this table, `{HEADLINE}` over time:\n\n{over_time}"
 
 
 LEDGER = Ledger()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,25 @@ def table(rows: Sequence[Row]) -> str:
                 }
             )
     return record.table(lines)
+
+
+def history(rows: Sequence[Row], shape: str, layers: int, reasons: Mapping[str, str]) -> str:
+    """Markdown: a line for each run of a shape with BF16, in the order of ``rows``; ratios are of median steps."""
+    lines = []
+    for (run, *key), arms in _by_arm(rows).items():
+        step_s = {arm[0]: statistics.median(row["step_s"][0] for row in repeats) for arm, repeats in arms.items()}
+        if key != [shape, layers, 1024] or "bf16" not in step_s:
+            continue
+        stamp = next(iter(arms.values()))[0]["stamp"]
+        line = {"run": run, "date": stamp["date"], "commit": stamp["commit"], "bf16 s": step_s["bf16"]}
+        for arm in ("fp8_kv", "exact_kv"):
+            line |= {f"{arm} s": step_s.get(arm), f"bf16 : {arm}": _ratio(step_s["bf16"], step_s.get(arm))}
+        lines.append(line | {"note": reasons.get(run)})
+    return record.table(lines)
+
+
+def _ratio(base_s: float, seconds: float | None) -> float | None:
+    return round(base_s / seconds, 2) if seconds else None
 
 
 def _by_arm(rows: Sequence[Row]) -> dict[tuple, dict[str, list[Row]]]:

@@ -81,8 +81,13 @@ class Results:
 
 def not_superseded(name: str, rows: Sequence[Row]) -> list[Row]:
     """Rows of the runs that benchmarks/results/superseded.toml does not list: ``LETTER`` or ``LETTER_MODEL``."""
-    listed = tomllib.loads(SUPERSEDED.read_text(encoding="utf-8")).get(name, {})
+    listed = superseded(name)
     return [row for row in rows if not {row["run"], f"{row['run']}_{row.get('model')}"} & set(listed)]
+
+
+def superseded(name: str) -> dict[str, str]:
+    """Runs that tables leave out -> the reason."""
+    return tomllib.loads(SUPERSEDED.read_text(encoding="utf-8")).get(name, {})
 
 
 def next_letter(taken: Iterable[str | None]) -> str:

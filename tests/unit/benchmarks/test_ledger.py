@@ -208,3 +208,16 @@ def test_a_mistake_of_the_user_is_named(tmp_path):
     options = parse(ledger.LEDGER, ["--model", str(tmp_path / "none"), "--data", "x.jsonl", "--reward", "math"])
     with pytest.raises(ConfigError, match="is not a folder"):
         ledger.job_of(options, "user", "fp8")
+
+
+def test_the_history_has_every_run_of_the_shape_with_bf16():
+    def row(run, arm, seconds, **more):
+        key = {"shape": "8b_colocated", "layers": 36, "completion_tokens": 1024, "fields": []}
+        return key | {"run": run, "arm": arm, "step_s": [seconds], "stamp": {"date": "d", "commit": f"c{run}"}} | more
+
+    rows = [row("A", "bf16", 12.0), row("A", "fp8_kv", 8.0), row("B", "fp8_kv", 7.0), row("C", "bf16", 9.0)]
+    rows += [row("C", "exact_kv", 6.0), row("D", "bf16", 5.0, completion_tokens=8192), row("E", "bf16", 5.0, layers=20)]
+    lines = ledger_rows.history(rows, "8b_colocated", 36, {"A": "a busy host"}).splitlines()
+    first, second = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:])
+    assert first == ["A", "d", "cA", "12", "8", "1.5", "", "", "a busy host"]
+    assert second == ["C", "d", "cC", "9", "", "", "6", "1.5", ""]
