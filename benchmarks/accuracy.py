@@ -56,6 +56,7 @@ _MXFP8 = "--precision.trainer mxfp8 --precision.rollout mxfp8 --precision.kernel
 # Arm of the protocol -> (name, color, fields). The first arm of each table is the baseline of the others.
 DENSE = {
     "bf16": ("BF16", style.BLUE, _BF16),
+    "bf16_exact": ("BF16, exact", "#3B3B98", f"{_BF16.removesuffix('False')}True"),
     "fp8_rollouts_off": ("FP8 rollouts, BF16 trainer, uncorrected", style.YELLOW, f"{_FP8_ROLLOUTS} {_OFF}"),
     "fp8_rollouts": ("FP8 rollouts, BF16 trainer", style.ORANGE, _FP8_ROLLOUTS),
     "fp8": ("FP8", style.GREEN, _FP8),

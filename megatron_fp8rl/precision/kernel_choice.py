@@ -96,7 +96,7 @@ def _faster(name: Field) -> Auto:
             return "deep_gemm", "parallel.dispatch = gather: they read tokens by index"
         if not hardware.is_gpu or (name == "experts" and not cfg.model.is_moe):
             return base, why
-        if cfg.precision.exact:
+        if cfg.precision.exact and cfg.precision.trainer != "bf16":
             return "deep_gemm", "precision.exact: the engine's products"
         if wrong := TABLE[f"trainer.{name}"].kernels["deep_gemm"].supports(cfg, hardware):
             return base, f"not DeepGEMM: {wrong.problem}"

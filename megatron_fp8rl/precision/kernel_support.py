@@ -320,7 +320,9 @@ def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return wrong
     if not hardware.is_gpu:
         return None
+    bf16_field, bf16_layers = _in_bf16(cfg)
     for path, is_used, what in (
+        (bf16_field, bf16_layers, "BF16 products in a fixed order"),
         (_divided(cfg), engine_parts(cfg), "ordered sums of its ranks"),
         ("sampling.temperature", cfg.sampling.temperature != 1, "exact quotients"),
         ("sampling.max_staleness", cfg.sampling.max_staleness, "exact runs that sample ahead"),
@@ -382,9 +384,11 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
             "precision.exact: on GPUs engines decode latent attention in the absorbed form and prefill it expanded"
         )
         return _wrong(cfg, "precision.exact", problem, "Set False")
-    if precision.bf16_first_layers or precision.bf16_last_layers:
-        path = "precision.bf16_first_layers" if precision.bf16_first_layers else "precision.bf16_last_layers"
-        return _wrong(cfg, path, "precision.exact: cuBLAS sums BF16 products in a shape-dependent order", "Set 0", (0,))
+    path, layers = _in_bf16(cfg)
+    if any(model.layers[layer].is_moe for layer in layers):
+        problem, fp8 = "precision.exact: BF16 experts are multiplied by other kernels in the engine", precision.rollout
+        allowed: tuple = (0,) if fp8 != "bf16" else ("blockwise",)
+        return _wrong(cfg, path, problem, f"Set {allowed[0]}", allowed)
     if cfg.engine.record_routed_experts and cfg.sampling.truncates:
         problem = "precision.exact: kept entries with recorded experts are not measured on GPUs yet"
         return _wrong(cfg, "engine.record_routed_experts", problem, "Set False", (False,))
@@ -408,7 +412,7 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, "precision.kernels.linears", problem, "Use --precision.exact False")
     checks = [
         engine_attention,
-        deep_gemm_linears,
+        *([deep_gemm_linears] if precision.rollout != "bf16" else []),
         *([deep_gemm_experts, engine_deep_gemm_experts] if model.is_moe else []),
         batch_invariant,
     ]
@@ -416,6 +420,16 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if softmax and (wrong := _untested(cfg, "precision.exact", ["vllm_topk_softmax"], "Set False")):
         return wrong
     return next((wrong for check in checks if (wrong := check(cfg, hardware))), None)
+
+
+def _in_bf16(cfg: RunConfig) -> tuple[str, Sequence[int]]:
+    """(the field that asks for them, layers whose linears are in BF16), of trainer and engine."""
+    precision, num_layers = cfg.precision, cfg.model.num_layers
+    if precision.rollout == "bf16":
+        return "precision.rollout", range(num_layers)
+    first, last = precision.bf16_first_layers, precision.bf16_last_layers
+    layers = sorted({*range(min(first, num_layers)), *range(max(num_layers - last, 0), num_layers)})
+    return "precision.bf16_first_layers" if first else "precision.bf16_last_layers", layers
 
 
 def _sigmoid_router(cfg: RunConfig) -> Violation | None:
@@ -480,7 +494,7 @@ _EXACT: tuple[tuple[str, tuple, str], ...] = (
     ("precision.params", ("bf16",), "engines use BF16 weights, or FP8 weights quantized from BF16"),
 )
 _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
-    ("precision.rollout", ("blockwise",), "other formats have no kernels that sum products in a fixed order"),
+    ("precision.rollout", ("blockwise", "bf16"), "MXFP8 has no kernels that sum products in a fixed order"),
     ("precision.scales", ("pow2",), "kernels divide by FP32 scales in different orders"),
     ("precision.kernels.trainer", ("auto", "te"), "the emulation rounds at other points than the engine"),
     ("precision.kernels.linears", ("auto", "deep_gemm"), "the engine uses DeepGEMM"),

@@ -67,6 +67,21 @@ def test_norms_on_transformer_engine_round_as_the_engines():
     assert equal > 0.999
 
 
+@pytest.mark.parametrize("outputs, width", [(1920, 640), (640, 1152), (6144, 2048), (2048, 6144)])
+def test_bf16_linears_and_swiglu_are_those_of_the_engine_in_every_batch(outputs, width):
+    from vllm.model_executor.layers.batch_invariant import linear_batch_invariant
+
+    from megatron_fp8rl.kernels.triton.swiglu import swiglu
+    from megatron_fp8rl.trainer.model.linear import in_fixed_order
+
+    x, weight = _randn(5000, width, seed=0).bfloat16(), (_randn(outputs, width, seed=1) / width**0.5).bfloat16()
+    ours = in_fixed_order(None, x, (weight,), None)
+    for rows in (1, 7, 200, 5000):
+        assert torch.equal(linear_batch_invariant(x[:rows].contiguous(), weight), ours[:rows]), rows
+    gate, up = ours.chunk(2, dim=-1)
+    assert torch.equal(swiglu(ours), torch.nn.functional.silu(gate) * up)
+
+
 @pytest.mark.parametrize("experts, width", [(128, 2048), (8, 4096)])
 def test_router_and_choice_are_those_of_the_engine(experts, width):
     import vllm._custom_ops as ops

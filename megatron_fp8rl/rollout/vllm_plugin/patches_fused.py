@@ -65,9 +65,10 @@ def fuse_norms(fmt: QuantFormat) -> None:
 
     from megatron_fp8rl.kernels.triton.norm import add_and_norm, norm_quantize, rms_norm
     from megatron_fp8rl.kernels.triton.quantize_activations import swiglu_quantize
+    from megatron_fp8rl.kernels.triton.swiglu import swiglu as swiglu_in_bf16
 
     latest, scales = _Latest(), block_scales(fmt)
-    plain_swiglu, plain_quant = SiluAndMul.forward_cuda, QuantFP8.forward_cuda
+    plain_quant = QuantFP8.forward_cuda
     plain_heads = MiniMaxText01RMSNormTP.forward_qkv
 
     def norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -97,7 +98,7 @@ def fuse_norms(fmt: QuantFormat) -> None:
         out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
         quantized = _outputs(self, out)
         if quantized is None:
-            out = plain_swiglu(self, x)
+            out = swiglu_in_bf16(x.flatten(0, -2)).view(out.shape)
         else:
             swiglu_quantize(x, *quantized, scales, out)
         latest.keep(self, out, quantized)

@@ -50,6 +50,7 @@ from megatron_fp8rl.trainer.model.linear import (
     RMSNorm,
     RowLinear,
     ZeroCentredNorm,
+    in_fixed_order,
     in_torch,
     matrix_of,
     on_deep_gemm,
@@ -125,6 +126,21 @@ class DeepGemmMlp(MLP):
 
 @patches(
     "megatron-core",
+    why="overrides forward of MLP: compiled, its SwiGLU does not round between its two operations, as engines do",
+    remove_when="an MLP of the layer spec takes its activation",
+)
+class RoundedMlp(MLP):
+    """A dense MLP in BF16 with the engine's bits."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> tuple:
+        """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); sequence parallelism divides s."""
+        assert per_token_scale is None and self.config.gated_linear_unit and not self.config.add_bias_linear
+        h, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(_swiglu(h.flatten(0, -2)).view(*h.shape[:-1], -1))
+
+
+@patches(
+    "megatron-core",
     why="overrides forward of SharedExpertMLP: the sums of its gate depend on the batch on a CPU",
     remove_when="its gate can be a linear of the layer spec",
 )
@@ -165,8 +181,8 @@ class LayerFactory:
         """The spec of a linear, by its name within the layer, such as ``mlp.linear_fc1``."""
         recipe, weight = self._of(layer, name)
         if recipe is None:
-            gemm = None if torch.cuda.is_available() else in_torch
-            return LinearSpec(gemm=gemm, history_len=self._history_len)
+            on_gpu = in_fixed_order if self._is_exact else None
+            return LinearSpec(gemm=on_gpu if torch.cuda.is_available() else in_torch, history_len=self._history_len)
         shape = registry.slicing.shard_shape(weight, self._model, self._parallel.tp_size)
         block_rows = (
             _block_rows(weight, self._model, self._parallel, recipe.fmt) if isinstance(recipe, Blockwise) else None
@@ -252,7 +268,8 @@ class LayerFactory:
         model = self._model
         if not model.layers[layer].is_moe:
             linears = [self.linear(layer, f"mlp.linear_{part}") for part in ("fc1", "fc2")]
-            kind = DeepGemmMlp if all(linear.gemm is on_deep_gemm for linear in linears) else MLP
+            gemms = {linear.gemm for linear in linears}
+            kind = {on_deep_gemm: DeepGemmMlp, in_fixed_order: RoundedMlp}.get(*gemms, MLP) if len(gemms) == 1 else MLP
             return partial(kind.as_mlp_submodule, submodules=self._dense(layer, "mlp"))
         router = partial(
             Router,

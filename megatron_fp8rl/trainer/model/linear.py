@@ -291,6 +291,28 @@ def in_bf16(linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], 
     return F.linear(x_TK, weight)
 
 
+class _FixedOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        from megatron_fp8rl.kernels.triton import batch_invariant
+
+        ctx.save_for_backward(x_TK, weight_NK)
+        return batch_invariant.linear(x_TK.contiguous(), weight_NK.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor, Tensor]:
+        x_TK, weight_NK = ctx.saved_tensors
+        return grad_TN @ weight_NK, grad_TN.t() @ x_TK
+
+
+def in_fixed_order(
+    linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
+) -> Tensor:
+    """A :data:`Gemm` for a single BF16 matrix, with the bits of a batch-invariant engine; gradients by cuBLAS."""
+    (weight,) = weights
+    return _FixedOrder.apply(x_TK, weight)
+
+
 def on_deep_gemm(
     linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
 ) -> Tensor:

@@ -101,6 +101,23 @@ def test_the_product(sizes):
 
 
 @in_interpreter
+def test_gradients_of_a_product_in_a_fixed_order():
+    from megatron_fp8rl.trainer.model.linear import in_fixed_order
+
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randint(-4, 5, (n, 130), generator=generator).float().requires_grad_() for n in (7, 20))
+    expected = x @ weight.t()
+    grad = torch.randint(-4, 5, expected.shape, generator=generator).float()
+    part = weight.detach()[:, :128].requires_grad_()  # not contiguous, as a part of a divided matrix
+    actual = [in_fixed_order(None, x, (weight,), None), in_fixed_order(None, x[:, :128], (part,), None)]
+    assert torch.equal(actual[0], expected) and torch.equal(actual[1], x[:, :128] @ part.t())
+    theirs = torch.autograd.grad(expected, (x, weight), grad)
+    assert all(map(torch.equal, torch.autograd.grad(actual[0], (x, weight), grad), theirs))
+    (of_part,) = torch.autograd.grad(actual[1], part, grad)
+    assert torch.equal(of_part, theirs[1][:, :128])
+
+
+@in_interpreter
 @pytest.mark.parametrize("sizes", [(5, 8, 2048), (3, 3, 96), (1, 1, 1024), (0, 2, 64)], ids=str)
 def test_the_sum_of_experts(sizes):
     from megatron_fp8rl.kernels.triton import batch_invariant

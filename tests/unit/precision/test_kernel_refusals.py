@@ -197,6 +197,22 @@ def test_latent_attention_and_every_other_family_are_exact_on_a_cpu_and_latent_a
     assert any("latent attention in the absorbed form" in problem for problem in problems)
 
 
+@pytest.mark.parametrize("more", [{"trainer": "bf16", "rollout": "bf16"}, {"bf16_last_layers": 1}], ids=["all", "edge"])
+def test_bf16_layers_are_exact_on_a_gpu_where_that_is_asked_and_no_layer_has_experts(more):
+    from megatron_fp8rl.precision.kernel_choice import choose, refusals
+
+    dense = replace(EXACT, model=small_model((2, 256, 4, 2, 128, 512), ffn=512))
+    auto = replace(dense, precision=PrecisionConfig(**more))
+    asked = replace(auto, precision=replace(auto.precision, exact=True))
+    (wrong,) = refusals(replace(asked, model=EXACT.model), Hardware("hopper"))
+    assert "BF16 experts" in wrong.problem and wrong.field.removeprefix("--precision.") in {*more}
+    hardware = Hardware("hopper", packages=frozenset({"transformer_engine", "vllm", "deep_gemm"}))
+    assert not refusals(asked, hardware) and choose(asked, hardware).exact == "on"
+    choice = choose(auto, hardware)
+    assert choice.exact == "off" and "BF16 products in a fixed order are not measured" in choice.reasons["exact"]
+    assert choose(auto, Hardware("cpu")).exact == "on"
+
+
 def test_windows_that_sequences_exceed_are_inexact_on_a_gpu_until_they_are_measured():
     from megatron_fp8rl.precision.kernel_choice import choose, refusals
 
