@@ -15,26 +15,26 @@ need ``--model``, made by ``checkpoint_tools upcycle``, then ``widen``.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import functools
 import json
 import os
 import queue
 import statistics
+import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks import record, runner
-from benchmarks.process_tree import ProcessTree
 from benchmarks.record import Row
 from megatron_fp8rl.observe.display import interval_text
 from megatron_fp8rl.report import style
 from megatron_fp8rl.report.compare import against_first
 from megatron_fp8rl.report.run_data import RunData
+from megatron_fp8rl.rollout.placement import visible_gpus
 
 ROWS, PAGE = record.KEPT / "accuracy.jsonl", record.ROOT / "docs" / "accuracy.md"
 STEPS = 5  # in each point of a curve
@@ -112,7 +112,7 @@ def evaluate(options: argparse.Namespace) -> int:
     fields = f"{_BF16} --engine.kv_cache_dtype auto --engine.graphs compiled {_ALONE} {sizes}".split()
     commands, number = {}, len(list(options.runs.glob("evaluation*.log")))
     for arms in TABLES.values():  # an evaluation has one model
-        named = (run for run in _finished(options.runs) if run.name.rpartition("_")[0] in arms)
+        named = (run for run in _finished(options.runs) if _arm(run.name) in arms)
         found = [run for run in named if (run / "hf").absolute() not in rates]
         for part in filter(None, (found[gpu::gpus] for gpu in range(gpus))):
             name, number = f"evaluation{number}", number + 1
@@ -124,45 +124,40 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def _in_queue(commands: Mapping[str, list[str]], options: argparse.Namespace) -> int:
     """Run the commands, ``at_once`` on each GPU, each with a log beside its folder; returns how many failed."""
-    waiting: queue.SimpleQueue[tuple[str, list[str]]] = queue.SimpleQueue()
-    for item in commands.items():
-        waiting.put(item)
+    gpus = _gpus() * options.at_once
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
     options.runs.mkdir(parents=True, exist_ok=True)
-    began_s, failed = time.monotonic(), []
+    began_s = time.monotonic()
 
-    def work(gpu: str) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                name, command = waiting.get_nowait()
-                log = options.runs / f"{name}.log"
-                print(f"{time.monotonic() - began_s:5.0f} s: {name} starts on GPU {gpu}; log {log}", flush=True)
-                with log.open("wb") as file:
-                    tree = ProcessTree(command, file, {**os.environ, "CUDA_VISIBLE_DEVICES": gpu})
-                    try:
-                        while (status := tree.wait(1.0)) is None:
-                            pass
-                    finally:
-                        tree.end(5.0)
-                said = "done" if status == 0 else f"FAILED: {runner.failure_in(log, 0)}"
-                failed.extend([name] * (status != 0))
-                print(f"{time.monotonic() - began_s:5.0f} s: {name} {said}", flush=True)
+    def run(item: tuple[str, list[str]]) -> bool:
+        (name, command), gpu = item, free.get_nowait()  # there are as many workers as places
+        log, environment = options.runs / f"{name}.log", {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+        print(f"{time.monotonic() - began_s:5.0f} s: {name} starts on GPU {gpu}; log {log}", flush=True)
+        with log.open("wb") as file:
+            done = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+            )
+        free.put(gpu)
+        said = f"FAILED: {runner.failure_in(log, 0)}" if done.returncode else "done"
+        print(f"{time.monotonic() - began_s:5.0f} s: {name} {said}", flush=True)
+        return done.returncode != 0
 
-    threads = [threading.Thread(target=work, args=(gpu,)) for _ in range(options.at_once) for gpu in _gpus()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return len(failed)
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return sum(pool.map(run, commands.items()))
 
 
 def _gpus() -> list[str]:
-    """Values of CUDA_VISIBLE_DEVICES, one for each GPU; one of any value on a machine without a GPU."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(gpu) for gpu in range(max(1, runner.num_gpus()))]
+    return visible_gpus() or ["none"]  # a machine without a GPU runs on its CPU
+
+
+def _arm(run: str) -> str:
+    return run.rpartition("_")[0]
 
 
 def _finished(runs: Path) -> list[Path]:
-    named = (path for path in runs.iterdir() if path.name.rpartition("_")[0] in ARMS)
+    named = (path for path in runs.iterdir() if _arm(path.name) in ARMS)
     return sorted(path for path in named if RunData(path).is_done)
 
 
@@ -185,9 +180,7 @@ def row_of(folder: Path, rates: Mapping[str, float], commit: str) -> Row:
         "seed": int(seed),
         "steps": len(curves["d"]),
         "held_out": dict(zip(map(str, held_out[0]), (round(value, 4) for value in held_out[1]), strict=True)),
-        "update_s": {"median": round(statistics.median(updates), 2), "largest": round(max(updates), 2)}
-        if updates
-        else {},
+        "update_s": {"median": round(statistics.median(updates), 2), "largest": round(max(updates), 2)},
         "max_d": max(run.series("mismatch/abs_logprob_diff/max")[1]),
         "curves": {name: _means(values) for name, values in curves.items()},
         "passed": "".join(str(round(rates[name] * COMPLETIONS)) for name in sorted(rates)),
@@ -290,7 +283,7 @@ def main() -> int:
     parser.add_argument("--commit", help="of the code that ran")
     parser.add_argument("--fields", default="", help="more fields of every command, in one string")
     options = parser.parse_args()
-    if wrong := [name for name in options.names if name.rpartition("_")[0] not in ARMS]:
+    if wrong := [name for name in options.names if _arm(name) not in ARMS]:
         parser.error(f"{wrong[0]} is not ARM_SEED of {', '.join(ARMS)}")
     if options.action in ("train", "evaluate"):
         return 1 if {"train": train, "evaluate": evaluate}[options.action](options) else 0

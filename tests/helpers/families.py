@@ -17,6 +17,12 @@ _COMMON = dict(
     max_position_embeddings=64,
 )
 _WINDOWS = dict(sliding_window=6, layer_types=("sliding_attention", "full_attention"))
+_DELTA_NETS: dict = dict(  # gated delta nets beside gated attention
+    qk_norm=True,
+    rotary_fraction=0.4,
+    gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=12, value_head_dim=10),
+    layer_types=("linear_attention", "full_attention"),
+)
 _MOE = dict(num_experts=6, experts_per_token=3, moe_ffn_hidden_size=24)
 _DEEPSEEK = _COMMON | _MOE | dict(family="deepseek_v3", num_key_value_heads=4, num_shared_experts=2)
 
@@ -138,29 +144,17 @@ MODELS = {
     ),
     "qwen3_next": ModelConfig(
         family="qwen3_next",
-        qk_norm=True,
-        rotary_fraction=0.4,
-        gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=12, value_head_dim=10),
-        layer_types=("linear_attention", "full_attention"),
         num_shared_experts=2,
-        **_COMMON | _MOE,
+        **_COMMON | _DELTA_NETS | _MOE,
     ),
     "qwen3_5_moe": ModelConfig(
         family="qwen3_5_moe_text",
-        qk_norm=True,
-        rotary_fraction=0.4,
-        gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=12, value_head_dim=10),
-        layer_types=("linear_attention", "full_attention"),
         num_shared_experts=2,
-        **_COMMON | _MOE | dict(ffn_hidden_size=0),
+        **_COMMON | _DELTA_NETS | _MOE | dict(ffn_hidden_size=0),
     ),
     "qwen3_5": ModelConfig(
         family="qwen3_5_text",
-        qk_norm=True,
-        rotary_fraction=0.4,
-        gdn=GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=12, value_head_dim=10),
-        layer_types=("linear_attention", "full_attention"),
-        **_COMMON | dict(tie_embeddings=True),
+        **_COMMON | _DELTA_NETS | dict(tie_embeddings=True),
     ),
     # Yarn, latent queries, values larger than keys, and groups of which two are chosen for three experts.
     "deepseek_v3": ModelConfig(
