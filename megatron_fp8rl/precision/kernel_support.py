@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_fp8rl import upstream
 from megatron_fp8rl.config import EngineConfig, ParallelConfig, PrecisionConfig, RunConfig, Violation
@@ -320,9 +320,9 @@ def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return wrong
     if not hardware.is_gpu:
         return None
-    bf16_field, bf16_layers = _in_bf16(cfg)
+    in_bf16 = _in_bf16(cfg)
     for path, is_used, what in (
-        (bf16_field, bf16_layers, "BF16 products in a fixed order"),
+        (in_bf16.field, in_bf16.layers, "BF16 products in a fixed order"),
         (_divided(cfg), engine_parts(cfg), "ordered sums of its ranks"),
         ("sampling.temperature", cfg.sampling.temperature != 1, "exact quotients"),
         ("sampling.max_staleness", cfg.sampling.max_staleness, "exact runs that sample ahead"),
@@ -384,11 +384,11 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
             "precision.exact: on GPUs engines decode latent attention in the absorbed form and prefill it expanded"
         )
         return _wrong(cfg, "precision.exact", problem, "Set False")
-    path, layers = _in_bf16(cfg)
-    if any(model.layers[layer].is_moe for layer in layers):
+    in_bf16 = _in_bf16(cfg)
+    if in_bf16.has_experts:
         problem, fp8 = "precision.exact: BF16 experts are multiplied by other kernels in the engine", precision.rollout
         allowed: tuple = (0,) if fp8 != "bf16" else ("blockwise",)
-        return _wrong(cfg, path, problem, f"Set {allowed[0]}", allowed)
+        return _wrong(cfg, in_bf16.field, problem, f"Set {allowed[0]}", allowed)
     if cfg.engine.record_routed_experts and cfg.sampling.truncates:
         problem = "precision.exact: kept entries with recorded experts are not measured on GPUs yet"
         return _wrong(cfg, "engine.record_routed_experts", problem, "Set False", (False,))
@@ -422,14 +422,22 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     return next((wrong for check in checks if (wrong := check(cfg, hardware))), None)
 
 
-def _in_bf16(cfg: RunConfig) -> tuple[str, Sequence[int]]:
-    """(the field that asks for them, layers whose linears are in BF16), of trainer and engine."""
+class _InBf16(NamedTuple):
+    field: str  # that asks for them
+    layers: Sequence[int]
+    has_experts: bool
+
+
+def _in_bf16(cfg: RunConfig) -> _InBf16:
+    """The layers whose linears are in BF16 in the engine."""
     precision, num_layers = cfg.precision, cfg.model.num_layers
-    if precision.rollout == "bf16":
-        return "precision.rollout", range(num_layers)
     first, last = precision.bf16_first_layers, precision.bf16_last_layers
-    layers = sorted({*range(min(first, num_layers)), *range(max(num_layers - last, 0), num_layers)})
-    return "precision.bf16_first_layers" if first else "precision.bf16_last_layers", layers
+    field, layers = "precision.bf16_first_layers" if first else "precision.bf16_last_layers", range(num_layers)
+    if precision.rollout == "bf16":
+        field = "precision.rollout"
+    else:
+        layers = [layer for layer in layers if layer < first or layer >= num_layers - last]
+    return _InBf16(field, layers, any(cfg.model.layers[layer].is_moe for layer in layers))
 
 
 def _sigmoid_router(cfg: RunConfig) -> Violation | None:
@@ -561,9 +569,7 @@ def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | 
     path, precision = "precision.kernels.engine_experts", cfg.precision
     if wrong := _biased_experts(cfg, path, "triton"):
         return wrong
-    edges = precision.bf16_last_layers
-    edges += any(kind.is_moe for kind in cfg.model.layers[: precision.bf16_first_layers])
-    if precision.rollout == "bf16" or edges:
+    if _in_bf16(cfg).has_experts:
         return _wrong(cfg, path, "supports only FP8, but some experts are BF16", "Set triton", ("triton",))
     if cfg.engine.batch_invariant and precision.scales == "fp32":
         problem = "is not batch-invariant with FP32 scales, because vLLM then uses Triton kernels for small batches"
