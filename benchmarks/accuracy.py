@@ -76,9 +76,14 @@ EXPERTS = {
     "moe_replay": ("FP8, router replay", style.PURPLE, f"{_FP8} {_REPLAY} {_EXPERTS}"),
     "moe_exact": ("exact, BF16 cache", style.RED, f"--precision.exact True {_EXPERTS}"),
 }
-ARMS = DENSE | EXPERTS
+_LONGER = f"{_EXPERTS} --num_steps 250 --observe.eval_every 50"
+LONGER = {
+    "moe_bf16_long": ("BF16", style.BLUE, f"{_BF16} {_LONGER}"),
+    "moe_exact_long": ("exact, BF16 cache", style.RED, f"--precision.exact True {_LONGER}"),
+}
+ARMS = DENSE | EXPERTS | LONGER
 PROTOCOL = [f"{arm}_{seed}" for seed in (1, 2, 3) for arm in DENSE] + [f"bf16_{seed}" for seed in (4, 5, 6)]
-TABLES = {"accuracy": DENSE, "accuracy_experts": EXPERTS}  # marks of the page, and names of the pictures
+TABLES = {"accuracy": DENSE, "accuracy_experts": EXPERTS, "accuracy_longer": LONGER}  # marks of the page, and names of the pictures
 CURVES = {
     "reward": "reward/score/mean",
     "d": "mismatch/abs_logprob_diff/mean",
