@@ -24,9 +24,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+
+import psutil
 
 from benchmarks import record, runner
 from benchmarks.record import Row
@@ -107,7 +109,7 @@ def command_of(name: str, options: argparse.Namespace) -> list[str]:
 def train(options: argparse.Namespace) -> int:
     """Train the missing runs, ``at_once`` on each GPU; returns the number of failed ones."""
     missing = [name for name in options.names if not RunData(options.runs / name).is_done]
-    return _in_queue({name: command_of(name, options) for name in missing}, options)
+    return _failures({name: command_of(name, options) for name in missing}, options)
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -124,33 +126,49 @@ def evaluate(options: argparse.Namespace) -> int:
             inputs = [part[0], "--output_dir", options.runs / name, "--checkpoint", *(run / "hf" for run in part)]
             command = [sys.executable, "-m", "megatron_fp8rl", "eval", *inputs, *fields, *options.fields.split()]
             commands[name] = [*map(str, command)]
-    return _in_queue(commands, options)
+    return _failures(commands, options)
 
 
-def _in_queue(commands: Mapping[str, list[str]], options: argparse.Namespace) -> int:
-    """Run the commands, ``at_once`` on each GPU, each with a log beside its folder; returns how many failed."""
-    gpus = _gpus() * options.at_once
+def _failures(commands: Mapping[str, list[str]], options: argparse.Namespace) -> int:
+    """Run the commands, each with a log beside its folder; returns how many failed."""
+    options.runs.mkdir(parents=True, exist_ok=True)
+
+    def run(name: str, gpu: str) -> str:
+        log, environment = options.runs / f"{name}.log", {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+        with log.open("wb") as file:
+            done = subprocess.run(
+                commands[name], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+            )
+        return runner.failure_in(log, 0) if done.returncode else ""
+
+    return sum(bool(failure) for _, failure in in_queue(commands, run, options.at_once))
+
+
+def in_queue(names: Iterable[str], run: Callable[[str, str], str], at_once: int) -> Iterator[tuple[str, str]]:
+    """Call ``run(name, gpu)`` for all names, ``at_once`` on each GPU; it returns the failure, or an empty text. Yields
+    (name, failure) as calls end. If this process is interrupted, it ends its child processes."""
+    gpus = _gpus() * at_once
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for gpu in gpus:
         free.put(gpu)
-    options.runs.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
 
-    def run(item: tuple[str, list[str]]) -> bool:
-        (name, command), gpu = item, free.get_nowait()  # there are as many workers as places
-        log, environment = options.runs / f"{name}.log", {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-        print(f"{time.monotonic() - began_s:5.0f} s: {name} starts on GPU {gpu}; log {log}", flush=True)
-        with log.open("wb") as file:
-            done = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
-            )
+    def one(name: str) -> tuple[str, str]:
+        gpu = free.get_nowait()  # there are as many workers as places
+        print(f"{time.monotonic() - began_s:5.0f} s: {name} starts on GPU {gpu}", flush=True)
+        failure = run(name, gpu)
         free.put(gpu)
-        said = f"FAILED: {runner.failure_in(log, 0)}" if done.returncode else "done"
-        print(f"{time.monotonic() - began_s:5.0f} s: {name} {said}", flush=True)
-        return done.returncode != 0
+        print(f"{time.monotonic() - began_s:5.0f} s: {name} {f'FAILED: {failure}' if failure else 'done'}", flush=True)
+        return name, failure
 
     with ThreadPoolExecutor(len(gpus)) as pool:
-        return sum(pool.map(run, commands.items()))
+        try:
+            yield from (future.result() for future in as_completed([pool.submit(one, name) for name in names]))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in psutil.Process().children():
+                child.terminate()
+            raise
 
 
 def _gpus() -> list[str]:

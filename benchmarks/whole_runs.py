@@ -25,12 +25,13 @@ def follow(
     *,
     note: Callable[[int], None] = lambda step: None,
     until: int | None = None,
+    **environment: str,
 ) -> int | None:
     """Start a run and print its steps; return its exit status. Kill it after step ``until`` or after ``limit_s``, and
-    return None. ``note`` is called with each new step."""
+    return None. ``note`` is called with each new step. ``environment``: further variables."""
     began, status, seen = time.monotonic(), None, set()
     with log.open("wb") as file:
-        tree = ProcessTree(command, file, os.environ)
+        tree = ProcessTree(command, file, os.environ | environment)
         try:
             while status is None and time.monotonic() - began < limit_s:
                 status = tree.wait(0.5)
