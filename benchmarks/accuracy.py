@@ -85,7 +85,8 @@ LONGER = {
 }
 ARMS = DENSE | EXPERTS | LONGER
 PROTOCOL = [f"{arm}_{seed}" for seed in (1, 2, 3) for arm in DENSE] + [f"bf16_{seed}" for seed in (4, 5, 6)]
-TABLES = {"accuracy": DENSE, "accuracy_experts": EXPERTS, "accuracy_longer": LONGER}  # marks of the page, and names of the pictures
+# Marks of the page, and names of the pictures.
+TABLES = {"accuracy": DENSE, "accuracy_experts": EXPERTS, "accuracy_longer": LONGER}
 CURVES = {
     "reward": "reward/score/mean",
     "d": "mismatch/abs_logprob_diff/mean",
