@@ -96,3 +96,6 @@ BALANCING_GRADIENT = {"rtol": 1e-4, "atol": 1e-6}
 GATHERED_LOGPROBS = {"bf16": 0.03, "blockwise": 0.08}
 GATHERED_GRADIENT = {"bf16": 0.01, "blockwise": 0.05}
 GATHERED_WEIGHTS = 2e-3
+# The gated delta rule in chunks against the recurrence: chunks round keys, products and parts of states to BF16, and a
+# sequence has several chunks. Relative norm of the difference of outputs and gradients.
+CHUNKED_DELTA_RULE = 0.02

@@ -1,4 +1,5 @@
-"""The gated delta rule (arXiv:2412.06464) over packed sequences: one recurrence for trainer and engine on a CPU.
+"""The gated delta rule (arXiv:2412.06464) over packed sequences: one recurrence for trainer and engine on a CPU, and the
+chunked form of the package ``fla`` (flash-linear-attention) for a trainer on GPUs.
 
     state = exp(decay) * state                      decay = -exp(A_log) * softplus(a + dt_bias)
     state = state + key (x) strength * (value - state^T key)        strength = sigmoid(b)
@@ -7,7 +8,10 @@
 before which query, key and value pass a causal convolution over the last W tokens and silu, and queries and keys get
 length 1. Sums are in float64, token after token, and the state is rounded to float32 after every token: a prompt, its
 chunks, decoding and a packed microbatch give a token the same bits, up to the probability in ``float64.py``. Autograd
-differentiates the loop, which keeps a state per token. Chunked kernels of GPUs are faster and sum in another order.
+differentiates the loop, which keeps a state per token.
+
+On GPUs, vLLM computes prompts in chunks of 64 tokens and decoded tokens by the recurrence; :func:`chunked` computes all
+tokens in chunks. So sums have different orders, and trainer and engine differ in the last bits.
 
 Shapes: T = tokens of all sequences, N = sequences, G = key heads, H = value heads, K and V = features of a key and of
 a value head, C = 2 G K + H V channels of the convolution, W = its width.
@@ -15,8 +19,11 @@ a value head, C = 2 G K + H V channels of the convolution, W = its width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,10 +99,57 @@ def gated_delta_net(
     return out.to(mixed_TC.dtype), DeltaState(inputs, states)
 
 
+def chunked(
+    mixed_TC: Tensor,
+    b_TH: Tensor,
+    a_TH: Tensor,
+    lengths: Sequence[int],
+    conv_CW: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    gdn: GdnConfig,
+) -> Tensor:
+    """:func:`gated_delta_net` on a GPU, of sequences that begin: [T, H, V] in the dtype of the input, with gradients.
+
+    The package ``fla`` computes in BF16 with sums, decays and states in float32. Raises ModuleNotFoundError without it.
+    """
+    conv1d, delta_rule = _fla()
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    packs = {"cu_seqlens": starts.to(mixed_TC.device, non_blocking=True), "cu_seqlens_cpu": starts}
+    convolved, _ = conv1d(mixed_TC.contiguous()[None], conv_CW.contiguous(), activation="silu", **packs)
+    heads = len(A_log_H)
+    groups = heads * gdn.num_key_heads // gdn.num_value_heads
+    sizes = [groups * gdn.key_head_dim] * 2 + [heads * gdn.value_head_dim]
+    query, key, value = (part.unflatten(-1, (count, -1)) for part, count in
+                         zip(convolved.split(sizes, dim=-1), (groups, groups, heads), strict=True))  # fmt: skip
+    decay_TH = -A_log_H.float().exp() * F.softplus(a_TH.float() + dt_bias_H.float())
+    strength_TH = b_TH.float().sigmoid()
+    out, _ = delta_rule(query, key, value, decay_TH[None], strength_TH[None], use_qk_l2norm_in_kernel=True, **packs)
+    return out[0]
+
+
+@functools.cache
+def _fla() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The convolution and the delta rule of the package ``fla``. Each kernel has one configuration: tuning would
+    compile dozens at the start of a run, and another choice in the next run would change bits."""
+    from fla.modules.causal_conv1d import causal_conv1d  # imports Triton
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from triton.runtime.autotuner import Autotuner
+
+    for name in [name for name in sys.modules if name.startswith(("fla.ops.", "fla.modules."))]:
+        for kernel in list(vars(sys.modules[name]).values()):
+            while kernel is not None and not isinstance(kernel, Autotuner):
+                kernel = getattr(kernel, "fn", None) if type(kernel).__module__.startswith("triton.") else None
+            if kernel is not None:
+                kernel.configs = kernel.configs[:1]
+    return causal_conv1d, chunk_gated_delta_rule
+
+
 def gated_norm(x_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head times silu of its gate, rounded once: [T, H * V]."""
-    x, gate = x_THV.double(), gate_THV.double()
-    y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight_V.double() * F.silu(gate)
+    """RMSNorm of each head times silu of its gate, rounded once: [T, H * V]. On a GPU it is computed in float32."""
+    wide = torch.float32 if x_THV.is_cuda else torch.float64
+    x, gate = x_THV.to(wide), gate_THV.to(wide)
+    y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight_V.to(wide) * F.silu(gate)
     return y.to(x_THV.dtype).flatten(1)
 
 

@@ -417,6 +417,8 @@ def refusals(cfg: RunConfig, hardware: Hardware, end: End | None = None) -> list
 
 def _refusals(cfg: RunConfig, hardware: Hardware, end: End | None) -> Iterator[Violation]:
     cfg = resolved(cfg, hardware)
+    if end != "engine" and (wrong := support.delta_nets(cfg, hardware)):
+        yield wrong
     for key, role in TABLE.items():
         if end is not None and key not in ("formats", "exact") and not key.startswith(end):
             continue

@@ -63,6 +63,14 @@ def formats(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     return None
 
 
+def delta_nets(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """A trainer on GPUs computes gated delta nets with the package fla (``kernels/gated_delta.py``)."""
+    if not hardware.is_gpu or not cfg.model.has("gdn") or "fla" in hardware.packages:
+        return None
+    problem = "has gated delta nets, which the trainer computes on GPUs with the package fla, and it is not installed"
+    return _wrong(cfg, "model.family", problem, "Run `pip install fla-core==0.6.0`, or train on CPUs")
+
+
 def _mxfp8(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """MXFP8 on GPUs: each end on Blackwell, engines with FlashInfer, or emulated."""
     precision, on_blackwell = cfg.precision, hardware.generation == "blackwell"

@@ -201,11 +201,8 @@ def check_delta_nets(checks: Checks, accelerator: Generation) -> None:
     cfg = checks.cfg
     if not cfg.model.has("gdn"):
         return
-    if accelerator != "cpu":
-        problem = "has gated delta nets, which run on CPUs only: on GPUs they need flash-linear-attention, which the "
-        problem += "trainer does not call yet"
-        checks.refuse("model.family", problem, "Run it on CPUs, or choose another family")
-    elif not upstream.applies("compute_as_the_trainer") or not upstream.applies("WithStates"):
+    on_cpu = () if accelerator != "cpu" else ("compute_as_the_trainer",)
+    if not upstream.applies("WithStates", *on_cpu):
         problem = "needs patches of gated delta nets that were not tested with the installed version of vLLM"
         checks.refuse("model.family", problem, "Install the version that is pinned")
     gdn = cfg.model.gdn
@@ -223,6 +220,7 @@ def check_delta_nets(checks: Checks, accelerator: Generation) -> None:
         ("parallel.context", 1, "cuts sequences, and the states of gated delta nets pass through them in order"),
         ("engine.tensor", 1, "divides gated delta nets, which is not supported in engines"),
         ("engine.data", 1, "is not supported with gated delta nets"),
+        ("engine.batch_invariant", False, "is not measured with gated delta nets"),
         ("engine.kv_cache_dtype", "auto", "is not supported with gated delta nets"),
         ("engine.record_routed_experts", False, "is not supported with gated delta nets"),
         ("engine.speculation", "none", "needs states of gated delta nets that rejected drafts do not change"),

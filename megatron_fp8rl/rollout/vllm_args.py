@@ -173,6 +173,9 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
             arguments["compilation-config"] = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
         arguments["enable-sleep-mode"] = engine.sleep_level > 0
         arguments |= kernel_backends(cfg.model, cfg.precision, kernels.engine)
+        if cfg.model.has("gdn"):
+            # vLLM's choice on Hopper, FlashInfer, is compiled at the start. The trainer computes the same chunks.
+            arguments["gdn-prefill-backend"] = "triton"
     if engine.expert > 1:
         arguments["enable-expert-parallel"] = True
     if drafts:

@@ -1,8 +1,9 @@
 """A gated delta net over packed sequences, sharded by key heads over tensor-parallel ranks.
 
 Megatron-Core's ``GatedDeltaNet`` has one matrix for all projections, of which FP8 checkpoints keep two in BF16, and its
-plain torch path takes no packed sequences. This module has the checkpoint's matrices, and the recurrence of
-``kernels/gated_delta.py``, which the engine on a CPU runs too. Convolution, decays and norm are whole on every rank.
+plain torch path takes no packed sequences. This module has the checkpoint's matrices. On a CPU it runs the recurrence of
+``kernels/gated_delta.py``, as the engine does there; on a GPU it runs the chunked form. Convolution, decays and norm are
+whole on every rank.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class DeltaNet(MegatronModule):
             raise ValueError("gated delta nets take packed sequences; pass PackedSeqParams(qkv_format='thd')")
         mixed, gate, b, a = self._projected(hidden_states)
         weights = self._channels(self.conv1d.weight.squeeze(1)), self._mine(self.A_log), self._mine(self.dt_bias)
-        out, _ = gated_delta.gated_delta_net(mixed, b, a, lengths_of(packed_seq_params), *weights, self.gdn)
+        settings = mixed, b, a, lengths_of(packed_seq_params), *weights, self.gdn
+        out = gated_delta.chunked(*settings) if mixed.is_cuda else gated_delta.gated_delta_net(*settings)[0]
         normed = gated_delta.gated_norm(out, gate, self.out_norm.weight, self.config.layernorm_epsilon)
         return self.out_proj(normed.unsqueeze(1))
 
