@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fp8rl.config import GdnConfig
+from megatron_fp8rl.upstream import patches
 
 _LENGTH_EPS = 1e-6
 
@@ -113,7 +114,7 @@ def chunked(
 
     The package ``fla`` computes in BF16 with sums, decays and states in float32. Raises ModuleNotFoundError without it.
     """
-    conv1d, delta_rule = _fla()
+    conv1d, delta_rule, _ = _fla()
     starts = torch.tensor([0, *lengths]).cumsum(0)
     packs = {"cu_seqlens": starts.to(mixed_TC.device, non_blocking=True), "cu_seqlens_cpu": starts}
     convolved, _ = conv1d(mixed_TC.contiguous()[None], conv_CW.contiguous(), activation="silu", **packs)
@@ -128,28 +129,34 @@ def chunked(
     return out[0]
 
 
+@patches(
+    "fla-core",
+    why="takes kernels out of Triton's tuning, which would compile dozens at the start and change bits between runs",
+    remove_when="fla has one configuration for each kernel and GPU",
+)
 @functools.cache
-def _fla() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The convolution and the delta rule of the package ``fla``. Each kernel has one configuration: tuning would
-    compile dozens at the start of a run, and another choice in the next run would change bits."""
+def _fla() -> tuple[Callable[..., Any], ...]:
+    """The convolution, the delta rule and the gated norm of the package ``fla``; each kernel has one configuration."""
     from fla.modules.causal_conv1d import causal_conv1d  # imports Triton
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from triton.runtime.autotuner import Autotuner
 
-    for name in [name for name in sys.modules if name.startswith(("fla.ops.", "fla.modules."))]:
-        for kernel in list(vars(sys.modules[name]).values()):
-            while kernel is not None and not isinstance(kernel, Autotuner):
-                kernel = getattr(kernel, "fn", None) if type(kernel).__module__.startswith("triton.") else None
-            if kernel is not None:
+    for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
+        for kernel in list(vars(module).values()):
+            while not isinstance(kernel, Autotuner) and type(kernel).__module__.startswith("triton."):
+                kernel = getattr(kernel, "fn", None)  # behind a heuristic
+            if isinstance(kernel, Autotuner):
                 kernel.configs = kernel.configs[:1]
-    return causal_conv1d, chunk_gated_delta_rule
+    return causal_conv1d, chunk_gated_delta_rule, rms_norm_gated
 
 
 def gated_norm(x_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head times silu of its gate, rounded once: [T, H * V]. On a GPU it is computed in float32."""
-    wide = torch.float32 if x_THV.is_cuda else torch.float64
-    x, gate = x_THV.to(wide), gate_THV.to(wide)
-    y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight_V.to(wide) * F.silu(gate)
+    """RMSNorm of each head times silu of its gate, rounded once: [T, H * V]. On a GPU ``fla`` computes it in float32."""
+    if x_THV.is_cuda:
+        return _fla()[2](x_THV, gate_THV, weight_V, None, activation="silu", eps=eps).flatten(1)
+    x, gate = x_THV.double(), gate_THV.double()
+    y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight_V.double() * F.silu(gate)
     return y.to(x_THV.dtype).flatten(1)
 
 

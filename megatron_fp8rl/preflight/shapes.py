@@ -201,8 +201,8 @@ def check_delta_nets(checks: Checks, accelerator: Generation) -> None:
     cfg = checks.cfg
     if not cfg.model.has("gdn"):
         return
-    on_cpu = () if accelerator != "cpu" else ("compute_as_the_trainer",)
-    if not upstream.applies("WithStates", *on_cpu):
+    is_patched = accelerator != "cpu" or upstream.applies("compute_as_the_trainer")
+    if not is_patched or not upstream.applies("WithStates"):
         problem = "needs patches of gated delta nets that were not tested with the installed version of vLLM"
         checks.refuse("model.family", problem, "Install the version that is pinned")
     gdn = cfg.model.gdn

@@ -25,6 +25,12 @@ def inputs(gdn: GdnConfig) -> list[torch.Tensor]:
     return [tensor.bfloat16() for tensor in tensors]
 
 
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over that of the expected tensor."""
+    wide = expected.double()
+    return ((actual.cpu().double() - wide).norm() / wide.norm()).item()
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_outputs_and_gradients_are_those_of_the_recurrence(sizes):
     gdn = GdnConfig(**dict(zip(("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"), sizes)))
@@ -38,12 +44,24 @@ def test_outputs_and_gradients_are_those_of_the_recurrence(sizes):
     out.backward(cotangent.cuda())
     names = ["output", "input", "b", "a", "convolution", "A_log", "dt_bias"]
     pairs = [(out.detach(), wanted.detach()), *((x.grad, y.grad) for x, y in zip(on_gpu, on_cpu, strict=True))]
-    errors = {}
-    for name, (mine, theirs) in zip(names, pairs, strict=True):
-        difference = mine.cpu().double() - theirs.double()
-        errors[name] = (difference.norm() / theirs.double().norm()).item()
+    errors = {name: difference(*pair) for name, pair in zip(names, pairs, strict=True)}
     print({name: f"{error:.1e}" for name, error in errors.items()})
     assert max(errors.values()) < tolerances.CHUNKED_DELTA_RULE, errors
+
+
+def test_the_gated_norm_and_its_gradients_are_those_of_a_cpu():
+    generator = torch.Generator().manual_seed(0)
+    on_cpu = [torch.randn(shape, generator=generator).bfloat16() for shape in ((70, 8, 128), (70, 8, 128), (128,))]
+    on_gpu = [tensor.cuda().requires_grad_() for tensor in on_cpu]
+    wanted = gated_delta.gated_norm(*(tensor.requires_grad_() for tensor in on_cpu), 1e-6)
+    out = gated_delta.gated_norm(*on_gpu, 1e-6)
+    cotangent = torch.randn(out.shape, generator=generator).bfloat16()
+    wanted.backward(cotangent)
+    out.backward(cotangent.cuda())
+    pairs = [(out.detach(), wanted.detach()), *((x.grad, y.grad) for x, y in zip(on_gpu, on_cpu, strict=True))]
+    errors = [difference(*pair) for pair in pairs]
+    print([f"{error:.1e}" for error in errors])
+    assert max(errors) < tolerances.GATED_NORM, errors
 
 
 def test_a_repeated_pass_gives_equal_bits_and_sequences_are_independent():

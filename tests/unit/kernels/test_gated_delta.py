@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 
@@ -25,8 +26,13 @@ def run(tensors, lengths, before=None):
     return gated_delta.gated_delta_net(*tensors[:3], lengths, *tensors[3:], GDN, before)
 
 
-def test_layer_and_gradients_equal_transformers():
+CHUNKS = reference.torch_chunk_gated_delta_rule.__wrapped__  # not the kernel of fla, where that is installed
+
+
+def test_layer_and_gradients_equal_transformers(monkeypatch):
     """The whole mixer in float32: projections, convolution, recurrence and gated norm."""
+    monkeypatch.setattr(reference, "torch_chunk_gated_delta_rule", CHUNKS)
+    monkeypatch.setattr(reference, "causal_conv1d_fn", reference.causal_conv1d_fn.__wrapped__)
     torch.manual_seed(1)
     config = Qwen3NextConfig(
         hidden_size=HIDDEN, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=12,
@@ -74,3 +80,33 @@ def test_packed_sequences_do_not_see_each_other():
         assert torch.equal(alone, out)
         assert torch.equal(state.state_NHKV[0], states.state_NHKV[n])
         assert torch.equal(state.inputs_NWC[0], states.inputs_NWC[n])
+
+
+def test_chunks_of_a_trainer_on_gpus_equal_the_recurrence(monkeypatch):
+    """In float32, with PyTorch's convolution and transformers' chunks in place of fla's kernels: which tensor is which
+    argument, and gradients. tests/gpu/test_delta_net_gpu.py has the kernels."""
+
+    def convolve(x_1TC, weight_CW, *, activation, cu_seqlens, cu_seqlens_cpu):
+        assert activation == "silu" and torch.equal(cu_seqlens, cu_seqlens_cpu)
+        parts = []
+        for x_TC in x_1TC[0].split(cu_seqlens.diff().tolist()):
+            padded = F.pad(x_TC.t()[None], (weight_CW.shape[1] - 1, 0))
+            parts.append(F.silu(F.conv1d(padded, weight_CW[:, None], groups=len(weight_CW)))[0].t())
+        return torch.cat(parts)[None], None
+
+    def delta_rule(*tensors, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu):
+        heads = tensors[2].shape[2] // tensors[0].shape[2]
+        tensors = [x.repeat_interleave(heads, dim=2) for x in tensors[:2]] + list(tensors[2:])
+        parts = zip(*(x.split(cu_seqlens.diff().tolist(), dim=1) for x in tensors), strict=True)
+        settings = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "chunk_size": 8}
+        return torch.cat([CHUNKS(*part, **settings)[0] for part in parts], dim=1), None
+
+    monkeypatch.setattr(gated_delta, "_fla", lambda: (convolve, delta_rule, None))
+    tensors = [x.requires_grad_() for x in inputs(torch.float32)]
+    expected, _ = run(tensors, LENGTHS)
+    actual = gated_delta.chunked(*tensors[:3], LENGTHS, *tensors[3:], GDN)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    upstream = torch.randn(actual.shape, generator=torch.Generator().manual_seed(2))
+    ours, theirs = (torch.autograd.grad(out, tensors, upstream) for out in (actual, expected))
+    for mine, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item())

@@ -12,6 +12,7 @@ from megatron_fp8rl.precision.matmul_shapes import Experts, Linear, Range, Use, 
 from megatron_fp8rl.preflight import rules
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
+from model_configs.tiny import tiny_qwen3_next
 
 HOPPER, CPU = Hardware("hopper"), Hardware("cpu")
 
@@ -176,6 +177,12 @@ def test_what_is_not_installed_is_named_with_the_remedy():
         (text,) = said(run(**{field: "deep_gemm"}), without["deep_gemm"])
         assert "DeepGEMM is not installed" in text and f"--precision.kernels.{field} te" in text
         assert getattr(choose(run(), without["deep_gemm"]).trainer, field) == "te"
+    delta_nets = replace(tiny_qwen3_next(), precision=PrecisionConfig())
+    (text,) = said(delta_nets, without["fla"])
+    assert text.startswith("--model.family = 'qwen3_next'") and "package fla" in text and "EXTRAS=fla" in text
+    assert not said(delta_nets, HOPPER) and not said(delta_nets, Hardware("cpu", frozenset()))
+    assert not refusals(delta_nets, without["fla"], "engine") and not said(run(), without["fla"])
+    assert choose(delta_nets, HOPPER).exact_text().startswith("off: GPU kernels of gated delta nets")
     flashinfer = run(engine_attention="FLASHINFER")
     (text,) = said(flashinfer, without["flashinfer"])
     assert text.startswith("--precision.kernels.engine_attention = 'FLASHINFER': the package flashinfer")

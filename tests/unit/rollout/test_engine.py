@@ -14,7 +14,7 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.rollout import fleet as fleet_module
 from megatron_fp8rl.rollout import placement, replicas, server_process, vllm_args
 from megatron_fp8rl.rollout.fleet import Fleet
-from model_configs.tiny import tiny_qwen3, tiny_qwen3_5_moe, tiny_qwen3_moe
+from model_configs.tiny import tiny_qwen3, tiny_qwen3_5_moe, tiny_qwen3_moe, tiny_qwen3_next
 
 CPU, HOPPER = Hardware("cpu"), Hardware("hopper")
 WITHOUT_FLASHINFER = Hardware("hopper", frozenset({"transformer_engine", "deep_gemm"}))
@@ -78,6 +78,13 @@ def test_an_engine_of_text_gets_one_axis_of_the_rotary_embedding():
     assert model == cfg.model
     rope = arguments_on(CPU, replace(cfg, model=replace(model, hf_path="folder")))["hf-overrides"]["rope_parameters"]
     assert rope == {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+
+
+def test_an_engine_with_delta_nets_takes_kernels_that_need_no_other_package():
+    cfg = tiny_qwen3_next()
+    on_gpu = arguments_on(HOPPER, replace(cfg, precision=replace(cfg.precision, exact=False)))
+    assert (on_gpu["gdn-prefill-backend"], on_gpu["mamba-ssm-cache-dtype"]) == ("triton", "float32")
+    assert "gdn-prefill-backend" not in arguments_on(CPU, cfg)
 
 
 def test_kv_cache_on_a_cpu_holds_every_sequence():
