@@ -1,5 +1,5 @@
-"""The gated delta rule (arXiv:2412.06464) over packed sequences: one recurrence for trainer and engine on a CPU, and the
-chunked form of the package ``fla`` (flash-linear-attention) for a trainer on GPUs.
+"""The gated delta rule (arXiv:2412.06464) over packed sequences: one recurrence for trainer and engine on a CPU, chunks
+of the package ``fla`` (flash-linear-attention) for a trainer on GPUs.
 
     state = exp(decay) * state                      decay = -exp(A_log) * softplus(a + dt_bias)
     state = state + key (x) strength * (value - state^T key)        strength = sigmoid(b)
@@ -152,7 +152,7 @@ def _fla() -> tuple[Callable[..., Any], ...]:
 
 
 def gated_norm(x_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head times silu of its gate, rounded once: [T, H * V]. On a GPU ``fla`` computes it in float32."""
+    """RMSNorm of each head times silu of its gate, rounded once: [T, H * V]; in float32 by ``fla`` on a GPU."""
     if x_THV.is_cuda:
         return _fla()[2](x_THV, gate_THV, weight_V, None, activation="silu", eps=eps).flatten(1)
     x, gate = x_THV.double(), gate_THV.double()
