@@ -68,9 +68,7 @@ def delta_nets(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if not hardware.is_gpu or not cfg.model.has("gdn") or "fla" in hardware.packages:
         return None
     problem = "has gated delta nets, which the trainer computes on GPUs with the package fla, and it is not installed"
-    return _wrong(
-        cfg, "model.family", problem, "Run `FP8RL_EXTRA=gpu make install EXTRAS=fla`, or pip install fla-core"
-    )
+    return _wrong(cfg, "model.family", problem, "Run `make install EXTRAS=fla`, or pip install fla-core")
 
 
 def _mxfp8(cfg: RunConfig, hardware: Hardware) -> Violation | None:

@@ -1,9 +1,9 @@
 """A gated delta net over packed sequences, sharded by key heads over tensor-parallel ranks.
 
 Megatron-Core's ``GatedDeltaNet`` has one matrix for all projections, of which FP8 checkpoints keep two in BF16, and its
-plain torch path takes no packed sequences. This module has the checkpoint's matrices. On a CPU it runs the recurrence of
-``kernels/gated_delta.py``, as the engine does there; on a GPU it runs the chunked form. Convolution, decays and norm are
-whole on every rank.
+plain torch path takes no packed sequences. This module has the checkpoint's matrices. On a CPU it runs the recurrence
+of ``kernels/gated_delta.py``, as the engine does there; on a GPU, the chunks of the same file. Convolution, decays and
+norm are whole on every rank.
 """
 
 from __future__ import annotations
