@@ -22,6 +22,7 @@ from megatron_fp8rl.precision.kernel_choice import TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
 
 _FP32_BYTES, _INT64_BYTES = 4, 8
+_CHUNK = 64  # tokens of a chunk of a gated delta net
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,8 @@ def _attention(cfg: RunConfig, kind: LayerKind, tokens: Tokens, width: _Widths) 
     keys and, for grouped-query attention, the whole output of the projection, of which the values are a view.
     """
     model, tensor = cfg.model, cfg.parallel.tensor
+    if kind.mixer == "gdn":
+        return _delta_net(cfg, tokens, width), 0.0, 0.0
     heads = model.num_attention_heads / tensor
     normed = tokens.sequence * model.hidden_size * width.separate_input
     mla = model.mla if kind.mixer == "mla" else None
@@ -144,6 +147,22 @@ def _attention(cfg: RunConfig, kind: LayerKind, tokens: Tokens, width: _Widths) 
     core = rotated + log_sums + (output if width.fp8 is not None else 0.0)  # a BF16 projection keeps the output itself
     kept = normed + before + rotated + output + log_sums + projection_input
     return kept, core, tokens.context * inputs * width.element
+
+
+def _delta_net(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
+    """Bytes that a gated delta net keeps after the norm (``kernels/gated_delta.py``, on GPUs).
+
+    Per token: the normed input, for BF16 and FP8 projections; inputs and outputs of the convolution; queries and keys of
+    length 1; a row of each chunk's matrix; outputs, their gates, and the input of ``out_proj``.
+    """
+    model, tensor = cfg.model, cfg.parallel.tensor
+    assert model.gdn is not None
+    keys = model.gdn.num_key_heads * model.gdn.key_head_dim / tensor
+    heads = model.gdn.num_value_heads / tensor
+    values = heads * model.gdn.value_head_dim
+    normed = tokens.sequence * model.hidden_size * (width.element + width.shared_input)
+    elements = 2 * (2 * keys + values) + 2 * keys + heads * _CHUNK + 2 * values
+    return normed + tokens.context * (elements * width.element + values * width.separate_input)
 
 
 def _dense(columns: float, cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:

@@ -25,6 +25,7 @@ from megatron_fp8rl.names import registry
 from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, resolved
+from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.data_check import doubts
 from megatron_fp8rl.preflight.rules import check
 from tests.helpers.configs import DENSE, MOE, fields_of, make
@@ -395,6 +396,16 @@ def test_gated_delta_nets_on_a_gpu(model):
     assert violation.field == "--precision.exact" and "sum prompts in another order" in violation.problem
     (violation,) = check(make(model, engine__batch_invariant=True), accelerator="hopper")
     assert violation.field == "--engine.batch_invariant" and "gated delta nets" in violation.problem
+
+
+def test_a_missing_package_of_delta_nets_is_named_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(rules, "local_accelerator", lambda: "hopper")
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
+    (violation,) = check(make(NEXT))
+    assert violation.field == "--model.family" and "package fla" in violation.problem
+    assert "make install EXTRAS=fla" in violation.remedy and not check(make(DENSE))
+    monkeypatch.setattr(rules, "local_accelerator", lambda: "cpu")
+    assert not check(make(NEXT)) and not check(make(NEXT), accelerator="hopper")  # a login node
 
 
 def test_stacked_rows_of_a_gated_delta_net_fill_fp8_tiles():
