@@ -152,8 +152,8 @@ def _attention(cfg: RunConfig, kind: LayerKind, tokens: Tokens, width: _Widths) 
 def _delta_net(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
     """Bytes that a gated delta net keeps after the norm (``kernels/gated_delta.py``, on GPUs).
 
-    Per token: the normed input, for BF16 and FP8 projections; inputs and outputs of the convolution; queries and keys of
-    length 1; a row of each chunk's matrix; outputs, their gates, and the input of ``out_proj``.
+    Per token: the normed input, for BF16 and FP8 projections; inputs and outputs of the convolution; queries and keys
+    of length 1; a row of a chunk's matrix; outputs, their gates, and the input of ``out_proj``.
     """
     model, tensor = cfg.model, cfg.parallel.tensor
     assert model.gdn is not None

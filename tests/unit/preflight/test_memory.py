@@ -8,6 +8,7 @@ import pytest
 
 from megatron_fp8rl.config import (
     EngineConfig,
+    GdnConfig,
     LoraConfig,
     MlaConfig,
     ModelConfig,
@@ -176,6 +177,19 @@ def test_activations_of_a_layer_by_hand():
     assert layer(run(replace(DENSE, qk_norm=True))).kept - layer(run()).kept == 4096 * (Q + KV) * 2
     # With sequence parallelism everything is divided (Korthikanti et al., equation 4).
     assert layer(run(parallel=ParallelConfig(world_size=2, tensor=2))).kept == layer(run()).kept / 2
+
+
+def test_activations_of_a_gated_delta_net_by_hand():
+    """2 key heads of 128 and 4 value heads of 64 in place of attention: 256 keys, 256 values, 768 channels."""
+    gdn = GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=128, value_head_dim=64)
+    model = replace(DENSE, family="qwen3_5_text", qk_norm=True, layer_types=("linear_attention",) * 4, gdn=gdn)
+    convolution, units, chunks, outputs = 2 * 768 * 2, 2 * 256 * 2, 4 * 64 * 2, 2 * 256 * 2
+    mixer = convolution + units + chunks + outputs
+    attention = (Q + 2 * KV) * 2 + Q * 2 + 8 * 4
+    bf16, dense = (layer(run(each, precision=BF16)) for each in (model, DENSE))
+    assert bf16.kept - dense.kept == 4096 * (mixer + 256 * 2 - attention)
+    fp8, dense = (layer(run(each)) for each in (model, DENSE))  # one projection is BF16 and keeps a copy of its own
+    assert fp8.kept - dense.kept == 4096 * (H * 2 + mixer + 256 * FP8 - attention - Q * FP8)
 
 
 def test_recompute_keeps_the_input_of_a_module():
