@@ -96,6 +96,18 @@ CURVES = {
     "entropy": "loss/entropy/mean",
     "length": "rollout/length/mean",
 }
+TITLES = {
+    "held_out": "Accuracy on 512 held-out questions",
+    "reward": f"Reward, mean of {STEPS} steps",
+    "d": "d: |log-probability of trainer - of engine|, nats",
+    "kl": "KL of trainer and engine (k3), nats",
+    "ess": "Effective sample size of the importance weights",
+    "entropy": "Entropy of the policy, nats",
+    "length": "Length of completions, tokens",
+    "corrected": "Fraction of tokens that the correction caps or drops",
+}
+# End of a picture's name -> its panels.
+PICTURES = {"": ("held_out", "reward", "d", "kl"), "_more": ("ess", "entropy", "length", "corrected")}
 
 
 def command_of(name: str, options: argparse.Namespace) -> list[str]:
@@ -260,23 +272,21 @@ def section(arms: Mapping[str, Sequence[Row]]) -> str:
     return f"{record.table(lines)}\n\nMeasured: {measured}. 95 % intervals draw seeds and questions."
 
 
-def draw(arms: Mapping[str, Sequence[Row]], picture: Path) -> None:
-    """Write the picture: held-out accuracy, rewards, mean d and KL by step; a band spans the seeds."""
+def draw(arms: Mapping[str, Sequence[Row]], picture: Path, curves: Sequence[str]) -> None:
+    """Write a picture of four curves by step: means of the seeds, and a band that spans them."""
     with style.styled():
         figure = style.new_figure(10.0, 6.4)
-        axes = figure.subplots(2, 2).flatten()
-        for arm, runs in arms.items():
-            name, color, _ = ARMS[arm]
-            held_out = [{int(step): value for step, value in row["held_out"].items()} for row in runs]
-            steps = sorted(held_out[0])
-            _band(axes[0], steps, [[run[step] for step in steps] for run in held_out], color, name)
-            for panel, curve in zip(axes[1:], ("reward", "d", "kl"), strict=True):
-                values = [row["curves"][curve] for row in runs]
-                _band(panel, [STEPS * (i + 1) for i in range(len(values[0]))], values, color, name)
-        style.finish(axes[0], "Accuracy on 512 held-out questions", legend=True)
-        style.finish(axes[1], f"Reward, mean of {STEPS} steps", legend=False)
-        style.finish(axes[2], "d: |log-probability of trainer - of engine|, nats", legend=False)
-        style.finish(axes[3], "KL of trainer and engine (k3), nats", legend=False)
+        for panel, curve in zip(figure.subplots(2, 2).flatten(), curves, strict=True):
+            for arm, runs in arms.items():
+                name, color, _ = ARMS[arm]
+                if curve == "held_out":
+                    steps = [int(step) for step in runs[0]["held_out"]]
+                    values = [list(row["held_out"].values()) for row in runs]
+                else:
+                    values = [row["curves"][curve] for row in runs]
+                    steps = [STEPS * (i + 1) for i in range(len(values[0]))]
+                _band(panel, steps, values, color, name)
+            style.finish(panel, TITLES[curve], legend=curve == curves[0])
         style.save_png(figure, picture)
 
 
@@ -318,7 +328,8 @@ def main() -> int:
     for name, arms in TABLES.items():
         if found := by_arm(_rows(), arms):
             record.replace(name, section(found), PAGE)
-            draw(found, PAGE.with_name(f"{name}.png"))
+            for end, curves in PICTURES.items():
+                draw(found, PAGE.with_name(f"{name}{end}.png"), curves)
     return 0
 
 
