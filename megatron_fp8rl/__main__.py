@@ -1,7 +1,5 @@
 """``python -m megatron_fp8rl COMMAND CONFIG [--field value ...]``: dispatches to ``commands/``."""
 
-from __future__ import annotations
-
 import io
 import os
 import select

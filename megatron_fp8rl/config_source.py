@@ -1,7 +1,5 @@
 """Python source of a configuration, as a file with one function that returns it."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

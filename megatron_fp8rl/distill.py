@@ -7,8 +7,6 @@ in Thinking Machines' "On-Policy Distillation" (2025); ``algo.teacher_kl`` selec
 (``trainer/divergence.py``). Runs identically on every trainer rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial

@@ -5,8 +5,6 @@ under a digest of the pairs, the weights and the trainer's numerics, so that a r
 identically on every trainer rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -4,8 +4,6 @@ In: a RunConfig with ``warm_start.steps``. Out: a Hugging Face checkpoint and me
 rank, in BF16, with the policy, packing and optimizer of the reinforcement-learning loop.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

@@ -4,8 +4,6 @@ In: a RunConfig and a job, which is a subclass of :class:`TrainingLoop`. Out: a 
 observer writes to the run's folder. Runs identically on every trainer rank.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, closing
 from pathlib import Path

@@ -17,8 +17,6 @@ packages, and before any is imported.
     python -m megatron_fp8rl.upstream        prints every patch; the exit status is 1 if a required one is out of range
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.metadata

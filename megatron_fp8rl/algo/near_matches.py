@@ -1,7 +1,5 @@
 """The hint of an error about an unknown name. Imports only the standard library, for login nodes."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

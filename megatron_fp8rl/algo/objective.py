@@ -13,8 +13,6 @@ A surrogate is the per-token objective, to be maximized, with the metrics of its
 only where they are exponentiated. Shapes: T = packed tokens of one microbatch, S = its sequences.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import torch

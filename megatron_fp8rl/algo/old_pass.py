@@ -1,7 +1,5 @@
 """Decide whether a step computes old log-probabilities in a forward pass before its updates."""
 
-from __future__ import annotations
-
 from megatron_fp8rl.config import RunConfig
 
 

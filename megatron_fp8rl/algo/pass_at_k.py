@@ -12,8 +12,6 @@ The intervals cover the choice of problems and the sampling of completions, whic
                bootstrap is uninformative, and the Wilson interval over the problems is used instead
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

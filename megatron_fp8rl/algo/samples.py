@@ -4,8 +4,6 @@ Rollouts whose scoring failed, or that the engine aborted, are excluded. A rollo
 for each. Samples refer to the arrays of their completions; data/packing.py copies them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 

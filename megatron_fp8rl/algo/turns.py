@@ -1,7 +1,5 @@
 """The turns of a trajectory: their returns and advantages, and the turn of each loss token. Pure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The commands ``doctor``, ``plan`` and ``show``: what a configuration will do, without running it."""
 
-from __future__ import annotations
-
 from megatron_fp8rl import cli
 from megatron_fp8rl.commands.compile_kernels import fill_cache
 from megatron_fp8rl.preflight import doctor, plan, show

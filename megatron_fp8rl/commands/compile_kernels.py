@@ -4,8 +4,6 @@ The list of kernels is the run's own: two steps of the configuration, in its lay
 processes record what they compile. Without a GPU only the C kernels of a CPU are compiled, which an image can keep.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

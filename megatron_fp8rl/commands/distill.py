@@ -3,8 +3,6 @@
 Out: a complete ``RunConfig``, that of ``grpo`` with a teacher for each source. Imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace

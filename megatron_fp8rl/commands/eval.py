@@ -1,7 +1,5 @@
 """The ``eval`` command: accuracy and pass@k of a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

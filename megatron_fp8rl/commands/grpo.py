@@ -4,8 +4,6 @@ Out: a complete ``RunConfig``. Architecture, tokenizer and chat template come fr
 ``preflight/auto_layout.py``. Imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

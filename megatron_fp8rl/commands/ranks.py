@@ -1,7 +1,5 @@
 """Run a program in this process, or on one process per trainer rank, and turn its errors into an exit status."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """The ``replica`` command, which the agents of a launched job start."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from megatron_fp8rl import cli

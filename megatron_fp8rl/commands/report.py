@@ -1,7 +1,5 @@
 """The ``report`` command, which also compares two runs, and the reports that other commands write at their end."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ``study`` command: compare precisions over several seeds."""
 
-from __future__ import annotations
-
 from megatron_fp8rl import cli
 from megatron_fp8rl.commands.ranks import run_with_status
 from megatron_fp8rl.config import RunConfig

@@ -3,8 +3,6 @@
 Out: a complete ``RunConfig``, whose printed function ``python -m launch`` also takes. Imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ step_00000040/            complete; state.json lists sizes and CRC-32 of files
 damaged_step_00000040/    complete, but its bytes changed after writing; kept for analysis
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The error of an unusable checkpoint; it names the file or tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 _MAX_SHOWN = 20

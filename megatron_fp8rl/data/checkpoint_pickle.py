@@ -4,8 +4,6 @@ PyTorch unpickles ``.metadata`` and objects in shards (FP8 scaling states, RNG s
 allows a short list of names. It does not protect against a writer that changes files during reading.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

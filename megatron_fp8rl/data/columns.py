@@ -4,8 +4,6 @@ Known columns: GSM8K, DAPO-Math-17k, OpenR1-Math, MATH-500, AIME, verl's parquet
 completion, and conversations. Messages may be JSON text, and their content a list of text parts.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Count skipped prompts, log each once in ``data/dropped.jsonl``, and raise an error if there are too many."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

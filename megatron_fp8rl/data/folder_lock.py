@@ -6,8 +6,6 @@ its lock behind; then the heartbeat decides. Another process takes over the lock
 owner that was only suspended notices this and ends before it writes again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -10,8 +10,6 @@ MXFP4 is read as BF16, which has every such value: a policy is trained in BF16, 
 Shapes: E = experts, H = hidden size, F = features of an expert, N and K = rows and columns of a matrix.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 else here knows single matrices (``names/phi3.py``). A part is a range of rows, so it is an entry of its own in a file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 In: the name of a family. Out: how its files combine tensors, as functions over names, shapes, entries and tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A Hugging Face folder beside a GGUF file, converted once. Imports nothing heavy until a file is converted."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

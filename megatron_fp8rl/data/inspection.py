@@ -3,8 +3,6 @@
 All rows of small sources are rendered and tokenized; of larger ones, an even sample.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Write the Hugging Face folder for starting engines: config.json and tokenizer files, without weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ In:  a folder with config.json and safetensors, sharded or not, in BF16, FP16, F
 Out: name, type, shape and position of each tensor, and every missing, damaged or unexpected tensor by name.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

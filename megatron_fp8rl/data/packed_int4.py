@@ -7,8 +7,6 @@ Out: ``NAME.weight`` BF16 [N, K].
 Shapes: N and K = rows and columns of a matrix, G = columns of a group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

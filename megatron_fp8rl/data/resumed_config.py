@@ -3,8 +3,6 @@
 A resumed run applies every changed field from its next step on. Fields that could not take effect any more are refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ The cache (``$MEGATRON_FP8RL_CACHE`` or ``~/.cache/megatron_fp8rl``) has a line 
 malformed line affects only its row, and unpacked copies of compressed files.
 """
 
-from __future__ import annotations
-
 import bisect
 import gzip
 import hashlib

@@ -4,8 +4,6 @@ Stopped processes (debugger, SIGSTOP) can outlive a killed run. All its processe
 the folder's name, so that the next run in the folder can kill them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

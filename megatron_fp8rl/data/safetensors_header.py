@@ -4,8 +4,6 @@ Format: 8 bytes with the header's length N, little endian; N bytes of JSON; then
 offsets in the header.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The end token is the one that the chat template writes after an answer, or else the tokenizer's EOS token.
 """
 
-from __future__ import annotations
-
 import random
 from contextlib import suppress
 from dataclasses import replace

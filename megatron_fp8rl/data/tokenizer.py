@@ -3,8 +3,6 @@
 The character tokenizer makes runs possible without a network. Transformers and vLLM can load it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path

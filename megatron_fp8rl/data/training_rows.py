@@ -6,8 +6,6 @@ that the template adds behind its generation prompt. A template that rewrites hi
 earlier reasoning, makes several samples of one conversation, as in inference.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Explain weights that cannot be read, from the names of a folder's files and tensors. Pure; no torch."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

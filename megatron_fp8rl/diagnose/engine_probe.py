@@ -1,7 +1,5 @@
 """Requests a probe from an engine, whose worker (``rollout/vllm_plugin/probe.py``) writes it to a file on its host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

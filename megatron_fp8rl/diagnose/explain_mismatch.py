@@ -4,8 +4,6 @@ In: the policy, the fleet and the sequence that differs most, before an update. 
 operation that differ, or why they could not be compared. Runs on trainer rank 0 while the engines are idle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

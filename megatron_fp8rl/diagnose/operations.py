@@ -19,8 +19,6 @@ inherited errors. An operation ends where its result is rounded to BF16 and can 
     logits              of the prompt's last token
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Results are [T, features] on the host, by the names of ``diagnose/operations.py`
 log-probabilities: packed, padded to the trainer's multiples, in evaluation mode, under the training recipe.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

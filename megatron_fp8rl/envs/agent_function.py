@@ -4,8 +4,6 @@
 agent worker. Both apply the same checks.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools

@@ -17,8 +17,6 @@ reads both to identify a session that crashed or blocked the event loop. Their d
 An exception of a session stays in that session, also ``sys.exit()`` and those of its tasks and threads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

@@ -7,8 +7,6 @@ The trainer generates problems. Worker processes (envs/scoring.py) construct the
 so ``Prompt.metadata`` must contain all data for scoring, as JSON.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Iterable
 from contextlib import suppress

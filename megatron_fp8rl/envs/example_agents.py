@@ -1,7 +1,5 @@
 """Example agents, ``async def rollout(session, row) -> reward``: a calculator, a Python tool, a game."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,7 +1,5 @@
 """Ends a run whose completions get no scores: a reward, an agent or a server of a judge fails nearly always. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ processes. Its environment is empty. If started by root, the program drops root 
 a sandbox, nothing runs, and :func:`problem` returns the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

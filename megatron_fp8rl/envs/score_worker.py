@@ -11,8 +11,6 @@ All prompts of a request belong to one environment. Every reply has the "number"
 of a scorer exits without a reply. Imports neither torch nor transformers, to start fast.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The trainer's handle of one scoring process (envs/score_worker.py) and its two pipes."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Kind of a data source, from its name: rows of files, a hub dataset, a class, or a generator. Pure."""
 
-from __future__ import annotations
-
 import glob
 import re
 from pathlib import Path

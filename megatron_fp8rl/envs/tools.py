@@ -3,8 +3,6 @@
 In: text from the policy. Out: a short result or an error text; tools never raise for bad input. Runs in agent workers.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import operator

@@ -4,8 +4,6 @@ A function that leaks makes every later call in its process fail. The workers of
 restarted.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """Selects the implementation of an operation for a tensor: Triton or torch."""
 
-from __future__ import annotations
-
 import os
 
 from torch import Tensor

@@ -16,8 +16,6 @@ multiples of 128 gives the same bytes as slicing the quantized full tensor. NaN 
 Shapes: N = output features, K = input features, Nb = ceil(N / 128), Kb = ceil(K / 128).
 """
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 

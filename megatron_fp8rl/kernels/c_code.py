@@ -1,7 +1,5 @@
 """C sources of this folder, compiled at first use and kept in the folder of kernels, and threads that call them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -12,8 +12,6 @@ Shapes: T = tokens of this rank, E = experts, K = experts per token, H = hidden 
 first expert in order, followed by those of the second, and so on.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

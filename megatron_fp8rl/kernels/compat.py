@@ -3,8 +3,6 @@
 :mod:`megatron_fp8rl.upstream` lists the versions and rejects others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

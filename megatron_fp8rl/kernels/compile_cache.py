@@ -8,8 +8,6 @@ Each process appends the kernels that it compiles to ``compiled.jsonl`` in the r
 computes the seconds of each step. Imports neither torch nor Triton.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

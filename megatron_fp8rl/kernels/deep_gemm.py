@@ -3,8 +3,6 @@
 DeepGEMM compiles each kernel on first use, in seconds, to a folder shared by trainer and engines.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Call vLLM's FlashAttention 3 and router softmax kernels, for bitwise equality of trainer and engine."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ result to float32. The logarithm is taken in float64 and rounded once.
 Shapes: n = tokens, V = vocabulary, k = requested tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ Shapes: M, K, N = dimensions of a product; T = tokens, H = hidden size, Q = quer
 features of a query or key head, V = of a value head.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ They are Transformer Engine ``Float8BlockwiseQTensor`` of nominal dtype BF16, wi
 for dgrad. This module reads rowwise data without importing Transformer Engine, to publish it without requantization.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 Synchronizes with the device to read counts. Row blocks after the last expert are zeros here, with scales of 1.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -5,8 +5,6 @@ reciprocal of theirs; for the powers of two of ``trainer/kv_scales.py`` both are
 E4M3 (to nearest, saturating at 448).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -13,8 +13,6 @@ Shapes: T = tokens, H = heads of this rank, K = key features without the rotated
 of the latent vector.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Each part is rounded to the dtype of the result by its product. Parts are added 
 the sum is rounded once. For two BF16 parts this is their BF16 sum.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

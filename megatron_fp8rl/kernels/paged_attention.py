@@ -4,8 +4,6 @@ Both add in float64 and round once, so the order of a sum does not change the re
 place. It needs a C compiler and a CPU with AVX-512.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@
 since 2020). Without them, or for other shapes, :func:`multiply` returns None and the caller computes in float64.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 

@@ -4,8 +4,6 @@ Runs on trainer ranks, in engines on a CPU, and in batch-invariant engines with 
 tokens, E = experts, K = experts of a token.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The weights that get adapters, and the names of adapters in peft's format. Pure; no torch."""
 
-from __future__ import annotations
-
 import functools
 
 from megatron_fp8rl.config import LoraConfig, ModelConfig

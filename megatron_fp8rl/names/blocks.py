@@ -1,7 +1,5 @@
 """Weights that many families have in common: standard decoder layers as Hugging Face and Megatron name them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal

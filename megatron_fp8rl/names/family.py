@@ -4,8 +4,6 @@ Every field of config.json must map to a field of ModelConfig, have the only sup
 the model (``neutral_keys.py``). Other fields are errors.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Authors save the options of other models, of their training program or of an edi
 is not set. Pure; no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Rotary embedding in config.json: transformers 5 writes ``rope_parameters``, earlier releases two or three keys."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The terms in which a model family describes its weights. Pure; no torch."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

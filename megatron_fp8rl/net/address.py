@@ -1,7 +1,5 @@
 """The IPv4 address under which other hosts reach this host. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import os
 import socket
 

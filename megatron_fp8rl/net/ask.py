@@ -1,7 +1,5 @@
 """JSON requests to the servers of judges and teachers. Imports only the standard library."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import time

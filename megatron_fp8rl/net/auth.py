@@ -5,8 +5,6 @@ methods of workers. This covers every path. Other users can read neither the env
 endpoint file for trainers on other hosts.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets

@@ -3,8 +3,6 @@
 Clusters often start programs with a limit of 1,024 but allow a hundred times as many.
 """
 
-from __future__ import annotations
-
 import resource
 
 

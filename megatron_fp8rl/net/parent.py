@@ -1,7 +1,5 @@
 """End a process together with its parent, however the parent ends."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -3,8 +3,6 @@
 Folders of killed servers are removed when another server starts, or a run starts or ends on this host.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Metrics of one step's scored groups: reward, length and policy version. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Keys have the form ``what/name/reduce``; ``<name>`` in a key stands for any lowe
 keys. ``python -m megatron_fp8rl.observe.metrics > docs/metrics.md`` generates the documentation page.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

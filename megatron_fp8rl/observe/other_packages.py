@@ -3,8 +3,6 @@
 Warnings of this package and of user code, errors and tracebacks stay on the terminal.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import site

@@ -4,8 +4,6 @@ A line begins with ``{"step": n``, and steps never decrease. A killed run can le
 skip with a warning.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

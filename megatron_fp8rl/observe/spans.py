@@ -4,8 +4,6 @@ The observer writes the seconds of each step as ``time/<name>/s``. Spans nest; e
 inner spans with ``apart``. Spans of the same name add up, also in parallel threads.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from time import perf_counter

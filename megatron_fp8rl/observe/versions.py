@@ -1,7 +1,5 @@
 """Software and hardware of a run, the content of ``versions.json``: packages, Python, CPU and GPUs."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import os

@@ -11,8 +11,6 @@ A format describes a matrix [N, K] whose values share scales in blocks:
 A new format needs an entry below, a quantizer in ``quantizers.py``, rows in the kernel table, and a recipe.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

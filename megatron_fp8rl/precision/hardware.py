@@ -1,7 +1,5 @@
 """Hardware properties that the choice of kernels depends on. Pure except ``local_hardware`` and ``cpu_has_avx512``."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 from functools import cache

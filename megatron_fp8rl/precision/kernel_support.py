@@ -4,8 +4,6 @@ A function returns None, or a violation: the field to change, its value, the pro
 matter only on GPUs: a CPU computes everything in torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The GEMM shapes of a trainer rank in a full microbatch, for benchmarks and for the choice of ``auto``."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -3,8 +3,6 @@
 Experts are counted once and multiplied, so a model of 60,000 tensors takes a few milliseconds.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

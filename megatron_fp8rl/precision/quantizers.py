@@ -1,7 +1,5 @@
 """The quantizer of each format, for weights that are published, saved or emulated, and for emulated activations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """All checks of one configuration on given machines: mistakes, memory, precision. Pure; no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from megatron_fp8rl.config import RunConfig

@@ -9,8 +9,6 @@ sequences, the nearest to the configuration first. :func:`assessment.assess` acc
 with the candidates of ``all_layouts``, so ``doctor`` and ``plan`` agree. The model never changes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools

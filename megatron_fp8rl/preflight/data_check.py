@@ -1,7 +1,5 @@
 """Check the data of a run and its doubtful settings before engines start. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The diagnosis of one run: all findings, and a change after which it works. Needs neither a GPU nor torch."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace

@@ -4,8 +4,6 @@ Needs neither a GPU nor torch, and starts nothing. Exit status 0: fine; 1: warni
 for people or JSON for programs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -11,8 +11,6 @@ In: a RunConfig and a GPU. Out: an :class:`EngineEstimate`. Pure; vLLM is not im
     CUDA graphs    an allowance: they share one pool of the size of the largest captured batch
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import RunConfig

@@ -1,7 +1,5 @@
 """The results of preflight: violations of single fields, and findings about a whole run. Pure."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shlex

@@ -1,7 +1,5 @@
 """Host memory for the state that a colocated trainer offloads."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_fp8rl.config import RunConfig

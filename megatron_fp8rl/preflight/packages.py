@@ -4,8 +4,6 @@ In: the metadata of this environment; nothing is imported. Out: a table and find
 environment from the training nodes, so a missing or different package is an error only on a machine with a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import sys

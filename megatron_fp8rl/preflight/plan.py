@@ -5,8 +5,6 @@ failures cost. Needs neither a GPU nor torch. ``rates.toml`` has rates measured 
 everything that spans nodes, is assumed. ``benchmarks/planner`` compares the same arithmetic with measured runs.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter

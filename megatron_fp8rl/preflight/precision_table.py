@@ -1,7 +1,5 @@
 """The precision of both ends, tensor by tensor, and whether they are one quantized function. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import RunConfig

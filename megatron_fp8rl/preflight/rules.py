@@ -5,8 +5,6 @@ trainer process. Consequences of a mistake are not reported: if a degree does no
 matrices that it divides are not checked.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

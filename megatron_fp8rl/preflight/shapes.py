@@ -1,7 +1,5 @@
 """Rules for the architecture, its checkpoint, and the degrees that divide it. Pure but for reading config.json."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

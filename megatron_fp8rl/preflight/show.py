@@ -4,8 +4,6 @@ Reads the layer table and the kernel choice, from which the trainer is built and
 or 2 with the mistakes of a configuration that would be refused there. Needs neither a GPU nor torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass
 from typing import Literal
 

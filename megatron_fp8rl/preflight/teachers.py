@@ -3,8 +3,6 @@
 :func:`violations` is light. :func:`check` reads tokenizers and asks servers, before anything starts.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

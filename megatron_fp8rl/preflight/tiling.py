@@ -5,8 +5,6 @@ boundaries are multiples of 128 for blockwise scales, of 32 for MXFP8, and of 16
 cores require. All answers come from the rows of ``names/``, sliced as the trainer and vLLM slice them.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -4,8 +4,6 @@ An engine's shards are those of ``weight_sync/plan.py``, a trainer's those of ``
 layer is planned and multiplied by the number of experts on a rank.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass, replace

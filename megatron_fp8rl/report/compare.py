@@ -1,7 +1,5 @@
 """Compares runs: the arms of a study, each over several seeds."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """HTML of a session: who said what, what is trained, which policy version sampled it, and the rewards. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from html import escape
 

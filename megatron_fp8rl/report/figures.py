@@ -1,7 +1,5 @@
 """Plots of one run. Each ``draw_`` function fills axes; it returns False if the run has no data for the plot."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

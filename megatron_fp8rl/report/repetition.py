@@ -4,8 +4,6 @@ In: two run folders, finished or not. Out: the number of equal values, or the fi
 configurations and versions can explain it. Times, memory, speed and how requests were served are not compared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence

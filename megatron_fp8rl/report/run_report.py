@@ -1,7 +1,5 @@
 """Writes ``report.html``, a self-contained page with all plots and tables, and the overview ``report.png``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import starmap

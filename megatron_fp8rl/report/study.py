@@ -9,8 +9,6 @@ with the first arm, problem by problem. A study can be continued: finished runs 
 (table), ``study.png`` (plot) and one run folder per arm and seed, under ``runs/<name>_study``.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Common plot style: colors, lines and axes. Pure."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

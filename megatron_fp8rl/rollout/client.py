@@ -12,8 +12,6 @@ the remaining tokens, with the tokens so far appended to the prompt: a new versi
 requests. The rest of an interrupted completion has another seed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -10,8 +10,6 @@ and waits for it before the engine measures its memory. Of replicas that share a
 wait. A kernel that fails here is compiled when it is needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

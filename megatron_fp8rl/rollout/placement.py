@@ -7,8 +7,6 @@ Out: one value of ``CUDA_VISIBLE_DEVICES`` per replica.
     separate    the same, starting after the GPUs of the trainer's ranks
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 

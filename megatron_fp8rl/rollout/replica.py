@@ -12,8 +12,6 @@ Slurm sends to every process before a time limit; the agent handles it. If the p
 and the server end too.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

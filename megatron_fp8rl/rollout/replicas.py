@@ -9,8 +9,6 @@ Out: successive incarnations of each replica as :class:`Replica` objects, which 
              incarnation
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

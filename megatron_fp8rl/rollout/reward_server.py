@@ -5,8 +5,6 @@ score workers read (``envs/rewards/scalar.py``). Runs in a thread of trainer ran
 again; its completions wait for it within their deadlines.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -4,8 +4,6 @@ In: vLLM's options and environment, an address to listen on. Out: a process grou
 replicas of the same host, and in ``rollout/replica.py`` on other hosts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import os

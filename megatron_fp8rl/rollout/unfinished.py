@@ -4,8 +4,6 @@ They are in ``unfinished/step_<version + 1>.parquet`` in the run's folder. A run
 version and with the same sampling, where it would sample the same groups.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import shutil

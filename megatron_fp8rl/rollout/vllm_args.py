@@ -5,8 +5,6 @@ command line and an environment. Runs in the process that starts the engines. An
 the first publication replaces them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

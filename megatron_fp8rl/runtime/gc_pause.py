@@ -1,7 +1,5 @@
 """Pauses the garbage collector while allocating many long-lived objects."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

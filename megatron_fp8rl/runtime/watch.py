@@ -9,8 +9,6 @@ once a second. Runs on: every trainer rank, under this program's command, a laun
     a rank waits for other ranks, or for engines        ends by the deadline of that wait
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

@@ -7,8 +7,6 @@ A process of its own, because a rank that is stopped by a signal, or whose inter
 runs no code. Times are counted in turns of this process: if all processes pause and resume together, nothing is late.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

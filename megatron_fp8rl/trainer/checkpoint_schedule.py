@@ -1,7 +1,5 @@
 """Decides after which steps a run saves a checkpoint."""
 
-from __future__ import annotations
-
 import time
 
 from megatron_fp8rl.config import CheckpointConfig

@@ -4,8 +4,6 @@ In: a folder written by checkpoint_tools, or a training checkpoint. Out: this ra
 Runs on: every trainer rank; each reads only its shards, whatever layout wrote them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Sequence

@@ -14,8 +14,6 @@ keeps logits: forward and backward compute them for ``_CHUNK_TOKENS`` tokens at 
 Shapes: N = tokens, n = tokens of a chunk, H = hidden size, V = vocabulary rows of this rank, K = most likely tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -11,8 +11,6 @@ The output head runs on loss tokens only; elsewhere both values are 0.
 Shapes: T = packed tokens of one microbatch, N = loss tokens of this context-parallel rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial

@@ -18,8 +18,6 @@ engine's kernel does. Division by a power of two is exact, so both ends round eq
 Shapes: NUM_LAYERS x 3 = layers of the whole model x (query, key, value).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Arrays are not copied: they are pickle's out-of-band buffers (PEP 574). ``torch.
 object and pad all parts of a scatter to the longest.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Sequence
 from typing import Any

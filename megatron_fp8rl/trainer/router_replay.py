@@ -12,8 +12,6 @@ Shapes: T = tokens of a packed microbatch, R = tokens that this rank routes (its
 parallelism), L = layers of the whole model, K = experts of a token.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Compute the logits of a model on a single rank, without torchrun or training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

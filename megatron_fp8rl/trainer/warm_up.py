@@ -4,8 +4,6 @@ In: a policy, and prompts, because token counts per expert depend on the text. O
 kernels for full microbatches, and connections between ranks. Runs on: trainer ranks without an engine on their GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

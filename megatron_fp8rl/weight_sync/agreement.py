@@ -1,7 +1,5 @@
 """Make all trainer ranks fail together, so that none waits in a collective for a rank that raised an error."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Batched copies between fixed addresses in few kernel launches, and the parts of a message as tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ OOPSLA 2014). Adding a multiple of GOLDEN makes equal words at different positio
 is associative, so the result depends neither on the device nor on the order of summation.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -3,8 +3,6 @@
 :meth:`Engines.begin_update` fixes the set of replicas. If a replica dies, the publication is repeated without it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence

@@ -5,8 +5,6 @@ sender's slot, their digest sums, and whether all are finite. Runs on every trai
 so a publication takes a few kernel launches per round, regardless of the number of experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch

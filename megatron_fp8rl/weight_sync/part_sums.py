@@ -5,8 +5,6 @@ parts add up. Each sender sends only sums to rank 0. A float32 value counts as o
 (``digest.widened``), because rows of block scales may have an odd length. Rank 0 combines the bytes of cut words.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

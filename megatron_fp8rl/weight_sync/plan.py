@@ -10,8 +10,6 @@ Quantizing a part equals slicing the quantized whole exactly if the part's edges
 such tensors quantize them and send half the bytes. Others are gathered in BF16 first. All layouts give equal bytes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

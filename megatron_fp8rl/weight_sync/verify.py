@@ -4,8 +4,6 @@ Raises :class:`WeightMismatch`, which names every wrong tensor, its worker, and 
 recognized by the digests of the previous publication.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """An Adam with gradients, whose states can be offloaded without a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 

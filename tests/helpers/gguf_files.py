@@ -1,7 +1,5 @@
 """Small GGUF files, as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

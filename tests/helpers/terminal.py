@@ -1,7 +1,5 @@
 """A terminal for tests: runs a command on a pseudo-terminal, and computes what its user sees."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -4,8 +4,6 @@ NeMo Gym's model server has one URL, set by ``session.endpoint``, and one key; a
 request names its session in the field ``user``, which its metadata carries.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping

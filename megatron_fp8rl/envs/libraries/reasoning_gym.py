@@ -4,8 +4,6 @@ A problem is a pure function of its index (except in knight_swap, which iterates
 problem in the worker process, so that the scorer gets an entry with Python types instead of a JSON copy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -5,8 +5,6 @@ evaluations; agents call the session's OpenAI endpoint. Roles that the environme
 The chat loop is verifiers_chat.py, unless ``env_options`` name a harness. Needs the extra ``verifiers``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -3,8 +3,6 @@
 The library's own harnesses start a program for each session. The library records the requests to its endpoint.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

@@ -3,8 +3,6 @@
 ``extraction.py`` finds the answer in a completion. The reference is read as the answer is.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

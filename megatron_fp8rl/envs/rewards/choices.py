@@ -5,8 +5,6 @@ phrase ("The correct option is (C). A photon has no mass."), and a letter that e
 in a sentence is an article. Several different letters are an answer only as a list ("A, C").
 """
 
-from __future__ import annotations
-
 import re
 
 from megatron_fp8rl.envs.rewards.extraction import (

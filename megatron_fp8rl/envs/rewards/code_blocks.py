@@ -6,8 +6,6 @@ example of use, with output, or with shell lines are not programs. Only one prog
 count twice.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re

@@ -6,8 +6,6 @@ statement. So a program that replaces ``abs`` or ``math.isclose`` changes no tes
 fails the comparison.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

@@ -1,7 +1,5 @@
 """Build the configured rewards of a source of rows, in score workers, which do not open the rows."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

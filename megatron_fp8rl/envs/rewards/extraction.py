@@ -4,8 +4,6 @@ The reasoning ends at its last closing mark. The answer is then the last ``<answ
 ``\\boxed{}``, else the line after the last ``####``, else the text after the last "answer is", else the whole text.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from typing import NamedTuple

@@ -6,8 +6,6 @@ numbers, and may be a coroutine. A function with a ``completions`` parameter is 
 ``answer`` and columns are lists of equal length, and it returns a list.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import importlib.util

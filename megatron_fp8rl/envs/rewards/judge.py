@@ -4,8 +4,6 @@ The reward is the grade divided by the highest grade: "8/10", "8 out of 10" and 
 grade, with different grades, or with a grade out of range is a failed score. The API key is never logged.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Read: signs, separators of thousands, currencies, units, percent signs, fraction
 and their LaTeX. An expression such as ``3x``, ``10 - 3`` or ``(3, 4)`` is not a number and is rejected.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

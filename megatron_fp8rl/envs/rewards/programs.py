@@ -3,8 +3,6 @@
 ``code_blocks.py`` finds the program, ``code_tests.py`` reads the tests, and ``code_runner.py`` runs both.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import secrets

@@ -1,7 +1,5 @@
 """Run a user's reward function in a persistent sandbox process that reads only the function's folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

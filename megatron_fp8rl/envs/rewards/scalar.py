@@ -4,8 +4,6 @@ The score is the model's single output before activation, times ``scale``. vLLM 
 server for ``folder`` (``rollout/reward_server.py``), or an external server runs at ``url``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -18,8 +18,6 @@ Shapes: S = sequences, T = queries of all sequences, K = keys of all sequences, 
 value heads), D = features of a head.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

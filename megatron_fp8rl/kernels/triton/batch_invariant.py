@@ -11,8 +11,6 @@ Thread layouts follow from block sizes, warps and dtypes. They equal the engine'
 Shapes: T = rows, H = columns; K = terms of a product or sum, N = outputs.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

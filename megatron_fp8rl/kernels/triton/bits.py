@@ -3,8 +3,6 @@
 Triton's interpreter rounds conversions differently, so each rounding is also written in integers or float32 additions.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

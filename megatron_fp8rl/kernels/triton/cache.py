@@ -1,7 +1,5 @@
 """What Triton compiles in a process is recorded, and goes to memory when the disk is full."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -3,8 +3,6 @@
 Imports Triton; under TRITON_INTERPRET=1 the same kernel runs on the CPU for tests.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -3,8 +3,6 @@
 Runs on trainer ranks and in engine workers. Import only for CUDA tensors, or under TRITON_INTERPRET=1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -6,8 +6,6 @@ order-independent one of ``kernels/exact_logprobs.py``; everything else except i
 Shapes: n = tokens of the chunk, V = vocabulary rows of this rank.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

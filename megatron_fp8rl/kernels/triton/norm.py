@@ -8,8 +8,6 @@ mean square by at most 2^-38 of the largest square.
 Shapes: T = tokens, H = columns. Import only for CUDA tensors, or under TRITON_INTERPRET=1.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Bitwise equal to torch. Not measured on GPUs yet.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Values equal ``blockwise.quantize_activation`` with power-of-two scales; a scale is one byte, its exponent.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

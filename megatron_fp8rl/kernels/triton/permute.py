@@ -5,8 +5,6 @@ processes a tile of triton/tiles.py: 128 features of one expert's 128 rows, or o
 Grids use only the first axis, because the others allow at most 65,535 programs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import NamedTuple

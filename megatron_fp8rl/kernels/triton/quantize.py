@@ -8,8 +8,6 @@ One program quantizes one block. All matrices of a call are one launch, through 
 hundreds of expert matrices of a layer cost as much as one matrix of their total size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

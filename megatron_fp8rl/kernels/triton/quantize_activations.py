@@ -5,8 +5,6 @@ equal numbers. vLLM's fused kernel ignores power-of-two scales (vllm-project/vll
 or under TRITON_INTERPRET=1.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated featur
 of Q query heads, a key head and a value head: W = G (Q + 2) D.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A program has some tokens and all E experts. Experts are chosen by descending so
 index, as in the engine's kernel; the weights are computed in float32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Functions are those of its class ``_Torch``. A sum adds the rows of a token in the order of their experts.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

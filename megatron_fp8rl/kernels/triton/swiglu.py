@@ -6,8 +6,6 @@ division is exact. Backward rounds once and needs only the inputs. The order of 
 Shapes: T = tokens sorted by expert, F = features between the two linears, H = hidden size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

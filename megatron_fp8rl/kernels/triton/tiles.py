@@ -9,8 +9,6 @@ HARDWARE means that a GPU runs this: PTX instructions compute what Triton cannot
 rounds conversions differently, computes the same values from integers.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

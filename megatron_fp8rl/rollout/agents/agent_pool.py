@@ -11,8 +11,6 @@ memory, threads or files are used up takes no further sessions; those that it lo
 An error of one session, whatever raised it, fails that session. Only an agent that cannot be loaded ends the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

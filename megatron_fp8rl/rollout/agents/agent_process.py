@@ -4,8 +4,6 @@ In: sessions to run. Out: the outcome of each. Runs on trainer rank 0, on the fl
 ``envs/agent_worker.py`` runs in the worker.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

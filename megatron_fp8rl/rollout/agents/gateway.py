@@ -15,8 +15,6 @@ Clients repeat requests after some statuses. Status 429 and 503 with ``Retry-Aft
 that is wrong, or whose session is at its limit, gets 400, 401, 410 or 413.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

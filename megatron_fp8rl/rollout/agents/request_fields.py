@@ -7,8 +7,6 @@ fields that are set, or a :class:`RequestError` that names the field, its value 
 ``python -m megatron_fp8rl.rollout.agents.request_fields`` prints the tables of ``docs/agents.md``.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import textwrap

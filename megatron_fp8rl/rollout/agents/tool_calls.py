@@ -1,7 +1,5 @@
 """Parses tool calls in sampled text with vLLM's parsers, on trainer rank 0."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import logging

@@ -4,8 +4,6 @@ vLLM returns a rank of 1 or more with each token. After a step with drafts, an e
 number with the first token, and :data:`ACCEPTED` with the others (``patches_speculation.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

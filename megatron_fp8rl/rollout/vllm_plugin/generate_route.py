@@ -9,8 +9,6 @@ log-probability: 43 us per token in the process that also receives all tokens. I
 together, nothing is sampled for 11 s.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Sequence
 from typing import Any

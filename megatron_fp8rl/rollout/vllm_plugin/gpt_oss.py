@@ -4,8 +4,6 @@ vLLM's model reads experts of a whole layer whose gate and up rows alternate. An
 both matrices, and the trainer's blocks do not. The GPU kernels of the other order are not measured yet.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Any

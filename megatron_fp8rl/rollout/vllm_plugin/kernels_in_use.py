@@ -4,8 +4,6 @@ The attributes are those of vLLM 0.26: a layer's ``quant_method``, for FP8 linea
 ``scheme.kernel``, for experts its ``fp8_backend`` or ``unquantized_backend``, and the ``attn_backend`` of attention.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

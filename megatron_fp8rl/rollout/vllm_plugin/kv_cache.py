@@ -9,8 +9,6 @@ the engine is paused, because cached keys and values use the old scales, and a p
 after a reload of weights and when a sleeping cache wakes up; set them again afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Imports vLLM's model, so that vLLM loads this module only for such an engine.
 """
 
-from __future__ import annotations
-
 from transformers import Olmo2Config, Olmo3Config
 from vllm.model_executor.models import olmo3
 

@@ -5,8 +5,6 @@ patch stops the start of an engine, and an optional patch is skipped. Further pa
 (layers) and ``server.py`` (startup).
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import multiprocessing

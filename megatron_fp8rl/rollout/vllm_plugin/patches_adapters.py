@@ -5,8 +5,6 @@ kernels read. An engine has one adapter, that of the policy's version. Each vers
 the key of vLLM's prefix cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

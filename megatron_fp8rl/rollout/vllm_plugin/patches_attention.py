@@ -6,8 +6,6 @@ faster than over a BF16 cache. Here, sequences with one new token are decoded, a
 packed (``kernels/triton/attention.py``). Both give a token the same bits, which do not depend on the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -6,8 +6,6 @@ its input. Only results that such a linear has asked for once are quantized; the
 captured.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ words of a :class:`KeptEntries`. The V1 sampler runs on CPUs, and on GPUs with r
 is not measured yet; the V2 sampler runs on GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

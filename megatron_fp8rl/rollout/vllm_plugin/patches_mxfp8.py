@@ -6,8 +6,6 @@ layer. Emulated linears have ``dequantized_weight`` instead. Updates change both
 them. Checked against the source of vLLM 0.26.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

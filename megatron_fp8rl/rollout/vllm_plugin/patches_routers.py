@@ -5,8 +5,6 @@ token's experts. vLLM multiplies in FP32 by cuBLAS, and its fused kernels add an
 workers of engines whose model has such a router (GLM-4.5, MiniMax-M2).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -13,8 +13,6 @@ The counts of drafts travel in the column of ranks, which nothing else reads: se
 on GPUs yet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ For R ranks and B bytes of a tensor, a rank receives (R - 1) B bytes instead of 
 code runs on CPUs and GPUs. Not measured on GPUs yet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 Imports vLLM's model, so that vLLM loads this module only for such an engine.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -6,8 +6,6 @@ vLLM calls :func:`register` through the entry point ``vllm.general_plugins``; ``
 calls it before the engine forks its other processes.
 """
 
-from __future__ import annotations
-
 import os
 
 from megatron_fp8rl import upstream

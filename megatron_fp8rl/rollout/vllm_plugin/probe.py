@@ -5,8 +5,6 @@ named in ``diagnose/operations.py``, in the engine's dtypes. Hooks run only when
 not be compiled. CUDA graphs may stay on: without torch.compile they cover only decoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -18,8 +18,6 @@ a kind are alike. Later ones are direct, or with ``weight_sync.spare_weights`` s
 would be slow: vLLM's loaders take 1.5 ms per tensor, half a minute for the experts of 48 layers.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass

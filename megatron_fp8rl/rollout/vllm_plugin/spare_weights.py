@@ -4,8 +4,6 @@ A thread receives a publication's messages, on a GPU in a separate stream; they 
 engine pauses only to copy them to the tensors that its kernels read (``weight_sync.spare_weights``).
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

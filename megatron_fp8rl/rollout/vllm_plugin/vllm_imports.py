@@ -3,8 +3,6 @@
 The code tests whether a module exists; it does not compare versions.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType

@@ -3,8 +3,6 @@
 vLLM mixes :class:`WorkerExtension` into its worker class (``worker_extension_cls``).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any

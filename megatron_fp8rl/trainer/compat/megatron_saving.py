@@ -1,7 +1,5 @@
 """Megatron-Core internals that checkpoints use: gathering, staging and writing shards."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial

@@ -10,8 +10,6 @@ Shapes: T = packed tokens of this rank, H = query heads, G = key and value heads
 = of a value head.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -11,8 +11,6 @@ Shapes: T = packed tokens of this rank, K = keys of all segments, H = query head
 of a query or key head, V = features of a value head.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

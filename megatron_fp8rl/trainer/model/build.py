@@ -3,8 +3,6 @@
 Random weights depend only on the seed and the parameter's global name, so they are equal in every parallel layout.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

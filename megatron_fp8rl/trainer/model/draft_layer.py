@@ -13,8 +13,6 @@ norm. vLLM applies the layer again to its own output for further drafts; it is t
 Shapes: T = packed tokens of one microbatch, H = hidden size.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace

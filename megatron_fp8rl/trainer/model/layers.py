@@ -1,7 +1,5 @@
 """Megatron-Core layer specs: the modules of each layer, with their precision (layer table) and kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Linears with pluggable FP8 GEMMs, and RMSNorm; parameter names and layout are those of Transformer Engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

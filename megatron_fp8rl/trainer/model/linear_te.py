@@ -21,8 +21,6 @@ Shapes: T = tokens, P = tokens including every expert's padding, E = experts (1 
 features, K = input features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

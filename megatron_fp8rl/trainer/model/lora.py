@@ -15,8 +15,6 @@ Shapes: E = experts of this rank (1 for a plain linear), R = rank, K and N = inp
 equal parts of the output features (2 for gate and up, else 1), T = tokens.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence

@@ -13,8 +13,6 @@ length of the pack. It pads values to the size of keys, which truncates larger v
 Shapes: T = packed tokens, S = T / tensor-parallel size, H = heads of this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

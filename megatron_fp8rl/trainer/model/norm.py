@@ -5,8 +5,6 @@ always Transformer Engine's. A norm at the start of a layer's branch also return
 Backward then adds the stream's gradient in FP32, which saves one pass over memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

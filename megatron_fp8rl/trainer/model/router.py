@@ -12,8 +12,6 @@ of the softmax sum changes the last bits of FP32. Such an engine computes sigmoi
 Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -10,8 +10,6 @@ Transformer Engine rounds all masters of a call to BF16 before quantizing the fi
 parameters save on one rank. :func:`limit_master_copies` calls it in chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 

@@ -4,8 +4,6 @@ Code that accumulates there marks the parameter (``grad_added_to_main_grad``) an
 is never read. Parameters with ``gradients_ready(parameters)`` need not be autograd inputs (trainer/compat/megatron.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -12,8 +12,6 @@ whole one, orthogonalizes it, and broadcasts it. Tensor-parallel shards are gath
 rounding. FP32 on a CPU, BF16 on a GPU, as its authors do. Not measured on GPUs yet.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Losses are already divided by the global batch's denominators, so gradients are summed over ranks and microbatches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ parameters (``reuse_grad_buf_for_mxfp8_param_ag``). Weights there that are read 
 without a step overwrite the weights; ``Optimizer.rebuild_parameters`` restores them from FP32 masters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

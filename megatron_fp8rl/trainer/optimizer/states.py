@@ -9,8 +9,6 @@ restores FP8 moments with another scale. Checkpoints here contain FP32 moments, 
 restored to the same bits: a block may get a smaller scale, at which all its values are representable.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 

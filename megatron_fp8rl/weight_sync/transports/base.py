@@ -14,8 +14,6 @@ of other processes within a fraction of a second, through a key in the store of 
 subclass of :class:`Transport` and an entry in ``choose.py`` (and in ``config.WeightSyncConfig``).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Selects the transport for ``weight_sync.transport``, including ``auto``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

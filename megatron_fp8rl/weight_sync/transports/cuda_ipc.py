@@ -1,7 +1,5 @@
 """Transport through mapped memory: CUDA IPC between GPUs of one host, or files on a host without GPUs."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import mmap

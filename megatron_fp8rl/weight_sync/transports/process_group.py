@@ -1,7 +1,5 @@
 """Transport over one process group of all trainer ranks and engine workers: NCCL between GPUs, or gloo."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ value is unpickled, and each has a MAC with a secret, which the engines get thro
 program can make a publication fail, but cannot choose what a process opens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import socket

@@ -1,7 +1,5 @@
 """Sessions of several turns: a row of a run whose steps are known."""
 
-from __future__ import annotations
-
 import json
 
 from benchmarks import agent_turns

@@ -1,7 +1,5 @@
 """The comparison behind benchmarks/same_bytes.py finds what is the same, and names what is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs from one warm start: what a row says of a run whose steps are known, and which runs there are."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

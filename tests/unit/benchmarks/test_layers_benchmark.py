@@ -1,7 +1,5 @@
 """The benchmark of layers: its policies on a CPU, and what it makes of two depths."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import layers

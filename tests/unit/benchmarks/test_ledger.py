@@ -1,7 +1,5 @@
 """The ledger: rows of whole runs against figures computed by hand, shapes that do not fit, and one run on a CPU."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The parts of benchmarks/experts.py and benchmarks/linears.py that need no GPU."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

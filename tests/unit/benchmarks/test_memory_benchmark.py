@@ -1,7 +1,5 @@
 """The benchmark of memory: what it compares, and that it reads the meter where it says."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The rates of a plan are those of the measured rows, and whole steps are predicted within a few percent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import median
 

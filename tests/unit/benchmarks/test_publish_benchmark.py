@@ -1,7 +1,5 @@
 """The benchmark of publications: layouts that it understands, cases that exist, and its table."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import publish

@@ -1,7 +1,5 @@
 """Rows and where they come from; sections of docs/performance.md: one is replaced, the rest stays as it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

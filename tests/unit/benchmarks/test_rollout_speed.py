@@ -1,7 +1,5 @@
 """What the throughput benchmark computes besides times: limits, cells, what a log says, rows that add up."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import rollout_speed as speed

@@ -1,7 +1,5 @@
 """What all benchmarks share: arms in processes of their own, rows that are kept, failures that are said."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

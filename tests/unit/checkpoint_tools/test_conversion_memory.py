@@ -1,7 +1,5 @@
 """Memory is bounded by what was asked for, not by the checkpoint or by its largest tensor."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

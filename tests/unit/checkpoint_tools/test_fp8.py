@@ -1,7 +1,5 @@
 """FP8 checkpoints: the bytes that the exporter publishes, and a config.json that names what is not FP8."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """inspect and diff: counts, differences by name and number, and damaged checkpoints refused by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

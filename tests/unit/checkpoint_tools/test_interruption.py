@@ -1,7 +1,5 @@
 """Conversions that are killed or run out of disk leave nothing under the final name and go on where they were."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

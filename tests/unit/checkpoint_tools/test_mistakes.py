@@ -1,7 +1,5 @@
 """Mistakes of users are refused with a message: overwritten folders, lost data, invalid options."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Damaged, incomplete and misnamed checkpoints are refused by file or tensor name; no half result is left."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Hugging Face to Megatron-Core and back, bit for bit, for every family; FP8 sources; what else is in a folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

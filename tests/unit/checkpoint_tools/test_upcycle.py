@@ -1,7 +1,5 @@
 """``upcycle``: experts that start from a dense feed-forward layer, and differ."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """``widen``: the same function with sizes that FP8 blocks tile, and added weights that stay zero in training."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """GGUF files: every tensor, the architecture, the tokenizer and its end tokens, and the folder beside the file."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

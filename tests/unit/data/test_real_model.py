@@ -1,7 +1,5 @@
 """What `make demo-real` writes and runs, with a small GGUF file in place of the one that it fetches."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

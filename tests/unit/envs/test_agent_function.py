@@ -18,8 +18,6 @@ from megatron_fp8rl.rollout.agents.agent_process import load_problem
 from model_configs.tiny import tiny_qwen3
 
 AGENTS = """
-from __future__ import annotations
-
 import functools
 import inspect
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Agents as local processes, with small programs for trainer and replicas: what ends a job, and what does not."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

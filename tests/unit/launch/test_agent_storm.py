@@ -3,8 +3,6 @@
 Nothing is lost but the steps since the last save. ``FP8RL_STORM_S`` says how long kills go on; 1200 is the long test.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Failures of agents and roles: parts that die, full disks, and signals that come early or twice."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Cluster files: found by name or path, judged as a whole."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What users write and do that nobody meant: fields of the wrong kind, shells with a will of their own, interrupts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plans of every kind of job, without Slurm: roles, nodes and refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line of the launcher: one command, every mistake at once, and an exit status that tells the truth."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Which node carries what, and every reason why a run cannot be laid out."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

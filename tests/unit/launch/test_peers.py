@@ -1,7 +1,5 @@
 """Where an agent stands, and the files by which nodes of an attempt find each other."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

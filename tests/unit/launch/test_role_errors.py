@@ -1,7 +1,5 @@
 """The error of a role, cut out of its log, where output of ranks lies between the lines of a traceback."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from pathlib import Path

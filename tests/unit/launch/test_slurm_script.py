@@ -4,8 +4,6 @@
 ``FP8RL_UPDATE_GOLDEN=1 python -m pytest tests/unit/launch/test_slurm_script.py``, and read the difference.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

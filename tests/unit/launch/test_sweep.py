@@ -1,7 +1,5 @@
 """Sweeps: a job of its own for each combination of values, checked as a whole, and a table of what came of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is the user's own: modules travel with the job, and paths that nodes would not find are named."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``status``, ``logs`` and ``cancel`` of runs on this machine, with small programs for roles, and of a fake Slurm."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Settings of the tests of preflight."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_fp8rl.preflight import auto_layout

@@ -1,7 +1,5 @@
 """What the doctor finds, what it proposes, and that its proposals work."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shlex

@@ -1,7 +1,5 @@
 """Memory by part against arithmetic done by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a plan prints, and that ``plan`` and ``doctor`` agree about the layouts that work."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import replace

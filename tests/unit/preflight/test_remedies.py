@@ -1,7 +1,5 @@
 """Every command that the doctor prints as a remedy makes the run work; where it prints none, it says what it tried."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ``show`` says of each group of layers, against what is known of models and of kernels."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

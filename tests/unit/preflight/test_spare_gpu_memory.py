@@ -1,7 +1,5 @@
 """How a ``grpo`` job uses the memory that its layout leaves: engines in place, and longer microbatches."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_fp8rl import cli

@@ -6,8 +6,6 @@ layer's cache, [blocks, G, tokens of a block, 2 D]; here the last axis is a toke
 keys only, [blocks, 1, tokens of a block, D]: values are their first features (``cpu_latent.py``).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

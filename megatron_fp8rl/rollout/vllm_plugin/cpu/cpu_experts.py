@@ -4,8 +4,6 @@ In: rows of this rank's tokens; the number of tokens of every rank. Out: the row
 the sum over all. Runs in vLLM's workers on a machine without a GPU.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

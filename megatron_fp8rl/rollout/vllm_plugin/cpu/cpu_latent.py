@@ -5,8 +5,6 @@ same layer computes ``kernels/latent.py`` for prompts, parts of prompts and deco
 ``cpu_attention.py`` writes and reads the cache: [blocks, 1, tokens of a block, L + R], L latent and R rotated features.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

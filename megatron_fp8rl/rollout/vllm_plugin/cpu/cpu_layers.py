@@ -11,8 +11,6 @@ a form that cannot be read back and verified. The methods here
 Products, norms, rotary embedding and sums of experts come from ``kernels/float64.py``, bitwise equal to the trainer's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 vLLM's MXFP8 on a CPU multiplies BF16 activations by dequantized weights, and has no experts.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
