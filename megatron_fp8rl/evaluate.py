@@ -130,10 +130,8 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
 
 
 def check(evaluation: Evaluation) -> None:
-    """Compare the checkpoints with the model of the configuration, before anything starts.
-
-    Raises ConfigError with the first differences of config.json, or missing, damaged and unexpected tensors.
-    """
+    """Compare the checkpoints with the model of the configuration, before anything starts. Raises ConfigError with the
+    first differences of config.json, or missing, damaged and unexpected tensors."""
     for checkpoint in evaluation.checkpoints:
         config, model = checkpoint / "config.json", evaluation.config_of(checkpoint).model
         if config.is_file() and (problem := differences(config, model)):
@@ -151,10 +149,8 @@ def label(checkpoint: Path, run_dir: Path) -> str:
 
 
 def run(evaluation: Evaluation, *, deadline_s: float) -> None:
-    """Collective: evaluate; rank 0 writes and prints the result. ``deadline_s``: longest wait between ranks.
-
-    Ends between two batches of problems on a stop request; a restart begins from scratch.
-    """
+    """Collective: evaluate; rank 0 writes and prints the result. ``deadline_s``: longest wait between ranks. Ends
+    between two batches of problems on a stop request; a restart begins from scratch."""
     from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
     megatron_on_cpu.install()
@@ -267,10 +263,8 @@ def _rounds(engine: EngineConfig, prompts: Sequence[Prompt], num_completions: in
 
 
 def result_of(groups: Sequence[RolloutGroup], ks: Sequence[int]) -> dict[str, Any]:
-    """Pure: estimates over scored groups of equal size. Keys of "pass_at" are strings, as in JSON.
-
-    Without a meaning of passing (``observe.groups.passes``), "accuracy" is None and "pass_at" empty.
-    """
+    """Pure: estimates over scored groups of equal size. Keys of "pass_at" are strings, as in JSON. Without a meaning of
+    passing (``observe.groups.passes``), "accuracy" is None and "pass_at" empty."""
     from megatron_fp8rl.algo.pass_at_k import accuracy, pass_at_ks
     from megatron_fp8rl.observe.groups import has_pass_rate, pass_counts
 
@@ -472,11 +466,7 @@ def _model_dir(model: ModelConfig, data: DataConfig, checkpoint: Path) -> tuple[
     recorded = _state(checkpoint).get("config", {})
     initial = recorded.get("model", {}).get("hf_path")
     run_dir = checkpoint.parent.parent if checkpoint.parent.name == _CHECKPOINTS else checkpoint.parent
-    candidates = [
-        checkpoint,
-        *(Path(folder) for folder in (initial, model.hf_path) if folder),
-        run_dir / _MODEL_DIR,
-    ]
+    candidates = [checkpoint, *(Path(folder) for folder in (initial, model.hf_path) if folder), run_dir / _MODEL_DIR]
     model_dir = next((folder for folder in candidates if (folder / "config.json").is_file()), None)
     if model_dir is None and initial is not None:
         problem = f"is unknown for this checkpoint: its run started from {initial}, which does not exist here"

@@ -47,9 +47,7 @@ class KeptEntries:
     @classmethod
     def join(cls, parts: Sequence[KeptEntries | None], lengths: Sequence[int]) -> KeptEntries | None:
         """Parts of ``lengths`` tokens, one after another; None if all are None, which stands for the whole vocabulary.
-
-        Raises ValueError if a part has another length, or they are of different vocabularies.
-        """
+        Raises ValueError if a part has another length, or they are of different vocabularies."""
         sizes = {part.vocab_size for part in parts if part is not None}
         if not sizes:
             return None

@@ -9,10 +9,8 @@ import numpy as np
 
 
 class TokenArray(Sequence):
-    """A read-only array [N] of token ids or log-probabilities that behaves like a tuple of Python numbers.
-
-    It equals any sequence of the same numbers. A number takes 4 bytes (8 in float64); in a tuple it takes 32 to 36.
-    """
+    """A read-only array [N] of token ids or log-probabilities that behaves like a tuple of Python numbers. It equals
+    any sequence of the same numbers. A number takes 4 bytes (8 in float64); in a tuple it takes 32 to 36."""
 
     __slots__ = ("_array",)
 

@@ -145,10 +145,8 @@ class TrainingLoop(ABC):
             self.saver.begin(self.step, extra)
 
     def _resume(self, checkpoints: Path) -> tuple[int, dict[str, Any], bool]:
-        """Restore the newest checkpoint: (its step or 0, the step's record, whether the run is complete).
-
-        A run that lacks the line of its last step, because it was killed, is not complete.
-        """
+        """Restore the newest checkpoint: (its step or 0, the step's record, whether the run is complete). A run that
+        lacks the line of its last step, because it was killed, is not complete."""
         resumed = checkpoint.resume(checkpoints, self.policy, self.observer.message)
         if resumed is None:
             return 0, {}, self.cfg.num_steps == 0

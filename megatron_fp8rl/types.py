@@ -114,11 +114,8 @@ IS_RIGHT = "is_right"  # part of a reward: 1 if the answer is right, otherwise 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """A scored trajectory.
-
-    It has several branches if a chat template rewrote history. A token that was sampled in one branch is context in the
-    others. A lost session has no branches.
-    """
+    """A scored trajectory. It has several branches if a chat template rewrote history. A token that was sampled in one
+    branch is context in the others. A lost session has no branches."""
 
     prompt: Prompt
     index: int  # position among the rollouts of its prompt
@@ -227,10 +224,8 @@ def _joined(parts: Iterable[Sequence[int]]) -> TokenArray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """Packed sequences, each padded at its end; identical on all ranks of a data-parallel replica.
-
-    Position t predicts ``targets_T[t]``, the next token of its sequence; all other per-token fields refer to it.
-    """
+    """Packed sequences, each padded at its end; identical on all ranks of a data-parallel replica. Position t predicts
+    ``targets_T[t]``, the next token of its sequence; all other per-token fields refer to it."""
 
     tokens_T: torch.Tensor  # int64 [T]
     targets_T: torch.Tensor  # int64 [T]

@@ -133,10 +133,8 @@ def patches(package: str, *, why: str, remove_when: str, optional: bool = False)
 
 @functools.cache
 def registered() -> tuple[Patch, ...]:
-    """Every patch of this library, by package and name. Imports nothing.
-
-    Raises ValueError for an unknown package, and for a name in TESTED_LESS that no patch has.
-    """
+    """Every patch of this library, by package and name. Imports nothing. Raises ValueError for an unknown package, and
+    for a name in TESTED_LESS that no patch has."""
     less = {name: versions for versions, names in TESTED_LESS.items() for name in names}
     patches = [patch for path in sorted(_ROOT.rglob("*.py")) for patch in _patches_of(path)]
     if unknown := less.keys() - {patch.name for patch in patches}:
@@ -181,10 +179,8 @@ def outside() -> dict[str, list[Patch]]:
 
 
 def check() -> None:
-    """Raise UntestedVersion, naming every required patch of every installed package that is outside its range.
-
-    With ``MEGATRON_FP8RL_UNTESTED_VERSIONS=1`` in the environment, warn with the same text instead.
-    """
+    """Raise UntestedVersion, naming every required patch of every installed package that is outside its range. With
+    ``MEGATRON_FP8RL_UNTESTED_VERSIONS=1`` in the environment, warn with the same text instead."""
     lines = []
     for package, wrong in outside().items():
         if required := [patch for patch in wrong if not patch.optional]:

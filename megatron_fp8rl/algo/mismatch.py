@@ -117,10 +117,8 @@ class MismatchReport:
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Log of a probability ratio, [T]; 0 where the mask is False.
-
-    Masks before the subtraction: padding may hold -inf, and ``0 * inf`` is NaN in values and gradients.
-    """
+    """Log of a probability ratio, [T]; 0 where the mask is False. Masks before the subtraction: padding may hold -inf,
+    and ``0 * inf`` is NaN in values and gradients."""
     return torch.where(mask_T, numerator_T, 0.0) - torch.where(mask_T, denominator_T, 0.0)
 
 

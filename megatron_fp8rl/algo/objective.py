@@ -26,10 +26,8 @@ Surrogate = tuple[Tensor, dict[str, Tensor]]  # objective [T], 0 outside the los
 
 
 def old_logprobs(inputs: LossInputs) -> Tensor:
-    """Log-probabilities of the old policy, [T], without gradient.
-
-    Without ``mb.old_logprobs_T`` this is the batch's only update: old equals trainer.
-    """
+    """Log-probabilities of the old policy, [T], without gradient. Without ``mb.old_logprobs_T`` this is the batch's
+    only update: old equals trainer."""
     old_T = inputs.mb.old_logprobs_T
     return (inputs.trainer_logprobs_T if old_T is None else old_T).detach()
 
@@ -101,9 +99,7 @@ def token_shares(inputs: LossInputs, aggregate: Aggregate) -> Tensor:
 
 def policy_loss(inputs: LossInputs, surrogate: Surrogate, shares_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics of a surrogate: with mismatch correction and the KL and entropy terms configured in ``cfg``.
-
-    Raises ValueError for ``cfg.kl_coef`` without reference log-probabilities.
-    """
+    Raises ValueError for ``cfg.kl_coef`` without reference log-probabilities."""
     mb, entropy_T, cfg = inputs.mb, inputs.entropy_T, inputs.cfg
     mask_T = mb.loss_mask_T
     log_mismatch_T = log_ratio(old_logprobs(inputs), mb.rollout_logprobs_T, mask_T)

@@ -85,10 +85,8 @@ def shaped_rewards(
 
 
 def overlong_penalty(num_tokens: int, max_completion_tokens: int, cfg: AlgoConfig) -> float:
-    """Soft overlong punishment, 0 to 1: rises linearly over the last ``overlong_buffer_tokens`` before the limit.
-
-    DAPO, arXiv 2503.14476 eq. 13, with positive sign. Without a buffer, only completions at the limit are penalized.
-    """
+    """Soft overlong punishment, 0 to 1: rises linearly over the last ``overlong_buffer_tokens`` before the limit. DAPO,
+    arXiv 2503.14476 eq. 13, with positive sign. Without a buffer, only completions at the limit are penalized."""
     excess = num_tokens - (max_completion_tokens - cfg.overlong_buffer_tokens)
     if cfg.overlong_buffer_tokens == 0:
         return float(excess >= 0)

@@ -61,10 +61,8 @@ def _refuse(text: str) -> int:
 
 
 def start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True, job: str = "rl") -> int:
-    """Check model and data, and run the requested programs on every rank; returns the exit status.
-
-    ``job``: the training job that ``wants_rl`` asks for, a key of ``_JOBS``.
-    """
+    """Check model and data, and run the requested programs on every rank; returns the exit status. ``job``: the
+    training job that ``wants_rl`` asks for, a key of ``_JOBS``."""
     if wants_rl and job != (wanted := job_of(cfg)):
         problem = "with these sources, the configuration is one of another command"
         return _refuse(f"--algo.loss = {cfg.algo.loss!r}: {problem}. Use the command {wanted}.")

@@ -66,10 +66,8 @@ def _digest(path: Path) -> str:
 
 
 def damaged_files(path: Path, share: int = 0, num_shares: int = 1) -> list[str]:
-    """Files in this share of a complete checkpoint whose bytes differ from those that were written.
-
-    Skips files without a digest (older and converted checkpoints). Raises OSError with the path of an unreadable file.
-    """
+    """Files in this share of a complete checkpoint whose bytes differ from those that were written. Skips files without
+    a digest (older and converted checkpoints). Raises OSError with the path of an unreadable file."""
     known = json.loads((path / STATE_FILE).read_text()).get("digests", {})
     names = sorted(known)[share::num_shares]
     return [name for name, digest in digests_of(path, names).items() if digest != known[name]]

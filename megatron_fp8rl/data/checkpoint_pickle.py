@@ -61,10 +61,8 @@ class _Metadata(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The contents of ``.metadata``.
-
-    Raises UnsafeError if it names a class that is not allowed. Damaged bytes may raise any exception.
-    """
+    """The contents of ``.metadata``. Raises UnsafeError if it names a class that is not allowed. Damaged bytes may
+    raise any exception."""
     path = folder / ".metadata"
     with path.open("rb") as file:
         try:

@@ -132,9 +132,7 @@ def find_columns(
 
 def _messages_before(row: Mapping[str, Any], used: Collection[str]) -> tuple[str, str]:
     """The columns with a system prompt and with earlier messages, unless the template uses them; "" if there is none.
-
-    ``system`` counts beside an instruction or a history, as in files for LLaMA-Factory.
-    """
+    ``system`` counts beside an instruction or a history, as in files for LLaMA-Factory."""
     names = (*_SYSTEM, "system") if _first(row, ("instruction", "history")) else _SYSTEM
     system, history = _first(row, names) or "", _first(row, ("history",)) or ""
     system = system if isinstance(row.get(system), str | None) and system not in used else ""
@@ -211,10 +209,8 @@ def _part(part: Any, column: str) -> str:
 
 
 def _decoded(value: Any, column: str = "") -> Any:
-    """The messages of one message, of JSON text, or of a Python literal; other values unchanged.
-
-    Raises RowError if text begins like messages and cannot be read, if ``column`` is set.
-    """
+    """The messages of one message, of JSON text, or of a Python literal; other values unchanged. Raises RowError if
+    text begins like messages and cannot be read, if ``column`` is set."""
     if isinstance(value, str) and _LOOKS_LIKE_MESSAGES.match(value):
         for read in (json.loads, ast.literal_eval):
             with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):

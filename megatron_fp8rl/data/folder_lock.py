@@ -64,11 +64,8 @@ def hold(
 
 
 def owner(path: Path, *, waits: bool = True) -> str:
-    """Describe the process that owns the lock; empty if none does.
-
-    ``waits``: watch the heartbeat of an owner on another node, for up to two minutes if it has died. Otherwise only a
-    process of this host is recognized.
-    """
+    """Describe the process that owns the lock; empty if none does. ``waits``: watch the heartbeat of an owner on
+    another node, for up to two minutes if it has died. Otherwise only a process of this host is recognized."""
     try:
         file = path.open("rb", buffering=0)
     except OSError:

@@ -121,9 +121,7 @@ def inspect_sources(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[
 
 def inspect_training_rows(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, whole: bool = False) -> list[str]:
     """Console lines about rows of conversations or pairs. Raises TooManyDroppedError, or an error of opening a source.
-
-    ``whole``: also the first row as the model reads it, with ``[[`` and ``]]`` around what is trained.
-    """
+    ``whole``: also the first row as the model reads it, with ``[[`` and ``]]`` around what is trained."""
     rows, lines = TrainingRows(cfg, tokenizer), []
     sources = [(key, num, False) for key, num in rows.num_rows.items()]
     sources += [(key, num, True) for key, num in rows.num_held_out.items()]
@@ -267,10 +265,8 @@ class RewardCheck:
 
 
 def check_rewards(data: DataConfig, deadline_s: float, reports: Sequence[SourceReport]) -> list[RewardCheck]:
-    """Score reference, empty and wrong answers of the reports' prompts in a score worker.
-
-    Skips reward models served by the run, which are not started yet, and sources with no other reward.
-    """
+    """Score reference, empty and wrong answers of the reports' prompts in a score worker. Skips reward models served by
+    the run, which are not started yet, and sources with no other reward."""
     checks = []
     keyed = environments_by_key(data.environments)
     now = {key: replace(env, rewards=tuple(r for r in env.rewards if not is_served(r))) for key, env in keyed.items()}
@@ -313,10 +309,8 @@ def check_rewards(data: DataConfig, deadline_s: float, reports: Sequence[SourceR
 
 
 def wrong_answers(prompt: Prompt, texts: Sequence[str]) -> list[str]:
-    """Answers to a prompt that its reference answers exclude.
-
-    They are another number, another letter, a reference answer of another row (from ``texts``), and ``pass``.
-    """
+    """Answers to a prompt that its reference answers exclude. They are another number, another letter, a reference
+    answer of another row (from ``texts``), and ``pass``."""
     right = references(prompt.answer) or (prompt.answer,)
     numbers = {number for text in right if (number := number_of(text)) is not None}
     letters = {letter for text in right for letter in letters_of(text, _LETTERS)}

@@ -43,10 +43,8 @@ def is_packed_int4(config: Mapping[str, Any]) -> bool:
 
 
 def unpacked_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The tensors of a folder, with one entry for the three of each packed matrix.
-
-    A matrix without fitting scales keeps its stored names, which no model has.
-    """
+    """The tensors of a folder, with one entry for the three of each packed matrix. A matrix without fitting scales
+    keeps its stored names, which no model has."""
     result = dict(entries)
     for name, packed in entries.items():
         weight = name.removesuffix(_PACKED)

@@ -148,9 +148,7 @@ def pack(
     samples: Sequence[Sample], *, data_size: int, data_rank: int, alignment: int | Alignment, **limits: int
 ) -> tuple[TrainBatch, ...]:
     """One :class:`TrainBatch` per optimizer update, for one data-parallel rank: :func:`divide` and :func:`build`.
-
-    Raises the errors of :func:`divide`, and ValueError if ``data_rank`` does not exist.
-    """
+    Raises the errors of :func:`divide`, and ValueError if ``data_rank`` does not exist."""
     if not 0 <= data_rank < data_size:
         raise ValueError(f"data_rank {data_rank} is not within data_size {data_size}")
     return build(divide(samples, data_size=data_size, alignment=alignment, **limits)[data_rank], alignment)

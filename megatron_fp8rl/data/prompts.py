@@ -285,9 +285,7 @@ class PromptStream:
 
     def next_prompts(self, count: int) -> list[Prompt]:
         """Return the next ``count`` training prompts and advance the position. Ids are "<environment>/<position>".
-
-        Raises TooManyDroppedError if significantly more than ``data.max_dropped`` of the prompts are skipped.
-        """
+        Raises TooManyDroppedError if significantly more than ``data.max_dropped`` of the prompts are skipped."""
         prompts: list[Prompt] = []
         while len(prompts) < count:
             position = self._pending.pop(0) if self._pending else self._next
@@ -304,10 +302,8 @@ class PromptStream:
         return prompts
 
     def eval_prompts(self, count: int) -> list[Prompt]:
-        """Held-out prompts of all sources by weight, the same for every seed. Ids are "<environment>/eval-<i>".
-
-        Fewer than ``count`` if a source has fewer distinct held-out questions, or some cannot be encoded.
-        """
+        """Held-out prompts of all sources by weight, the same for every seed. Ids are "<environment>/eval-<i>". Fewer
+        than ``count`` if a source has fewer distinct held-out questions, or some cannot be encoded."""
         source = self._source
         weights = {key: cfg.weight for key, cfg in source.configs.items() if key not in source.rows}
         weights |= {key: source.configs[key].weight for key in source.held_out_rows}

@@ -40,19 +40,15 @@ _EFFECTS = {
 
 
 def changes(before: Mapping[str, Any], cfg: RunConfig) -> list[Change]:
-    """All fields that differ from the configuration of a checkpoint, in the order of the configuration.
-
-    ``before``: the configuration as JSON. Fields that only another release of the program knows are left out.
-    """
+    """All fields that differ from the configuration of a checkpoint, in the order of the configuration. ``before``: the
+    configuration as JSON. Fields that only another release of the program knows are left out."""
     now = json.loads(json.dumps(dataclasses.asdict(cfg)))
     return list(_differing("", before, now))
 
 
 def refusals(before: Mapping[str, Any], cfg: RunConfig, where: Path, *, steps: int | None = None) -> list[Violation]:
-    """The changed fields that could not take effect on a resume.
-
-    ``where``: the checkpoint's folder. ``steps``: its finished steps of reinforcement learning; None in a warm start.
-    """
+    """The changed fields that could not take effect on a resume. ``where``: the checkpoint's folder. ``steps``: its
+    finished steps of reinforcement learning; None in a warm start."""
     errors = []
     for change in changes(before, cfg):
         if change.field.startswith("model.") and (problem := _model_problem(change, where)):

@@ -134,10 +134,8 @@ def is_special(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bool:
 
 
 def dropped_ids(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Iterable[int] = ()) -> frozenset[int]:
-    """Ids of the tokens that are not part of a completion's text.
-
-    These are end and padding tokens, and those of ``stop_token_ids`` that the tokenizer marks as special.
-    """
+    """Ids of the tokens that are not part of a completion's text. These are end and padding tokens, and those of
+    ``stop_token_ids`` that the tokenizer marks as special."""
     padding = () if tokenizer.pad_token_id is None else (tokenizer.pad_token_id,)
     stops = (token for token in stop_token_ids if is_special(tokenizer, token))
     return frozenset((*end_ids(tokenizer), *padding, *stops))
@@ -157,9 +155,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], dropped: Collection[int] | None = None) -> str:
-    """Text of token ids without the ``dropped`` tokens; None: without end and padding tokens.
-
-    All other special tokens, such as ``<think>``, are part of the text.
-    """
+    """Text of token ids without the ``dropped`` tokens; None: without end and padding tokens. All other special tokens,
+    such as ``<think>``, are part of the text."""
     dropped = dropped_ids(tokenizer) if dropped is None else dropped
     return tokenizer.decode([token for token in token_ids if token not in dropped], skip_special_tokens=False)

@@ -44,11 +44,8 @@ class DataFile:
         self.digest = self._digest()
 
     def check(self) -> None:
-        """Raise DataChangedError if the rows that the run knows were changed in place.
-
-        A file that was replaced by another of the same name, deleted, or only extended, still has these rows: open
-        files keep their content.
-        """
+        """Raise DataChangedError if the rows that the run knows were changed in place. A file that was replaced by
+        another of the same name, deleted, or only extended, still has these rows: open files keep their content."""
         try:
             now = _State.of(self.path)
         except FileNotFoundError:

@@ -56,10 +56,8 @@ class AgentSession:
         self._num_asides = 0
 
     def say(self, content: str | bytes, role: str = "user", **fields: Any) -> None:
-        """Add a message that is not sampled, from a user, a tool, the system or another player.
-
-        Invalid UTF-8 is replaced. Raises SessionLimit if the message is longer than a whole session.
-        """
+        """Add a message that is not sampled, from a user, a tool, the system or another player. Invalid UTF-8 is
+        replaced. Raises SessionLimit if the message is longer than a whole session."""
         text = content.decode(errors="replace") if isinstance(content, bytes) else str(content)
         if len(text) > self._max_characters:
             raise SessionLimit(
@@ -86,10 +84,8 @@ class AgentSession:
         return answer["text"]
 
     async def reward(self, value: float) -> None:
-        """Add a reward for the last turn, used by ``algo.advantage_unit`` "turn". It also counts in the total.
-
-        The last turn is that of :meth:`ask`; for agents that only use the endpoint, the last one of the session.
-        """
+        """Add a reward for the last turn, used by ``algo.advantage_unit`` "turn". It also counts in the total. The last
+        turn is that of :meth:`ask`; for agents that only use the endpoint, the last one of the session."""
         number = float(value)
         if not abs(number) <= LARGEST_REWARD:
             raise AgentError(f"session.reward({value!r}): a reward is a finite number of at most {LARGEST_REWARD:g}")

@@ -318,10 +318,8 @@ def _outcome(value: Any, environment: str) -> dict[str, Any]:
 
 
 def _is_limit(error: BaseException) -> bool:
-    """Whether an exception is, or was raised from, the refusal of a request at a limit of the session.
-
-    A limit that the agent caught before it raised another error does not count.
-    """
+    """Whether an exception is, or was raised from, the refusal of a request at a limit of the session. A limit that the
+    agent caught before it raised another error does not count."""
     if isinstance(error, SessionLimit):
         return True
     if isinstance(error, BaseExceptionGroup):

@@ -43,10 +43,8 @@ class Environment(Protocol):
         """Return the problem at an index, 0 <= index < 2**31; the same in every process."""
 
     def score(self, prompt: Prompt, completion_text: str) -> float | dict[str, float]:
-        """Return the reward, or its parts by name. The reward is the part "reward", otherwise the sum.
-
-        Runs in a separate process with a deadline, so it may be slow, hang or crash.
-        """
+        """Return the reward, or its parts by name. The reward is the part "reward", otherwise the sum. Runs in a
+        separate process with a deadline, so it may be slow, hang or crash."""
 
 
 def build_environment(cfg: EnvironmentConfig) -> Environment:
@@ -80,10 +78,8 @@ def environments_by_key(configs: Iterable[EnvironmentConfig]) -> dict[str, Envir
 
 
 def render(template: str, problem: Problem) -> str:
-    """Fill in the prompt template. Template fields are ``question`` and the keys of ``problem.metadata``.
-
-    Raises EnvironmentSpecError with near matches for an unknown field.
-    """
+    """Fill in the prompt template. Template fields are ``question`` and the keys of ``problem.metadata``. Raises
+    EnvironmentSpecError with near matches for an unknown field."""
     fields = {**problem.metadata, "question": problem.question}
     try:
         return template.format_map(fields)

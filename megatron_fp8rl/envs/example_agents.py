@@ -14,10 +14,8 @@ _PILE = 7  # start of the game
 
 
 class Products:
-    """Products of two numbers with a calculator tool: the policy writes the expression, then the result.
-
-    ``answer`` demonstrates a session: call, end token, calculator output and answer. All products have four digits.
-    """
+    """Products of two numbers with a calculator tool: the policy writes the expression, then the result. ``answer``
+    demonstrates a session: call, end token, calculator output and answer. All products have four digits."""
 
     def make_problem(self, index: int) -> Problem:
         rng = random.Random(index)
@@ -57,10 +55,8 @@ async def with_python(session: AgentSession, row: dict[str, Any], *, num_program
 
 
 async def nim(session: AgentSession, row: dict[str, Any]) -> float:
-    """Nim for two players: each takes 1 to 3 items in turn; the player who takes the last item wins.
-
-    The session plays first. Its opponent is the same policy in an untrained side conversation. An illegal move loses.
-    """
+    """Nim for two players: each takes 1 to 3 items in turn; the player who takes the last item wins. The session plays
+    first. Its opponent is the same policy in an untrained side conversation. An illegal move loses."""
     pile, players = _PILE, (session, session.aside())
     for turn in range(2 * _PILE):
         player = players[turn % 2]

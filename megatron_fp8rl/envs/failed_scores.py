@@ -31,11 +31,8 @@ class FailedScores:
         self._reason = ""  # of the last failure
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
-        """Count the groups of a step or an evaluation.
-
-        Raises TooManyFailedError if nearly all completions of a source fail: from its first completion on, or in
-        several batches in succession.
-        """
+        """Count the groups of a step or an evaluation. Raises TooManyFailedError if nearly all completions of a source
+        fail: from its first completion on, or in several batches in succession."""
         by_source: dict[str, list[Rollout]] = {}
         for group in groups:
             by_source.setdefault(group.prompt.environment, []).extend(group.rollouts)

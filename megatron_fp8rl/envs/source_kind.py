@@ -61,10 +61,8 @@ def short_name(dataset: str) -> str:
 
 
 def files_of(dataset: str) -> list[Path]:
-    """The sorted files of a source of rows. A folder written by ``datasets.save_to_disk`` counts as one file.
-
-    Raises FileNotFoundError with near matches.
-    """
+    """The sorted files of a source of rows. A folder written by ``datasets.save_to_disk`` counts as one file. Raises
+    FileNotFoundError with near matches."""
     path = Path(dataset).expanduser()
     if glob.has_magic(str(path)):
         files = [Path(name) for name in glob.glob(str(path), recursive=True) if name.endswith(SUFFIXES)]

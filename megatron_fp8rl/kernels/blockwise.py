@@ -197,10 +197,8 @@ def operand_dtype(dtype: torch.dtype, scales: ScaleKind) -> torch.dtype:
 
 
 def linear(x: Tensor, weight_data: Tensor, weight_scale_inv: Tensor, scales: Scales) -> Tensor:
-    """y = x W^T on FP8 operands: quantizes x, accumulates as ``float64.matmul`` does, rounds y once to x.dtype.
-
-    x [..., K]; weight_data float8_e4m3fn [N, K] and weight_scale_inv float32 [Nb, Kb] as in :func:`quantize_weight`.
-    """
+    """y = x W^T on FP8 operands: quantizes x, accumulates as ``float64.matmul`` does, rounds y once to x.dtype. x [...,
+    K]; weight_data float8_e4m3fn [N, K] and weight_scale_inv float32 [Nb, Kb] as in :func:`quantize_weight`."""
     rows = round_activation(x, scales, torch.float64).flatten(0, -2)
     weight = dequantize_weight(weight_data, weight_scale_inv)
     return float64.matmul(rows, weight.t()).to(x.dtype).view(*x.shape[:-1], -1)

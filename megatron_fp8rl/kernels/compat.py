@@ -148,10 +148,8 @@ _BYTES_OF_HANDLE = ("handle", "reference", "event")
     remove_when="rebuild_cuda_tensor takes the opening device as a named argument",
 )
 def handle_of(tensor: Tensor) -> dict[str, Any]:
-    """The handle by which another process of this host opens a contiguous GPU tensor.
-
-    These are the arguments that ``reduce_tensor`` gives to pickle, as numbers and hex text, without classes.
-    """
+    """The handle by which another process of this host opens a contiguous GPU tensor. These are the arguments that
+    ``reduce_tensor`` gives to pickle, as numbers and hex text, without classes."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(tensor)

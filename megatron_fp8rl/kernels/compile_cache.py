@@ -36,9 +36,7 @@ NAME = "name,driver_version"  # for :func:`gpus`
 
 def use(run_dir: str | None = None) -> Path:
     """Name the folders of all compilers in the environment, for this process and its children; return their parent.
-
-    With ``run_dir``, compiled kernels are recorded there. Call before Triton, DeepGEMM or vLLM are imported.
-    """
+    With ``run_dir``, compiled kernels are recorded there. Call before Triton, DeepGEMM or vLLM are imported."""
     if run_dir is not None:
         os.environ[RECORD_VARIABLE] = str(Path(run_dir).resolve() / "compiled.jsonl")
     if FOLDER_VARIABLE not in os.environ:  # otherwise a parent process has chosen

@@ -39,11 +39,7 @@ LOCAL_EXPERTS = {
     "num_experts_per_tok": "experts_per_token",
 }
 # Layers with a window of attention among others, which may have another rotary base.
-WINDOWS = {
-    "sliding_window": "sliding_window",
-    "layer_types": "layer_types",
-    "rope_local_base_freq": "local_rope_theta",
-}
+WINDOWS = {"sliding_window": "sliding_window", "layer_types": "layer_types", "rope_local_base_freq": "local_rope_theta"}
 
 _WHEN_ABSENT = {"initializer_range": 0.02, "tie_word_embeddings": False, "num_nextn_predict_layers": 0}
 _WHEN_NULL = {

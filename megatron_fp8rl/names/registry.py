@@ -67,10 +67,8 @@ _NEEDED = {
 
 
 def to_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """The Hugging Face config.json of ``model``, without special tokens.
-
-    Raises ValueError if the model has a feature that its family lacks.
-    """
+    """The Hugging Face config.json of ``model``, without special tokens. Raises ValueError if the model has a feature
+    that its family lacks."""
     return family.write(FAMILIES[model.family], model)
 
 
@@ -133,10 +131,8 @@ def weights(model: ModelConfig) -> dict[str, Weight]:
 
 
 def weight(global_name: str, model: ModelConfig) -> Weight:
-    """One weight. A tied output layer (the last pipeline stage holds a copy) is the embedding.
-
-    Raises KeyError if the family has no such parameter.
-    """
+    """One weight. A tied output layer (the last pipeline stage holds a copy) is the embedding. Raises KeyError if the
+    family has no such parameter."""
     if model.tie_embeddings and global_name == blocks.OUTPUT_LAYER:
         global_name = blocks.EMBEDDING
     try:
@@ -191,9 +187,7 @@ def hf_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def hf_axes(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """What each axis of every Hugging Face tensor is, as keys of ``names.table.sizes``, such as ("q", "hidden").
-
-    Multi-token prediction layers are left out.
-    """
+    Multi-token prediction layers are left out."""
     return table.axes(FAMILIES[model.family].rows(model), model)
 
 
@@ -264,10 +258,8 @@ def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
 
 
 def from_hf(global_name: str, get: Callable[[str], Tensor], model: ModelConfig) -> Tensor:
-    """The full Megatron tensor, built from Hugging Face tensors that ``get`` returns by name.
-
-    Raises ValueError, with the tensor's name, for another shape, FP8 without scales, or copies that differ.
-    """
+    """The full Megatron tensor, built from Hugging Face tensors that ``get`` returns by name. Raises ValueError, with
+    the tensor's name, for another shape, FP8 without scales, or copies that differ."""
     import torch
 
     w = weight(global_name, model)

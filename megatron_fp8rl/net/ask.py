@@ -15,9 +15,7 @@ _RETRIED = (408, 409, 429, 500, 502, 503, 504)
 
 def ask(url: str, body: Any, *, key: str, deadline_s: float, waits_s: Sequence[float]) -> Any:
     """The answer to a request, a GET if ``body`` is None. Waits before each attempt; repeats requests that may succeed.
-
-    Raises ValueError with the URL and the reason, never with the ``key``.
-    """
+    Raises ValueError with the URL and the reason, never with the ``key``."""
     headers = {"Content-Type": "application/json", **auth.headers(key)}
     data, failure = None if body is None else json.dumps(body).encode(), ""
     for wait_s in waits_s:

@@ -12,10 +12,8 @@ _LIBC = ctypes.CDLL(None)  # loaded before any fork
 
 
 def end_with(parent: int) -> None:
-    """Kill this process and its group when its parent ends.
-
-    Polls, because the kernel's signal (PR_SET_PDEATHSIG) follows the *thread* that started the process.
-    """
+    """Kill this process and its group when its parent ends. Polls, because the kernel's signal (PR_SET_PDEATHSIG)
+    follows the *thread* that started the process."""
 
     def watch() -> None:
         while os.getppid() == parent:

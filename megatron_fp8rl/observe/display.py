@@ -157,10 +157,8 @@ class _Fitted:
 
 
 class _Pace:
-    """Time since the start, and the remaining time from the lower median of recent steps.
-
-    A step that compiles kernels does not change the median.
-    """
+    """Time since the start, and the remaining time from the lower median of recent steps. A step that compiles kernels
+    does not change the median."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps

@@ -33,10 +33,8 @@ def pytorch_level() -> dict[str, str]:
 
 
 def keep_in_log(folder: Path, rank: int) -> None:
-    """Write warnings of other packages to ``packages.rank<i>.txt`` in ``folder`` instead of stderr, from now on.
-
-    With ``--verbose`` this does nothing. If the log cannot be written, they are shown.
-    """
+    """Write warnings of other packages to ``packages.rank<i>.txt`` in ``folder`` instead of stderr, from now on. With
+    ``--verbose`` this does nothing. If the log cannot be written, they are shown."""
     if is_verbose():
         return
     log = _Log(folder / f"packages.rank{rank}.txt")

@@ -125,12 +125,7 @@ def _blockwise(scales: Scales) -> QuantFormat:
         scale_kind=scales,
         tile=BLOCK,
         has_partial_tiles=True,
-        hf={
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-        },
+        hf={"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
     )
 
 

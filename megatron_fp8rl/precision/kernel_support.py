@@ -210,10 +210,8 @@ def may_gather(parallel: ParallelConfig, precision: PrecisionConfig) -> bool:
 
 
 def row_parts(engine: EngineConfig, parallel: ParallelConfig) -> int:
-    """The partial products of a row-parallel linear that exact ends round and add in order: the finer end's degree.
-
-    0: the sums of each end's own collectives, which are equal, because both have the same two ranks at most.
-    """
+    """The partial products of a row-parallel linear that exact ends round and add in order: the finer end's degree. 0:
+    the sums of each end's own collectives, which are equal, because both have the same two ranks at most."""
     alike = engine.ranks <= 2 and parallel.tensor == engine.tensor
     return 0 if alike else max(parallel.tensor, engine.tensor)
 
@@ -317,10 +315,8 @@ def invariant_nccl(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """The first field that forbids ``precision.exact``, whatever its value; None if it can be on.
-
-    On GPUs ``auto`` does not turn on what is not measured there yet; True does.
-    """
+    """The first field that forbids ``precision.exact``, whatever its value; None if it can be on. On GPUs ``auto`` does
+    not turn on what is not measured there yet; True does."""
     exact = replace(cfg, precision=replace(cfg.precision, exact=True))
     if wrong := next(iter(inexact(exact, hardware)), None) or invariant_nccl(cfg, hardware):
         return wrong
@@ -345,10 +341,8 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def inexact(cfg: RunConfig, hardware: Hardware) -> list[Violation]:
-    """Under ``precision.exact``, every field whose value makes trainer and engine compute different bits.
-
-    Limits of the model and of kernels are checked after the fields, and only the first is returned.
-    """
+    """Under ``precision.exact``, every field whose value makes trainer and engine compute different bits. Limits of the
+    model and of kernels are checked after the fields, and only the first is returned."""
     if cfg.precision.exact is not True:
         return []
     wrong = []

@@ -240,16 +240,8 @@ def _check_draft_layer(checks: Checks) -> None:
             checks.refuse(f"engine.{name}", "is of n-grams, and engine.speculation is mtp", "Leave it out")
     for path, allowed, problem in (
         ("parallel.tensor", (1,), "the multi-token prediction layer is not divided over ranks"),
-        (
-            "parallel.pipeline",
-            (1,),
-            "the multi-token prediction layer reads the embedding, which the first stage has",
-        ),
-        (
-            "parallel.context",
-            (1,),
-            "the multi-token prediction layer reads the next token, which another rank has",
-        ),
+        ("parallel.pipeline", (1,), "the multi-token prediction layer reads the embedding, which the first stage has"),
+        ("parallel.context", (1,), "the multi-token prediction layer reads the next token, which another rank has"),
         ("engine.tensor", (1,), "is not tested with multi-token prediction"),
         ("engine.sleep_level", (0, 1), "discards what the multi-token prediction layer computes once"),
         ("lora.rank", (None,), "is not tested with multi-token prediction"),

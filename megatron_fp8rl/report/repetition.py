@@ -50,10 +50,8 @@ class Comparison:
 
 
 def compare_results(first: Path | str, second: Path | str) -> Comparison:
-    """Compare metrics and recorded rollouts of two runs, a step at a time, up to the first difference.
-
-    Raises FileNotFoundError if a folder has no metrics, and ValueError for a damaged file or if no step is in both.
-    """
+    """Compare metrics and recorded rollouts of two runs, a step at a time, up to the first difference. Raises
+    FileNotFoundError if a folder has no metrics, and ValueError for a damaged file or if no step is in both."""
     folders = Path(first), Path(second)
     for folder in folders:
         if not (folder / "metrics.jsonl").exists():

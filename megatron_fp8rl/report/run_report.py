@@ -213,10 +213,8 @@ def _warnings(run: RunData) -> str:
 
 
 def _samples(run: RunData) -> str:
-    """The highest and lowest rewarded completions of the first and the last recorded step.
-
-    The extracted answer is the text that built-in rewards read, where it is not the whole completion.
-    """
+    """The highest and lowest rewarded completions of the first and the last recorded step. The extracted answer is the
+    text that built-in rewards read, where it is not the whole completion."""
     return "\n".join(starmap(_samples_of, run.first_and_last_groups()))
 
 

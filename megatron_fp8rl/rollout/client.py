@@ -89,12 +89,7 @@ class EngineClient:
     # ---- sampling
 
     async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        num_completions: int,
-        seed: int,
-        *,
-        sampling: Sampling | None = None,
+        self, prompt_token_ids: Sequence[int], num_completions: int, seed: int, *, sampling: Sampling | None = None
     ) -> list[Completion]:
         """Sample ``num_completions`` continuations; the i-th with seed ``seed + i``. Waits while the engine is paused.
         Raises EngineDeadError, EngineDeadlineError or EngineError."""
@@ -339,11 +334,7 @@ class EngineClient:
             if self.replica.exited.done():
                 raise self._dead(path)
             raise EngineDeadlineError(
-                self._message(
-                    f"did not answer within {deadline_s:g} s",
-                    path,
-                    "raise engine.deadline_scale, or ",
-                )
+                self._message(f"did not answer within {deadline_s:g} s", path, "raise engine.deadline_scale, or ")
             )
         finally:
             request.cancel()

@@ -166,10 +166,8 @@ class RolloutStream:
         return len(self._complete)
 
     def abandon(self) -> int:
-        """On rank 0: cancel groups in progress and save the complete ones to disk; return the number saved.
-
-        Engines may then sleep, and :attr:`position` is before all of these groups.
-        """
+        """On rank 0: cancel groups in progress and save the complete ones to disk; return the number saved. Engines may
+        then sleep, and :attr:`position` is before all of these groups."""
         if self._window is None:
             return 0
         complete = {group.prompt.prompt_id: group for group in self._window.abandon()}

@@ -222,10 +222,8 @@ def _device() -> torch.device:
 
 
 def limit_host_threads(device: torch.device) -> None:
-    """On GPU machines, use one host thread per operation, unless OMP_NUM_THREADS is set.
-
-    PyTorch otherwise starts a thread per core: 0.13 s instead of 0.1 ms with two processes of 64 threads on two cores.
-    """
+    """On GPU machines, use one host thread per operation, unless OMP_NUM_THREADS is set. PyTorch otherwise starts a
+    thread per core: 0.13 s instead of 0.1 ms with two processes of 64 threads on two cores."""
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 

@@ -24,11 +24,7 @@ def float32_logits(model: ModelConfig, folder: str | Path, token_ids_T: Tensor) 
         num_tokens = token_ids_T.numel()
         ends = torch.tensor([0, num_tokens], dtype=torch.int32, device=parallel.device)
         packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            max_seqlen_q=num_tokens,
-            max_seqlen_kv=num_tokens,
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=num_tokens, max_seqlen_kv=num_tokens
         )
         positions = torch.arange(num_tokens, device=parallel.device)
         logits = chunk(token_ids_T.to(parallel.device)[None], positions[None], None, packed_seq_params=packed)

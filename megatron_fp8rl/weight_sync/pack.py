@@ -124,15 +124,7 @@ class LocalShards:
 class RoundPacker:
     """Fills one round of this rank's messages. Call it once per publication."""
 
-    def __init__(
-        self,
-        number: Round,
-        slot: Tensor,
-        shards: LocalShards,
-        *,
-        rank: int,
-        group: dist.ProcessGroup | None,
-    ):
+    def __init__(self, number: Round, slot: Tensor, shards: LocalShards, *, rank: int, group: dist.ProcessGroup | None):
         self._messages = number.sent_by(rank)
         self._gatherings = [
             TensorGather(gathering, shards, rank, slot.device, group)

@@ -40,10 +40,8 @@ class PartSums:
         self._sums = torch.zeros(len(parts), dtype=torch.int64, device=parts[0][0].device if parts else "cpu")
 
     def __call__(self) -> Tensor:
-        """Return the sum of each part, int64 modulo 2^64 on its device, followed by the cut words in order.
-
-        Cut words (``Extent.cut_words``) have zeros for bytes of other parts.
-        """
+        """Return the sum of each part, int64 modulo 2^64 on its device, followed by the cut words in order. Cut words
+        (``Extent.cut_words``) have zeros for bytes of other parts."""
         self._sums.zero_()
         for launch in self._launches:
             launch(self._sums)

@@ -35,10 +35,8 @@ class WrittenAdapter:
 
 
 class AdapterFolders:
-    """Writes the adapters of a policy, each version to a folder of its own; the last one is kept.
-
-    ``padded_rank`` is the rank of vLLM's buffers.
-    """
+    """Writes the adapters of a policy, each version to a folder of its own; the last one is kept. ``padded_rank`` is
+    the rank of vLLM's buffers."""
 
     def __init__(self, policy: Policy, padded_rank: int):
         self._policy, self._rank = policy, padded_rank

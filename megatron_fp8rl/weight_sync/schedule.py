@@ -141,10 +141,8 @@ class Message:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """All parts; computed on first use, because a rank reads only the messages that it sends or receives.
-
-        Values precede scales and rows precede columns, so that an engine's stacked experts of a layer are one copy.
-        """
+        """All parts; computed on first use, because a rank reads only the messages that it sends or receives. Values
+        precede scales and rows precede columns, so that an engine's stacked experts of a layer are one copy."""
         entries = []
         for item in self.items:
             transfer = item.transfer

@@ -11,14 +11,7 @@ from megatron_fp8rl.trainer.optimizer.muon import orthogonalized
 from tests.dist.test_checkpoint import _resume_and_go_on, assert_a_resume_changes_no_bit
 from tests.helpers.configs import DENSE, make
 from tests.helpers.dist import run_ranks
-from tests.helpers.training import (
-    SMOOTH_ADAM,
-    first_gradients,
-    full_weights,
-    run_config,
-    train,
-    weight_pieces,
-)
+from tests.helpers.training import SMOOTH_ADAM, first_gradients, full_weights, run_config, train, weight_pieces
 
 MUON = replace(SMOOTH_ADAM, optimizer="muon")
 
@@ -78,11 +71,7 @@ def on_one_rank():
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        dict(world_size=2),
-        dict(world_size=2, pipeline=2),
-        dict(world_size=4, tensor=2, expert=2, expert_tensor=2),
-    ],
+    [dict(world_size=2), dict(world_size=2, pipeline=2), dict(world_size=4, tensor=2, expert=2, expert_tensor=2)],
     ids=["dp2", "pp2", "tp2_ep2_etp2"],
 )
 def test_layouts_train_equal_weights(layout, on_one_rank):

@@ -68,10 +68,8 @@ def _host() -> Host:
 
 
 class Host:
-    """A process that has imported vLLM and forks itself for every call.
-
-    Not multiprocessing's fork server: there is one of those per program, and tests of the trainer use it.
-    """
+    """A process that has imported vLLM and forks itself for every call. Not multiprocessing's fork server: there is one
+    of those per program, and tests of the trainer use it."""
 
     def __init__(self) -> None:
         self._pipe, theirs = Pipe()

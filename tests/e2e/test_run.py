@@ -164,10 +164,7 @@ def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path:
     ("family", "layout"),
     [
         ("deepseek", {"parallel__world_size": "2", "parallel__expert": "2"}),
-        (
-            "glm_lite",
-            {"parallel__world_size": "2", "parallel__pipeline": "2", "engine__kv_cache_dtype": "fp8"},
-        ),
+        ("glm_lite", {"parallel__world_size": "2", "parallel__pipeline": "2", "engine__kv_cache_dtype": "fp8"}),
     ],
 )
 def test_an_exact_run_with_latent_attention(tmp_path: Path, family: str, layout: dict):
@@ -183,10 +180,8 @@ def test_an_exact_run_with_latent_attention(tmp_path: Path, family: str, layout:
 
 @pytest.mark.slow
 def test_an_exact_run_that_samples_ahead_trains_tokens_of_older_weights(tmp_path: Path):
-    """The first step compares all tokens. Later steps also train tokens of older weights, which differ.
-
-    How many depends on the machine. Steps with both kinds are tested in ``unit/algo/test_mismatch.py``.
-    """
+    """The first step compares all tokens. Later steps also train tokens of older weights, which differ. How many
+    depends on the machine. Steps with both kinds are tested in ``unit/algo/test_mismatch.py``."""
     more = {"sampling__max_staleness": "2", "sampling__window_groups": "24", "warm_start__steps": "5", "num_steps": "3"}
     more |= {"precision__exact": "True", "optim__lr": "0.001", "engine__max_num_sequences": "16"}  # engines lag behind
     status, output = _finish(_start("train", "tiny_qwen3_moe", tmp_path, **more))

@@ -158,10 +158,8 @@ def _rank_main(connection: Connection, spec: tuple, fn: Callable[..., Any], args
 
 
 def _stay(deadline_s: float) -> None:
-    """Until the test ends all ranks: a slower one may still be opening connections to this one.
-
-    A rank that failed ends at once, and so tells the others.
-    """
+    """Until the test ends all ranks: a slower one may still be opening connections to this one. A rank that failed ends
+    at once, and so tells the others."""
     parent, end = os.getppid(), time.monotonic() + deadline_s
     while os.getppid() == parent and time.monotonic() < end:
         time.sleep(0.1)

@@ -96,11 +96,7 @@ def test_a_crash_ends_the_job_with_its_error_its_node_and_its_rank(slurm: SlurmC
         raise RuntimeError("the disk of rank 3 is full")
     """
     trainer = Role(
-        name="trainer",
-        kind="torchrun",
-        nodes=(0, 1),
-        processes_per_node=2,
-        command=(program(folder, "crash", crash),),
+        name="trainer", kind="torchrun", nodes=(0, 1), processes_per_node=2, command=(program(folder, "crash", crash),)
     )
     cluster = ci_cluster(setup=("export LAUNCH_GRACE_S=2",))
     job = submit(JobSpec(name="crash", run_dir=str(folder), nodes=2, roles=(trainer,)), cluster)

@@ -58,10 +58,8 @@ async def rollout(
     env: str = "",
     env_options: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """One episode of ``taskset`` in the environment ``env``, by default one agent.
-
-    The reward is the sum over its trainable traces; their named rewards are its parts.
-    """
+    """One episode of ``taskset`` in the environment ``env``, by default one agent. The reward is the sum over its
+    trainable traces; their named rewards are its parts."""
     vf = await asyncio.to_thread(importlib.import_module, "verifiers.v1")  # takes seconds
     from verifiers.v1.env import RunSlot
     from verifiers.v1.types import SamplingConfig
@@ -100,10 +98,8 @@ def _tasks(taskset: str, options: str) -> list[Any]:
 
 
 async def _environment(taskset: str, options: str, env: str, env_options: str) -> Any:
-    """The environment, with its servers running, once in this process.
-
-    A session that ends while it waits does not end the start, because other sessions wait too.
-    """
+    """The environment, with its servers running, once in this process. A session that ends while it waits does not end
+    the start, because other sessions wait too."""
     key = f"{taskset} {options} {env} {env_options}"
     if key not in _serving:
         _serving[key] = started = asyncio.ensure_future(_start(taskset, options, env, env_options))

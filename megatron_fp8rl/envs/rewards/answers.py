@@ -47,9 +47,7 @@ Compare = Callable[[str, str], float]  # completion, reference answer
 
 def references(answer: str) -> tuple[str, ...]:
     """The reference answers of a row: the members of a JSON list with texts, else the text itself; without empty ones.
-
-    A list of numbers is one answer, such as a vector.
-    """
+    A list of numbers is one answer, such as a vector."""
     value = decoded(answer)
     members = [answer]
     if isinstance(value, list) and (
@@ -117,10 +115,8 @@ def choice(*, letters: str = LETTERS) -> Compare:
 
 
 def math(*, precision: int = 6) -> Compare:
-    """1 if math-verify finds answer and reference equal: fractions, sets, intervals, equations, units.
-
-    ``precision``: number of decimals compared. Plain numbers are read as the reward ``number`` reads them.
-    """
+    """1 if math-verify finds answer and reference equal: fractions, sets, intervals, equations, units. ``precision``:
+    number of decimals compared. Plain numbers are read as the reward ``number`` reads them."""
     import math_verify
 
     # math-verify's timeout would replace the worker's alarm.

@@ -119,10 +119,8 @@ def _read(text: str, letters: str, *, is_marked: bool) -> frozenset[str]:
 
 
 def _leading(text: str, letters: str, *, is_marked: bool) -> str | None:
-    """The letter before the text of an option, or at the start of a sentence about the choice.
-
-    None if there is none, and empty if another letter follows or the sentence denies it.
-    """
+    """The letter before the text of an option, or at the start of a sentence about the choice. None if there is none,
+    and empty if another letter follows or the sentence denies it."""
     match = re.match(
         rf"(?:(?:the|my)\s+)?(?:(?:correct|right|best)\s+)?(?:option|choice|letter|answer)?\s*"
         rf"(?:\(\s*([{letters}{letters.lower()}])\s*\)|\[([{letters}])\]|([{letters}])(?=[.):,;\n]|\s*[-=\u2014]\s|\s))",

@@ -78,10 +78,8 @@ class CodeTests:
 
 
 def tests_of(prompt: Prompt, column: str = "") -> CodeTests:
-    """The tests of a row. ``column``: "" searches in COLUMNS, then in the answer.
-
-    Raises ValueError if there are none, if they cannot be read, or if they assert nothing.
-    """
+    """The tests of a row. ``column``: "" searches in COLUMNS, then in the answer. Raises ValueError if there are none,
+    if they cannot be read, or if they assert nothing."""
     row = prompt.metadata
     names = [column] if column else [name for name in COLUMNS if _is_set(row.get(name))][:1]
     names += [name for name in _MORE.get("".join(names), ()) if _is_set(row.get(name)) and not column]
@@ -123,10 +121,7 @@ def _statements(value: Any, prompt: Prompt) -> CodeTests:
     if entry_point:
         setup += "\n" + _without(header or str(row.get("prompt") or ""), names)
     return CodeTests(
-        statements=tuple(statements),
-        setup=setup,
-        header=header,
-        names=names or _names_of_program(whole, setup),
+        statements=tuple(statements), setup=setup, header=header, names=names or _names_of_program(whole, setup)
     )
 
 

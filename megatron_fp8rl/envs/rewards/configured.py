@@ -164,10 +164,8 @@ def part_name(cfg: RewardConfig) -> str:
 
 
 def reward_and_parts(value: Any, name: str) -> tuple[float, dict[str, float]]:
-    """(reward, parts) of a number or a dict, whose reward is the key "reward", otherwise the sum.
-
-    The part "is_right" is True, False, 1 or 0, and is not in the sum. Raises TypeError for other values.
-    """
+    """(reward, parts) of a number or a dict, whose reward is the key "reward", otherwise the sum. The part "is_right"
+    is True, False, 1 or 0, and is not in the sum. Raises TypeError for other values."""
     if not isinstance(value, Mapping):
         return as_number(value, name), {}
     is_right = value.get(IS_RIGHT)

@@ -220,10 +220,8 @@ def stated(line: str, rest: str, sentence_end: re.Pattern[str] = _SENTENCE_END) 
 
 
 def replacement(text: str, *, is_retracted: bool = False) -> str | None:
-    """The value that replaces the answer before a text: empty without a new value; None if the answer stays.
-
-    "Wait, that's wrong. It should be 7." replaces the answer by 7. ``is_retracted``: the answer does not stay.
-    """
+    """The value that replaces the answer before a text: empty without a new value; None if the answer stays. "Wait,
+    that's wrong. It should be 7." replaces the answer by 7. ``is_retracted``: the answer does not stay."""
     text = text[:_LONGEST_RETRACTION]
     if not is_retracted and not _RETRACTION.match(text):
         return None
@@ -333,10 +331,8 @@ def _marked(text: str) -> str | None:
 
 
 def _box(text: str) -> str | None:
-    """The content of the last ``\\boxed{}`` whose braces are closed, or of several that "and" or "or" connects.
-
-    A box after "not" is ignored. The text is empty if all are, or if the next sentence takes the last one back.
-    """
+    """The content of the last ``\\boxed{}`` whose braces are closed, or of several that "and" or "or" connects. A box
+    after "not" is ignored. The text is empty if all are, or if the next sentence takes the last one back."""
     starts = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
     if not starts:
         bare = list(_BARE_BOX.finditer(text))

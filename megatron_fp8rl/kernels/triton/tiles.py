@@ -210,9 +210,7 @@ def store_columns(
     HARDWARE: tl.constexpr,
 ):
     """Write 128 rows quantized columnwise: bytes [num_rows / 128, num_columns, 128], as words, and their lines' scales.
-
-    row: the tile's first, int64. A tile is contiguous, or with IN_MATRIX part of a matrix [num_columns, num_rows].
-    """
+    row: the tile's first, int64. A tile is contiguous, or with IN_MATRIX part of a matrix [num_columns, num_rows]."""
     feature = column + tl.arange(0, SIDE)
     m = _largest(_larger(x & _MAGNITUDES, y & _MAGNITUDES, HARDWARE), 0, HARDWARE)
     amax_bits = tl.maximum(m << 16, m & _UPPER)

@@ -52,9 +52,7 @@ class Answers(Protocol):
 
 class AgentLostError(Exception):
     """A worker crashed, hung or used up its memory while a session ran in it; ``by_this`` if that session caused it.
-
-    ``by_other`` if another session caused it, which has failed; neither if the cause is unknown.
-    """
+    ``by_other`` if another session caused it, which has failed; neither if the cause is unknown."""
 
     def __init__(self, why: str, *, by_this: bool = False, by_other: bool = False) -> None:
         super().__init__(why)
@@ -293,9 +291,7 @@ class AgentProcess:
 
 def load_problem(agents: Mapping[str, Mapping[str, Any]], scoring: ScoringConfig) -> str:
     """Why a worker cannot load the agents, with the variables and the memory that it has in a run; empty if it can.
-
-    ``agents``: {"agent": spec, "options": {}} by source.
-    """
+    ``agents``: {"agent": spec, "options": {}} by source."""
     greeting = {"agents": agents, "memory_bytes": int(scoring.memory_gib * 2**30), "base_url": "", "max_tokens": 1}
 
     async def load() -> str:

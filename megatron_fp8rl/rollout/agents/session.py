@@ -330,11 +330,7 @@ class Session:
         started_s = time.monotonic()
         task = asyncio.ensure_future(
             self._sample(
-                prompt,
-                seed,
-                self,
-                max_tokens=max(1, min(wanted, limit)),
-                stop=tuple(sampling.get("stop") or ()),
+                prompt, seed, self, max_tokens=max(1, min(wanted, limit)), stop=tuple(sampling.get("stop") or ())
             )
         )
         self._running.add(task)

@@ -115,10 +115,8 @@ def _request(tools: Sequence[Any]) -> Any:
 
 
 def load_problem(parser: str, tokenizer: str) -> str:
-    """Why a parser cannot be used with the tokenizer of a folder; empty if it can, or if vLLM is not installed.
-
-    Tried in another process: importing vLLM sets environment variables, which trainer and engines would inherit.
-    """
+    """Why a parser cannot be used with the tokenizer of a folder; empty if it can, or if vLLM is not installed. Tried
+    in another process: importing vLLM sets environment variables, which trainer and engines would inherit."""
     command = [sys.executable, "-m", "megatron_fp8rl.rollout.agents.tool_calls", parser, tokenizer]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_S, check=False)
     lines = ran.stdout.splitlines()
@@ -137,10 +135,8 @@ def _main(parser: str, tokenizer: str) -> None:
 
 
 def before_stop(text: str, stops: Sequence[str], *, included: bool = False) -> str:
-    """The text before the stop string that ended it, or with it if ``included``, as vLLM's server returns it.
-
-    An engine looks for the strings in their order after each token, so only the last token can have several.
-    """
+    """The text before the stop string that ended it, or with it if ``included``, as vLLM's server returns it. An engine
+    looks for the strings in their order after each token, so only the last token can have several."""
     for stop in stops:
         if stop in text:
             return text[: text.index(stop) + len(stop) * included]

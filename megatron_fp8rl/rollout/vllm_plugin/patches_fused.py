@@ -17,10 +17,8 @@ from megatron_fp8rl.upstream import patches
 
 
 class _Latest:
-    """The result of the latest norm or SwiGLU, with its bytes and scales if a linear reads them.
-
-    The reference to the result keeps its memory from being reused: an equal address is the same tensor.
-    """
+    """The result of the latest norm or SwiGLU, with its bytes and scales if a linear reads them. The reference to the
+    result keeps its memory from being reused: an equal address is the same tensor."""
 
     producer: nn.Module | None = None
     result: Tensor | None = None

@@ -125,9 +125,7 @@ async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socke
     from megatron_fp8rl.rollout.vllm_plugin import patches as vllm_patches
 
     engine = vllm_patches.engine_class().from_vllm_config(
-        config,
-        usage_context=UsageContext.OPENAI_API_SERVER,
-        disable_log_stats=args.disable_log_stats,
+        config, usage_context=UsageContext.OPENAI_API_SERVER, disable_log_stats=args.disable_log_stats
     )
     try:
         tasks = await engine.get_supported_tasks()

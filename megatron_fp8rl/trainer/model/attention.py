@@ -31,13 +31,7 @@ from megatron_fp8rl.kernels.kv_rounding import as_cached
 from megatron_fp8rl.trainer.compat.megatron import EngineGate, has_forward_hooks
 from megatron_fp8rl.trainer.model import attention_te
 from megatron_fp8rl.trainer.model.linear import AllHeadsNorm, current_device
-from megatron_fp8rl.trainer.model.packed_sequences import (
-    Batch,
-    PackedSequences,
-    PackPlan,
-    lengths_of,
-    plan_pack,
-)
+from megatron_fp8rl.trainer.model.packed_sequences import Batch, PackedSequences, PackPlan, lengths_of, plan_pack
 from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table
 from megatron_fp8rl.upstream import patches
 

@@ -69,9 +69,7 @@ _dummies: dict[tuple, Tensor] = {}
 )
 class GroupedExperts(TEGroupedMLP):
     """The experts of this rank, with operands in ``fmt``, and in ``wgrad`` for the wgrad of FP8 linears.
-
-    ``applies_router_weights``: here, not in combine; the gradients are equal (``kernels/combine.py``).
-    """
+    ``applies_router_weights``: here, not in combine; the gradients are equal (``kernels/combine.py``)."""
 
     def __init__(
         self,

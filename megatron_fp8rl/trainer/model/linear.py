@@ -175,11 +175,8 @@ class ColumnLinear(QuantizableLinear, ColumnLinearBase):
     remove_when="RowParallelLinear takes its reduction as an argument",
 )
 class RowLinear(QuantizableLinear, RowLinearBase):
-    """Input features sharded over tensor-parallel ranks.
-
-    ``num_parts``: this rank's partial products, if those of all ranks are added in order; 0: Megatron-Core's
-    collectives add one per rank. ``norm`` builds a norm of the sum.
-    """
+    """Input features sharded over tensor-parallel ranks. ``num_parts``: this rank's partial products, if those of all
+    ranks are added in order; 0: Megatron-Core's collectives add one per rank. ``norm`` builds a norm of the sum."""
 
     def __init__(
         self,

@@ -74,11 +74,7 @@ class PackedSequences(PackedSeqParams):
 
     @classmethod
     def of(
-        cls,
-        cu_seqlens: Tensor,
-        device: torch.device,
-        is_token_T: Tensor | None = None,
-        routes: Routes | None = None,
+        cls, cu_seqlens: Tensor, device: torch.device, is_token_T: Tensor | None = None, routes: Routes | None = None
     ) -> PackedSequences:
         """Create from the cumulative padded sequence lengths, int32 [S + 1] on the host."""
         lengths = tuple(n for n in cu_seqlens.diff().tolist() if n)

@@ -102,11 +102,7 @@ def _llama3(periods: Tensor, scaling: RopeScaling) -> Tensor:
     """Stretch long wavelengths by ``factor``, keep short ones, and interpolate between (Llama 3.1 release)."""
     frequencies = 1.0 / periods
     wavelengths = 2 * math.pi / frequencies
-    original, low, high = (
-        scaling.original_max_position_embeddings,
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-    )
+    original, low, high = (scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor)
     unstretched = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 - unstretched) * frequencies / scaling.factor + unstretched * frequencies
 

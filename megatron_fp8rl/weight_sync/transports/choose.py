@@ -10,11 +10,7 @@ from megatron_fp8rl.weight_sync.transports.cuda_ipc import IpcTransport
 from megatron_fp8rl.weight_sync.transports.process_group import GlooTransport, NcclTransport
 from megatron_fp8rl.weight_sync.transports.signed_store import SignedStore
 
-TRANSPORTS: dict[str, type[Transport]] = {
-    "ipc": IpcTransport,
-    "nccl": NcclTransport,
-    "gloo": GlooTransport,
-}
+TRANSPORTS: dict[str, type[Transport]] = {"ipc": IpcTransport, "nccl": NcclTransport, "gloo": GlooTransport}
 
 
 def resolve(kind: str, *, on_gpu: bool, one_host: bool, colocated: bool) -> str:

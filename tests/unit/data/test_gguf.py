@@ -123,11 +123,7 @@ def _factors(factor: float) -> np.ndarray:
 def test_the_rotary_scaling_of_llama_3_is_recognized(factor, tmp_path):
     file = write_gguf(tmp_path / "a.gguf", LLAMA, more={"rope_freqs.weight": _factors(factor)})
     scaling = RopeScaling(
-        kind="llama3",
-        factor=factor,
-        original_max_position_embeddings=8192,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
+        kind="llama3", factor=factor, original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0
     )
     assert GgufFile.open(file).model == replace(LLAMA, rope_scaling=scaling)
 

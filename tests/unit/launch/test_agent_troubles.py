@@ -56,10 +56,8 @@ def test_all_parts_of_a_replica_begin_again_when_one_dies_and_meet_on_a_new_port
 
 
 def test_deaths_of_different_parts_add_up_and_all_parts_are_given_up(tmp_path: Path):
-    """One node's part dies at every second start, the other's at the others: neither alone dies too often.
-
-    Each dies once the other has begun, for a part that comes late passes a start over.
-    """
+    """One node's part dies at every second start, the other's at the others: neither alone dies too often. Each dies
+    once the other has begun, for a part that comes late passes a start over."""
     program = tmp_path / "dies_in_turn.py"
     program.write_text(
         "import os, sys, time\n"

@@ -20,15 +20,7 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.preflight import findings, rules
-from tests.helpers.family_configs import (
-    DEEPSEEK,
-    GLM,
-    GLM_LITE,
-    GPT_OSS,
-    MINIMAX,
-    MIXTRAL,
-    OLMO2,
-)
+from tests.helpers.family_configs import DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MINIMAX, MIXTRAL, OLMO2
 from tests.helpers.models import small_model
 
 FIELDS = {
@@ -236,9 +228,7 @@ def test_families_of_whole_blocks_are_exact_on_a_gpu(model):
     cfg = replace(EXACT, model=replace(model, **_BLOCKS, moe_ffn_hidden_size=256))
     assert not refusals(cfg, Hardware("hopper"))
     divided = replace(
-        cfg,
-        engine=replace(cfg.engine, tensor=2, expert=2),
-        parallel=replace(cfg.parallel, world_size=2, tensor=2),
+        cfg, engine=replace(cfg.engine, tensor=2, expert=2), parallel=replace(cfg.parallel, world_size=2, tensor=2)
     )
     fields = [violation.field for violation in refusals(divided, Hardware("hopper"))]
     assert fields == ([] if model.family == "glm4_moe" else ["--engine.tensor"])

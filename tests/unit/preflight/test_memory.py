@@ -340,9 +340,7 @@ def test_an_optimizer_that_waits_on_the_host_comes_when_activations_have_gone(pa
 
 def test_a_published_recipe_fits_the_gpu_that_it_is_published_for():
     """Qwen3-30B-A3B on 16 H100: TP1, EP16, one sequence of 4096 tokens, no recompute (Megatron-Bridge's recipe in FP8).
-
-    It is known to fit 80 GB without much to spare; the estimate must not deny it, nor find it half empty.
-    """
+    It is known to fit 80 GB without much to spare; the estimate must not deny it, nor find it half empty."""
     optim = OptimConfig(max_tokens_per_microbatch=4096)
     sampling = SamplingConfig(max_prompt_tokens=512, max_completion_tokens=3584)
     cfg = run(qwen3_30b_a3b(), parallel=ParallelConfig(world_size=16, expert=16), optim=optim, sampling=sampling)

@@ -52,11 +52,7 @@ def test_mistakes_of_model_data_and_reward_are_named_together(tmp_path):
     with pytest.raises(ConfigError) as error:
         grpo.configure(options, cli.overriding([]))
     fields = [violation.field for violation in error.value.violations]
-    assert fields == [
-        "--model",
-        "--data.environments.0.dataset",
-        "--data.environments.0.rewards.0.function",
-    ]
+    assert fields == ["--model", "--data.environments.0.dataset", "--data.environments.0.rewards.0.function"]
     with pytest.raises(ConfigError) as error:
         grpo.configure(replace(options, reward=()), cli.overriding([]))
     assert [violation.field for violation in error.value.violations][:2] == ["--reward", "--model"]

@@ -168,12 +168,7 @@ def test_vllm_takes_every_option():
 
     cfg = tiny_qwen3_moe()
     arguments = gpu_arguments(
-        cfg,
-        {"engine_attention": "FLASH_ATTN"},
-        sleep_level=1,
-        tensor=2,
-        expert=2,
-        graphs="plain",
+        cfg, {"engine_attention": "FLASH_ATTN"}, sleep_level=1, tensor=2, expert=2, graphs="plain"
     )
     args = vllm_args.server_command(arguments, listen_fd=3)[5:]
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(args)
