@@ -474,12 +474,9 @@ def help_all(cfg: RunConfig) -> str:
         elif section and section not in sections:
             sections[section] = [" ".join((inspect.getdoc(owner) or "").split())]
         sections.setdefault(section, []).append(row)
-    texts = ["\n".join([f"{name or 'run'}:", *rows]) for name, rows in sorted(sections.items(), key=_is_architecture)]
+    ordered = sorted(sections.items(), key=lambda section: section[0].startswith("architecture"))
+    texts = ["\n".join([f"{name or 'run'}:", *rows]) for name, rows in ordered]
     return "\n\n".join([*texts, _SET_HELP])
-
-
-def _is_architecture(section: tuple[str, list[str]]) -> bool:
-    return section[0].startswith("architecture")
 
 
 def _rows(node: Any, prefix: str = "") -> Iterator[tuple[str, type, str]]:

@@ -334,14 +334,14 @@ def _finish(
     from megatron_fp8rl.observe.records import write_json, write_text
 
     cfg, folder, problems = evaluation.cfg, evaluation.folder_of(checkpoint), [_problem(group) for group in groups]
-    rates = pass_rates(problems)
+    rates, state = pass_rates(problems), _state(checkpoint)
     change = (
         difference([list(first.values())], [list(rates.values())]) if first and first.keys() == rates.keys() else None
     )
     summary = {
         "name": folder.name,
         "checkpoint": str(checkpoint),
-        "step": _step_of(checkpoint),
+        "step": None if state.get("weights_only") else state.get("step"),
         "precision": cfg.precision.rollout,
         "seed": cfg.seed,
         "sampling": {name: getattr(cfg.sampling, name) for name in _SAMPLING},
@@ -450,11 +450,6 @@ def _has_weights(folder: Path) -> bool:
 def _state(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / STATE_FILE
     return json.loads(file.read_text()) if file.is_file() else {}
-
-
-def _step_of(checkpoint: Path) -> int | None:
-    state = _state(checkpoint)
-    return None if state.get("weights_only") else state.get("step")
 
 
 def _model_dir(model: ModelConfig, data: DataConfig, checkpoint: Path) -> tuple[Path | None, list[Violation]]:

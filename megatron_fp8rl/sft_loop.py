@@ -32,11 +32,6 @@ SAVE_EVERY_S = 60.0  # minimum interval between two checkpoints
 SAVE_SHARE = 0.05  # maximum fraction of the time spent on checkpoints; extends the interval if needed
 
 
-def warm_start_path(cfg: RunConfig) -> Path:
-    """Path of the Hugging Face checkpoint that a run's warm start writes."""
-    return Path(cfg.run_dir) / WARM_START / HF
-
-
 def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopRequest | None = None) -> Path:
     """Collective: train for ``warm_start.steps`` and return the checkpoint's folder; skip training if it exists.
 
@@ -44,7 +39,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
     checkpoint after a step and raises RunStopped.
     """
     stop = stop or StopRequest()
-    path = warm_start_path(cfg)
+    path = Path(cfg.run_dir) / WARM_START / HF
     checkpoints = path.parent / CHECKPOINTS
     if parallel.broadcast_object(path.exists()):
         _delete(checkpoints, parallel)  # left if the warm start was killed right after it finished

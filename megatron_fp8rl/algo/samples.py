@@ -13,7 +13,7 @@ from megatron_fp8rl.algo.load_function import AdvantageFn
 from megatron_fp8rl.algo.turns import advantages_of_turns, is_varied
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, SamplingConfig
 from megatron_fp8rl.token_array import TokenArray
-from megatron_fp8rl.types import Completion, Context, Rollout, RolloutGroup, Sample, Segment, Trajectory
+from megatron_fp8rl.types import Completion, Rollout, RolloutGroup, Sample, Segment, Trajectory
 
 # A record of this many tokens cannot be all zeros, even if a token has one expert only.
 _TOKEN_RICH = 16
@@ -181,7 +181,7 @@ def _sample(
     segments: list[Segment] = []
     recorded: list[np.ndarray | None] = []
     versions: list[int] = []
-    last = max((i for i, segment in enumerate(branch.segments) if _is_sampled(segment)), default=-1)
+    last = max((i for i, x in enumerate(branch.segments) if isinstance(x, Completion) and len(x.token_ids)), default=-1)
     turns = iter([next(advantages) for _ in branch.completions])
     for segment in branch.segments[: last + 1]:
         if not isinstance(segment, Completion):
@@ -218,10 +218,6 @@ def _sample(
         staleness=version - min(versions),
         routed_experts=_joined(recorded),
     )
-
-
-def _is_sampled(segment: Context | Completion) -> bool:
-    return isinstance(segment, Completion) and len(segment.token_ids) > 0
 
 
 def _joined(recorded: Sequence[np.ndarray | None]) -> np.ndarray | None:

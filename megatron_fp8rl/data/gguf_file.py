@@ -100,13 +100,10 @@ class GgufFile:
 
     def config(self, end_ids: list[int]) -> dict[str, Any]:
         """The content of config.json."""
-        return registry.to_hf_config(self.model) | self._special_ids(end_ids) | {"dtype": self.dtype}
+        return registry.to_hf_config(self.model) | self.generation_config(end_ids) | {"dtype": self.dtype}
 
     def generation_config(self, end_ids: list[int]) -> dict[str, Any]:
         """The content of generation_config.json."""
-        return self._special_ids(end_ids)
-
-    def _special_ids(self, end_ids: list[int]) -> dict[str, Any]:
         ids = {"bos_token_id": self._token_id("bos"), "pad_token_id": self._token_id("padding")}
         ends = {"eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0]}
         return {key: value for key, value in ids.items() if value is not None} | ends
@@ -348,8 +345,5 @@ def _end_of_answer(tokenizer: PreTrainedTokenizerFast) -> int | None:
         return None
     after = str(text).rpartition(_END_OF_TURN_PROBE)[2]
     ids = tokenizer.encode(after.lstrip(), add_special_tokens=False)
-    return ids[0] if ids and tokenizer.convert_ids_to_tokens(ids[0]) in _special(tokenizer) else None
-
-
-def _special(tokenizer: PreTrainedTokenizerFast) -> set[str]:
-    return {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return ids[0] if ids and tokenizer.convert_ids_to_tokens(ids[0]) in special else None

@@ -46,13 +46,10 @@ class Difference:
     isolated_max: float
 
     @property
-    def limit_db(self) -> float:
-        """The largest ``isolated_db`` that rounding to BF16 explains."""
-        return 20 * math.log10(_ROUNDING * 2 ** _MORE_BITS.get(self.name.rpartition(".")[2], 0))
-
-    @property
     def is_beyond_rounding(self) -> bool:
-        return not self.isolated_db <= self.limit_db  # NaN is beyond
+        """Whether rounding to BF16 does not explain ``isolated_db``; True for NaN."""
+        limit_db = 20 * math.log10(_ROUNDING * 2 ** _MORE_BITS.get(self.name.rpartition(".")[2], 0))
+        return not self.isolated_db <= limit_db
 
 
 def operation_names(model: ModelConfig) -> list[str]:

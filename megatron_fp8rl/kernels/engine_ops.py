@@ -57,10 +57,6 @@ def flash_attention(
     )
 
 
-def has_topk_softmax() -> bool:
-    return vllm_topk_softmax() is not None
-
-
 def topk_softmax(logits_TE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """(weights float32 [T, K], experts int32 [T, K]) from BF16 logits on a GPU, computed by vLLM's kernel."""
     kernel = vllm_topk_softmax()

@@ -37,7 +37,8 @@ class RequireToken:
         self._token = environment.get(TOKEN_VARIABLE)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" or self._may_pass(scope):
+        sent = next((value for name, value in scope.get("headers", ()) if name == b"authorization"), b"")
+        if scope["type"] == "lifespan" or may_pass(sent, self._token):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             content = b'{"error": "the token of this rollout replica is missing or wrong"}'
@@ -47,7 +48,3 @@ class RequireToken:
             await send({"type": "http.response.body", "body": content})
         else:
             await send({"type": "websocket.close", "code": 1008})
-
-    def _may_pass(self, scope: dict[str, Any]) -> bool:
-        value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return may_pass(value, self._token)

@@ -33,10 +33,6 @@ class LayerBytes:
     recomputed: float  # recomputed, and kept while the backward pass is in this layer
     workspace: float  # gradients at the widest point of the backward pass
 
-    @property
-    def transient(self) -> float:
-        return self.recomputed + self.workspace
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:

@@ -64,7 +64,11 @@ def requirements() -> tuple[tuple[Requirement, str], ...]:
     listed = []
     for line in importlib.metadata.requires(_DISTRIBUTION) or ():
         requirement = Requirement(line)
-        extras = [e for e in ("cpu", "gpu", "launch", "test") if _marker_holds(requirement, e)]
+        extras = [
+            e
+            for e in ("cpu", "gpu", "launch", "test")
+            if requirement.marker is None or requirement.marker.evaluate({"extra": e})
+        ]
         listed.append((requirement, extras[0] if 0 < len(extras) <= 2 else ""))
     return tuple(listed)
 
@@ -72,10 +76,6 @@ def requirements() -> tuple[tuple[Requirement, str], ...]:
 def python_version() -> str | None:
     """The Python version the pins are chosen for; None outside a working tree."""
     return tomllib.loads(_PINS.read_text())["python"] if _PINS.is_file() else None
-
-
-def _marker_holds(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
 def packages(version: Callable[[str], str | None] = installed_version) -> list[Package]:

@@ -67,10 +67,6 @@ class Plan:
     refused: Counter[str]
     lines: list[str]
 
-    @property
-    def num_considered(self) -> int:
-        return len(self.layouts) + self.refused.total()
-
 
 def run(cfg: RunConfig, options: PlanOptions) -> int:
     """Print the plan; return the exit status: 2 if no layout works."""
@@ -109,7 +105,7 @@ def plan(cfg: RunConfig, options: PlanOptions) -> Plan:
         f"rates: {rates.source}. Network, assumed: {network.nic_bytes_per_s / 1e9:.0f} GB/s of a card, "
         f"{network.nvlink_bytes_per_s / 1e9:.0f} GB/s within a node. Nothing of this was measured across nodes.",
         "",
-        f"{result.num_considered} layouts considered, {len(layouts)} can work",
+        f"{len(layouts) + result.refused.total()} layouts considered, {len(layouts)} can work",
         *(f"  {count:5d} refused: {reason[:150]}" for reason, count in result.refused.most_common(6)),
         "",
     ]

@@ -121,7 +121,6 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
             ("engine.kv_cache_dtype", "auto"),
         )
         result.append(Finding("warning", "--engine.kv_cache_dtype", problem, remedy, change=(change,)))
-    choice = KernelChoice.of(cfg, Hardware(gpu.generation))
     if (untried := choice.untried(precision)) is not None:
         result.append(Finding("warning", "--precision.trainer", untried))
     # The only matrix that DeepGEMM cannot multiply; ``rules.py`` refuses all others.

@@ -39,9 +39,6 @@ class Kind:
     def shape(self) -> tuple[int, ...]:
         return self.weight.parts[self.part][1]
 
-    def has_whole_heads(self, ranks: int) -> bool:
-        return self.weight.is_expert or self.model.num_attention_heads % ranks == 0
-
     def divided_by(self, ranks: int) -> str:
         """Key of the dimension that ``ranks`` trainer ranks divide; ranks that share a query group divide all rows."""
         if self.weight.join == "qkv" and ranks > self.model.num_key_value_heads:
@@ -139,11 +136,10 @@ class _End:
     def degrees(self, kind: Kind) -> Iterator[int]:
         if kind.weight.is_expert and not self.experts[0]:  # expert parallel workers
             return (n for n in range(1, _MAX_DEGREE + 1) if kind.model.num_experts % n == 0)
-        is_engine = self.divide is on_engine
         return (
             n
             for n in range(1, _MAX_DEGREE + 1)
-            if (kind.model.num_attention_heads % n == 0 if is_engine else kind.has_whole_heads(n))
+            if (kind.model.num_attention_heads % n == 0 or (kind.weight.is_expert and self.divide is not on_engine))
             and self.divide(kind, n, self.fmt).tiles
         )
 

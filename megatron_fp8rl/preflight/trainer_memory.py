@@ -210,7 +210,7 @@ def _activations(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage
 
 
 def _temporaries(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage: int) -> Part:
-    layer = max(layer.transient for layer in layers)
+    layer = max(layer.recomputed + layer.workspace for layer in layers)
     head = head_bytes(cfg, tokens) if stage == cfg.parallel.pipeline - 1 else 0.0
     formula = f"backward of one layer {layer / GIB:.1f} GiB"
     if head:

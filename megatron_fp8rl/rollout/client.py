@@ -168,7 +168,8 @@ class EngineClient:
         self._pause_mode = mode
         self._num_pauses += 1
         engine_mode = "wait" if mode == "wait" else "abort"
-        await self._call(f"/pause?mode={engine_mode}", deadline_s=self._pause_deadline_s(mode))
+        deadline_s = self._request_deadline_s if mode == "wait" else self._update_deadline_s
+        await self._call(f"/pause?mode={engine_mode}", deadline_s=deadline_s)
         if self._in_flight:
             _, late = await asyncio.wait(self._in_flight, timeout=_SETTLE_S)
             for task in late:
@@ -312,9 +313,6 @@ class EngineClient:
             self._session = None
 
     # ---- a single call
-
-    def _pause_deadline_s(self, mode: PauseMode) -> float:
-        return self._request_deadline_s if mode == "wait" else self._update_deadline_s
 
     async def _call(self, path: str, *, body: Any = None, verb: str = "POST", deadline_s: float) -> Any:
         """Return the decoded JSON answer; None for an empty answer."""

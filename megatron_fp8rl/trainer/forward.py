@@ -61,10 +61,6 @@ class _Input:
     taught: tuple[tuple[Tensor, Taught], ...]  # with indices of the loss tokens
     order_T: Tensor | None  # packed positions of the tokens of all context-parallel ranks; None for one rank
 
-    @property
-    def num_local_tokens(self) -> int:
-        return self.tokens.shape[1]
-
 
 class Forward:
     def __init__(self, cfg: RunConfig, parallel: Parallel) -> None:
@@ -249,7 +245,7 @@ class Forward:
 
     def _whole(self, item: _Input, values_N: Tensor) -> Tensor:
         """Scatter values of this rank's loss tokens to the whole microbatch, [T]; 0 outside the loss mask."""
-        local = values_N.new_zeros(item.num_local_tokens).index_copy(0, item.loss_rows_N, values_N)
+        local = values_N.new_zeros(item.tokens.shape[1]).index_copy(0, item.loss_rows_N, values_N)
         return local if item.order_T is None else gather_context(local, item.order_T, self.parallel.cp_group)
 
     def _keep_logprobs(self, item: _Input, output: tuple[Tensor, Tensor]):

@@ -111,11 +111,12 @@ class Parallel:
         share once per data-parallel replica, whose first rank broadcasts it."""
         message, share = None, None
         if self.rank == 0:
-            in_flight: list[tuple[dist.Work, Tensor]] = []
+            in_flight: list[tuple[dist.Work, Tensor]] = []  # keeps tensors until they are sent
             for data_rank in range(1, self.dp_size):
                 message = pack(shares[data_rank])  # while the previous message is sent
                 _wait(in_flight)
-                in_flight = _begin_to_send(message, data_rank, self.data_control_group)
+                send = partial(dist.isend, group=self.data_control_group, group_dst=data_rank)
+                in_flight = [(send(part), part) for part in _with_sizes(message)]
             _wait(in_flight)
             share = shares[0]
         elif self.tp_rank == self.pp_rank == self.cp_rank == 0:
@@ -173,11 +174,6 @@ class Parallel:
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _begin_to_send(message: list[Tensor], group_rank: int, group: ProcessGroup) -> list[tuple[dist.Work, Tensor]]:
-    """Start sending a message; returns the tensors with their work, to keep until the work is done."""
-    return [(dist.isend(part, group=group, group_dst=group_rank), part) for part in _with_sizes(message)]
 
 
 def _wait(in_flight: list[tuple[dist.Work, Tensor]]) -> None:

@@ -100,7 +100,8 @@ class WeightExporter:
         self._previous: Expected | None = None
         self._base: Expected | None = None  # digests of the base of adapters
         self._num_publications = 0
-        one_host = _one_host(parallel.world_size)
+        # Whether torchrun started all trainer ranks on one host. The engines run on the host of rank 0.
+        one_host = parallel.world_size <= int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world_size))
         kind = resolve(
             inputs.weight_sync.transport,
             on_gpu=parallel.device.type == "cuda",
@@ -333,8 +334,3 @@ class WeightExporter:
         self.sender.close()
         if self._adapters is not None:
             self._adapters.close()
-
-
-def _one_host(world_size: int) -> bool:
-    """Whether torchrun started all trainer ranks on one host. The engines run on the host of rank 0."""
-    return world_size <= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -62,9 +62,9 @@ def blocks(text: str) -> list[Block]:
         if opening is None:
             opening = _opening(line)
             continue
-        mark = opening["mark"]
+        mark, before = opening["mark"], opening["before"]
         stripped = line.lstrip(" \t>")
-        is_deeper = len(line) - len(stripped) - _indentation(opening) >= _INDENT
+        is_deeper = len(line) - len(stripped) - (len(before) - len(before.lstrip(" \t>"))) >= _INDENT
         if stripped.startswith(mark) and not is_deeper:
             found.append(_block(lines, opening))
             following = _opening(line)  # an opening fence also ends a block that was not closed
@@ -116,11 +116,6 @@ def defined_names(text: str) -> set[str]:
 
 def _opening(line: str) -> re.Match[str] | None:
     return next(filter(None, (pattern.match(line) for pattern in _OPENINGS)), None)
-
-
-def _indentation(opening: re.Match[str]) -> int:
-    before = opening["before"]
-    return len(before) - len(before.lstrip(" \t>"))
 
 
 def _block(lines: Sequence[str], opening: re.Match[str], is_closed: bool = True) -> Block:

@@ -19,7 +19,6 @@ import io
 import json
 import pickle
 import re
-import sys
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -309,11 +308,6 @@ def _decoded(value: Any, always: bool = False) -> Any:
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return read(value.strip())
     return value
-
-
-def unlimited_digits() -> None:
-    """Allow integers of more than 4,300 digits in JSON and programs of this process."""
-    sys.set_int_max_str_digits(0)
 
 
 def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -80,13 +80,6 @@ def takes_batches(spec: str) -> bool:
     return any(argument.arg == "completions" for arg in args for argument in (*arg.args, *arg.kwonlyargs))
 
 
-def function_of(spec: str) -> Callable[..., Any]:
-    """The function of ``FILE.py:function``. Raises RewardError."""
-    if reason := problem(spec):
-        raise RewardError(reason)
-    return named(spec)
-
-
 def named(spec: str) -> Any:
     """What the file binds to the name, of any type. Raises RewardError."""
     path, name = parse(spec)
@@ -104,7 +97,9 @@ def named(spec: str) -> Any:
 
 def load(spec: str, options: Mapping[str, Any]) -> Callable[[Sequence[Prompt], Sequence[str]], list[Any]]:
     """The function as ``(prompts, completions) -> numbers or dicts``, with ``options``. Raises RewardError."""
-    function = function_of(spec)
+    if reason := problem(spec):
+        raise RewardError(reason)
+    function = named(spec)
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_fp8rl.envs import sandbox
 from megatron_fp8rl.envs.rewards.code_blocks import blocks, compiles, defined_names, parsed, program_in
-from megatron_fp8rl.envs.rewards.code_tests import CodeTests, asserts, raises, tests_of, unlimited_digits
+from megatron_fp8rl.envs.rewards.code_tests import CodeTests, asserts, raises, tests_of
 from megatron_fp8rl.envs.rewards.extraction import after_reasoning
 from megatron_fp8rl.types import Prompt
 
@@ -33,7 +33,7 @@ def code(
 ) -> Callable[[Prompt, str], float]:
     """``tests``: column name; "" searches. ``case_deadline_s``: limit for all statements, or for one input case."""
     sandbox.require()
-    unlimited_digits()
+    sys.set_int_max_str_digits(0)  # rows and programs may have longer integers
     limits = sandbox.Limits(memory_bytes=memory_bytes, cpu_s=max(1, round(case_deadline_s) + 1))
 
     def score(prompt: Prompt, completion: str) -> float:

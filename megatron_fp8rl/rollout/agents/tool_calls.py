@@ -34,7 +34,7 @@ class ToolCalls:
         request = _request(tools)
         texts = [text]
         if self._parser(request).adjust_request(request).skip_special_tokens:
-            texts.insert(0, self._without_special_tokens(text))
+            texts.insert(0, self._special_tokens.sub("", text))
         for candidate in dict.fromkeys(texts):
             if (message := self._parsed(candidate, request)) is not None:
                 return message
@@ -92,9 +92,6 @@ class ToolCalls:
     def _parser(self, request: Any) -> Any:
         """Return a new parser, because a parser has state."""
         return self._parser_class(self._tokenizer, request.tools)
-
-    def _without_special_tokens(self, text: str) -> str:
-        return self._special_tokens.sub("", text)
 
     @functools.cached_property
     def _special_tokens(self) -> re.Pattern[str]:

@@ -166,7 +166,7 @@ def _backward(ctx: Any, grad_TN: Tensor, *, of_input: bool) -> tuple[list[Tensor
     rows = zip(grad_TN.split(ctx.splits), x_TK.split(ctx.splits), a_ERK, b.flatten(1, 2), strict=True)
     dx, da, db = [], [], []
     for grad, x, a, b_NR in rows:
-        grad, x, a, b_NR = (_for_products(part) for part in (grad, x, a, b_NR))
+        grad, x, a, b_NR = (part if part.is_cuda else part.float() for part in (grad, x, a, b_NR))
         through_b = ctx.scale * (grad @ b_NR)
         da.append(through_b.t() @ x)
         if of_input:
@@ -175,10 +175,6 @@ def _backward(ctx: Any, grad_TN: Tensor, *, of_input: bool) -> tuple[list[Tensor
     grad_a = add_gradient(a_ERK, lambda out: out.add_(torch.stack(da)))
     grad_b = add_gradient(b, lambda out: out.add_(torch.stack(db).view(out.shape)))
     return dx, grad_a, grad_b
-
-
-def _for_products(x: Tensor) -> Tensor:
-    return x if x.is_cuda else x.float()
 
 
 def _draw(weight: Weight, cfg: RunConfig) -> Tensor:

@@ -41,7 +41,7 @@ def _is_plain(router: RouterConfig) -> bool:
 def engine_router_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, router: RouterConfig) -> Tensor:
     """The engine's bits of ``weights_TK``, with the gradient of ours. Unchanged if vLLM has no kernel for this router,
     and for tokens where it chooses different experts, as it may if logits are NaN."""
-    if not _is_plain(router) or not engine_ops.has_topk_softmax():
+    if not _is_plain(router) or engine_ops.vllm_topk_softmax() is None:
         return weights_TK
     values_TK, ids_TK = engine_ops.topk_softmax(logits_TE.detach().bfloat16(), weights_TK.shape[1], router.normalize)
     same_T1 = (ids_TK == experts_TK).all(dim=1, keepdim=True)

@@ -147,7 +147,11 @@ class GlooTransport(_GroupTransport):
         return torch.empty(self._slots.shape, dtype=torch.uint8, pin_memory=True)
 
     def _build_group(self, store: dist.Store) -> Any:
-        return _gloo_group(store, self.peer.rank, self.peer.world_size, timedelta(seconds=self.timeout_s))
+        where = store, self.peer.rank, self.peer.world_size, timedelta(seconds=self.timeout_s)
+        if os.environ.get("GLOO_SOCKET_IFNAME"):
+            return dist.ProcessGroupGloo(*where)
+        # By default gloo listens on the address of the host name, often a loopback address.
+        return gloo_group_on(local_address(), *where)
 
     def send(self, number: int, messages: Sequence[Message]) -> None:
         if self.device.type == "cuda" and messages:
@@ -192,11 +196,3 @@ class GlooTransport(_GroupTransport):
 
     def close(self) -> None:
         self._group = None
-
-
-def _gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Build a gloo group that other hosts can reach. By default gloo listens on the address of the host name, often a
-    loopback address. ``GLOO_SOCKET_IFNAME`` still applies."""
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    return gloo_group_on(local_address(), store, rank, world_size, timeout)
