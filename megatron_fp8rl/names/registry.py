@@ -52,10 +52,8 @@ _SEEING = {
 _VISION = ("vision_tower.", "mm_projector.", "model.visual.")
 # Keys beside text_config that are its own, too.
 _OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
-_SPARSE = (
-    "sparse attention by an indexer; the pinned Megatron-Core has it as an experiment, and no kernel of the pinned "
-)
-_SPARSE += "vLLM computes it alike in every batch or on a CPU"
+_SPARSE = "sparse attention by an indexer; the pinned Megatron-Core has it as an experiment, and no kernel of the "
+_SPARSE += "pinned vLLM computes it alike in every batch or on a CPU"
 # Model types that are refused by name -> what they need.
 _NEEDED = {
     "deepseek_v32": _SPARSE,

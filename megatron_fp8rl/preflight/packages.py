@@ -64,11 +64,8 @@ def requirements() -> tuple[tuple[Requirement, str], ...]:
     listed = []
     for line in importlib.metadata.requires(_DISTRIBUTION) or ():
         requirement = Requirement(line)
-        extras = [
-            e
-            for e in ("cpu", "gpu", "launch", "test")
-            if requirement.marker is None or requirement.marker.evaluate({"extra": e})
-        ]
+        marker = requirement.marker
+        extras = [e for e in ("cpu", "gpu", "launch", "test") if marker is None or marker.evaluate({"extra": e})]
         listed.append((requirement, extras[0] if 0 < len(extras) <= 2 else ""))
     return tuple(listed)
 

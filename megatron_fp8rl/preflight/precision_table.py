@@ -105,10 +105,8 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
         problem += "switch refuses the combination"
         result.append(Finding("note", "--precision.trainer", problem))
     if "blockwise" in (precision.trainer, precision.rollout) and precision.scales == "fp32":
-        problem = (
-            "with FP32 scales every kernel divides in its own order: scales differ in the last bit between trainer "
-        )
-        problem += f"and engine, bytes in about one of a thousand ({gpu.name.upper()} takes both kinds)"
+        problem = "with FP32 scales every kernel divides in its own order: scales differ in the last bit between "
+        problem += f"trainer and engine, bytes in about one of a thousand ({gpu.name.upper()} takes both kinds)"
         remedy = "Powers of two make all bytes and scales equal"
         result.append(Finding("note", "--precision.scales", problem, remedy, change=(("precision.scales", "pow2"),)))
     choice = KernelChoice.of(cfg, Hardware(gpu.generation))

@@ -206,10 +206,8 @@ def check_delta_nets(checks: Checks, accelerator: Generation) -> None:
     gdn = cfg.model.gdn
     if gdn is not None and projects_apart(cfg.model) and cfg.precision.rollout != "bf16":
         if (keys := gdn.num_key_heads * gdn.key_head_dim) % BLOCK:
-            problem = (
-                f"times key_head_dim = {keys} is no multiple of the FP8 tile {BLOCK}: an engine stacks the rows of "
-            )
-            problem += "all queries, all keys and all values of a gated delta net"
+            problem = f"times key_head_dim = {keys} is no multiple of the FP8 tile {BLOCK}: an engine stacks the rows "
+            problem += "of all queries, all keys and all values of a gated delta net"
             remedy = f"Choose a model with a multiple of {BLOCK}, or --precision.trainer bf16 --precision.rollout bf16"
             checks.refuse("model.gdn.num_key_heads", problem, remedy, code="untiled_size")
     if cfg.precision.rollout == "mxfp8":
@@ -269,9 +267,8 @@ def _length_problem(config: dict[str, Any], cfg: RunConfig) -> str:
     if least * factor >= longest or longest > cfg.model.max_sequence_tokens:
         return ""
     key = next(key for key, value in values.items() if value == least)
-    return (
-        f"config.json: {key} = {least}, and vLLM computes no longer sequences; those of the run reach {longest} tokens"
-    )
+    problem = f"config.json: {key} = {least}, and vLLM computes no longer sequences; "
+    return f"{problem}those of the run reach {longest} tokens"
 
 
 def _header_error(file: Path) -> str:

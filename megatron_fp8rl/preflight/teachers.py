@@ -90,10 +90,8 @@ def _problem(cfg: RunConfig, teacher: str) -> tuple[str, str]:
     if other.model.vocab_size < cfg.model.vocab_size:
         return f"has {other.model.vocab_size} tokens, and the student has {cfg.model.vocab_size}", _SAME
     if cfg.algo.teacher_kl == "full" and cfg.parallel.tensor > 1 and other.model.vocab_size != cfg.model.vocab_size:
-        problem = (
-            f"has {other.model.vocab_size} tokens, and the student has {cfg.model.vocab_size}: tensor-parallel ranks "
-        )
-        return problem + "have other tokens of both", "Set --algo.teacher_kl top_k, or --parallel.tensor 1"
+        problem = f"has {other.model.vocab_size} tokens, and the student has {cfg.model.vocab_size}: tensor-parallel "
+        return problem + "ranks have other tokens of both", "Set --algo.teacher_kl top_k, or --parallel.tensor 1"
     if other.model.max_sequence_tokens < cfg.max_sequence_tokens:
         problem = f"reads {other.model.max_sequence_tokens} tokens, and a sequence has {cfg.max_sequence_tokens}"
         return problem, "Lower --sampling.max_completion_tokens"

@@ -255,12 +255,10 @@ def _check_shards(checks: Checks, listed: Sequence[Kind], end: _End) -> None:
                 texts[key] = _shard_text(kind, key, ranks, shard)
         if texts:
             degrees = sorted(set.intersection(*(set(end.degrees(kind)) for kind in divided)))
-            remedy = (
-                f"Degrees that tile: {', '.join(map(str, degrees))}" if degrees else f"No degree tiles at {end.tile}"
-            )
-            problem = (
-                f"FP8 tiles of {end.tile} do not cover a rank of the {end.name} evenly ({'; '.join(texts.values())})"
-            )
+            listed_degrees = ", ".join(map(str, degrees))
+            remedy = f"Degrees that tile: {listed_degrees}" if degrees else f"No degree tiles at {end.tile}"
+            problem = f"FP8 tiles of {end.tile} do not cover a rank of the {end.name} evenly "
+            problem += f"({'; '.join(texts.values())})"
             checks.refuse(option, problem, remedy, degrees, code="untiled_shard")
 
 

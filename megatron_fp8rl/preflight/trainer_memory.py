@@ -242,7 +242,6 @@ def _overhead(cfg: RunConfig, tokens: Tokens) -> Part:
     groups, stage_buffers = sum(getattr(parallel, name) > 1 for name in names), 0.0
     if parallel.pipeline > 1:
         stage_buffers = 4 * tokens.sequence * cfg.model.hidden_size * 2  # sent and received, in both directions, BF16
-    formula = (
-        f"allowance: context {CONTEXT_BYTES / GIB:.1f} GiB, {groups} process groups x {_GROUP_BYTES / GIB:.1f} GiB"
-    )
+    formula = f"allowance: context {CONTEXT_BYTES / GIB:.1f} GiB, {groups} process groups x "
+    formula += f"{_GROUP_BYTES / GIB:.1f} GiB"
     return Part("communication, CUDA", int(CONTEXT_BYTES + groups * _GROUP_BYTES + stage_buffers), formula)
