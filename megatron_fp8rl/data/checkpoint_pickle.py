@@ -17,14 +17,8 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _NAMES = {
     **dict.fromkeys(
         (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+            *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
         ),
         _METADATA,
     ),

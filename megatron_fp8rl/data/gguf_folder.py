@@ -8,20 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8rl.data.checkpoint_error import CheckpointError
+from megatron_fp8rl.data.weight_files import TOKENIZER_FILES
 
 SUFFIX = ".gguf"
 _MARK = "gguf.json"  # names the file from which a folder was converted
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 def model_folder(path: Path) -> Path:
@@ -103,7 +93,7 @@ def _copy_tokenizer(source: Path, target: Path) -> list[int]:
         ends = end_ids(load_tokenizer(str(source)))
     except (OSError, ValueError) as error:
         raise CheckpointError(source, f"has no usable tokenizer: {error}") from error
-    for name in _TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     return list(ends)

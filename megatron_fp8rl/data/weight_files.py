@@ -8,6 +8,10 @@ from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TOKENIZER_FILES = """
+    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json tokenizer.model vocab.json merges.txt
+    chat_template.jinja
+""".split()
 _ADAPTER = "adapter_config.json"
 _PREFIXES = ("model.", "module.", "_orig_mod.", "base_model.model.", "language_model.", "transformer.")
 # Programs that quantize weights -> the last parts of their tensors' names.

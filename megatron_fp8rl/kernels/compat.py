@@ -128,16 +128,7 @@ def _settings(*parts: str) -> str:
 
 # What follows the device in the arguments of rebuild_cuda_tensor.
 _FIRST_OF_HANDLE = 7
-_HANDLE = (
-    "handle",
-    "storage_bytes",
-    "storage_offset",
-    "requires_grad",
-    "reference",
-    "reference_offset",
-    "event",
-    "syncs",
-)
+_HANDLE = "handle storage_bytes storage_offset requires_grad reference reference_offset event syncs".split()
 _BYTES_OF_HANDLE = ("handle", "reference", "event")
 
 

@@ -191,16 +191,8 @@ GLOSSARY: dict[str, dict[str, str]] = {
 
 # Spans of the start in the line of step 0, in order.
 START_PHASES = (
-    "start_command",
-    "start_data",
-    "start_imports",
-    "start_engines",
-    "start_model",
-    "start_warm_up",
-    "calibrate_kv",
-    "publish",
-    "colocated",
-    "evaluate",
+    *("start_command", "start_data", "start_imports", "start_engines", "start_model", "start_warm_up"),
+    *("calibrate_kv", "publish", "colocated", "evaluate"),
 )
 # Consecutive spans of a step, which never overlap: a plot may stack them up to time/step/s.
 PHASES = ("rollouts", "pack", "old_logprobs", "mismatch", "update", "publish", "checkpoint", "evaluate", "colocated")

@@ -25,6 +25,7 @@ from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.data.checkpoint_dir import errors_name, sync_to_disk
 from megatron_fp8rl.data.fused_tensors import SEPARATE, Fusion, fusion_of
 from megatron_fp8rl.data.tokenizer import load_tokenizer, special_ids
+from megatron_fp8rl.data.weight_files import TOKENIZER_FILES
 from megatron_fp8rl.kernels.fp8_parameter import plain
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
@@ -39,16 +40,6 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 4 << 30
 _DEADLINE = timedelta(hours=1)  # for a rank to wait while rank 0 writes a shard to a slow disk
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
 
 
 def save_hf(
@@ -158,7 +149,7 @@ def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path:
 
 def _copy_tokenizer(tokenizer_dir: Path, partial: Path) -> dict[str, int | list[int]]:
     """Copy the tokenizer; return the ids of its special tokens under their names in config.json."""
-    files = [file for file in _TOKENIZER_FILES if (tokenizer_dir / file).exists()]
+    files = [file for file in TOKENIZER_FILES if (tokenizer_dir / file).exists()]
     if not files:
         raise FileNotFoundError(f"{tokenizer_dir}: no tokenizer files to save beside the weights")
     for file in files:

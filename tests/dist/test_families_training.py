@@ -29,20 +29,10 @@ from tests.helpers.training import (
 from tests.tolerances import FAMILY_GRADIENT, LAYOUT_WEIGHTS
 
 # One of each kind of attention and router; the tests of logits have all.
-KINDS = (
-    "qwen2-one-group",
-    "glm4_moe",
-    "minimax_m2",
-    "gpt_oss",
-    "olmo2",
-    "gemma3_text",
-    "phi3-long",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "deepseek_v3",
-    "deepseek_v3-direct-queries",
-)
+KINDS = """
+    qwen2-one-group glm4_moe minimax_m2 gpt_oss olmo2 gemma3_text phi3-long qwen3_next qwen3_5 qwen3_5_moe deepseek_v3
+    deepseek_v3-direct-queries
+""".split()
 LAYOUTS = {
     "tp2": dict(world_size=2, tensor=2),
     "tp2_etp2": dict(world_size=2, tensor=2, expert_tensor=2),

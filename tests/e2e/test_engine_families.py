@@ -55,21 +55,10 @@ MODELS = {
     "phi3": PHI3,
     "phi3_long": PHI3_LONG,
 }
-FP8_FAMILIES = (
-    "qwen2",
-    "mixtral",
-    "glm4_moe",
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "minimax_m2",
-    "olmo2",
-    "gemma3_text",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "gpt_oss",
-    "phi3",
-)
+FP8_FAMILIES = """
+    qwen2 mixtral glm4_moe deepseek_v3 glm4_moe_lite minimax_m2 olmo2 gemma3_text qwen3_next qwen3_5_text
+    qwen3_5_moe_text gpt_oss phi3
+""".split()
 CASES = [(family, "bf16") for family in MODELS] + [(family, "blockwise") for family in FP8_FAMILIES]
 
 

@@ -27,18 +27,13 @@ from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
 megatron_on_cpu.install()  # in ranks, which import this module first
 
-# The last four are what building an optimizer and saving import on first use: over a second for each rank.
-_PRELOAD = [
-    "torch",
-    "tests.helpers.dist",  # before Megatron-Core, for megatron_on_cpu.install()
-    "numpy",
-    "megatron_fp8rl.trainer.policy",
-    "megatron_fp8rl.trainer.checkpoint",
-    "torch._dynamo",
-    "megatron.core.models.mimo.model.base",
-    "megatron.core.models.mimo.optimizer",
-    "megatron.core.dist_checkpointing.exchange_utils",
-]
+# This module comes before Megatron-Core, for megatron_on_cpu.install(). The last four are what building an optimizer
+# and saving import on first use: over a second for each rank.
+_PRELOAD = """
+    torch tests.helpers.dist numpy megatron_fp8rl.trainer.policy megatron_fp8rl.trainer.checkpoint torch._dynamo
+    megatron.core.models.mimo.model.base megatron.core.models.mimo.optimizer
+    megatron.core.dist_checkpointing.exchange_utils
+""".split()
 _GRACE_S = 5.0  # for the other ranks, after one has failed
 # With a GPU the packages that would be preloaded touch CUDA, which does not survive a fork.
 _context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")

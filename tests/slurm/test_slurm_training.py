@@ -18,29 +18,12 @@ from tests.helpers.slurm_jobs import cluster_file, last_step, nodes_of, run_dir
 START_S = 420.0  # until a first step: imports, a warm start, an engine
 RUN_S = 420.0
 NUM_STEPS = 8
-CONFIG = (
-    "tiny_qwen3_moe",
-    "--parallel.world_size",
-    "2",
-    "--parallel.expert",
-    "2",
-    "--engine.placement",
-    "separate",
-    "--weight_sync.transport",
-    "gloo",
-    "--observe.eval_prompts",
-    "8",
-    "--sampling.prompts_per_step",
-    "16",
-    "--warm_start.steps",
-    "20",
-    "--checkpoint.every_steps",
-    "2",
-    "--checkpoint.keep",
-    "10",
-    "--optim.decay",
-    "constant",  # each step changes the weights, the last one too
-)
+# With a constant learning rate each step changes the weights, the last one too.
+CONFIG = """
+    tiny_qwen3_moe --parallel.world_size 2 --parallel.expert 2 --engine.placement separate --weight_sync.transport gloo
+    --observe.eval_prompts 8 --sampling.prompts_per_step 16 --warm_start.steps 20
+    --checkpoint.every_steps 2 --checkpoint.keep 10 --optim.decay constant
+""".split()
 CURVE = ("reward/score/mean", "train/loss/mean", "train/grad_norm/max", "mismatch/abs_logprob_diff/mean")
 
 
@@ -93,18 +76,8 @@ def test_trainer_on_two_nodes_and_engine_on_a_third_learn_and_prove_their_weight
 def test_saved_by_request_and_cut_off_by_a_lost_node_the_curve_is_that_of_one_go(
     slurm: SlurmCluster, uninterrupted: Path, shared_folder: Path, record_property: Callable
 ):
-    job, run = begin(
-        slurm,
-        shared_folder,
-        "--job",
-        "rl",
-        "--model.hf_path",
-        uninterrupted / "warm_start" / "hf",
-        "--name",
-        "in three parts",
-        "--num_steps",
-        str(NUM_STEPS),
-    )
+    start = ("--job", "rl", "--model.hf_path", uninterrupted / "warm_start" / "hf")
+    job, run = begin(slurm, shared_folder, *start, "--name", "in three parts", "--num_steps", str(NUM_STEPS))
     slurm.until(lambda: last_step(run) >= 2, "two steps", START_S, lambda: logs_of(run), job)
     slurm.command("scancel", "--signal=USR1", job)  # what Slurm sends save_signal_s before the limit
     slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be queued again", 300, lambda: logs_of(run))
@@ -137,35 +110,13 @@ def test_saved_by_request_and_cut_off_by_a_lost_node_the_curve_is_that_of_one_go
 def test_a_lost_replica_comes_back_with_the_current_weights_while_training_goes_on(
     slurm: SlurmCluster, uninterrupted: Path, shared_folder: Path
 ):
-    job, run = begin(
-        slurm,
-        shared_folder,
-        "--job",
-        "rl",
-        "--model.hf_path",
-        uninterrupted / "warm_start" / "hf",
-        "--name",
-        "replica lost",
-        "--num_steps",
-        "100000",
-        "--engine.num_replicas",
-        "2",
-    )
+    start = ("--job", "rl", "--model.hf_path", uninterrupted / "warm_start" / "hf", "--engine.num_replicas", "2")
+    job, run = begin(slurm, shared_folder, *start, "--name", "replica lost", "--num_steps", "100000")
     slurm.until(lambda: last_step(run) >= 2, "two steps", START_S, lambda: logs_of(run), job)
     endpoint = run / "replicas" / "rollout-1.json"
     before = json.loads(endpoint.read_text())
-    slurm.command(
-        "srun",
-        f"--jobid={job}",
-        "--overlap",
-        "-N1",
-        "-n1",
-        "-w",
-        nodes_of(slurm, job)[3],
-        "kill",
-        "-9",
-        str(before["pid"]),
-    )
+    on_its_node = ("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", nodes_of(slurm, job)[3])
+    slurm.command(*on_its_node, "kill", "-9", str(before["pid"]))
     step = last_step(run)
     slurm.until(lambda: last_step(run) >= step + 3, "three steps without it", 300, lambda: logs_of(run), job)
 
@@ -198,24 +149,8 @@ def test_a_lost_replica_comes_back_with_the_current_weights_while_training_goes_
 
 @pytest.mark.long
 def test_a_sweep_is_a_job_for_each_value_with_a_table_of_its_runs(slurm: SlurmCluster, folder: Path):
-    launched = slurm.launch(
-        "tiny_qwen3_moe",
-        "--cluster",
-        cluster_file(folder),
-        "--job",
-        "sft",
-        "--over",
-        "seed",
-        "1",
-        "2",
-        "--name",
-        "two seeds",
-        "--warm_start.steps",
-        "4",
-        "--weight_sync.transport",
-        "auto",
-        "--wait",
-    )
+    words = "--job sft --over seed 1 2 --warm_start.steps 4 --weight_sync.transport auto --wait".split()
+    launched = slurm.launch("tiny_qwen3_moe", "--cluster", cluster_file(folder), "--name", "two seeds", *words)
     swept = run_dir(folder, "two seeds_sweep")
     assert launched.status == 0 and launched.stdout.count(": COMPLETED") == 2, launched.output + logs_of(swept)
     table = slurm.command(sys.executable, "-m", "launch.sweep", swept)

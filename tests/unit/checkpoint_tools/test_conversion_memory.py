@@ -7,24 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import registry
 from tests.helpers.checkpoints import random_tensors, write_folder
+from tests.helpers.models import small_model
 
 MAX_MEMORY_MIB = 64  # the least that the tools take
 # Allocator and interpreter: what the heap keeps between strips, and modules that are imported on first use.
 SLACK_MIB = 64
-MODEL = ModelConfig(
-    family="qwen3",
-    num_layers=1,
-    hidden_size=1024,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=128,
-    vocab_size=98304,
-    ffn_hidden_size=32768,
-    tie_embeddings=True,
-)
+MODEL = small_model((1, 1024, 4, 2, 128, 98304), ffn=32768, tie_embeddings=True)
 PROGRAM = """
 import json, sys
 import torch

@@ -13,25 +13,16 @@ from checkpoint_tools import wider_model
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.wider_model import untiled, widened
 from megatron_fp8rl.commands.grpo import model_in
-from megatron_fp8rl.config import ModelConfig, RopeScaling, RouterConfig
+from megatron_fp8rl.config import RopeScaling, RouterConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.preflight import tiling
 from tests.helpers.checkpoints import random_tensors, read_tensors, save_with_transformers, write_folder
 from tests.helpers.family_configs import DEEPSEEK, MINIMAX, QWEN3_NEXT
+from tests.helpers.models import small_model
 
-LLAMA = ModelConfig(
-    family="llama",
-    num_layers=2,
-    hidden_size=96,
-    num_attention_heads=6,
-    num_key_value_heads=3,
-    head_dim=32,
-    vocab_size=101,
-    ffn_hidden_size=200,
-    rope_theta=10_000.0,
-    norm_eps=0.01,  # so large that a mistake in it shows
-    tie_embeddings=True,
-)
+# Its norm_eps is so large that a mistake in it shows.
+SHARED = {"rope_theta": 10_000.0, "norm_eps": 0.01, "tie_embeddings": True}
+LLAMA = small_model((2, 96, 6, 3, 32, 101), ffn=200, family="llama", **SHARED)
 EXPERTS = {"ffn_hidden_size": 0, "num_experts": 4, "experts_per_token": 2, "moe_ffn_hidden_size": 72}
 SCALING = RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=16)
 MODELS = {

@@ -14,7 +14,7 @@ from checkpoint_tools import __main__ as program
 from checkpoint_tools.hf_folder import HfFolder
 from megatron_fp8rl import cli, evaluate
 from megatron_fp8rl.commands import grpo
-from megatron_fp8rl.config import ConfigError, ModelConfig, RopeScaling
+from megatron_fp8rl.config import ConfigError, RopeScaling
 from megatron_fp8rl.data.checkpoint_error import CheckpointError
 from megatron_fp8rl.data.gguf_file import GgufFile
 from megatron_fp8rl.data.gguf_folder import convert, model_folder
@@ -23,21 +23,10 @@ from megatron_fp8rl.preflight import rules
 from tests.helpers.checkpoints import assert_same_tensors, random_tensors, read_tensors
 from tests.helpers.configs import make
 from tests.helpers.gguf_files import CHATML, SPECIAL, tokenizer_metadata, write_gguf
+from tests.helpers.models import small_model
 
-LLAMA = ModelConfig(
-    family="llama",
-    num_layers=2,
-    hidden_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=384,
-    ffn_hidden_size=96,
-    rope_theta=1e5,
-    norm_eps=1e-5,
-    tie_embeddings=True,
-    max_position_embeddings=512,
-)
+SHARED = {"rope_theta": 1e5, "norm_eps": 1e-5, "tie_embeddings": True, "max_position_embeddings": 512}
+LLAMA = small_model((2, 64, 4, 2, 16, 384), ffn=96, family="llama", **SHARED)
 MODELS = {
     "llama": LLAMA,
     "llama_untied": replace(LLAMA, tie_embeddings=False),

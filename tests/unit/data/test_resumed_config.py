@@ -64,14 +64,9 @@ def test_every_changed_field_has_a_line_with_both_values(tmp_path):
     lines = [change.text for change in changes(as_json(before), now)]
     fields = [line.partition(" was ")[0] for line in lines]
     assert fields == [
-        "precision.trainer",
-        "precision.kernels.experts",
-        "optim.lr",
-        "optim.min_lr",
-        "data.environments[0].rewards[0].function",
-        "data.environments[0].rewards[0].options.strict",
-        "data.environments[1]",
-        "seed",
+        *("precision.trainer", "precision.kernels.experts", "optim.lr", "optim.min_lr"),
+        *(f"data.environments[0].rewards[0].{name}" for name in ("function", "options.strict")),
+        *("data.environments[1]", "seed"),
     ]
     assert "data.environments[0].rewards[0].function was 'number', now 'exact'" in lines
     assert "precision.kernels.experts was 'te', now absent" in lines

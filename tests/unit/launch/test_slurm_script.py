@@ -117,15 +117,9 @@ def test_options_of_sbatch_keep_their_quotes(scripts):
         "--account=it's mine",
         "--partition=a b",
         '--comment=say "hi" $USER',
-        "--exclusive",
         "--job-name=it's a 'name'",
-        "--mail-type=END",
-        "--signal=USR1@120",
-        "--cpus-per-task=64",
-        "--gpus-per-node=8",
-        "--nodes=3",
-        "--ntasks-per-node=1",
-        "--requeue",
+        *"--exclusive --mail-type=END --signal=USR1@120 --cpus-per-task=64 --gpus-per-node=8 --nodes=3".split(),
+        *("--ntasks-per-node=1", "--requeue"),
     ):
         assert option in options
 

@@ -31,19 +31,11 @@ from megatron_fp8rl.weight_sync.plan import plan
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from model_configs.deepseek import deepseek_v3
 from model_configs.qwen3 import qwen3_8b, qwen3_30b_a3b
+from tests.helpers.models import small_model
 
 H200 = GPUS["h200"]
 BF16 = PrecisionConfig(trainer="bf16", rollout="bf16")
-DENSE = ModelConfig(
-    family="llama",
-    num_layers=4,
-    hidden_size=512,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-    vocab_size=1024,
-    ffn_hidden_size=1024,
-)
+DENSE = small_model((4, 512, 8, 4, 64, 1024), ffn=1024, family="llama")
 
 
 def run(model: ModelConfig = DENSE, precision: PrecisionConfig | None = None, **changes) -> RunConfig:

@@ -487,11 +487,6 @@ def test_linear_scaling_lengthens_the_engines_sequences(shorter, tmp_path):
     assert len(check(cfg, accelerator="cpu")) == shorter
 
 
-def test_untiled_matrices_that_stay_bf16_are_no_mistake():
-    assert fields_of(make(replace(DENSE, hidden_size=192), precision__bf16_first_layers=4)) == []
-    assert fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="bf16", precision__rollout="bf16")) == []
-
-
 def test_a_checkpoint_folder_needs_config_and_weights_of_the_model(tmp_path):
     cfg = make(model__hf_path=str(tmp_path))
     config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
