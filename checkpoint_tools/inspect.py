@@ -27,6 +27,7 @@ from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data import model_files
 from megatron_fp8rl.data.gguf_folder import model_folder
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.observe.display import text_table
 from megatron_fp8rl.precision.parameters import count
 
 _GIB = 1 << 30
@@ -256,11 +257,4 @@ def _text(table: Sequence[Line]) -> str:
         )
         for line in table
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    right = {1, 4, 5}
-    return "\n".join(
-        "  ".join(
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return "\n".join(text_table(rows, right={1, 4, 5}))

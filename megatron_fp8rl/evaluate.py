@@ -298,7 +298,7 @@ def summarize(groups: Sequence[RolloutGroup], ks: Sequence[int]) -> dict[str, An
 
 def table(summary: Mapping[str, Any]) -> str:
     """The result as a text table: one row per environment, and a total row if there are several."""
-    from megatron_fp8rl.observe.display import interval_text
+    from megatron_fp8rl.observe.display import interval_text, text_table
 
     rows = dict(summary["environments"])
     if len(rows) > 1:
@@ -312,10 +312,7 @@ def table(summary: Mapping[str, Any]) -> str:
         cells = ["-" if estimate is None else interval_text(estimate) for estimate in estimates]
         cells += [f"{row['mean_reward']:.3f}"] * has_rewards
         lines.append([name, str(row["num_problems"]), str(row["num_completions"]), *cells])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join(text_table(lines))
 
 
 def _finish(

@@ -31,6 +31,7 @@ GEOMETRIC_CAP = 2.0  # cap of a token's weight with geometric_mask; the default 
 _ALARM_LIMITS = {"mismatch/abs_logprob_diff/mean": 0.5, "mismatch/kl_k3/mean": 0.5}
 # Rounding can raise a log-softmax at most 1e-6 above 0; a larger value is not a log-probability.
 LOGPROB_TOLERANCE = 1e-3
+_NUM_WORST = 5  # sequences that a report names
 
 _REMEDY = (
     "Compare precision.trainer with precision.rollout, review precision.scales, check that the last publication was "
@@ -223,9 +224,7 @@ def _bounded(mb: Microbatch, correction: str) -> Tensor:
     return (total_S / length_S if correction == "geometric_mask" else total_S)[length_S > 0]
 
 
-def mismatch_metrics(
-    batches: Sequence[TrainBatch], cfg: AlgoConfig, reducer: Reducer, *, num_worst: int = 5
-) -> MismatchReport:
+def mismatch_metrics(batches: Sequence[TrainBatch], cfg: AlgoConfig, reducer: Reducer) -> MismatchReport:
     """Collective: compare old with rollout log-probabilities over the loss tokens of all ranks, before any update.
 
     With d = old - rollout and w = exp(d); the rollout policy sampled the tokens, so KL means KL(rollout || old):
@@ -247,13 +246,13 @@ def mismatch_metrics(
             statistics.add(mb, cfg)
     ranks = reducer.gather(statistics)
     if broken := [message for rank in ranks for message in rank.broken]:
-        raise LogprobError("; ".join(broken[:num_worst]))
+        raise LogprobError("; ".join(broken[:_NUM_WORST]))
 
     def worst_first(parts: Iterable[list[tuple[str, _Sums]]]) -> list[tuple[str, _Sums]]:
         return sorted(itertools.chain(*parts), key=lambda entry: (-entry[1].abs_diff / entry[1].num, entry[0]))
 
     sequences, current = worst_first(r.sequences for r in ranks), worst_first(r.current for r in ranks)
-    worst = tuple(sums.slice(name) for name, sums in sequences[:num_worst])
+    worst = tuple(sums.slice(name) for name, sums in sequences[:_NUM_WORST])
     compared = _Sums.merged(sums for _, sums in current)
 
     def slices(name: str, label: Callable[[Any], str] = str) -> tuple[MismatchSlice, ...]:

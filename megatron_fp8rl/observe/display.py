@@ -8,7 +8,7 @@ import statistics
 import sys
 import textwrap
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -234,6 +234,13 @@ def sparkline(values: list[float], *, width: int = 60, low: float | None = None)
 def interval_text(estimate: Mapping[str, float]) -> str:
     """``0.412 [0.330, 0.500]``: a value and its interval, from {"value", "low", "high"}."""
     return f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
+
+
+def text_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Lines with the cells of ``rows`` in columns, of which those in ``right`` are aligned right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return ["  ".join(side(*cell) for side, *cell in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
 
 
 def duration(seconds: float) -> str:

@@ -48,22 +48,14 @@ _TENSORBOARD = "tensorboard"
 
 
 class Observer:
-    """Context manager around a whole run: records and re-raises an error. ``num_steps`` is the total of the progress
-    display. Metrics must already be reduced over ranks."""
+    """Context manager of a whole run: records and re-raises an error. Metrics must already be reduced over ranks."""
 
     def __init__(
-        self,
-        cfg: RunConfig,
-        is_writer: bool = True,
-        run_dir: Path | str | None = None,
-        *,
-        num_steps: int | None = None,
-        title: str = "",
+        self, cfg: RunConfig, is_writer: bool = True, run_dir: Path | str | None = None, *, title: str = ""
     ) -> None:
         self.cfg = cfg
         self.is_writer = is_writer
         self.run_dir = Path(run_dir if run_dir is not None else cfg.run_dir)
-        self._num_steps = cfg.num_steps if num_steps is None else num_steps
         self._last_step: int | None = None
         self._open_step: StepLog | None = None
         self._files: dict[str, Any] = {}
@@ -73,7 +65,7 @@ class Observer:
         self._compiled = compile_cache.Record()
         self._has_updated = False
         self._display: Display = make_display(
-            cfg.observe.display if is_writer else "none", title or cfg.name, self._num_steps
+            cfg.observe.display if is_writer else "none", title or cfg.name, cfg.num_steps
         )
 
     def __enter__(self) -> Observer:

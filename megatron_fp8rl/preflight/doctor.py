@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.observe.display import text_table
 from megatron_fp8rl.precision.formats import rollout_format, trainer_format
 from megatron_fp8rl.preflight import precision_table, rules, tiling
 from megatron_fp8rl.preflight.assessment import DoctorOptions
@@ -183,16 +184,8 @@ def _cache_line(engine: EngineEstimate) -> str:
 
 
 def plain_table(table: Table) -> str:
-    cells = [table.columns, *table.rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
-    lines = [
-        "  ".join(
-            text.rjust(width) if i in table.right else text.ljust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
-    return "\n".join([table.title, "  " + lines[0], *(f"  {line}" for line in lines[1:])])
+    lines = text_table([table.columns, *table.rows], table.right)
+    return "\n".join([table.title, *(f"  {line}" for line in lines)])
 
 
 def wrapped(line: str) -> str:
