@@ -63,8 +63,8 @@ class RopeScaling:
         return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
 
     def divisors(self, longest: int) -> tuple[float, ...]:
-        """Of longrope: what divides the frequency of each pair in all sequences of a run whose longest sequence has
-        ``longest`` tokens, as in vLLM; empty for other kinds."""
+        """Of longrope: what divides the frequency of each pair in a run whose longest sequence has ``longest`` tokens,
+        as in vLLM. Empty for other kinds."""
         return self.long_factor if longest > self.original_max_position_embeddings else self.short_factor
 
 

@@ -1,9 +1,9 @@
 """The job of the command distill: on-policy distillation from frozen teachers.
 
-The student samples, and the teacher of each source scores the same tokens. The teacher's log-probabilities take the
-place of the reference model's in the loss of reinforcement learning, so ``algo.kl_coef`` times KL(student || teacher)
-is minimized on the student's own samples, beside the rewards if there are any. The estimate uses the sampled token, as
-in Thinking Machines' "On-Policy Distillation" (2025); ``algo.teacher_kl`` selects a divergence over several tokens
+The student samples, and the teacher of each source scores the same tokens. In the loss of reinforcement learning, the
+teacher's log-probabilities take the place of the reference model's. So ``algo.kl_coef`` times KL(student || teacher) is
+minimized on the student's own samples, beside the rewards if there are any. The estimate uses the sampled token, as in
+Thinking Machines' "On-Policy Distillation" (2025); ``algo.teacher_kl`` selects a divergence over several tokens
 (``trainer/divergence.py``). Runs identically on every trainer rank.
 """
 

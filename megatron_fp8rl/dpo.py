@@ -1,8 +1,8 @@
 """The job of the command dpo: direct preference optimization on pairs of answers (arXiv 2305.18290).
 
-Reference log-probabilities come from the initial weights. They are computed once, before the first step, and cached
-under a digest of the pairs, the weights and the trainer's numerics, so that a resume and another run read them. Runs
-identically on every trainer rank.
+Reference log-probabilities come from the initial weights. They are computed once, before the first step. A cache keeps
+them under a digest of the pairs, the weights and the trainer's numerics, for resumes and other runs. Runs identically
+on every trainer rank.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """The vocabulary entries from which a sampler with top-k, top-p or min-p chose each token.
 
-A token has at most ceil(vocabulary / 32) int32 words, the size of a bit mask: ascending ids if they take fewer words,
-otherwise the mask (entry v is bit v % 32 of word v // 32), and no word if every entry was kept. With 151,936 entries
-these are at most 19 kB per token, and 4 bytes per kept entry up to 4,747 entries.
+A token has at most ceil(vocabulary / 32) int32 words, the size of a bit mask. They are ascending ids if these take
+fewer words, otherwise the mask: entry v is bit v % 32 of word v // 32. A token has no word if every entry was kept.
+With 151,936 entries these are at most 19 kB per token, and 4 bytes per kept entry up to 4,747 entries.
 
 Shapes: C = tokens, K = their words, W = words of a bit mask.
 """

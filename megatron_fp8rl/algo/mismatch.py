@@ -1,8 +1,8 @@
 """Train/rollout mismatch: importance weights and metrics, both without gradient.
 
 mismatch_ratio = exp(old_logprobs - rollout_logprobs) is the importance weight of a token: 1 if engine (FP8 kernels,
-possibly older weights) and trainer agree. :func:`weights` computes the factor that corrects the loss;
-:func:`with_measured_bounds` chooses its bounds; :func:`mismatch_metrics` measures the mismatch, names the worst
+possibly older weights) and trainer agree. :func:`weights` computes the factor that corrects the loss, and
+:func:`with_measured_bounds` chooses its bounds. :func:`mismatch_metrics` measures the mismatch, names the worst
 sequences and raises alarms.
 
 Shapes: T = tokens of one packed microbatch, S = its sequences.

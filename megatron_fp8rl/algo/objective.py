@@ -152,8 +152,8 @@ def _kl_to_reference(mb: Microbatch, trainer_logprobs_T: Tensor) -> tuple[Tensor
     """KL(trainer || reference) per token: (value of k3 with the gradient of k2, k3 without gradient).
 
     The gradient of k3, (1 - exp(ref - trainer)) times the score, would minimize KL(reference || trainer). The
-    score-function gradient of KL(trainer || reference) is (trainer - ref) times the score, which is the gradient of k2
-    = (trainer - ref)^2 / 2 (Schulman 2020, "Approximating KL divergence").
+    score-function gradient of KL(trainer || reference) is (trainer - ref) times the score. That is the gradient of k2 =
+    (trainer - ref)^2 / 2 (Schulman 2020, "Approximating KL divergence").
     """
     if mb.ref_logprobs_T is None:
         raise ValueError("algo.kl_coef needs reference log-probabilities, but this microbatch has none")

@@ -10,9 +10,9 @@ def old_are_rollout(cfg: RunConfig) -> bool:
 
 def needs_old_pass(cfg: RunConfig) -> bool:
     """Whether old log-probabilities need a forward pass before the updates: not for a step's only update, whose forward
-    pass computes them. Recorded experts are compared or replaced in that pass, ``correction_quantile``
-    reads all tokens before the update, and a user's loss may read ``old_logprobs_T``; with :func:`old_are_rollout` none
-    of these needs it."""
+    pass computes them. Recorded experts are compared or replaced in that pass, ``correction_quantile`` reads all tokens
+    before the update, and a user's loss may read ``old_logprobs_T``. With :func:`old_are_rollout` none of these needs
+    it."""
     if old_are_rollout(cfg):
         return False
     has_experts = cfg.model.is_moe and (cfg.engine.record_routed_experts or cfg.sampling.replay is not None)

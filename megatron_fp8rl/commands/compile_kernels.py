@@ -1,7 +1,7 @@
 """``doctor CONFIG --compile``: compiles the kernels of a run on this machine and keeps them for later starts.
 
-The list of kernels is the run's own: two steps of the configuration, in its layout and with its microbatches, whose
-processes record what they compile. Without a GPU only the C kernels of a CPU are compiled, which an image can keep.
+The list of kernels is the run's own: the processes of two steps, in its layout and with its microbatches, record what
+they compile. Without a GPU only the C kernels of a CPU are compiled, which an image can keep.
 """
 
 import subprocess

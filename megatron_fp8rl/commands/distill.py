@@ -17,7 +17,7 @@ from megatron_fp8rl.preflight.teachers import is_served
 class DistillOptions(grpo.GrpoOptions):
     """Student, teachers, data and, if wanted, rewards; all fields of a configuration are options as well."""
 
-    # Folders of Hugging Face models with the student's tokenizer, or URLs of vLLM servers, in the order of --data; one
+    # Folders of Hugging Face models with the student's tokenizer, or URLs of vLLM servers, in the order of --data. One
     # teacher is that of all data.
     teacher: tuple[str, ...] = ()
 

@@ -2,7 +2,7 @@
 
 The owner locks a file with flock, writes its name into the file, and touches the file every few seconds (heartbeat).
 flock ends with the process. On some file systems it works only within a node, or not at all, and a lost node may leave
-its lock behind; then the heartbeat decides. Another process takes over the lock of an owner without a heartbeat. An
+its lock behind. Then the heartbeat decides. Another process takes over the lock of an owner without a heartbeat. An
 owner that was only suspended notices this and ends before it writes again.
 """
 

@@ -6,9 +6,9 @@ Reads one JSON object per line from standard input and answers each with one lin
     {"prompts": [Prompt], "texts": [str], "deadline_s": s}
                                  ->  {"scores": [{"reward": number, "parts": {name: number}}]} | {"error": text}
 
-All prompts of a request belong to one environment. Every reply has the "number" of its request, "address_bytes", and
-"is_exhausted": whether the error may come from memory, threads or files that earlier scores have kept. A forked child
-of a scorer exits without a reply. Imports neither torch nor transformers, to start fast.
+All prompts of a request belong to one environment. Every reply has the "number" of its request, "address_bytes" and
+"is_exhausted". The last says whether memory, threads or files that earlier scores have kept may be the cause of the
+error. A forked child of a scorer exits without a reply. Imports neither torch nor transformers, to start fast.
 """
 
 import json

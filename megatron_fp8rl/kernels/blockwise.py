@@ -63,8 +63,8 @@ def scale_of(amax: Tensor, scales: ScaleKind, fmt: Format = E4M3) -> Tensor:
         exponent = (amax.view(torch.int32) + _BELOW_MAX_MANTISSA >> 23) - fmt.max_exponent
         scale = (exponent.clamp_(1, 254) << 23).view(torch.float32)
     else:
-        # Divide by a tensor: on a GPU, torch divides by a scalar by multiplying with its rounded reciprocal, which does
-        # not give the correctly rounded quotient. Clamp to the smallest normal number to keep 1 / scale finite.
+        # Divide by a tensor: by a scalar, torch on a GPU multiplies with the rounded reciprocal, which does not give
+        # the correctly rounded quotient. Clamp to the smallest normal number to keep 1 / scale finite.
         scale = (amax / torch.full_like(amax, fmt.max)).clamp_(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     return torch.where(amax == 0, 1.0, scale)
@@ -150,7 +150,7 @@ def canonical(data_NK: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
 
     data_NK float8_e4m3fn [N, K] and scale_inv float32 [Nb, Kb] -> the same types and shapes. A block whose E4M3 amax is
     at most 224 can also store doubled values with half the scale. vLLM chooses the smallest scale, from an amax clamped
-    to at least 1e-4; in blocks below that, values are rounded to the grid of that scale.
+    to at least 1e-4. In blocks below that, values are rounded to the grid of that scale.
     """
     num_rows, num_columns = data_NK.shape
     padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)

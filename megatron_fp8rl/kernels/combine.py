@@ -4,7 +4,7 @@ Used if engines run on a CPU or have ``precision.kernels.engine_experts = deep_g
 output to BF16 before adding; for those, the experts apply the router weights and ``dispatcher.py`` sums.
 
 Router weights can only be applied after the all-to-all has gathered a token's rows. Gradients are still those of
-weighted outputs: backward copies the sum's gradient to each row, and the experts apply router weights there and compute
+weighted outputs. Backward copies the sum's gradient to each row, and the experts apply router weights there and compute
 their gradients. If several ranks divide an engine's experts, each rounds its partial sum, and so does this module. Both
 ends add the partial sums in the order of the ranks (``ordered_sum.py``).
 

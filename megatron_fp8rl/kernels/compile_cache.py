@@ -111,8 +111,8 @@ def noted(kind: str, name: str) -> Iterator[None]:
 
 
 def seconds_by_kind(since: float) -> dict[str, list[float]]:
-    """Seconds of each kernel in the run's record, without lines that a full disk has cut, and of each that DeepGEMM
-    has compiled ``since``: it writes ``kernel.cu``, runs nvcc, and writes ``kernel.cubin``."""
+    """Seconds of each kernel in the run's record, without lines that a full disk has cut, and of each that DeepGEMM has
+    compiled ``since``. DeepGEMM writes ``kernel.cu``, runs nvcc, and writes ``kernel.cubin``."""
     seconds: dict[str, list[float]] = defaultdict(list)
     with contextlib.suppress(OSError):
         for line in Path(os.environ.get(RECORD_VARIABLE) or os.devnull).read_bytes().splitlines():

@@ -1,7 +1,7 @@
 """Operations of a forward pass on a CPU: accumulated in float64 and rounded once, so that trainer and engine agree.
 
 On a CPU the order of a sum depends on the shapes. In float32, decoding one token and a packed microbatch then differ in
-the last bits, and a router may choose another expert. In float64 the difference is 2^-29 times as large: results
+the last bits, and a router may choose another expert. In float64 the difference is 2^-29 times as large. Results
 rounded once are equal, unless a sum is that close to the midpoint of two BF16 values. Products of E4M3 blocks with
 power-of-two scales are exact. ``rounded_products.py`` gets the same results of BF16 matrices sooner. On a GPU
 ``batch_invariant.py`` fixes the order; :func:`matmul` is torch's.

@@ -12,10 +12,10 @@
     dW += g^T x (FP8)    cuda/grouped_wgrad.cu                 g, x columnwise              FP32 [E, N, K]
     dW += g^T x (BF16)   k_grouped_bf16_gemm_tn_contiguous     g, x rowwise                 FP32 [E, N, K]
 
-vLLM's linears and experts use the same DeepGEMM forward kernels, and a row's result does not depend on other rows, so
+vLLM's linears and experts use the same DeepGEMM forward kernels, and a row's result does not depend on other rows. So
 the forward pass is bitwise equal to the engine's. FP8 partial sums are promoted to float32 every 128 terms. DeepGEMM
-compiles a kernel on the first GEMM with a new weight shape, in seconds, and caches it in DG_JIT_CACHE_DIR, by default
-the cache of vLLM's engines. Padded rows are zero.
+compiles a kernel on the first GEMM with a new weight shape, in seconds. Its cache is DG_JIT_CACHE_DIR, by default that
+of vLLM's engines. Padded rows are zero.
 
 Shapes: P = rows with padding (of all experts, or of one dense matrix), a multiple of 128; E = experts of this rank; N =
 output features and K = input features, multiples of 128.

@@ -1,7 +1,7 @@
 """Queries, keys and values rounded to E4M3 as an engine with an FP8 KV cache reads them.
 
 Inputs are tensors after rotary embedding. vLLM divides keys and values by their scale and multiplies queries by the
-reciprocal of theirs; for the powers of two of ``trainer/kv_scales.py`` both are exact, so the only rounding is that to
+reciprocal of theirs. Both are exact for the powers of two of ``trainer/kv_scales.py``. So the only rounding is that to
 E4M3 (to nearest, saturating at 448).
 """
 

@@ -5,7 +5,7 @@ kernel's ``supports(cfg, hardware)`` returns None or a refusal. Only :func:`choo
 
 The roles ``linears`` and ``experts`` of ``precision.kernels`` select Transformer Engine or DeepGEMM once for the whole
 run, from the shapes of a full microbatch (``matmul_shapes.py``). The choice must not depend on the batch, because the
-two sum products in different orders: old log-probabilities and the first update use microbatches of different sizes,
+two sum products in different orders. Old log-probabilities and the first update use microbatches of different sizes,
 and their ratio must be 1. All ranks and resumed runs make the same choice.
 
 ``precision.exact`` is such a field, too: :func:`resolved` alone reads its ``auto``. With it, ``auto`` of the other

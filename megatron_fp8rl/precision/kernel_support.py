@@ -211,7 +211,7 @@ def may_gather(parallel: ParallelConfig, precision: PrecisionConfig) -> bool:
 
 def row_parts(engine: EngineConfig, parallel: ParallelConfig) -> int:
     """The partial products of a row-parallel linear that exact ends round and add in order: the finer end's degree. 0:
-    the sums of each end's own collectives, which are equal, because both have the same two ranks at most."""
+    each end's own collectives add, with equal sums, because both have the same two ranks at most."""
     alike = engine.ranks <= 2 and parallel.tensor == engine.tensor
     return 0 if alike else max(parallel.tensor, engine.tensor)
 

@@ -4,8 +4,8 @@
     fastest      the layout of a job whose user names none (grpo)
     all_layouts  every layout on a number of GPUs (plan)
 
-Candidates come from :func:`_layouts`: degrees that divide the model and leave memory for weights, optimizer states and
-sequences, the nearest to the configuration first. :func:`assessment.assess` accepts or refuses them. ``nearest`` ends
+Candidates come from :func:`_layouts`, the nearest to the configuration first: degrees that divide the model and leave
+memory for weights, optimizer states and sequences. :func:`assessment.assess` accepts or refuses them. ``nearest`` ends
 with the candidates of ``all_layouts``, so ``doctor`` and ``plan`` agree. The model never changes.
 """
 

@@ -1,7 +1,7 @@
 """Compare installed packages with requirements.toml, and report combinations known not to work.
 
-In: the metadata of this environment; nothing is imported. Out: a table and findings. A login node often has a different
-environment from the training nodes, so a missing or different package is an error only on a machine with a GPU.
+In: the metadata of this environment; nothing is imported. Out: a table and findings. A login node often has another
+environment than the training nodes. So a missing or different package is an error only on a machine with a GPU.
 """
 
 import functools

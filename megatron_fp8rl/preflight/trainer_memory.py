@@ -30,7 +30,7 @@ In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with
 An optimizer that is offloaded is there while it steps, when activations, temporaries and FP8 copies are not
 (``trainer/optimizer/offload.py``): the larger counts. With FP32 parameters, weights take 4 bytes and the optimizer 8.
 Temporaries of the head and of one layer's backward pass do not coexist; the larger counts. The rowwise FP8 copies live
-from the first forward pass after an update to the next update, the columnwise ones from the first backward pass on; an
+from the first forward pass after an update to the next update, the columnwise ones from the first backward pass on. An
 update with two microbatches has both at its peak.
 """
 

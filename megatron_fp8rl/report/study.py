@@ -4,7 +4,7 @@
 
 Arms are rollout precision / trainer precision, each with and without the correction of the mismatch, and exact mode.
 All start from the same weights and see the same prompts for the same seed. Each run is a process of the ``rl`` command.
-With ``--evaluate N``, one BF16 engine evaluates all final weights on the same N held-out problems; arms are compared
+With ``--evaluate N``, one BF16 engine evaluates all final weights on the same N held-out problems. Arms are compared
 with the first arm, problem by problem. A study can be continued: finished runs are not repeated. Out: ``study.md``
 (table), ``study.png`` (plot) and one run folder per arm and seed, under ``runs/<name>_study``.
 """

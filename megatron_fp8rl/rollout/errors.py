@@ -24,8 +24,8 @@ class EngineError(RuntimeError):
 
 
 class EngineDeadError(EngineError):
-    """The process of a rollout replica has ended. ``is_innocent`` if the request cannot be the cause: it has not
-    reached the replica, SIGKILL ended it, or a replica on another host ended without an error."""
+    """The process of a rollout replica has ended. ``is_innocent`` if the request cannot be the cause. Then it has not
+    reached the replica, SIGKILL ended the process, or a replica on another host ended without an error."""
 
     def __init__(self, message: str, *, is_innocent: bool = False) -> None:
         super().__init__(message)

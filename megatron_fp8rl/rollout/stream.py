@@ -6,7 +6,7 @@ other trainer ranks. Runs on every trainer rank.
 With ``sampling.max_staleness`` = 0, a step samples its groups when it starts. With k, the engines also sample the
 groups of the next k steps while the trainer works (rollout/window.py).
 
-With ``max_staleness`` = 0 the rollouts of a run depend only on its configuration: prompts come in order, and the seed
+With ``max_staleness`` = 0 the rollouts of a run depend only on its configuration. Prompts come in order, and the seed
 of a completion depends only on the run's seed and its prompt. If a replica dies, its requests go to other replicas.
 """
 

@@ -231,7 +231,7 @@ def run_ranks(command: Sequence[str], environment: Mapping[str, str], *, hang_s:
     torchrun kills its ranks 30 s after a SIGTERM, and a SIGUSR1 kills it. It ends with this process.
 
     Ranks that were asked to end by SIGTERM or Ctrl-C are killed if all of them wait for each other, at the same places
-    for ``hang_s``; a rank that stands still elsewhere ends by itself (:mod:`.watch`). A second SIGTERM or Ctrl-C ends
+    for ``hang_s``. A rank that stands still elsewhere ends by itself (:mod:`.watch`). A second SIGTERM or Ctrl-C ends
     all ranks at once.
     """
     with tempfile.TemporaryDirectory(prefix="stop-") as temporary:

@@ -209,7 +209,7 @@ class Forward:
     def _draft_logprobs(
         self, model: GPTModel, hidden_states: Tensor, weight: Tensor, item: _Input, shard: HeadShard
     ) -> Tensor:
-        """Log-probabilities of the loss tokens as drafts, FP32 [N], 0 where none is possible: at a position, the
+        """Log-probabilities of the loss tokens as drafts, FP32 [N], 0 where none is possible. At a position, the
         multi-token prediction layer reads the next token and predicts the one after it. Only that layer has gradients.
         """
         rows_n = item.loss_rows_N.index_select(0, item.drafted_n) - 1

@@ -3,13 +3,13 @@
 In: model chunks that run forward. Out: for every layer of the model, the factors by which an engine divides queries,
 keys and values before rounding them to E4M3. Runs on: every trainer rank.
 
-Amax is measured on sampled tokens without padding, with weights one update older than the next published ones, and
-after rotary embedding, where the engine quantizes.
+Amax is measured on sampled tokens without padding, after rotary embedding, where the engine quantizes. The weights are
+one update older than the next published ones.
 
     scale = the smallest power of two of at least MARGIN * amax / 448
 
 E4M3 has constant relative precision over 15 binades. A margin of 2 to 4 costs only one or two binades at the bottom,
-where values are 2^-13 of the maximum, and later tokens above the measured maximum are not clipped. Scales measured on
+where values are 2^-13 of the maximum. Later tokens above the measured maximum are then not clipped. Scales measured on
 other tokens are valid, because a scale only affects how the cache is written and read.
 
 The trainer's attention rounds keys and values by the engines' current scales (:func:`set_scales`), and queries if the

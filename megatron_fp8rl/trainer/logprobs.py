@@ -5,14 +5,14 @@ Out: an FP32 log-probability and entropy per token, equal on all tensor-parallel
 :func:`gather_context`, for the whole microbatch on all context-parallel ranks.
 
 Logits exist for one chunk of tokens at a time. If one chunk holds all tokens, backward overwrites its logits with their
-gradient; with more chunks, forward keeps three values per token and backward computes each chunk again. Peak memory is
+gradient. With more chunks, forward keeps three values per token and backward computes each chunk again. Peak memory is
 about three FP32 chunks of ``chunk_tokens * vocabulary / tensor parallel`` values. For BF16 parameters on a GPU it is
 one BF16 chunk, which the Triton kernels in log_softmax.py overwrite. The gradient of the head is accumulated in its
 FP32 gradient buffer, unless the embedding shares it.
 
 Logits are rounded to the parameters' dtype and then cast to FP32, as in the engine.
 
-With kept entries, the distribution is the truncated one of the engine's sampler: logits of other entries are replaced
+With kept entries, the distribution is the truncated one of the engine's sampler. Logits of other entries are replaced
 by a number whose exponential is 0, so that the same functions and kernels serve.
 
 Shapes: N = tokens, H = hidden size, V = vocabulary rows of this rank, T = packed tokens of one microbatch.

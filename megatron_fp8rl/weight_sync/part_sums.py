@@ -1,8 +1,8 @@
 """Digests of tensors whose parts are on several trainer ranks.
 
-A digest (``digest.py``) is a sum of terms that depend on a word and its position in the whole tensor, so the sums of
-parts add up. Each sender sends only sums to rank 0. A float32 value counts as one word, widened to 64 bits
-(``digest.widened``), because rows of block scales may have an odd length. Rank 0 combines the bytes of cut words.
+A digest (``digest.py``) sums terms that depend on a word and its position in the whole tensor, so the sums of parts add
+up. Each sender sends only sums to rank 0. A float32 value counts as one word, widened to 64 bits (``digest.widened``),
+because rows of block scales may have an odd length. Rank 0 combines the bytes of cut words.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Find the program in a completion. Pure.
 
 Blocks are fenced by backticks or tildes, indented, or not closed. The program is the last Python block that defines a
-name which the tests use; without such names, the last block that reads standard input or prints. Blocks with an
+name which the tests use. Without such names, it is the last block that reads standard input or prints. Blocks with an
 example of use, with output, or with shell lines are not programs. Only one program is chosen, so two attempts do not
 count twice.
 """

@@ -77,7 +77,7 @@ def sums(tensors: Sequence[Tensor], *, widen: bool = False) -> list[int]:
 def prepare(tensors: Sequence[Tensor], *, widen: bool = False) -> Callable[[], Tensor]:
     """:func:`sums` as a function for repeated calls as the memory changes: int64 [len(tensors)] on their device.
 
-    The next call overwrites the result. Work that depends only on addresses and shapes is done once: for hundreds of
+    The next call overwrites the result. Work that depends only on addresses and shapes is done once. For hundreds of
     tensors it takes the host longer than the GPU takes to read them.
     """
     # A view may begin anywhere and its rows may be strided; words are read in order and aligned.

@@ -1,8 +1,8 @@
 """RMSNorm whose bits do not depend on thread layout, block size or batch: for trainer and engine on a GPU.
 
 A row is divided by the power of two below its largest magnitude. The squares are truncated to multiples of 2^-38 and
-summed as integers, so the order of the sum is free. Each kernel that uses :func:`inverse_rms` gets the same bits, and a
-kernel can add the residual stream before the norm, or quantize its result, in the same launch. Truncation changes the
+summed as integers, so the order of the sum is free. Each kernel that uses :func:`inverse_rms` gets the same bits. In
+the same launch a kernel can add the residual stream before the norm, or quantize its result. Truncation changes the
 mean square by at most 2^-38 of the largest square.
 
 Shapes: T = tokens, H = columns. Import only for CUDA tensors, or under TRITON_INTERPRET=1.

@@ -4,7 +4,7 @@ Bytes and float32 scales equal ``blockwise.quantize_weight``, for any number of 
 strided. They are written to the caller's tensors: a bucket, or the memory that an engine's kernels read. Import only
 for CUDA tensors, or under TRITON_INTERPRET=1, where the same kernel runs on the CPU for tests.
 
-One program quantizes one block. All matrices of a call are one launch, through a table of their addresses, so the
+One program quantizes one block. All matrices of a call are one launch, through a table of their addresses. So the
 hundreds of expert matrices of a layer cost as much as one matrix of their total size.
 """
 
@@ -92,7 +92,7 @@ def prepare_weights_into(
 ) -> Callable[[], None]:
     """:func:`quantize_weights_into` as a function for repeated calls as the content of the memory changes.
 
-    Work that depends only on addresses and shapes is done once: for hundreds of matrices it takes the host longer than
+    Work that depends only on addresses and shapes is done once. For hundreds of matrices it takes the host longer than
     the GPU takes to quantize them. A matrix with strided columns is copied here, and only here.
     """
     by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor, Tensor]]] = {}

@@ -1,8 +1,8 @@
 """Rotary embedding on a GPU: reads queries and keys once and writes them once, forward and backward.
 
 The bits are torch's: products and sums are rounded to float32 one by one, and the result is rounded once. Backward
-rotates by -angle and swaps the half-split and interleaved layouts. :func:`split_heads` also splits a fused projection
-and computes the RMSNorm of query and key heads, if whole heads are rotated, in one launch instead of about fifteen.
+rotates by -angle and swaps the half-split and interleaved layouts. :func:`split_heads` also splits a fused projection.
+If whole heads are rotated, it computes the RMSNorm of query and key heads too: in one launch instead of about fifteen.
 
 Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated features, r = R / 2. A projection has G groups
 of Q query heads, a key head and a value head: W = G (Q + 2) D.

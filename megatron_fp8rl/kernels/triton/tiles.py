@@ -1,8 +1,8 @@
 """Tiles of 128 features in Triton: BF16 values quantized rowwise and columnwise without moving single bytes.
 
 A tile of 4 Q rows is two matrices ``x`` and ``y`` of 32-bit words [Q, 128]. Word i of a feature contains BF16 values of
-two rows, the first in its lower half: rows 4 i and 4 i + 1 in x, rows 4 i + 2 and 4 i + 3 in y. One thread thus makes
-four adjacent bytes of columnwise data, a tile is transposed in words, and amax is computed for two rows at a time. A
+two rows, the first in its lower half. In x these are rows 4 i and 4 i + 1, in y rows 4 i + 2 and 4 i + 3. So one thread
+makes four adjacent bytes of columnwise data, a tile is transposed in words, and amax takes two rows at a time. A
 columnwise block has 128 rows, Q = 32; without columnwise data any Q works.
 
 HARDWARE means that a GPU runs this: PTX instructions compute what Triton cannot express. Triton's interpreter, which

@@ -5,7 +5,7 @@ on the fleet's event loop.
 
 Agents are user code that may crash, block, or never end. A worker runs many sessions, and reports which session's code
 is running. If it dies, only that session fails; the others run again, with the same seeds. If the cause is unknown, all
-run again: a session that was running in two such workers runs alone, and fails if a third worker dies. A worker whose
+run again. A session that was running in two such workers runs alone, and fails if a third worker dies. A worker whose
 memory, threads or files are used up takes no further sessions; those that it lost run again in a new one.
 
 An error of one session, whatever raised it, fails that session. Only an agent that cannot be loaded ends the run.

@@ -11,7 +11,7 @@ top_p, top_k and min_p, and rejects other parameters that would change the distr
 Streamed requests get their answer in one piece. If a client disconnects, its request is cancelled. An answer that a
 client does not get is not trained.
 
-Clients repeat requests after some statuses. Status 429 and 503 with ``Retry-After`` stand for what may pass; a request
+Clients repeat requests after some statuses. Status 429 and 503 with ``Retry-After`` stand for what may pass. A request
 that is wrong, or whose session is at its limit, gets 400, 401, 410 or 413.
 """
 
@@ -290,8 +290,8 @@ class _Stream(StreamingResponse):
 
 
 async def _delivered(handler: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
-    """Call a handler. Withdraw the turn that it took if the client does not get the answer, so that it is not trained:
-    after an error, or if the client has disconnected."""
+    """Call a handler. Withdraw the turn that it took if the client does not get the answer: after an error, or if the
+    client has disconnected. It is then not trained."""
     is_delivered = False
     try:
         response = await handler(request)

@@ -5,8 +5,8 @@ the replica with the fewest running requests. If a replica dies, its requests go
 
 A request may be the cause of the death. So the requests of a dead replica start one after another at the next one: each
 must outlast a second there. The request that does not is the cause, and is lost. If a replica dies and the cause is
-still unknown, for example because it acts late, the requests with two dead replicas run one after another, to the end.
-A replica that SIGKILL ended is not counted, because an operator or the kernel sends it.
+still unknown, for example because it acts late, the requests with two dead replicas run one by one, to the end. A
+replica that SIGKILL ended is not counted, because an operator or the kernel sends it.
 """
 
 from __future__ import annotations

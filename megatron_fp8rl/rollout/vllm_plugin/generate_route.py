@@ -1,12 +1,12 @@
 """HTTP route for sampling requests: token ids in, token ids and log-probabilities out, as bytes.
 
-In: JSON with ``token_ids``, whose first ``num_prompt_tokens`` are the prompt, ``dropped_token_ids``, which are not part
-of a text, vLLM's ``sampling_params``, and the version of a loaded ``adapter``, if any. Out: the answer of
+In: JSON with vLLM's ``sampling_params`` and ``token_ids``, whose first ``num_prompt_tokens`` are the prompt.
+``dropped_token_ids`` are not part of a text; ``adapter`` is the version of a loaded one, if any. Out: the answer of
 :func:`completions.write_answer`. Runs in the replica's server (``server.py``).
 
 vLLM's route for token ids, ``/inference/v1/generate``, builds an object with a name, bytes and alternatives for each
-log-probability: 43 us per token in the process that also receives all tokens. If 256 completions of 1,024 tokens end
-together, nothing is sampled for 11 s.
+log-probability. That takes 43 us per token, in the process that also receives all tokens. If 256 completions of 1,024
+tokens end together, nothing is sampled for 11 s.
 """
 
 import uuid

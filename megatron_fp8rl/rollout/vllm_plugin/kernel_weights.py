@@ -2,10 +2,10 @@
 
 In: the worker's model with the tensors of vLLM's kernels (fused, sliced, partly FP8); parts of Hugging Face tensors.
 Out: every tensor of this worker's slice under its Hugging Face name; its digest, which the trainer compares; new bytes
-in the kernels' tensors, whose addresses never change, so that CUDA graphs stay valid. Runs in every engine worker.
+in the kernels' tensors. Their addresses never change, so CUDA graphs stay valid. Runs in every engine worker.
 
-Addresses are computed once. Parts that are adjacent at both ends, such as the stacked experts of a layer, are one copy,
-and the other parts of a round share kernel launches.
+Addresses are computed once. Parts that are adjacent at both ends, such as the stacked experts of a layer, are one copy.
+The other parts of a round share kernel launches.
 
 After an update, tensors derived from weights are recomputed in place: the dequantized weights of the CPU kernels, and
 the two factors of latent attention. (vLLM would bind new tensors, which captured graphs do not read.) After a reload,
@@ -103,8 +103,8 @@ def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules by the names they have without vLLM's wrappers for adapters, which are left out; then those of
-    the model that drafts, without the embedding and head that both share."""
+    """Yield all modules by the names they have without vLLM's wrappers for adapters, which are left out. Those of the
+    model that drafts follow, without the embedding and head that both share."""
     seen: set[nn.Module] = set()
     for part in filter(None, (model, draft_model_of(model))):
         for path, module in part.named_modules(seen):
@@ -224,8 +224,8 @@ class KernelDigests:
 def first_layers_by_kind(model: nn.Module) -> frozenset[int]:
     """Return the first layer of each kind. vLLM's loaders treat layers of one kind alike.
 
-    Layers of a kind have modules of the same classes, with tensors of the same names, shapes, strides and dtypes, and
-    the same choice of experts. Modules without weights, as the first layer's rotary embedding, are ignored.
+    Layers of a kind have the same choice of experts and modules of the same classes, with tensors of the same names,
+    shapes, strides and dtypes. Modules without weights, as the first layer's rotary embedding, are ignored.
     """
     kinds: dict[int, list[Any]] = {}
     for path, module in named_layers(model):

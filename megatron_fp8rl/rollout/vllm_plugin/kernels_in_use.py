@@ -1,7 +1,7 @@
 """Reports which kernels an engine worker computes with, read from its model without importing vLLM.
 
-The attributes are those of vLLM 0.26: a layer's ``quant_method``, for FP8 linears its ``fp8_linear`` or the layer's
-``scheme.kernel``, for experts its ``fp8_backend`` or ``unquantized_backend``, and the ``attn_backend`` of attention.
+The attributes are those of vLLM 0.26: the ``attn_backend`` of attention and a layer's ``quant_method``. FP8 linears
+have its ``fp8_linear`` or the layer's ``scheme.kernel``, experts its ``fp8_backend`` or ``unquantized_backend``.
 """
 
 from typing import Any

@@ -3,10 +3,10 @@
 In: vLLM's model, and scales by layer from the trainer (trainer/kv_scales.py). Out: the scales that its attention now
 uses. Runs in every engine worker; scales are per tensor, so they are equal in all tensor-parallel workers.
 
-vLLM keeps each scale twice: in a buffer for GPU kernels, which captured CUDA graphs read too, and as a host float for
-the CPU kernel. FlashInfer is rejected, because it turns the floats into constants at its first call. Call this while
-the engine is paused, because cached keys and values use the old scales, and a pause drops them. vLLM resets scales to 1
-after a reload of weights and when a sleeping cache wakes up; set them again afterwards.
+vLLM keeps each scale in a buffer for GPU kernels, which captured CUDA graphs read too, and as a host float for the CPU
+kernel. FlashInfer is rejected, because it turns the floats into constants at its first call. Call this while the engine
+is paused, because cached keys and values use the old scales, and a pause drops them. vLLM resets scales to 1 after a
+reload of weights and when a sleeping cache wakes up: set them again afterwards.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,9 +2,9 @@
 
 Each process of an engine that truncates (``sampling.top_p``, ``top_k``, ``min_p``) calls :func:`report_kept_entries`.
 After temperature, min-p, top-k and top-p, the sampler's logits are -inf for dropped entries. The kept entries travel as
-columns after the sampled token's id in vLLM's ``LogprobsLists``: the vocabulary's size, the number of words, and the
-words of a :class:`KeptEntries`. The V1 sampler runs on CPUs, and on GPUs with recorded experts, which
-is not measured yet; the V2 sampler runs on GPUs.
+columns after the sampled token's id in vLLM's ``LogprobsLists``. These are the vocabulary's size, the number of words,
+and the words of a :class:`KeptEntries`. The V1 sampler runs on CPUs, and on GPUs with recorded experts, which is not
+measured yet; the V2 sampler runs on GPUs.
 """
 
 from collections.abc import Sequence

@@ -79,8 +79,8 @@ def _engine_config(args: argparse.Namespace) -> VllmConfig:
 def work(config: VllmConfig) -> NoReturn:
     """Run this node's part of an engine that spans nodes: data-parallel ranks, or workers of the only rank.
 
-    Exits with status 1 when a process has ended. vLLM's ``run_headless`` would exit with status 0 and spawn processes,
-    which fails because our kernels' configuration is a local class.
+    Exits with status 1 when a process has ended. vLLM's ``run_headless`` would exit with status 0. It would also spawn
+    processes, which fails because our kernels' configuration is a local class.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

@@ -309,7 +309,7 @@ def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: 
 def _fill_randomly(chunks: Sequence[nn.Module], model: ModelConfig, seed: int, parallel: Parallel) -> None:
     """Norms multiply by 1, biases are 0, matrices normal; std / sqrt(2 * layers) for outputs to the residual stream
     (GPT-2). CPU and GPU values differ. In a wide random model, attention outputs, averages over tokens, exceed
-    embeddings of std 0.02 after one layer, and routers choose the same few experts for all tokens; ``embedding_range =
+    embeddings of std 0.02 after one layer. Routers then choose the same few experts for all tokens; ``embedding_range =
     1`` avoids this."""
     device = parallel.device
     residual_std = model.initializer_range / math.sqrt(2 * model.num_layers)

@@ -19,7 +19,7 @@ experts. All ranks have the same number of tokens, because packing pads their mi
 
 FP8 experts with power-of-two scales quantize along rows before the all-gather, which halves its bytes. The operands of
 forward and dgrad keep their values. So do those of wgrad, quantized along tokens, except where a number is subnormal
-under one of its scales: rounding to four significant bits does not depend on a power-of-two scale.
+under one of its scales. Rounding to four significant bits does not depend on a power-of-two scale.
 
 **DeepEP and HybridEP** send a token once to each rank with some of its experts, and add expert outputs rank by rank. So
 experts apply router weights, and ``precision.exact`` refuses these dispatchers, like gather.

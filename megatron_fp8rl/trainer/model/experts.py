@@ -8,10 +8,10 @@ and the gradients of both. Parameters are those of ``GroupedLinear``, so checkpo
                 dW2 += dy^T (p a)        dW1 += dh^T x        dp = sum(a da)
 
 ``fused_moe.py`` permutes and quantizes, ``gemm.py`` multiplies, wgrad directly into Megatron-Core's FP32 gradient
-buffer. Forward matches the engine: the same bytes enter the same DeepGEMM kernels, a row's bits do not depend on other
+buffer. Forward matches the engine. The same bytes enter the same DeepGEMM kernels, a row's bits do not depend on other
 rows, and p is applied to an expert's output. Backward computes the gradient of p as fc2's input gradient times fc2's
-input, so only h and columnwise FP8 x are saved. Unsorted tokens are read by index; a token's outputs and the gradients
-of its copies are then summed here, and ranks that share experts exchange sums and gradients here.
+input, so only h and columnwise FP8 x are saved. Unsorted tokens are read by index. Here a token's outputs and the
+gradients of its copies are then summed, and ranks that share experts exchange sums and gradients.
 
 Ranks that exchange tokens, and BF16 wgrad, need the tokens per expert on the host; other work is queued before that
 wait. Nothing else here waits for the GPU, and no kernel is launched per expert. In blockwise FP8, NaN or infinity turns

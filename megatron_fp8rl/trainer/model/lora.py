@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA): W = W0 + alpha / rank * B A, with frozen W0 and trained A and B.
 
-W is rounded to the dtype of W0 after each update and is then the weight of its linear: forward passes, quantization,
+W is rounded to the dtype of W0 after each update and is then the weight of its linear. Forward passes, quantization,
 publications and exports read W as the weight of a run without adapters. W0 is in host memory. Backward computes the
 gradients of A and B from the linear's input x and output gradient g, without the gradient of W:
 
@@ -76,8 +76,8 @@ class Adapter(nn.Module):
             parameter.partial_in = None if is_sharded else self.sums  # see add_over_expert_tensor
 
     def forward(self, y: Tensor, x: Tensor, splits: Sequence[int] | None = None) -> Tensor:
-        """y [T, N], the product of x [T, K] and the merged weights, or the sum of the products of W0 and the adapter;
-        backward also computes gradients of A and B."""
+        """y [T, N], the product of x [T, K] and the merged weights, or the sum of the products of W0 and the adapter.
+        Backward also computes gradients of A and B."""
         if not self.merges:
             sizes = splits or (x.shape[0],)
             return _Added.apply(y, x, self.a, self.b, self.scale, sizes) if self.is_used else y
@@ -270,8 +270,8 @@ def sharded_adapters(chunk: nn.Module) -> dict[str, ShardedTensor]:
 
 
 def base_digest(chunks: Sequence[nn.Module], parallel: Parallel) -> int:
-    """Collective, before the first update: a number that tells base models apart, equal in every parallel layout: the
-    sum of the squared bit patterns of the weights that have adapters."""
+    """Collective, before the first update: a number that tells base models apart, equal in every parallel layout. It is
+    the sum of the squared bit patterns of the weights that have adapters."""
     total = 0
     for linear in adapted_linears(chunks):
         adapter = linear.adapter

@@ -6,7 +6,7 @@ updates the correction bias after every step; here the bias is a constant part o
 
 Logits are rounded as in the engine, whose router is a linear in the dtype of the activations, except for GLM-4.5's in
 FP32. Rounded logits often tie. vLLM's GPU kernel breaks ties by the lower expert index, its CPU path like torch.topk.
-To match a batch-invariant engine, a GPU computes router weights with vLLM's kernel if vLLM is installed: another order
+To match a batch-invariant engine, a GPU computes router weights with vLLM's kernel if vLLM is installed. Another order
 of the softmax sum changes the last bits of FP32. Such an engine computes sigmoid routers with our functions.
 
 Shapes: T = tokens of this rank, E = experts, K = experts of a token.

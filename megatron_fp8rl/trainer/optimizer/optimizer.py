@@ -41,8 +41,8 @@ def wrap_chunks(
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
-                # Experts always get a separate optimizer, while Megatron-Core by default separates them only if expert
-                # parallelism is above 1: checkpoints then have the same keys in every layout.
+                # Experts always get a separate optimizer, so that checkpoints have the same keys in every layout.
+                # Megatron-Core by default separates them only if expert parallelism is above 1.
                 parameter.allreduce = False
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
