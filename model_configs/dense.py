@@ -11,6 +11,8 @@ from megatron_fp8rl.config import ModelConfig, OptimConfig, ParallelConfig, Rope
 from model_configs import base
 from model_configs.qwen3 import qwen3_8b
 
+_FIVE_WINDOWS_OF_SIX = ("sliding_attention",) * 5 + ("full_attention",)
+
 
 def qwen3_0_6b() -> ModelConfig:
     """Qwen/Qwen3-0.6B."""
@@ -99,11 +101,56 @@ def gemma3_1b() -> ModelConfig:
         vocab_size=262144,
         ffn_hidden_size=6912,
         sliding_window=512,
-        layer_types=("sliding_attention",) * 5 + ("full_attention",),
+        layer_types=_FIVE_WINDOWS_OF_SIX,
         local_rope_theta=10_000.0,
         query_pre_attn_scalar=256,
         tie_embeddings=True,
         max_position_embeddings=32768,
+    )
+
+
+def gemma3_4b() -> ModelConfig:
+    """google/gemma-3-4b-it, its text part."""
+    return replace(
+        gemma3_1b(),
+        num_layers=34,
+        hidden_size=2560,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=262208,
+        ffn_hidden_size=10240,
+        sliding_window=1024,
+        layer_types=_FIVE_WINDOWS_OF_SIX,
+        rope_scaling=RopeScaling(kind="linear", factor=8.0, original_max_position_embeddings=131072),
+        max_position_embeddings=131072,
+    )
+
+
+def gemma3_12b() -> ModelConfig:
+    """google/gemma-3-12b-it, its text part."""
+    return replace(
+        gemma3_4b(),
+        num_layers=48,
+        hidden_size=3840,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        ffn_hidden_size=15360,
+        layer_types=_FIVE_WINDOWS_OF_SIX,
+    )
+
+
+def gemma3_27b() -> ModelConfig:
+    """google/gemma-3-27b-it, its text part."""
+    return replace(
+        gemma3_4b(),
+        num_layers=62,
+        hidden_size=5376,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=128,
+        query_pre_attn_scalar=168,
+        ffn_hidden_size=21504,
+        layer_types=_FIVE_WINDOWS_OF_SIX,
     )
 
 
@@ -185,6 +232,24 @@ def grpo_olmo3_7b() -> RunConfig:
 def grpo_gemma3_1b() -> RunConfig:
     """Gemma-3-1B on 1 H100."""
     return _shared("grpo_gemma3_1b", gemma3_1b(), ParallelConfig(world_size=1), base.optim("none"))
+
+
+def grpo_gemma3_4b() -> RunConfig:
+    """Gemma-3-4B, text, on 1 H200."""
+    return _shared("grpo_gemma3_4b", gemma3_4b(), ParallelConfig(world_size=1), base.optim("none"))
+
+
+def grpo_gemma3_12b() -> RunConfig:
+    """Gemma-3-12B, text, on 8 H200 (PP2)."""
+    parallel = ParallelConfig(world_size=8, pipeline=2)
+    return _shared("grpo_gemma3_12b", gemma3_12b(), parallel, base.optim("selective"))
+
+
+def grpo_gemma3_27b() -> RunConfig:
+    """Gemma-3-27B, text, on 8 H200 (TP2 PP2)."""
+    parallel = ParallelConfig(world_size=8, tensor=2, pipeline=2)
+    cfg = _shared("grpo_gemma3_27b", gemma3_27b(), parallel, base.optim("full"))
+    return replace(cfg, sampling=replace(cfg.sampling, max_completion_tokens=4096))
 
 
 def grpo_phi4_mini() -> RunConfig:

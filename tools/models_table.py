@@ -44,7 +44,7 @@ ON_GPUS = {
     "minimax_m2": ("MiniMax-M2", "", "", ""),
     "olmo2": ("OLMo-2", "", "", ""),
     "olmo3": ("OLMo-3", "", "", ""),
-    "gemma3_text": ("Gemma 3, text models", "", "", ""),
+    "gemma3_text": ("Gemma 3 (4B, 12B and 27B: text)", "", "", ""),
     "gpt_oss": ("gpt-oss-20b and 120b", "", "", ""),
     "qwen3_next": ("Qwen3-Next-80B-A3B", "", "", ""),
     "phi3": ("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "", "", ""),

@@ -152,7 +152,9 @@ def read(
     config = family.complete({family.aliases.get(key, key): value for key, value in config.items()})
     problems = _unsupported(family, config, fp8_weights)
     defaults = {"default_theta": family.rope_theta, "default_fraction": family.rotary_fraction}
-    values, errors = rope.read(config, **defaults, scalings=family.rope_scalings, is_latent=family.is_latent)
+    values, errors = rope.read(
+        {**family.defaults, **config}, **defaults, scalings=family.rope_scalings, is_latent=family.is_latent
+    )
     problems += errors
     for key, name in family.fields.items():
         value = _value(key, config, {**_WHEN_ABSENT, **family.defaults})

@@ -26,9 +26,14 @@ GEMMA3 = Family(
         "final_logit_softcapping": None,
         "use_bidirectional_attention": False,
     },
+    # The published folders of 4B, 12B and 27B leave out what transformers assumes.
     defaults={
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
         "sliding_window": 4096,
         "query_pre_attn_scalar": 256,

@@ -42,16 +42,14 @@ FAMILIES: dict[str, Family] = {
     )
 }
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
-# Model types that also see images -> family of their text_config, and what begins the names of its tensors there and
-# in a model of its own.
-_SEEING = {
-    "kimi_k25": (DEEPSEEK_V3, "language_model.", ""),
-    "qwen3_5": (QWEN3_5, "model.language_model.", "model."),
-    "qwen3_5_moe": (QWEN3_5_MOE, "model.language_model.", "model."),
-}
-_VISION = ("vision_tower.", "mm_projector.", "model.visual.")
-# Keys beside text_config that are its own, too.
-_OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
+# Model types that also see images -> family of their text_config.
+_SEEING = {"gemma3": GEMMA3, "kimi_k25": DEEPSEEK_V3, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE}
+# What begins the names of the text part's tensors there, and in a model of its own.
+_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+_VISION = ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
+# Keys beside text_config that are its own, too. Tokens beside it are those that the model was trained to end with.
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SPARSE = "sparse attention by an indexer; the pinned Megatron-Core has it as an experiment, and no kernel of the "
 _SPARSE += "pinned vLLM computes it alike in every batch or on a CPU"
 # Model types that are refused by name -> what they need.
@@ -82,7 +80,7 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
     if model_type in _SEEING:
         raise ValueError(
             f"config.json: model_type {model_type!r} also sees images. Convert its text part: python -m "
-            "checkpoint_tools hf_to_fp8 DIR FOLDER"
+            "checkpoint_tools hf_to_megatron DIR MEGATRON, then megatron_to_hf MEGATRON FOLDER"
         )
     if described is None:
         raise ValueError(
@@ -100,18 +98,24 @@ def _family_of(config: dict[str, Any]) -> Family | None:
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of the text part of a model that also sees images, as a model of its own; a copy of any other."""
-    (described, *_), text = _SEEING.get(str(config.get("model_type")), (None,)), config.get("text_config")
+    described, text = _SEEING.get(str(config.get("model_type"))), config.get("text_config")
     if described is None or not isinstance(text, dict):
         return dict(config)
     outer = {key: config[key] for key in _OF_THE_WHOLE if key in config}
+    tokens = {key: config[key] for key in _TOKENS if config.get(key) is not None}
     text = {key: value for key, value in text.items() if key != "auto_map"}
-    return outer | text | {"model_type": described.model_type, "architectures": [described.architecture]}
+    if _family_of({"model_type": described.model_type} | text) is not described:
+        return outer | text | tokens  # refused by its own model type
+    return outer | text | tokens | {"model_type": described.model_type, "architectures": [described.architecture]}
 
 
 def text_name(name: str, config: dict[str, Any]) -> str:
     """The name that a tensor of a folder has in the text part as a model of its own."""
-    _, there, alone = _SEEING.get(str(config.get("model_type")), (None, "", ""))
-    return alone + name.removeprefix(there) if name.startswith(there) else name
+    if config.get("model_type") in _SEEING:
+        for there, alone in _PREFIXES.items():
+            if name.startswith(there):
+                return alone + name.removeprefix(there)
+    return name
 
 
 def ignored_keys(config: dict[str, Any]) -> str:
@@ -218,7 +222,7 @@ def reason_to_skip(hf_name: str, model: ModelConfig) -> str | None:
         return "part of the multi-token prediction layers, which are not read"
     if layer and int(layer[1]) >= model.num_layers and FAMILIES[model.family].mtp and not model.num_mtp_layers:
         return "part of a multi-token prediction layer, which num_mtp_layers = 0 leaves out"
-    if hf_name.startswith(_VISION):
+    if hf_name.removeprefix("model.").startswith(_VISION):
         return "part of the vision tower, which a text model does not have"
     if hf_name.endswith("rotary_emb.inv_freq"):
         return "computed from rope_theta"

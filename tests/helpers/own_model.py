@@ -3,10 +3,10 @@
 from pathlib import Path
 
 
-def make_model(folder: Path, texts: list[str]) -> None:
-    """A Qwen3 of two layers with a BPE tokenizer and a chat template."""
+def make_tokenizer(folder: Path, texts: list[str]) -> dict[str, int]:
+    """A BPE tokenizer of 384 tokens with a chat template; the ids of its special tokens, by keys of config.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     plain = Tokenizer(models.BPE())
     plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -21,6 +21,14 @@ def make_model(folder: Path, texts: list[str]) -> None:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer.save_pretrained(folder)
+    return {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+
+
+def make_model(folder: Path, texts: list[str]) -> None:
+    """A Qwen3 of two layers with :func:`make_tokenizer`'s tokenizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    special_ids = make_tokenizer(folder, texts)
     config = Qwen3Config(
         vocab_size=384,
         hidden_size=128,
@@ -31,7 +39,6 @@ def make_model(folder: Path, texts: list[str]) -> None:
         head_dim=64,
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **special_ids,
     )
     Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)

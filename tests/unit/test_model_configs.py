@@ -92,6 +92,29 @@ QWEN3_NEXT_80B_A3B = {
     "initializer_range": 0.02, "output_router_logits": False, "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }  # fmt: skip
+# The hub's config.json; transformers' defaults are left out there, too.
+_GEMMA3 = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "model_type": "gemma3", "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152},
+}  # fmt: skip
+_GEMMA3_TEXT = {
+    "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+}  # fmt: skip
+GEMMA3_4B = _GEMMA3 | {"text_config": _GEMMA3_TEXT}
+GEMMA3_12B = _GEMMA3 | {
+    "text_config": _GEMMA3_TEXT | {
+        "hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16, "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+    },
+}  # fmt: skip
+GEMMA3_27B = _GEMMA3 | {
+    "text_config": _GEMMA3_TEXT | {
+        "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32,
+        "num_hidden_layers": 62, "num_key_value_heads": 16, "query_pre_attn_scalar": 168,
+    },
+}  # fmt: skip
 QWEN3_5_35B_A3B = registry.text_config({
     "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "image_token_id": 248056,
     "tie_word_embeddings": False, "vision_config": {"depth": 27},
@@ -186,6 +209,10 @@ MODELS = {
     "olmo3_7b": (dense.olmo3_7b, OLMO3_7B, 7_298_011_136, "7.30", "7.30"),
     "phi4_mini": (dense.phi4_mini, PHI4_MINI, 3_836_021_760, "3.84", "3.84"),
     "gemma3_1b": (dense.gemma3_1b, GEMMA3_1B, 999_885_952, "1.00", "1.00"),
+    # What transformers' class has without its vision parts; with them 4,300,079,472, 12,187,325,040, 27,432,406,640.
+    "gemma3_4b": (dense.gemma3_4b, registry.text_config(GEMMA3_4B), 3_880_263_168, "3.88", "3.88"),
+    "gemma3_12b": (dense.gemma3_12b, registry.text_config(GEMMA3_12B), 11_766_034_176, "11.8", "11.8"),
+    "gemma3_27b": (dense.gemma3_27b, registry.text_config(GEMMA3_27B), 27_009_346_304, "27.0", "27.0"),
     # The card says 106 B and 12 B; the unit count is arithmetic over the published dimensions.
     "glm_45_air": (glm.glm_45_air, GLM45_AIR, 106_852_251_264, "106.9", "13"),
     # The cards say 230 B and 10 B, and 30 B and 3 B; the unit counts are arithmetic over the dimensions.

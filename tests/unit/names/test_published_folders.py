@@ -117,7 +117,7 @@ READ = {
 }
 REFUSED = {
     "Gemma-2-9B": ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "'gemma2'"),
-    "Gemma-3-27B": ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "'gemma3'"),
+    "Gemma-3-27B": ({"model_type": "gemma3", "text_config": {}}, "'gemma3' also sees images. Convert its text part"),
     "SmolLM3-3B": ({"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}, "'smollm3'"),
     "DeepSeek-V2-Lite": ({"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}, "'deepseek_v2'"),
     "Qwen2.5-VL-7B": ({"model_type": "qwen2_5_vl"}, "'qwen2_5_vl'"),
