@@ -149,8 +149,7 @@ class Jobs(runner.Benchmark):
                 yield arm | {"at_once": options.at_once, "fields": options.overrides} | row
 
     def line(self, row: Row) -> Row:
-        cells = row | {"job": " ".join([row["job"], *row["fields"]]), "metric": f"`{row['metric']}`"}
-        return {name.replace("_", " "): cells.get(name) for name in _COLUMNS}
+        return {name.replace("_", " "): row.get(name) for name in _COLUMNS}
 
     def notes(self, rows: Sequence[Row]) -> str:
         return "Seconds and bytes: medians after step 2. GiB: the trainer's largest allocation. Ends: means of 5 steps."

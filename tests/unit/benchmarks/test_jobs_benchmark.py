@@ -79,7 +79,7 @@ def test_a_row_has_medians_after_the_second_step_and_the_largest_memory(tmp_path
         "first": pytest.approx(0.2),  # of two steps
         "last": pytest.approx(0.6),
     }
-    shown = jobs.Jobs().line(row | {"model": "m", "fields": []})
+    shown = jobs.Jobs().line(row | {"model": "m"})
     assert shown["accepted drafts"] == pytest.approx(0.6) and shown["publish s"] is None
     assert "first" not in jobs.row_of("sft", RunData(tmp_path), last=4)  # without evaluations
 
