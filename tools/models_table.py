@@ -24,13 +24,13 @@ BEGIN, END = "<!-- begin table -->", "<!-- end table -->"
 ON_GPUS = {
     "llama": ("Llama 2 and 3, SmolLM2, TinyLlama", "", "", ""),
     "mistral": (
-        "Mistral 7B, Nemo",
+        "Mistral 7B, Nemo, Small 3.1 and 3.2 (text)",
         "SmolLM2-135M after `widen`, exact",
         "",
         "[pretrained SmolLM2-135M](accuracy.md), 200 steps",
     ),
     "qwen2": ("Qwen2, Qwen2.5, R1 distillations", "4 layers of 7B, exact", "", ""),
-    "qwen3": ("Qwen3, dense", "4B, 8 layers of 8B", "8B on 2", ""),
+    "qwen3": ("Qwen3, dense; Qwen3-VL, dense (text)", "4B, 8 layers of 8B", "8B on 2", ""),
     "qwen3_moe": ("Qwen3-30B-A3B, 235B-A22B", "30B-A3B, exact", "30B-A3B on 4", "small model, 40 steps"),
     "mixtral": (
         "Mixtral 8x7B, 8x22B",

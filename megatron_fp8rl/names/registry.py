@@ -43,13 +43,16 @@ FAMILIES: dict[str, Family] = {
 }
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ only in name
 # Model types that also see images -> family of their text_config.
-_SEEING = {"gemma3": GEMMA3, "kimi_k25": DEEPSEEK_V3, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE}
+_SEEING = {"gemma3": GEMMA3, "kimi_k25": DEEPSEEK_V3, "mistral3": MISTRAL}
+_SEEING |= {"qwen3_vl": QWEN3, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE}
 # What begins the names of the text part's tensors there, and in a model of its own.
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 _VISION = ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
 # Keys beside text_config that are its own, too. Tokens beside it are those that the model was trained to end with.
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Keys of a rotary embedding of several axes, on all of which tokens of text have one position.
+_AXES = {"mrope_section", "mrope_interleaved"}
 _SPARSE = "sparse attention by an indexer; the pinned Megatron-Core has it as an experiment, and no kernel of the "
 _SPARSE += "pinned vLLM computes it alike in every batch or on a CPU"
 # Model types that are refused by name -> what they need.
@@ -58,6 +61,17 @@ _NEEDED = {
     "glm_moe_dsa": _SPARSE,
     "deepseek_v4": "compressed attention and hyper-connections, which the pinned Megatron-Core does not have",
     "kimi_k3": "Kimi's delta attention in Megatron-Core and the model in vLLM, which the pinned versions do not have",
+    "gemma2": "softcapping of logits in trainer and engine",
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings of each layer and several residual streams"),
+    **dict.fromkeys(("gemma4", "gemma4_text"), "heads of two sizes, and keys that are values or that layers share"),
+    "glm4v_moe": "names of its tensors, and a comparison of its rotary embedding with GLM-4.5's for tokens of text",
+    "granite": "multipliers of embedding, attention, residual stream and logits in trainer and engine",
+    "granitemoehybrid": "Mamba layers in the trainer, and multipliers of embedding, attention, residuals and logits",
+    **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks, and layers without rotary embedding"),
+    "ministral3": "a scale of queries that grows with the position (llama_4_scaling_beta) in trainer and engine",
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "names of its tensors; those of Qwen3-VL's text part are read"),
+    "qwen3_vl_moe": "a reader of its experts, which are stored transposed",
+    "smollm3": "layers without rotary embedding in the trainer, and a class of its own in the pinned vLLM",
     "qwen4_exp": "its sparse attention and n-gram tables, which the pinned Megatron-Core and vLLM do not have",
 }
 
@@ -75,8 +89,11 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
     scales. Raises ValueError for an unsupported family or feature, with what it needs.
     """
     described, model_type = _family_of(config), str(config.get("model_type"))
-    if model_type in _NEEDED:
-        raise ValueError(f"config.json: model_type {model_type!r} is not supported; it needs {_NEEDED[model_type]}")
+    if (needing := str(text_config(config).get("model_type"))) in _NEEDED:
+        raise ValueError(
+            f"config.json: model_type {needing!r} is not supported; it needs {_NEEDED[needing]}. Name a model "
+            "of docs/models.md"
+        )
     if model_type in _SEEING:
         raise ValueError(
             f"config.json: model_type {model_type!r} also sees images. Convert its text part: python -m "
@@ -104,7 +121,12 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     outer = {key: config[key] for key in _OF_THE_WHOLE if key in config}
     tokens = {key: config[key] for key in _TOKENS if config.get(key) is not None}
     text = {key: value for key, value in text.items() if key != "auto_map"}
-    if _family_of({"model_type": described.model_type} | text) is not described:
+    if described is QWEN3:  # its own class has one axis
+        for key in ("rope_parameters", "rope_scaling"):
+            if isinstance(rope := text.get(key), dict):
+                text[key] = {name: value for name, value in rope.items() if name not in _AXES}
+    own = text.get("model_type", described.model_type)
+    if own != f"{config['model_type']}_text" and _SAME_AS.get(own, own) != described.model_type:
         return outer | text | tokens  # refused by its own model type
     return outer | text | tokens | {"model_type": described.model_type, "architectures": [described.architecture]}
 

@@ -222,9 +222,9 @@ def test_what_is_not_computed_is_refused_by_name_with_what_it_needs(config, chan
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones():
     with pytest.raises(ValueError) as error:
-        registry.from_hf_config({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]})
+        registry.from_hf_config({"model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"]})
     parts = (
-        "'gemma2' (architectures ['Gemma2ForCausalLM'])",
+        "'cohere2' (architectures ['Cohere2ForCausalLM'])",
         "supported are deepseek_v3, gemma3_text, glm4_moe, glm4_moe_lite, gpt_oss, llama",
     )
     assert all(part in str(error.value) for part in (*parts, "extending.md"))

@@ -49,6 +49,19 @@ _KIMI_TEXT = DEEPSEEK_V3 | {
 }
 _KIMI = {"model_type": "kimi_k25", "eos_token_id": 163585, "text_config": _KIMI_TEXT, "vision_config": {}}
 
+_MISTRAL_SMALL = MISTRAL_7B | {
+    **{"hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "head_dim": 128, "rope_theta": 1e9},
+    **{"vocab_size": 131072, "sliding_window": None, "max_position_embeddings": 131072},
+}
+_MISTRAL3 = {"model_type": "mistral3", "vision_config": {}, "spatial_merge_size": 2, "text_config": _MISTRAL_SMALL}
+_QWEN3_VL = {
+    **{"head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "rms_norm_eps": 1e-6},
+    **{"intermediate_size": 12288, "max_position_embeddings": 262144, "model_type": "qwen3_vl_text", "rope_theta": 5e6},
+    **{"num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "vocab_size": 151936},
+    **{"rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}},
+}
+_QWEN3_VL = {"model_type": "qwen3_vl", "tie_word_embeddings": False, "vision_config": {}, "text_config": _QWEN3_VL}
+
 # Parameters without multi-token prediction layers; a tied output head counts once.
 READ = {
     "Llama-2-7B": (_config("llama", _LLAMA, (32, 4096, 11008, 32, 32)), 6_738_415_616),
@@ -101,6 +114,8 @@ READ = {
     ),
     "OLMo-2-7B": (_config("olmo2", _OLMO2, (32, 4096, 11008, 32, 32)), 7_298_617_344),
     "Kimi-K2.5, text": (registry.text_config(_KIMI), 1_026_408_232_448),
+    "Mistral-Small-3.2-24B, text": (registry.text_config(_MISTRAL3), 23_572_403_200),
+    "Qwen3-VL-8B, text": (registry.text_config(_QWEN3_VL), 8_190_735_360),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
     "GLM-4.5-Air": (GLM45_AIR, 106_852_251_264),
     "Phi-3-mini-4k": (_config("phi3", _PHI3, (32, 3072, 8192, 32, 32), sliding_window=2047), 3_821_079_552),
@@ -116,13 +131,23 @@ READ = {
     ),
 }
 REFUSED = {
-    "Gemma-2-9B": ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "'gemma2'"),
+    "Gemma-2-9B": ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "'gemma2' .* softcapping"),
     "Gemma-3-27B": ({"model_type": "gemma3", "text_config": {}}, "'gemma3' also sees images. Convert its text part"),
-    "SmolLM3-3B": ({"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}, "'smollm3'"),
+    "SmolLM3-3B": ({"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}, "'smollm3' .* without rotary"),
     "DeepSeek-V2-Lite": ({"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}, "'deepseek_v2'"),
-    "Qwen2.5-VL-7B": ({"model_type": "qwen2_5_vl"}, "'qwen2_5_vl'"),
-    "Llama-4-Scout": ({"model_type": "llama4"}, "'llama4'"),
-    "Granite-3.1-8B": ({"model_type": "granite"}, "'granite'"),
+    "Qwen2.5-VL-7B": ({"model_type": "qwen2_5_vl"}, "'qwen2_5_vl' .* names of its tensors"),
+    "Llama-4-Scout": ({"model_type": "llama4"}, "'llama4' .* attention in chunks"),
+    "Granite-3.1-8B": ({"model_type": "granite"}, "'granite' .* multipliers"),
+    "Granite-4-Tiny": ({"model_type": "granitemoehybrid"}, "'granitemoehybrid' .* Mamba layers"),
+    "Gemma-3n-E4B": ({"model_type": "gemma3n"}, "'gemma3n' .* residual streams"),
+    "Gemma-4-31B": ({"model_type": "gemma4"}, "'gemma4' .* heads of two sizes"),
+    "GLM-4.5V": ({"model_type": "glm4v_moe"}, "'glm4v_moe' .* rotary embedding"),
+    "Qwen3-VL-30B-A3B": ({"model_type": "qwen3_vl_moe"}, "'qwen3_vl_moe' .* Name a model of docs/models.md"),
+    "Ministral-3-8B": (
+        _MISTRAL3 | {"text_config": {"model_type": "ministral3"}},
+        "'ministral3' is not .* grows with the position .* Name a model of docs/models.md",
+    ),
+    "Mistral-Small-3.2-24B": (_MISTRAL3, "'mistral3' also sees images. Convert its text part"),
     "Qwen2.5-7B-AWQ": (
         READ["Qwen2.5-7B"][0] | {"quantization_config": {"quant_method": "awq", "bits": 4}},
         "quantization_config = 'awq'",
