@@ -513,7 +513,7 @@ def test_every_shipped_configuration_is_sound():
 
     for name, function in config_functions().items():
         cfg = function()
-        assert check(cfg, accelerator="cpu" if cfg.model.has("gdn") else "hopper") == [], name
+        assert check(cfg, accelerator="hopper") == [], name
 
 
 def test_a_replay_needs_every_step_and_samples_nothing(tmp_path):
