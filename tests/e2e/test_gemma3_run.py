@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import inprocess
 import pytest
@@ -15,7 +16,7 @@ from megatron_fp8rl.commands.grpo import model_in
 from megatron_fp8rl.config import PrecisionConfig, RunConfig, SamplingConfig
 from tests.helpers.gemma3 import published
 from tests.helpers.own_model import make_tokenizer
-from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
+from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600
@@ -34,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text("def mixed(completion, answer):\n    return sum(map(ord, completion)) % 7 / 6\n")
     published(folder / "whole", **make_tokenizer(folder / "whole", [row["question"] for row in rows]))
-    for command in ("hf_to_megatron whole mcore", "megatron_to_hf mcore text"):
+    for command in ("hf_to_megatron whole mcore", "megatron_to_hf mcore text", "hf_to_fp8 whole fp8"):
         done = _run(folder, "checkpoint_tools", *command.split(), "--workers", "1")
         assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -65,15 +66,16 @@ def test_grpo_of_the_text_part_is_exact(folder: Path):
     assert not report["missing_keys"] and not report["unexpected_keys"]
 
 
-def load_and_score(folder: Path) -> torch.Tensor:
+def load_and_score(folder: Path, rollout: Literal["bf16", "blockwise"]) -> torch.Tensor:
     """Log-probabilities by an engine that loads a folder."""
-    precision = PrecisionConfig(trainer="bf16", rollout="bf16")
+    precision = PrecisionConfig(trainer=rollout, rollout=rollout)
     cfg = RunConfig(name="text", model=model_in(folder), precision=precision, sampling=SamplingConfig())
     return inprocess.prompt_logprobs(inprocess.build_engine(cfg, folder, load_format="auto"))
 
 
 def test_vllm_loads_the_text_part_and_computes_what_transformers_whole_model_does(folder: Path):
-    actual = inprocess.call(load_and_score, folder / "text")
+    plain = inprocess.call(load_and_score, folder / "text", "bf16")
+    in_fp8 = inprocess.call(load_and_score, folder / "fp8", "blockwise")
     whole = Gemma3ForConditionalGeneration.from_pretrained(
         folder / "whole", dtype=torch.bfloat16, attn_implementation="eager"
     )
@@ -82,6 +84,7 @@ def test_vllm_loads_the_text_part_and_computes_what_transformers_whole_model_doe
         with torch.no_grad():
             logits = whole(input_ids=torch.tensor([prompt])).logits[0, :-1].float()
         expected.append(logits.log_softmax(-1).gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0])
-    difference = (actual - torch.cat(expected)).abs()
+    difference = (plain - torch.cat(expected)).abs()
     assert torch.cat(expected).std() > 0.5
     assert difference.mean() < ENGINE_LOGPROB_MEAN and difference.max() < ENGINE_LOGPROB_MAX
+    assert 0 < (in_fp8 - torch.cat(expected)).abs().median() < ENGINE_FP8_LOGPROB_MEDIAN

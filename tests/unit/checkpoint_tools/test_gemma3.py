@@ -88,7 +88,7 @@ def test_a_run_needs_the_text_part(tmp_path):
         ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "factor = '8' is not a number of at least 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 8"),
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"head_dim": 32}, r"q_proj.weight: shape \(512, 128\) in .* but config.json says \(256, 128\)"),
+        ({"head_dim": 32}, r"q_proj.weight: shape \(2048, 128\) in .* but config.json says \(256, 128\)"),
         ({"num_hidden_layers": 5}, "config.json says 5 layers, so it is in none of them"),
         ({"altup_num_inputs": 4}, "altup_num_inputs = 4 is not known in this family"),
         ({"model_type": "gemma3n_text"}, "model_type 'gemma3n_text' is not supported; it needs embeddings"),
