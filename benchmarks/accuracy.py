@@ -8,7 +8,7 @@
 
 A run is ``FOLDER/ARM_SEED``, beside its log. Runs wait in one queue for all GPUs; finished runs are not repeated.
 ``evaluate`` starts one BF16 engine on each GPU. A row has the curves in means of STEPS steps, and the passed
-completions of each held-out problem, so that arms are compared by problem whenever runs are added. Arms with experts
+completions of each held-out problem, so that arms are compared by problem whenever runs are added. ``add`` takes evaluated runs, and unfinished ones that are named. Arms with experts
 need ``--model``, made by ``checkpoint_tools upcycle``, then ``widen``.
 """
 
@@ -203,8 +203,8 @@ def _pass_rates(runs: Path) -> dict[Path, dict[str, float]]:
     return functools.reduce(lambda rates, path: rates | RunData(path).pass_rates, folders, {})
 
 
-def row_of(folder: Path, rates: Mapping[str, float], commit: str) -> Row:
-    """The row of the run in a folder named ARM_SEED, with the pass rates of its final weights."""
+def row_of(folder: Path, rates: Mapping[str, float] | None, commit: str) -> Row:
+    """The row of the run in a folder named ARM_SEED, with the pass rates of its final weights if they are known."""
     run, (arm, _, seed) = RunData(folder), folder.name.rpartition("_")
     versions = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
     updates = run.series("time/update/s")[1][1:]  # the first step compiles
@@ -219,7 +219,7 @@ def row_of(folder: Path, rates: Mapping[str, float], commit: str) -> Row:
         "update_s": {"median": round(statistics.median(updates), 2), "largest": round(max(updates), 2)},
         "max_d": max(run.series("mismatch/abs_logprob_diff/max")[1]),
         "curves": {name: _means(values) for name, values in curves.items()},
-        "passed": "".join(str(round(rates[name] * COMPLETIONS)) for name in sorted(rates)),
+        "passed": rates and "".join(str(round(rates[name] * COMPLETIONS)) for name in sorted(rates)),
         "stamp": {
             "date": started.date().isoformat(),
             "commit": commit,
@@ -240,9 +240,11 @@ def by_arm(rows: Sequence[Row], arms: Mapping[str, tuple[str, str, str]] = ARMS)
 
 
 def differences(arms: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, dict[str, float]]]:
-    """By arm: accuracy of the final weights, and its difference from the first arm, problem by problem."""
+    """By arm with evaluated runs: accuracy of the final weights, and its difference from the first arm, problem by
+    problem."""
+    passed = {arm: [row["passed"] for row in rows if row["passed"]] for arm, rows in arms.items()}
     return against_first(
-        {arm: [[int(digit) / COMPLETIONS for digit in row["passed"]] for row in rows] for arm, rows in arms.items()}
+        {arm: [[int(digit) / COMPLETIONS for digit in run] for run in runs] for arm, runs in passed.items() if runs}
     )
 
 
@@ -254,12 +256,13 @@ def section(arms: Mapping[str, Sequence[Row]]) -> str:
         def mean(name: str, runs: Sequence[Row] = runs) -> float:
             return statistics.fmean(value for row in runs for value in row["curves"][name])
 
+        evaluated = arm in estimates
         lines.append(
             {
                 "arm": ARMS[arm][0],
-                "seeds": ", ".join(str(row["seed"]) for row in runs),
-                "accuracy": interval_text(estimates[arm]["accuracy"]),
-                "minus BF16": "" if arm == next(iter(arms)) else interval_text(estimates[arm]["difference"]),
+                "seeds": ", ".join(f"{row['seed']}{'' if row['passed'] else '*'}" for row in runs),
+                "accuracy": interval_text(estimates[arm]["accuracy"]) if evaluated else "",
+                "minus BF16": interval_text(estimates[arm]["difference"]) if evaluated and lines else "",
                 "mean d": f"{mean('d'):.3f}",
                 "largest d": f"{max(row['max_d'] for row in runs):.1f}",
                 "KL (k3)": f"{mean('kl'):.4f}",
@@ -269,7 +272,7 @@ def section(arms: Mapping[str, Sequence[Row]]) -> str:
         )
     stamps = sorted({(row["stamp"]["date"], row["stamp"]["commit"], row["stamp"]["gpu"]) for row in rows})
     measured = "; ".join(f"{date}, commit {commit}, {gpu}" for date, commit, gpu in stamps)
-    return f"{record.table(lines)}\n\nMeasured: {measured}. 95 % intervals draw seeds and questions."
+    return f"{record.table(lines)}\n\nMeasured: {measured}. 95 % intervals draw seeds and questions. * not evaluated."
 
 
 def draw(arms: Mapping[str, Sequence[Row]], picture: Path, curves: Sequence[str]) -> None:
@@ -280,12 +283,12 @@ def draw(arms: Mapping[str, Sequence[Row]], picture: Path, curves: Sequence[str]
             for arm, runs in arms.items():
                 name, color, _ = ARMS[arm]
                 if curve == "held_out":
-                    steps = [int(step) for step in runs[0]["held_out"]]
-                    values = [list(row["held_out"].values()) for row in runs]
+                    shortest = min((row["held_out"] for row in runs), key=len)
+                    steps, values = list(map(int, shortest)), [list(row["held_out"].values()) for row in runs]
                 else:
                     values = [row["curves"][curve] for row in runs]
-                    steps = [STEPS * (i + 1) for i in range(len(values[0]))]
-                _band(panel, steps, values, color, name)
+                    steps = [STEPS * (i + 1) for i in range(min(map(len, values)))]
+                _band(panel, steps, [run[: len(steps)] for run in values], color, name)
             style.finish(panel, TITLES[curve], legend=curve == curves[0])
         style.save_png(figure, picture)
 
@@ -299,10 +302,10 @@ def _band(axes, steps: Sequence[int], runs: Sequence[Sequence[float]], color: st
 def add(options: argparse.Namespace) -> None:
     """Write the rows of all runs that were evaluated; a row replaces an older one of its arm and seed."""
     rows, rates = {(row["arm"], row["seed"]): row for row in _rows()}, _pass_rates(options.runs)
-    for folder in _finished(options.runs):
-        if (weights := (folder / "hf").absolute()) in rates:
-            row = row_of(folder, rates[weights], options.commit)
-            rows[row["arm"], row["seed"]] = row
+    evaluated = [folder for folder in _finished(options.runs) if (folder / "hf").absolute() in rates]
+    for folder in [*evaluated, *(options.runs / name for name in options.names if options.names is not PROTOCOL)]:
+        row = row_of(folder, rates.get((folder / "hf").absolute()), options.commit)
+        rows[row["arm"], row["seed"]] = row
     ROWS.write_text("".join(json.dumps(row) + "\n" for _, row in sorted(rows.items())), encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 
 import pytest
@@ -34,7 +35,7 @@ def _run(folder, num_steps, passed):
 
 
 def _options(folder, **more):
-    named = {"runs": folder, "model": folder / "model", "data": folder, "at_once": 2, "fields": ""}
+    named = {"runs": folder, "model": folder / "model", "data": folder, "at_once": 2, "fields": "", "names": accuracy.PROTOCOL}
     return argparse.Namespace(**named | more)
 
 
@@ -59,6 +60,22 @@ def test_arms_are_compared_question_by_question(tmp_path, monkeypatch):
     assert estimates["accuracy"]["value"] == pytest.approx(8 / 12)
     assert estimates["difference"]["value"] == pytest.approx(2 / 12)
     assert "| exact, BF16 cache | 1 | 0.667" in accuracy.section(arms)
+
+
+def test_a_named_run_that_ended_early_has_curves_and_no_accuracy(tmp_path, monkeypatch):
+    monkeypatch.setattr(accuracy, "ROWS", tmp_path / "rows.jsonl")
+    for name, steps, done in (("bf16_1", 10, True), ("mxfp8_1", 5, False), ("mxfp8_2", 10, False)):
+        _run(tmp_path / name, steps, [4, 0])
+        if done:
+            (tmp_path / name / "done.json").write_text("{}")
+        else:
+            shutil.rmtree(tmp_path / "evaluation" / "evaluations" / name)
+    accuracy.add(_options(tmp_path, commit="abc", names=["mxfp8_1"]))
+    arms = accuracy.by_arm(accuracy._rows())
+    assert [row["seed"] for row in arms["mxfp8"]] == [1] and "mxfp8" not in accuracy.differences(arms)
+    assert "| MXFP8, emulated | 1* |  |  | 3.000 |" in accuracy.section(arms)
+    for curves in accuracy.PICTURES.values():
+        accuracy.draw(arms, tmp_path / "curves.png", curves)
 
 
 def test_the_fields_of_every_arm_are_valid():
