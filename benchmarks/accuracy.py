@@ -8,8 +8,9 @@
 
 A run is ``FOLDER/ARM_SEED``, beside its log. Runs wait in one queue for all GPUs; finished runs are not repeated.
 ``evaluate`` starts one BF16 engine on each GPU. A row has the curves in means of STEPS steps, and the passed
-completions of each held-out problem, so that arms are compared by problem whenever runs are added. ``add`` takes evaluated runs, and unfinished ones that are named. Arms with experts
-need ``--model``, made by ``checkpoint_tools upcycle``, then ``widen``.
+completions of each held-out problem, so that arms are compared by problem whenever runs are added. ``add`` takes
+evaluated runs, and unfinished ones that are named. Arms with experts need ``--model``, made by ``checkpoint_tools
+upcycle``, then ``widen``.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def _run(folder, num_steps, passed):
 
 
 def _options(folder, **more):
-    named = {"runs": folder, "model": folder / "model", "data": folder, "at_once": 2, "fields": "", "names": accuracy.PROTOCOL}
-    return argparse.Namespace(**named | more)
+    paths = {"runs": folder, "model": folder / "model", "data": folder}
+    return argparse.Namespace(**paths | {"at_once": 2, "fields": "", "names": accuracy.PROTOCOL} | more)
 
 
 def test_a_row_has_curves_and_results_by_question(tmp_path):
