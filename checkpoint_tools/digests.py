@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.safetensors_file import raw_bytes
+from megatron_fp8rl.data.safetensors_file import raw_bytes
 
 FILE = "digests.json"
 _FORMAT = 1

@@ -20,9 +20,9 @@ from checkpoint_tools import digests
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.output import Output
 from checkpoint_tools.row_chunks import row_chunks
-from checkpoint_tools.safetensors_file import Files, Tensors, create_file
 from megatron_fp8rl.data.fused_tensors import SEPARATE, Fusion
 from megatron_fp8rl.data.model_files import INDEX, SINGLE
+from megatron_fp8rl.data.safetensors_file import Files, Tensors, create_file
 from megatron_fp8rl.data.safetensors_header import Entry
 
 

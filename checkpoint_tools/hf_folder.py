@@ -16,10 +16,10 @@ from torch import Tensor
 from checkpoint_tools import digests
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.row_chunks import row_chunks
-from checkpoint_tools.safetensors_file import Files
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data.gguf_folder import model_folder
 from megatron_fp8rl.data.model_files import FP8, FP8_DTYPE, INDEX, SCALE, compare, read_config, read_entries
+from megatron_fp8rl.data.safetensors_file import Files
 from megatron_fp8rl.data.safetensors_header import Entry
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.quantizers import dequantize

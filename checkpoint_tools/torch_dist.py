@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.safetensors_file import Files
 from megatron_fp8rl.data import checkpoint_pickle
+from megatron_fp8rl.data.safetensors_file import Files
 
 METADATA = ".metadata"
 _CRC_READ_BYTES = 1 << 20

@@ -20,12 +20,12 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.megatron_folder import MegatronFolder, find_checkpoint, is_megatron
 from checkpoint_tools.megatron_keys import KeyIndex
 from checkpoint_tools.row_chunks import ROW_MULTIPLE, segments
-from checkpoint_tools.safetensors_file import Files
 from checkpoint_tools.torch_dist import PieceReader, StoredTensor, find_problems, read_metadata
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data import model_files
 from megatron_fp8rl.data.gguf_folder import model_folder
 from megatron_fp8rl.data.model_files import FP8, SCALE
+from megatron_fp8rl.data.safetensors_file import Files
 from megatron_fp8rl.data.safetensors_header import Entry
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.table import Weight

@@ -7,7 +7,6 @@ else here knows single matrices (``names/phi3.py``). A part is a range of rows, 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,21 +40,6 @@ def _parts(name: str, rows: int, columns_of: Callable[[str], int | None]) -> dic
     each = (rows - first) // (len(parts) - 1)
     ends = [0, first, *(first + each * index for index in range(1, len(parts) - 1)), rows]
     return {f"{match[1]}.{part}.{match[3]}": (ends[i], ends[i + 1]) for i, part in enumerate(parts)}
-
-
-def read_part(name: str, stored: Callable[[str], Any]) -> Tensor | None:
-    """The tensor ``name`` from a stored one. ``stored(name)`` returns a slice as safetensors opens it, None if there is
-    none. None if ``name`` is not part of a stored tensor."""
-    whole = fused_name(name)
-    if whole == name or (rows := stored(whole)) is None:
-        return None
-
-    def columns_of(other: str) -> int | None:
-        tensor = stored(other)
-        return None if tensor is None else tensor.get_shape()[1]
-
-    bounds = _parts(whole, rows.get_shape()[0], columns_of).get(name)
-    return None if bounds is None else rows[slice(*bounds)]
 
 
 def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ In: the name of a family. Out: how its files combine tensors, as functions over 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,30 +25,15 @@ class Fusion:
     split: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]  # the parts of BF16 or wider stored tensors
     shapes: Callable[[Shapes], dict[str, tuple[torch.dtype, tuple[int, ...]]]]  # of stored tensors, from their parts
     split_entries: Callable[[Mapping[str, Entry]], dict[str, Entry]]  # of the parts, from those of stored tensors
-    # A part by its name; None for a tensor that is stored by itself or missing. The function returns a slice as
-    # safetensors opens it, None for a missing tensor.
-    read: Callable[[str, Callable[[str], Any]], Tensor | None]
 
 
-def _nothing(name: str, stored: Callable[[str], Any]) -> None:
-    """Read no part."""
-
-
-def _read_expert(name: str, stored: Callable[[str], Any]) -> Tensor | None:
-    def row(whole: str, expert: int) -> Tensor | None:
-        return None if (experts := stored(whole)) is None else experts[expert]
-
-    return fused_experts.read_expert(name, row)
-
-
-SEPARATE = Fusion(name=str, fuse=dict, split=dict, shapes=dict, split_entries=dict, read=_nothing)
+SEPARATE = Fusion(name=str, fuse=dict, split=dict, shapes=dict, split_entries=dict)
 _EXPERTS = Fusion(
     name=fused_experts.fused_name,
     fuse=fused_experts.fuse,
     split=fused_experts.split_all,
     shapes=fused_experts.fused_shapes,
     split_entries=fused_experts.split_entries,
-    read=_read_expert,
 )
 _ROWS = Fusion(
     name=fused_rows.fused_name,
@@ -57,7 +41,6 @@ _ROWS = Fusion(
     split=fused_rows.split,
     shapes=fused_rows.fused_shapes,
     split_entries=fused_rows.split_entries,
-    read=fused_rows.read_part,
 )
 
 

@@ -48,6 +48,7 @@ _SEEING |= {"qwen3_vl": QWEN3, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE}
 # What begins the names of the text part's tensors there, and in a model of its own.
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 _VISION = ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
+OF_THE_VISION_TOWER = "part of the vision tower, which a text model does not have"
 # Keys beside text_config that are its own, too. Tokens beside it are those that the model was trained to end with.
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -88,16 +89,12 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
     ``keep_mtp``: keep multi-token prediction layers. ``fp8_weights``: the caller reads block FP8 weights with their
     scales. Raises ValueError for an unsupported family or feature, with what it needs.
     """
-    described, model_type = _family_of(config), str(config.get("model_type"))
-    if (needing := str(text_config(config).get("model_type"))) in _NEEDED:
+    config = text_config(config)
+    described = _family_of(config)
+    if (needing := str(config.get("model_type"))) in _NEEDED:
         raise ValueError(
             f"config.json: model_type {needing!r} is not supported; it needs {_NEEDED[needing]}. Name a model "
             "of docs/models.md"
-        )
-    if model_type in _SEEING:
-        raise ValueError(
-            f"config.json: model_type {model_type!r} also sees images. Convert its text part: python -m "
-            "checkpoint_tools hf_to_megatron DIR MEGATRON, then megatron_to_hf MEGATRON FOLDER"
         )
     if described is None:
         raise ValueError(
@@ -111,6 +108,11 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
 def _family_of(config: dict[str, Any]) -> Family | None:
     name = config.get("model_type")
     return FAMILIES.get(_SAME_AS.get(name, name)) if isinstance(name, str) else None
+
+
+def sees_images(config: dict[str, Any]) -> bool:
+    """Whether a config.json is of a model that also sees images, whose text part is read."""
+    return config.get("model_type") in _SEEING
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def text_name(name: str, config: dict[str, Any]) -> str:
     """The name that a tensor of a folder has in the text part as a model of its own."""
-    if config.get("model_type") in _SEEING:
+    if sees_images(config):
         for there, alone in _PREFIXES.items():
             if name.startswith(there):
                 return alone + name.removeprefix(there)
@@ -245,7 +247,7 @@ def reason_to_skip(hf_name: str, model: ModelConfig) -> str | None:
     if layer and int(layer[1]) >= model.num_layers and FAMILIES[model.family].mtp and not model.num_mtp_layers:
         return "part of a multi-token prediction layer, which num_mtp_layers = 0 leaves out"
     if hf_name.removeprefix("model.").startswith(_VISION):
-        return "part of the vision tower, which a text model does not have"
+        return OF_THE_VISION_TOWER
     if hf_name.endswith("rotary_emb.inv_freq"):
         return "computed from rope_theta"
     if hf_name == "lm_head.weight" and model.tie_embeddings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron_fp8rl.names import registry
 if TYPE_CHECKING:
     import torch
 
+    from megatron_fp8rl.data.safetensors_file import Files
     from megatron_fp8rl.data.safetensors_header import Entry
 
 _MAX_SHOWN = 3
@@ -98,8 +98,8 @@ def _weight_problems(folder: Path, model: ModelConfig, says_fp8: bool, reads_fp8
     if (folder / ".metadata").is_file():
         return [], ""  # Megatron-Core's format, whose loader compares names and shapes
     entries, problems, unreadable = read_entries(folder)
-    problems += compare(entries, model, unreadable)[1]
-    if problems:
+    skipped, wrong_tensors = compare(entries, model, unreadable)
+    if problems := problems + wrong_tensors:
         return problems, ""
     wrong = [name for name, entry in entries.items() if entry.dtype.itemsize == 1]
     if wrong and not reads_fp8:
@@ -109,7 +109,10 @@ def _weight_problems(folder: Path, model: ModelConfig, says_fp8: bool, reads_fp8
     if says_fp8 and not wrong:
         text = "config.json: quantization_config says that the weights are FP8, and no tensor is; remove this key"
         return [text], ""
-    return _value_problems(entries, model)
+    problems, checked = _value_problems(entries, model)
+    others = sum(reason == registry.OF_THE_VISION_TOWER for reason in skipped.values())
+    left_out = f"weights: {others} tensors are {registry.OF_THE_VISION_TOWER}" if others else ""
+    return problems, "\n".join(filter(None, (left_out, checked)))
 
 
 def _value_problems(entries: dict[str, Entry], model: ModelConfig) -> tuple[list[str], str]:
@@ -117,11 +120,12 @@ def _value_problems(entries: dict[str, Entry], model: ModelConfig) -> tuple[list
     import torch
 
     from megatron_fp8rl.data.model_files import is_finite
+    from megatron_fp8rl.data.safetensors_file import Files
 
-    problems = []
+    files, problems = Files(), []
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     if model.tie_embeddings and head in entries:
-        if not torch.equal(*(_whole(name, entries[name]).float() for name in (embedding, head))):
+        if not torch.equal(*(files.rows(entries[name]).float() for name in (embedding, head))):
             problems.append(
                 f"{head}: differs from {embedding}, to which config.json ties it. If the head was trained separately, "
                 'set "tie_word_embeddings" to false in config.json; else remove it from the file'
@@ -132,7 +136,7 @@ def _value_problems(entries: dict[str, Entry], model: ModelConfig) -> tuple[list
     share = None if total <= _MAX_SCANNED_BYTES else _SAMPLED_BYTES / total
 
     def scan(name: str) -> tuple[bool, int]:
-        blocks = _blocks(name, entries[name], share)
+        blocks = _blocks(files, entries[name], share)
         return all(map(is_finite, blocks)), sum(block.nbytes for block in blocks)
 
     with ThreadPoolExecutor(_NUM_READERS if share else 1) as threads:
@@ -141,27 +145,22 @@ def _value_problems(entries: dict[str, Entry], model: ModelConfig) -> tuple[list
     if share is None:
         return problems, ""
     read = sum(num_bytes for _, num_bytes in scanned.values())
-    amount = f"{read / 2**30:.2g} of {total / 2**30:.3g} GiB, blocks of all {len(expected):,} tensors"
+    of = sum(num_bytes > 0 for _, num_bytes in scanned.values())
+    amount = f"{read / 2**30:.2g} of {total / 2**30:.3g} GiB, blocks of {of:,} of {len(expected):,} tensors"
     line = f"weights: no NaN or infinity in {amount}; the trainer checks all of them as it loads them"
     return problems, line
 
 
-def _whole(name: str, entry: Entry) -> torch.Tensor:
-    from safetensors import safe_open
-
-    with safe_open(entry.file, framework="pt") as file:
-        return file.get_tensor(name)
-
-
-def _blocks(name: str, entry: Entry, share: float | None) -> Sequence[torch.Tensor]:
-    """The values of a tensor: all of them, or blocks spread over it that have about ``share`` of its bytes."""
-    import torch
+def _blocks(files: Files, entry: Entry, share: float | None) -> Sequence[torch.Tensor]:
+    """The values of a tensor: all of them, or blocks spread over it that have about ``share`` of its bytes. Of a tensor
+    that is computed from stored ones, all or none."""
+    from megatron_fp8rl.data.safetensors_header import Entry
 
     count = 0 if share is None else max(_MIN_BLOCKS, int(entry.num_bytes * share / _BLOCK_BYTES))
     if share is None or count * _BLOCK_BYTES >= entry.num_bytes:
-        return [_whole(name, entry)]
+        return [files.rows(entry)]
+    if type(entry) is not Entry:
+        return []
     last = entry.num_bytes - _BLOCK_BYTES
     starts = [last * index // (count - 1) // entry.dtype.itemsize * entry.dtype.itemsize for index in range(count)]
-    with entry.file.open("rb") as file:
-        contents = [bytearray(os.pread(file.fileno(), _BLOCK_BYTES, entry.offset + start)) for start in starts]
-    return [torch.frombuffer(content, dtype=entry.dtype) for content in contents]
+    return [files.read(entry.file, entry.offset + start, _BLOCK_BYTES).view(entry.dtype) for start in starts]

@@ -119,7 +119,7 @@ def _load_broken(model: ModelConfig, folder: str, how: str) -> str:
     [
         ("missing", "KeyError: .*model.layers.9.mlp.gate.weight: not in the checkpoint"),
         ("shape", r"ValueError: model.layers.1.self_attn.k_proj.weight: shape \(63, 64\).*\(64, 64\)"),
-        ("folder", "FileNotFoundError: .*nowhere: neither model.safetensors nor"),
+        ("folder", "CheckpointError: .*nowhere:\n  neither model.safetensors nor"),
     ],
 )
 def test_a_broken_checkpoint_is_refused_by_tensor_name(how, message, references):

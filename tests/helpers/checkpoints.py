@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from checkpoint_tools.safetensors_file import Files
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data.model_files import read_entries
+from megatron_fp8rl.data.safetensors_file import Files
 from megatron_fp8rl.names import registry
 
 

@@ -4,13 +4,11 @@ Random weights depend only on the seed and the parameter's global name, so they 
 """
 
 import functools
-import json
 import logging
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import ConfigError, ModelConfig, RunConfig, Violation
-from megatron_fp8rl.data.model_files import FP8, FP8_DTYPE, SCALE, fusion_in, is_finite
+from megatron_fp8rl.data.checkpoint_error import CheckpointError
+from megatron_fp8rl.data.model_files import FP8, FP8_DTYPE, SCALE, is_finite, read_entries
+from megatron_fp8rl.data.safetensors_file import Files
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.blocks import EMBEDDING
 from megatron_fp8rl.names.layouts import layers_per_chunk
@@ -255,7 +255,7 @@ def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, model: ModelC
     """Load the chunks from a Hugging Face checkpoint folder, or from a function that returns tensors by name.
 
     Reads only the tensors of this rank's layers and experts. A folder that checkpoint_tools converted for Megatron-Core
-    also works, but collectively. Raises FileNotFoundError, KeyError or ValueError (wrong shape), with the name.
+    also works, but collectively. Raises CheckpointError, KeyError or ValueError (wrong shape), with the name.
     """
     clear_weight_caches()
     if not callable(source) and is_distributed(source):
@@ -335,42 +335,19 @@ def _fill_randomly(chunks: Sequence[nn.Module], model: ModelConfig, seed: int, p
 
 
 def _open_checkpoint(folder: Path) -> Get:
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = json.loads(index.read_text())["weight_map"]
-        if outside := sorted(name for name in set(files.values()) if Path(name).name != name):
-            raise ValueError(f"{index} names {outside[0]!r}, which is not a file of its folder")
-    elif (folder / "model.safetensors").is_file():
-        with safe_open(folder / "model.safetensors", framework="pt") as single:
-            files = dict.fromkeys(single.keys(), "model.safetensors")
-    else:
-        raise FileNotFoundError(f"{folder}: neither model.safetensors nor model.safetensors.index.json exists")
-    handles: dict[str, Any] = {}
-
-    def opened(name: str) -> Any:
-        file = files[name]
-        if file not in handles:
-            handles[file] = safe_open(folder / file, framework="pt").__enter__()
-        return handles[file]
-
-    def stored(name: str) -> Any:
-        return opened(name).get_slice(name) if name in files else None
-
-    fusion = fusion_in(folder)
+    entries, problems, _ = read_entries(folder)
+    if problems:
+        raise CheckpointError(folder, problems)
+    files = Files()
 
     def get(name: str) -> Tensor:
-        tensor = fusion.read(name, stored)
-        file = files.get(fusion.name(name), folder.name)
-        if tensor is None:
-            if name not in files:
-                raise KeyError(f"{name}: not in the checkpoint {folder}, which has {len(files)} tensors")
-            tensor, file = opened(name).get_tensor(name), files[name]
+        if (entry := entries.get(name)) is None:
+            raise KeyError(f"{name}: not in the checkpoint {folder}, which has {len(entries)} tensors")
+        tensor = files.rows(entry)
         if tensor.dtype.itemsize > 1 and not is_finite(tensor):
-            problem = f"{name}: NaN or infinity in {file}"
+            problem = f"{name}: NaN or infinity in {entry.file.name}"
             raise ConfigError([Violation("--model.hf_path", str(folder), problem, "Restore the file, or name another")])
-        if tensor.dtype == FP8_DTYPE and fusion.name(name + SCALE) in files:
+        if tensor.dtype == FP8_DTYPE and name + SCALE in entries:
             tensor = dequantize(tensor, get(name + SCALE).float(), FP8).to(torch.bfloat16)
         return tensor
 

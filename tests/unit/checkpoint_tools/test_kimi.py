@@ -15,6 +15,7 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
 from megatron_fp8rl.commands.grpo import model_in
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.preflight import folder_check
 from tests.helpers.checkpoints import random_tensors, write_folder
 from tests.helpers.family_configs import DEEPSEEK
 
@@ -81,9 +82,16 @@ def test_other_packed_weights_are_refused(tmp_path):
         HfFolder.open(tmp_path / "kimi")
 
 
-def test_a_run_on_the_published_folder_names_the_conversion(tmp_path):
+def test_a_run_needs_weights_that_are_not_packed(tmp_path):
     kimi_folder(tmp_path / "kimi")
-    with pytest.raises(
-        ValueError, match="'kimi_k25' also sees images. Convert .* hf_to_megatron DIR .* megatron_to_hf"
-    ):
+    with pytest.raises(ValueError, match="'compressed-tensors' .* checkpoint_tools reads block FP8 and Kimi-K2's INT4"):
         model_in(tmp_path / "kimi")
+
+
+def test_samples_of_a_large_folder_do_not_take_packed_weights_for_numbers(tmp_path, monkeypatch):
+    kimi_folder(tmp_path / "kimi")
+    for name, value in {"_MAX_SCANNED_BYTES": 1000, "_SAMPLED_BYTES": 1000, "_BLOCK_BYTES": 512}.items():
+        monkeypatch.setattr(folder_check, name, value)
+    model = HfFolder.open(tmp_path / "kimi").model
+    problems, said = folder_check._weight_problems(tmp_path / "kimi", model, says_fp8=False, reads_fp8=False)
+    assert problems == [] and "the trainer checks all of them" in said

@@ -113,9 +113,9 @@ READ = {
         235_093_634_560,
     ),
     "OLMo-2-7B": (_config("olmo2", _OLMO2, (32, 4096, 11008, 32, 32)), 7_298_617_344),
-    "Kimi-K2.5, text": (registry.text_config(_KIMI), 1_026_408_232_448),
-    "Mistral-Small-3.2-24B, text": (registry.text_config(_MISTRAL3), 23_572_403_200),
-    "Qwen3-VL-8B, text": (registry.text_config(_QWEN3_VL), 8_190_735_360),
+    "Kimi-K2.5, text": (_KIMI, 1_026_408_232_448),
+    "Mistral-Small-3.2-24B, text": (_MISTRAL3, 23_572_403_200),
+    "Qwen3-VL-8B, text": (_QWEN3_VL, 8_190_735_360),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
     "GLM-4.5-Air": (GLM45_AIR, 106_852_251_264),
     "Phi-3-mini-4k": (_config("phi3", _PHI3, (32, 3072, 8192, 32, 32), sliding_window=2047), 3_821_079_552),
@@ -132,7 +132,6 @@ READ = {
 }
 REFUSED = {
     "Gemma-2-9B": ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "'gemma2' .* softcapping"),
-    "Gemma-3-27B": ({"model_type": "gemma3", "text_config": {}}, "'gemma3' also sees images. Convert its text part"),
     "SmolLM3-3B": ({"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}, "'smollm3' .* without rotary"),
     "DeepSeek-V2-Lite": ({"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}, "'deepseek_v2'"),
     "Qwen2.5-VL-7B": ({"model_type": "qwen2_5_vl"}, "'qwen2_5_vl' .* names of its tensors"),
@@ -147,7 +146,6 @@ REFUSED = {
         _MISTRAL3 | {"text_config": {"model_type": "ministral3"}},
         "'ministral3' is not .* grows with the position .* Name a model of docs/models.md",
     ),
-    "Mistral-Small-3.2-24B": (_MISTRAL3, "'mistral3' also sees images. Convert its text part"),
     "Qwen2.5-7B-AWQ": (
         READ["Qwen2.5-7B"][0] | {"quantization_config": {"quant_method": "awq", "bits": 4}},
         "quantization_config = 'awq'",
@@ -161,7 +159,6 @@ REFUSED = {
     "DeepSeek-V4": ({"model_type": "deepseek_v4"}, "'deepseek_v4' is not .* hyper-connections, which the pinned"),
     "Kimi-K3": ({"model_type": "kimi_k3"}, "'kimi_k3' is not .* which the pinned versions do not have"),
     "Qwen3.8-Flash-Next": ({"model_type": "qwen4_exp"}, "'qwen4_exp' is not .* n-gram tables, which the pinned"),
-    "Kimi-K2.5": (_KIMI, "'kimi_k25' also sees images. Convert its text part"),
 }
 
 

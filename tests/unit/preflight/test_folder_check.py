@@ -218,7 +218,7 @@ def test_blocks_of_every_tensor_are_read_if_all_are_too_large(tmp_path, monkeypa
     whole = write(tmp_path / "whole")
     line = check_folder(model_in(whole), whole)
     num_tensors = len(random_tensors(MODEL))
-    assert f"blocks of all {num_tensors} tensors; the trainer checks all of them" in line
+    assert f"blocks of {num_tensors} of {num_tensors} tensors; the trainer checks all of them" in line
     for row in (0, -1):
         change = lambda tensors, row=row: tensors[DOWN][row].fill_(float("nan"))  # noqa: E731
         folder = write(tmp_path / f"nan{row}", change_tensors=change)

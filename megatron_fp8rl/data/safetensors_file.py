@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_tools.errors import CheckpointError
+from megatron_fp8rl.data.checkpoint_error import CheckpointError
 from megatron_fp8rl.data.fused_experts import ExpertEntry
 from megatron_fp8rl.data.packed_int4 import PackedEntry, unpack
 from megatron_fp8rl.data.safetensors_header import DTYPES, Entry
@@ -110,6 +110,8 @@ class Files:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
+
+    __del__ = close
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
