@@ -59,7 +59,7 @@ class TrainingLoop(ABC):
             if self.says_exactness:
                 self.observer.message(f"precision.exact: {self.kernels.exact_text()}")
             self.observer.note({**self.kernels.record(), "trainer kernel, optimizer": optimizer_name(cfg.optim)})
-            if (untried := self.kernels.untried(cfg.precision)) is not None:
+            if (untried := self.kernels.untried(cfg)) is not None:
                 self.observer.warn(untried)
             # Number of finished steps, metrics of the last step so far, and whether the run is complete.
             self.step, self.record, self.is_complete = self._resume(checkpoints)

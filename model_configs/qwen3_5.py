@@ -6,7 +6,7 @@ from megatron_fp8rl.config import GdnConfig, ModelConfig
 
 
 def qwen3_5_35b_a3b() -> ModelConfig:
-    """The text model of Qwen/Qwen3.5-35B-A3B, without its prediction layer. It runs on CPUs only: for conversions."""
+    """The text model of Qwen/Qwen3.5-35B-A3B, without its prediction layer. For conversions."""
     return ModelConfig(
         family="qwen3_5_moe_text",
         num_layers=40,

@@ -6,7 +6,7 @@ from megatron_fp8rl.config import GdnConfig, ModelConfig
 
 
 def qwen3_next_80b_a3b() -> ModelConfig:
-    """Qwen/Qwen3-Next-80B-A3B-Instruct, without its prediction layer. It runs on CPUs only: for conversions."""
+    """Qwen/Qwen3-Next-80B-A3B-Instruct, without its prediction layer. For conversions."""
     return ModelConfig(
         family="qwen3_next",
         num_layers=48,

@@ -31,7 +31,7 @@ def without_switches(monkeypatch):
 def test_every_patch_says_what_it_was_tested_with():
     actual = upstream.registered()
     assert len({patch.name for patch in actual}) == len(actual) > 30
-    assert {patch.package for patch in actual} == {"fla-core", "megatron-core", "torch", "transformer-engine", "vllm"}
+    assert {patch.package for patch in actual} == {"megatron-core", "torch", "transformer-engine", "vllm"}
     for patch in actual:
         operators = {specifier.operator for specifier in SpecifierSet(patch.versions)}
         assert operators == {">=", "<"}, f"{patch.name}: {patch.versions} has to have both ends"

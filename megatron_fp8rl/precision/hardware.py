@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 Generation = Literal["cpu", "ampere", "hopper", "blackwell"]
-Package = Literal["transformer_engine", "deep_gemm", "flashinfer", "fla", "deep_ep", "hybrid_ep"]
+Package = Literal["transformer_engine", "deep_gemm", "flashinfer", "deep_ep", "hybrid_ep"]
 PACKAGES: tuple[Package, ...] = get_args(Package)
 
 
@@ -33,7 +33,7 @@ def installed_packages() -> frozenset[Package]:
     """Which of :data:`PACKAGES` are installed. Imports none of them."""
     from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm  # imports torch
 
-    names: tuple[Package, ...] = ("transformer_engine", "flashinfer", "fla")
+    names: tuple[Package, ...] = ("transformer_engine", "flashinfer")
     packages: set[Package] = set()
     packages.update(name for name in names if importlib.util.find_spec(name))
     if has_deep_gemm():

@@ -61,14 +61,6 @@ def formats(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     return None
 
 
-def delta_nets(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """A trainer on GPUs computes gated delta nets with the package fla (``kernels/gated_delta.py``)."""
-    if not hardware.is_gpu or not cfg.model.has("gdn") or "fla" in hardware.packages:
-        return None
-    problem = "has gated delta nets, which the trainer computes on GPUs with the package fla, and it is not installed"
-    return _wrong(cfg, "model.family", problem, "Run `make install EXTRAS=fla`, or pip install fla-core")
-
-
 def _mxfp8(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """MXFP8 on GPUs: each end on Blackwell, engines with FlashInfer, or emulated."""
     precision, on_blackwell = cfg.precision, hardware.generation == "blackwell"
@@ -374,7 +366,7 @@ def _exact_on_cpu(cfg: RunConfig) -> Violation | None:
 def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     precision, model = cfg.precision, cfg.model
     if model.has("gdn"):
-        problem = "precision.exact: GPU kernels of gated delta nets sum prompts in another order than decoded tokens"
+        problem = "precision.exact: the trainer computes gated delta nets in chunks, engines decode by the recurrence"
         return _wrong(cfg, "precision.exact", problem, "Set False")
     if hardware.generation != "hopper":
         problem = f"precision.exact: the shared kernels need Hopper; this machine is {hardware.generation!r}"

@@ -92,11 +92,15 @@ def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKern
         feed_forward = _dense(model.ffn_hidden_size / cfg.parallel.tensor, cfg, tokens, width, kernels)
         workspace = _dense_workspace(cfg, tokens, width, kernels)
 
+    always = 0.0  # recomputed under every setting
+    if kind.mixer == "gdn":
+        _, always, gradients = _delta_net(cfg, tokens, width)
+        workspace = max(workspace, gradients)
     everything = norms + attention + feed_forward
     if optim.recompute == "none":
-        return LayerBytes(kept=everything, recomputed=0.0, workspace=workspace)
+        return LayerBytes(kept=everything, recomputed=always, workspace=workspace)
     if optim.recompute == "full":
-        return LayerBytes(kept=hidden, recomputed=everything - hidden, workspace=workspace)
+        return LayerBytes(kept=hidden, recomputed=everything - hidden + always, workspace=workspace)
     # (bytes kept inside a module, which are recomputed; bytes of its inputs that only its checkpoint keeps)
     modules = {
         "core_attn": (core, core_inputs),
@@ -107,7 +111,7 @@ def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKern
     chosen = [modules[name] for name in set(optim.recompute_modules)]
     inside = sum(freed for freed, _ in chosen)
     inputs = sum(kept for _, kept in chosen)
-    return LayerBytes(kept=everything - inside + inputs, recomputed=inside, workspace=workspace)
+    return LayerBytes(kept=everything - inside + inputs, recomputed=max(inside, always), workspace=workspace)
 
 
 def _attention(cfg: RunConfig, kind: LayerKind, tokens: Tokens, width: _Widths) -> tuple[float, float, float]:
@@ -118,7 +122,7 @@ def _attention(cfg: RunConfig, kind: LayerKind, tokens: Tokens, width: _Widths) 
     """
     model, tensor = cfg.model, cfg.parallel.tensor
     if kind.mixer == "gdn":
-        return _delta_net(cfg, tokens, width), 0.0, 0.0
+        return _delta_net(cfg, tokens, width)[0], 0.0, 0.0
     heads = model.num_attention_heads / tensor
     normed = tokens.sequence * model.hidden_size * width.separate_input
     mla = model.mla if kind.mixer == "mla" else None
@@ -145,20 +149,24 @@ def _attention(cfg: RunConfig, kind: LayerKind, tokens: Tokens, width: _Widths) 
     return kept, core, tokens.context * inputs * width.element
 
 
-def _delta_net(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
-    """Bytes that a gated delta net keeps after the norm (``kernels/gated_delta.py``, on GPUs).
+def _delta_net(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, float, float]:
+    """On GPUs: (bytes that a gated delta net keeps after the norm, bytes it recomputes always, of gradients in it).
 
-    Per token: the normed input, for BF16 and FP8 projections; inputs and outputs of the convolution; queries and keys
-    of length 1; a row of a chunk's matrix; outputs, their gates, and the input of ``out_proj``.
+    Kept per token: the normed input, for BF16 and FP8 projections; what the projections return, as inputs of a
+    checkpoint; and the input of ``out_proj``. Recomputed, in FP32: convolution, queries, keys and values, rows of
+    matrices of a chunk, and a state per chunk. Its factors were fitted to what autograd keeps, so they are approximate.
+    Gradients are those of the operands of the loop over chunks.
     """
-    model, tensor = cfg.model, cfg.parallel.tensor
-    assert model.gdn is not None
-    keys = model.gdn.num_key_heads * model.gdn.key_head_dim / tensor
-    heads = model.gdn.num_value_heads / tensor
-    values = heads * model.gdn.value_head_dim
-    normed = tokens.sequence * model.hidden_size * (width.element + width.shared_input)
-    elements = 2 * (2 * keys + values) + 2 * keys + heads * _CHUNK + 2 * values
-    return normed + tokens.context * (elements * width.element + values * width.separate_input)
+    gdn, tensor = cfg.model.gdn, cfg.parallel.tensor
+    assert gdn is not None
+    groups, heads = gdn.num_key_heads / tensor, gdn.num_value_heads / tensor
+    keys, repeated, values = groups * gdn.key_head_dim, heads * gdn.key_head_dim, heads * gdn.value_head_dim
+    kept = tokens.sequence * cfg.model.hidden_size * (width.element + width.shared_input)
+    kept += tokens.context * (2 * (keys + values + heads) * width.element + values * width.separate_input)
+    inside = 12 * keys + 3 * repeated + 10.5 * values + 5 * _CHUNK * (groups + heads)
+    inside += 1.5 * values * gdn.key_head_dim / _CHUNK
+    gradients = 2 * values + 3 * repeated + heads * _CHUNK
+    return kept, tokens.context * _FP32_BYTES * inside, tokens.context * _FP32_BYTES * gradients
 
 
 def _dense(columns: float, cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:

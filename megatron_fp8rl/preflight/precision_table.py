@@ -119,8 +119,9 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
             ("engine.kv_cache_dtype", "auto"),
         )
         result.append(Finding("warning", "--engine.kv_cache_dtype", problem, remedy, change=(change,)))
-    if (untried := choice.untried(precision)) is not None:
-        result.append(Finding("warning", "--precision.trainer", untried))
+    if (untried := choice.untried(cfg)) is not None:
+        field = "--model.family" if cfg.model.has("gdn") else "--precision.trainer"
+        result.append(Finding("warning", field, untried))
     # The only matrix that DeepGEMM cannot multiply; ``rules.py`` refuses all others.
     mla, kernels = cfg.model.mla, choice.trainer
     rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim

@@ -23,7 +23,7 @@ from megatron_fp8rl.envs.rewards import configured as rewards
 from megatron_fp8rl.envs.source_kind import CLASS, VERIFIERS, files_of, has_rows, is_supervised, kind_of
 from megatron_fp8rl.kernels.compile_cache import gpus
 from megatron_fp8rl.names import adapted
-from megatron_fp8rl.precision.hardware import PACKAGES, Generation, Hardware, generation_of
+from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
 from megatron_fp8rl.precision.kernel_choice import is_invariant, refusals, resolved
 from megatron_fp8rl.precision.kernel_support import invariant_nccl
 from megatron_fp8rl.preflight import teachers
@@ -42,11 +42,7 @@ from megatron_fp8rl.rollout.vllm_args import ADAPTER_RANKS, cpu_cache_bytes, kv_
 def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Violation]:
     """All mistakes of ``cfg``. ``accelerator`` is the hardware the trainer will run on; None: that of this machine."""
     checks = Checks(cfg)
-    here = local_accelerator()
-    accelerator = accelerator or here
-    packages = set(PACKAGES)
-    if accelerator == here and importlib.util.find_spec("fla") is None:  # other machines may have it
-        packages.remove("fla")
+    accelerator = accelerator or local_accelerator()
     if cfg.name in ("", ".", "..") or "/" in cfg.name or cfg.name != cfg.name.strip():
         checks.refuse("name", "cannot name a folder", "Use a plain word without slashes")
     checks.in_range("")
@@ -55,7 +51,7 @@ def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Viol
     check_delta_nets(checks, accelerator)
     check_combined_matrices(checks)
     _check_precision(checks)
-    checks.violations += refusals(cfg, Hardware(accelerator, frozenset(packages)))
+    checks.violations += refusals(cfg, Hardware(accelerator))
     if model_is_valid and degrees_are_valid:
         check_tiling(checks)
     _check_lora(checks, model_is_valid)

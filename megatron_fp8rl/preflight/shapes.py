@@ -199,10 +199,6 @@ def check_delta_nets(checks: Checks, accelerator: Generation) -> None:
     cfg = checks.cfg
     if not cfg.model.has("gdn"):
         return
-    if accelerator != "cpu":
-        problem = "has gated delta nets, which train on CPUs only: on Hopper the package fla refuses the backward pass "
-        problem += "with Triton 3.4 to 3.7.0, and PyTorch 2.11 needs Triton 3.6"
-        checks.refuse("model.family", problem, "Run it on CPUs, or choose another family")
     is_patched = accelerator != "cpu" or upstream.applies("compute_as_the_trainer")
     if not is_patched or not upstream.applies("WithStates"):
         problem = "needs patches of gated delta nets that were not tested with the installed version of vLLM"

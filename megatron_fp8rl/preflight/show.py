@@ -73,7 +73,7 @@ def text(cfg: RunConfig, options: ShowOptions, violations: list[Violation]) -> s
         ]
         if cfg.precision.rollout != "bf16":
             blocks[0] += f"\n  scales on the wire: {_WIRE_SCALES[rollout_format(cfg.precision).scale_kind == 'e8m0']}"
-        if (untried := choice.untried(cfg.precision)) is not None:
+        if (untried := choice.untried(cfg)) is not None:
             blocks.append(_lines("Never run", [untried]))
     if violations:
         blocks.append(_lines("Refused", [str(violation) for violation in violations]))

@@ -172,7 +172,7 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         arguments["enable-sleep-mode"] = engine.sleep_level > 0
         arguments |= kernel_backends(cfg.model, cfg.precision, kernels.engine)
         if cfg.model.has("gdn"):
-            # vLLM's choice on Hopper, FlashInfer, is compiled at the start. The trainer computes the same chunks.
+            # vLLM's choice on Hopper, FlashInfer, is compiled at the start. Triton's chunks need no compiler.
             arguments["gdn-prefill-backend"] = "triton"
     if engine.expert > 1:
         arguments["enable-expert-parallel"] = True

@@ -2,8 +2,8 @@
 
 Megatron-Core's ``GatedDeltaNet`` has one matrix for all projections, of which FP8 checkpoints keep two in BF16, and its
 plain torch path takes no packed sequences. This module has the checkpoint's matrices. On a CPU it runs the recurrence
-of ``kernels/gated_delta.py``, as the engine does there; on a GPU, the chunks of the same file. Convolution, decays and
-norm are whole on every rank.
+of ``kernels/gated_delta.py``, as the engine does there; on a GPU, the chunks of the same file, which the backward pass
+computes again. Weights of convolution, decays and norm are whole on every rank.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fp8rl.config import GdnConfig
 from megatron_fp8rl.kernels import gated_delta
@@ -44,7 +45,7 @@ def _whole(config: TransformerConfig, *shape: int) -> nn.Parameter:
 @patches(
     "megatron-core",
     why="replaces GatedDeltaNet, which fuses matrices that checkpoints keep apart and takes no packs on a CPU",
-    remove_when="GatedDeltaNet has the checkpoint's matrices, and packs without flash-linear-attention",
+    remove_when="GatedDeltaNet has the checkpoint's matrices, and packs on a CPU",
 )
 class DeltaNet(MegatronModule):
     """The mixer of a layer with a gated delta net."""
@@ -94,6 +95,7 @@ class DeltaNet(MegatronModule):
         self.conv1d = _Whole(config, 2 * keys + values, 1, gdn.conv_width)
         self.A_log, self.dt_bias = (_whole(config, gdn.num_value_heads) for _ in range(2))
         self.out_norm = _Whole(config, gdn.value_head_dim)
+        self.in_chunks = current_device().type == "cuda"
 
     def forward(
         self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedSeqParams | None = None, **unused: Any
@@ -101,12 +103,20 @@ class DeltaNet(MegatronModule):
         """Collective over tensor-parallel ranks: [T, 1, hidden] -> ([T, 1, hidden], None)."""
         if packed_seq_params is None:
             raise ValueError("gated delta nets take packed sequences; pass PackedSeqParams(qkv_format='thd')")
-        mixed, gate, b, a = self._projected(hidden_states)
         weights = self._channels(self.conv1d.weight.squeeze(1)), self._mine(self.A_log), self._mine(self.dt_bias)
-        settings = mixed, b, a, lengths_of(packed_seq_params), *weights, self.gdn
-        out = gated_delta.chunked(*settings) if mixed.is_cuda else gated_delta.gated_delta_net(*settings)[0]
-        normed = gated_delta.gated_norm(out, gate, self.out_norm.weight, self.config.layernorm_epsilon)
+        inputs = *self._projected(hidden_states), lengths_of(packed_seq_params), *weights
+        if self.in_chunks:
+            normed = checkpoint(self._normed, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            normed = self._normed(*inputs)
         return self.out_proj(normed.unsqueeze(1))
+
+    def _normed(self, mixed: Tensor, gate: Tensor, *inputs: Any) -> Tensor:
+        if self.in_chunks:
+            out = gated_delta.chunked(mixed, *inputs, self.gdn)
+        else:
+            out, _ = gated_delta.gated_delta_net(mixed, *inputs, self.gdn)
+        return gated_delta.gated_norm(out, gate, self.out_norm.weight, self.config.layernorm_epsilon)
 
     def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Collective: inputs of the convolution, output gates, write strengths and decays of this rank's heads, for all

@@ -173,13 +173,18 @@ def test_activations_of_a_gated_delta_net_by_hand():
     """2 key heads of 128 and 4 value heads of 64 in place of attention: 256 keys, 256 values, 768 channels."""
     gdn = GdnConfig(num_key_heads=2, num_value_heads=4, key_head_dim=128, value_head_dim=64)
     model = replace(DENSE, family="qwen3_5_text", qk_norm=True, layer_types=("linear_attention",) * 4, gdn=gdn)
-    convolution, units, chunks, outputs = 2 * 768 * 2, 2 * 256 * 2, 4 * 64 * 2, 2 * 256 * 2
-    mixer = convolution + units + chunks + outputs
+    mixer = (768 + 256 + 2 * 4) * 2  # inputs of a checkpoint: of the convolution, gates, write strengths and decays
     attention = (Q + 2 * KV) * 2 + Q * 2 + 8 * 4
     bf16, dense = (layer(run(each, precision=BF16)) for each in (model, DENSE))
     assert bf16.kept - dense.kept == 4096 * (mixer + 256 * 2 - attention)
     fp8, dense = (layer(run(each)) for each in (model, DENSE))  # one projection is BF16 and keeps a copy of its own
     assert fp8.kept - dense.kept == 4096 * (H * 2 + mixer + 256 * FP8 - attention - Q * FP8)
+    # Inside the checkpoint, FP32: of keys, of keys for every value head, of values, rows of matrices, and states.
+    inside = 12 * 256 + 3 * 512 + 10.5 * 256 + 5 * 64 * (2 + 4) + 1.5 * 256 * 128 / 64
+    assert (bf16.recomputed, dense.recomputed) == (4096 * 4 * inside, 0)
+    assert bf16.workspace == 4096 * 4 * (2 * 256 + 3 * 512 + 4 * 64) > dense.workspace
+    full = layer(run(model, precision=BF16, optim__recompute="full"))
+    assert full.kept + full.recomputed == bf16.kept + bf16.recomputed
 
 
 def test_recompute_keeps_the_input_of_a_module():

@@ -32,11 +32,7 @@ def works(cfg: RunConfig, num_gpus: int, gpu: str) -> tuple[bool, bool]:
     return diagnosis.status < 2 or bool(diagnosis.change), bool(layouts)
 
 
-# Gated delta nets train on CPUs only.
-ON_GPUS = [name for name, function in cli.config_functions().items() if not function().model.has("gdn")]
-
-
-@pytest.mark.parametrize("name", ON_GPUS)
+@pytest.mark.parametrize("name", cli.config_functions())
 def test_doctor_and_plan_agree_about_every_configuration(name):
     """On the GPUs that a configuration names, where each works, and on half as many."""
     function = cli.config_functions()[name]
