@@ -173,8 +173,8 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
         stack.callback(parallel.close)
         model_dir, fleet, scorers = evaluation.model_dir, None, None
         if parallel.rank == 0:
-            if model_dir is None:
-                model_dir = write_model_dir(replace(cfg, model=replace(cfg.model, hf_path=None)))
+            known = None if model_dir is None else str(model_dir)
+            model_dir = write_model_dir(replace(cfg, model=replace(cfg.model, hf_path=known)))
             # Endpoint files of engines on other nodes are in the run's folder; local engines get a separate folder.
             local = evaluation.folder_of(evaluation.checkpoints[0])
             engine_dir = cfg.run_dir if cfg.engine.placement == "remote" else local

@@ -60,6 +60,9 @@ def test_grpo_of_the_text_part_is_exact(folder: Path):
         assert line["publish/num_fp8_tensors/sum"] == 6 * 7
         assert line["mismatch/abs_logprob_diff/max"] == 0 and line["mismatch/ratio/max"] == 1
         assert line["train/grad_norm/max"] > 0 and line["rollout/surprisal/mean"] > 1
+    fields = "--data.environments.0.eval train.jsonl --num_problems 2 --num_completions 1 --output_dir evaluation"
+    done = _run(folder, "megatron_fp8rl", "eval", "run", "--checkpoint", "whole", *fields.split())
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     exported, report = AutoModelForCausalLM.from_pretrained(run_dir / "hf", output_loading_info=True)
     assert type(exported).__name__ == "Gemma3ForCausalLM"
     assert not report["missing_keys"] and not report["unexpected_keys"]
