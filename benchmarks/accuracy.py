@@ -122,7 +122,7 @@ def command_of(name: str, options: argparse.Namespace) -> list[str]:
 
 def train(options: argparse.Namespace) -> int:
     """Train the missing runs, ``at_once`` on each GPU; returns the number of failed ones."""
-    missing = [name for name in options.names if not RunData(options.runs / name).is_done]
+    missing = [name for name in options.names or PROTOCOL if not RunData(options.runs / name).is_done]
     return _failures({name: command_of(name, options) for name in missing}, options)
 
 
@@ -304,7 +304,7 @@ def add(options: argparse.Namespace) -> None:
     """Write the rows of all runs that were evaluated; a row replaces an older one of its arm and seed."""
     rows, rates = {(row["arm"], row["seed"]): row for row in _rows()}, _pass_rates(options.runs)
     evaluated = [folder for folder in _finished(options.runs) if (folder / "hf").absolute() in rates]
-    for folder in [*evaluated, *(options.runs / name for name in options.names if options.names is not PROTOCOL)]:
+    for folder in [*evaluated, *(options.runs / name for name in options.names)]:
         row = row_of(folder, rates.get((folder / "hf").absolute()), options.commit)
         rows[row["arm"], row["seed"]] = row
     ROWS.write_text("".join(json.dumps(row) + "\n" for _, row in sorted(rows.items())), encoding="utf-8")
@@ -313,7 +313,7 @@ def add(options: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", nargs="?", choices=["train", "evaluate", "add"])
-    parser.add_argument("names", nargs="*", default=PROTOCOL, metavar="ARM_SEED", help=f"arms: {', '.join(ARMS)}")
+    parser.add_argument("names", nargs="*", metavar="ARM_SEED", help=f"arms: {', '.join(ARMS)}")
     parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU")
     parser.add_argument("--runs", type=Path, default=record.FOLDER / "accuracy", help="folder of all runs")
     parser.add_argument("--data", type=Path, default=Path("runs/real"), help="folder of train.jsonl and test.jsonl")

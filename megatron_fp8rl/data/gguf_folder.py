@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8rl.data.checkpoint_error import CheckpointError
-from megatron_fp8rl.data.weight_files import TOKENIZER_FILES
+from megatron_fp8rl.data.weight_files import copy_tokenizer
 
 SUFFIX = ".gguf"
 _MARK = "gguf.json"  # names the file from which a folder was converted
@@ -93,9 +93,7 @@ def _copy_tokenizer(source: Path, target: Path) -> list[int]:
         ends = end_ids(load_tokenizer(str(source)))
     except (OSError, ValueError) as error:
         raise CheckpointError(source, f"has no usable tokenizer: {error}") from error
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    copy_tokenizer(source, target)
     return list(ends)
 
 

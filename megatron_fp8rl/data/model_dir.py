@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.checkpoint_dir import errors_name
-from megatron_fp8rl.data.weight_files import TOKENIZER_FILES
+from megatron_fp8rl.data.weight_files import copy_tokenizer
 from megatron_fp8rl.names import registry
 
 
@@ -29,9 +29,8 @@ def write_model_dir(cfg: RunConfig, folder: Path | None = None) -> Path:
     tokenizer = load_tokenizer(cfg.model.hf_path or cfg.data.tokenizer)
     if cfg.model.hf_path is None:
         tokenizer.save_pretrained(partial)
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
-        if cfg.model.hf_path is not None and (file := Path(cfg.model.hf_path, name)).is_file():
-            shutil.copyfile(file, partial / name)
+    else:
+        copy_tokenizer(Path(cfg.model.hf_path), partial)
     config = registry.to_hf_config(cfg.model) | special_ids(tokenizer)
     with errors_name(folder / "config.json"):
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")

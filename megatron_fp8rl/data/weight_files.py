@@ -1,8 +1,9 @@
-"""Explain weights that cannot be read, from the names of a folder's files and tensors. Pure; no torch."""
+"""The files of a model's folder: copy its tokenizer, and explain weights that cannot be read. No torch."""
 
 import difflib
 import json
 import re
+import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -28,6 +29,14 @@ _FUSED = {
     "W_pack": "q_proj, k_proj and v_proj",
     "gate_up_proj": "gate_proj and up_proj",
 }
+
+
+def copy_tokenizer(source: Path, target: Path) -> set[str]:
+    """Copy a folder's tokenizer and generation_config.json; returns the names of the copied files."""
+    names = {name for name in (*TOKENIZER_FILES, "generation_config.json") if (source / name).is_file()}
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
 
 
 def no_safetensors(path: Path) -> str:

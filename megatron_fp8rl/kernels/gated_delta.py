@@ -35,8 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fp8rl.config import GdnConfig
+from megatron_fp8rl.kernels.types import DELTA_CHUNK as CHUNK
 
-CHUNK = 64  # tokens
 _LENGTH_EPS = 1e-6
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 BLOCK = 128  # values that share a scale: 1 x 128 of an activation, 128 x 128 of a weight
 E4M3_MAX = 448.0  # the largest E4M3 number
+DELTA_CHUNK = 64  # tokens of a chunk of a gated delta net
 UNIT = 2.0**44  # of integer sums of exponentials: sums of up to 2^19 terms, each at most 1, are below 2^63
 
 Scales = Literal["pow2", "fp32"]

@@ -52,7 +52,7 @@ OF_THE_VISION_TOWER = "part of the vision tower, which a text model does not hav
 # Keys beside text_config that are its own, too. Tokens beside it are those that the model was trained to end with.
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Keys of a rotary embedding of several axes, on all of which tokens of text have one position.
+# Keys of a rotary embedding of several axes. A token of text has the same position on all axes.
 _AXES = {"mrope_section", "mrope_interleaved"}
 _SPARSE = "sparse attention by an indexer; the pinned Megatron-Core has it as an experiment, and no kernel of the "
 _SPARSE += "pinned vLLM computes it alike in every batch or on a CPU"

@@ -237,7 +237,7 @@ def interval_text(estimate: Mapping[str, float]) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Lines with the cells of ``rows`` in columns, of which those in ``right`` are aligned right."""
+    """The lines of a table. Columns in ``right`` are aligned right, the others left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     return ["  ".join(side(*cell) for side, *cell in zip(sides, row, widths, strict=True)).rstrip() for row in rows]

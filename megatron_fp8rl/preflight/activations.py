@@ -16,13 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_fp8rl.config import LayerKind, RunConfig
-from megatron_fp8rl.kernels.types import BLOCK
+from megatron_fp8rl.kernels.types import BLOCK, DELTA_CHUNK
 from megatron_fp8rl.names.registry import norms_inputs, norms_outputs
 from megatron_fp8rl.precision.kernel_choice import TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
 
 _FP32_BYTES, _INT64_BYTES = 4, 8
-_CHUNK = 64  # tokens of a chunk of a gated delta net
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +162,9 @@ def _delta_net(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, f
     keys, repeated, values = groups * gdn.key_head_dim, heads * gdn.key_head_dim, heads * gdn.value_head_dim
     kept = tokens.sequence * cfg.model.hidden_size * (width.element + width.shared_input)
     kept += tokens.context * (2 * (keys + values + heads) * width.element + values * width.separate_input)
-    inside = 12 * keys + 3 * repeated + 10.5 * values + 5 * _CHUNK * (groups + heads)
-    inside += 1.5 * values * gdn.key_head_dim / _CHUNK
-    gradients = 2 * values + 3 * repeated + heads * _CHUNK
+    inside = 12 * keys + 3 * repeated + 10.5 * values + 5 * DELTA_CHUNK * (groups + heads)
+    inside += 1.5 * values * gdn.key_head_dim / DELTA_CHUNK
+    gradients = 2 * values + 3 * repeated + heads * DELTA_CHUNK
     return kept, tokens.context * _FP32_BYTES * inside, tokens.context * _FP32_BYTES * gradients
 
 

@@ -25,7 +25,7 @@ from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.data.checkpoint_dir import errors_name, sync_to_disk
 from megatron_fp8rl.data.fused_tensors import SEPARATE, Fusion, fusion_of
 from megatron_fp8rl.data.tokenizer import load_tokenizer, special_ids
-from megatron_fp8rl.data.weight_files import TOKENIZER_FILES
+from megatron_fp8rl.data.weight_files import TOKENIZER_FILES, copy_tokenizer
 from megatron_fp8rl.kernels.fp8_parameter import plain
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
@@ -139,21 +139,15 @@ def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path:
         write_json(partial / "model.safetensors.index.json", index)
     special = _copy_tokenizer(tokenizer_dir, partial)
     write_json(partial / "config.json", registry.to_hf_config(policy.cfg.model) | special)
-    source = tokenizer_dir / "generation_config.json"
-    if source.exists():
-        shutil.copy(source, partial)
-    else:
+    if not (partial / "generation_config.json").exists():
         write_json(partial / "generation_config.json", special)
     replace_folder(partial, path)
 
 
 def _copy_tokenizer(tokenizer_dir: Path, partial: Path) -> dict[str, int | list[int]]:
     """Copy the tokenizer; return the ids of its special tokens under their names in config.json."""
-    files = [file for file in TOKENIZER_FILES if (tokenizer_dir / file).exists()]
-    if not files:
+    if copy_tokenizer(tokenizer_dir, partial).isdisjoint(TOKENIZER_FILES):
         raise FileNotFoundError(f"{tokenizer_dir}: no tokenizer files to save beside the weights")
-    for file in files:
-        shutil.copy(tokenizer_dir / file, partial)
     return special_ids(load_tokenizer(str(tokenizer_dir)))
 
 
