@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _STEP_FILES = ("metrics.jsonl", "details.jsonl")
-_TENSORBOARD = "tensorboard"
+_TENSORBOARD, _EVENTS = "tensorboard", "events.out.tfevents."
 
 
 class Observer:
@@ -194,6 +194,7 @@ class Observer:
             self._rollouts = RolloutWriter(self.run_dir / FOLDER, step, self.cfg.observe.rollouts_gib)
         from torch.utils.tensorboard import SummaryWriter  # takes 0.3 s to import
 
+        _keep_order(self.run_dir / _TENSORBOARD)
         self._tensorboard = SummaryWriter(str(self.run_dir / _TENSORBOARD), purge_step=step)
 
     def _write_step(self, log: StepLog) -> None:
@@ -355,3 +356,17 @@ def _start_wandb(cfg: RunConfig, run_dir: Path) -> Any:
         config=dataclasses.asdict(cfg),
         resume="allow",
     )
+
+
+def _keep_order(folder: Path) -> None:
+    """Rename event files whose time lies ahead, so that TensorBoard reads them before the file of this start.
+
+    TensorBoard reads files by name, and a name begins with the seconds of the clock. After a jump back it would read
+    this start's file first, and the first file's ``purge_step`` would hide this start's values.
+    """
+    files = sorted(folder.glob(f"{_EVENTS}*"))
+    if not files or files[-1].name < f"{_EVENTS}{int(time()):010d}":
+        return
+    for index, file in enumerate(files):
+        _, _, rest = file.name.removeprefix(_EVENTS).partition(".")
+        file.rename(folder / f"{_EVENTS}{index:010d}.{rest}")

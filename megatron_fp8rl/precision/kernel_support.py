@@ -64,6 +64,9 @@ def formats(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 def _mxfp8(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """MXFP8 on GPUs: each end on Blackwell, engines with FlashInfer, or emulated."""
     precision, on_blackwell = cfg.precision, hardware.generation == "blackwell"
+    if precision.rollout == "mxfp8" and cfg.model.has("gdn"):
+        problem, formats = "is not supported with gated delta nets", ("blockwise", "bf16")
+        return _wrong(cfg, "precision.rollout", problem, f"Choose one of {', '.join(formats)}", formats)
     if not hardware.is_gpu:
         if precision.rollout != "mxfp8":
             return None
@@ -289,6 +292,9 @@ def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, "engine.batch_invariant", problem, "Set False")
     if cfg.engine.batch_invariant and cfg.precision.rollout == "mxfp8":
         problem = "norms of batch-invariant engines quantize their outputs in blocks of 128"
+        return _wrong(cfg, "engine.batch_invariant", problem, "Set False", (False,))
+    if cfg.engine.batch_invariant and cfg.model.has("gdn"):
+        problem = "is not measured with gated delta nets"
         return _wrong(cfg, "engine.batch_invariant", problem, "Set False", (False,))
     path = "precision.exact" if cfg.precision.exact else "engine.batch_invariant"
     return _untested(cfg, path, INVARIANT_PATCHES, "Set False")

@@ -210,13 +210,10 @@ def check_delta_nets(checks: Checks, accelerator: Generation) -> None:
             problem += "of all queries, all keys and all values of a gated delta net"
             remedy = f"Choose a model with a multiple of {BLOCK}, or --precision.trainer bf16 --precision.rollout bf16"
             checks.refuse("model.gdn.num_key_heads", problem, remedy, code="untiled_size")
-    if cfg.precision.rollout == "mxfp8":
-        checks.refuse("precision.rollout", "is not supported with gated delta nets", choices=["blockwise", "bf16"])
     for path, value, problem in (
         ("parallel.context", 1, "cuts sequences, and the states of gated delta nets pass through them in order"),
         ("engine.tensor", 1, "divides gated delta nets, which is not supported in engines"),
         ("engine.data", 1, "is not supported with gated delta nets"),
-        ("engine.batch_invariant", False, "is not measured with gated delta nets"),
         ("engine.kv_cache_dtype", "auto", "is not supported with gated delta nets"),
         ("engine.record_routed_experts", False, "is not supported with gated delta nets"),
         ("engine.speculation", "none", "needs states of gated delta nets that rejected drafts do not change"),

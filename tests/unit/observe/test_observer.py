@@ -223,6 +223,19 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
     assert written == [(record["step"], pytest.approx(record["reward/score/mean"])) for record in records]
 
 
+def test_tensorboard_shows_all_steps_after_the_clock_has_jumped_back(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    true_time = time.time
+    for shift_s, steps in ((0, range(1, 5)), (-3600, range(3, 6)), (-86400, range(6, 8)), (60, range(8, 10))):
+        monkeypatch.setattr(time, "time", lambda shift_s=shift_s: true_time() + shift_s)
+        monkeypatch.setattr(observer_module, "time", time.time)
+        observe_run(tmp_path, steps=steps, cfg=make_config())
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward/score/mean")] == [*range(1, 10)]
+
+
 def test_wandb_that_is_not_installed_is_asked_for_in_plain_words(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # makes the import fail
     cfg = make_config()
