@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import (
     agent_turns,
-    curves,
     experts,
     layers,
     ledger,
@@ -22,12 +21,10 @@ from benchmarks import (
     record,
     rollout_speed,
     runner,
-    same_bytes,
 )
 
 ALL = [
     agent_turns.AgentTurns,
-    curves.Curves,
     experts.Experts,
     layers.Layers,
     ledger.Ledger,
@@ -35,7 +32,6 @@ ALL = [
     memory.Memory,
     publish.Publish,
     rollout_speed.RolloutSpeed,
-    same_bytes.SameBytes,
 ]
 
 NO_GPU = pytest.mark.skipif(runner.num_gpus() > 0, reason="says what a machine without a GPU is told")
