@@ -188,7 +188,7 @@ def _engine_experts(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 def _engine_attention(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     if not hardware.is_gpu:
         return "emulated", "there is no GPU"
-    if cfg.engine.kv_cache_dtype == "fp8" and not support.fp8_cache_attention(cfg, hardware):
+    if support.takes_cache_attention(cfg, hardware):
         return "FP8_CACHE", "the fastest, and does not round queries"
     return "vllm", "vLLM chooses by GPU"
 

@@ -52,12 +52,13 @@ class Case:
         )
 
 
-def expected(case: Case) -> Tensor:
-    """float64 [S, Q, D]: softmax of all scores over the numbers that the cache holds."""
+def expected(case: Case, window: int | None = None) -> Tensor:
+    """float64 [S, Q, D]: softmax of all scores over the numbers that the cache holds, or of the last ``window``."""
     out = torch.zeros(case.query.shape, dtype=torch.float64, device=case.query.device)
     group = case.query.shape[1] // case.cache.shape[2]
     for result, query, row, length in zip(out, case.query.double(), case.pages, case.lengths.tolist()):
-        tokens = case.cache[row.long()].flatten(0, 1)[:length].view(torch.float8_e4m3fn).double()
+        first = max(0, length - window) if window else 0
+        tokens = case.cache[row.long()].flatten(0, 1)[first:length].view(torch.float8_e4m3fn).double()
         key, value = (x.repeat_interleave(group, dim=1) for x in tokens.chunk(2, dim=-1))
         scores = torch.einsum("hd,thd->ht", query, key) * (case.key_scale.double() * case.softmax_scale)
         result.copy_(torch.einsum("ht,thd->hd", scores.softmax(-1), value) * case.value_scale.double())

@@ -191,13 +191,15 @@ def packed_attention(
     max_queries: int,
     out: Tensor,
     log_sums: Tensor,
+    window: int = 0,
 ) -> None:
-    """Fill ``out`` and ``log_sums``, results of ``triton/attention.packed``. Raises RuntimeError except on Hopper."""
+    """Fill ``out`` and ``log_sums``, results of ``triton/attention.packed``, with a ``window`` unless it is 0. Raises
+    RuntimeError except on Hopper."""
     (num_tokens, num_heads, head_dim), num_groups = query.shape, keys.shape[1]
     if not is_hopper(query.device):
         raise RuntimeError("attention of packed sequences over an FP8 cache needs a Hopper GPU. Use an inexact run")
     with torch.cuda.device(query.device):
-        _packed_attention(query.device.index, head_dim)(
+        _packed_attention(query.device.index, head_dim, window)(
             *(_map_of(x.data_ptr(), len(x), num_groups * head_dim * 2, BLOCK) for x in (keys, values)),
             query,
             cu_queries,
@@ -256,9 +258,9 @@ def _swiglu_backward(device: int, weighted: bool) -> _Kernel:
 
 
 @functools.cache
-def _packed_attention(device: int, head_dim: int) -> _Kernel:
+def _packed_attention(device: int, head_dim: int, window: int) -> _Kernel:
     shared_bytes = 2 * 1024 + 5 * BLOCK * head_dim * 2 + BLOCK * head_dim * 4
-    options = [f"-DDIM={head_dim}", f"-DTILES={PART // BLOCK}"]
+    options = [f"-DDIM={head_dim}", f"-DTILES={PART // BLOCK}", f"-DWINDOW={window}"]
     return _compiled("packed_attention", "packed_attention", device, options, 384, shared_bytes)
 
 

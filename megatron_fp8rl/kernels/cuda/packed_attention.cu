@@ -4,7 +4,7 @@
 //   query         bf16 [T, Q, DIM]   whose tokens are query_stride apart
 //   cu_queries    int  [S + 1]       first query of each sequence, then T
 //   key_starts    int  [S]           first key of each sequence
-//   num_keys      int  [S]           the last query of a sequence sees all its keys
+//   num_keys      int  [S]           the last query of a sequence sees all its keys, or the last WINDOW of them
 //   out           bf16 [T, Q, DIM]
 //   log_sums      float [Q, T]       natural log-sum-exp of each query
 //
@@ -15,7 +15,10 @@
 // on 64 queries each. Their products alternate: while one computes weights, the tensor cores work for the other. A warp
 // group asks for the scores of the next tile together with the weighted values of this one. A third group loads.
 //
-// DIM (64 or 128) and TILES are compiler definitions.
+// With a WINDOW an item begins at the first tile that one of its queries sees. Maxima then start at a finite number, so
+// that a query which sees no key of a tile keeps its sums.
+//
+// DIM (64 or 128), TILES and WINDOW (0: all keys) are compiler definitions.
 
 #include "hopper.h"
 
@@ -36,7 +39,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 struct Items {  // of a thread block: tiles of queries from the last of the longest sequence to the first, and heads
     const int *cu_queries, *key_starts, *lengths;
     int sequences, heads, tiles, index, distance;
-    int head, first, queries, begin, key, length, end;  // begin: first query; end: keys that some query sees
+    int head, first, queries, begin, key, length, end;  // begin: first query; end: of the keys that some query sees
 
     ON_GPU bool more() {
         for (; index < tiles * sequences * heads; index += distance) {
@@ -54,6 +57,10 @@ struct Items {  // of a thread block: tiles of queries from the last of the long
     }
     ON_GPU void next() { index += distance; }
     ON_GPU int count() const { return (end + KEYS - 1) / KEYS; }
+    ON_GPU int start() const {  // the first tile
+        const int first_key = length - queries + begin + 1 - WINDOW;
+        return WINDOW && first_key > 0 ? first_key / KEYS : 0;
+    }
 };
 
 struct Row {  // the running maximum and sum of a query
@@ -61,6 +68,7 @@ struct Row {  // the running maximum and sum of a query
 };
 
 ON_GPU float minus_infinity() { return as_float(0xFF800000); }
+ON_GPU float lowest() { return WINDOW ? -1e30f : minus_infinity(); }  // the first maximum
 
 // Turns scores of a row in a thread's two columns of every eight into weights. Returns the factor of earlier sums.
 ON_GPU float weigh(float (&s)[64], int upper, float factor, Row& row) {
@@ -121,7 +129,7 @@ packed_attention(const IN_PLACE TensorMap keys, const IN_PLACE TensorMap values,
             int s = 0, parity = 1;
             for (; items.more(); items.next()) {
                 const int column = items.head / (num_heads / num_groups) * DIM * 2;
-                for (int j = 0; j < items.count(); ++j) {
+                for (int j = items.start(); j < items.count(); ++j) {
                     const int row = items.key + j * KEYS;
                     for (int operand = 0; operand < 2; ++operand) {
                         const u32 to = operand ? value_tile(s) : key_tile(s);
@@ -178,7 +186,8 @@ packed_attention(const IN_PLACE TensorMap keys, const IN_PLACE TensorMap values,
 
             const int position = items.length - items.queries + items.begin + half * 64 + row;  // of the upper row
             const int unmasked = items.length - items.queries + items.begin + half * 64 + 1, tiles = items.count();
-            Row upper = {minus_infinity(), 0}, lower = upper, upper_whole = upper, lower_whole = upper;
+            const int start = items.start();
+            Row upper = {lowest(), 0}, lower = upper, upper_whole = upper, lower_whole = upper;
             auto ask_scores = [&](int at) {
                 products_begin(s);
 #pragma unroll
@@ -199,10 +208,13 @@ packed_attention(const IN_PLACE TensorMap keys, const IN_PLACE TensorMap values,
                 if (lane == 0) barrier_arrive(empty(operand, at));
             };
             auto mask = [&](int tile) {
-                if (tile * KEYS + KEYS <= unmasked) return;
+                const bool is_before = WINDOW && tile * KEYS < unmasked + 63 - WINDOW;  // of the last query's window
+                if (tile * KEYS + KEYS <= unmasked && !is_before) return;
 #pragma unroll
-                for (int i = 0; i < 64; ++i)
-                    if (tile * KEYS + i / 4 * 8 + column + i % 2 > position + i % 4 / 2 * 8) s[i] = minus_infinity();
+                for (int i = 0; i < 64; ++i) {
+                    const int after = tile * KEYS + i / 4 * 8 + column + i % 2 - (position + i % 4 / 2 * 8);
+                    if (after > 0 || (WINDOW && after <= -WINDOW)) s[i] = minus_infinity();
+                }
             };
             auto round = [&]() {
 #pragma unroll
@@ -214,7 +226,7 @@ packed_attention(const IN_PLACE TensorMap keys, const IN_PLACE TensorMap values,
                 const bool sees[2] = {tile * KEYS <= position, tile * KEYS <= position + 8};
                 if (sees[0]) fold(upper_whole, upper_part, a[0], b[0]);
                 if (sees[1]) fold(lower_whole, lower_part, a[1], b[1]);
-                const bool is_first = tile == 0;
+                const bool is_first = tile == start;
 #pragma unroll
                 for (int i = 0; i < NUMBERS; ++i) {
                     const int of = i % 4 / 2;
@@ -234,12 +246,12 @@ packed_attention(const IN_PLACE TensorMap keys, const IN_PLACE TensorMap values,
             named_arrive(TURN + 1 - half, 256);
             products_end<0>(s);
             release(0, stage);
-            mask(0);
+            mask(start);
             weigh(s, 0, factor, upper);
             weigh(s, 2, factor, lower);
             round();
-            int part = 0;  // first tile of the part
-            for (int j = 1; j < tiles; ++j) {
+            int part = start;  // first tile of the part
+            for (int j = start + 1; j < tiles; ++j) {
                 const int before = stage, before_parity = parity;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
                 barrier_wait(full(0, stage), parity);
@@ -253,7 +265,7 @@ packed_attention(const IN_PLACE TensorMap keys, const IN_PLACE TensorMap values,
                 mask(j);
                 const Row upper_part = upper, lower_part = lower;
                 const bool begins = j % TILES == 0;
-                if (begins) upper = lower = {minus_infinity(), 0};
+                if (begins) upper = lower = {lowest(), 0};
                 const float of_upper = weigh(s, 0, factor, upper), of_lower = weigh(s, 2, factor, lower);
                 products_end<0>(sums);
                 release(1, before);

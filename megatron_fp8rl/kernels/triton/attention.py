@@ -7,6 +7,9 @@ the pages, nor the position in a chunk changes them:
 - ``SPLIT`` tokens at fixed positions are one part, with its own maximum and sums; parts are added from left to right;
 - the sum of exponentials of a tile is a sum of integers, which does not depend on an order.
 
+With a ``window`` a query sees so many last keys, with its own. Maxima then start at -1e30 instead of minus infinity. A
+tile or part without a visible key has weights of 0 and leaves maximum and sums unchanged, so it may be skipped.
+
 The cache has keys and values in E4M3 times powers of two. Products are FP16, which represents every E4M3 number, and
 queries and probabilities more precisely than BF16. Even and odd features of a key are multiplied one after the other.
 Sums are float32.
@@ -35,6 +38,7 @@ SPLIT = launch.PART  # keys of a part
 # (programs without cuts, parts of a program): enough programs for the 132 processors of a Hopper GPU.
 _PARTS = ((512, 4), (128, 2), (0, 1))
 
+_LEAST: tl.constexpr = tl.constexpr(-1e30)  # the first maximum with a window
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _ONE: tl.constexpr = tl.constexpr(0x3F800000)  # the bits of 1.0
 _UNIT: tl.constexpr = tl.constexpr(2.0**-23)  # the last bit of numbers from 1 to 2
@@ -95,13 +99,23 @@ def _decode(
     query, cache, pages, lengths, key_scale, value_scale, out, parts, norms, softmax_scale, query_stride, page_stride,
     token_stride, head_stride, table_stride, num_parts, PAGE: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     COLUMNS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, EACH: tl.constexpr, HARDWARE: tl.constexpr,
+    WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
     """Program (s, g, i): ``EACH`` parts of sequence s for the queries of group g. ``cache`` and its strides are in
-    pairs of bytes. ``parts`` float32 [S, parts, Q, D] and ``norms`` float32 [2, S, parts, Q]: maximum and sum."""
+    pairs of bytes. ``parts`` float32 [S, parts, Q, D] and ``norms`` float32 [2, S, parts, Q]: maximum and sum. With a
+    ``WINDOW``, parts are counted from the first one with a visible key."""
     sequence, group, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length, first = tl.load(lengths + sequence), block * (SPLIT * EACH)
-    if first > 0 and first >= length:
+    lowest: tl.constexpr = _LEAST if WINDOW else float("-inf")
+    rest = length  # tokens from the first part on
+    if WINDOW:
+        visible = tl.maximum(length - WINDOW, 0)
+        skipped = visible // SPLIT
+        rest -= skipped * SPLIT
+    if first > 0 and first >= rest:
         return
+    if WINDOW:
+        first += skipped * SPLIT
     num_heads = tl.num_programs(1) * GROUP
     pair, column = tl.arange(0, D // 2), tl.arange(0, COLUMNS)
     head, is_head = group * GROUP + column, (column < GROUP)[None, :]
@@ -111,16 +125,22 @@ def _decode(
     odd = (tl.load(place + 1, mask=is_head, other=0.0).to(tl.float32) * to_log2).to(tl.float16)
     factor = tl.load(key_scale)
     cache += group * head_stride
-    largest, total = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.float32)
+    largest, total = tl.full([COLUMNS], lowest, tl.float32), tl.zeros([COLUMNS], tl.float32)
     sum_even, sum_odd = tl.zeros([D // 2, COLUMNS], tl.float32), tl.zeros([D // 2, COLUMNS], tl.float32)
     for part in range(first // SPLIT, tl.minimum(tl.cdiv(length, SPLIT), first // SPLIT + EACH)):
-        part_largest, part_total = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.float32)
+        part_largest, part_total = tl.full([COLUMNS], lowest, tl.float32), tl.zeros([COLUMNS], tl.float32)
         part_even, part_odd = tl.zeros([D // 2, COLUMNS], tl.float32), tl.zeros([D // 2, COLUMNS], tl.float32)
         end = tl.minimum(length, (part + 1) * SPLIT)
-        for start in range(part * SPLIT, end, TILE):
+        begin = part * SPLIT
+        if WINDOW:
+            begin = tl.maximum(begin, visible // TILE * TILE)
+        for start in range(begin, end, TILE):
             token = start + tl.arange(0, TILE)
             is_token = (token < end)[:, None]
             token = tl.minimum(token, end - 1)  # memory of this sequence
+            if WINDOW:
+                is_token &= (token >= visible)[:, None]
+                token = tl.maximum(token, visible)
             page = tl.load(pages + sequence * table_stride + token // PAGE).to(tl.int64)
             row = cache + page * page_stride + (token % PAGE) * token_stride
             key_even, key_odd = _halves(tl.load(row[:, None] + pair[None, :]), HARDWARE)
@@ -129,18 +149,20 @@ def _decode(
             value_even, value_odd = _halves(tl.load(row[None, :] + D // 2 + pair[:, None]), HARDWARE)
             part_even = tl.dot(value_even, weights.to(tl.float16), part_even * shrink[None, :])
             part_odd = tl.dot(value_odd, weights.to(tl.float16), part_odd * shrink[None, :])
-        if length <= SPLIT * EACH:
+        if rest <= SPLIT * EACH:
             largest, total, shrink, weight = _fold(largest, total, part_largest, part_total)
             sum_even = _added(sum_even, part_even, shrink[None, :], weight[None, :])
             sum_odd = _added(sum_odd, part_odd, shrink[None, :], weight[None, :])
         else:
             result = (sequence * num_parts + part) * num_heads + head
+            if WINDOW:
+                result -= skipped * num_heads
             tl.store(parts + result[None, :] * D + 2 * pair[:, None], part_even, mask=is_head)
             tl.store(parts + result[None, :] * D + 2 * pair[:, None] + 1, part_odd, mask=is_head)
             tl.store(norms + result, part_largest, mask=column < GROUP)
             second = tl.num_programs(0).to(tl.int64) * num_parts * num_heads
             tl.store(norms + second + result, part_total, mask=column < GROUP)
-    if length <= SPLIT * EACH:
+    if rest <= SPLIT * EACH:
         scale = tl.where(total > 0, tl.load(value_scale) / total, 0.0)[None, :]
         whole = out + (sequence * num_heads + head)[None, :] * D + 2 * pair[:, None]
         tl.store(whole, rounded_to_bf16(sum_even * scale, HARDWARE), mask=is_head)
@@ -150,16 +172,19 @@ def _decode(
 @triton.jit
 def _merge(
     lengths, value_scale, out, parts, norms, num_parts,
-    D: tl.constexpr, SPLIT: tl.constexpr, EACH: tl.constexpr, HARDWARE: tl.constexpr,
+    D: tl.constexpr, SPLIT: tl.constexpr, EACH: tl.constexpr, HARDWARE: tl.constexpr, WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
     """Program (s, q): the parts of query head q of sequence s, from left to right."""
     sequence, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     length = tl.load(lengths + sequence)
+    lowest: tl.constexpr = _LEAST if WINDOW else float("-inf")
+    if WINDOW:
+        length -= tl.maximum(length - WINDOW, 0) // SPLIT * SPLIT
     if length <= SPLIT * EACH:
         return
     feature = tl.arange(0, D)
     second = tl.num_programs(0).to(tl.int64) * num_parts * num_heads
-    largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    largest, total = tl.full([1], lowest, tl.float32), tl.zeros([1], tl.float32)
     sums = tl.zeros([D], tl.float32)
     for part in range(tl.cdiv(length, SPLIT)):
         row = (sequence * num_parts + part) * num_heads + head
@@ -181,15 +206,15 @@ def _check(query: Tensor, num_groups: int) -> int:
 
 def decode(
     query: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, key_scale: Tensor, value_scale: Tensor,
-    softmax_scale: float, out: Tensor, parts_of_a_program: int | None = None,
+    softmax_scale: float, out: Tensor, parts_of_a_program: int | None = None, window: int | None = None,
 ) -> None:  # fmt: skip
     """Fill ``out``, BF16 [S, Q, D], contiguous; zeros for a sequence without tokens.
 
     ``query`` BF16 [S, Q, D] with adjacent heads; ``cache`` bytes [pages, tokens of a page, G, 2 D] of any strides, key
     before value; ``pages`` int32 [S or more, pages of a sequence]; ``lengths`` int32 [S or more], including the new
     token, whose key and value are in the cache; scales float32 with one element, powers of two. The bits do not depend
-    on ``parts_of_a_program``. Raises ValueError unless D is one of :data:`HEAD_DIMS` and a group has at most
-    :data:`MAX_GROUP` query heads.
+    on ``parts_of_a_program``. With a ``window``, pages before it are not read. Raises ValueError unless D is one of
+    :data:`HEAD_DIMS` and a group has at most :data:`MAX_GROUP` query heads.
     """
     num_sequences, num_heads, head_dim = query.shape
     group = _check(query, cache.shape[2])
@@ -198,7 +223,10 @@ def decode(
     paired = cache.view(torch.int16)
     programs = num_sequences * cache.shape[2]
     each = parts_of_a_program or next(parts for least, parts in _PARTS if programs >= least)
-    blocks = max(1, math.ceil(pages.shape[1] * cache.shape[1] / (SPLIT * each)))
+    most = math.ceil(pages.shape[1] * cache.shape[1] / SPLIT)  # parts of a sequence
+    if window is not None:
+        most = min(most, math.ceil((window - 1) / SPLIT) + 1)
+    blocks = max(1, math.ceil(most / each))
     num_parts = blocks * each
     parts, norms = out, out  # not used by one block
     if blocks > 1:
@@ -209,24 +237,25 @@ def decode(
             query, paired, pages, lengths, key_scale, value_scale, out, parts, norms, softmax_scale, query.stride(0),
             paired.stride(0), paired.stride(1), paired.stride(2), pages.stride(0), num_parts, PAGE=cache.shape[1],
             D=head_dim, GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group)), TILE=TILE, SPLIT=SPLIT, EACH=each,
-            HARDWARE=HARDWARE, num_warps=4, num_stages=3,
+            HARDWARE=HARDWARE, WINDOW=window or 0, num_warps=4, num_stages=3,
         )  # fmt: skip
         if blocks > 1:
             _merge[(num_sequences, num_heads)](
                 lengths, value_scale, out, parts, norms, num_parts, D=head_dim, SPLIT=SPLIT, EACH=each,
-                HARDWARE=HARDWARE, num_warps=1 if head_dim == 64 else 4,
+                HARDWARE=HARDWARE, WINDOW=window or 0, num_warps=1 if head_dim == 64 else 4,
             )  # fmt: skip
 
 
 def packed(
     query: Tensor, keys: Tensor, values: Tensor, key_scale: Tensor, value_scale: Tensor, softmax_scale: float, *,
-    cu_queries: Tensor, key_starts: Tensor, num_keys: Tensor, max_queries: int,
+    cu_queries: Tensor, key_starts: Tensor, num_keys: Tensor, max_queries: int, window: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal attention over packed sequences: (BF16 [T, Q, D], natural log-sum-exp float32 [Q, T]).
 
     ``query`` BF16 [T, Q, D] with adjacent heads; ``keys`` and ``values`` FP16 [K, G, D] from :func:`read_pages` or
     :func:`read_rows`; ``cu_queries`` int32 [S + 1] cumulative; ``key_starts`` and ``num_keys`` int32 [S or more]. The
-    last query of a sequence sees all its keys. Each query has the bits of :func:`decode`. Raises ValueError for shapes
+    last query of a sequence sees all its keys, or the last ``window`` of them. Each query has the bits of
+    :func:`decode`. Raises ValueError for shapes
     that :func:`decode` does not support.
     """
     num_tokens, num_heads, head_dim = query.shape
@@ -235,20 +264,22 @@ def packed(
     log_sums = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=query.device)
     launch.packed_attention(
         query, keys, values, cu_queries, key_starts, num_keys, key_scale, value_scale, softmax_scale, max_queries, out,
-        log_sums,
+        log_sums, window or 0,
     )  # fmt: skip
     return out, log_sums
 
 
 @triton.jit
 def _read_pages(
-    cache, pages, starts, lengths, keys, values, page_stride, token_stride, head_stride, table_stride,
+    cache, pages, starts, lengths, firsts, keys, values, page_stride, token_stride, head_stride, table_stride,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Program (i, g, s): ``BLOCK`` tokens of group g of sequence s. ``cache`` as in :func:`_decode`."""
     group, sequence = tl.program_id(1), tl.program_id(2)
     token, pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D // 2)[None, :]
     is_token = token < tl.load(lengths + sequence)
+    if firsts is not None:
+        is_token &= token >= tl.load(firsts + sequence)
     page = tl.load(pages + sequence.to(tl.int64) * table_stride + token // PAGE, mask=is_token, other=0).to(tl.int64)
     row = (cache + page * page_stride + (token % PAGE) * token_stride + group * head_stride)[:, None] + pair
     key_even, key_odd = _halves(tl.load(row, mask=is_token[:, None], other=0), HARDWARE)
@@ -261,20 +292,21 @@ def _read_pages(
 
 
 def read_pages(
-    cache: Tensor, pages: Tensor, starts: Tensor, lengths: Tensor, num_tokens: int, max_length: int
-) -> tuple[Tensor, Tensor]:
+    cache: Tensor, pages: Tensor, starts: Tensor, lengths: Tensor, num_tokens: int, max_length: int,
+    firsts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Copy sequences out of a cache as :func:`packed` reads them: (keys, values), FP16 [num_tokens, G, D].
 
     ``cache`` and ``pages`` as for :func:`decode`; sequence s has ``lengths[s]`` tokens, int32, from row ``starts[s]``
-    on. The even features of a key stand before the odd ones. Values of no
-    sequence are zeros.
+    on. The even features of a key stand before the odd ones. Values of no sequence are zeros. ``firsts`` int32 [S]: the
+    first tokens that a window sees; earlier ones are not read, and their values are zeros.
     """
     _, page_tokens, num_groups, width = cache.shape
     keys = torch.empty(num_tokens, num_groups, width // 2, dtype=torch.float16, device=cache.device)
     values, paired = torch.zeros_like(keys), cache.view(torch.int16)
     with torch.cuda.device_of(cache):
         _read_pages[(triton.cdiv(max_length, 64), num_groups, len(pages))](
-            paired, pages, starts, lengths, keys, values, paired.stride(0), paired.stride(1), paired.stride(2),
+            paired, pages, starts, lengths, firsts, keys, values, paired.stride(0), paired.stride(1), paired.stride(2),
             pages.stride(0), PAGE=page_tokens, D=width // 2, BLOCK=64, HARDWARE=HARDWARE, num_warps=4,
         )  # fmt: skip
     return keys, values

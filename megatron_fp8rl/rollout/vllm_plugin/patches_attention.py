@@ -120,9 +120,11 @@ class FP8CacheAttention(FlashAttentionImpl):
         """Raises ValueError for kinds of attention that these kernels do not support."""
         super().__init__(*args, **kwargs)
         self.supports_quant_query_input = False  # queries stay in BF16
-        plain = self.sliding_window == (-1, -1) and self.alibi_slopes is None and self.sinks is None
+        before, after = self.sliding_window  # tokens that a token sees besides its own; -1: all
+        self.window = before + 1 or None
+        plain = after == (-1 if before < 0 else 0) and self.alibi_slopes is None and self.sinks is None
         if not plain or self.logits_soft_cap or self.dcp_world_size > 1:
-            problem = "FP8_CACHE has no windows, sinks, soft caps or context parallelism"
+            problem = "FP8_CACHE has no sinks, soft caps, windows in both directions or context parallelism"
             raise ValueError(f"precision.kernels.engine_attention: {problem}; set FLASH_ATTN")
 
     def forward(
@@ -145,17 +147,21 @@ class FP8CacheAttention(FlashAttentionImpl):
         scales = layer._k_scale, layer._v_scale
         if attn_metadata.max_query_len == 1:
             num_tokens = attn_metadata.num_actual_tokens
-            decode(query[:num_tokens], cache, pages, lengths, *scales, self.scale, output[:num_tokens])
+            out = output[:num_tokens]
+            decode(query[:num_tokens], cache, pages, lengths, *scales, self.scale, out, window=self.window)
             return output
         for part in attn_metadata.parts:
             part_query, part_pages = query.index_select(0, part.tokens), pages.index_select(0, part.rows)
             part_lengths = lengths.index_select(0, part.rows)
             if part.max_query == 1:
                 out = torch.empty_like(part_query)
-                decode(part_query, cache, part_pages, part_lengths, *scales, self.scale, out)
+                decode(part_query, cache, part_pages, part_lengths, *scales, self.scale, out, window=self.window)
             else:
+                firsts = None
+                if self.window is not None:  # vLLM reuses earlier pages
+                    firsts = part_lengths - part.starts.diff() + 1 - self.window
                 keys, values = read_pages(
-                    cache, part_pages, part.copies, part_lengths, part.num_copied, part.max_length
+                    cache, part_pages, part.copies, part_lengths, part.num_copied, part.max_length, firsts
                 )
                 out, _ = packed(
                     part_query,
@@ -167,6 +173,7 @@ class FP8CacheAttention(FlashAttentionImpl):
                     key_starts=part.copies,
                     num_keys=part_lengths,
                     max_queries=part.max_query,
+                    window=self.window,
                 )
             output.index_copy_(0, part.tokens, out)
         return output

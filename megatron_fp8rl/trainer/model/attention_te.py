@@ -24,8 +24,8 @@ from megatron_fp8rl.upstream import patches
 
 _LAYOUT = "thd_thd_thd"
 
-# query, key, value, segments, softmax scale, scales of an FP8 KV cache -> (output, statistics)
-Forward = Callable[[Tensor, Tensor, Tensor, Segments, float, Tensor | None], tuple[Tensor, Sequence[Tensor]]]
+# query, key, value, segments, softmax scale, scales of an FP8 KV cache, window, sinks -> (output, statistics)
+Forward = Callable[..., tuple[Tensor, Sequence[Tensor]]]
 
 
 def supports(
@@ -55,21 +55,19 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
     *,
-    forward: Forward | None = None,
+    forward: Forward | None = None,  # by_cudnn
 ) -> Tensor:
     """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
 
     ``forward``: :func:`by_flash_attention` or :func:`by_cache_attention`, which require V = D; otherwise cuDNN.
     ``cache_scales`` FP32 [3] of the FP8 KV cache to whose values keys and values are rounded. ``window``: a query
     attends to at most so many last keys, with its own. ``sinks`` [H]: a score of each head without a value. Neither is
-    measured on GPUs yet; with ``forward``, sequences must be shorter than the window, and there are no sinks.
+    measured on GPUs yet. :func:`by_flash_attention` needs sequences shorter than the window, and only cuDNN has sinks.
     """
     tensors = query.contiguous(), key.contiguous(), value.contiguous()
-    if forward is None:
-        forward = functools.partial(by_cudnn, window=window, sinks=sinks)
-    else:
+    if forward is by_flash_attention:
         window = None  # padding can make a sequence longer than the window, tokens cannot
-    return _Attention.apply(*tensors, sinks, segments, scale, cache_scales, window, forward)
+    return _Attention.apply(*tensors, sinks, segments, scale, cache_scales, window, forward or by_cudnn)
 
 
 def _softmax_type(sinks: Tensor | None) -> str:
@@ -150,7 +148,7 @@ class _Attention(torch.autograd.Function):
         window: int | None,
         by_kernel: Forward,
     ) -> Tensor:
-        out, statistics = by_kernel(query, key, value, segments, scale, cache_scales)
+        out, statistics = by_kernel(query, key, value, segments, scale, cache_scales, window, sinks)
         ctx.save_for_backward(query, key, value, out, *statistics)
         ctx.segments, ctx.scale, ctx.window, ctx.sinks = segments, scale, window, sinks
         return out
@@ -215,7 +213,14 @@ def by_cudnn(
 
 
 def by_flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cache_scales: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    cache_scales: Tensor | None,
+    window: None = None,
+    sinks: None = None,
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """vLLM's FlashAttention 3; with ``cache_scales`` its products are E4M3. Raises RuntimeError without vLLM."""
     shape = {"cu_queries": segments.cu_queries, "max_queries": segments.max_queries, "max_keys": segments.max_keys}
@@ -234,11 +239,18 @@ def by_flash_attention(
 
 
 def by_cache_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cache_scales: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    cache_scales: Tensor | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Our attention over an FP8 KV cache (``kernels/triton/attention.py``); cuDNN's without ``cache_scales``."""
     if cache_scales is None:
-        return by_cudnn(query, key, value, segments, scale, None)
+        return by_cudnn(query, key, value, segments, scale, None, window, sinks)
     from megatron_fp8rl.kernels.triton import attention  # imports Triton
 
     scales = cache_scales[1], cache_scales[2]
@@ -251,6 +263,7 @@ def by_cache_attention(
         key_starts=segments.cu_keys,
         num_keys=segments.cu_keys.diff(),
         max_queries=segments.max_queries,
+        window=window,
     )
     return out, _statistics(sums_HT)
 

@@ -1,5 +1,7 @@
 """Attention over an FP8 cache against torch in float64: in Triton's interpreter, and compiled for a Hopper GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,23 +16,60 @@ pytest.importorskip("triton")
 @pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter():
-    assert_passes_interpreted(__file__, deadline_s=400.0)
+    assert_passes_interpreted(__file__, deadline_s=900.0)
 
 
 @in_interpreter
-@pytest.mark.parametrize("heads", [(4, 1, 64), (4, 2, 128), (16, 1, 64), (24, 2, 64)], ids=str)
-@pytest.mark.parametrize("parts_of_a_program", [1, 2, 4])
-@pytest.mark.parametrize("page_tokens", [16, 64])
+@pytest.mark.parametrize(
+    ("heads", "parts_of_a_program", "page_tokens"),
+    [((4, 1, 64), 1, 16), ((4, 2, 128), 2, 64), ((4, 2, 128), 1, 16), ((16, 1, 64), 4, 16), ((24, 2, 64), 1, 64)],
+    ids=str,
+)
 def test_sequences_of_one_part_and_of_several(heads, parts_of_a_program, page_tokens):
     """Parts have 512 tokens: a sequence of none, of one token, of exactly one part, and of three."""
-    from megatron_fp8rl.kernels.triton.attention import decode
-
     case = Case.drawn(heads, lengths=(1, 0, 130, 512, 513, 1100), page_tokens=page_tokens)
-    out = torch.full_like(case.query, 7.0)
-    scales = case.key_scale, case.value_scale
-    decode(case.query, case.cache, case.pages, case.lengths, *scales, case.softmax_scale, out, parts_of_a_program)
+    out = _decoded(case, parts_of_a_program)
     assert not out[1].any()
     torch.testing.assert_close(out.double(), expected(case), **DECODE_ATTENTION)
+
+
+def _decoded(case: Case, parts_of_a_program: int | None = None, window: int | None = None) -> torch.Tensor:
+    from megatron_fp8rl.kernels.triton.attention import decode
+
+    out = torch.full_like(case.query, 7.0)
+    scales = case.key_scale, case.value_scale, case.softmax_scale
+    decode(case.query, case.cache, case.pages, case.lengths, *scales, out, parts_of_a_program, window)
+    return out
+
+
+def _without_pages_before(case: Case, window: int, page_tokens: int) -> Case:
+    """The same tokens in pages of another size; tokens before the window are NaN, and their pages are nobody's."""
+    cache, pages = [torch.full_like(case.cache[:1], 0x7F).flatten(0, 1)[:1].expand(page_tokens, -1, -1)], []
+    for row, length in zip(case.pages, case.lengths.tolist()):
+        tokens = case.cache[row.long()].flatten(0, 1)[:length].clone()
+        first = max(0, length - window)
+        tokens[:first] = 0x7F
+        own = torch.full((-(-length // page_tokens) * page_tokens, *tokens.shape[1:]), 0x7F, dtype=torch.uint8)
+        own[:length] = tokens
+        kept = own.view(-(-length // page_tokens), page_tokens, *own.shape[1:])[first // page_tokens :]
+        pages.append(torch.zeros(-(-length // page_tokens), dtype=torch.int32))
+        pages[-1][first // page_tokens :] = torch.arange(len(cache), len(cache) + len(kept))
+        cache += kept
+    padded = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True)
+    return replace(case, cache=torch.stack(cache), pages=padded)
+
+
+@in_interpreter
+@pytest.mark.parametrize("window", [1, 129, 600, 4096])
+def test_windows_have_the_same_bits_in_any_pages_and_programs(window):
+    """Queries of sequences shorter and longer than the window, whose first part and tile are partly visible."""
+    case = Case.drawn((4, 2, 64), lengths=(1, 0, 513, 1100), page_tokens=16)
+    out = _decoded(case, 1, window)
+    torch.testing.assert_close(out.double(), expected(case, window), **DECODE_ATTENTION)
+    for page_tokens, parts in ((16, 2), (64, 4)):
+        assert torch.equal(_decoded(_without_pages_before(case, window, page_tokens), parts, window), out)
+    is_short = case.lengths <= window
+    assert torch.equal(_decoded(case)[is_short], out[is_short]), "the bits of attention without a window"
 
 
 @in_interpreter
@@ -62,6 +101,11 @@ def test_sequences_are_read_from_their_pages(head_dim):
     assert torch.equal(keys[rows], key.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
     assert torch.equal(values[rows], value)
     assert not values[[3, 4, 5, 6, 77, 78, 79]].any()
+    firsts = torch.tensor([-5, 0, 20]).int()  # of windows
+    fewer, visible = read_pages(case.cache, case.pages, torch.tensor([0, 5, 7]).int(), case.lengths, 80, 70, firsts)
+    seen = torch.tensor([*range(3), *range(27, 77)])
+    assert torch.equal(fewer[seen], keys[seen]) and torch.equal(visible[seen], values[seen])
+    assert not visible[7:27].any(), "values that weights of 0 multiply"
 
 
 @in_interpreter

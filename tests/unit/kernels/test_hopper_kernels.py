@@ -215,16 +215,17 @@ def test_the_gradient_of_swiglu_is_torchs_in_bytes(swiglu_backward, counts, exac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_packed_queries_attend_to_all_keys_before_them(head_dim, tmp_path, monkeypatch):
-    """Two sequences of several parts (of 256 keys here), one with more keys than queries, and two heads of a group."""
-    counts, lengths, num_heads, scale = (3, 40), (300, 200), 2, 0.05
+@pytest.mark.parametrize("head_dim, window", [(64, 0), (128, 0), (64, 1), (128, 129), (64, 90), (64, 300)])
+def test_packed_queries_attend_to_the_keys_before_them(head_dim, window, tmp_path, monkeypatch):
+    """Two sequences of several parts (of 256 keys here), one with more keys than queries, and two heads of a group. The
+    queries of an item see from none to all keys of a tile before their windows."""
+    counts, lengths, num_heads, scale = (3, 140) if window > 1 else (3, 40), (300, 400), 1 if window > 1 else 2, 0.05
     types = ["const TensorMap"] * 2 + ["const u16*"] + ["const int*"] * 3 + ["const float*"] * 2
     types += ["u16*", "float*"] + ["int"] * 7
-    options = [f"-DDIM={head_dim}", "-DTILES=2"]
+    options = [f"-DDIM={head_dim}", "-DTILES=2", f"-DWINDOW={window}"]
     run, encode = compiled(tmp_path, "packed_attention.cu", "packed_attention", types, 1, 384, options)
     monkeypatch.setattr(launch, "_encoder", lambda: encode)
-    monkeypatch.setattr(launch, "_packed_attention", lambda device, dim: run(2))
+    monkeypatch.setattr(launch, "_packed_attention", lambda device, dim, window: run(2))
     monkeypatch.setattr(launch, "is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     launch._map_of.cache_clear()
@@ -239,13 +240,19 @@ def test_packed_queries_attend_to_all_keys_before_them(head_dim, tmp_path, monke
     out, log_sums = torch.full_like(query, 7.0), torch.full((num_heads, sum(counts)), 7.0)
     scales = torch.tensor([0.5]), torch.tensor([2.0**-4])
     arguments = query, keys[:, None].contiguous(), value[:, None], starts, ends, ends.diff(), *scales, scale
-    launch.packed_attention(*arguments, max(counts), out, log_sums)
+    launch.packed_attention(*arguments, max(counts), out, log_sums, window)
+    if window > 1:  # an item of one query starts later, and has the same bits
+        alone, log_sum = out.new_empty(1, num_heads, head_dim), torch.empty(num_heads, 1)
+        one = torch.tensor([0, 1]).int(), starts[1:2] * 0 + lengths[0], ends.diff()[1:]
+        of_keys = arguments[1:3]
+        launch.packed_attention(query[-1:], *of_keys, *one, *scales, scale, 1, alone, log_sum, window)
+        assert torch.equal(alone[0], out[-1]) and torch.equal(log_sum[:, 0], log_sums[:, -1])
     launch._map_of.cache_clear()
 
     for row in range(sum(counts)):
         sequence = int(row >= counts[0])
         last = int(ends[sequence + 1]) - int(starts[sequence + 1]) + row + 1
-        seen = slice(int(ends[sequence]), last)
+        seen = slice(max(int(ends[sequence]), last - (window or last)), last)
         scores = query[row].double() @ key[seen].double().t() * (scale * 0.5)
         torch.testing.assert_close(
             out[row].double(), scores.softmax(-1) @ value[seen].double() * 2.0**-4, **DECODE_ATTENTION

@@ -217,6 +217,29 @@ def test_windows_that_sequences_exceed_are_inexact_on_a_gpu_until_they_are_measu
         assert choose(auto, Hardware("hopper")).exact == ("on" if is_exact else "off")
 
 
+def test_our_attention_over_an_fp8_cache_has_windows_if_it_is_asked_for():
+    """``auto`` waits for measurements on GPUs: no exact run, and vLLM's attention."""
+    from megatron_fp8rl.precision.kernel_choice import choose, refusals
+
+    hopper = Hardware("hopper")
+    layers = ("sliding_attention", "full_attention")
+    model = replace(EXACT.model, sliding_window=EXACT.max_sequence_tokens // 2, layer_types=layers)
+    asked = findings.apply(replace(EXACT, model=model), [("engine.kv_cache_dtype", "fp8")])
+    choice = choose(asked, hopper)
+    assert (choice.exact, choice.trainer.attention, choice.engine.attention) == ("on", "engine", "FP8_CACHE")
+    auto = replace(asked, precision=replace(asked.precision, exact="auto"))
+    choice = choose(auto, hopper)
+    assert (choice.exact, choice.trainer.attention, choice.engine.attention) == ("off", "cudnn", "vllm")
+    assert "sliding_window" in choice.reasons["exact"] and "not measured on GPUs yet" in choice.reasons["exact"]
+    with_engine = findings.apply(auto, [("precision.kernels.attention", "engine")])
+    (wrong,) = refusals(with_engine, hopper)
+    assert wrong.field == "--precision.kernels.attention" and "model.sliding_window" in wrong.problem
+    both = findings.apply(with_engine, [("precision.kernels.engine_attention", "FP8_CACHE")])
+    assert not refusals(both, hopper) and choose(both, hopper).engine.attention == "FP8_CACHE"
+    in_bf16 = findings.apply(asked, [("engine.kv_cache_dtype", "auto")])
+    assert ["--precision.exact"] == [wrong.field for wrong in refusals(in_bf16, hopper)]
+
+
 _BLOCKS = dict(hidden_size=256, head_dim=128, vocab_size=512)
 
 
