@@ -133,12 +133,14 @@ def test_other_shapes_are_refused():
 
 
 @starts_interpreter
-def test_compiled_it_reads_the_cache_asynchronously_and_converts_bytes_by_pairs():
+@pytest.mark.parametrize("window", [0, 512])
+def test_compiled_it_reads_the_cache_asynchronously_and_converts_bytes_by_pairs(window):
     from megatron_fp8rl.kernels.triton import attention
 
     types = {"query": "*bf16", "cache": "*i16", "pages": "*i32", "lengths": "*i32", "out": "*bf16"}
     types |= dict.fromkeys(("key_scale", "value_scale", "parts", "norms"), "*fp32") | {"softmax_scale": "fp32"}
     constants = {"PAGE": 16, "D": 128, "GROUP": 4, "COLUMNS": 8, "TILE": 128, "SPLIT": 512, "EACH": 4, "HARDWARE": True}
+    constants["WINDOW"] = window
 
     def is_aligned(name: str, kind: str) -> bool:
         return kind.startswith("*") or name.endswith("_stride")
