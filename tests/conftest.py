@@ -62,11 +62,15 @@ _BY_HAND = "tests/unit/benchmarks/"  # programs that people run by hand
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files without tests of `make test`, because importing vLLM takes 20 s per process."""
-    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+    """Skip files without tests of `make test` or `make test-rest`: importing all takes each process a minute."""
+    selected = config.option.markexpr
+    if selected not in ("not slow", "slow") or collection_path.suffix != ".py":
         return None
     name = collection_path.relative_to(ROOT).as_posix()
     is_quick = name.startswith(_QUICK) and not name.startswith(_BY_HAND)
+    if selected == "slow":
+        marks = ("mark.slow", "mark.long")
+        return True if is_quick and not any(m in collection_path.read_text(encoding="utf-8") for m in marks) else None
     return None if is_quick or "mark.core" in collection_path.read_text(encoding="utf-8") else True
 
 
@@ -97,7 +101,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_quick = item.nodeid.startswith(_QUICK) and not item.nodeid.startswith(_BY_HAND)
         if item.nodeid.startswith(("tests/gpu/", "tests/multi_gpu/")):
             item.add_marker(pytest.mark.gpu)
-        if not (is_quick or item.get_closest_marker("core") or item.get_closest_marker("slow")):
+        is_left_out = item.get_closest_marker("long") or not (is_quick or item.get_closest_marker("core"))
+        if is_left_out and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: next((i for i, name in enumerate(_ORDER) if item.nodeid.startswith(name)), len(_ORDER)))
     if os.environ.get("FP8RL_LONG_TESTS") == "1":

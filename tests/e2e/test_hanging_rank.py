@@ -1,6 +1,7 @@
 """A real run of two ranks of which one stands still: the run ends after its deadline, and names the rank.
 
-Under the grpo command and under the user's own torchrun; a first SIGTERM ends the run sooner.
+Under the grpo command and under the user's own torchrun; a first SIGTERM ends the run sooner. Other combinations of a
+fault and a signal are in ``unit/runtime``, with programs that stand for a run.
 """
 
 import json
@@ -49,9 +50,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("command", "fault", "sends", "says"),
     [
-        (COMMAND, "publication", None, "was stopped by a signal and has stood still for 30 s"),
         (TORCHRUN, "publication", None, "was stopped by a signal and has stood still for 30 s"),
-        (COMMAND, "publication", signal.SIGTERM, "was stopped by a signal and has stood still for"),
         (COMMAND, "regex", None, "has run one call without a pause for 30 s: match ("),
         (COMMAND, "read", signal.SIGTERM, "in algo.loss = hangs:loss, loss ("),
         (
@@ -61,7 +60,7 @@ def folder(tmp_path_factory) -> Path:
             "all trainer ranks wait for each other and are killed: rank 0 in all_reduce",
         ),
     ],
-    ids=["stopped", "stopped-torchrun", "stopped-SIGTERM", "regex", "read-SIGTERM", "leaves-SIGTERM"],
+    ids=["stopped-torchrun", "regex", "read-SIGTERM", "leaves-SIGTERM"],
 )
 def test_a_run_with_a_rank_that_stands_still_ends_and_names_it(command, fault, sends, says, folder, tmp_path):
     name, log = tmp_path.name, tmp_path / "log"

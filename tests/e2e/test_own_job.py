@@ -4,10 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron_fp8rl import cli
+from megatron_fp8rl.__main__ import COMMANDS
 from megatron_fp8rl.observe.recording import read_steps
 from tests.helpers.own_model import make_model
 
@@ -52,6 +55,19 @@ def _run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable:
+    """Runs a command that starts nothing, in this process: (status, what it printed, its errors)."""
+    monkeypatch.chdir(folder)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = cli.main(COMMANDS, list(args))
+        return (status, *capsys.readouterr())
+
+    return run
+
+
 def _rows(run_dir: Path) -> dict[int, list[int]]:
     return {
         step: [group.prompt.metadata["row"] for group in groups] for step, groups in read_steps(run_dir / "rollouts")
@@ -92,14 +108,14 @@ def test_a_reward_that_fails_for_every_completion_ends_the_run_without_an_export
     assert not (folder / "runs" / "failing" / "hf").exists()
 
 
-def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
+def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path, here: Callable):
     own = ("grpo", "--model", "model", "--data", "train.jsonl", "--reward", "number", *SHORT)
     own += ("--data.max_dropped", "0.1")
-    printed = _run(folder, *own, "--dry-run")
-    assert printed.returncode == 0, printed.stderr
+    status, printed, errors = here(*own, "--dry-run")
+    assert status == 0, errors
     for shown in ("# train: 37 rows", "#   first prompt", "How many?", "# train: reference answers score 1"):
-        assert shown in printed.stdout, (shown, printed.stdout)
-    (folder / "kept.py").write_text(printed.stdout)
+        assert shown in printed, (shown, printed)
+    (folder / "kept.py").write_text(printed)
     program = "from kept import *; from megatron_fp8rl.cli import to_json; print(to_json(model_train()))"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     kept = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environ, capture_output=True, text=True)
@@ -107,8 +123,8 @@ def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
     cfg = json.loads(kept.stdout)
     assert cfg["data"]["environments"][0]["rewards"][0]["function"] == "number"
     assert cfg["sampling"]["max_completion_tokens"] == 12 and cfg["model"]["num_layers"] == 2
-    fresh = _run(folder, *own, "--name", "fresh", "--model.random", "True", "--dry-run")
-    assert fresh.returncode == 0 and "random=True" in fresh.stdout and "hf_path" not in fresh.stdout, fresh.stderr
+    status, fresh, errors = here(*own, "--name", "fresh", "--model.random", "True", "--dry-run")
+    assert status == 0 and "random=True" in fresh and "hf_path" not in fresh, errors
 
 
 @pytest.mark.parametrize(
@@ -127,29 +143,29 @@ def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
         ),
     ],
 )
-def test_mistakes_are_named_before_anything_starts(folder: Path, args, message):
-    actual = _run(folder, "grpo", *args)
-    assert actual.returncode == 2 and message in actual.stderr, actual.stderr
+def test_mistakes_are_named_before_anything_starts(here: Callable, args, message):
+    status, _, errors = here("grpo", *args)
+    assert status == 2 and message in errors, errors
 
 
-def test_data_that_cannot_be_used_stops_before_engines_start(folder: Path):
+def test_data_that_cannot_be_used_stops_before_engines_start(folder: Path, here: Callable):
     own = ("--model", "model", "--data", "train.jsonl", "--reward", "number", *SHORT, "--name", "stopped")
     actual = _run(folder, "grpo", *own)
     assert (
         actual.returncode != 0 and "1 of 37 prompts cannot be used, more than data.max_dropped = 0.01" in actual.stderr
     )
     assert not (folder / "runs" / "stopped" / "logs").exists()
-    dry = _run(folder, "grpo", *own, "--dry-run")
-    assert dry.returncode == 2 and "ERROR: " in dry.stderr and "1 of 37 prompts cannot be used" in dry.stderr
+    status, _, errors = here("grpo", *own, "--dry-run")
+    assert status == 2 and "ERROR: " in errors and "1 of 37 prompts cannot be used" in errors
 
 
-def test_gpus_are_planned_for_without_any(folder: Path):
+def test_gpus_are_planned_for_without_any(here: Callable):
     own = tuple("--model model --data train.jsonl --reward number --gpus 8 --gpu h100 --dry-run".split())
-    printed = _run(folder, "grpo", *own, "--data.max_dropped", "0.1")
-    assert printed.returncode == 0, printed.stderr
-    assert "world_size=8" in printed.stdout and "H100" in printed.stdout and "GiB per GPU" in printed.stdout
+    status, printed, errors = here("grpo", *own, "--data.max_dropped", "0.1")
+    assert status == 0, errors
+    assert "world_size=8" in printed and "H100" in printed and "GiB per GPU" in printed
 
 
-def test_random_weights_are_trained_only_when_asked_for(folder: Path):
-    actual = _run(folder, "train", "grpo_qwen3_1_7b", "--parallel.world_size", "1")
-    assert actual.returncode == 2 and "grpo_qwen3_1_7b has no weights to start from" in actual.stderr, actual.stderr
+def test_random_weights_are_trained_only_when_asked_for(here: Callable):
+    status, _, errors = here("train", "grpo_qwen3_1_7b", "--parallel.world_size", "1")
+    assert status == 2 and "grpo_qwen3_1_7b has no weights to start from" in errors, errors

@@ -98,11 +98,22 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"config": "tests.helpers.stretched:run"},
+        {
+            "config": "tests.helpers.stretched:run",
+            "parallel__world_size": "2",
+            "parallel__expert": "2",
+            "sampling__temperature": "0.7",
+            "engine__record_routed_experts": str(RECORDS_EXPERTS),
+        },
         {"config": "tiny_qwen3_next"},
         {"config": "tiny_qwen3_5_moe", "parallel__world_size": "2", "parallel__tensor": "2", "parallel__expert": "2"},
-        {"parallel__world_size": "2", "parallel__expert": "2", "sampling__temperature": "0.7"},
-        {"parallel__world_size": "2", "parallel__pipeline": "2", "engine__record_routed_experts": str(RECORDS_EXPERTS)},
+        {
+            "parallel__world_size": "2",
+            "parallel__pipeline": "2",
+            "engine__data": "2",
+            "engine__expert": "2",
+            "precision__bf16_last_layers": "1",
+        },
         {
             "parallel__world_size": "2",
             "parallel__tensor": "2",
@@ -112,7 +123,6 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
             "sampling__top_k": "7",
             "sampling__top_p": "0.95",
         },
-        {"engine__data": "2", "engine__expert": "2", "precision__bf16_last_layers": "1"},
         pytest.param(
             {
                 "parallel__world_size": "2",
@@ -133,13 +143,11 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
         },
     ],
     ids=[
-        "YaRN",
+        "YaRN, experts on two ranks",
         "gated delta nets",
         "delta nets in parts",
-        "experts on two ranks",
-        "two stages",
+        "two stages, engine of two ranks",
         "sums of two ranks",
-        "engine of two ranks",
         "kept entries",
         "mxfp8",
     ],
