@@ -58,6 +58,9 @@ def main() -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `head` has seen enough
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in _HEAVY:

@@ -53,6 +53,7 @@ def write_model(folder: Path, texts: list[str]) -> None:
         vocab_size=_VOCABULARY,
         special_tokens=["<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     plain.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|end|>", pad_token="<|pad|>")

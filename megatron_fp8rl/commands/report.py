@@ -43,7 +43,8 @@ def _compare(options: ReportOptions) -> int:
 
 
 def write_reports(cfg: RunConfig) -> None:
-    """Write the reports of a run and of its warm start, finished or failed. A failing report does not fail the run."""
+    """Write the reports of a run and of its warm start, finished or failed, and name the exported weights. A failing
+    report does not fail the run."""
     from megatron_fp8rl.report.run_report import write_report
     from megatron_fp8rl.sft_loop import WARM_START
 
@@ -57,6 +58,9 @@ def write_reports(cfg: RunConfig) -> None:
             continue
         if cfg.observe.display != "none":
             print(f"report: {page}", flush=True)
+    run_dir = Path(cfg.run_dir)
+    if cfg.observe.display != "none" and (run_dir / "done.json").exists() and (run_dir / "hf").is_dir():
+        print(f"weights, as a Hugging Face folder: {run_dir / 'hf'}", flush=True)
 
 
 COMMAND = cli.Command(

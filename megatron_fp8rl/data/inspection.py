@@ -34,6 +34,7 @@ _SAMPLE = 2_000  # rows
 _GENERATED = 64  # problems per generator or class
 _COMPARED_UP_TO = 1_000_000  # rows compared between training and held-out data
 _SHOWN = 2_000  # characters of the first prompt
+_END_SHOWN = 100  # characters of the end of a first prompt, in one line
 _QUESTION = "1 1 1"
 _LETTERS = "ABCDEFGHIJ"
 _BARS = "▁▂▃▄▅▆▇█"
@@ -86,8 +87,8 @@ class SourceReport:
         if self.lengths:
             low, high = min(self.lengths), max(self.lengths)
             middle = sorted(self.lengths)[len(self.lengths) // 2]
-            bars = _histogram(self.lengths)
-            yield f"  prompt tokens {low} {bars} {high}, median {middle}, of {self.num_seen:,} read"
+            span = f"{low} {_histogram(self.lengths)} {high}, median {middle}" if low < high else f"{low} in each"
+            yield f"  prompt tokens {span}, of {self.num_seen:,} read"
         for row, reason in self.dropped[:3]:
             yield f"  left out: {row}: {reason[:160]}"
         if len(self.dropped) > 3:
@@ -99,7 +100,8 @@ class SourceReport:
             return
         for prompt in self.prompts[:1]:
             answer = f" -> {prompt.answer[:60]!r}" if prompt.answer else " (no reference answer)"
-            yield f"  first: {prompt.text[-160:]!r}{answer}"
+            cut = "..." if len(prompt.text) > _END_SHOWN else ""
+            yield f"  first: {cut}{prompt.text[-_END_SHOWN:]!r}{answer}"
 
 
 def _whole(prompt: Prompt) -> Iterator[str]:
@@ -396,10 +398,11 @@ def _question(problem: Problem) -> int:
     return hash((problem.question, tuple(message["content"] for message in problem.messages)))
 
 
-def _histogram(lengths: Sequence[int], num_bars: int = 12) -> str:
+def _histogram(lengths: Sequence[int], max_bars: int = 12) -> str:
     low, high = min(lengths), max(lengths)
+    num_bars = min(max_bars, high - low + 1)
     counts = [0] * num_bars
     for length in lengths:
-        counts[min(num_bars - 1, (length - low) * num_bars // max(1, high - low))] += 1
+        counts[(length - low) * num_bars // (high - low + 1)] += 1
     most = max(counts)
     return "".join(_BARS[count * (len(_BARS) - 1) // most] if count else " " for count in counts)

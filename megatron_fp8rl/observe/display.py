@@ -14,6 +14,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, Literal
 
+from megatron_fp8rl.observe import spans
 from megatron_fp8rl.observe.metrics import PHASES
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -23,6 +24,7 @@ _PASS_RATE, _EVAL_REWARD = "eval/pass_rate/mean", "eval/score/mean"
 _MISMATCH = "mismatch/abs_logprob_diff/mean"
 _CURVES = {"reward/score/mean": "reward", _MISMATCH: "mismatch", _PASS_RATE: "pass rate", _EVAL_REWARD: "eval reward"}
 _RECENT_STEPS = 20  # in the estimate of the remaining time
+_LONG_PHASE_S = 10.0  # the panel names a phase that takes longer
 
 
 def make_display(kind: Literal["live", "plain", "none"], title: str, num_steps: int) -> Display:
@@ -141,6 +143,8 @@ class LiveDisplay(Display):
         for label, items, value in (("seconds", phase_times(self._metrics), seconds), ("", rest, "")):
             if items:
                 table.add_row(label, _Fitted(partial(wrapped, items)), value)
+        if (phase := spans.current()) is not None and phase[1] >= _LONG_PHASE_S:
+            table.add_row("now", phase[0].removeprefix("start_"), duration(phase[1]))
         return Panel(table, title=self._title, title_align="left", border_style="cyan")
 
 

@@ -22,6 +22,7 @@ class _Open(threading.local):
 
 
 _open = _Open()
+_current: tuple[str, float] | None = None  # outermost open span of the main thread, and when it began
 
 
 class span:  # lower case because it is used like a function: `with span("generate"):`
@@ -41,16 +42,28 @@ class span:  # lower case because it is used like a function: `with span("genera
         self._name, self._apart = name, apart
 
     def __enter__(self) -> None:
+        global _current
         _open.names.append(self._name)
         self._start = perf_counter()
+        if len(_open.names) == 1 and threading.current_thread() is threading.main_thread():
+            _current = self._name, self._start
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _current
         seconds = perf_counter() - self._start
         add_seconds(_open.names.pop(), seconds)
+        if not _open.names and threading.current_thread() is threading.main_thread():
+            _current = None
         if self._apart and _open.names:
             add_seconds(_open.names[-1], -seconds)
+
+
+def current() -> tuple[str, float] | None:
+    """The outermost open span of the main thread and its seconds so far; None outside of spans."""
+    running = _current
+    return None if running is None else (running[0], perf_counter() - running[1])
 
 
 def add_seconds(name: str, seconds: float) -> None:

@@ -236,7 +236,8 @@ def check_checkpoint(checks: Checks) -> None:
     # checkpoint_tools writes config.json and the tokenizer next to a distributed checkpoint.
     has_weights = any(folder.glob("*.safetensors")) or (folder / ".metadata").is_file()
     if not has_weights and (folder / "config.json").is_file():
-        checks.refuse(path, weight_files.no_safetensors(folder), "Nothing was started")
+        remedy = "Nothing was started. A run from random weights needs --model.random True"
+        checks.refuse(path, weight_files.no_safetensors(folder), remedy)
         return
     if not has_weights or not (folder / "config.json").is_file():
         problem = "is not a Hugging Face checkpoint: config.json or *.safetensors are missing"

@@ -40,20 +40,15 @@ def draw_reward(axes: Axes, run: RunData) -> bool:
     if passes != rewards:
         curve(axes, pass_steps, passes, color=GREEN, label="pass rate", line="--")
     if evals:
-        axes.plot(
-            eval_steps, evals, "D", color=ORANGE, markersize=6, label="held-out pass rate", zorder=5, clip_on=False
-        )
-        axes.axhline(evals[0], color=ORANGE, linestyle=":", linewidth=1.2)
+        # Numbers stand in the legend, where no curve crosses them.
+        last = f"held-out pass rate, last {evals[-1]:.0%}" if len(evals) > 1 else "held-out pass rate"
+        axes.plot(eval_steps, evals, "D", color=ORANGE, markersize=6, label=last, zorder=5, clip_on=False)
+        is_warm = eval_steps[0] == 0 and run.warm_start.records
+        first = f"{'after the warm start' if is_warm else 'first'}: {evals[0]:.0%}"
+        axes.axhline(evals[0], color=ORANGE, linestyle=":", linewidth=1.2, label=first)
         low, high = (run.values(f"eval/pass_rate_{end}/mean") for end in ("low", "high"))
         if len(low) == len(high) == len(evals):
             axes.vlines(eval_steps, low, high, color=ORANGE, linewidth=1.2, clip_on=False)  # 95 %
-        for at, value in {0: evals[0], -1: evals[-1]}.items() if len(evals) > 1 else [(0, evals[0])]:
-            is_warm = at == 0 and eval_steps[0] == 0 and run.warm_start.records
-            text = f"{value:.0%}" + (" warm start" if is_warm else "")
-            height = 7 if value < 0.1 else -14  # above or below the marker
-            side, alignment = ((7, height), "left") if at == 0 else ((-7, height), "right")
-            point, style = (eval_steps[at], value), {"fontsize": 8, "color": "#A86F00"}
-            axes.annotate(text, point, xytext=side, textcoords="offset points", ha=alignment, **style)
     highest = max([1.0, *rewards, *evals])
     axes.set_ylim(min([0.0, *rewards]), highest * 1.06)
     finish(axes, "Reward")
@@ -204,6 +199,10 @@ def draw_start(axes: Axes, run: RunData) -> bool:
     first = next((phase for phase in ("rollouts", "generate") if f"time/{phase}/s" in steps[1]), "rollouts")
     parts += [(f"step 1: {phase}", steps[1].get(f"time/{phase}/s", 0.0)) for phase in (first, "old_logprobs", "update")]
     parts = [(name.removeprefix("start_"), seconds) for name, seconds in parts if seconds >= 0.1]
+    # Parts of a run with a warm start begin after it: its own start and steps are the rest of the time.
+    rest = steps[1].get("time/first_update/s", 0.0) - sum(seconds for _, seconds in parts)
+    if run.warm_start.records and rest >= 0.1:
+        parts.insert(0, ("warm start", rest))
     at = 0.0
     for row, (name, seconds) in enumerate(parts):
         axes.barh(row, seconds, left=at, color=ORANGE if name.startswith("step") else BLUE, height=0.7)
@@ -235,7 +234,8 @@ def draw_phase_times(axes: Axes, run: RunData) -> bool:
         style = {"color": _PHASE_COLORS[phase], "step": "mid" if len(steps) < 60 else None}
         axes.fill_between(steps, below, above, label=phase, alpha=0.85, linewidth=0, **style)
         below = above
-    axes.plot(steps, [record["time/step/s"] for record in records], color="#22262C", linewidth=1.0, label="step")
+    whole, style = [record["time/step/s"] for record in records], "steps-mid" if len(steps) < 60 else "default"
+    axes.plot(steps, whole, color="#22262C", linewidth=1.0, label="step", drawstyle=style)
     # Limit the axis: one slow first step would flatten all others.
     ordered = sorted(record["time/step/s"] for record in records)
     axes.set_ylim(0, min(ordered[-1], 2.5 * ordered[len(ordered) // 2]) * 1.05)
@@ -372,6 +372,23 @@ def draw_warm_start_pass_rate(axes: Axes, run: RunData) -> bool:
     axes.set_ylim(0, 1.05)
     finish(axes, "Supervised warm start: expected pass rate")
     return bool(run.warm_start.values("sft/expected_pass_rate/mean"))
+
+
+# Sentences that stand for plots of zeros alone, with the metrics of each plot.
+_OF_ZEROS: dict[Draw, tuple[str, tuple[str, ...]]] = {
+    draw_kl: ("The KL divergence within a step was 0.", ("loss/kl_update/mean", "loss/kl_ref/mean")),
+    draw_clipping: (
+        "No token was clipped.",
+        tuple(f"loss/clip_fraction_{bound}/mean" for bound in ("low", "high", "dual")),
+    ),
+}
+
+
+def sentence_for_zeros(draw: Draw, run: RunData) -> str:
+    """What a report says instead of a plot without a value other than 0; empty if the plot has one."""
+    sentence, keys = _OF_ZEROS.get(draw, ("", ()))
+    values = [value for key in keys for value in run.values(key)]
+    return sentence if values and not any(values) else ""
 
 
 AGREEMENT = "Agreement of trainer and engine"

@@ -15,7 +15,14 @@ from megatron_fp8rl.observe.metrics import meaning
 from megatron_fp8rl.observe.records import write_text
 from megatron_fp8rl.report.conversations import CSS as CONVERSATION_CSS
 from megatron_fp8rl.report.conversations import conversation, is_session
-from megatron_fp8rl.report.figures import AGREEMENT, SECTIONS, draw_pass_at_k, make_figure, overview
+from megatron_fp8rl.report.figures import (
+    AGREEMENT,
+    SECTIONS,
+    draw_pass_at_k,
+    make_figure,
+    overview,
+    sentence_for_zeros,
+)
 from megatron_fp8rl.report.run_data import RunData
 from megatron_fp8rl.report.style import save_png, styled, svg_uri
 from megatron_fp8rl.types import Rollout, RolloutGroup
@@ -44,13 +51,23 @@ code, pre { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, monospace; white-sp
 .failed { background: #fff6f2; padding: 14px 18px; }
 .failed h2 { margin: 0 0 6px; color: #a03d00; } details summary { cursor: pointer; padding: 8px 0; }
 footer { color: var(--soft); margin-top: 40px; font-size: 13px; }
+@media (max-width: 560px) {
+  main { padding: 20px 12px 40px; } .tiles { grid-template-columns: 1fr 1fr; gap: 8px; }
+  .tile { padding: 10px 12px; } .tile b { font-size: 17px; }
+  figure { overflow-x: auto; padding: 8px; } figure img { width: 520px; }
+}
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e8ec; --soft: #9aa1ac; --line: #33383f; --paper: #1c1f24; --wash: #14161a; --accent: #56b4e9; }
-  figure { background: #ffffff; border-color: #d8d8d8; filter: invert(0.88) hue-rotate(180deg); }
+  figure { background: #ffffff; border-color: #d8d8d8; filter: invert(0.88) hue-rotate(180deg) brightness(1.25); }
   .good { color: #3ec9a3; } .bad { color: #ff9a5c; }
   .failed { background: #33211a; border-color: #6b4030; border-left-color: #d55e00; } .failed h2 { color: #ff9a5c; }
 }
 """
+# Tiles of runs with a mismatch: (metric, format, label).
+_OF_INEXACT = (
+    ("mismatch/kl_k3/mean", "{:.1e}", "mean KL (k3) of trainer and engine"),
+    ("mismatch/effective_sample_size/mean", "{:.1%}", "effective sample size"),
+)
 _NUM_SAMPLES = 20  # highest and lowest rewarded completions of the first and the last step
 _NUM_SESSIONS = 3  # of sessions, which are shown with all turns
 
@@ -74,10 +91,13 @@ def render(run: RunData) -> str:
     name = escape(str(run.config.get("name", run.run_dir.name)))
     parts = [f"<h1>{name}</h1>", f'<p class="lead">{_lead(run)}</p>', _failure(run), _tiles(run)]
     for title, draws in SECTIONS.items():
-        images = "".join(_image(figure) for draw in draws if (figure := make_figure(draw, run)) is not None)
-        note = _agreement(run) if title == AGREEMENT else ""
+        zeros = {draw: sentence for draw in draws if (sentence := sentence_for_zeros(draw, run))}
+        figures = (make_figure(draw, run) for draw in draws if draw not in zeros)
+        images = "".join(_image(figure) for figure in figures if figure is not None)
+        note = (_agreement(run) if title == AGREEMENT else "") + (f"<p>{' '.join(zeros.values())}</p>" if zeros else "")
         if images or note:
-            parts.append(f'<h2>{escape(title)}</h2>{note}<div class="plots">{images}</div>')
+            plots = f'<div class="plots">{images}</div>' if images else ""
+            parts.append(f"<h2>{escape(title)}</h2>{note}{plots}")
     sections = (_evaluations, _worst_sequences, _warnings, _samples, _last_metrics, _configuration, _versions)
     body = "\n".join(filter(None, [*parts, *(section(run) for section in sections)]))
     return (
@@ -147,8 +167,7 @@ def _tiles(run: RunData) -> str:
         tiles.append((f"{rewards[0]:.2f} → {sum(tail) / len(tail):.2f}", "reward, first step → mean of the last 5"))
     for key, form, label in (
         ("mismatch/abs_logprob_diff/mean", "{:.1e}", "mean |old − rollout|, nats"),
-        ("mismatch/kl_k3/mean", "{:.1e}", "mean KL (k3) of trainer and engine"),
-        ("mismatch/effective_sample_size/mean", "{:.1%}", "effective sample size"),
+        *(() if run.is_exact else _OF_INEXACT),
         ("rollout/tokens_per_s/mean", "{:,.0f}", "tokens/s sampled"),
         ("train/tokens_per_s/mean", "{:,.0f}", "tokens/s trained"),
         ("publish/total/s", "{:.2f} s", "to publish the weights"),

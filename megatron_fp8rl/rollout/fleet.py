@@ -117,7 +117,7 @@ class Fleet:
                     ready.cancel()
                     raise TimeoutError(f"the start of the replicas took longer than {self.cfg.engine.start_s:g} s")
             ready.result()
-            _log.info("engines (%d) are ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
+            _log.info("engines ready: %d, started %.0f s ago", len(self.clients), time.monotonic() - self._started_s)
         return True
 
     def kernels(self) -> dict[str, list[str]]:
@@ -352,7 +352,8 @@ class Fleet:
             if waited_s >= next_report_s:
                 next_report_s += _PROGRESS_S
                 last_line = client.replica.last_log_lines(1).strip()
-                _log.info("%s is starting (%.0f of at most %g s): %s", client.name, waited_s, limit_s, last_line)
+                text = "%s is starting (%.0f of at most %g s); its log ends with: %s"
+                _log.info(text, client.name, waited_s, limit_s, last_line)
             await asyncio.sleep(_HEALTH_POLL_S)
         replica = client.replica
         raise EngineDeadlineError(

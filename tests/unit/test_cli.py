@@ -397,3 +397,15 @@ def test_other_folders_are_refused_by_what_is_wrong(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(content))
         with pytest.raises(cli.UsageError, match=message):
             cli.load_config(str(tmp_path))
+
+
+def test_an_interrupted_command_ends_without_a_traceback(monkeypatch, capsys):
+    from megatron_fp8rl import __main__ as program
+
+    def interrupted(commands):
+        raise KeyboardInterrupt
+
+    for variable in ("RANK", program.STARTED):
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.setattr(program.cli, "main", interrupted)
+    assert program.main() == 130 and capsys.readouterr().err == "interrupted\n"

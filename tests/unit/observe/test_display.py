@@ -212,3 +212,14 @@ def test_the_live_panel_shows_step_reward_mismatch_and_phases():
     shown = display._console.file.getvalue()
     for text in ("step 2/10", "0.500", "1.23e-02", "update 1.25", "warning: engine 0 [is] slow", "left"):
         assert text in shown
+
+
+@pytest.mark.parametrize(("seconds", "rows"), [(9.9, []), (75.0, ["│ now update 1m 15s │"])])
+def test_the_panel_names_a_phase_that_takes_long(monkeypatch, seconds, rows):
+    monkeypatch.setattr(display_module.spans, "current", lambda: ("update", seconds))
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=60)
+    console.print(LiveDisplay("run", 10)._panel())
+    shown = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert [line for line in shown if line.startswith("│ now")] == rows

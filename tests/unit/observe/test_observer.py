@@ -302,6 +302,27 @@ def test_an_exact_run_has_a_sentence_in_place_of_plots_of_zeros(tmp_path):
     assert "0.0e+00" not in (tmp_path / "exact" / "report.html").read_text()
 
 
+@pytest.mark.parametrize("clipped", [0.0, 0.01])
+def test_a_report_has_a_sentence_in_place_of_a_plot_without_clipped_tokens(tmp_path, clipped):
+    keys = ("loss/clip_fraction_low/mean", "loss/clip_fraction_high/mean")
+    records = [{"step": step, "train/loss/mean": 0.1 * step} | dict.fromkeys(keys, clipped) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = write_report(tmp_path).read_text()
+    assert ("No token was clipped." in page, 'alt="Clipped tokens"' in page) == (not clipped, bool(clipped))
+    assert 'alt="Loss"' in page and '<div class="plots"></div>' not in page
+
+
+def test_the_time_to_the_first_update_contains_a_warm_start(tmp_path):
+    records = [
+        {"step": 0, "time/start/s": 90.0, "time/publish/s": 1.0, "time/start_engines/s": 2.0},
+        {"step": 1, "time/rollouts/s": 3.0, "time/update/s": 4.0, "time/first_update/s": 100.0},
+    ]
+    for folder in (tmp_path, tmp_path / "warm_start"):
+        folder.mkdir(exist_ok=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert "Start: 100 s from the command to the first update" in write_report(tmp_path).read_text()
+
+
 @pytest.mark.slow
 def test_a_failed_run_has_its_report_and_raises(tmp_path):
     with pytest.raises(RuntimeError, match="down_proj <differs>"):
@@ -331,6 +352,13 @@ def test_a_run_that_ends_with_an_error_has_its_report_drawn_by_the_program(tmp_p
     cfg = replace(make_config(), output_dir=str(tmp_path))
     write_reports(cfg)
     assert not capsys.readouterr().err, "a run that never began has no report, and that is no error"
+    shown = replace(cfg, observe=replace(cfg.observe, display="plain"))
+    Path(cfg.run_dir, "hf").mkdir(parents=True)
+    write_reports(shown)
+    assert "weights" not in capsys.readouterr().out, "left by a run that was not finished"
+    Path(cfg.run_dir, "done.json").write_text("{}")
+    write_reports(shown)
+    assert f"weights, as a Hugging Face folder: {cfg.run_dir}/hf" in capsys.readouterr().out
     with pytest.raises(RuntimeError), ExitStack() as stack:
         stack.callback(write_reports, cfg)
         observe_run(cfg.run_dir, steps=range(1, 5), fail_at=3)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_fp8rl.observe.spans import add_seconds, span, take_seconds
+from megatron_fp8rl.observe.spans import add_seconds, current, span, take_seconds
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,14 @@ def test_spans_of_many_threads_add_up_exactly():
     for thread in threads:
         thread.join(timeout=30)
     assert take_seconds()["score"] == 4000.0
+
+
+def test_the_current_span_is_the_outermost_of_the_main_thread():
+    seen = []
+    with span("rollouts"), span("score"):
+        threading.Thread(target=lambda: span("generate").__enter__()).start()
+        seen.append(current())
+    assert seen[0][0] == "rollouts" and seen[0][1] >= 0 and current() is None
 
 
 def test_a_name_that_cannot_be_a_metric_key_is_refused():
