@@ -143,6 +143,21 @@ class Comparison:
         return self.difference <= TOLERANCE * max(1.0, self.spread)
 
 
+def check_logits(recipe: Recipe, options: DerivedOptions, prefix: str = "") -> tuple[str, Comparison | None]:
+    """Compare logits: (text for the report, result or None). Raises CheckpointError, whose text begins with ``prefix``,
+    if the function is another one."""
+    result = compare_logits(recipe, options.logits)
+    if result is None:
+        why = "--logits no" if options.logits == "no" else "free memory is too small; --logits yes compares anyway"
+        return f"logits: not compared: {why}", None
+    if not result.is_same:
+        problem = f"{prefix}logits in float64 differ by {result.difference:.2e}; report this with its config.json"
+        raise CheckpointError(recipe.source.path, problem)
+    layers = "" if result.num_layers == recipe.model.num_layers else f" of the first {result.num_layers} layers"
+    text = f"logits{layers} of {NUM_TOKENS} random tokens in float64: max difference {result.difference:.1e}"
+    return text, result
+
+
 def compare_logits(recipe: Recipe, mode: Literal["auto", "yes", "no"]) -> Comparison | None:
     """Compare random tokens' logits; None without a comparison: by ``mode``, or because free memory is too small."""
     if mode == "no":

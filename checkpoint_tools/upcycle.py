@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_tools import derived
-from checkpoint_tools.derived import NUM_TOKENS, DerivedOptions, compare_logits
+from checkpoint_tools.derived import DerivedOptions, check_logits, compare_logits
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.hub_digests import check_hub_digests
@@ -159,18 +159,10 @@ def run(options: Options) -> int:
 
 
 def _check(recipe: Upcycling, options: Options) -> str:
-    same = compare_logits(replace(recipe, fraction=0.0), options.logits)
+    text, same = check_logits(replace(recipe, fraction=0.0), options, "with --fraction 0 ")
     if same is None:
-        why = "--logits no" if options.logits == "no" else "free memory is too small; --logits yes compares anyway"
-        return f"logits: not compared: {why}"
-    if not same.is_same:
-        problem = (
-            f"with --fraction 0 logits in float64 differ by {same.difference:.2e}; report this with its config.json"
-        )
-        raise CheckpointError(recipe.source.path, problem)
-    layers = "" if same.num_layers == recipe.model.num_layers else f" of the first {same.num_layers} layers"
-    text = f"logits{layers} of {NUM_TOKENS} random tokens in float64: max difference {same.difference:.1e} without new "
-    text += "features"
+        return text
+    text += " without new features"
     if options.fraction:
         changed = compare_logits(recipe, options.logits)
         assert changed is not None

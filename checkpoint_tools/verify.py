@@ -1,4 +1,4 @@
-"""Check a conversion: the digest of every tensor, and the logits of the model.
+"""Check a conversion: every bit of its tensors, and the logits of the model.
 
 In:  the source in Hugging Face format and its conversion: a Megatron-Core, Hugging Face or block FP8 checkpoint.
 Out: exit status 0, or the names of the tensors that differ and exit status 1.
@@ -19,11 +19,11 @@ import torch
 import tyro
 from torch import Tensor
 
-from checkpoint_tools.digests import TensorDigests
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.megatron_folder import MegatronFolder, is_megatron
-from checkpoint_tools.row_chunks import clip, row_chunks, segments
+from checkpoint_tools.row_chunks import row_chunks
+from checkpoint_tools.views import MegatronView
 from checkpoint_tools.workers import Bucket, Progress, WorkerOptions, fill_buckets, require_at_least, run_jobs
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data.model_files import SCALE
@@ -68,7 +68,7 @@ def run(options: Options) -> int:
     if different:
         print(f"{len(different)} of {num_tensors} tensors differ between {source.path} and {converted.path}")
         return 1
-    print(f"{num_tensors} tensors: the digests of {converted.path} equal those of the converted {source.path}")
+    print(f"{num_tensors} tensors: {converted.path} equals the converted {source.path}, bit for bit")
     reason = _no_logits(options, source, converted)
     if reason is not None:
         print(f"logits: not compared: {reason}")
@@ -108,7 +108,8 @@ def compare_tensors(
     weights = registry.weights(source.model)
     sizes = ((name, 2 * torch.Size(weight.shape).numel()) for name, weight in weights.items())
     buckets = fill_buckets(sizes)
-    job = Comparison(source, converted, options.memory_bytes, _fp8_format(converted))
+    stored = MegatronView(converted) if isinstance(converted, MegatronFolder) else converted
+    job = Comparison(source, stored, options.memory_bytes, _fp8_format(converted))
     different: list[str] = []
     num_tensors = 0
     with Progress("verify", sum(bucket.num_bytes for bucket in buckets)) as progress:
@@ -131,52 +132,36 @@ def _fp8_format(converted: HfFolder | MegatronFolder) -> QuantFormat | None:
 
 @dataclass
 class Comparison:
-    """Job: compare the digests of a bucket of parameters."""
+    """Job: compare a bucket of parameters, bit by bit."""
 
     source: HfFolder
-    converted: HfFolder | MegatronFolder
+    converted: HfFolder | MegatronView
     memory_bytes: int
     fp8: QuantFormat | None
 
     def run(self, bucket: Bucket) -> dict[str, Any]:
         """Returns {"different": names, "num_tensors": number of compared tensors}."""
-        expected, actual = TensorDigests(self.source.path), TensorDigests(self.converted.path)
-        read = self._megatron_rows if isinstance(self.converted, MegatronFolder) else self._hf_rows
+        same: dict[str, bool] = {}
         for name in bucket.names:
-            for hf_name, first, num_rows, expected_rows, rows in read(registry.weights(self.source.model)[name]):
-                expected.add(hf_name, first, expected_rows, num_rows)
-                actual.add(hf_name, first, rows, num_rows)
-        different = [name for name, value in expected.done.items() if actual.done[name] != value]
-        return {"different": different, "num_tensors": len(expected.done)}
+            for hf_name, expected, rows in self._pairs(registry.weights(self.source.model)[name]):
+                bits = (part.contiguous().view(torch.uint8) for part in (expected, rows))
+                same[hf_name] = same.get(hf_name, True) and torch.equal(*bits)
+        return {"different": [name for name, is_same in same.items() if not is_same], "num_tensors": len(same)}
 
-    def _megatron_rows(self, weight: Weight) -> Iterator[tuple[str, int, int, Tensor, Tensor]]:
-        """(name, first row, number of rows, expected rows, converted rows)"""
-        assert isinstance(self.converted, MegatronFolder)
-        whole = segments(weight, self.source.model)
-        for first, end in row_chunks(weight.shape, self.memory_bytes):
-            rows = self.converted.rows(weight, first, end)
-            for segment in clip(whole, first, end):
-                part = rows[segment.offset : segment.offset + segment.size]
-                part_name, shape = weight.parts[segment.part]
-                for name in (part_name, *weight.copies):
-                    expected = self.source.rows(name, segment.start, segment.stop).to(rows.dtype)
-                    yield name, segment.start, shape[0], expected, part
-
-    def _hf_rows(self, weight: Weight) -> Iterator[tuple[str, int, int, Tensor, Tensor]]:
-        assert isinstance(self.converted, HfFolder)
+    def _pairs(self, weight: Weight) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, expected rows, converted rows) of the weight's Hugging Face tensors and their scales, in order."""
         for name, shape in (*weight.parts, *((copy, weight.shape) for copy in weight.copies)):
             for first, end in row_chunks(shape, self.memory_bytes):
                 rows = self.source.rows(name, first, end)
-                if not self.converted.is_fp8(name):
-                    expected = rows.to(self.converted.dtype(name))
-                    yield name, first, shape[0], expected, self.converted.rows(name, first, end)
+                if isinstance(self.converted, MegatronView) or not self.converted.is_fp8(name):
+                    converted = self.converted.rows(name, first, end)
+                    yield name, rows.to(converted.dtype), converted
                     continue
                 fmt = self.fp8 or BLOCKWISE_POW2
                 data, scale = quantize(rows.to(torch.bfloat16), fmt)
-                yield name, first, shape[0], data, self.converted.stored(name, first, end)
+                yield name, data, self.converted.stored(name, first, end)
                 block, _ = fmt.blocks((first, end), 0)
-                stored = self.converted.stored(name + SCALE, block, block + len(scale))
-                yield name + SCALE, block, fmt.scale_shape(shape)[0], scale, stored.float()
+                yield name + SCALE, scale, self.converted.stored(name + SCALE, block, block + len(scale)).float()
 
 
 def _no_logits(options: Options, source: HfFolder, converted: HfFolder | MegatronFolder) -> str | None:
@@ -184,11 +169,11 @@ def _no_logits(options: Options, source: HfFolder, converted: HfFolder | Megatro
     if options.logits == "no":
         return "--logits no"
     if any(source.is_fp8(name) for name in source.entries if not name.endswith(SCALE)):
-        return "the source is FP8, which transformers computes on GPUs only; the digests cover its dequantized weights"
+        return "the source is FP8, which transformers computes on GPUs only; its dequantized weights were compared"
     if not isinstance(converted, MegatronFolder):
         if _fp8_format(converted) is not None:
-            return "FP8 rounds; the digests cover the rounded source"
-        return "both folders run through the same code, so equal digests suffice"
+            return "FP8 rounds; the rounded source was compared"
+        return "both folders run through the same code, so equal tensors suffice"
     needed = sum(torch.Size(shape).numel() for shape in registry.hf_tensors(source.model).values()) * _FLOAT32_BYTES
     available = psutil.virtual_memory().available
     if options.logits == "auto" and 1.5 * needed > available:

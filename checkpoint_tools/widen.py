@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_tools import derived
-from checkpoint_tools.derived import NUM_TOKENS, DerivedOptions, compare_logits
+from checkpoint_tools.derived import DerivedOptions, check_logits
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.hub_digests import check_hub_digests
@@ -76,15 +76,10 @@ def run(options: Options) -> int:
 
 
 def _check(recipe: _Wider, options: Options) -> str:
-    result = compare_logits(recipe, options.logits)
+    text, result = check_logits(recipe, options)
     if result is None:
-        why = "--logits no" if options.logits == "no" else "free memory is too small; --logits yes compares anyway"
-        return f"logits: not compared: {why}"
-    if not result.is_same:
-        problem = f"logits in float64 differ by {result.difference:.2e}; report this with the folder's config.json"
-        raise CheckpointError(recipe.source.path, problem)
-    layers = "" if result.num_layers == recipe.model.num_layers else f" of the first {result.num_layers} layers"
+        return text
     return (
-        f"logits{layers} of {NUM_TOKENS} random tokens in float64: max difference {result.difference:.1e} (standard "
-        f"deviation {result.spread:.2f}); {result.rounded_difference:.1e} with weights rounded to the folder's type"
+        f"{text} (standard deviation {result.spread:.2f}); {result.rounded_difference:.1e} with weights rounded to the "
+        "folder's type"
     )
