@@ -7,7 +7,7 @@ from functools import cached_property, partial
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.precision.parameters import ParameterCount, count
-from megatron_fp8rl.preflight import auto_layout, packages, precision_table, rules, tiling
+from megatron_fp8rl.preflight import auto_layout, packages, rules, tiling
 from megatron_fp8rl.preflight.assessment import Assessment, DoctorOptions, assess, gpus_wanted
 from megatron_fp8rl.preflight.findings import Change, Checks, Finding, apply, arguments
 from megatron_fp8rl.preflight.memory import Gpu
@@ -42,10 +42,6 @@ class Diagnosis(Assessment):
     def matrices(self) -> tuple[tiling.Matrix, ...]:
         """Empty if the degrees do not divide the model."""
         return tuple(tiling.matrices(self.cfg)) if self.trainer is not None else ()
-
-    @property
-    def agreement(self) -> tuple[precision_table.Row, ...]:
-        return tuple(precision_table.agreement(self.cfg)) if self._has_model else ()
 
 
 def diagnose(

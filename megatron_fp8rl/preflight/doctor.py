@@ -16,7 +16,7 @@ from typing import Any
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.observe.display import text_table
 from megatron_fp8rl.precision.formats import rollout_format, trainer_format
-from megatron_fp8rl.preflight import precision_table, rules, tiling
+from megatron_fp8rl.preflight import rules, tiling
 from megatron_fp8rl.preflight.assessment import DoctorOptions
 from megatron_fp8rl.preflight.data_check import look_at_data
 from megatron_fp8rl.preflight.diagnosis import Diagnosis, diagnose
@@ -66,7 +66,7 @@ def tables(diagnosis: Diagnosis) -> list[Table]:
     memory = []
     if diagnosis.trainer is not None and diagnosis.engine is not None:
         memory = [_memory(diagnosis.trainer), _memory(diagnosis.engine.estimate, _cache_line(diagnosis.engine))]
-    optional = ((diagnosis.phases, _phases), (diagnosis.matrices, _tiling), (diagnosis.agreement, _agreement))
+    optional = ((diagnosis.phases, _phases), (diagnosis.matrices, _tiling))
     return [*memory, *(table(diagnosis) for rows, table in optional if rows), _packages(diagnosis)]
 
 
@@ -153,14 +153,6 @@ def _tiling(diagnosis: Diagnosis) -> Table:
     )
 
 
-def _agreement(diagnosis: Diagnosis) -> Table:
-    cfg = diagnosis.cfg
-    rows = [(row.kind, row.trainer, row.engine, "same" if row.agree else "differ") for row in diagnosis.agreement]
-    rows.append(("scales", precision_table.scales(cfg, "trainer"), precision_table.scales(cfg, "engine"), ""))
-    title = f"Precision of both ends on {diagnosis.gpu.name.upper()}"
-    return Table(title, ("tensors", "trainer", "engine", "weights"), rows)
-
-
 def _packages(diagnosis: Diagnosis) -> Table:
     listed = [package for package in diagnosis.packages if package.state != "ok"]
     rows = [(p.name, p.wanted, p.installed or "-", p.shown_state, p.extra or "core") for p in listed]
@@ -236,7 +228,6 @@ def to_json(diagnosis: Diagnosis) -> str:
             "full_sequences": engine.full_sequences,
         },
         "matrices": [dataclasses.asdict(matrix) for matrix in diagnosis.matrices],
-        "precision": [dataclasses.asdict(row) for row in diagnosis.agreement],
         "packages": [{**dataclasses.asdict(p), "state": p.state} for p in diagnosis.packages],
         "findings": [dataclasses.asdict(finding) for finding in diagnosis.findings],
         "command": diagnosis.command,

@@ -1,31 +1,11 @@
-"""The precision of both ends, tensor by tensor, and whether they are one quantized function. Pure."""
-
-from dataclasses import dataclass
+"""Kinds of tensors, and whether the precisions of both ends are one quantized function. Pure."""
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
-from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.precision.parameters import entries
 from megatron_fp8rl.preflight.findings import Finding
 from megatron_fp8rl.preflight.memory import Gpu
-
-_SCALES = {
-    "delayed": "one per tensor, from the history of maxima",
-    "tensorwise": "one per tensor, from the tensor itself",
-    "mxfp8": "powers of two in one byte (E8M0), 1x32 weights and activations",
-    "bf16": "none",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    kind: str
-    trainer: str
-    engine: str
-    agree: bool  # the trainer's forward pass and the engine round these weights alike
-
 
 _KINDS = (
     ("attention projections", (".self_attn.",)),
@@ -39,53 +19,14 @@ _KINDS = (
 )
 
 
-def scales(cfg: RunConfig, end: str) -> str:
-    recipe = cfg.precision.trainer if end == "trainer" else cfg.precision.rollout
-    if recipe != "blockwise":
-        return _SCALES[recipe]
-    return f"{'powers of two' if cfg.precision.scales == 'pow2' else 'FP32'}, 128x128 weights, 1x128 activations"
-
-
-def agreement(cfg: RunConfig) -> list[Row]:
-    table = LayerTable.build(cfg.model, cfg.precision)
-    kinds: dict[str, tuple[set[int], set[int], set[int]]] = {}
-    for entry in entries(cfg.model):
-        for name, shape in entry.weight.parts:
-            layers, trainer, engine = kinds.setdefault(kind_of(name, len(shape)), (set(), set(), set()))
-            layers.add(entry.layer)
-            if table.trainer_format(name).is_quantized:
-                trainer.add(entry.layer)
-            if table.rollout_format(name).is_quantized:
-                engine.add(entry.layer)
-    same = cfg.precision.trainer == cfg.precision.rollout
-    return [
-        Row(
-            kind=kind,
-            trainer=_shown(layers, trainer, cfg.precision.trainer),
-            engine=_shown(layers, engine, cfg.precision.rollout),
-            agree=same or not (trainer or engine),
-        )
-        for kind, _ in _KINDS
-        if kind in kinds
-        for layers, trainer, engine in [kinds[kind]]
-    ]
-
-
 def kind_of(name: str, axes: int) -> str:
+    """The kind of a tensor with a Hugging Face name and so many axes."""
     if axes == 1:
         return "router" if name.endswith("e_score_correction_bias") else "norms, biases"
     for kind, marks in reversed(_KINDS):
         if any(mark in name for mark in marks):
             return kind
     return "attention projections" if ".layers." in name else "embedding"
-
-
-def _shown(layers: set[int], fp8: set[int], recipe: str) -> str:
-    if not fp8:
-        return "BF16"
-    if fp8 == layers:
-        return f"FP8 {recipe}"
-    return f"FP8 {recipe} in layers {min(fp8)} to {max(fp8)}, BF16 in the other {len(layers - fp8)}"
 
 
 def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:

@@ -11,8 +11,10 @@ from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.parameters import entries
 from megatron_fp8rl.preflight.findings import apply
-from megatron_fp8rl.preflight.precision_table import agreement
+from megatron_fp8rl.preflight.precision_table import kind_of
 from megatron_fp8rl.preflight.show import Group, groups
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
@@ -110,15 +112,21 @@ def test_a_cpu_computes_in_torch():
 
 
 @pytest.mark.parametrize("name", cli.config_functions())
-def test_formats_are_those_of_doctor_for_every_configuration(name):
-    """Doctor's table is made kind by kind, not layer by layer."""
+def test_formats_are_those_of_the_layer_table_for_every_configuration(name):
+    """Tensor by tensor, not layer by layer."""
     cfg = cli.config_functions()[name]()
-    rows = groups(cfg, KernelChoice.of(cfg, HOPPER))
-    for row in agreement(cfg):
-        mine = [g for g in rows if g.name == row.kind]
-        assert mine, row.kind
-        assert any(g.trainer.startswith("FP8") for g in mine) == row.trainer.startswith("FP8"), row.kind
-        assert any(g.wire.startswith("E4M3") for g in mine) == row.engine.startswith("FP8"), row.kind
+    rows, table = groups(cfg, KernelChoice.of(cfg, HOPPER)), LayerTable.build(cfg.model, cfg.precision)
+    tensors: dict[str, list[str]] = {}
+    for entry in entries(cfg.model):
+        for tensor, shape in entry.weight.parts:
+            tensors.setdefault(kind_of(tensor, len(shape)), []).append(tensor)
+    for kind, names in tensors.items():
+        mine = [g for g in rows if g.name == kind]
+        assert mine, kind
+        in_fp8 = any(table.trainer_format(tensor).is_quantized for tensor in names)
+        assert any(g.trainer.startswith("FP8") for g in mine) == in_fp8, kind
+        in_fp8 = any(table.rollout_format(tensor).is_quantized for tensor in names)
+        assert any(g.wire.startswith("E4M3") for g in mine) == in_fp8, kind
 
 
 @pytest.mark.slow
