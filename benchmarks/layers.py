@@ -16,25 +16,50 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from benchmarks import memory, runner
+from benchmarks import runner
 from benchmarks.record import Row
 from benchmarks.runner import num_gpus
 from benchmarks.timing import busy_seconds, timed
-from benchmarks.training import MODELS, single_rank
-from megatron_fp8rl.config import RunConfig
+from benchmarks.training import MODELS, model_of, random_batch, single_rank
+from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.preflight.auto_layout import microbatches_of
 from megatron_fp8rl.preflight.findings import apply
 
+if TYPE_CHECKING:
+    from megatron_fp8rl.types import TrainBatch
+
 _MICROBATCHES = 4
+_LENGTH = 2048  # tokens of a sequence at most, so that microbatches are full
 
 
 @dataclass(frozen=True)
-class Cell(memory.Cell):
+class Cell:
+    model: str
+    layers: int
+    tokens: int  # of a microbatch
+    precision: str
+
     def run_config(self) -> RunConfig:
-        """As for memory, with the logits of a whole microbatch at once, as ``grpo`` chooses when memory suffices."""
-        return apply(super().run_config(), microbatches_of(self.tokens))
+        """A run on one rank with the logits of a whole microbatch at once, as ``grpo`` chooses when memory suffices."""
+        model = model_of(self.model, self.layers)
+        if model.is_moe:
+            model = replace(model, embedding_range=1.0)  # otherwise all tokens choose the same experts
+        sampling = SamplingConfig(max_prompt_tokens=1, max_completion_tokens=min(_LENGTH, self.tokens) - 1)
+        precision = PrecisionConfig(trainer=self.precision, rollout="bf16")
+        cfg = RunConfig(name="layers", model=model, precision=precision, optim=OptimConfig(), sampling=sampling)
+        return apply(cfg, microbatches_of(self.tokens))
+
+    def batch(self, cfg: RunConfig) -> TrainBatch:
+        """Full microbatches. Raises ValueError when packing leaves a gap."""
+        length = min(_LENGTH, self.tokens)
+        batch = random_batch(cfg, _MICROBATCHES * self.tokens // length, length)
+        sizes = [mb.tokens_T.numel() for mb in batch.microbatches]
+        if sizes != [self.tokens] * _MICROBATCHES:
+            raise ValueError(f"microbatches have {sizes} tokens, not {self.tokens} each; change --tokens")
+        return batch
 
 
 def measure(cell: Cell, rounds: int) -> Row:
@@ -44,7 +69,7 @@ def measure(cell: Cell, rounds: int) -> Row:
 
     cfg = cell.run_config()
     with single_rank(cfg) as parallel:
-        policy, batch = Policy.build(cfg, parallel), memory.full_batch(cfg, cell, _MICROBATCHES)
+        policy, batch = Policy.build(cfg, parallel), cell.batch(cfg)
 
         def work() -> None:
             policy.accumulate_gradients(batch, sft)
@@ -80,9 +105,7 @@ class Layers(runner.Benchmark):
                 yield {"model": name, "layers": options.layers, "tokens": options.tokens, "precision": precision}
 
     def measure(self, arm: Row, options: argparse.Namespace) -> Iterator[Row]:
-        cells = [
-            Cell(**{**arm, "layers": layers}, recompute="none") for layers in (options.layers // 2, options.layers)
-        ]
+        cells = [Cell(**{**arm, "layers": layers}) for layers in (options.layers // 2, options.layers)]
         fewer, all_of = (measure(cell, options.rounds) for cell in cells)
         row = {name: round(all_of[name], 3) for name in ("ms", "busy_ms") if name in all_of}
         for name in tuple(row):

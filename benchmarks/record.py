@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
 import shlex
@@ -24,6 +23,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from megatron_fp8rl.observe.versions import cpu_model, installed_version
 
 Row = dict[str, Any]
 
@@ -132,21 +133,14 @@ def stamp() -> Row:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit,
         "machine": machine(),
-        "host": _host(),
+        "host": f"{os.cpu_count()} cores of {cpu_model()}",  # the same GPUs are slower on a slower host
         "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
     }
 
 
 def machine() -> str:
-    versions = {title: _version(package) for package, title in _VERSIONS.items()}
+    versions = {title: installed_version(package) for package, title in _VERSIONS.items()}
     return ", ".join([_hardware(), *(f"{title} {version}" for title, version in versions.items() if version)])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _hardware() -> str:
@@ -171,14 +165,6 @@ def gpus() -> tuple[list[str], str]:
         return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], "unknown"
     names, drivers = zip(*(line.split(", ") for line in lines), strict=True)
     return list(names[: torch.cuda.device_count()]), drivers[0]
-
-
-def _host() -> str:
-    """Cores and their model: the same GPUs are slower on a slower host."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores" + (f" of {names[0]}" if names else "")
 
 
 def runs(rows: Sequence[Row]) -> str:

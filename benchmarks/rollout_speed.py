@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 from benchmarks import runner
 from benchmarks.record import FOLDER, Row
-from benchmarks.roofline import SHAPES, Shape, roofline
 from benchmarks.runner import device_name, num_gpus
 from benchmarks.timing import copy_bandwidth, peak_bandwidth
 from benchmarks.training import MODELS
@@ -35,7 +34,8 @@ from benchmarks.whole_runs import read_log
 from megatron_fp8rl.config import EngineConfig, OptimConfig, PrecisionConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.preflight import rules
-from megatron_fp8rl.rollout.vllm_args import quantization_config
+from megatron_fp8rl.preflight.step_time import weight_bytes_read
+from megatron_fp8rl.rollout.vllm_args import kv_token_bytes, quantization_config
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
@@ -44,6 +44,21 @@ if TYPE_CHECKING:
 _NOT_KERNELS = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_LOGGING_LEVEL", "VLLM_USE_FLASHINFER_SAMPLER")
 _WARM_TOKENS = 16  # sampled before timing: kernels compile, caches fill
 _ATTEMPTS = 2  # to time without compilation: DeepGEMM compiles for seconds at new batch sizes
+
+
+@dataclass(frozen=True)
+class Shape:
+    prompt_tokens: int
+    completion_tokens: int
+    num_sequences: int
+
+
+SHAPES = {
+    "short": Shape(512, 1024, 256),
+    "long": Shape(2048, 3072, 128),
+    "8k": Shape(512, 8192, 64),
+    "tiny": Shape(16, 8, 8),
+}
 
 
 @dataclass(frozen=True)
@@ -115,17 +130,24 @@ def sample(fleet: Fleet, shape: Shape, vocab_size: int, *, max_tokens: int, seed
     return seconds
 
 
+def bytes_read(cfg: RunConfig, shape: Shape) -> tuple[float, float]:
+    """Bytes that a decode step reads, as ``plan`` counts them: of weights, and of a cache with half of the tokens."""
+    cached = shape.num_sequences * (shape.prompt_tokens + shape.completion_tokens / 2)
+    return weight_bytes_read(cfg, shape.num_sequences), cached * kv_token_bytes(cfg.model, cfg.engine, expanded=False)
+
+
 def speeds(cell: Cell, name: str, shape: Shape, seconds: float, bandwidth: float) -> Row:
-    """Speeds of a shape, and the roofline."""
-    limit = roofline(MODELS[cell.model](), cell.precision, shape, bandwidth)
+    """Speeds of a shape, and the roofline: the limit of ``bandwidth`` in bytes/s, without arithmetic and prefill."""
+    read = sum(bytes_read(run_config(cell, [shape]), shape))
+    limit = shape.num_sequences * bandwidth / read
     tokens_per_s = shape.num_sequences * shape.completion_tokens / seconds
     return {
         "shape": name,
         "seconds": round(seconds, 2),
         "tokens_per_s": round(tokens_per_s, 1),
-        "roofline_tokens_per_s": round(limit.tokens_per_s),
-        "of_roofline": round(tokens_per_s / limit.tokens_per_s, 3),
-        "read_gb_per_step": round((limit.weight_bytes + limit.kv_bytes) / 1e9, 2),
+        "roofline_tokens_per_s": round(limit),
+        "of_roofline": round(tokens_per_s / limit, 3),
+        "read_gb_per_step": round(read / 1e9, 2),
     }
 
 

@@ -21,7 +21,7 @@ def collect_versions() -> dict[str, Any]:
         "megatron_fp8rl": {"commit": _commit()},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": _gpus(),
     }
@@ -45,7 +45,7 @@ def _commit() -> str | None:
         return None
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -4,7 +4,7 @@ The counting follows Korthikanti et al., arXiv:2205.05198, section 4, adapted to
 without a score matrix (the fused kernel keeps the output and one FP32 log-sum-exp per head), SwiGLU, experts, and FP8
 linears, which keep their input in FP8, columnwise only (one byte per element, and the scales). Everything else is BF16,
 or FP32 with FP32 parameters. The count holds for the GPU kernels (``precision.kernels.trainer`` auto or te); the
-emulation keeps wider copies. ``benchmarks/memory.py`` compares the count with a GPU.
+emulation keeps wider copies. Tests compare the count with autograd's saved tensors.
 
 Symbols: t = tokens of a microbatch on one context-parallel rank; s = t / tensor-parallel size, the tokens of a rank
 outside the linears (sequence parallelism); r = s x experts per token x expert-tensor-parallel size, the token copies

@@ -240,6 +240,19 @@ def acceptance_to_win(
     return {sequences: step.acceptance_to_win(sequences) for sequences in (1, 16, 64, 256)}
 
 
+def weight_bytes_read(cfg: RunConfig, num_sequences: float) -> float:
+    """Bytes of weights that one engine worker reads in a decode step: of experts, those that the batch reaches."""
+    model, engine = cfg.model, cfg.engine
+    matrices = float(weights.on_engine_worker(cfg).sent)
+    if not model.tie_embeddings:  # the input embedding is looked up
+        matrices -= ITEM_BYTES["bfloat16"] * model.vocab_size * model.hidden_size / engine.tensor
+    if not model.is_moe:
+        return matrices
+    experts = parameters.count(model).expert / engine.ranks * ITEM_BYTES[rollout_format(cfg.precision).element]
+    reached = 1 - (1 - model.experts_per_token / model.num_experts) ** max(1.0, num_sequences)
+    return matrices - experts * (1 - reached)
+
+
 def step_seconds(cfg: RunConfig, machines: DoctorOptions) -> float:
     """Seconds of a step with the default network and half of the longest sequences, as ``plan`` without options."""
     return step_time(
@@ -370,7 +383,7 @@ class _Step:
         cfg, model, rates, engine = self.cfg, self.cfg.model, self.rates, self.cfg.engine
         decode = Flops.of(model, average / engine.tensor, 0.0)
         products = decode.linears / self.linear_rate(rollout_format(cfg.precision)) + decode.head / rates.head
-        matrices = max(products, self.weight_bytes_read(average * engine.data) / rates.read_bytes_per_s)
+        matrices = max(products, weight_bytes_read(cfg, average * engine.data) / rates.read_bytes_per_s)
         launches = (model.num_layers - self.moe_layers) * rates.decode_layer_s
         launches += self.moe_layers * rates.decode_moe_layer_s
         is_wide, spreads_experts = engine.ranks > self.node, engine.expert > 1 and model.is_moe
@@ -390,19 +403,6 @@ class _Step:
         # A step samples 1 + a + a^2 + ... tokens of a sequence.
         shares = (percent / 100 for percent in range(101))
         return next((a for a in shares if sum(a**i for i in range(1 + drafts)) >= longer), 1.0)
-
-    def weight_bytes_read(self, num_sequences: float) -> float:
-        """Bytes of weights that one worker reads in a decode step: of experts, those that the batch reaches."""
-        model, engine = self.cfg.model, self.cfg.engine
-        matrices = float(weights.on_engine_worker(self.cfg).sent)
-        if not model.tie_embeddings:  # the input embedding is looked up
-            matrices -= ITEM_BYTES["bfloat16"] * model.vocab_size * model.hidden_size / engine.tensor
-        if not model.is_moe:
-            return matrices
-        item_bytes = ITEM_BYTES[rollout_format(self.cfg.precision).element]
-        experts = parameters.count(model).expert / engine.ranks * item_bytes
-        reached = 1 - (1 - model.experts_per_token / model.num_experts) ** max(1.0, num_sequences)
-        return matrices - experts * (1 - reached)
 
     def publish(self) -> tuple[float, float]:
         """(seconds of the wire, of everything else). The busiest GPUs are engines', or trainers' if they are few."""

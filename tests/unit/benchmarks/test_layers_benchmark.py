@@ -18,7 +18,7 @@ def test_every_default_cell_is_a_valid_run_that_fits_an_h200_and_keeps_its_logit
         (model, precision) for model in ("qwen3_8b", "qwen3_30b_a3b") for precision in ("bf16", "blockwise")
     }
     for arm in arms:
-        cfg = layers.Cell(**arm, recompute="none").run_config()
+        cfg = layers.Cell(**arm).run_config()
         assert not rules.check(cfg)
         assert cfg.optim.logprob_chunk_tokens == cfg.optim.max_tokens_per_microbatch == 16_384
         assert not worst_rank(cfg, GPUS["h200"], GPUS["h200"].memory_bytes).is_tight
@@ -27,7 +27,7 @@ def test_every_default_cell_is_a_valid_run_that_fits_an_h200_and_keeps_its_logit
 @pytest.mark.skipif(num_gpus() > 0, reason="measures on the CPU")
 @pytest.mark.parametrize("model", ["tiny", "tiny_moe"])
 def test_a_policy_accumulates_gradients_of_four_microbatches(model):
-    actual = layers.measure(layers.Cell(model, 2, 64, "blockwise", "none"), rounds=1)
+    actual = layers.measure(layers.Cell(model, 2, 64, "blockwise"), rounds=1)
     assert actual["ms"] > 0 and actual["first_s"] > 0 and "busy_ms" not in actual
 
 

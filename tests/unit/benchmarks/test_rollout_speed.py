@@ -6,34 +6,36 @@ from benchmarks import rollout_speed as speed
 from benchmarks.runner import parse
 from benchmarks.whole_runs import read_log
 from megatron_fp8rl.preflight import rules
-from model_configs import qwen3
 
 SPEED = speed.RolloutSpeed()
 
 
+def read(model: str, precision: str, shape: speed.Shape) -> tuple[float, float]:
+    cell = speed.Cell("run", model, precision, "auto", "auto", "auto", False, False)
+    return speed.bytes_read(speed.run_config(cell, [shape]), shape)
+
+
 def test_roofline_of_a_dense_model_is_its_matrices_and_its_cache():
     """Qwen3-8B: 8.19 G parameters, 0.62 G of them an unread embedding; 147,456 cache bytes per token."""
-    limit = speed.roofline(qwen3.qwen3_8b(), "bf16", speed.SHAPES["long"], 4.8e12)
-    assert limit.weight_bytes == pytest.approx(2 * (8_190_735_360 - 151936 * 4096), rel=1e-4)
-    assert limit.kv_bytes_per_token == 2 * 36 * 8 * 128 * 2
-    step_s = (limit.weight_bytes + 128 * (2048 + 1536) * 147456) / 4.8e12
-    assert limit.tokens_per_s == pytest.approx(128 / step_s)
+    weights, cache = read("qwen3_8b", "bf16", speed.SHAPES["long"])
+    assert weights == pytest.approx(2 * (8_190_735_360 - 151936 * 4096), rel=1e-4)
+    assert cache == 128 * (2048 + 1536) * 2 * 36 * 8 * 128 * 2
+    cell = speed.Cell("run", "qwen3_8b", "bf16", "auto", "auto", "auto", False, False)
+    row = speed.speeds(cell, "long", speed.SHAPES["long"], seconds=10.0, bandwidth=4.8e12)
+    assert row["roofline_tokens_per_s"] == pytest.approx(128 * 4.8e12 / (weights + cache), abs=1)
 
 
 def test_fp8_halves_what_it_covers_and_no_more():
-    model, shape = qwen3.qwen3_8b(), speed.SHAPES["short"]
-    bf16, fp8, both = (speed.roofline(model, p, shape, 1.0) for p in ("bf16", "fp8", "fp8_kv"))
-    head = 2 * 151936 * 4096
-    assert fp8.weight_bytes - head == pytest.approx((bf16.weight_bytes - head) / 2, rel=1e-3)
-    assert (fp8.kv_bytes, both.kv_bytes) == (bf16.kv_bytes, bf16.kv_bytes / 2)
+    shape, head = speed.SHAPES["short"], 2 * 151936 * 4096
+    bf16, fp8, both = (read("qwen3_8b", precision, shape) for precision in ("bf16", "fp8", "fp8_kv"))
+    assert fp8[0] - head == pytest.approx((bf16[0] - head) / 2, rel=1e-3)
+    assert (fp8[1], both[1]) == (bf16[1], bf16[1] / 2)
 
 
 def test_a_small_batch_reads_only_the_experts_that_it_reaches():
-    model = qwen3.qwen3_30b_a3b()
-    one = speed.roofline(model, "bf16", speed.Shape(1, 1, 1), 1.0)
-    everyone = speed.roofline(model, "bf16", speed.Shape(1, 1, 4096), 1.0)
-    expert_bytes = 2 * 3 * 2048 * 768 * 48
-    assert everyone.weight_bytes - one.weight_bytes == pytest.approx((128 - 8) * expert_bytes, rel=1e-6)
+    one, _ = read("qwen3_30b_a3b", "bf16", speed.Shape(1, 1, 1))
+    everyone, _ = read("qwen3_30b_a3b", "bf16", speed.Shape(1, 1, 4096))
+    assert everyone - one == pytest.approx((128 - 8) * 2 * 3 * 2048 * 768 * 48, rel=1e-6)
 
 
 def cells_of(*args: str) -> list[speed.Cell]:

@@ -15,7 +15,6 @@ from benchmarks import (
     layers,
     ledger,
     linears,
-    memory,
     process_tree,
     publish,
     record,
@@ -29,7 +28,6 @@ ALL = [
     layers.Layers,
     ledger.Ledger,
     linears.Linears,
-    memory.Memory,
     publish.Publish,
     rollout_speed.RolloutSpeed,
 ]
