@@ -61,7 +61,8 @@ def find_run(name: str, root: Path = Path()) -> Path:
             return path.resolve()
     known = sorted(path.parents[1].name for path in (root / "runs").glob("*/launch/jobs.jsonl"))
     here = f" Runs in {root / 'runs'}/: {', '.join(known)}." if known else ""
-    raise WatchError(f"{name!r} is not the folder of a run. Give the output_dir of the run.{here}")
+    problem = f"{name!r} is not the folder of a run, and {root / 'runs' / name} does not exist"
+    raise WatchError(f"{problem}. Give the output_dir of the run.{here}")
 
 
 def _runs(folder: Path, command: str) -> list[Path]:

@@ -90,18 +90,19 @@ def check_wheel(wheel: Path, folder: Path) -> None:
         raise ReleaseError(f"{wheel.name} does not work without the checkout:\n{shown}")
 
 
-def to_publish(files: dict[str, Path], version: str) -> str:
+def to_publish(files: dict[str, Path], version: str, commit: str) -> str:
     """What to publish, and how."""
     wheel, docs, image, notes = (files[kind].name for kind in ("wheel", "docs", "image", "notes"))
     return f"""\
 Nothing was published. To publish version {version}, in build/release:
-  tag      git tag -s v{version} && git push origin v{version}
+  tag      git tag -s v{version} {commit} && git push origin v{version}
   wheel    {wheel}: twine upload {wheel}
            (configures, checks, plans and launches; trainer and engines need `make install` in a clone)
   docs     {docs}: unpack it on any web server, or open index.html
-  image    {image}: docker build -f tools/Dockerfile -t megatron_fp8rl:{version} - < {image}
-           (needs a registry for its base image, and a package index; then docker push)
-  notes    {notes}: the text of the release, with the files above and SHA256SUMS attached"""
+  image    {image}: docker build -f tools/Dockerfile -t REGISTRY/megatron_fp8rl:{version} - < {image}
+           docker push REGISTRY/megatron_fp8rl:{version} (the build downloads its base image and packages)
+  notes    {notes}: the text of the release, with the files above and SHA256SUMS attached
+           (links to docs/ are relative: put the address of the tag before them)"""
 
 
 def _run(folder: Path, *command: object, environment: dict[str, str] | None = None) -> None:
@@ -120,7 +121,7 @@ def main() -> int:
     files = build(ROOT, OUT)
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files.values()]
     (OUT / "SHA256SUMS").write_text("".join(sums))
-    print(to_publish(files, version_of(ROOT)))
+    print(to_publish(files, version_of(ROOT), _output(ROOT, "git", "rev-parse", "--short", "HEAD")))
     return 0
 
 
