@@ -56,6 +56,7 @@ _FP8_ROLLOUTS = f"{_FP8} --precision.trainer bf16"
 _OFF = "--algo.correction off --algo.veto_below None"
 _EMULATED = f"{_FP8} --engine.graphs plain --precision.kernels.trainer emulated"
 _MXFP8 = "--precision.trainer mxfp8 --precision.rollout mxfp8 --precision.kernels.engine_linears emulated"
+_EXACT_KV, _FP32 = "--precision.exact True --engine.kv_cache_dtype fp8", "--precision.scales fp32"
 # Arm of the protocol -> (name, color, fields). The first arm of each table is the baseline of the others.
 DENSE = {
     "bf16": ("BF16", style.BLUE, _BF16),
@@ -69,7 +70,8 @@ DENSE = {
     "fp8_emulated": ("FP8, emulated in the trainer", "#8C6D31", _EMULATED),
     "mxfp8": ("MXFP8, emulated", "#637939", f"{_EMULATED} {_MXFP8}"),
     "exact": ("exact, BF16 cache", "#6B5B95", "--precision.exact True"),
-    "exact_kv": ("exact, FP8 cache", style.RED, "--precision.exact True --engine.kv_cache_dtype fp8"),
+    "exact_kv": ("exact, FP8 cache", style.RED, _EXACT_KV),
+    "exact_kv_fp32": ("exact, FP8 cache, FP32 scales", "#8B0000", f"{_EXACT_KV} {_FP32}"),
 }
 _EXPERTS = "--num_steps 100 --optim.lr 2e-5"
 _REPLAY = "--algo.router_replay rollout --engine.record_routed_experts True"
@@ -78,6 +80,7 @@ EXPERTS = {
     "moe_fp8": ("FP8", style.GREEN, f"{_FP8} {_EXPERTS}"),
     "moe_replay": ("FP8, router replay", style.PURPLE, f"{_FP8} {_REPLAY} {_EXPERTS}"),
     "moe_exact": ("exact, BF16 cache", style.RED, f"--precision.exact True {_EXPERTS}"),
+    "moe_exact_fp32": ("exact, BF16 cache, FP32 scales", "#8B0000", f"--precision.exact True {_FP32} {_EXPERTS}"),
 }
 _LONGER = f"{_EXPERTS} --num_steps 250 --observe.eval_every 50"
 LONGER = {

@@ -325,6 +325,7 @@ def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         (in_bf16.field, in_bf16.layers, "BF16 products in a fixed order"),
         (_divided(cfg), engine_parts(cfg), "ordered sums of its ranks"),
         ("model.sliding_window", new_in_cache_attention(cfg), "sliding windows over an FP8 cache"),
+        ("precision.scales", cfg.precision.rollout == "blockwise" and cfg.precision.scales == "fp32", "FP32 scales"),
         ("sampling.temperature", cfg.sampling.temperature != 1, "exact quotients"),
         ("sampling.max_staleness", cfg.sampling.max_staleness, "exact runs that sample ahead"),
     ):
@@ -502,7 +503,6 @@ _EXACT: tuple[tuple[str, tuple, str], ...] = (
 )
 _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
     ("precision.rollout", ("blockwise", "bf16"), "MXFP8 has no kernels that sum products in a fixed order"),
-    ("precision.scales", ("pow2",), "kernels divide by FP32 scales in different orders"),
     ("precision.kernels.trainer", ("auto", "te"), "the emulation rounds at other points than the engine"),
     ("precision.kernels.linears", ("auto", "deep_gemm"), "the engine uses DeepGEMM"),
     ("precision.kernels.experts", ("auto", "deep_gemm"), "the engine uses DeepGEMM"),
@@ -565,14 +565,11 @@ def engine_triton_experts(cfg: RunConfig, hardware: Hardware) -> Violation | Non
 def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if wrong := engine_experts(cfg, hardware):
         return wrong
-    path, precision = "precision.kernels.engine_experts", cfg.precision
+    path = "precision.kernels.engine_experts"
     if wrong := _biased_experts(cfg, path, "triton"):
         return wrong
     if _in_bf16(cfg).has_experts:
         return _wrong(cfg, path, "supports only FP8, but some experts are BF16", "Set triton", ("triton",))
-    if cfg.engine.batch_invariant and precision.scales == "fp32":
-        problem = "is not batch-invariant with FP32 scales, because vLLM then uses Triton kernels for small batches"
-        return _wrong(cfg, path, problem, "Set triton, or --precision.scales pow2", ("triton",))
     if cfg.engine.batch_invariant or cfg.precision.exact:
         remedy = "Set triton, or --engine.batch_invariant False and --precision.exact False"
         return _untested(cfg, path, ["accept_deep_gemm_experts"], remedy)

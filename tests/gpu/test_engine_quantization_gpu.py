@@ -1,4 +1,4 @@
-"""vLLM's fused operators with our kernels: bytes and scales, and the time for the rows of a decode step.
+"""vLLM's operators that quantize, with our kernels: bytes and scales, and the time for the rows of a decode step.
 
 Run with -s for times.
 """
@@ -8,7 +8,7 @@ import torch
 
 from megatron_fp8rl.kernels.blockwise import dequantize_activation, quantize_activation
 from megatron_fp8rl.kernels.types import BLOCK
-from megatron_fp8rl.precision.formats import BLOCKWISE_POW2
+from megatron_fp8rl.precision.formats import BLOCKWISE_FP32, BLOCKWISE_POW2
 from tests.helpers.dist import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -77,6 +77,50 @@ def _play() -> dict[str, float]:
             lambda: torch.ops._C.silu_and_mul_per_block_quant(wide, h, wide_scale, BLOCK, None, True)
         )
     return result
+
+
+def _play_fp32() -> tuple[float, float]:
+    """In a new process: the fractions of vLLM's FP32 scales, of rows and of experts, that are the definition's. Then
+    bytes and scales of both replaced operators are compared."""
+    from vllm import _custom_ops as _operators  # noqa: F401  loads vLLM's kernels
+    from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    from megatron_fp8rl.rollout.vllm_plugin import patches
+
+    torch.manual_seed(0)
+    x, h = torch.randn(ROWS, WIDTH, device="cuda").bfloat16(), 4 * torch.randn(256, 2048, device="cuda").bfloat16()
+    gate, up = h.float().chunk(2, 1)
+    wanted_rows = quantize_activation(x, "fp32")
+    wanted = quantize_activation(torch.nn.functional.silu(gate).bfloat16() * up.bfloat16(), "fp32")
+    before = []
+    for is_ours in (False, True):
+        if is_ours:
+            patches.quantize_activations_as_the_trainer(BLOCKWISE_FP32)
+        for aligned in (False, True):
+            rows = fp8_utils.per_token_group_quant_fp8(
+                x, BLOCK, column_major_scales=True, tma_aligned_scales=aligned, use_ue8m0=False
+            )
+        out = torch.empty(256, 1024, dtype=torch.float8_e4m3fn, device="cuda")
+        experts = deep_gemm_moe.silu_mul_per_token_group_quant_fp8_colmajor(
+            input=h, output=out, use_ue8m0=False, clamp_limit=None, group_size=BLOCK, alpha=1.0, beta=0.0
+        )
+        if not is_ours:
+            before = [
+                (one[1] == other[1]).float().mean().item() for one, other in ((rows, wanted_rows), (experts, wanted))
+            ]
+            continue
+        assert torch.equal(rows[1], wanted_rows[1]) and torch.equal(rows[0].float(), wanted_rows[0].float())
+        same = dequantize_activation(*experts) == dequantize_activation(*wanted)
+        # exp of Triton and of torch may round differently
+        assert (experts[1] == wanted[1]).float().mean() > 0.999 and same.float().mean() > 0.99
+    return before[0], before[1]
+
+
+def test_fp32_scales_are_correctly_rounded_quotients():
+    ((rows, experts),) = run_ranks(1, _play_fp32, deadline_s=100)
+    print(f"\nvLLM's own FP32 scales that equal the definition's: of rows {rows:.3f}, of experts {experts:.3f}")
+    assert max(rows, experts) < 0.99, "vLLM's own kernels divide by 448: ours may go"
 
 
 def test_engines_quantize_the_numbers_of_the_definition():

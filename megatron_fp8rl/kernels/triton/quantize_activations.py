@@ -1,4 +1,5 @@
-"""SwiGLU with blockwise quantization of the result, in one launch: for engines on a GPU. ``norm.py`` has the norms.
+"""Blockwise quantization of rows, alone or of SwiGLU's result, in one launch: for engines on a GPU. ``norm.py`` has the
+norms.
 
 Outputs equal ``blockwise.quantize_activation``. Results are first rounded to BF16, so that engine and trainer quantize
 equal numbers. vLLM's fused kernel ignores power-of-two scales (vllm-project/vllm#51477). Import only for CUDA tensors,
@@ -39,6 +40,40 @@ def _swiglu_quantize_rows(
     byte, scale_bits = quantized_rows(result.to(tl.float32), POW2, HARDWARE)
     tl.store(data + row[:, None] * width + feature, byte, mask=inside[:, None])
     tl.store(scales + row * scale_row + block * scale_block, scale_bits, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_rows(
+    x, data, scales, num_rows, width, scale_row, scale_block, ROWS: tl.constexpr, POW2: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A program quantizes 128 features of some rows."""
+    blocks = width // SIDE
+    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(0) % blocks
+    inside = row < num_rows
+    place = row[:, None] * width + block * SIDE + tl.arange(0, SIDE)[None, :]
+    number = tl.load(x + place, mask=inside[:, None], other=0.0).to(tl.float32)
+    byte, scale_bits = quantized_rows(number, POW2, HARDWARE)
+    tl.store(data + place, byte, mask=inside[:, None])
+    tl.store(scales + row * scale_row + block * scale_block, scale_bits, mask=inside)
+
+
+def quantize_rows(x_TF: Tensor, data_TF: Tensor, scales_TB: Tensor, scales: Scales) -> None:
+    """Quantize BF16 x [T, F] into E4M3 ``data_TF``, both contiguous, and ``scales_TB`` as :func:`swiglu_quantize`."""
+    num_rows, width = x_TF.shape
+    if width % BLOCK or data_TF.shape != x_TF.shape:
+        raise ValueError(f"[T, F] with F a multiple of {BLOCK}, not {list(x_TF.shape)} and {list(data_TF.shape)}")
+    require_rows(x_TF)
+    require_scales(scales_TB, num_rows, width)
+    require_contiguous(x_TF, data_TF)
+    if not num_rows:
+        return
+    with torch.cuda.device_of(x_TF):
+        _quantize_rows[(triton.cdiv(num_rows, _ROWS) * (width // BLOCK),)](
+            x_TF, data_TF.view(torch.uint8), scales_TB.view(torch.int32), num_rows, width, *scales_TB.stride(),
+            ROWS=_ROWS, POW2=scales == "pow2", HARDWARE=HARDWARE, num_warps=4,
+        )  # fmt: skip
 
 
 def swiglu_quantize(

@@ -63,16 +63,18 @@ _libraries: list[torch.library.Library] = []  # kept, because garbage collection
 @patches(
     "vllm",
     why="its compiler fuses norms or activations with quantization into kernels that ignore power-of-two scales "
-    "(vllm-project/vllm#51477), so a compiled engine would quantize differently from the trainer",
-    remove_when="the fused kernels use the requested scales, and round to BF16 before",
+    "(vllm-project/vllm#51477), so a compiled engine would quantize differently from the trainer; its FP32 scales are "
+    "products with a rounded 1 / 448, ours are correctly rounded quotients",
+    remove_when="the fused kernels use the requested scales, and round to BF16 before; FP32 scales are quotients",
 )
 def quantize_activations_as_the_trainer(fmt: QuantFormat) -> None:
-    """Replace vLLM's two fused operators by kernels of ``kernels/triton``, or raise AttributeError."""
+    """Replace vLLM's two fused operators by kernels of ``kernels/triton``, and with FP32 scales the quantization alone
+    and that of experts, too. Raises AttributeError if this vLLM has others."""
     scales = block_scales(fmt)
     from vllm import _custom_ops as _operators  # noqa: F401  loads vLLM's kernels, which must not replace ours
 
     from megatron_fp8rl.kernels.triton.norm import norm_quantize
-    from megatron_fp8rl.kernels.triton.quantize_activations import swiglu_quantize
+    from megatron_fp8rl.kernels.triton.quantize_activations import quantize_rows, swiglu_quantize
 
     def norm(
         result: Tensor,
@@ -98,6 +100,29 @@ def quantize_activations_as_the_trainer(fmt: QuantFormat) -> None:
     library.impl(torch.ops._C.rms_norm_per_block_quant.default, norm, "CUDA")
     library.impl(torch.ops._C.silu_and_mul_per_block_quant.default, swiglu, "CUDA")
     _libraries.append(library)
+    if scales != "fp32":
+        return
+
+    def rows(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int, *_: Any) -> None:
+        _require_blocks(group_size, None)
+        quantize_rows(input.flatten(0, -2), output_q.flatten(0, -2), output_s.flatten(0, -2), scales)
+
+    def of_experts(
+        input: Tensor, output: Tensor, clamp_limit: float | None, group_size: int, alpha: float, beta: float, **_: bool
+    ) -> tuple[Tensor, Tensor]:
+        _require_blocks(group_size, clamp_limit)
+        if (alpha, beta) != (1, 0):
+            raise ValueError(
+                f"SwiGLU is quantized as in the trainer, but these experts have alpha {alpha}, beta {beta}"
+            )
+        scale = torch.empty(output.shape[1] // BLOCK, len(output), device=input.device).t()
+        swiglu_quantize(input, output, scale, scales)
+        return output, scale
+
+    from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe
+
+    library.impl(torch.ops._C.per_token_group_fp8_quant.default, rows, "CUDA")
+    deep_gemm_moe.silu_mul_per_token_group_quant_fp8_colmajor = of_experts
 
 
 def _require_blocks(group_size: int, upper_bound: Tensor | None) -> None:
@@ -109,21 +134,21 @@ def _require_blocks(group_size: int, upper_bound: Tensor | None) -> None:
 
 @patches(
     "vllm",
-    why="a batch-invariant engine rejects experts on DeepGEMM, because they switch to Triton's kernels in small "
-    "batches; with power-of-two scales they never switch",
-    remove_when="vLLM accepts them with power-of-two scales",
+    why="a batch-invariant engine rejects experts on DeepGEMM, because with FP32 scales they switch to Triton's "
+    "kernels in small batches",
+    remove_when="vLLM accepts them, and never switches in batch-invariant engines",
     optional=True,
 )
 def accept_deep_gemm_experts() -> None:
-    """Make a batch-invariant engine accept experts on DeepGEMM with power-of-two scales.
+    """Make a batch-invariant engine accept experts on DeepGEMM, and use no other kernels for them.
 
     Quantization by row, DeepGEMM's products and the weighted sum of experts compute each token independently. Raises
     ImportError if this vLLM has no such experts.
     """
-    from vllm.model_executor.layers.fused_moe.experts.triton_deep_gemm_moe import TritonOrDeepGemmExperts
-    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+    from vllm.model_executor.layers.fused_moe.experts import triton_deep_gemm_moe as experts
 
-    TritonOrDeepGemmExperts._supports_batch_invariance = staticmethod(is_deep_gemm_e8m0_used)
+    experts.TritonOrDeepGemmExperts._supports_batch_invariance = staticmethod(lambda: True)
+    experts.is_deep_gemm_e8m0_used = lambda: True  # asked there only to choose kernels by batch
 
 
 @patches(

@@ -150,6 +150,23 @@ def test_swiglu_gives_the_bytes_of_the_rounded_activation(scales):
 
 
 @in_interpreter
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("num_rows", [0, 1, 21])
+def test_rows_get_the_bytes_of_the_definition(num_rows, scales):
+    from megatron_fp8rl.kernels.triton.quantize_activations import quantize_rows
+
+    x = (4 * torch.randn(num_rows, 384, generator=torch.Generator().manual_seed(3))).bfloat16()
+    x[:, 128:256] *= 2.0**-40
+    x[3:4] = 0
+    data, scale = empty(num_rows, 384, aligned=True)
+    quantize_rows(x, data, scale, scales)
+    expected, expected_scale = quantize_activation(x, scales)
+    assert torch.equal(scale, expected_scale) and torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
+    with pytest.raises(ValueError, match="F a multiple of 128"):
+        quantize_rows(x[:, :300], data, scale, scales)
+
+
+@in_interpreter
 def test_what_is_not_finite_makes_its_block_nan():
     from megatron_fp8rl.kernels.triton.quantize_activations import swiglu_quantize
 

@@ -163,7 +163,7 @@ def test_exact_with_narrow_heads_names_precision_exact():
 def test_exact_names_every_field_that_is_in_its_way():
     from megatron_fp8rl.precision.kernel_choice import refusals
 
-    wrong = {"precision.scales": "fp32", "engine.speculation": "ngram", "precision.kernels.linears": "te"}
+    wrong = {"precision.kernels.trainer": "emulated", "engine.speculation": "ngram", "precision.kernels.linears": "te"}
     fields = {violation.field for violation in refusals(findings.apply(EXACT, [*wrong.items()]), Hardware("hopper"))}
     assert {f"--{path}" for path in wrong} <= fields
 
@@ -318,7 +318,6 @@ def test_exact_selects_the_kernels_that_both_ends_share():
         ("parallel.tensor", 2, True),
         ("parallel.expert_tensor", 2, False),
         ("precision.trainer", "bf16", False),
-        ("precision.scales", "fp32", True),
         ("precision.bf16_first_layers", 1, True),
         ("precision.kernels.linears", "te", True),
         ("precision.kernels.engine_experts", "triton", True),
@@ -436,7 +435,7 @@ def test_auto_is_exact_unless_a_field_forbids_it_and_then_names_the_field(path, 
 def test_true_allows_what_auto_avoids_because_it_is_not_measured():
     from megatron_fp8rl.precision.kernel_choice import refusals
 
-    changes = [("sampling.temperature", 0.7), ("sampling.max_staleness", 1)]
+    changes = [("sampling.temperature", 0.7), ("sampling.max_staleness", 1), ("precision.scales", "fp32")]
     assert not refusals(findings.apply(EXACT, changes), Hardware("hopper"))
 
 

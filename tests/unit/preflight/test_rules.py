@@ -662,8 +662,7 @@ CHOICES = """
     hopper dense model.head_dim=128 precision.kernels.attention=engine engine.batch_invariant=True
     hopper dense precision.kernels.attention=engine engine.batch_invariant=True -> precision.kernels.attention
     hopper moe engine.batch_invariant=True precision.kernels.engine_experts=deep_gemm
-    hopper moe engine.batch_invariant=True precision.kernels.engine_experts=deep_gemm precision.scales=fp32 \
-        -> precision.kernels.engine_experts
+    hopper moe engine.batch_invariant=True precision.kernels.engine_experts=deep_gemm precision.scales=fp32
     hopper dense engine.batch_invariant=True weight_sync.transport=nccl engine.placement=separate \
         -> weight_sync.transport
 """
