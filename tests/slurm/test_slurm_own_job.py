@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,9 +24,10 @@ SHORT = tuple(
 )
 
 
-def prepare(slurm_session: SlurmCluster, name: str) -> Path:
+@pytest.fixture(scope="module")
+def prepared(slurm_session: SlurmCluster) -> Path:
     """A folder with data, a reward, a model, and ``my_run.py`` as ``grpo --dry-run`` prints it."""
-    folder = slurm_session.shared / f"{name} {time.time_ns()}"
+    folder = slurm_session.shared / f"own job {time.time_ns()}"
     folder.mkdir(parents=True)
     rows = [{"question": f"Tom has {i} apples and buys 2 more. How many?", "answer": str(i + 2)} for i in range(40)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -40,8 +42,16 @@ def prepare(slurm_session: SlurmCluster, name: str) -> Path:
     return folder
 
 
-def test_what_a_user_brings_travels_with_the_job(slurm_session: SlurmCluster):
-    folder = prepare(slurm_session, "own job")
+@pytest.fixture
+def folder(prepared: Path) -> Path:
+    """A copy of the folder, which a test may change."""
+    folder = prepared.with_name(f"own job {time.time_ns()}")
+    shutil.copytree(prepared, folder)
+    (folder / "my_run.py").write_text((prepared / "my_run.py").read_text().replace(str(prepared), str(folder)))
+    return folder
+
+
+def test_what_a_user_brings_travels_with_the_job(slurm_session: SlurmCluster, folder: Path):
     path = os.pathsep.join([str(ROOT), str(folder)])
     words = ("my_run:model_train", "--cluster", cluster_file(folder), "--name", "mine")
     launched = slurm_session.launch(*words, cwd=folder, PYTHONPATH=path)
@@ -63,9 +73,10 @@ def test_what_a_user_brings_travels_with_the_job(slurm_session: SlurmCluster):
     ],
     ids=["module", "data", "tokenizer"],
 )
-def test_a_file_that_a_node_lacks_is_named_by_the_programs_own_sentence(slurm: SlurmCluster, lost: str, said: str):
+def test_a_file_that_a_node_lacks_is_named_by_the_programs_own_sentence(
+    slurm: SlurmCluster, folder: Path, lost: str, said: str
+):
     """By ``--wait``, ``status`` and ``logs``, and not by torchrun's traceback."""
-    folder = prepare(slurm, "lost file")
     setup = (f"cd {str(folder)!r}", f"rm {lost}", 'cd "$folder"')
     words = ("my_run:model_train", "--cluster", cluster_file(folder, setup=setup), "--name", "lost", "--wait")
     waited = slurm.launch(*words, cwd=folder, PYTHONPATH=os.pathsep.join([str(ROOT), str(folder)]))

@@ -40,19 +40,14 @@ def every_update_reached_the_engine(run: Path) -> bool:
 
 
 @pytest.mark.long
-def test_an_engine_over_two_nodes_gets_all_weights(slurm: SlurmCluster, folder: Path):
-    _, run, hosts = begin(slurm, folder)
+def test_an_engine_over_two_nodes_gets_all_weights_and_comes_back_as_a_whole(slurm: SlurmCluster, folder: Path):
+    job, run, hosts = begin(slurm, folder)
     assert len(hosts) == 3
     for rank, node in enumerate((1, 2)):
         log = (run / "logs" / f"rollout-0.node{node}.log").read_text()
         assert f"node {node} ({hosts[node]})" in log and f"world_size=2 rank={rank} local_rank=0" in log, log
         assert "ranks do not share the same SHM group name" in log, "memory that nodes would have to share"
     assert every_update_reached_the_engine(run)
-
-
-@pytest.mark.long
-def test_an_engine_that_loses_a_part_comes_back_as_a_whole(slurm: SlurmCluster, folder: Path):
-    job, run, hosts = begin(slurm, folder)
     endpoint = run / "replicas" / "rollout-0.json"
 
     def until(reached: Callable[[], bool], what: str, deadline_s: float) -> None:

@@ -1,7 +1,7 @@
 """Files of a run of ten thousand steps."""
 
 import json
-import resource
+import os
 import subprocess
 import sys
 import time
@@ -28,7 +28,9 @@ def test_a_report_of_ten_thousand_steps_takes_seconds_and_less_than_a_gigabyte(t
             writer.write(step, [make_group(step)])
     start = time.monotonic()
     command = [sys.executable, "-m", "megatron_fp8rl", "report", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)  # of this process alone, not of children of other tests
+    assert status == 0
     assert time.monotonic() - start < 60  # 10 s alone
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1 << 20  # KiB
+    assert used.ru_maxrss < 1 << 20  # KiB
     assert (tmp_path / "report.html").stat().st_size > 1 << 20
