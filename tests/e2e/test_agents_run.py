@@ -27,12 +27,41 @@ async def rollout(session, row):
     session.say(str(len(call)), role="tool")
     return float(len(await session.ask()) % 2)
 """
-KINDS = ("works", "works", "by url", "gives up", "exit", "crash", "bug")
-FAILING_AGENT = """
+KINDS = ("works", "works", "by url", "gives up", "wrong requests", "exit", "crash", "bug")
+FAILING_AGENT = r"""
 import asyncio, ctypes, json, os, sys, zlib
-from openai import AsyncOpenAI
+import aiohttp
+from openai import AsyncOpenAI, BadRequestError
+from megatron_fp8rl.envs.agent_session import AgentError
 
-KINDS = ("works", "works", "by url", "gives up", "exit", "crash", "bug")
+KINDS = ("works", "works", "by url", "gives up", "wrong requests", "exit", "crash", "bug")
+WRONG = [{"stop": [""]}, {"max_tokens": 2.5}, {"n": 2}, {"tools": [{"type": "function"}]}, {"logit_bias": {"5": 1}},
+         {"extra_body": {"allowed_token_ids": [1]}}, {"messages": [{"role": "user", "content": "\u20ac"}]}]
+BODIES = [b"[" * 100000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff"]
+
+async def num_refused(session):
+    refused = 0
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        for prompt in ([-1], [10**6], []):
+            try:
+                await client.completions.create(model="m", prompt=prompt)
+            except BadRequestError:
+                refused += 1
+        for fields in WRONG:
+            try:
+                await client.chat.completions.create(**{"model": "m", "messages": session.messages, **fields})
+            except BadRequestError:
+                refused += 1
+    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {session.api_key}"}) as http:
+        for body in BODIES:
+            async with http.post(f"{session.base_url}/chat/completions", data=body) as answer:
+                refused += answer.status == 400
+    for arguments in ({"max_tokens": 5 / 2}, {"stop": [""]}, {"tools": [{"type": "function"}]}):
+        try:
+            await session.ask(**arguments)
+        except AgentError:
+            refused += 1
+    return refused
 
 async def rollout(session, row):
     kind = KINDS[zlib.crc32(session.name.encode()) % len(KINDS)]
@@ -57,6 +86,10 @@ async def rollout(session, row):
                 return 0.0
             except TimeoutError:
                 pass
+    if kind == "wrong requests":
+        assert await num_refused(session) == 16
+        tell(await session.ask())
+        return 1.0
     tell(await session.ask())
     if kind == "exit":
         sys.exit("no licence")
@@ -81,35 +114,9 @@ OPTIONS = options(
 )
 
 
-def test_two_turns_are_trained_exactly(tmp_path):
-    args = [word for item in (OPTIONS | {"--output_dir": str(tmp_path)}).items() for word in item]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_fp8rl", "train", "tiny_calculator", *args],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert "Traceback" not in done.stdout + done.stderr
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    trained = [line for line in lines if "mismatch/abs_logprob_diff/max" in line]
-    assert len(trained) == 2 and any("mismatch/abs_logprob_diff_turn_2/max" in line for line in trained)
-    for line in trained:
-        assert all(value == 0.0 for key, value in line.items() if key.startswith("mismatch/abs_logprob_diff")), line
-    rollouts = [
-        rollout for _, groups in read_steps(tmp_path / "rollouts") for group in groups for rollout in group.rollouts
-    ]
-    sessions = [rollout for rollout in rollouts if len(rollout.completions) == 2]
-    assert sessions and all(rollout.status != "score_failed" for rollout in rollouts)
-    for session in sessions:
-        kinds = [type(segment) for segment in session.branches[0].segments]
-        assert kinds == [Context, Completion, Context, Completion] and session.branches[0].segments[2].role == "tool"
-    assert "policy, turn 2" in (tmp_path / "report.html").read_text()
-
-
 def test_sessions_that_fail_are_named_and_only_delivered_answers_are_trained(tmp_path):
-    """Of 64 sessions, some end their process, give up requests, or have errors; the others are trained."""
+    """Of 64 sessions, some end their process, give up requests, or have errors; the others are trained. Requests that
+    the endpoint refuses reach no engine and cost no session."""
     agent, told = tmp_path / "failing.py", tmp_path / "told.jsonl"
     agent.write_text(FAILING_AGENT.replace("FILE", str(told)))
     options = OPTIONS | {
@@ -141,73 +148,11 @@ def test_sessions_that_fail_are_named_and_only_delivered_answers_are_trained(tmp
             assert one.status in ("scored", "truncated") and not lines, (kind, one.detail)
             played = [texts for (name, _), texts in answers.items() if name == one.name]
             assert [completion.text for completion in one.completions] == played[-1], kind
+            assert kind != "wrong requests" or len(one.completions) == 1
     assert {KINDS[hash_of(one.name) % len(KINDS)] for one in rollouts} == set(KINDS)
-
-
-HOSTILE_AGENT = r"""
-import json
-import aiohttp
-from openai import AsyncOpenAI, BadRequestError
-from megatron_fp8rl.envs.agent_session import AgentError
-
-WRONG = [{"stop": [""]}, {"max_tokens": 2.5}, {"n": 2}, {"tools": [{"type": "function"}]}, {"logit_bias": {"5": 1}},
-         {"extra_body": {"allowed_token_ids": [1]}}, {"messages": [{"role": "user", "content": "\u20ac"}]}]
-BODIES = [b"[" * 100000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff"]
-
-async def rollout(session, row):
-    num_wrong = 0
-    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
-        for prompt in ([-1], [10**6], []):
-            try:
-                await client.completions.create(model="m", prompt=prompt)
-            except BadRequestError:
-                num_wrong += 1
-        for fields in WRONG:
-            try:
-                await client.chat.completions.create(**{"model": "m", "messages": session.messages, **fields})
-            except BadRequestError:
-                num_wrong += 1
-    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {session.api_key}"}) as http:
-        for body in BODIES:
-            async with http.post(f"{session.base_url}/chat/completions", data=body) as answer:
-                num_wrong += answer.status == 400
-    for arguments in ({"max_tokens": 5 / 2}, {"stop": [""]}, {"tools": [{"type": "function"}]}):
-        try:
-            await session.ask(**arguments)
-        except AgentError:
-            num_wrong += 1
-    assert num_wrong == 16, num_wrong
-    return float(len(await session.ask()) % 2)
-"""
-
-
-def test_wrong_requests_reach_no_engine_and_cost_no_session(tmp_path):
-    agent = tmp_path / "hostile.py"
-    agent.write_text(HOSTILE_AGENT)
-    chosen = OPTIONS | {
-        "--output_dir": str(tmp_path / "run"),
-        "--precision.exact": "False",
-        "--data.environments.0.agent": f"{agent}:rollout",
-    }
-    done = subprocess.run(
-        [
-            sys.executable,
-            *"-m megatron_fp8rl train tiny_calculator".split(),
-            *(w for item in chosen.items() for w in item),
-        ],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=DEADLINE_S,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-3000:]
-    assert "Traceback" not in output and "is lost" not in output, output[-3000:]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(line.get("rollout/replicas_lost/sum", 0) for line in lines) == 0
-    groups = [group for _, of_step in read_steps(tmp_path / "run" / "rollouts") for group in of_step]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert rollouts and all(len(rollout.completions) == 1 for rollout in rollouts)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line.get("rollout/replicas_lost/sum", 0) for line in steps) == 0
+    assert {line["mismatch/abs_logprob_diff/max"] for line in steps if line["step"]} == {0.0}
 
 
 def test_sessions_go_on_over_publications_and_a_restart(tmp_path):
@@ -252,26 +197,44 @@ def test_sessions_go_on_over_publications_and_a_restart(tmp_path):
     assert all(max(own) - min(own) <= 1 for own in versions if own)
 
 
-BY_URL = ("tiny_calculator", "--data.environments.0.agent", "megatron_fp8rl.envs.example_agents:calculator_by_url")
-VERIFIERS = ("tests.helpers.verifiers_products:tiny_products",)
+CONFIGS = ("tiny_calculator", "tests.helpers.verifiers_products:tiny_products")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("config", [BY_URL, VERIFIERS], ids=["by url", "verifiers"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["agent", "verifiers"])
 def test_the_task_is_learned(tmp_path, config):
     """From the warm start, which copies the right question in two of five answers, to nearly all; every token exact."""
-    if config is VERIFIERS:
+    if config != "tiny_calculator":
         pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
     args = ("--output_dir", str(tmp_path), "--observe.display", "plain", "--num_steps", "12")
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_fp8rl", "train", *config, *args],
+        [sys.executable, "-m", "megatron_fp8rl", "train", config, *args],
         cwd=ROOT,
         text=True,
         capture_output=True,
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert "Traceback" not in done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     accuracy = [line["eval/pass_rate/mean"] for line in lines if "eval/pass_rate/mean" in line]
     assert accuracy[0] < 0.4 and accuracy[-1] > 0.8, accuracy
-    assert {line.get("mismatch/abs_logprob_diff/max", 0.0) for line in lines} == {0.0}
+    trained = [line for line in lines if line["step"]]
+    assert all("mismatch/abs_logprob_diff/max" in line for line in trained)
+    for line in trained:
+        assert all(value == 0.0 for key, value in line.items() if key.startswith("mismatch/abs_logprob_diff")), line
+    if config == "tiny_calculator":
+        assert_two_turns(tmp_path, lines)
+
+
+def assert_two_turns(run_dir: Path, lines: list[dict]) -> None:
+    """Sessions of two turns with a tool between them are recorded, compared and shown by turn."""
+    assert any("mismatch/abs_logprob_diff_turn_2/max" in line for line in lines)
+    steps = read_steps(run_dir / "rollouts")
+    rollouts = [rollout for _, groups in steps for group in groups for rollout in group.rollouts]
+    sessions = [rollout for rollout in rollouts if len(rollout.completions) == 2]
+    assert sessions and all(rollout.status != "score_failed" for rollout in rollouts)
+    for session in sessions:
+        kinds = [type(segment) for segment in session.branches[0].segments]
+        assert kinds == [Context, Completion, Context, Completion] and session.branches[0].segments[2].role == "tool"
+    assert "policy, turn 2" in (run_dir / "report.html").read_text()
