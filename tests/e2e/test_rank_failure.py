@@ -76,6 +76,8 @@ def test_a_rank_killed_in_the_middle_of_a_publication_costs_a_restart(transport,
         "the engine sampled from half a publication"
     )
     assert max(steps_of(run_dir / "rollouts")) == KILLED_AT  # of which the weights were being published
+    if transport == "gloo":
+        return  # the next start reads the checkpoint, and knows nothing of the transport before
 
     status, output = start(run_dir, marks, transport)
     assert status == 0, output[-3000:]
