@@ -52,7 +52,6 @@ def folder(tmp_path_factory) -> Path:
     [
         (TORCHRUN, "publication", None, "was stopped by a signal and has stood still for 30 s"),
         (COMMAND, "regex", None, "has run one call without a pause for 30 s: match ("),
-        (COMMAND, "read", signal.SIGTERM, "in algo.loss = hangs:loss, loss ("),
         (
             COMMAND,
             "leaves",
@@ -60,7 +59,7 @@ def folder(tmp_path_factory) -> Path:
             "all trainer ranks wait for each other and are killed: rank 0 in all_reduce",
         ),
     ],
-    ids=["stopped-torchrun", "regex", "read-SIGTERM", "leaves-SIGTERM"],
+    ids=["stopped-torchrun", "regex", "leaves-SIGTERM"],
 )
 def test_a_run_with_a_rank_that_stands_still_ends_and_names_it(command, fault, sends, says, folder, tmp_path):
     name, log = tmp_path.name, tmp_path / "log"

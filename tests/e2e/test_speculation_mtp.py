@@ -203,6 +203,8 @@ def test_a_trained_layer_drafts_what_is_sampled_and_d_is_zero(family, tmp_path):
     assert metrics(tmp_path / "run", "mismatch/abs_logprob_diff/max") == [0.0, 0.0]
     assert min(metrics(tmp_path / "run", "speculation/acceptance/mean")) > 0.5
     assert min(metrics(tmp_path / "run", "speculation/tokens_per_step/mean")) > 1.5
+    if family == "deepseek_v3":
+        return  # dist/test_draft_layer.py reads the layer of both families again
 
     # The run's checkpoint has the layer, which another run reads only for drafts.
     words = f"grpo --model run/hf --data rows.jsonl --reward number --gpus 0 --num_steps 1 {shared}"
