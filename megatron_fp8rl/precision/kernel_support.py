@@ -320,11 +320,11 @@ def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return wrong
     if not hardware.is_gpu:
         return None
-    in_bf16 = _in_bf16(cfg)
+    in_bf16, (field, new) = _in_bf16(cfg), new_in_cache_attention(cfg)
     for path, is_used, what in (
         (in_bf16.field, in_bf16.layers, "BF16 products in a fixed order"),
         (_divided(cfg), engine_parts(cfg), "ordered sums of its ranks"),
-        ("model.sliding_window", new_in_cache_attention(cfg), "sliding windows over an FP8 cache"),
+        (field, new, f"{new} over an FP8 cache"),
         ("precision.scales", cfg.precision.rollout == "blockwise" and cfg.precision.scales == "fp32", "FP32 scales"),
         ("sampling.temperature", cfg.sampling.temperature != 1, "exact quotients"),
         ("sampling.max_staleness", cfg.sampling.max_staleness, "exact runs that sample ahead"),
@@ -586,24 +586,29 @@ def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if any(kind.mixer != "attention" for kind in model.layers):
         return _wrong(cfg, path, "supports neither latent attention nor gated delta nets", "Set auto")
     group = model.num_attention_heads // max(1, model.num_key_value_heads)
-    if model.head_dim not in (64, 128) or group > 16:
+    if model.head_dim not in (64, 96, 128, 256) or group > 16:
         problem = (
-            "supports head_dim 64 or 128 and up to 16 query heads per group; "
+            "supports head_dim 64, 96, 128 or 256 and up to 16 query heads per group; "
             f"the model has head_dim {model.head_dim} and {group} heads per group"
         )
         return _wrong(cfg, path, problem, "Set auto")
     return _untested(cfg, path, FP8_CACHE_PATCHES, "Set auto")
 
 
-def new_in_cache_attention(cfg: RunConfig) -> bool:
-    """Whether the model needs a part of :func:`fp8_cache_attention` that is not measured on GPUs yet."""
-    return cfg.engine.kv_cache_dtype == "fp8" and any(kind.window for kind in cfg.model.layers)
+def new_in_cache_attention(cfg: RunConfig) -> tuple[str, str]:
+    """(field, what the model needs of :func:`fp8_cache_attention` that is not measured on GPUs yet, or nothing)."""
+    if cfg.engine.kv_cache_dtype != "fp8":
+        return "engine.kv_cache_dtype", ""
+    if any(kind.window for kind in cfg.model.layers):
+        return "model.sliding_window", "sliding windows"
+    head_dim = cfg.model.head_dim
+    return "model.head_dim", "" if head_dim in (64, 128) else f"heads of {head_dim} features"
 
 
 def takes_cache_attention(cfg: RunConfig, hardware: Hardware) -> bool:
     """Whether engines use FP8_CACHE: by name, or by ``auto``, which takes what is not measured only in an exact run."""
     named = cfg.precision.kernel("engine_attention")
-    may = cfg.precision.exact is True or not new_in_cache_attention(cfg)
+    may = cfg.precision.exact is True or not new_in_cache_attention(cfg)[1]
     return named == "FP8_CACHE" or (named == "auto" and may and not fp8_cache_attention(cfg, hardware))
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.helpers.decode_cases import Case, expected, packed_case
 from tests.tolerances import DECODE_ATTENTION, TE_DECIBELS
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 96, 128, 256)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 

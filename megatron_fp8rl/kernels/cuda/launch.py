@@ -215,7 +215,7 @@ def packed_attention(
             len(cu_queries) - 1,
             num_heads,
             num_groups,
-            -(-max_queries // BLOCK),
+            -(-max_queries // _attention_shape(head_dim)[0]),
         )
 
 
@@ -257,11 +257,21 @@ def _swiglu_backward(device: int, weighted: bool) -> _Kernel:
     return _compiled("swiglu_backward", "swiglu_backward", device, options, 640, 128 + 2 * parts + stages + 128)
 
 
+def _attention_shape(head_dim: int) -> tuple[int, int]:
+    """(queries of an item, tiles of keys in shared memory) of packed_attention.cu."""
+    return (BLOCK // 2, 1) if head_dim == 256 else (BLOCK, 2)
+
+
+def _attention_bytes(head_dim: int) -> int:
+    """Shared memory: barriers, queries, keys and values in FP16, and sums."""
+    height, stages = _attention_shape(head_dim)
+    return 2 * 1024 + (height + stages * 2 * BLOCK) * head_dim * 2 + height * head_dim * 4
+
+
 @functools.cache
 def _packed_attention(device: int, head_dim: int, window: int) -> _Kernel:
-    shared_bytes = 2 * 1024 + 5 * BLOCK * head_dim * 2 + BLOCK * head_dim * 4
     options = [f"-DDIM={head_dim}", f"-DTILES={PART // BLOCK}", f"-DWINDOW={window}"]
-    return _compiled("packed_attention", "packed_attention", device, options, 384, shared_bytes)
+    return _compiled("packed_attention", "packed_attention", device, options, 384, _attention_bytes(head_dim))
 
 
 def _compiled(

@@ -12,23 +12,28 @@
 // by values, 16 keys at a time. A part is TILES tiles; parts are added from left to right, in shared memory.
 //
 // Thread blocks are persistent. An item is 128 queries of a head; items with many keys come first. Two warp groups work
-// on 64 queries each. Their products alternate: while one computes weights, the tensor cores work for the other. A warp
+// on 64 queries each. With 256 features an item is 64 queries, whose tiles fill shared memory: both groups compute all
+// scores, and each half of the features of the sums. Their products alternate: while one computes weights, the tensor cores work for the other. A warp
 // group asks for the scores of the next tile together with the weighted values of this one. A third group loads.
 //
 // With a WINDOW an item begins at the first tile that one of its queries sees. Maxima then start at a finite number, so
 // that a query which sees no key of a tile keeps its sums.
 //
-// DIM (64 or 128), TILES and WINDOW (0: all keys) are compiler definitions.
+// DIM (64, 128 or 256), TILES and WINDOW (0: all keys) are compiler definitions.
 
 #include "hopper.h"
 
-constexpr int HEIGHT = 128, KEYS = 128, STAGES = 2;
+constexpr bool WIDE = DIM == 256;
+constexpr int HEIGHT = WIDE ? 64 : 128, KEYS = 128, STAGES = WIDE ? 1 : 2;
+constexpr int SHARERS = WIDE ? 256 : 128;  // threads that share queries
+constexpr int PARTS = SHARERS / 64;        // threads that convert a query
 constexpr int LINES = DIM / 64;        // of 128 bytes, in the features of a head
 constexpr u32 TILE = KEYS * 128;       // bytes of 64 features of a tile
-constexpr int NUMBERS = DIM / 2;       // sums of a thread
+constexpr int NUMBERS = WIDE ? 64 : DIM / 2;  // sums of a thread
 constexpr u32 BARRIERS = 0;            // per stage and operand: full and empty
 constexpr u32 QUERIES = 1024;
-constexpr u32 KEY_TILES = QUERIES + LINES * TILE;
+constexpr u32 QUERY_LINES = HEIGHT * 128;  // bytes of 64 features of all queries
+constexpr u32 KEY_TILES = QUERIES + LINES * QUERY_LINES;
 constexpr u32 VALUE_TILES = KEY_TILES + STAGES * LINES * TILE;
 constexpr u32 SUMS = VALUE_TILES + STAGES * LINES * TILE;
 constexpr int FEW = 24, MANY = 240;    // registers per thread: the loading group, multiplying groups
@@ -147,22 +152,24 @@ packed_attention(const IN_PLACE TensorMap keys, const IN_PLACE TensorMap values,
         many_registers<MANY>();
         const int half = group - 1, thread = threadIdx.x % 128;
         const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;  // of this thread's first sum
-        const u32 my_queries = base + QUERIES + half * 64 * 128, my_sums = base + SUMS + half * 512 * NUMBERS;
+        const int top = WIDE ? 0 : half * 64;  // first query of this group
+        const int own = WIDE ? OWN : OWN + half;
+        const u32 my_queries = base + QUERIES + top * 128, my_sums = base + SUMS + half * 512 * NUMBERS;
         const float factor = key_scale[0], to_log2 = as_float(to_log2_bits);
         if (half == 1) named_arrive(TURN, 256);
         float s[64], sums[NUMBERS];
         u32 weights[32];
         int stage = 0, parity = 0;  // of the next keys
         for (; items.more(); items.next()) {
-            named_wait(OWN + half, 128);  // all warps have read the last item's queries
+            named_wait(own, SHARERS);  // all warps have read the last item's queries
             {
-                // A thread converts half of the features of a query: pairs of bf16 to an even and an odd fp16 number.
-                const int at = thread / 2, part = thread % 2;
-                int token = items.begin + half * 64 + at;
+                // A thread converts part of the features of a query: pairs of bf16 to an even and an odd fp16 number.
+                const int sharer = WIDE ? threadIdx.x - 128 : thread, at = sharer / PARTS, part = sharer % PARTS;
+                int token = items.begin + top + at;
                 token = items.first + (token < items.queries ? token : items.queries - 1);
-                const uint4* from = (const uint4*)(query + (size_t)token * query_stride + items.head * DIM) + part * DIM / 16;
+                const uint4* from = (const uint4*)(query + (size_t)token * query_stride + items.head * DIM) + part * DIM / (8 * PARTS);
 #pragma unroll
-                for (int i = 0; i < DIM / 32; ++i) {
+                for (int i = 0; i < DIM / (16 * PARTS); ++i) {
                     u32 even[4], odd[4];  // of 16 features
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
@@ -173,35 +180,36 @@ packed_attention(const IN_PLACE TensorMap keys, const IN_PLACE TensorMap values,
                         odd[j * 2] = fp16_pair(high(x.x), high(x.y)), odd[j * 2 + 1] = fp16_pair(high(x.z), high(x.w));
                     }
                     auto place = [&](int piece) {  // of 16 bytes, in the line of 128 bytes of a query
-                        const u32 line = my_queries + piece / 8 * TILE + at * 128;
+                        const u32 line = my_queries + piece / 8 * QUERY_LINES + at * 128;
                         return line + ((piece % 8 ^ at % 8) * 16);
                     };
-                    const int piece = part * DIM / 32 + i;  // the odd features begin DIM / 16 pieces later
+                    const int piece = part * DIM / (16 * PARTS) + i;  // the odd features begin DIM / 16 pieces later
                     write4(place(piece), even[0], even[1], even[2], even[3]);
                     write4(place(piece + DIM / 16), odd[0], odd[1], odd[2], odd[3]);
                 }
             }
             visible_to_copies();
-            named_wait(OWN + half, 128);
+            named_wait(own, SHARERS);
 
-            const int position = items.length - items.queries + items.begin + half * 64 + row;  // of the upper row
-            const int unmasked = items.length - items.queries + items.begin + half * 64 + 1, tiles = items.count();
+            const int position = items.length - items.queries + items.begin + top + row;  // of the upper row
+            const int unmasked = items.length - items.queries + items.begin + top + 1, tiles = items.count();
             const int start = items.start();
             Row upper = {lowest(), 0}, lower = upper, upper_whole = upper, lower_whole = upper;
             auto ask_scores = [&](int at) {
                 products_begin(s);
 #pragma unroll
                 for (int i = 0; i < DIM / 16; ++i) {
-                    const u32 offset = i / 4 * TILE + i % 4 * 32;
-                    multiply_fp16(s, my_queries + offset, key_tile(at) + offset, i);
+                    const u32 of_query = i / 4 * QUERY_LINES + i % 4 * 32, of_key = i / 4 * TILE + i % 4 * 32;
+                    multiply_fp16(s, my_queries + of_query, key_tile(at) + of_key, i);
                 }
                 products_asked();
             };
             auto ask_values = [&](int at, int adds) {
+                const u32 my_values = value_tile(at) + (WIDE ? half * 2 * TILE : 0);
                 products_begin(sums);
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; ++i)
-                    multiply_fp16(sums, weights + i * 4, value_tile(at) + i * 16 * 128, TILE, adds | i);
+                    multiply_fp16(sums, weights + i * 4, my_values + i * 16 * 128, TILE, adds | i);
                 products_asked();
             };
             auto release = [&](int operand, int at) {
@@ -288,17 +296,17 @@ packed_attention(const IN_PLACE TensorMap keys, const IN_PLACE TensorMap values,
             const float of_value = value_scale[0];
 #pragma unroll
             for (int below = 0; below < 2; ++below) {
-                const int at = items.begin + half * 64 + row + below * 8;
+                const int at = items.begin + top + row + below * 8;
                 const Row& whole = below ? lower_whole : upper_whole;
                 const float scale = quotient(of_value, whole.total);
                 if (at >= items.queries) continue;
                 const size_t token = items.first + at;
-                u16* to = out + (token * num_heads + items.head) * DIM + column;
+                u16* to = out + (token * num_heads + items.head) * DIM + (WIDE ? half * 128 : 0) + column;
 #pragma unroll
                 for (int i = 0; i < NUMBERS / 4; ++i)
                     *(u32*)(to + i * 8) = bf16_pair(product(sums[i * 4 + below * 2], scale),
                                                     product(sums[i * 4 + below * 2 + 1], scale));
-                if (column == 0)
+                if (column == 0 && !(WIDE && half))
                     log_sums[(size_t)items.head * num_tokens + token] = (whole.largest + log_of_two(whole.total)) / LOG2_E;
             }
         }

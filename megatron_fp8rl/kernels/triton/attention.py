@@ -16,6 +16,7 @@ Sums are float32.
 
 Decoding saves arithmetic per cached byte. Keys are the rows of its products, and the few queries of a group the 8 or 16
 columns. Bytes are read in pairs of features, because 16-bit matrices can be transposed on the way from shared memory.
+Heads of 96 features are computed as 128 features, of which the last 32 are zeros.
 
 Shapes: S = sequences, T = queries of all sequences, K = keys of all sequences, Q = query heads, G = groups (key and
 value heads), D = features of a head.
@@ -31,7 +32,7 @@ from torch import Tensor
 from megatron_fp8rl.kernels.cuda import launch
 from megatron_fp8rl.kernels.triton.bits import HARDWARE, rounded_to_bf16
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 96, 128, 256)
 MAX_GROUP = 16  # query heads of a group
 TILE = 128  # keys of one product
 SPLIT = launch.PART  # keys of a part
@@ -66,6 +67,15 @@ def _halves(pairs, HARDWARE: tl.constexpr):
     lower = (((bits << 8) & 0x8000) | ((bits << 7) & 0x3F80)).to(tl.uint16)
     upper = ((bits & 0x8000) | ((bits >> 1) & 0x3F80)).to(tl.uint16)
     return lower.to(tl.float16, bitcast=True) * 256.0, upper.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def _pairs_of(place, pair, mask, D: tl.constexpr):
+    """Load pairs of features; ``pair`` broadcasts to ``place``. Those behind a head of ``D`` features are zeros."""
+    if triton.next_power_of_2(D) != D:
+        is_pair = pair < D // 2
+        return tl.load(place, mask=is_pair if mask is None else is_pair & mask, other=0)
+    return tl.load(place) if mask is None else tl.load(place, mask=mask, other=0)
 
 
 @triton.jit
@@ -117,8 +127,11 @@ def _decode(
     if WINDOW:
         first += skipped * SPLIT
     num_heads = tl.num_programs(1) * GROUP
-    pair, column = tl.arange(0, D // 2), tl.arange(0, COLUMNS)
+    W: tl.constexpr = triton.next_power_of_2(D)
+    pair, column = tl.arange(0, W // 2), tl.arange(0, COLUMNS)
     head, is_head = group * GROUP + column, (column < GROUP)[None, :]
+    if W != D:
+        is_head &= (pair < D // 2)[:, None]
     place = query + sequence * query_stride + head[None, :] * D + 2 * pair[:, None]
     to_log2 = softmax_scale * _LOG2_E
     even = (tl.load(place, mask=is_head, other=0.0).to(tl.float32) * to_log2).to(tl.float16)
@@ -126,10 +139,10 @@ def _decode(
     factor = tl.load(key_scale)
     cache += group * head_stride
     largest, total = tl.full([COLUMNS], lowest, tl.float32), tl.zeros([COLUMNS], tl.float32)
-    sum_even, sum_odd = tl.zeros([D // 2, COLUMNS], tl.float32), tl.zeros([D // 2, COLUMNS], tl.float32)
+    sum_even, sum_odd = tl.zeros([W // 2, COLUMNS], tl.float32), tl.zeros([W // 2, COLUMNS], tl.float32)
     for part in range(first // SPLIT, tl.minimum(tl.cdiv(length, SPLIT), first // SPLIT + EACH)):
         part_largest, part_total = tl.full([COLUMNS], lowest, tl.float32), tl.zeros([COLUMNS], tl.float32)
-        part_even, part_odd = tl.zeros([D // 2, COLUMNS], tl.float32), tl.zeros([D // 2, COLUMNS], tl.float32)
+        part_even, part_odd = tl.zeros([W // 2, COLUMNS], tl.float32), tl.zeros([W // 2, COLUMNS], tl.float32)
         end = tl.minimum(length, (part + 1) * SPLIT)
         begin = part * SPLIT
         if WINDOW:
@@ -143,10 +156,11 @@ def _decode(
                 token = tl.maximum(token, visible)
             page = tl.load(pages + sequence * table_stride + token // PAGE).to(tl.int64)
             row = cache + page * page_stride + (token % PAGE) * token_stride
-            key_even, key_odd = _halves(tl.load(row[:, None] + pair[None, :]), HARDWARE)
+            key_even, key_odd = _halves(_pairs_of(row[:, None] + pair[None, :], pair[None, :], None, D), HARDWARE)
             scores = tl.where(is_token, tl.dot(key_odd, odd, tl.dot(key_even, even)), float("-inf"))
             weights, shrink, part_largest, part_total = _weights(scores, factor, part_largest, part_total, 0)
-            value_even, value_odd = _halves(tl.load(row[None, :] + D // 2 + pair[:, None]), HARDWARE)
+            values = _pairs_of(row[None, :] + D // 2 + pair[:, None], pair[:, None], None, D)
+            value_even, value_odd = _halves(values, HARDWARE)
             part_even = tl.dot(value_even, weights.to(tl.float16), part_even * shrink[None, :])
             part_odd = tl.dot(value_odd, weights.to(tl.float16), part_odd * shrink[None, :])
         if rest <= SPLIT * EACH:
@@ -182,17 +196,20 @@ def _merge(
         length -= tl.maximum(length - WINDOW, 0) // SPLIT * SPLIT
     if length <= SPLIT * EACH:
         return
-    feature = tl.arange(0, D)
+    W: tl.constexpr = triton.next_power_of_2(D)
+    feature = tl.arange(0, W)
+    is_feature = feature < D if W != D else None
     second = tl.num_programs(0).to(tl.int64) * num_parts * num_heads
     largest, total = tl.full([1], lowest, tl.float32), tl.zeros([1], tl.float32)
-    sums = tl.zeros([D], tl.float32)
+    sums = tl.zeros([W], tl.float32)
     for part in range(tl.cdiv(length, SPLIT)):
         row = (sequence * num_parts + part) * num_heads + head
         norm = norms + row + tl.arange(0, 1)
         largest, total, shrink, weight = _fold(largest, total, tl.load(norm), tl.load(norm + second))
-        sums = _added(sums, tl.load(parts + row * D + feature), shrink, weight)
+        sums = _added(sums, tl.load(parts + row * D + feature, mask=is_feature), shrink, weight)
     scale = tl.load(value_scale) / total
-    tl.store(out + (sequence * num_heads + head) * D + feature, rounded_to_bf16(sums * scale, HARDWARE))
+    result = out + (sequence * num_heads + head) * D + feature
+    tl.store(result, rounded_to_bf16(sums * scale, HARDWARE), mask=is_feature)
 
 
 def _check(query: Tensor, num_groups: int) -> int:
@@ -237,7 +254,8 @@ def decode(
             query, paired, pages, lengths, key_scale, value_scale, out, parts, norms, softmax_scale, query.stride(0),
             paired.stride(0), paired.stride(1), paired.stride(2), pages.stride(0), num_parts, PAGE=cache.shape[1],
             D=head_dim, GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group)), TILE=TILE, SPLIT=SPLIT, EACH=each,
-            HARDWARE=HARDWARE, WINDOW=window or 0, num_warps=4, num_stages=3,
+            HARDWARE=HARDWARE, WINDOW=window or 0, num_warps=8 if head_dim == 256 else 4,
+            num_stages=2 if head_dim == 256 else 3,
         )  # fmt: skip
         if blocks > 1:
             _merge[(num_sequences, num_heads)](
@@ -252,21 +270,22 @@ def packed(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal attention over packed sequences: (BF16 [T, Q, D], natural log-sum-exp float32 [Q, T]).
 
-    ``query`` BF16 [T, Q, D] with adjacent heads; ``keys`` and ``values`` FP16 [K, G, D] from :func:`read_pages` or
+    ``query`` BF16 [T, Q, D] with adjacent heads; ``keys`` and ``values`` FP16 [K, G, W] from :func:`read_pages` or
     :func:`read_rows`; ``cu_queries`` int32 [S + 1] cumulative; ``key_starts`` and ``num_keys`` int32 [S or more]. The
     last query of a sequence sees all its keys, or the last ``window`` of them. Each query has the bits of
-    :func:`decode`. Raises ValueError for shapes
-    that :func:`decode` does not support.
+    :func:`decode`. Raises ValueError for shapes that :func:`decode` does not support.
     """
     num_tokens, num_heads, head_dim = query.shape
     _check(query, keys.shape[1])
-    out = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.bfloat16, device=query.device)
+    if padding := keys.shape[2] - head_dim:
+        query = torch.nn.functional.pad(query, (0, padding))
+    out = torch.empty(query.shape, dtype=torch.bfloat16, device=query.device)
     log_sums = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=query.device)
     launch.packed_attention(
         query, keys, values, cu_queries, key_starts, num_keys, key_scale, value_scale, softmax_scale, max_queries, out,
         log_sums, window or 0,
     )  # fmt: skip
-    return out, log_sums
+    return (out[..., :head_dim].contiguous() if padding else out), log_sums
 
 
 @triton.jit
@@ -276,17 +295,18 @@ def _read_pages(
 ):  # fmt: skip
     """Program (i, g, s): ``BLOCK`` tokens of group g of sequence s. ``cache`` as in :func:`_decode`."""
     group, sequence = tl.program_id(1), tl.program_id(2)
-    token, pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D // 2)[None, :]
+    W: tl.constexpr = triton.next_power_of_2(D)
+    token, pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, W // 2)[None, :]
     is_token = token < tl.load(lengths + sequence)
     if firsts is not None:
         is_token &= token >= tl.load(firsts + sequence)
     page = tl.load(pages + sequence.to(tl.int64) * table_stride + token // PAGE, mask=is_token, other=0).to(tl.int64)
     row = (cache + page * page_stride + (token % PAGE) * token_stride + group * head_stride)[:, None] + pair
-    key_even, key_odd = _halves(tl.load(row, mask=is_token[:, None], other=0), HARDWARE)
-    value_even, value_odd = _halves(tl.load(row + D // 2, mask=is_token[:, None], other=0), HARDWARE)
-    place = ((tl.load(starts + sequence) + token).to(tl.int64) * tl.num_programs(1) + group)[:, None] * D
+    key_even, key_odd = _halves(_pairs_of(row, pair, is_token[:, None], D), HARDWARE)
+    value_even, value_odd = _halves(_pairs_of(row + D // 2, pair, is_token[:, None], D), HARDWARE)
+    place = ((tl.load(starts + sequence) + token).to(tl.int64) * tl.num_programs(1) + group)[:, None] * W
     tl.store(keys + place + pair, key_even, mask=is_token[:, None])
-    tl.store(keys + place + D // 2 + pair, key_odd, mask=is_token[:, None])
+    tl.store(keys + place + W // 2 + pair, key_odd, mask=is_token[:, None])
     tl.store(values + place + 2 * pair, value_even, mask=is_token[:, None])
     tl.store(values + place + 2 * pair + 1, value_odd, mask=is_token[:, None])
 
@@ -295,14 +315,17 @@ def read_pages(
     cache: Tensor, pages: Tensor, starts: Tensor, lengths: Tensor, num_tokens: int, max_length: int,
     firsts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Copy sequences out of a cache as :func:`packed` reads them: (keys, values), FP16 [num_tokens, G, D].
+    """Copy sequences out of a cache as :func:`packed` reads them: (keys, values), FP16 [num_tokens, G, W].
+
+    W is D, or 128 for D = 96, with zeros behind the even and behind the odd features of a key.
 
     ``cache`` and ``pages`` as for :func:`decode`; sequence s has ``lengths[s]`` tokens, int32, from row ``starts[s]``
     on. The even features of a key stand before the odd ones. Values of no sequence are zeros. ``firsts`` int32 [S]: the
     first tokens that a window sees; earlier ones are not read, and their values are zeros.
     """
     _, page_tokens, num_groups, width = cache.shape
-    keys = torch.empty(num_tokens, num_groups, width // 2, dtype=torch.float16, device=cache.device)
+    shape = num_tokens, num_groups, triton.next_power_of_2(width // 2)
+    keys = torch.empty(shape, dtype=torch.float16, device=cache.device)
     values, paired = torch.zeros_like(keys), cache.view(torch.int16)
     with torch.cuda.device_of(cache):
         _read_pages[(triton.cdiv(max_length, 64), num_groups, len(pages))](
@@ -322,21 +345,23 @@ def _fp16(pairs, factor):
 @triton.jit
 def _read_rows(key, value, key_scale, value_scale, keys, values, num_rows, D: tl.constexpr, BLOCK: tl.constexpr):
     """``key``, ``value`` and ``values`` as int32: pairs of features."""
-    row, pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D // 2)[None, :]
+    W: tl.constexpr = triton.next_power_of_2(D)
+    row, pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, W // 2)[None, :]
     is_row, place = (row < num_rows)[:, None], (row * (D // 2))[:, None] + pair
-    even, odd = _fp16(tl.load(key + place, mask=is_row, other=0), 1.0 / tl.load(key_scale))
-    to = keys + (row * D)[:, None] + pair
+    even, odd = _fp16(_pairs_of(key + place, pair, is_row, D), 1.0 / tl.load(key_scale))
+    to = keys + (row * W)[:, None] + pair
     tl.store(to, even, mask=is_row)
-    tl.store(to + D // 2, odd, mask=is_row)
-    even, odd = _fp16(tl.load(value + place, mask=is_row, other=0), 1.0 / tl.load(value_scale))
+    tl.store(to + W // 2, odd, mask=is_row)
+    even, odd = _fp16(_pairs_of(value + place, pair, is_row, D), 1.0 / tl.load(value_scale))
     lower, upper = even.to(tl.uint16, bitcast=True).to(tl.int32), odd.to(tl.uint16, bitcast=True).to(tl.int32)
-    tl.store(values + place, lower | (upper << 16), mask=is_row)
+    tl.store(values + (row * (W // 2))[:, None] + pair, lower | (upper << 16), mask=is_row)
 
 
 def read_rows(key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor) -> tuple[Tensor, Tensor]:
     """As :func:`read_pages`, from contiguous BF16 [K, G, D] that a cache holds exactly: E4M3 times a power of two."""
-    keys, values = (torch.empty(x.shape, dtype=torch.float16, device=x.device) for x in (key, value))
     num_rows, head_dim = key.shape[0] * key.shape[1], key.shape[2]
+    shape = *key.shape[:2], triton.next_power_of_2(head_dim)
+    keys, values = (torch.empty(shape, dtype=torch.float16, device=x.device) for x in (key, value))
     with torch.cuda.device_of(key):
         pairs, value_pairs, out_pairs = (x.view(torch.int32) for x in (key, value, values))
         _read_rows[(triton.cdiv(num_rows, 64),)](

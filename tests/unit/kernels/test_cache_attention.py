@@ -1,11 +1,16 @@
 """Attention over an FP8 cache against torch in float64: in Triton's interpreter, and compiled for a Hopper GPU."""
 
+import re
+import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.compiled import compile_kernel, instructions
+from megatron_fp8rl.kernels.cuda import launch
+from tests.helpers.compiled import compile_kernel, instructions, register_report
 from tests.helpers.decode_cases import Case, expected
 from tests.helpers.interpreter import assert_passes_interpreted, in_interpreter, starts_interpreter
 from tests.tolerances import DECODE_ATTENTION
@@ -22,7 +27,17 @@ def test_in_the_interpreter():
 @in_interpreter
 @pytest.mark.parametrize(
     ("heads", "parts_of_a_program", "page_tokens"),
-    [((4, 1, 64), 1, 16), ((4, 2, 128), 2, 64), ((4, 2, 128), 1, 16), ((16, 1, 64), 4, 16), ((24, 2, 64), 1, 64)],
+    [
+        ((4, 1, 64), 1, 16),
+        ((4, 2, 128), 2, 64),
+        ((4, 2, 128), 1, 16),
+        ((16, 1, 64), 4, 16),
+        ((24, 2, 64), 1, 64),
+        ((4, 2, 96), 1, 64),
+        ((16, 1, 96), 4, 16),
+        ((2, 2, 256), 1, 16),
+        ((12, 1, 256), 2, 64),
+    ],
     ids=str,
 )
 def test_sequences_of_one_part_and_of_several(heads, parts_of_a_program, page_tokens):
@@ -59,6 +74,16 @@ def _without_pages_before(case: Case, window: int, page_tokens: int) -> Case:
     return replace(case, cache=torch.stack(cache), pages=padded)
 
 
+def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def _even_and_odd(key: torch.Tensor) -> torch.Tensor:
+    """As the CUDA kernel reads keys: 96 features as 128."""
+    width = 64 if key.shape[-1] == 96 else key.shape[-1] // 2
+    return torch.cat([_padded(key[..., 0::2], width), _padded(key[..., 1::2], width)], dim=-1)
+
+
 @in_interpreter
 @pytest.mark.parametrize("window", [1, 129, 600, 4096])
 def test_windows_have_the_same_bits_in_any_pages_and_programs(window):
@@ -73,7 +98,7 @@ def test_windows_have_the_same_bits_in_any_pages_and_programs(window):
 
 
 @in_interpreter
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_rows_of_the_trainer_are_those_of_the_cache(head_dim):
     from megatron_fp8rl.kernels.kv_rounding import as_cached, to_cache
     from megatron_fp8rl.kernels.triton.attention import read_rows
@@ -83,12 +108,12 @@ def test_rows_of_the_trainer_are_those_of_the_cache(head_dim):
     scales = torch.tensor([2.0**-6]), torch.tensor([2.0**-4])
     keys, values = read_rows(*(as_cached(x, s[0]) for x, s in zip((key, value), scales)), *scales)
     of_cache = [to_cache(x, s).half() for x, s in zip((key, value), scales)]
-    assert torch.equal(keys, of_cache[0].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
-    assert torch.equal(values, of_cache[1])
+    assert torch.equal(keys, _even_and_odd(of_cache[0]))
+    assert torch.equal(values, _padded(of_cache[1], 128 if head_dim == 96 else head_dim))
 
 
 @in_interpreter
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_sequences_are_read_from_their_pages(head_dim):
     from megatron_fp8rl.kernels.triton.attention import read_pages
 
@@ -98,8 +123,8 @@ def test_sequences_are_read_from_their_pages(head_dim):
     rows = torch.tensor([*range(3), *range(7, 77)])
     cached = [case.cache[row.long()].flatten(0, 1)[:n].view(torch.float8_e4m3fn) for row, n in zip(case.pages, lengths)]
     key, value = torch.cat(cached).half().chunk(2, dim=-1)
-    assert torch.equal(keys[rows], key.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
-    assert torch.equal(values[rows], value)
+    assert torch.equal(keys[rows], _even_and_odd(key))
+    assert torch.equal(values[rows], _padded(value, 128 if head_dim == 96 else head_dim))
     assert not values[[3, 4, 5, 6, 77, 78, 79]].any()
     firsts = torch.tensor([-5, 0, 20]).int()  # of windows
     fewer, visible = read_pages(case.cache, case.pages, torch.tensor([0, 5, 7]).int(), case.lengths, 80, 70, firsts)
@@ -126,29 +151,50 @@ def test_every_byte_is_the_number_that_it_stands_for():
 def test_other_shapes_are_refused():
     from megatron_fp8rl.kernels.triton.attention import decode
 
-    for heads in ((4, 2, 96), (34, 2, 64)):
+    for heads in ((4, 2, 80), (34, 2, 64)):
         case = Case.drawn(heads, lengths=(3,), page_tokens=16)
         with pytest.raises(ValueError, match="not supported by this kernel"):
             decode(case.query, case.cache, case.pages, case.lengths, case.key_scale, case.value_scale, 1.0, case.query)
 
 
 @starts_interpreter
+@pytest.mark.parametrize("columns", [8, 16])
+@pytest.mark.parametrize("head_dim, warps, stages", [(64, 4, 3), (96, 4, 3), (128, 4, 3), (256, 8, 2)])
 @pytest.mark.parametrize("window", [0, 512])
-def test_compiled_it_reads_the_cache_asynchronously_and_converts_bytes_by_pairs(window):
+def test_compiled_it_reads_the_cache_asynchronously_and_converts_bytes_by_pairs(
+    head_dim, warps, stages, window, columns, tmp_path
+):
     from megatron_fp8rl.kernels.triton import attention
 
     types = {"query": "*bf16", "cache": "*i16", "pages": "*i32", "lengths": "*i32", "out": "*bf16"}
     types |= dict.fromkeys(("key_scale", "value_scale", "parts", "norms"), "*fp32") | {"softmax_scale": "fp32"}
-    constants = {"PAGE": 16, "D": 128, "GROUP": 4, "COLUMNS": 8, "TILE": 128, "SPLIT": 512, "EACH": 4, "HARDWARE": True}
-    constants["WINDOW"] = window
+    constants = {"PAGE": 16, "D": head_dim, "GROUP": columns, "COLUMNS": columns, "TILE": 128, "SPLIT": 512, "EACH": 4}
+    constants |= {"HARDWARE": True, "WINDOW": window}
 
     def is_aligned(name: str, kind: str) -> bool:
         return kind.startswith("*") or name.endswith("_stride")
 
-    how = dict(default="i32", is_aligned=is_aligned, num_warps=4)
-    actual = instructions(compile_kernel(attention._decode, types, constants, **how)["ptx"])
-    # 128 keys and 128 values of 128 bytes, by 128 threads: 32 bytes of each for a conversion, 2 bytes at a time.
-    assert actual["cvt.rn.f16x2.e4m3x2"] == 2 * 128 // 2
-    # A product of 16 x 8 x 16 needs 2,048 multiplications: 128 x 8 x 128, twice, by 4 warps.
-    assert actual["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] == 2 * 128 * 8 * 128 // 2048 // 4
+    how = dict(default="i32", is_aligned=is_aligned, num_warps=warps, num_stages=stages)
+    ptx = compile_kernel(attention._decode, types, constants, **how)["ptx"]
+    assert " 0 bytes spill stores" in register_report(ptx, tmp_path)
+    actual, width = instructions(ptx), 128 if head_dim == 96 else head_dim
     assert actual["cp.async.cg.shared.global"] > 0
+    if columns == 8 and width > 64:  # wider products use the instructions of warp groups, narrow ones convert twice
+        # 128 keys and 128 values of WIDTH bytes, by 32 threads of each warp, 2 bytes at a time.
+        assert actual["cvt.rn.f16x2.e4m3x2"] == 2 * 128 * width // 2 // (32 * warps)
+        # A product of 16 x 8 x 16 needs 2,048 multiplications: 128 x 8 x WIDTH, twice.
+        products = actual["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"]
+        assert products == 2 * 128 * 8 * width // 2048 // warps
+
+
+@starts_interpreter
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs a CUDA compiler")
+@pytest.mark.parametrize("head_dim, most", [(64, 16), (128, 32), (256, 256)])
+@pytest.mark.parametrize("window", [0, 512])
+def test_the_cuda_kernel_spills_few_registers(head_dim, most, window, tmp_path):
+    options = [f"-DDIM={head_dim}", "-DTILES=4", f"-DWINDOW={window}", "-arch=sm_90a", "-cubin", "-Xptxas", "-v"]
+    source = Path(launch.__file__).parent / "packed_attention.cu"
+    command = ["nvcc", "-std=c++17", *options, str(source), "-o", str(tmp_path / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stderr
+    assert int(re.findall(r"(\d+) bytes spill stores", report)[0]) <= most, report
+    assert launch._attention_bytes(head_dim) <= 227 << 10

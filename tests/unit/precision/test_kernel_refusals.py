@@ -346,8 +346,20 @@ def test_exact_with_an_fp8_cache_uses_our_attention_at_both_ends(head_dim):
     flash = findings.apply(cfg, [("precision.kernels.engine_attention", "FLASH_ATTN")])
     (violation,) = refusals(flash, Hardware("hopper"))
     assert violation.field == "--precision.kernels.engine_attention" and "FP8_CACHE" in violation.choices
-    (violation,) = refusals(findings.apply(cfg, [("model.head_dim", 96)]), Hardware("hopper"))
-    assert "head_dim 64 or 128" in violation.problem
+    (violation,) = refusals(findings.apply(cfg, [("model.head_dim", 192)]), Hardware("hopper"))
+    assert "head_dim 64, 96, 128 or 256" in violation.problem
+
+
+@pytest.mark.parametrize("head_dim", [96, 256])
+def test_other_heads_over_an_fp8_cache_are_exact_if_it_is_asked_for(head_dim):
+    from megatron_fp8rl.precision.kernel_choice import choose
+
+    asked = findings.apply(EXACT, [("engine.kv_cache_dtype", "fp8"), ("model.head_dim", head_dim)])
+    choice = choose(asked, Hardware("hopper"))
+    assert (choice.exact, choice.trainer.attention, choice.engine.attention) == ("on", "engine", "FP8_CACHE")
+    choice = choose(replace(asked, precision=replace(asked.precision, exact="auto")), Hardware("hopper"))
+    assert (choice.exact, choice.trainer.attention, choice.engine.attention) == ("off", "cudnn", "vllm")
+    assert f"heads of {head_dim} features over an FP8 cache are not measured on GPUs yet" in choice.reasons["exact"]
 
 
 DENSE = replace(
