@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import runner
-from benchmarks.record import Row
+from benchmarks.record import Row, nats
 from benchmarks.whole_runs import follow
 from megatron_fp8rl import cli
 from megatron_fp8rl.observe.metrics import PHASES
@@ -120,8 +120,8 @@ class AgentTurns(runner.Benchmark):
             "sessions, turns": f"{row['sessions']:.0f} x {row['turns']:.1f}",
             "sampled tokens": f"{row['sampled_tokens']:,.0f}",
             "prefill saved": f"{row['prefill_saved']:.0%}",
-            "mean d by turn": ", ".join(f"{mean:.1e}" if mean else "0" for mean, _ in row["difference_by_turn"]),
-            "largest d": f"{max(worst for _, worst in turns):.1e}" if (turns := row["difference_by_turn"]) else "",
+            "mean d by turn": ", ".join(str(nats(mean)) for mean, _ in row["difference_by_turn"]),
+            "largest d": nats(max((worst for _, worst in row["difference_by_turn"]), default=None)),
             "a session's seconds": seconds,
             "rollouts s": round(row["phases_s"].get("rollouts", 0.0), 1),
             "update s": round(row["phases_s"].get("update", 0.0), 1),

@@ -199,7 +199,7 @@ def table(rows: Sequence[Row]) -> str:
                     "W": _rounded([row["power"].get("watts") for row in repeats]),
                     "GiB": _rounded([row["power"].get("gib") for row in repeats]),
                     "start to step 0": round(statistics.median(sum(row["start_s"].values()) for row in repeats)),
-                    "mean d": f"{first['mismatch']['mean']:.1e}" if first["mismatch"]["mean"] is not None else None,
+                    "mean d": record.nats(first["mismatch"]["mean"]),
                     **starts,
                     **drafts,
                 }

@@ -189,6 +189,11 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
+def nats(value: float | None) -> str | None:
+    """A difference of log-probabilities as tables show it; an exact 0 is ``0``."""
+    return None if value is None else f"{value:.1e}" if value else "0"
+
+
 def _shown(value: Any) -> str:
     if value is None:
         return ""

@@ -376,6 +376,10 @@ def draw_warm_start_pass_rate(axes: Axes, run: RunData) -> bool:
 
 # Sentences that stand for plots of zeros alone, with the metrics of each plot.
 _OF_ZEROS: dict[Draw, tuple[str, tuple[str, ...]]] = {
+    draw_problem_share: (
+        "Each group had different rewards, and no completion was truncated or without a score.",
+        ("reward/zero_variance/mean", "rollout/truncated/mean", "reward/failed/mean"),
+    ),
     draw_kl: ("The KL divergence within a step was 0.", ("loss/kl_update/mean", "loss/kl_ref/mean")),
     draw_clipping: (
         "No token was clipped.",
@@ -388,7 +392,7 @@ def sentence_for_zeros(draw: Draw, run: RunData) -> str:
     """What a report says instead of a plot without a value other than 0; empty if the plot has one."""
     sentence, keys = _OF_ZEROS.get(draw, ("", ()))
     values = [value for key in keys for value in run.values(key)]
-    return sentence if values and not any(values) else ""
+    return sentence if keys and run.values(keys[0]) and not any(values) else ""
 
 
 AGREEMENT = "Agreement of trainer and engine"

@@ -304,11 +304,12 @@ def test_an_exact_run_has_a_sentence_in_place_of_plots_of_zeros(tmp_path):
 
 @pytest.mark.parametrize("clipped", [0.0, 0.01])
 def test_a_report_has_a_sentence_in_place_of_a_plot_without_clipped_tokens(tmp_path, clipped):
-    keys = ("loss/clip_fraction_low/mean", "loss/clip_fraction_high/mean")
+    keys = ("loss/clip_fraction_low/mean", "loss/clip_fraction_high/mean", "reward/zero_variance/mean")
     records = [{"step": step, "train/loss/mean": 0.1 * step} | dict.fromkeys(keys, clipped) for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = write_report(tmp_path).read_text()
-    assert ("No token was clipped." in page, 'alt="Clipped tokens"' in page) == (not clipped, bool(clipped))
+    for sentence, title in (("No token was clipped.", "Clipped tokens"), ("truncated or without", "Without learning")):
+        assert (sentence in page, f'alt="{title}' in page) == (not clipped, bool(clipped))
     assert 'alt="Loss"' in page and '<div class="plots"></div>' not in page
 
 
