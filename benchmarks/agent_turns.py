@@ -120,7 +120,7 @@ class AgentTurns(runner.Benchmark):
             "sessions, turns": f"{row['sessions']:.0f} x {row['turns']:.1f}",
             "sampled tokens": f"{row['sampled_tokens']:,.0f}",
             "prefill saved": f"{row['prefill_saved']:.0%}",
-            "mean d by turn": ", ".join(str(nats(mean)) for mean, _ in row["difference_by_turn"]),
+            "mean d by turn": ", ".join(nats(mean) for mean, _ in row["difference_by_turn"]),
             "largest d": nats(max((worst for _, worst in row["difference_by_turn"]), default=None)),
             "a session's seconds": seconds,
             "rollouts s": round(row["phases_s"].get("rollouts", 0.0), 1),

@@ -189,9 +189,9 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
-def nats(value: float | None) -> str | None:
-    """A difference of log-probabilities as tables show it; an exact 0 is ``0``."""
-    return None if value is None else f"{value:.1e}" if value else "0"
+def nats(value: float | None) -> str:
+    """A difference of log-probabilities as tables show it: an exact 0 is ``0``, an unknown one is empty."""
+    return "" if value is None else f"{value:.1e}" if value else "0"
 
 
 def _shown(value: Any) -> str:
