@@ -95,11 +95,10 @@ def device_name() -> str:
 
 
 def failure_in(log: Path, limit_s: float) -> str:
-    """The first error in a log, in one line."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    pattern = re.compile(r"\w(Error|Exception|Mismatch): |mistakes? in the conf")
-    causes = [line.strip() for line in lines if pattern.search(line)]
-    return causes[0][:300] if causes else f"no result within {limit_s:.0f} s; see {log}"
+    """The first error in a log, in one line; of a configuration, with its mistakes."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    cause = re.search(r".*(\w(Error|Exception|Mismatch): .*|mistakes? in the conf.*(\n +\d+\. .*)*)", text)
+    return " ".join(cause[0].split())[:300] if cause else f"no result within {limit_s:.0f} s; see {log}"
 
 
 def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespace:

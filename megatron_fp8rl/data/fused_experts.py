@@ -34,20 +34,6 @@ def fused_name(name: str) -> str:
     return f"{parent}.{'down' if part == 'down' else 'gate_up'}_proj{'_bias' if kind == 'bias' else ''}"
 
 
-def read_expert(name: str, row: Callable[[str, int], Tensor | None]) -> Tensor | None:
-    """The tensor of one expert. ``row(fused name, expert)`` returns a slice of a stored tensor, None if there is none.
-    None if ``name`` is not of an expert or is not stored."""
-    match = _EXPERT.fullmatch(name)
-    if match is None:
-        return None
-    whole, expert = fused_name(name), int(match[2])
-    stored = row(whole, expert)
-    if stored is not None:
-        return _part(stored, match[3]).contiguous()
-    blocks, scales = row(f"{whole}_blocks", expert), row(f"{whole}_scales", expert)
-    return None if blocks is None or scales is None else dequantize(blocks, scales)[_PARTS[match[3]]].contiguous()
-
-
 def split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of single experts in a BF16 tensor of a checkpoint; any other tensor as it is."""
     match = _FUSED.fullmatch(name)
@@ -119,14 +105,19 @@ class ExpertEntry(Entry):
 
     def read(self, rows: Callable[[Entry, int, int], Tensor]) -> Tensor:
         """The whole tensor. ``rows(entry, first, end)`` reads rows of a stored tensor."""
-        stored = dict(self.stored)
+        match = _EXPERT.fullmatch(self.name)
+        assert match is not None
+        expert = int(match[2])
+        stored = [rows(entry, expert, expert + 1)[0] for _, entry in self.stored]
+        if len(stored) == 1:
+            return _part(stored[0], match[3]).contiguous()
+        return dequantize(*stored)[_PARTS[match[3]]].contiguous()
 
-        def row(name: str, expert: int) -> Tensor | None:
-            return rows(stored[name], expert, expert + 1)[0] if name in stored else None
-
-        tensor = read_expert(self.name, row)
-        assert tensor is not None
-        return tensor
+    @property
+    def lacks_scales(self) -> str:
+        """The name of the scales that MXFP4 blocks lack; empty if there are none to lack."""
+        whole = self.stored[0][0]
+        return f"{whole.removesuffix('_blocks')}_scales" if whole.endswith("_blocks") and not self.stored[1:] else ""
 
     def place(self, content: Tensor) -> Tensor:
         """View this tensor in the bytes of its file."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data.checkpoint_error import CheckpointError
-from megatron_fp8rl.data.fused_experts import unstacked_entries
+from megatron_fp8rl.data.fused_experts import ExpertEntry, unstacked_entries
 from megatron_fp8rl.data.fused_tensors import Fusion, fusion_of
 from megatron_fp8rl.data.packed_int4 import is_packed_int4, unpacked_entries
 from megatron_fp8rl.data.safetensors_header import Entry, read_header
@@ -139,7 +139,12 @@ def compare(entries: dict[str, Entry], model: ModelConfig, unreadable: set[str])
     # Whatever config.json says, a multi-token prediction layer has this projection, and no other layer has it.
     mtp_layers = {registry.layer_of(name) for name in entries.keys() | unreadable if name.endswith(".eh_proj.weight")}
     skipped: dict[str, str] = {}
-    problems: list[str] = []
+    lacking = dict.fromkeys(entry.lacks_scales for entry in entries.values() if isinstance(entry, ExpertEntry))
+    problems = [
+        f"{name}: missing; {name.removesuffix('_scales')}_blocks is MXFP4 and needs its scales"
+        for name in lacking
+        if name and name not in unreadable
+    ]
     unexpected: list[str] = []
     for name in entries:
         base = name.removesuffix(SCALE)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.envs.source_kind import is_supervised
 from megatron_fp8rl.preflight import engine_memory, precision_table, rules, trainer_memory
 from megatron_fp8rl.preflight.engine_memory import EngineEstimate
 from megatron_fp8rl.preflight.findings import Checks, Finding
@@ -37,7 +38,8 @@ class DoctorOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Assessment:
-    """The findings about one configuration. Estimates are None if the degrees do not divide the model."""
+    """The findings about one configuration. Estimates are None if the degrees do not divide the model; the engine's
+    also if the job has none (sft and dpo)."""
 
     findings: tuple[Finding, ...]
     trainer: Estimate | None = None
@@ -72,11 +74,13 @@ def assess(cfg: RunConfig, options: DoctorOptions) -> Assessment:
     trainer, engine, shared = None, None, ()
     if check_degrees(checks, check_model(checks)):
         trainer = trainer_memory.worst_rank(cfg, gpu, gpu.memory_bytes, options.routing_imbalance)
-        engine = engine_memory.worker(cfg, gpu.memory_bytes)
-        shared = phases(cfg, trainer, engine.estimate)
-        findings += _trainer_findings(trainer) + _engine_findings(cfg, engine)
-        if trainer.share <= FULL and engine.estimate.share <= 1:
-            findings += _phase_findings(shared)
+        findings += _trainer_findings(trainer)
+        if not is_supervised(cfg):
+            engine = engine_memory.worker(cfg, gpu.memory_bytes)
+            shared = phases(cfg, trainer, engine.estimate)
+            findings += _engine_findings(cfg, engine)
+            if trainer.share <= FULL and engine.estimate.share <= 1:
+                findings += _phase_findings(shared)
     findings += _machine_findings(cfg, options) + precision_table.findings(cfg, gpu)
     if cfg.model.hf_path is None and not cfg.warm_start.steps:
         remedy = "Name a Hugging Face checkpoint: --model.hf_path DIR"
@@ -153,7 +157,9 @@ def _machine_findings(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
         limit = f"{wanted} GPUs, and there are {options.num_gpus}"
         subject, problem = "--engine.num_replicas", f"trainer {parallel.world_size} + {engines} = {limit}"
         remedy = "The trainer leaves no GPU for an engine: lower --parallel.world_size"
-        if engine.placement == "colocated":
+        if is_supervised(cfg):
+            subject, problem, remedy = "--parallel.world_size", f"trainer {limit}", "Lower the ranks of the trainer"
+        elif engine.placement == "colocated":
             subject, problem = "--parallel.world_size", f"trainer {parallel.world_size} and {engines} on {limit}"
             remedy = "Lower the ranks of trainer and engines"
         elif options.num_gpus - parallel.world_size >= engine.ranks:
@@ -164,7 +170,7 @@ def _machine_findings(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
         findings.append(Finding("error", "--weight_sync.transport", problem, "Choose auto", choices=("auto",)))
     for end, degree, each in (
         ("parallel", parallel.tensor, "in every layer"),
-        ("engine", engine.tensor, "for a token"),
+        ("engine", 1 if is_supervised(cfg) else engine.tensor, "for a token"),
     ):
         if degree > node:
             problem = f"{degree} ranks are on more than one node of {node}; they all-reduce several times {each}"
@@ -177,6 +183,8 @@ def _machine_findings(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
 
 
 def gpus_wanted(cfg: RunConfig) -> int:
+    if is_supervised(cfg):
+        return cfg.parallel.world_size
     engines = cfg.engine.num_replicas * cfg.engine.ranks
     is_colocated = cfg.engine.placement == "colocated"
     return max(cfg.parallel.world_size, engines) if is_colocated else cfg.parallel.world_size + engines

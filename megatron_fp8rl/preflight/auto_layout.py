@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron_fp8rl import config as config_module
 from megatron_fp8rl.config import KERNELS, ParallelConfig, RunConfig
+from megatron_fp8rl.envs.source_kind import is_supervised
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
@@ -147,8 +148,9 @@ class _Search:
             if result.num_layout_warnings <= self._num_warnings:
                 self.best, self._num_warnings = change, result.num_layout_warnings
             return not result.num_layout_warnings
-        if result.trainer is not None and result.engine is not None:
-            worst = max((result.trainer, result.engine.estimate, *result.phases), key=lambda estimate: estimate.share)
+        if result.trainer is not None:
+            engines = (result.engine.estimate,) if result.engine is not None else ()
+            worst = max((result.trainer, *engines, *result.phases), key=lambda estimate: estimate.share)
             text = f"{arguments((), change) or 'as it is'}: {worst.title} needs {worst.total_bytes / GIB:.1f} GiB of "
             self._closest = min(self._closest, (worst.share, f"{text}{worst.capacity_bytes / GIB:.1f} GiB"))
         return False
@@ -262,6 +264,7 @@ def _layouts(
         for distance, trainer in space.trainers:
             world = trainer["parallel.world_size"]
             free = world if cfg.engine.placement == "colocated" else num_gpus and num_gpus - world
+            free = None if is_supervised(cfg) else free
             fitting = asked if free is None else free // ranks
             replicas = fitting if space.fills else min(asked, fitting)
             if replicas >= 1:
@@ -279,8 +282,13 @@ def _layouts(
 def _engines(
     cfg: RunConfig, machines: DoctorOptions, degrees: Iterable[tuple[int, int, int]], shares: Iterable[float]
 ) -> Iterator[Option]:
-    """Engines of (data, tensor, expert) degrees that leave memory for enough sequences, the nearest first."""
+    """Engines of (data, tensor, expert) degrees that leave memory for enough sequences, the nearest first. Those of the
+    configuration for a job that starts none."""
     engine, options = cfg.engine, list[Option]()
+    if is_supervised(cfg):
+        names = ("tensor", "expert", "data", "kv_cache_bytes", "gpu_memory_utilization")
+        yield 0.0, {f"engine.{name}": getattr(engine, name) for name in names}
+        return
     for (data, tensor, expert), share in itertools.product(degrees, dict.fromkeys(shares)):
         cost = _distance(tensor, engine.tensor, 1.0) + (4.0 if tensor > machines.gpus_per_node else 0.0)
         cost += 0.5 if (expert > 1) != (engine.expert > 1) else 0.0
@@ -415,7 +423,7 @@ def _on_all_gpus(cfg: RunConfig, machines: DoctorOptions, refused: Counter[str])
                 engines.append(option)
     step = node if num_gpus >= 2 * node else 1
     worlds = sorted({max(step, int(num_gpus * share) // step * step) for share in _GRID_WORLDS})
-    worlds = [num_gpus] if cfg.engine.placement == "colocated" else worlds
+    worlds = [num_gpus] if cfg.engine.placement == "colocated" or is_supervised(cfg) else worlds
     tensors = [n for n in _GRID_TENSOR if n <= node and model.num_attention_heads % n == 0]
     experts = [n for n in _GRID_EXPERTS if model.is_moe and model.num_experts % n == 0] or [1]
     values = (worlds, tensors, _GRID_STAGES, [cfg.parallel.context], experts, [1])
@@ -527,13 +535,16 @@ def in_place(cfg: RunConfig, machines: DoctorOptions, override: Override = lambd
     savings = [(recompute, size) for recompute in dict.fromkeys((cfg.optim.recompute, "selective")) for size in sizes]
     if cfg.model.is_moe:  # shorter microbatches cost more there: as many kernels to launch, as many gradients to read
         savings.sort(key=lambda saving: -saving[1])
-    for (recompute, size), sleep in itertools.product(savings, dict.fromkeys((0, cfg.engine.sleep_level))):
-        for share in _SHARES:
+    sleeps, shares = (0, cfg.engine.sleep_level), _SHARES
+    if is_supervised(cfg):
+        sleeps, shares = sleeps[1:], (cfg.engine.gpu_memory_utilization,)
+    for (recompute, size), sleep in itertools.product(savings, dict.fromkeys(sleeps)):
+        for share in shares:
             change = (("engine.sleep_level", sleep), ("engine.gpu_memory_utilization", share), ("optim.offload", ()))
             change += (("optim.recompute", recompute), ("optim.max_tokens_per_microbatch", size))
             result = assess(override(apply(cfg, change)), machines)
             if result.works and not result.num_layout_warnings:
-                if result.engine is not None and result.engine.full_sequences >= wanted:
+                if result.engine is None or result.engine.full_sequences >= wanted:
                     return _changed(cfg, change)
                 break
     return ()
@@ -550,7 +561,7 @@ def longer_microbatches(cfg: RunConfig, machines: DoctorOptions, override: Overr
     if not assess(override(cfg), machines).works:
         return ()
     shares = [engine.gpu_memory_utilization]
-    if engine.placement == "colocated":
+    if engine.placement == "colocated" and not is_supervised(cfg):
         shares += [share for share in _SHARES if share < shares[0]]
     for size in (times * cfg.optim.max_tokens_per_microbatch // 2 for times in (8, 4, 3)):
         longer = microbatches_of(size)
@@ -560,7 +571,7 @@ def longer_microbatches(cfg: RunConfig, machines: DoctorOptions, override: Overr
         for share in shares:
             change = (*longer, ("engine.gpu_memory_utilization", share))
             result = assess(override(apply(cfg, change)), machines)
-            if result.engine is None or result.engine.full_sequences < _decoded_at_once(cfg):
+            if result.engine is not None and result.engine.full_sequences < _decoded_at_once(cfg):
                 break
             if result.works and not result.num_layout_warnings:
                 return _changed(cfg, change)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.envs.source_kind import is_supervised
 from megatron_fp8rl.observe.display import text_table
 from megatron_fp8rl.precision.formats import rollout_format, trainer_format
 from megatron_fp8rl.preflight import rules, tiling
@@ -64,8 +65,10 @@ class Table:
 
 def tables(diagnosis: Diagnosis) -> list[Table]:
     memory = []
-    if diagnosis.trainer is not None and diagnosis.engine is not None:
-        memory = [_memory(diagnosis.trainer), _memory(diagnosis.engine.estimate, _cache_line(diagnosis.engine))]
+    if diagnosis.trainer is not None:
+        memory = [_memory(diagnosis.trainer)]
+    if diagnosis.engine is not None:
+        memory.append(_memory(diagnosis.engine.estimate, _cache_line(diagnosis.engine)))
     optional = ((diagnosis.phases, _phases), (diagnosis.matrices, _tiling))
     return [*memory, *(table(diagnosis) for rows, table in optional if rows), _packages(diagnosis)]
 
@@ -84,8 +87,9 @@ def headline(diagnosis: Diagnosis) -> str:
     degrees = {short: getattr(parallel, name) for short, name in (names | {"ETP": "expert_tensor"}).items()}
     layout = " ".join(f"{short}{degree}" for short, degree in degrees.items() if degree > 1) or "data parallel"
     with_ = "and, in turns," if cfg.engine.placement == "colocated" else "+"
+    engines = "" if is_supervised(cfg) else f" {with_} engines {cfg.engine.num_replicas} x {cfg.engine.ranks}"
     lines.append(
-        f"trainer {parallel.world_size} ({layout}) {with_} engines {cfg.engine.num_replicas} x {cfg.engine.ranks} = "
+        f"trainer {parallel.world_size} ({layout}){engines} = "
         f"{diagnosis.num_gpus} {gpu.name.upper()} of {gpu.memory_bytes / GIB:.1f} GiB"
     )
     return "\n".join(lines)
@@ -233,4 +237,4 @@ def to_json(diagnosis: Diagnosis) -> str:
         "command": diagnosis.command,
         "tried": diagnosis.tried,
     }
-    return json.dumps(content, indent=2)
+    return json.dumps(content, indent=2, default=sorted)  # sets of names

@@ -260,7 +260,9 @@ def _length_problem(config: dict[str, Any], cfg: RunConfig) -> str:
         return ""  # vLLM takes its length instead
     keys = ("model_max_length",) if config.get("model_max_length") else _LENGTHS
     values = {key: config[key] for key in keys if isinstance(config.get(key), int)}
-    factor = scaling.factor if scaling is not None and scaling.kind == "linear" else 1
+    # vLLM multiplies by a linear factor, but not for Gemma 3.
+    is_scaled = scaling is not None and scaling.kind == "linear" and cfg.model.local_rope_theta is None
+    factor = scaling.factor if is_scaled else 1
     least = min(values.values(), default=longest)
     if least * factor >= longest or longest > cfg.model.max_sequence_tokens:
         return ""

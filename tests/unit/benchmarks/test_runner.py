@@ -21,6 +21,7 @@ from benchmarks import (
     rollout_speed,
     runner,
 )
+from megatron_fp8rl.config import ConfigError, Violation
 
 ALL = [
     agent_turns.AgentTurns,
@@ -123,6 +124,18 @@ def test_the_reason_of_a_refusal_is_the_last_exception_of_its_log():
     log = "bucket 1: status 500\n(Worker) x.UnwritableKernel: a.weight: why\nvllm.EngineDeadError: it died"
     assert runner.reason(RuntimeError(log)) == "RuntimeError: UnwritableKernel: a.weight: why"
     assert runner.reason(ValueError("linear_backend = 'x': cannot be read")).endswith("cannot be read")
+
+
+def test_the_failure_of_a_configuration_has_its_mistakes(tmp_path):
+    log = tmp_path / "log"
+    error = ConfigError([Violation("--seed", -1, "is below 0", "Raise it"), Violation("--x", 2, "is odd", "Lower it")])
+    log.write_text(f"begin\npython -m megatron_fp8rl: {error}\n\nValueError: later\n")
+    assert runner.failure_in(log, 1.0) == (
+        "python -m megatron_fp8rl: 2 mistakes in the configuration: "
+        "1. --seed = -1: is below 0. Raise it. 2. --x = 2: is odd. Lower it."
+    )
+    log.write_text("begin\n  x.EngineError: it died\n  1. a list\n")
+    assert runner.failure_in(log, 1.0) == "x.EngineError: it died"
 
 
 def test_the_page_is_generated_from_the_rows():

@@ -90,6 +90,18 @@ def test_published_mxfp4_experts_are_read_as_bf16(tmp_path):
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
 
 
+def test_mxfp4_blocks_without_scales_are_refused_by_the_name_of_the_scales(tmp_path):
+    model = replace(FAMILIES["gpt_oss"], hidden_size=64, moe_ffn_hidden_size=32)
+    stored = fuse(random_tensors(model))
+    name = "model.layers.0.mlp.experts.down_proj"
+    experts, columns, rows = stored.pop(name).shape
+    stored[f"{name}_blocks"] = torch.zeros(experts, rows, columns // 32, 16, dtype=torch.uint8)
+    source = write_folder(tmp_path / "hf", stored, registry.to_hf_config(model))
+    with pytest.raises(CheckpointError) as error:
+        HfFolder.open(source)
+    assert error.value.problems == [f"{name}_scales: missing; {name}_blocks is MXFP4 and needs its scales"]
+
+
 def test_matrices_of_an_unreadable_file_are_not_called_missing(tmp_path):
     model = FAMILIES["phi3"]
     source = save_with_transformers(model, tmp_path / "hf", torch.bfloat16, "60KB")

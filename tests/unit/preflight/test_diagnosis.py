@@ -15,9 +15,9 @@ from safetensors.torch import save
 from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli
 from megatron_fp8rl.commands import grpo
-from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.config import EnvironmentConfig, PrecisionConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
-from megatron_fp8rl.preflight import doctor, findings, packages, precision_table, rules, tiling
+from megatron_fp8rl.preflight import auto_layout, doctor, findings, packages, precision_table, rules, tiling
 from megatron_fp8rl.preflight.assessment import DoctorOptions, assess
 from megatron_fp8rl.preflight.diagnosis import diagnose
 from megatron_fp8rl.preflight.memory import GIB, GPUS, host_bytes
@@ -396,3 +396,36 @@ def test_a_model_whose_sizes_do_not_tile_can_be_widened(tmp_path, monkeypatch, g
     untiled = change(base, model__hf_path=str(tmp_path / "untiled"))
     assert any(hint in v.remedy for v in rules.check(untiled) if v.code == "untiled_size")
     assert not any("widen" in v.remedy for v in rules.check(base))  # without a folder there is nothing to widen
+
+
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_a_job_without_engines_reserves_no_memory_for_them(loss, tmp_path):
+    """An H100 that 8B's training fills by four fifths has no room for an engine, and needs none."""
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    environments = (EnvironmentConfig(dataset=str(tmp_path / "rows.jsonl")),)
+    fields = dict(parallel__world_size=4, parallel__tensor=1, optim__recompute="full", algo__loss=loss)
+    cfg = change(grpo_qwen3_8b_colocated(), data__environments=environments, engine__sleep_level=0, **fields)
+    options = DoctorOptions(gpu="h100", num_gpus=4)
+    trained = diagnose(cfg, options)
+    assert trained.engine is None and trained.phases == () and trained.num_gpus == 4
+    assert trained.trainer is not None and 0.6 < trained.trainer.share < 0.92, trained.trainer.share
+    subjects = {finding.subject for finding in trained.findings}
+    assert not {"one GPU of both", "engine, its one worker"} & subjects
+    assert "engine, its one worker" not in doctor.plain(trained) and "engines" not in doctor.headline(trained)
+    assert json.loads(doctor.to_json(trained))["kv_cache"] is None
+    sampled = diagnose(change(cfg, algo__loss="dapo"), options)
+    assert sampled.engine is not None and "one GPU of both" in errors(sampled)
+    separate = change(cfg, engine__placement="separate")
+    assert diagnose(separate, options).num_gpus == 4
+    fewer = diagnose(separate, DoctorOptions(gpu="h100", num_gpus=2))
+    assert errors(fewer)["--parallel.world_size"].problem == "trainer 4 GPUs, and there are 2"
+
+
+def test_the_layout_of_a_job_without_engines_sets_none_of_their_fields(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    environments = (EnvironmentConfig(dataset=str(tmp_path / "rows.jsonl")),)
+    cfg = change(grpo_qwen3_8b_colocated(), data__environments=environments, algo__loss="sft", engine__sleep_level=2)
+    _, chosen, _ = auto_layout.fastest(cfg, DoctorOptions(gpu="h100", num_gpus=8), lambda cfg: cfg)
+    assert chosen and not [path for path, _ in chosen if path.startswith("engine.")]
+    outcome = auto_layout.nearest(change(cfg, parallel__world_size=1), DoctorOptions(gpu="h100", num_gpus=8))
+    assert not [path for path, _ in outcome.change if path.startswith("engine.")], outcome.change

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from megatron_fp8rl import upstream
 from megatron_fp8rl.algo.old_pass import needs_old_pass
+from megatron_fp8rl.commands.grpo import model_in
 from megatron_fp8rl.config import (
     ConfigError,
     EnvironmentConfig,
@@ -27,6 +28,7 @@ from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, resolved
 from megatron_fp8rl.preflight.data_check import doubts
 from megatron_fp8rl.preflight.rules import check
+from tests.helpers import gemma3
 from tests.helpers.configs import DENSE, MOE, fields_of, make
 from tests.helpers.rollouts import make_group
 
@@ -467,10 +469,17 @@ def test_a_key_that_shortens_the_engines_sequences_is_refused(keys, least, tmp_p
 
 
 @pytest.mark.parametrize("shorter", [0, 1])
-def test_linear_scaling_lengthens_the_engines_sequences(shorter, tmp_path):
+@pytest.mark.parametrize("factor", [1, 2])
+def test_linear_scaling_lengthens_the_engines_sequences(factor, shorter, tmp_path):
+    """vLLM multiplies by the factor, but for Gemma 3 (``factor`` 1), whose config.json says the scaled length."""
     scaling = RopeScaling(kind="linear", factor=2.0, original_max_position_embeddings=DENSE.max_position_embeddings)
-    cfg = make(replace(DENSE, rope_scaling=scaling, hf_path=str(tmp_path)))
-    config = registry.to_hf_config(cfg.model) | {"max_seq_len": cfg.max_sequence_tokens // 2 - shorter}
+    model = replace(DENSE, rope_scaling=scaling, hf_path=str(tmp_path))
+    if factor == 1:
+        folder = tmp_path / "gemma3"
+        gemma3.published(folder)
+        model = replace(model_in(folder), hf_path=str(tmp_path))
+    cfg = make(model, precision__trainer="bf16", precision__rollout="bf16")
+    config = registry.to_hf_config(cfg.model) | {"max_seq_len": cfg.max_sequence_tokens // factor - shorter}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
     assert len(check(cfg, accelerator="cpu")) == shorter
