@@ -29,6 +29,7 @@ _ROLES = {"human": "user", "gpt": "assistant"}  # names used in "conversations"
 _LOOKS_LIKE_MESSAGES = re.compile(
     r"""\s*(?:\{\s*["'](?:messages|conversations)["']\s*:\s*)?\[?\s*\{\s*["'](?:role|from|content|value)["']\s*:"""
 )
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _FINAL_ANSWER = "####"  # GSM8K: marks the final answer
 
 
@@ -49,6 +50,7 @@ class Columns:
 
     def problem(self, row: Mapping[str, Any]) -> Problem:
         """Convert a row. Raises RowError for an empty prompt, or one that is neither text nor messages."""
+        require_text(row)
         value = _decoded(lookup(row, self.prompt), self.prompt)
         answer = None if self.answer is None else lookup(row, self.answer)
         messages: tuple[dict[str, str], ...] = ()
@@ -147,6 +149,13 @@ def _inputs_of(row: Mapping[str, Any], prompt_column: str) -> tuple[str, ...]:
     return (by_lower["context"],) if {"context", "response"} <= set(by_lower) else (by_lower.get("input", "input"),)
 
 
+def require_text(row: Mapping[str, Any]) -> None:
+    """Raise RowError if a row has images, videos or sounds in columns of their own."""
+    for name, value in row.items():
+        if name.lower() in _MEDIA and value is not None and value not in ("", [], {}):
+            raise RowError(f"has the column {name!r}, and only text can be used; remove the column, or the row")
+
+
 def lookup(row: Mapping[str, Any], name: str) -> Any:
     """The value of a column, or of a key in it if the name has dots; None if it does not exist."""
     if name in row:
@@ -176,12 +185,14 @@ def _messages(value: Any, column: str) -> tuple[tuple[dict[str, str], ...], str 
     """(messages up to the last user message, the reply after it or None)."""
     if not isinstance(value, Sequence) or not value:
         raise RowError(f"{column} is neither text nor a list of messages: {str(value)[:60]!r}")
+    roles = [message.get("role", message.get("from")) if isinstance(message, Mapping) else None for message in value]
+    asked = max((i for i, role in enumerate(roles) if _ROLES.get(role, role) == "user"), default=None)
+    calls = ("tool_calls", "function_call")
+    if any(message.get(key) for message in value[:asked] if isinstance(message, Mapping) for key in calls):
+        raise RowError(f"{column} contains a call of a tool, which a prompt of rows cannot have; remove it")
     messages = [as_message(message, column) for message in value]
-    asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if asked is None:
         raise RowError(f"{column} has no user message")
-    if any(message.get("tool_calls") or message.get("function_call") for message in value[:asked]):
-        raise RowError(f"{column} contains a call of a tool, which a prompt of rows cannot have; remove it")
     replies = [message["content"] for message in messages[asked + 1 :] if message["role"] == "assistant"]
     return tuple(messages[: asked + 1]), replies[0] if replies else None
 

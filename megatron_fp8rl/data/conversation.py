@@ -16,12 +16,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_fp8rl.data.tokenizer import encode
+from megatron_fp8rl.data.tokenizer import encode, is_special
 
 Message = Mapping[str, Any]  # role, content and, of an assistant, tool_calls, as in OpenAI's chat completions
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -108,6 +110,37 @@ class ChatFormat:
             ids = ids[1:]  # the end token was already sampled
         return Rendered(text=text, new_text=rest, new_ids=ids)
 
+    @cached_property
+    def _markers(self) -> list[str]:
+        """The special tokens that the template writes into a conversation."""
+        ids: tuple[int, ...] = ()
+        with suppress(ConversationError):  # the template needs other messages
+            ids = self.begin([{"role": "user", "content": "?"}]).new_ids if self.uses_chat else ()
+        return [self.tokenizer.decode([token]) for token in dict.fromkeys(ids) if is_special(self.tokenizer, token)]
+
+    def has_markers(self, messages: Sequence[Message]) -> bool:
+        """Whether messages contain special tokens that the template writes, as if it were applied already."""
+        return any(marker in str(message.get("content")) for message in messages for marker in self._markers)
+
+    def header(self) -> str:
+        """The text before an answer that the policy has to sample, because the template has no generation prompt."""
+        if not self.uses_chat:
+            return ""
+        question = {"role": "user", "content": "?"}
+        try:
+            text = self._render([question], ())
+            whole = self._render([question, {"role": "assistant", "content": _MARK}], (), answered=True)
+            has_prompt = text != self._render([question], (), answered=True)
+        except ConversationError:
+            return ""
+        return "" if has_prompt or not whole.startswith(text) else whole.removeprefix(text).partition(_MARK)[0].strip()
+
+    def closing_text(self) -> str:
+        """The template's text after an answer that ends a conversation, without spaces around it."""
+        with suppress(ConversationError):
+            return self._closing(()).strip()
+        return ""
+
     def closing_id(self) -> int | None:
         """First token that the template writes after an answer, before the next question; None without a template."""
         if not self.uses_chat:
@@ -144,10 +177,11 @@ class ChatFormat:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConversationError(f"the chat template refuses the messages ({roles}): {error}") from None
         for message in messages:
-            if message.get("role") not in _ROLES and plain(message)["content"].strip() not in text:
+            role, content = message.get("role"), plain(message)["content"].strip()
+            if role not in ("assistant", "tool") and content not in text:  # which templates may rewrite
+                remedy = "correct the template" if role in _ROLES else f"use one of {', '.join(_ROLES)}"
                 raise ConversationError(
-                    f"the chat template leaves out messages of role {message.get('role')!r}; use one of "
-                    f"{', '.join(_ROLES)}"
+                    f"the chat template leaves out or changes a message of role {role!r}: {content[:60]!r}; {remedy}"
                 )
         return text
 

@@ -3,16 +3,18 @@
 All rows of small sources are rendered and tokenized; of larger ones, an even sample.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from megatron_fp8rl.config import DataConfig, RunConfig
+from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RunConfig
 from megatron_fp8rl.data.columns import Columns
 from megatron_fp8rl.data.conversation import ChatFormat, ConversationError
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
@@ -53,6 +55,9 @@ class SourceReport:
     dropped: tuple[tuple[str, str], ...]  # (row, reason)
     num_equal: int  # held-out questions that are also training questions
     prompts: tuple[Prompt, ...]  # the first few
+    num_conflicts: int = 0  # rows whose prompt an earlier row has, with another reference answer
+    num_rendered: int = 0  # rows that contain special tokens of the chat template
+    lacks_tools: bool = False  # whether rows have tools, which no prompt shows
 
     @property
     def num_seen(self) -> int:
@@ -61,7 +66,20 @@ class SourceReport:
     def warnings(self) -> Iterator[str]:
         """Suspicious results, as sentences."""
         if self.num_equal:
-            yield f"{self.num_equal} held-out questions of {self.key} are training questions, too"
+            what = "rows" if self.columns is None else "questions"
+            yield f"{self.num_equal} held-out {what} of {self.key} are training {what}, too"
+        if self.num_conflicts:
+            yield (
+                f"{self.num_conflicts} rows of {self.key} have the prompt of another row and another reference "
+                "answer; correct the answers, or list all right ones in one row"
+            )
+        if self.num_rendered:
+            yield (
+                f"{self.num_rendered} of {self.num_seen} read rows of {self.key} contain special tokens that the chat "
+                "template writes, as if it were applied already; store messages, or set --data.chat_template False"
+            )
+        if self.lacks_tools:
+            yield f"the prompts of {self.key} lack the 'tools' of their rows; name an agent, or remove the column"
         for prompt in self.prompts[:1]:
             history = prompt.metadata.get("history")
             if isinstance(history, str) and history.strip() and history.strip() not in prompt.text:
@@ -121,16 +139,19 @@ def inspect_sources(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[
     return [_inspect(source, key) for key in source.configs]
 
 
-def inspect_training_rows(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, whole: bool = False) -> list[str]:
-    """Console lines about rows of conversations or pairs. Raises TooManyDroppedError, or an error of opening a source.
-    ``whole``: also the first row as the model reads it, with ``[[`` and ``]]`` around what is trained."""
-    rows, lines = TrainingRows(cfg, tokenizer), []
+def inspect_training_rows(
+    cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, whole: bool = False
+) -> tuple[list[str], list[str]]:
+    """(console lines, warnings) about rows of conversations or pairs. Raises TooManyDroppedError, or an error of
+    opening a source. ``whole``: also the first row as the model reads it, with ``[[`` and ``]]`` around trained text.
+    """
+    rows, lines, warnings, seen = TrainingRows(cfg, tokenizer), list[str](), list[str](), set[int]()
     sources = [(key, num, False) for key, num in rows.num_rows.items()]
     sources += [(key, num, True) for key, num in rows.num_held_out.items()]
     for key, num_rows, is_held_out in sources:
         title = f"{key}, held out" if is_held_out else key
         num_seen = num_rows if num_rows <= _ALL_UP_TO else _SAMPLE
-        usable, dropped, first = [], [], None
+        usable, dropped, first, num_equal, rows.num_rendered = [], [], None, 0, 0
         for index in (int(i * num_rows / num_seen) for i in range(num_seen)):
             try:
                 samples = rows.samples(key, index, held_out=is_held_out)
@@ -139,15 +160,20 @@ def inspect_training_rows(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *,
                 continue
             first = first or samples
             usable += samples
-        what = {"columns": None, "prompts": (), "num_equal": 0, "num_held_out": None}
+            content = hash(tuple(sample.token_ids.array.tobytes() for sample in samples))
+            num_equal += is_held_out and content in seen
+            seen |= set() if is_held_out else {content}
+        what = {"columns": None, "prompts": (), "num_held_out": None}
         lengths = tuple(sample.num_tokens for sample in usable)
         # Its lengths count rows, so that the share of dropped rows is right.
         report = SourceReport(
-            key=title,
+            key=key,
             dataset=title,
             num_rows=num_rows,
             lengths=(0,) * (num_seen - len(dropped)),
             dropped=tuple(dropped),
+            num_equal=num_equal,
+            num_rendered=rows.num_rendered,
             **what,
         )
         lines.append(f"{title}: {num_rows:,} {'pairs' if rows.is_pairs else 'conversations'}")
@@ -158,12 +184,13 @@ def inspect_training_rows(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *,
         lines += [f"  left out: {row}: {reason[:160]}" for row, reason in dropped[:3]]
         lines += [f"  left out: {len(dropped) - 3:,} more of {num_seen:,}"] if len(dropped) > 3 else []
         require_usable([report], cfg.data.max_dropped)
+        warnings += report.warnings()
         for sample in first if whole and first and not is_held_out else ():
             parts = [(tokenizer.decode(s.token_ids.array.tolist()), s.is_trained) for s in sample.segments]
             text = "".join(f"[[{text}]]" if is_trained else text for text, is_trained in parts)[:_SHOWN]
             lines += [f"  {sample.name}, with [[ ]] around what is trained:"]
             lines += [f"    | {line}" for line in text.splitlines()]
-    return lines
+    return lines, warnings
 
 
 def inspect_ends(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
@@ -183,6 +210,16 @@ def inspect_ends(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[st
         warnings.append(
             f"the chat template ends an answer with {tokenizer.convert_ids_to_tokens(closing)} ({closing}), which ends "
             f"no completion; set --sampling.stop_token_ids {closing}"
+        )
+    elif closing is not None and closing not in chat.stop_ids and chat.closing_text():
+        warnings.append(
+            f"the chat template ends an answer with {chat.closing_text()!r}, which begins with no special token, so "
+            "that completions end elsewhere; correct the template, or add the token to the tokenizer"
+        )
+    if header := chat.header():
+        warnings.append(
+            f"the chat template has no generation prompt, and writes {header!r} before an answer, which the policy "
+            "has to sample; add {% if add_generation_prompt %} with this text to its end"
         )
     return f"completions end at {line}", warnings
 
@@ -234,6 +271,7 @@ class RewardCheck:
     reference: tuple[float, ...]  # for report prompts with a reference answer
     empty: tuple[float, ...]  # for the same prompts
     failure: str  # reason of the first failed score, or empty
+    is_broken: bool = False  # whether every score failed, or the function is called or answers wrongly
     compares: bool = False  # whether a reward compares with reference answers
     rewarded_wrong: tuple[tuple[str, str, float], ...] = ()  # (reference, wrong answer, score above 0)
 
@@ -242,10 +280,11 @@ class RewardCheck:
         problems = [self.failure] if self.failure else []
         if not self.reference and self.compares and not self.failure:
             problems.append("its reward compares with reference answers, and the first rows have none")
-        if self.reference and max(self.reference) <= 0:
+        least = min(0.0, *self.empty) if self.empty else 0.0  # a reward may count from below 0
+        if self.reference and max(self.reference) <= least and not self.is_broken:
             problems.append("no reference answer is rewarded; the reward or the answer column is wrong")
-        elif self.reference and min(self.reference) <= 0:
-            share = sum(score <= 0 for score in self.reference) / len(self.reference)
+        elif self.reference and min(self.reference) <= least and not self.is_broken:
+            share = sum(score <= least for score in self.reference) / len(self.reference)
             problems.append(f"{share:.0%} of the reference answers are not rewarded")
         if self.empty and max(self.empty) > 0 and (not self.reference or max(self.empty) >= max(self.reference)):
             problems.append(f"an empty answer is rewarded by {max(self.empty):g}, as much as a right one")
@@ -283,17 +322,20 @@ def check_rewards(data: DataConfig, deadline_s: float, reports: Sequence[SourceR
                 (pool.submit(prompt, text), pool.submit(prompt, ""))
                 for prompt, text in zip(prompts, texts, strict=True)
             ]
-            wrong = []
+            wrong, others = [], list[Future[Score]]()
             if has_rows(now[report.key].dataset):
+                others = [] if prompts else [pool.submit(prompt, "pass") for prompt in report.prompts]
                 pairs = ((prompt, other) for prompt in prompts for other in wrong_answers(prompt, texts))
                 wrong = [(prompt.answer, other, pool.submit(prompt, other)) for prompt, other in pairs]
             try:
                 scores = [(reference.result(), empty.result()) for reference, empty in asked]
                 wrong_scores = [(answer, other, _correctness(score.result())) for answer, other, score in wrong]
+                all_scores = [*itertools.chain(*scores), *(score.result() for score in others)]
             except ScorePoolError as error:
-                checks.append(RewardCheck(key=report.key, reference=(), empty=(), failure=str(error)))
+                checks.append(RewardCheck(key=report.key, reference=(), empty=(), failure=str(error), is_broken=True))
                 continue
-            failure = next((score.detail for pair in scores for score in pair if score.status == "score_failed"), "")
+            failed = [score.detail for score in all_scores if score.status == "score_failed"]
+            failure = next(iter(failed), "")
             if failure and keyed[report.key].agent and not has_rows(now[report.key].dataset):
                 continue  # such as a taskset, whose sessions have rewards of their own
             reference, empty = zip(*scores, strict=True) if scores else ((), ())
@@ -303,11 +345,18 @@ def check_rewards(data: DataConfig, deadline_s: float, reports: Sequence[SourceR
                     reference=tuple(score.reward for score in reference),
                     empty=tuple(score.reward for score in empty),
                     failure=failure,
+                    is_broken=any("raised RewardError" in detail for detail in failed)
+                    or (bool(failed) and len(failed) == len(all_scores) and not _asks_server(keyed[report.key])),
                     compares=any(map(needs_answers, keyed[report.key].rewards)),
                     rewarded_wrong=tuple(item for item in wrong_scores if item[2] > 0),
                 )
             )
     return checks
+
+
+def _asks_server(source: EnvironmentConfig) -> bool:
+    """Whether a reward asks a server, which may start later."""
+    return any(reward.function == "judge" or "url" in reward.options for reward in source.rewards)
 
 
 def wrong_answers(prompt: Prompt, texts: Sequence[str]) -> list[str]:
@@ -341,12 +390,16 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
     lengths: list[int] = []
     dropped: list[tuple[str, str]] = []
     prompts: list[Prompt] = []
-    questions: set[int] = set()
+    questions, answers = set[int](), dict[int, str]()
+    cfg, num_conflicts, num_rendered, has_tools = source.configs[key], 0, 0, False
     for name, index in _sampled(source, key):
         try:
             problem = source.problem_at(key, index)
             questions.add(_question(problem))
             prompt = source.prompt(name, key, problem)
+            num_conflicts += answers.setdefault(hash(prompt.text), prompt.answer) != prompt.answer
+            num_rendered += source.chat_format.has_markers(prompt.messages)
+            has_tools = has_tools or bool(prompt.metadata.get("tools"))
         except RowError as error:
             dropped.append((name, str(error)))
             continue
@@ -356,7 +409,7 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
     rows, held_out = source.rows.get(key), source.held_out_rows.get(key)
     return SourceReport(
         key=key,
-        dataset=source.configs[key].dataset,
+        dataset=cfg.dataset,
         num_rows=None if rows is None else len(rows),
         num_held_out=None if held_out is None else len(held_out),
         columns=None if rows is None else rows.columns,
@@ -364,6 +417,9 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
         dropped=tuple(dropped),
         num_equal=_num_equal(source, key, questions),
         prompts=tuple(prompts),
+        num_conflicts=num_conflicts if any(map(needs_answers, cfg.rewards)) else 0,
+        num_rendered=num_rendered,
+        lacks_tools=has_tools and not cfg.agent,
     )
 
 
@@ -395,7 +451,8 @@ def _num_equal(source: ProblemSource, key: str, seen: set[int]) -> int:
 
 
 def _question(problem: Problem) -> int:
-    return hash((problem.question, tuple(message["content"] for message in problem.messages)))
+    texts = (problem.question, *(message["content"] for message in problem.messages))
+    return hash(tuple(" ".join(text.split()) for text in texts))
 
 
 def _histogram(lengths: Sequence[int], max_bars: int = 12) -> str:

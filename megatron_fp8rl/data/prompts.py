@@ -124,7 +124,6 @@ class ProblemSource:
         self.chat_format = ChatFormat(tokenizer, self._uses_chat, data.chat_template_arguments, stop_ids)
         self.tokenizer = tokenizer
         self._max_prompt_tokens, self._seed = sampling.max_prompt_tokens, seed
-        self._template_arguments = data.chat_template_arguments
         self.configs = environments_by_key(data.environments)
         rows = {key: env for key, env in self.configs.items() if has_rows(env.dataset)}
         self.rows = {key: RowSource(env, env.dataset) for key, env in rows.items()}
@@ -196,6 +195,11 @@ class ProblemSource:
             text = self._text(messages)
             # A chat template writes the special tokens itself.
             token_ids = encode(self.tokenizer, text, add_special_tokens=not self._uses_chat)
+            if token_ids[:2] == (self.tokenizer.bos_token_id,) * 2:
+                bos = self.tokenizer.bos_token
+                raise RowError(
+                    f"begins with {bos}, which the tokenizer or the chat template adds; remove it from the row"
+                )
             json.dumps([problem.answer, problem.metadata], ensure_ascii=False).encode()  # rejects lone surrogates
         limit = self._max_prompt_tokens
         if len(token_ids) > limit:
@@ -222,9 +226,7 @@ class ProblemSource:
 
     def _text(self, messages: list[dict[str, str]]) -> str:
         if self._uses_chat:
-            return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self._template_arguments
-            )
+            return self.chat_format._render(messages, ())
         if len(messages) > 1:
             raise RowError("has several messages, or a system prompt, and needs a tokenizer with a chat template")
         return messages[0]["content"]

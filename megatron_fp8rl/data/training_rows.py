@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.columns import ColumnError, _decoded, as_message, lookup
+from megatron_fp8rl.data.columns import ColumnError, _decoded, as_message, lookup, require_text
 from megatron_fp8rl.data.conversation import ChatFormat
 from megatron_fp8rl.data.dropped import DroppedLog, RowError, row_errors
 from megatron_fp8rl.data.prompts import ProblemSource, apportion
@@ -53,6 +53,7 @@ class TrainingRows:
         self.num_held_out = {key: len(rows) for key, rows in self._source.held_out_rows.items()}
         self._dropped = DroppedLog(Path(cfg.run_dir) if log else None, cfg.data.max_dropped)
         self.position = 0
+        self.num_rendered = 0  # conversations with special tokens of the chat template in a message
 
     @property
     def num_dropped(self) -> int:
@@ -98,6 +99,7 @@ class TrainingRows:
         name = f"{key}/{'eval-' if held_out else ''}{row}"
         with row_errors():
             content = rows.rows[row]
+            require_text(content)
             tools = _decoded_json(content.get("tools"))
             if not self.is_pairs:
                 return self._samples(name, key, self._conversation(key, content), tools)
@@ -152,6 +154,7 @@ class TrainingRows:
             if message["role"] == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
                 raise RowError(f"message {index} of the assistant is empty")
         chat = self._source.chat_format
+        self.num_rendered += chat.has_markers(messages)
         marked = chat.uses_chat and _MARKERS.search(str(chat.tokenizer.chat_template))
         parts = [_by_markers(chat, messages, tools, first)] if marked else list(_by_text(chat, messages, tools, first))
         limit = self._cfg.max_sequence_tokens

@@ -143,7 +143,9 @@ class ScorePool:
         batch = [item for item in self._take() if item.score.set_running_or_notify_cancel()]
         try:
             scores = self._score([item.prompt for item in batch], [item.text for item in batch]) if batch else []
-            if len(batch) > 1 and any(score.status != "scored" for score in scores):
+            # A mistake of the function, such as a list of another length, is none of a single completion.
+            is_mistaken = any("raised RewardError" in score.detail for score in scores)
+            if len(batch) > 1 and not is_mistaken and any(score.status != "scored" for score in scores):
                 scores = [self._score([item.prompt], [item.text])[0] for item in batch]
         except Exception as error:
             for item in batch:
@@ -241,7 +243,7 @@ class _Waiting(NamedTuple):
 def _checked(reply: Mapping[str, Any], environment: str) -> Score:
     values = {**reply["parts"], "reward": reply["reward"]}
     if bad := {name: value for name, value in values.items() if not abs(value) <= _LARGEST_REWARD}:
-        return Score.failed(f"scorer of {environment} returned {bad}")
+        return Score.failed(f"scorer of {environment} returned {bad}; a finite number of at most 1e15 is needed")
     return Score(reply["reward"], "scored", "", reply["parts"])
 
 

@@ -32,6 +32,7 @@ def check_data(cfg: RunConfig) -> None:
         values = {"--data.environments": [source.dataset for source in cfg.data.environments]}
         values |= {"--data.max_dropped": cfg.data.max_dropped, _tokenizer_field(cfg): _tokenizer(cfg)}
         values["--session.tool_parser"] = cfg.session.tool_parser
+        values[_REWARDS] = [reward.function for source in cfg.data.environments for reward in source.rewards]
         raise ConfigError([Violation(e.subject, values[e.subject], e.problem, "Nothing was started") for e in errors])
 
 
@@ -98,16 +99,20 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
         return [], [Finding("error", _tokenizer_field(cfg), str(error))]
     if problem := _tool_parser_problem(cfg):
         return [], [Finding("error", "--session.tool_parser", problem)]
+    findings = [Finding("warning", "--sampling.stop_token_ids", text) for text in end_warnings]
+    if not loaded.chat_template:
+        end_line += "; the tokenizer has no chat template, and prompts are plain text"
     try:
         if is_supervised(cfg):
-            return inspect_training_rows(cfg, loaded, whole=whole_prompt), []
+            lines, warnings = inspect_training_rows(cfg, loaded, whole=whole_prompt)
+            findings += [Finding("warning", "--data.environments", text) for text in warnings]
+            return [end_line, *lines], findings
         reports = inspect_sources(cfg, loaded)
     except TooManyDroppedError as error:
         return [], [Finding("error", "--data.max_dropped", str(error))]
     except (ValueError, OSError, ImportError) as error:
         return [], [Finding("error", "--data.environments", str(error))]
     lines = [end_line, *(line for report in reports for line in report.lines(whole_prompt))]
-    findings = [Finding("warning", "--sampling.stop_token_ids", text) for text in end_warnings]
     try:
         require_usable(reports, cfg.data.max_dropped)
     except TooManyDroppedError as error:
@@ -116,7 +121,7 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
         findings += [Finding("warning", "--data.environments", text) for text in report.warnings()]
     for check in check_rewards(cfg.data, cfg.scoring.deadline_s, reports):
         lines.append(check.line())
-        findings += [Finding("warning", _REWARDS, text) for text in check.warnings()]
+        findings += [Finding("error" if check.is_broken else "warning", _REWARDS, text) for text in check.warnings()]
     return lines, findings
 
 

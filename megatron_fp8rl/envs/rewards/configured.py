@@ -182,5 +182,5 @@ def reward_and_parts(value: Any, name: str) -> tuple[float, dict[str, float]]:
 def as_number(value: Any, name: str) -> float:
     """Convert to float. Raises TypeError for non-numbers, including True and False."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} returned {value!r}, which is not a number")
+        raise TypeError(f"{name} returned {value!r}, which is not a number; return a number or a dict of numbers")
     return float(value)

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +99,17 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[[Sequence[Prompt], S
     """The function as ``(prompts, completions) -> numbers or dicts``, with ``options``. Raises RewardError."""
     if reason := problem(spec):
         raise RewardError(reason)
-    function = named(spec)
+    function, name = named(spec), parse(spec)[1]
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in optional]
 
     def called(row: dict[str, Any]) -> Any:
+        if missing := [key for key in needed if key not in row]:
+            known = ", ".join(sorted(row))
+            hint = near_matches(missing[0], row)
+            raise RewardError(f"{name} has the parameter {missing[0]!r}, which no row has{hint}; there are {known}")
         value = function(**(row if takes_all else {key: row[key] for key in parameters if key in row}))
         return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
 
@@ -120,7 +126,10 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[[Sequence[Prompt], S
         row: dict[str, Any] = {key: [prompt.metadata.get(key) for prompt in prompts] for key in columns}
         row |= options
         row |= {"answer": [prompt.answer for prompt in prompts], "prompts": [prompt.text for prompt in prompts]}
-        values = list(called(row | {"completions": list(completions)}))
+        values = called(row | {"completions": list(completions)})
+        if not isinstance(values, Iterable) or isinstance(values, str | Mapping):
+            raise RewardError(f"{name} returned {values!r}, and not a list with a reward for each of its completions")
+        values = list(values)
         if len(values) != len(completions):
             raise RewardError(f"{spec} returned {len(values)} rewards for {len(completions)} completions")
         return values

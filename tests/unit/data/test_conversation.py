@@ -128,3 +128,41 @@ def test_messages_are_compared_by_what_they_say():
     )
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert plain({"role": "user", "content": parts}) == plain({"role": "user", "content": "ab", "name": "x"})
+
+
+def chat_of(template: str) -> ChatFormat:
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = template
+    return ChatFormat(tokenizer, True, {}, frozenset({tokenizer.eos_token_id}))
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_without_a_generation_prompt_leaves_the_header_to_the_policy():
+    assert chat_of(CHATML).header() == ""
+    assert chat_of(CHATML.partition("{% if")[0]).header() == "<|im_start|>assistant"
+    # Llama 2 and Mistral need none: the end of the question begins the answer.
+    inst = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
+    assert chat_of(inst + "{{ m.content }}<|im_end|>{% endif %}{% endfor %}").header() == ""
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_a_template_that_leaves_out_a_message_is_refused(role):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is two?"}]
+    assert "Be brief." in chat_of(CHATML).begin(messages).text
+    drops = CHATML.replace("%}<|im_start|>{{", f"%}}{{% if m.role != '{role}' %}}<|im_start|>{{{{", 1)
+    drops = drops.replace("{% endfor %}", "{% endif %}{% endfor %}", 1)
+    with pytest.raises(ConversationError, match=f"leaves out or changes a message of role '{role}'"):
+        chat_of(drops).begin(messages)
+
+
+def test_messages_that_are_rendered_already_are_found():
+    chat = chat_of(CHATML)
+    assert not chat.has_markers([{"role": "user", "content": "a <b> <eos> c"}])
+    assert chat.has_markers([{"role": "user", "content": "<|im_start|>user\nhi<|im_end|>\n"}])
+    assert not ChatFormat(chat.tokenizer, False).has_markers([{"role": "user", "content": "<|im_start|>user"}])

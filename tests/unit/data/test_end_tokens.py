@@ -174,6 +174,9 @@ def test_end_tokens_are_listed_and_doubtful_ones_warned_about(tmp_path):
     _, (warning,) = inspect_ends(config(tmp_path / "base"), base)
     assert warning.endswith(f"set --sampling.stop_token_ids {im_end}")
     assert inspect_ends(config(tmp_path / "base", stop_token_ids=(im_end,)), base)[1] == []
+    base.chat_template = base.chat_template.replace("<|im_end|>", "<|eot|>")  # no token of this tokenizer
+    _, (warning,) = inspect_ends(config(tmp_path / "base"), base)
+    assert "the chat template ends an answer with '<|eot|>', which begins with no special token" in warning
 
 
 def test_the_end_token_of_a_template_is_found_without_the_characters_of_a_question(tmp_path):

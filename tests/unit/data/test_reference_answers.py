@@ -47,7 +47,8 @@ def reason(report: SourceReport) -> str:
 
 @pytest.mark.parametrize("kind", [int, float])
 def test_integers_count_the_choices_from_0(tmp_path, kind):
-    cfg, report = report_of(tmp_path, [{**MMLU, "answer": kind(i)} for i in (0, 1, 2, 3)])
+    rows = [{**MMLU, "question": f"Who is {i}?", "answer": kind(i)} for i in (0, 1, 2, 3)]
+    cfg, report = report_of(tmp_path, rows)
     assert [prompt.answer for prompt in report.prompts] == ["A", "B", "C", "D"]
     assert "  integers in 'answer' count 'choices' from 0: 0 is A, 1 is B" in list(report.lines())
     assert list(report.warnings()) == []

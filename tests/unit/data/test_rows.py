@@ -534,3 +534,60 @@ class TestMessagesBeforeThePrompt:
         ]
         assert self.prompts(tmp_path, rows, template="{history} {question}") == ["[u:We had 1. 2]"]
         assert list(self.report.warnings()) == []
+
+
+def test_images_beside_the_text_are_refused(tmp_path):
+    rows = [{**row, "images": ["a.png"] if i else []} for i, row in enumerate(ROWS)]
+    source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows), rewards=(RewardConfig(function="number"),))
+    (report,) = inspect_sources(config(tmp_path, source), TOKENIZER)
+    assert len(report.prompts) == 1 and len(report.dropped) == 24
+    assert report.dropped[0] == (
+        "row 1 of a",
+        "has the column 'images', and only text can be used; remove the column, or the row",
+    )
+
+
+def test_a_question_with_two_answers_and_tools_without_an_agent_are_reported(tmp_path):
+    rows = [*ROWS, {**ROWS[3], "answer": "77"}, {**ROWS[4], "question": "4  + 1 =\n"}, {**ROWS[5], "tools": [{"a": 1}]}]
+    source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows), rewards=(RewardConfig(function="number"),))
+    (report,) = inspect_sources(config(tmp_path, source), TOKENIZER)
+    conflict, tools = report.warnings()
+    assert conflict.startswith("1 rows of a have the prompt of another row and another reference answer")
+    assert tools.startswith("the prompts of a lack the 'tools' of their rows")
+    own = replace(source, rewards=(RewardConfig(function="format", options={"pattern": "2"}),), agent="m:f")
+    (report,) = inspect_sources(config(tmp_path, own), TOKENIZER)
+    assert list(report.warnings()) == []
+
+
+def test_held_out_questions_are_compared_without_their_spaces(tmp_path):
+    held_out = write(tmp_path / "b.jsonl", [{**ROWS[2], "question": " 2 +  1 = "}, {**ROWS[3], "question": "other"}])
+    source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl"), eval=held_out)
+    (report,) = inspect_sources(config(tmp_path, source), TOKENIZER)
+    assert report.num_equal == 1
+
+
+def test_a_prompt_that_begins_with_two_begin_tokens_is_refused(tmp_path):
+    rows = [{"question": f"<bos>{row['question']}", "answer": row["answer"]} for row in ROWS[:3]]
+    source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows))
+    (report,) = inspect_sources(config(tmp_path, source), TOKENIZER)
+    assert [reason for _, reason in report.dropped] == [
+        "begins with <bos>, which the tokenizer or the chat template adds; remove it from the row"
+    ] * 3
+
+
+@pytest.mark.parametrize("has_answers", [True, False])
+def test_a_reward_that_fails_for_every_answer_is_broken(tmp_path, has_answers):
+    """Also if no row has a reference answer. A reward that fails for some answers is not."""
+    (tmp_path / "r.py").write_text(
+        "def f(solution_str): return 1.0\n"
+        "def g(completion): return 1.0 / len(completion)\n"
+        "def negative(completion, answer): return -float(completion != answer)\n"
+    )
+    rows = ROWS if has_answers else [{"question": row["question"]} for row in ROWS]
+    broken = check_of(tmp_path, rows, f"{tmp_path}/r.py:f")
+    (warning,) = broken.warnings()
+    assert broken.is_broken and "f has the parameter 'solution_str', which no row has" in warning
+    assert not check_of(tmp_path, rows, f"{tmp_path}/r.py:g").is_broken
+    assert check_of(tmp_path, ROWS, f"{tmp_path}/r.py:negative").warnings() == []
+    (tmp_path / "r.py").write_text("import no_such_package\ndef f(completion): return 1.0\n")
+    assert check_of(tmp_path, rows, f"{tmp_path}/r.py:f").is_broken

@@ -137,6 +137,22 @@ class TestFunctions:
             other = Prompt(prompt_id="b/0", environment="b", token_ids=(), text="", answer="")
             assert "returned None, which is not a number" in pool.submit(other, "x").result(100).detail
 
+    def test_a_parameter_that_no_row_has_is_named(self, tmp_path):
+        (tmp_path / "r.py").write_text("def f(prompt, completions_text, answer): return 1.0\n")
+        with pytest.raises(RewardError, match="f has the parameter 'completions_text', which no row has; did you mean"):
+            score(RewardConfig(function=f"{tmp_path}/r.py:f"), "x")
+
+    def test_a_batch_of_another_length_fails_as_a_whole(self, tmp_path):
+        """Each completion alone would get a score, so that a list of one value would look right."""
+        (tmp_path / "r.py").write_text("def f(completions): return [1.0]\ndef g(completions): return 1.0\n")
+        for name, message in (("f", "returned 1 rewards for 2 completions"), ("g", "g returned 1.0, and not a list")):
+            with pytest.raises(RewardError, match=message):
+                build(RewardConfig(function=f"{tmp_path}/r.py:{name}"))([prompt(), prompt()], ["a", "b"])
+        source = EnvironmentConfig(dataset="t.jsonl", rewards=(RewardConfig(function=f"{tmp_path}/r.py:f"),))
+        with ScorePool({"t": source}, num_workers=1, deadline_s=20.0) as pool:
+            scores = [future.result(100) for future in [pool.submit(prompt(), "x") for _ in range(6)]]
+            assert any("rewards for" in score.detail for score in scores)  # the first may be scored alone
+
     def test_what_waits_is_scored_in_one_call(self):
         source = EnvironmentConfig(
             dataset="t.jsonl",
@@ -157,8 +173,9 @@ class TestFunctions:
         ) as pool:
             texts = ["1", "2", "stop", "4", "5"]
             actual = [score.result(100) for score in [pool.submit(prompt("4"), text) for text in texts]]
-        if function == "too_few":  # with one completion it is right
-            assert [score.status for score in actual] == ["scored"] * 5
+        if function == "too_few":  # alone each would get a score, and the mistake would not show
+            assert {score.status == "scored" or detail in score.detail for score in actual} == {True}
+            assert actual[2].status == "score_failed"
         else:
             assert [score.status == "scored" for score in actual] == [text != "stop" for text in texts]
             assert detail in actual[2].detail and actual[3].parts["right"] == 1.0
