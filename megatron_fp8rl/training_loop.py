@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.resumed_config import changed_contents, content_digests
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.precision.hardware import local_hardware
@@ -53,6 +54,7 @@ class TrainingLoop(ABC):
         self.observer = stack.enter_context(Observer(cfg, is_writer=parallel.rank == 0))
         stack.enter_context(stop.errors_noted())
         self.open_data(stack)
+        self.contents = content_digests(cfg, tokenizer_dir)
         with span("start_model"):
             self.policy = Policy.build(cfg, parallel, host, has_reference=self.has_reference)
             self.kernels = choose(cfg, local_hardware(), "trainer")
@@ -142,6 +144,7 @@ class TrainingLoop(ABC):
             # If the run is killed before it writes the step's line to metrics.jsonl, it writes the line on resume.
             record = self.parallel.broadcast_object(record)
             extra = {"prompt_position": position, "record": record, "rows": self.data.row_identities}
+            extra["contents"] = self.contents
             self.saver.begin(self.step, extra)
 
     def _resume(self, checkpoints: Path) -> tuple[int, dict[str, Any], bool]:
@@ -157,6 +160,8 @@ class TrainingLoop(ABC):
         for key, before in extra.get("rows", {}).items():
             if (now := self.data.row_identities.get(key, before)) != before:
                 self.observer.message(f"changed since then: the data of {key} were {before}, now {now}")
+        for text in changed_contents(extra.get("contents", {}), self.contents):
+            self.observer.message(f"changed since then: {text}")
         record = extra.get("record", {})
         lacks_line = self.parallel.broadcast_object(bool(record) and self.observer.lacks(step))
         return step, record, step >= self.cfg.num_steps and not lacks_line

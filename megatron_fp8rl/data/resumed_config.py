@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fp8rl.config import RunConfig, Violation
+from megatron_fp8rl.data.unchanged import DataFile, digest_of
+from megatron_fp8rl.data.weight_files import TOKENIZER_FILES
+from megatron_fp8rl.envs.rewards import functions
 
 _MAX_CHARACTERS = 60  # of a value in a message
 _MAX_MODEL_FIELDS = 3  # that are refused one by one
@@ -75,6 +78,22 @@ def refusals(before: Mapping[str, Any], cfg: RunConfig, where: Path, *, steps: i
         problem = f"the run has already finished step {steps}: {where}"
         errors.append(Violation("--num_steps", cfg.num_steps, problem, f"Set {steps} or more"))
     return errors
+
+
+def content_digests(cfg: RunConfig, tokenizer_dir: Path) -> dict[str, str]:
+    """Digests of the tokenizer's files and of those of reward functions, by name. Their paths stay the same in the
+    configuration if their content changes."""
+    own = {reward.function for source in cfg.data.environments for reward in source.rewards}
+    files = [tokenizer_dir / name for name in TOKENIZER_FILES]
+    files += [functions.parse(spec)[0] for spec in sorted(own) if ".py:" in spec]
+    return {file.name: digest_of([DataFile(file)]) for file in files if file.is_file()}
+
+
+def changed_contents(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Lines about files of :func:`content_digests` that are other ones, new or gone. ``before``: empty in checkpoints
+    of earlier releases."""
+    names = [name for name in {**before, **now} if before and before.get(name) != now.get(name)]
+    return [f"the content of {name}; the run goes on with the new one" for name in names]
 
 
 def finished_warm_start_refusals(folder: Path, cfg: RunConfig) -> list[Violation]:

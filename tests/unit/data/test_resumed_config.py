@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig, RewardConfig, RunConfig
 from megatron_fp8rl.data import run_folder
-from megatron_fp8rl.data.resumed_config import changes, refusals
+from megatron_fp8rl.data.resumed_config import changed_contents, changes, content_digests, refusals
 from model_configs import dense
 from model_configs.tiny import tiny_qwen3
 
@@ -160,3 +160,21 @@ def test_lengths_that_take_the_other_frequencies_of_longrope_are_refused(tmp_pat
         assert bool(found) is is_refused, found
     (problem,) = found
     assert "--sampling.max_completion_tokens" in problem and "take other frequencies (limit 4,096)" in problem
+
+
+def test_files_whose_content_changed_under_their_path_are_told(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("a")
+    (tmp_path / "r.py").write_text("def f(completion): return 1.0\n")
+    rewards = (RewardConfig(function=f"{tmp_path}/r.py:f"), RewardConfig(function="math"))
+    cfg = run(tmp_path, data={"environments": (replace(ROWS, rewards=rewards),)})
+    before = json.loads(json.dumps(content_digests(cfg, tmp_path)))
+    assert set(before) == {"tokenizer.json", "chat_template.jinja", "r.py"}
+    assert changed_contents(before, content_digests(cfg, tmp_path)) == changed_contents({}, before) == []
+    (tmp_path / "r.py").write_text("def f(completion): return 2.0\n")
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    told = changed_contents(before, content_digests(cfg, tmp_path))
+    assert [text.partition(";")[0] for text in told] == [
+        f"the content of {name}" for name in ("chat_template.jinja", "r.py", "tokenizer_config.json")
+    ]
