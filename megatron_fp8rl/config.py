@@ -278,7 +278,7 @@ class OptimConfig:
     optimizer: Literal["adam", "muon"] = "adam"  # muon: of matrices; AdamW of embeddings, head, routers and vectors
     # Adam's moments between steps. fp8: the first in FP8 with a scale for each block, the second in BF16.
     states: Literal["fp32", "bf16", "fp8"] = "fp32"
-    lr: float = 1e-6
+    lr: float = 1e-6  # after the warmup, the highest
     warmup_steps: int = 0  # linear, from 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
     min_lr: float = 0.0
@@ -291,7 +291,7 @@ class OptimConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     # Modules that "selective" recomputes, where present: mlp is the MLP of dense layers, moe that of MoE layers.
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("mlp", "moe")
-    moe_aux_loss_coef: float = 0.0
+    moe_aux_loss_coef: float = 0.0  # weight of the loss that balances experts
     max_tokens_per_microbatch: int = 4096  # packed tokens per trainer microbatch on one data-parallel rank
     logprob_chunk_tokens: int = 8192  # tokens whose logits exist at a time; larger microbatches compute logits twice
     offload: tuple[Literal["params", "gradients", "optimizer"], ...] = ()  # to host memory during sampling
@@ -421,11 +421,12 @@ class AlgoConfig:
     # KL of a distillation at each token: estimated from the sampled token, over the teacher's ``teacher_top_k`` most
     # likely tokens and all others together, or over the full vocabulary.
     teacher_kl: Literal["sampled", "top_k", "full"] = "sampled"
-    teacher_top_k: int = 64
+    teacher_top_k: int = 64  # the tokens of teacher_kl top_k
     entropy_coef: float = 0.0
     # Experts of a token. "off": the trainer's router selects them. "old": an update uses those of the pass for old
     # log-probabilities. "rollout": this pass and the update use those that the engine recorded.
     router_replay: Literal["off", "old", "rollout"] = "off"
+    # What is done about the mismatch between rollout and trainer (algo/mismatch.py).
     correction: Literal["off", "truncate", "mask", "sequence_truncate", "sequence_mask", "geometric_mask"] = "truncate"
     correction_low: float = 0.0  # lower bound of the importance weight (masks)
     correction_high: float = 2.0  # cap (truncate) or upper bound (masks) of the importance weight

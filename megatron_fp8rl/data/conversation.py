@@ -36,6 +36,14 @@ class ConversationError(ValueError):
     """The chat template rejects the messages, or the tokenizer cannot represent the text."""
 
 
+class LeftOutError(ConversationError):
+    """The chat template leaves out a message. ``text``: what it wrote."""
+
+    def __init__(self, problem: str, text: str) -> None:
+        super().__init__(problem)
+        self.text = text
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
     """A conversation up to the policy's next answer."""
@@ -118,6 +126,10 @@ class ChatFormat:
             ids = self.begin([{"role": "user", "content": "?"}]).new_ids if self.uses_chat else ()
         return [self.tokenizer.decode([token]) for token in dict.fromkeys(ids) if is_special(self.tokenizer, token)]
 
+    def writes(self, name: str) -> bool:
+        """Whether the template uses a field of messages, or an argument."""
+        return _uses(str(self.tokenizer.chat_template) if self.uses_chat else "", name)
+
     def has_markers(self, messages: Sequence[Message]) -> bool:
         """Whether messages contain special tokens that the template writes, as if it were applied already."""
         return any(marker in str(message.get("content")) for message in messages for marker in self._markers)
@@ -180,9 +192,10 @@ class ChatFormat:
             role, content = message.get("role"), plain(message)["content"].strip()
             if role not in ("assistant", "tool") and content not in text:  # which templates may rewrite
                 remedy = "correct the template" if role in _ROLES else f"use one of {', '.join(_ROLES)}"
-                raise ConversationError(
+                problem = (
                     f"the chat template leaves out or changes a message of role {role!r}: {content[:60]!r}; {remedy}"
                 )
+                raise LeftOutError(problem, text)
         return text
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:

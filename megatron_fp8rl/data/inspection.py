@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RunConfig
 from megatron_fp8rl.data.columns import Columns
-from megatron_fp8rl.data.conversation import ChatFormat, ConversationError
+from megatron_fp8rl.data.conversation import ChatFormat, ConversationError, LeftOutError
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.prompts import ProblemSource, RowSource
 from megatron_fp8rl.data.tokenizer import end_ids, is_special
@@ -58,6 +58,7 @@ class SourceReport:
     num_conflicts: int = 0  # rows whose prompt an earlier row has, with another reference answer
     num_rendered: int = 0  # rows that contain special tokens of the chat template
     lacks_tools: bool = False  # whether rows have tools, which no prompt shows
+    ignored: tuple[str, ...] = ()  # fields of messages that the chat template does not write
 
     @property
     def num_seen(self) -> int:
@@ -80,6 +81,9 @@ class SourceReport:
             )
         if self.lacks_tools:
             yield f"the prompts of {self.key} lack the 'tools' of their rows; name an agent, or remove the column"
+        if self.ignored:
+            names = ", ".join(map(repr, self.ignored))
+            yield f"messages of {self.key} have {names}, which neither the chat template nor the loss uses"
         for prompt in self.prompts[:1]:
             history = prompt.metadata.get("history")
             if isinstance(history, str) and history.strip() and history.strip() not in prompt.text:
@@ -151,7 +155,7 @@ def inspect_training_rows(
     for key, num_rows, is_held_out in sources:
         title = f"{key}, held out" if is_held_out else key
         num_seen = num_rows if num_rows <= _ALL_UP_TO else _SAMPLE
-        usable, dropped, first, num_equal, rows.num_rendered = [], [], None, 0, 0
+        usable, dropped, first, num_equal, rows.num_rendered, rows.ignored = [], [], None, 0, 0, set()
         for index in (int(i * num_rows / num_seen) for i in range(num_seen)):
             try:
                 samples = rows.samples(key, index, held_out=is_held_out)
@@ -174,6 +178,7 @@ def inspect_training_rows(
             dropped=tuple(dropped),
             num_equal=num_equal,
             num_rendered=rows.num_rendered,
+            ignored=tuple(sorted(rows.ignored)),
             **what,
         )
         lines.append(f"{title}: {num_rows:,} {'pairs' if rows.is_pairs else 'conversations'}")
@@ -228,7 +233,12 @@ def require_template(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None
     """Raise ValueError if the chat template is not valid, or leaves out the message of a user."""
     chat = _chat_format(cfg, tokenizer)
     try:
-        text = chat.begin([{"role": "user", "content": _QUESTION}]).text
+        chat.begin([{"role": "user", "content": _QUESTION}])
+    except LeftOutError as error:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} leaves out the message of the user: every prompt is "
+            f"{error.text[:100]!r}; correct it, or set --data.chat_template False"
+        ) from None
     except ConversationError as error:
         if isinstance(error.__context__, TemplateSyntaxError):
             reason = f"line {error.__context__.lineno}: {error.__context__.message}"
@@ -236,12 +246,7 @@ def require_template(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None
                 f"the chat template of {tokenizer.name_or_path} is not valid ({reason}); copy it from the model again, "
                 "or set --data.chat_template False"
             ) from None
-        return  # it may need other messages; the rows show it
-    if _QUESTION not in text:
-        raise ValueError(
-            f"the chat template of {tokenizer.name_or_path} leaves out the message of the user: every prompt is "
-            f"{text[:100]!r}; correct it, or set --data.chat_template False"
-        )
+        # Otherwise it may need other messages; the rows show it.
 
 
 def _chat_format(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:

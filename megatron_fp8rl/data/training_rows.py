@@ -28,6 +28,7 @@ from megatron_fp8rl.types import Sample, Segment
 
 _MARKERS = re.compile(r"\{%-?\s*generation\b")  # transformers' tag around the tokens of the assistant
 _SIDES = ("chosen", "rejected")
+_LEARNED = ("tools", "tool_calls", "function_call", "reasoning_content", "thinking")  # lost without the template
 
 Messages = list[dict[str, Any]]
 
@@ -54,6 +55,7 @@ class TrainingRows:
         self._dropped = DroppedLog(Path(cfg.run_dir) if log else None, cfg.data.max_dropped)
         self.position = 0
         self.num_rendered = 0  # conversations with special tokens of the chat template in a message
+        self.ignored: set[str] = set()  # fields of messages that the chat template does not write
 
     @property
     def num_dropped(self) -> int:
@@ -155,6 +157,13 @@ class TrainingRows:
                 raise RowError(f"message {index} of the assistant is empty")
         chat = self._source.chat_format
         self.num_rendered += chat.has_markers(messages)
+        for field in [*itertools.chain(*messages), *(["tools"] if tools else [])]:
+            if field not in ("role", "content") and not chat.writes(field):
+                if field in _LEARNED:
+                    raise RowError(
+                        f"has {field!r}, which the chat template does not write; remove it, or use another one"
+                    )
+                self.ignored.add(field)
         marked = chat.uses_chat and _MARKERS.search(str(chat.tokenizer.chat_template))
         parts = [_by_markers(chat, messages, tools, first)] if marked else list(_by_text(chat, messages, tools, first))
         limit = self._cfg.max_sequence_tokens

@@ -260,9 +260,11 @@ def _check_lengths(checks: Checks, accelerator: Generation) -> None:
             checks.refuse("session.max_tokens", problem, f"Lower it to {most}", [most])
         else:
             problem = f"prompt and completion reach {longest} tokens, the model has {most} {limit}"
-            fitting = max(1, most - sampling.max_prompt_tokens)
-            remedy = f"Lower it to {fitting} or less, or lower --sampling.max_prompt_tokens"
-            checks.refuse("sampling.max_completion_tokens", problem, remedy, [fitting])
+            fitting, field, other = most - sampling.max_prompt_tokens, "max_completion_tokens", "max_prompt_tokens"
+            if fitting < 1:  # the prompts alone are too long
+                fitting, field, other = max(1, most - sampling.max_completion_tokens), other, field
+            remedy = f"Lower it to {fitting} or less, or lower --sampling.{other}"
+            checks.refuse(f"sampling.{field}", problem, remedy, [fitting])
     elif longest > cfg.optim.max_tokens_per_microbatch:
         problem = f"cannot hold one sequence of {longest} tokens (max_prompt_tokens + max_completion_tokens, or "
         problem += "session.max_tokens)"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8rl import cli
+from megatron_fp8rl import cli, config
 from megatron_fp8rl.commands import eval as eval_command
 from megatron_fp8rl.commands import study as study_command
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig, RewardConfig, RunConfig
@@ -409,3 +410,13 @@ def test_an_interrupted_command_ends_without_a_traceback(monkeypatch, capsys):
         monkeypatch.setenv(variable, "0")
     monkeypatch.setattr(program.cli, "main", interrupted)
     assert program.main() == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_no_option_is_explained_by_the_comment_of_the_option_above():
+    """The parser gives a comment above a field also to the next field, unless that has a comment of its own."""
+    lines = [line.strip() for line in Path(config.__file__).read_text().splitlines()]
+    is_field = [re.match(r"\w+: [A-Z\w]", line) is not None for line in lines]
+    is_bare = [field and " # " not in line for field, line in zip(is_field, lines, strict=True)]
+    assert not [
+        lines[i] for i in range(2, len(lines)) if is_bare[i] and is_bare[i - 1] and lines[i - 2].startswith("# ")
+    ]

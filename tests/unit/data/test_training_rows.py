@@ -218,3 +218,38 @@ def test_pairs_that_compare_nothing_are_refused(tmp_path, row, message):
 def test_rows_without_sides_are_no_pairs(tmp_path):
     with pytest.raises(ValueError, match="pairs need the columns chosen and rejected.*columns: prompt, chosen"):
         rows_of(tmp_path, PLAIN_CHATML, {"prompt": "1", "chosen": "2"}, loss="dpo")
+
+
+def test_fields_that_the_template_does_not_write_are_refused_or_told(tmp_path):
+    """A lost tool call would train an empty answer."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    rows = rows_of(
+        tmp_path,
+        PLAIN_CHATML,
+        {"messages": [*QUESTION, call]},
+        {"messages": [*QUESTION, {**said("2")[0], "reasoning_content": "1 and 1"}]},
+        {"messages": [*QUESTION, *said("2")], "tools": [{"type": "function"}]},
+        *({"messages": [*QUESTION, {**said(str(i))[0], "weight": 0}]} for i in range(4)),
+    )
+    for index, name in enumerate(("tool_calls", "reasoning_content", "tools")):
+        with pytest.raises(RowError, match=f"has '{name}', which the chat template does not write"):
+            rows.samples("rows", index)
+    cfg = config(tmp_path)
+    cfg = replace(cfg, data=replace(cfg.data, max_dropped=0.5))
+    _, (warning,) = inspect_training_rows(cfg, tokenizer(PLAIN_CHATML))
+    assert warning == "messages of rows have 'weight', which neither the chat template nor the loss uses"
+
+
+def test_held_out_and_rendered_conversations_are_counted(tmp_path):
+    made = [{"messages": [{"role": "user", "content": f"{i}?"}, *said(str(i))]} for i in range(4)]
+    made.append({"prompt": "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n", "completion": "1"})
+    made[4] = {"messages": [{"role": "user", "content": made[4]["prompt"]}, *said("1")]}
+    (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, [made[2], made[1]])) + "\n")
+    rows_of(tmp_path, PLAIN_CHATML, *made)
+    cfg = config(tmp_path, eval=str(tmp_path / "held.jsonl"))
+    _, warnings = inspect_training_rows(cfg, tokenizer(PLAIN_CHATML))
+    assert warnings == [
+        "1 of 5 read rows of rows contain special tokens that the chat template writes, as if it were applied already; "
+        "store messages, or set --data.chat_template False",
+        "2 held-out rows of rows are training rows, too",
+    ]

@@ -165,7 +165,9 @@ class TestFunctions:
         assert [score.reward - score.parts["calls"] for score in actual] == [2.0 * (i < 5) for i in range(40)]
         assert max(score.parts["calls"] for score in actual) >= 20
 
-    @pytest.mark.parametrize(("function", "detail"), [("of_a_batch", "exit code 3"), ("too_few", "returned 1 rewards for")])
+    @pytest.mark.parametrize(
+        ("function", "detail"), [("of_a_batch", "exit code 3"), ("too_few", "returned 1 rewards for")]
+    )
     def test_a_call_that_fails_costs_one_completion_its_score(self, function, detail):
         reward = RewardConfig(function=f"{FUNCTIONS}:{function}")
         with ScorePool(

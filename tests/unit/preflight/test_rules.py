@@ -790,3 +790,18 @@ def test_truncation_needs_a_version_of_vllm_that_reports_kept_entries(monkeypatc
     assert fields_of(cfg) == []
     monkeypatch.setattr(upstream, "applies", lambda *names: "report_kept_entries" not in names)
     assert fields_of(cfg) == [f"--sampling.{field}"] and fields_of(make()) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "field", "most"), [(90, 60, "completion", 38), (200, 60, "prompt", 68)]
+)
+def test_the_length_that_does_not_fit_is_named(prompt, completion, field, most):
+    """A model of 128 positions."""
+    cfg = make(
+        replace(DENSE, max_position_embeddings=128),
+        sampling__max_prompt_tokens=prompt,
+        sampling__max_completion_tokens=completion,
+    )
+    errors = [error for error in check(cfg, accelerator="cpu") if error.field.startswith("--sampling")]
+    assert [error.field for error in errors] == [f"--sampling.max_{field}_tokens"]
+    assert errors[0].remedy.startswith(f"Lower it to {most} or less, or lower --sampling.max_")
