@@ -125,9 +125,9 @@ def _assert_same_metrics(actual, expected):
 
 def test_masters_are_rounded_some_at_a_time(monkeypatch):
     monkeypatch.setattr(fp8_params, "_MASTERS_AT_A_TIME", 8)
-    groups = [list(range(10))[some] for some in fp8_params._groups([3, 5, 1, 20, 8, 2, 2, 4, 1, 1])]
+    groups = [list(range(10))[some] for some in fp8_params.consecutive([3, 5, 1, 20, 8, 2, 2, 4, 1, 1])]
     assert groups == [[0, 1], [2], [3], [4], [5, 6, 7], [8, 9]]
-    assert not list(fp8_params._groups([]))
+    assert not list(fp8_params.consecutive([]))
 
 
 def _checkpoints(cfg, folder):
