@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -216,3 +217,10 @@ def test_test_files_have_names_of_their_own():
     """pytest imports them by their bare names, so two of one name cannot be collected together."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_pytest_enters_every_folder_of_tests(pytestconfig):
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    parts = {part for folder in folders for part in folder.relative_to(ROOT).parts}
+    assert "dist" in parts and not [part for part in parts if any(fnmatch(part, pattern) for pattern in patterns)]
