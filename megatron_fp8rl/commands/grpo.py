@@ -118,7 +118,8 @@ def model_in(folder: Path, *, with_drafts: bool = False) -> ModelConfig:
     ``with_drafts``: with its multi-token prediction layers."""
     if not folder.is_dir():
         names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
-        raise ValueError(f"is not a folder{near_matches(folder.name, names)}")
+        of_hub = f"; fetch it from the hub: hf download {folder} --local-dir FOLDER" if len(folder.parts) == 2 else ""
+        raise ValueError(f"is not a folder{near_matches(folder.name, names) or of_hub}")
     file = folder / "config.json"
     if weight_files.is_adapter(folder):
         raise ValueError(weight_files.adapter_problem(folder))

@@ -3,6 +3,7 @@
 All rows of small sources are rendered and tokenized; of larger ones, an even sample.
 """
 
+import inspect
 import itertools
 import math
 import random
@@ -55,6 +56,8 @@ class SourceReport:
     dropped: tuple[tuple[str, str], ...]  # (row, reason)
     num_equal: int  # held-out questions that are also training questions
     prompts: tuple[Prompt, ...]  # the first few
+    num_held_out_seen: int = 0
+    held_out_dropped: tuple[tuple[str, str], ...] = ()  # (held-out row, reason)
     num_conflicts: int = 0  # rows whose prompt an earlier row has, with another reference answer
     num_rendered: int = 0  # rows that contain special tokens of the chat template
     lacks_tools: bool = False  # whether rows have tools, which no prompt shows
@@ -111,7 +114,7 @@ class SourceReport:
             middle = sorted(self.lengths)[len(self.lengths) // 2]
             span = f"{low} {_histogram(self.lengths)} {high}, median {middle}" if low < high else f"{low} in each"
             yield f"  prompt tokens {span}, of {self.num_seen:,} read"
-        for row, reason in self.dropped[:3]:
+        for row, reason in (*self.dropped[:3], *self.held_out_dropped[:3]):
             yield f"  left out: {row}: {reason[:160]}"
         if len(self.dropped) > 3:
             yield f"  left out: {len(self.dropped) - 3:,} more of {self.num_seen:,}"
@@ -230,8 +233,14 @@ def inspect_ends(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[st
 
 
 def require_template(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if the chat template is not valid, or leaves out the message of a user."""
+    """Raise ValueError if the chat template is not valid, lacks an argument, or leaves out the message of a user."""
     chat = _chat_format(cfg, tokenizer)
+    known = inspect.signature(tokenizer.apply_chat_template).parameters
+    if chat.uses_chat and (unused := [name for name in chat.arguments if name not in known and not chat.writes(name)]):
+        raise ValueError(
+            f"data.chat_template_arguments: the chat template of {tokenizer.name_or_path} has no argument "
+            f"{unused[0]!r}; leave it out"
+        )
     try:
         chat.begin([{"role": "user", "content": _QUESTION}])
     except LeftOutError as error:
@@ -256,13 +265,18 @@ def _chat_format(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatForm
 def require_usable(reports: Sequence[SourceReport], max_dropped: float) -> None:
     """Raise TooManyDroppedError if the fraction of unusable prompts of a source exceeds ``max_dropped``."""
     for report in reports:
-        allowed = max_dropped * report.num_seen
-        if report.num_rows != report.num_seen:  # sampling error
-            allowed += 3 * math.sqrt(allowed)
-        if len(report.dropped) > allowed:
-            row, reason = report.dropped[0]
+        for what, num_rows, num_seen, dropped in (
+            ("prompts", report.num_rows, report.num_seen, report.dropped),
+            ("held-out prompts", report.num_held_out, report.num_held_out_seen, report.held_out_dropped),
+        ):
+            allowed = max_dropped * num_seen
+            if num_rows != num_seen:  # sampling error
+                allowed += 3 * math.sqrt(allowed)
+            if len(dropped) <= allowed:
+                continue
+            row, reason = dropped[0]
             raise TooManyDroppedError(
-                f"{report.dataset}: {len(report.dropped):,} of {report.num_seen:,} prompts cannot be used, more than "
+                f"{report.dataset}: {len(dropped):,} of {num_seen:,} {what} cannot be used, more than "
                 f"data.max_dropped = {max_dropped:g}. First reason, {row}: {reason}. Fix the data, or raise "
                 "sampling.max_prompt_tokens or data.max_dropped"
             )
@@ -422,10 +436,22 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
         dropped=tuple(dropped),
         num_equal=_num_equal(source, key, questions),
         prompts=tuple(prompts),
+        num_held_out_seen=min(len(held_out or ()), _SAMPLE),
+        held_out_dropped=tuple(_unusable(source, key, held_out)) if held_out else (),
         num_conflicts=num_conflicts if any(map(needs_answers, cfg.rewards)) else 0,
         num_rendered=num_rendered,
         lacks_tools=has_tools and not cfg.agent,
     )
+
+
+def _unusable(source: ProblemSource, key: str, held_out: RowSource) -> Iterator[tuple[str, str]]:
+    """(row, reason) of the first held-out rows that cannot be used."""
+    for index in range(min(len(held_out), _SAMPLE)):
+        name = f"held-out row {index} of {key}"
+        try:
+            source.prompt(name, key, held_out.problem(index))
+        except RowError as error:
+            yield name, str(error)
 
 
 def _sampled(source: ProblemSource, key: str) -> Iterator[tuple[str, int]]:

@@ -619,6 +619,8 @@ def _check_storage(checks: Checks) -> None:
         if not _can_be_written(existing):
             problem = f"{existing} is not a folder that can be written"
             checks.refuse("output_dir", problem, "Name another", value=str(run_dir))
+        elif cfg.model.hf_path is not None and Path(cfg.model.hf_path).resolve() in run_dir.resolve().parents:
+            checks.refuse("output_dir", "is inside the folder of the model", "Name another", value=str(run_dir))
         else:
             checks.violations += run_folder.violations(cfg)
     model, tokenizer = cfg.model.hf_path, cfg.data.tokenizer

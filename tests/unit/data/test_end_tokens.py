@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl.data.conversation import ChatFormat
-from megatron_fp8rl.data.inspection import inspect_ends
+from megatron_fp8rl.data.inspection import inspect_ends, require_template
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.data.prompts import ProblemSource
 from megatron_fp8rl.data.sft import SftSource
@@ -189,3 +189,13 @@ def test_the_end_token_of_a_template_is_found_without_the_characters_of_a_questi
     assert tokens(tokenizer, [chat.closing_id()]) == ["<|im_end|>"]
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert chat.closing_id() is None  # "?" is unknown
+
+
+def test_an_argument_that_the_template_does_not_use_is_refused(tmp_path):
+    tokenizer = load_tokenizer(str(folder_of(tmp_path / "qwen3", "qwen3")))
+    cfg = config(tmp_path / "qwen3")
+    cfg = replace(cfg, data=replace(cfg.data, chat_template_arguments={"enable_thinking": False}))
+    with pytest.raises(ValueError, match="has no argument 'enable_thinking'; leave it out"):
+        require_template(cfg, tokenizer)
+    tokenizer.chat_template += "{{ enable_thinking }}"
+    require_template(cfg, tokenizer)

@@ -591,3 +591,16 @@ def test_a_reward_that_fails_for_every_answer_is_broken(tmp_path, has_answers):
     assert check_of(tmp_path, ROWS, f"{tmp_path}/r.py:negative").warnings() == []
     (tmp_path / "r.py").write_text("import no_such_package\ndef f(completion): return 1.0\n")
     assert check_of(tmp_path, rows, f"{tmp_path}/r.py:f").is_broken
+
+
+def test_held_out_rows_that_cannot_be_used_are_counted_before_the_start(tmp_path):
+    held_out = write(tmp_path / "b.jsonl", [{"question": "8 + 1 = ", "answer": "9"}, {"question": "7 + 1 = "}])
+    rewards = (RewardConfig(function="number"),)
+    source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl"), eval=held_out, rewards=rewards)
+    (report,) = inspect_sources(config(tmp_path, source), TOKENIZER)
+    ((row, reason),) = report.held_out_dropped
+    assert row == "held-out row 1 of a" and reason.startswith("has no reference answer")
+    assert any("left out: held-out row 1 of a" in line for line in report.lines())
+    with pytest.raises(TooManyDroppedError, match="1 of 2 held-out prompts cannot be used.*held-out row 1 of a"):
+        require_usable([report], 0.01)
+    require_usable([report], 0.5)

@@ -805,3 +805,10 @@ def test_the_length_that_does_not_fit_is_named(prompt, completion, field, most):
     errors = [error for error in check(cfg, accelerator="cpu") if error.field.startswith("--sampling")]
     assert [error.field for error in errors] == [f"--sampling.max_{field}_tokens"]
     assert errors[0].remedy.startswith(f"Lower it to {most} or less, or lower --sampling.max_")
+
+
+def test_a_run_does_not_write_into_the_folder_of_its_model(tmp_path):
+    cfg = make(model__hf_path=str(tmp_path / "model"))
+    for folder, count in (("model/runs", 1), ("runs", 0)):
+        errors = check(replace(cfg, output_dir=str(tmp_path / folder)), accelerator="cpu")
+        assert sum(error.field == "--output_dir" for error in errors) == count
