@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,14 +56,15 @@ class Files:
 
     def __init__(self, *, writable: bool = False):
         self._flags = os.O_RDWR if writable else os.O_RDONLY
-        self._open: dict[Path, int] = {}
-        self._lock = threading.Lock()  # of _open: threads share this object
+        self._open: dict[str, int] = {}
 
     def descriptor(self, file: Path) -> int:
-        with self._lock:
-            if file not in self._open:
-                self._open[file] = os.open(file, self._flags | os.O_CLOEXEC)
-            return self._open[file]
+        name = str(file)
+        if name not in self._open:
+            opened = os.open(file, self._flags | os.O_CLOEXEC)
+            if self._open.setdefault(name, opened) != opened:  # another thread has opened it meanwhile
+                os.close(opened)
+        return self._open[name]
 
     def read(self, file: Path, offset: int, num_bytes: int) -> Tensor:
         """uint8 [num_bytes]. Raises CheckpointError when the file is too short."""
