@@ -61,8 +61,8 @@ def _quantize_rows(
 
 def quantize_rows(x_TF: Tensor, data_TF: Tensor, scales_TB: Tensor, scales: Scales) -> None:
     """Quantize BF16 x [T, F] into E4M3 ``data_TF``, both contiguous, and ``scales_TB`` as :func:`swiglu_quantize`."""
-    num_rows, width = x_TF.shape
-    if width % BLOCK or data_TF.shape != x_TF.shape:
+    num_rows, width = len(x_TF), x_TF.shape[-1]
+    if x_TF.dim() != 2 or width % BLOCK or data_TF.shape != x_TF.shape:
         raise ValueError(f"[T, F] with F a multiple of {BLOCK}, not {list(x_TF.shape)} and {list(data_TF.shape)}")
     require_rows(x_TF)
     require_scales(scales_TB, num_rows, width)

@@ -105,7 +105,7 @@ def quantize_activations_as_the_trainer(fmt: QuantFormat) -> None:
 
     def rows(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int, *_: Any) -> None:
         _require_blocks(group_size, None)
-        quantize_rows(input.flatten(0, -2), output_q.flatten(0, -2), output_s.flatten(0, -2), scales)
+        quantize_rows(input, output_q, output_s, scales)
 
     def of_experts(
         input: Tensor, output: Tensor, clamp_limit: float | None, group_size: int, alpha: float, beta: float, **_: bool
