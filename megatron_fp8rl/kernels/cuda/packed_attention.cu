@@ -13,8 +13,9 @@
 //
 // Thread blocks are persistent. An item is 128 queries of a head; items with many keys come first. Two warp groups work
 // on 64 queries each. With 256 features an item is 64 queries, whose tiles fill shared memory: both groups compute all
-// scores, and each half of the features of the sums. Their products alternate: while one computes weights, the tensor cores work for the other. A warp
-// group asks for the scores of the next tile together with the weighted values of this one. A third group loads.
+// scores, and each half of the features of the sums. Their products alternate: while one computes weights, the tensor
+// cores work for the other. A warp group asks for the scores of the next tile together with the weighted values of this
+// one. A third group loads.
 //
 // With a WINDOW an item begins at the first tile that one of its queries sees. Maxima then start at a finite number, so
 // that a query which sees no key of a tile keeps its sums.
