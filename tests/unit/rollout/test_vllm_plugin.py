@@ -1,5 +1,7 @@
 """Parts of the vLLM plug-in: copies between fixed places, kinds of layers, changes to kernels of vLLM."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -96,16 +98,18 @@ def test_tensors_of_one_module_are_loaded_together(name, holder):
     assert engine_module_of(name) == holder
 
 
-@pytest.mark.parametrize("rounds", [True, False])
-def test_experts_on_deep_gemm_are_accepted_where_scales_are_powers_of_two(rounds, monkeypatch):
+def test_experts_on_deep_gemm_are_accepted_and_never_replaced_in_small_batches(monkeypatch):
     from vllm.model_executor.layers.fused_moe.experts import triton_deep_gemm_moe as module
-    from vllm.utils import deep_gemm
 
     experts = module.TritonOrDeepGemmExperts
     monkeypatch.setattr(experts, "_supports_batch_invariance", staticmethod(lambda: False))
-    monkeypatch.setattr(deep_gemm, "is_deep_gemm_e8m0_used", lambda: rounds)
+    monkeypatch.setattr(module, "is_deep_gemm_e8m0_used", lambda: False)  # FP32 scales
+    both = SimpleNamespace(experts="DeepGEMM", fallback_experts="Triton")
+    one = torch.zeros(1, 64)  # neither rows nor columns are enough for vLLM's choice
+    assert experts._select_experts_impl(both, one, one[None], one[None]) == "Triton"
     patches.accept_deep_gemm_experts()
-    assert experts._supports_batch_invariance() is rounds
+    assert experts._supports_batch_invariance()
+    assert experts._select_experts_impl(both, one, one[None], one[None]) == "DeepGEMM"
 
 
 @pytest.mark.parametrize("hidden", [128, 640, 1024, 2944, 4096])
