@@ -163,13 +163,14 @@ def gather_any_hidden_size() -> None:
 
     gather = deep_gemm_utils.ep_gather
 
-    def ep_gather(inputs: Tensor, ids: Tensor, weights: Tensor, rows: Tensor, expert_map: Tensor | None, out: Tensor):
-        """``inputs`` [rows of all experts, hidden], BF16; ``out`` [tokens, hidden], which is written."""
-        hidden, start = inputs.shape[1], 0
+    def ep_gather(input_tensor: Tensor, output_tensor: Tensor, **routing: Any) -> None:
+        """``input_tensor`` [rows of all experts, hidden], BF16; ``output_tensor`` [tokens, hidden], which is written.
+        vLLM names its arguments."""
+        hidden, start = input_tensor.shape[1], 0
         for width in (hidden // 1024 * 1024, *(1 << bit for bit in reversed(range(10)) if hidden >> bit & 1)):
             if width:
                 columns = slice(start, start := start + width)
-                gather(inputs[:, columns], ids, weights, rows, expert_map, out[:, columns])
+                gather(input_tensor=input_tensor[:, columns], output_tensor=output_tensor[:, columns], **routing)
 
     deep_gemm_utils.ep_gather = ep_gather
 

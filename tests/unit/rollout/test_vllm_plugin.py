@@ -1,5 +1,6 @@
 """Parts of the vLLM plug-in: copies between fixed places, kinds of layers, changes to kernels of vLLM."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -118,19 +119,21 @@ def test_experts_on_deep_gemm_gather_any_hidden_size(hidden, monkeypatch):
 
     widths = []
 
-    def vllms(inputs, ids, weights, rows, expert_map, out):
+    def vllms(input_tensor, recv_topk_ids, recv_topk_weight, input_index, expert_map, output_tensor):
         """Its conditions, and its definition in PyTorch."""
-        width = inputs.shape[1]
+        width = input_tensor.shape[1]
         block = min(width, 1024)
         assert width % block == 0 and block & (block - 1) == 0
         widths.append(width)
-        out.copy_((inputs[rows] * weights[..., None]).sum(1))
+        output_tensor.copy_((input_tensor[input_index] * recv_topk_weight[..., None]).sum(1))
+
+    assert inspect.signature(vllms).parameters.keys() == inspect.signature(deep_gemm_utils.ep_gather).parameters.keys()
 
     monkeypatch.setattr(deep_gemm_utils, "ep_gather", vllms)
     patches.gather_any_hidden_size()
     inputs, weights = torch.randn(6, hidden), torch.rand(3, 2)
     rows, out = torch.tensor([[0, 5], [3, 2], [1, 4]]), torch.full((3, hidden), torch.nan)
-    deep_gemm_utils.ep_gather(inputs, rows, weights, rows, None, out)
+    deep_gemm_utils.deepgemm_unpermute_and_reduce(inputs, rows, weights, rows, None, out)  # vLLM's caller
     torch.testing.assert_close(out, (inputs[rows] * weights[..., None]).sum(1), rtol=0, atol=0)
     assert sum(widths) == hidden and len(widths) <= 4
 
