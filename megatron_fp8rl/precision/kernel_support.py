@@ -320,12 +320,12 @@ def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return wrong
     if not hardware.is_gpu:
         return None
-    in_bf16, (field, new) = _in_bf16(cfg), new_in_cache_attention(cfg)
+    in_bf16 = _in_bf16(cfg)
+    has_fp32_scales = cfg.precision.rollout == "blockwise" and cfg.precision.scales == "fp32"
     for path, is_used, what in (
         (in_bf16.field, in_bf16.layers, "BF16 products in a fixed order"),
         (_divided(cfg), engine_parts(cfg), "ordered sums of its ranks"),
-        (field, new, f"{new} over an FP8 cache"),
-        ("precision.scales", cfg.precision.rollout == "blockwise" and cfg.precision.scales == "fp32", "FP32 scales"),
+        ("precision.scales", has_fp32_scales and cfg.model.is_moe, "experts with FP32 scales"),
         ("sampling.temperature", cfg.sampling.temperature != 1, "exact quotients"),
         ("sampling.max_staleness", cfg.sampling.max_staleness, "exact runs that sample ahead"),
     ):
@@ -595,21 +595,10 @@ def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     return _untested(cfg, path, FP8_CACHE_PATCHES, "Set auto")
 
 
-def new_in_cache_attention(cfg: RunConfig) -> tuple[str, str]:
-    """(field, what the model needs of :func:`fp8_cache_attention` that is not measured on GPUs yet, or nothing)."""
-    if cfg.engine.kv_cache_dtype != "fp8":
-        return "engine.kv_cache_dtype", ""
-    if any(kind.window for kind in cfg.model.layers):
-        return "model.sliding_window", "sliding windows"
-    head_dim = cfg.model.head_dim
-    return "model.head_dim", "" if head_dim in (64, 128) else f"heads of {head_dim} features"
-
-
 def takes_cache_attention(cfg: RunConfig, hardware: Hardware) -> bool:
-    """Whether engines use FP8_CACHE: by name, or by ``auto``, which takes what is not measured only in an exact run."""
+    """Whether engines use FP8_CACHE: by name, or by ``auto`` wherever it can be."""
     named = cfg.precision.kernel("engine_attention")
-    may = cfg.precision.exact is True or not new_in_cache_attention(cfg)[1]
-    return named == "FP8_CACHE" or (named == "auto" and may and not fp8_cache_attention(cfg, hardware))
+    return named == "FP8_CACHE" or (named == "auto" and not fp8_cache_attention(cfg, hardware))
 
 
 def flashinfer_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:

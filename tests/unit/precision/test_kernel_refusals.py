@@ -217,27 +217,22 @@ def test_windows_that_sequences_exceed_are_inexact_on_a_gpu_until_they_are_measu
         assert choose(auto, Hardware("hopper")).exact == ("on" if is_exact else "off")
 
 
-def test_our_attention_over_an_fp8_cache_has_windows_if_it_is_asked_for():
-    """``auto`` waits for measurements on GPUs: no exact run, and vLLM's attention."""
+def test_attention_over_an_fp8_cache_has_windows():
     from megatron_fp8rl.precision.kernel_choice import choose, refusals
 
     hopper = Hardware("hopper")
     layers = ("sliding_attention", "full_attention")
     model = replace(EXACT.model, sliding_window=EXACT.max_sequence_tokens // 2, layer_types=layers)
-    asked = findings.apply(replace(EXACT, model=model), [("engine.kv_cache_dtype", "fp8")])
-    choice = choose(asked, hopper)
+    auto = replace(EXACT, model=model, precision=replace(EXACT.precision, exact="auto"))
+    choice = choose(findings.apply(auto, [("engine.kv_cache_dtype", "fp8")]), hopper)
     assert (choice.exact, choice.trainer.attention, choice.engine.attention) == ("on", "engine", "FP8_CACHE")
-    auto = replace(asked, precision=replace(asked.precision, exact="auto"))
-    choice = choose(auto, hopper)
+    choice = choose(auto, hopper)  # over a BF16 cache
     assert (choice.exact, choice.trainer.attention, choice.engine.attention) == ("off", "cudnn", "vllm")
-    assert "sliding_window" in choice.reasons["exact"] and "not measured on GPUs yet" in choice.reasons["exact"]
+    assert "sliding_window" in choice.reasons["exact"]
     with_engine = findings.apply(auto, [("precision.kernels.attention", "engine")])
     (wrong,) = refusals(with_engine, hopper)
     assert wrong.field == "--precision.kernels.attention" and "model.sliding_window" in wrong.problem
-    both = findings.apply(with_engine, [("precision.kernels.engine_attention", "FP8_CACHE")])
-    assert not refusals(both, hopper) and choose(both, hopper).engine.attention == "FP8_CACHE"
-    in_bf16 = findings.apply(asked, [("engine.kv_cache_dtype", "auto")])
-    assert ["--precision.exact"] == [wrong.field for wrong in refusals(in_bf16, hopper)]
+    assert ["--precision.exact"] == [wrong.field for wrong in refusals(replace(EXACT, model=model), hopper)]
 
 
 _BLOCKS = dict(hidden_size=256, head_dim=128, vocab_size=512)
@@ -334,7 +329,7 @@ def test_exact_refuses_what_cannot_be(path, value, on_gpu_only):
     assert bool(refusals(cfg, Hardware("cpu"))) != on_gpu_only
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_exact_with_an_fp8_cache_uses_our_attention_at_both_ends(head_dim):
     from megatron_fp8rl.precision.kernel_choice import choose, refusals
 
@@ -348,18 +343,6 @@ def test_exact_with_an_fp8_cache_uses_our_attention_at_both_ends(head_dim):
     assert violation.field == "--precision.kernels.engine_attention" and "FP8_CACHE" in violation.choices
     (violation,) = refusals(findings.apply(cfg, [("model.head_dim", 192)]), Hardware("hopper"))
     assert "head_dim 64, 96, 128 or 256" in violation.problem
-
-
-@pytest.mark.parametrize("head_dim", [96, 256])
-def test_other_heads_over_an_fp8_cache_are_exact_if_it_is_asked_for(head_dim):
-    from megatron_fp8rl.precision.kernel_choice import choose
-
-    asked = findings.apply(EXACT, [("engine.kv_cache_dtype", "fp8"), ("model.head_dim", head_dim)])
-    choice = choose(asked, Hardware("hopper"))
-    assert (choice.exact, choice.trainer.attention, choice.engine.attention) == ("on", "engine", "FP8_CACHE")
-    choice = choose(replace(asked, precision=replace(asked.precision, exact="auto")), Hardware("hopper"))
-    assert (choice.exact, choice.trainer.attention, choice.engine.attention) == ("off", "cudnn", "vllm")
-    assert f"heads of {head_dim} features over an FP8 cache are not measured on GPUs yet" in choice.reasons["exact"]
 
 
 DENSE = replace(
