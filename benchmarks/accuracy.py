@@ -54,6 +54,7 @@ _BF16 = "--precision.trainer bf16 --precision.rollout bf16 --precision.exact Fal
 _FP8 = "--precision.exact False"
 _FP8_ROLLOUTS = f"{_FP8} --precision.trainer bf16"
 _OFF = "--algo.correction off --algo.veto_below None"
+_MASK = "--algo.correction sequence_mask"
 _EMULATED = f"{_FP8} --engine.graphs plain --precision.kernels.trainer emulated"
 _MXFP8 = "--precision.trainer mxfp8 --precision.rollout mxfp8 --precision.kernels.engine_linears emulated"
 _EXACT_KV, _FP32 = "--precision.exact True --engine.kv_cache_dtype fp8", "--precision.scales fp32"
@@ -65,7 +66,7 @@ DENSE = {
     "fp8_rollouts": ("FP8 rollouts, BF16 trainer", style.ORANGE, _FP8_ROLLOUTS),
     "fp8": ("FP8", style.GREEN, _FP8),
     "fp8_cal": ("FP8, measured bounds", style.PURPLE, f"{_FP8} --algo.correction_quantile 0.001"),
-    "fp8_mask": ("FP8, sequence mask", style.SKY, f"{_FP8} --algo.correction sequence_mask"),
+    "fp8_mask": ("FP8, sequence mask", style.SKY, f"{_FP8} {_MASK}"),
     "fp8_kv": ("FP8, FP8 cache", style.GREY, f"{_FP8} --engine.kv_cache_dtype fp8"),
     "fp8_emulated": ("FP8, emulated in the trainer", "#8C6D31", _EMULATED),
     "mxfp8": ("MXFP8, emulated", "#637939", f"{_EMULATED} {_MXFP8}"),
@@ -78,6 +79,7 @@ _REPLAY = "--algo.router_replay rollout --engine.record_routed_experts True"
 EXPERTS = {
     "moe_bf16": ("BF16", style.BLUE, f"{_BF16} {_EXPERTS}"),
     "moe_fp8": ("FP8", style.GREEN, f"{_FP8} {_EXPERTS}"),
+    "moe_fp8_mask": ("FP8, sequence mask", style.SKY, f"{_FP8} {_MASK} {_EXPERTS}"),
     "moe_replay": ("FP8, router replay", style.PURPLE, f"{_FP8} {_REPLAY} {_EXPERTS}"),
     "moe_exact": ("exact, BF16 cache", style.RED, f"--precision.exact True {_EXPERTS}"),
     "moe_exact_fp32": ("exact, BF16 cache, FP32 scales", "#8B0000", f"--precision.exact True {_FP32} {_EXPERTS}"),
@@ -110,6 +112,8 @@ TITLES = {
     "length": "Length of completions, tokens",
     "corrected": "Fraction of tokens that the correction caps or drops",
 }
+# The arms and panels of README's picture.
+PROMISE = (("bf16", "fp8", "exact_kv"), ("held_out", "d"))
 # End of a picture's name -> its panels.
 PICTURES = {"": ("held_out", "reward", "d", "kl"), "_more": ("ess", "entropy", "length", "corrected")}
 
@@ -280,10 +284,10 @@ def section(arms: Mapping[str, Sequence[Row]]) -> str:
 
 
 def draw(arms: Mapping[str, Sequence[Row]], picture: Path, curves: Sequence[str]) -> None:
-    """Write a picture of four curves by step: means of the seeds, and a band that spans them."""
+    """Write a picture of two curves, or of four, by step: means of the seeds, and a band that spans them."""
     with style.styled():
-        figure = style.new_figure(10.0, 6.4)
-        for panel, curve in zip(figure.subplots(2, 2).flatten(), curves, strict=True):
+        figure = style.new_figure(*((10.0, 7.0) if len(curves) > 2 else (8.0, 5.0)))
+        for panel, curve in zip(figure.subplots(2, len(curves) // 2, squeeze=False).flatten(), curves, strict=True):
             for arm, runs in arms.items():
                 name, color, _ = ARMS[arm]
                 if curve == "held_out":
@@ -293,7 +297,8 @@ def draw(arms: Mapping[str, Sequence[Row]], picture: Path, curves: Sequence[str]
                     values = [row["curves"][curve] for row in runs]
                     steps = [STEPS * (i + 1) for i in range(min(map(len, values)))]
                 _band(panel, steps, [run[: len(steps)] for run in values], color, name)
-            style.finish(panel, TITLES[curve], legend=curve == curves[0])
+            style.finish(panel, TITLES[curve], legend=False)
+        figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=4)
         style.save_png(figure, picture)
 
 
@@ -337,6 +342,8 @@ def main() -> int:
             record.replace(name, section(found), PAGE)
             for end, curves in PICTURES.items():
                 draw(found, PAGE.with_name(f"{name}{end}.png"), curves)
+    arms, curves = PROMISE
+    draw(by_arm(_rows(), arms), PAGE.with_name("promise.png"), curves)
     return 0
 
 
