@@ -12,7 +12,6 @@ from megatron_fp8rl import upstream
 from megatron_fp8rl.config import EngineConfig, ParallelConfig, PrecisionConfig, RunConfig, Violation
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.names.registry import norms_outputs
 from megatron_fp8rl.precision.hardware import Hardware, Package
 from megatron_fp8rl.precision.matmul_shapes import linears_of
 
@@ -326,6 +325,7 @@ def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         (in_bf16.field, in_bf16.layers, "BF16 products in a fixed order"),
         (_divided(cfg), engine_parts(cfg), "ordered sums of its ranks"),
         ("precision.scales", has_fp32_scales and cfg.model.is_moe, "experts with FP32 scales"),
+        ("model.family", registry.norms_outputs(cfg.model), "norms of outputs"),
         ("sampling.temperature", cfg.sampling.temperature != 1, "exact quotients"),
         ("sampling.max_staleness", cfg.sampling.max_staleness, "exact runs that sample ahead"),
     ):
@@ -392,8 +392,8 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if cfg.engine.record_routed_experts and cfg.sampling.truncates:
         problem = "precision.exact: kept entries with recorded experts are not measured on GPUs yet"
         return _wrong(cfg, "engine.record_routed_experts", problem, "Set False", (False,))
-    if norms_outputs(model):
-        problem = f"precision.exact: norms of the family {model.family} are not measured on GPUs yet"
+    if registry.FAMILIES[model.family].zero_centred_norms:
+        problem = f"precision.exact: no shared kernel computes the norms of the family {model.family}"
         return _wrong(cfg, "model.family", problem, "Use --precision.exact False")
     if registry.norms_all_heads(model) and cfg.engine.tensor > 1:
         problem = "precision.exact: ranks add the squares of all heads in an order of their own"

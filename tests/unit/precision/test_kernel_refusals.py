@@ -20,7 +20,7 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.preflight import findings, rules
-from tests.helpers.family_configs import DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MINIMAX, MIXTRAL, OLMO2
+from tests.helpers.family_configs import DEEPSEEK, GEMMA3, GLM, GLM_LITE, GPT_OSS, MINIMAX, MIXTRAL, OLMO2
 from tests.helpers.models import small_model
 
 FIELDS = {
@@ -256,8 +256,17 @@ def test_other_routers_and_norms_are_inexact_on_a_gpu():
     from megatron_fp8rl.precision.kernel_choice import refusals
 
     unbiased = replace(GLM, **_BLOCKS, router=replace(GLM.router, correction_bias=False))
-    for model, field in ((unbiased, "--model.router.score"), (replace(OLMO2, **_BLOCKS), "--model.family")):
+    for model, field in ((unbiased, "--model.router.score"), (replace(GEMMA3, **_BLOCKS), "--model.family")):
         assert field in [violation.field for violation in refusals(replace(EXACT, model=model), Hardware("hopper"))]
+
+
+def test_norms_of_outputs_are_exact_on_a_gpu_if_it_is_asked_for():
+    from megatron_fp8rl.precision.kernel_choice import choose, refusals
+
+    asked = replace(EXACT, model=replace(OLMO2, **_BLOCKS, ffn_hidden_size=256), engine=EngineConfig())
+    assert not refusals(asked, Hardware("hopper")) and choose(asked, Hardware("hopper")).exact == "on"
+    choice = choose(replace(asked, precision=replace(asked.precision, exact="auto")), Hardware("hopper"))
+    assert choice.exact == "off" and "norms of outputs are not measured on GPUs yet" in choice.reasons["exact"]
 
 
 def test_attention_sinks_and_biased_experts_are_inexact_on_a_gpu_and_exact_on_a_cpu():
