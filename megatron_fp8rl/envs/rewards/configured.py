@@ -171,8 +171,8 @@ def reward_and_parts(value: Any, name: str) -> tuple[float, dict[str, float]]:
     is_right = value.get(IS_RIGHT)
     if is_right is not None and is_right not in (0, 1):
         raise TypeError(f"{name}[{IS_RIGHT!r}] is {is_right!r}; it says whether the answer is right: True or False")
-    if value and value.keys() <= {IS_RIGHT}:
-        raise TypeError(f"{name} returned {IS_RIGHT!r} and no reward; add the part 'reward'")
+    if value.keys() <= {IS_RIGHT}:
+        raise TypeError(f"{name} returned {dict(value)!r} and no reward; add the part 'reward'")
     parts = {str(key): as_number(part, f"{name}[{key!r}]") for key, part in value.items() if key != IS_RIGHT}
     reward = parts.pop("reward", None)
     reward = sum(parts.values()) if reward is None else reward
@@ -180,7 +180,8 @@ def reward_and_parts(value: Any, name: str) -> tuple[float, dict[str, float]]:
 
 
 def as_number(value: Any, name: str) -> float:
-    """Convert to float. Raises TypeError for non-numbers, including True and False."""
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    """Convert to float. Raises TypeError for non-numbers, including True and False, also of NumPy and torch."""
+    plain = value.item() if hasattr(value, "item") else value
+    if isinstance(plain, bool) or not hasattr(plain, "__float__"):
         raise TypeError(f"{name} returned {value!r}, which is not a number; return a number or a dict of numbers")
-    return float(value)
+    return float(plain)

@@ -26,7 +26,7 @@ _LONGEST_TEXT = 4000  # characters at the end of an unmarked answer that are sea
 _LARGEST_EXPONENT = 400
 _CONTEXT = 100  # characters before a number that are examined
 _GROUPS = r"\d{1,3}(?:(?:,|'|\u00a0|\u202f|\u2009| )\d{3})+(?!\d)"
-_PLAIN = rf"(?:(?:{_GROUPS}|\d+(?:_\d{{3}})*)(?:\.\d+)?|\.\d+)"
+_PLAIN = rf"(?:(?:{_GROUPS}|\d+(?:_\d{{3}})*)(?:\.\d+|\.(?=[eE][-+]?\d))?|(?<!\d)\.\d+)"
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]\s*)?(?:(?P<whole>\d+)\s+\(?(?P<part>\d+)\)?\s*/\s*\(?(?P<parts>\d+)\)?(?![\d.])"
     rf"|\(?(?P<top>[-+]?{_PLAIN})\)?(?:[eE](?P<exponent>[-+]?\d+)|\s*(?:\^|\*\*)\s*[{{(]?(?P<power>[-+]?\d+)[}})]?)?"

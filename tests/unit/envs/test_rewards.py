@@ -120,12 +120,40 @@ class TestFunctions:
         two = RewardConfig(function=f"{FUNCTIONS}:says_what_is_right", options={"kind": "two"})
         with pytest.raises(TypeError, match=r"says_what_is_right\['is_right'\] is 2; it says whether"):
             RowRewards((two,)).score(prompt(), "x")
-        with pytest.raises(TypeError, match="only_right returned 'is_right' and no reward"):
+        with pytest.raises(TypeError, match="only_right returned {'is_right': True} and no reward"):
             RowRewards((RewardConfig(function=f"{FUNCTIONS}:only_right"),)).score(prompt(), "x")
 
     def test_what_is_no_number_is_named(self):
         with pytest.raises(TypeError, match="nothing returned None, which is not a number"):
             RowRewards((RewardConfig(function=f"{FUNCTIONS}:nothing"),)).score(prompt(), "x")
+
+    @pytest.mark.parametrize(
+        ("code", "expected"),
+        [
+            ("numpy.float32(0.5)", 0.5),
+            ("numpy.int64(2)", 2.0),
+            ("numpy.array([0.5])", 0.5),
+            ("torch.tensor(0.5, requires_grad=True)", 0.5),
+            ("fractions.Fraction(1, 2)", 0.5),
+            ("{'reward': 0.5, 'is_right': numpy.True_}", 0.5),
+            ("numpy.array([3]) == 3", "which is not a number"),
+            ("numpy.True_", "which is not a number"),
+            ("torch.tensor(True)", "which is not a number"),
+            ("{'part': numpy.bool_(False)}", r"f\['part'\] returned .*, which is not a number"),
+            ("numpy.complex64(1 + 2j)", "which is not a number"),
+            ("numpy.str_('0.5')", "which is not a number"),
+            ("torch.tensor([1.0, 2.0])", "2 elements cannot be converted"),
+            ("{}", "f returned {} and no reward; add the part 'reward'"),
+        ],
+    )
+    def test_values_of_numpy_and_torch_are_numbers_as_those_of_python(self, tmp_path, code, expected):
+        (tmp_path / "r.py").write_text(f"import fractions, numpy, torch\ndef f(completion): return {code}\n")
+        rewards = RowRewards((RewardConfig(function=f"{tmp_path}/r.py:f"),))
+        if isinstance(expected, float):
+            assert rewards.score(prompt(), "x")["reward"] == expected
+        else:
+            with pytest.raises((TypeError, RuntimeError), match=expected):
+                rewards.score(prompt(), "x")
 
     def test_parts_come_out_of_the_pool_and_failures_cost_one_score(self):
         rewards = (RewardConfig(), RewardConfig(function=f"{FUNCTIONS}:length_share", weight=0.1))
