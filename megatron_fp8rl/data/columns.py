@@ -134,8 +134,9 @@ def find_columns(
 
 def _messages_before(row: Mapping[str, Any], used: Collection[str]) -> tuple[str, str]:
     """The columns with a system prompt and with earlier messages, unless the template uses them; "" if there is none.
-    ``system`` counts beside an instruction or a history, as in files for LLaMA-Factory."""
-    names = (*_SYSTEM, "system") if _first(row, ("instruction", "history")) else _SYSTEM
+    ``system`` counts beside an instruction, messages or a history, as in files for LLaMA-Factory."""
+    beside = ("instruction", "messages", "conversations", "history")
+    names = (*_SYSTEM, "system") if _first(row, beside) else _SYSTEM
     system, history = _first(row, names) or "", _first(row, ("history",)) or ""
     system = system if isinstance(row.get(system), str | None) and system not in used else ""
     return system, history if isinstance(row.get(history), list | tuple | None) and history not in used else ""

@@ -7,7 +7,8 @@ import inspect
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -58,7 +59,7 @@ class SourceReport:
     prompts: tuple[Prompt, ...]  # the first few
     num_held_out_seen: int = 0
     held_out_dropped: tuple[tuple[str, str], ...] = ()  # (held-out row, reason)
-    num_conflicts: int = 0  # rows whose prompt an earlier row has, with another reference answer
+    num_conflicts: int = 0  # rows whose prompt an earlier row has, with another reference answer or exchanged sides
     num_rendered: int = 0  # rows that contain special tokens of the chat template
     lacks_tools: bool = False  # whether rows have tools, which no prompt shows
     ignored: tuple[str, ...] = ()  # fields of messages that the chat template does not write
@@ -72,7 +73,9 @@ class SourceReport:
         if self.num_equal:
             what = "rows" if self.columns is None else "questions"
             yield f"{self.num_equal} held-out {what} of {self.key} are training {what}, too"
-        if self.num_conflicts:
+        if self.num_conflicts and self.columns is None:
+            yield f"{self.num_conflicts} pairs of {self.key} are another pair with exchanged sides; remove one of both"
+        elif self.num_conflicts:
             yield (
                 f"{self.num_conflicts} rows of {self.key} have the prompt of another row and another reference "
                 "answer; correct the answers, or list all right ones in one row"
@@ -158,7 +161,8 @@ def inspect_training_rows(
     for key, num_rows, is_held_out in sources:
         title = f"{key}, held out" if is_held_out else key
         num_seen = num_rows if num_rows <= _ALL_UP_TO else _SAMPLE
-        usable, dropped, first, num_equal, rows.num_rendered, rows.ignored = [], [], None, 0, 0, set()
+        usable, dropped, first, num_equal, num_conflicts = [], [], None, 0, 0
+        rows.num_rendered, rows.ignored = 0, set()
         for index in (int(i * num_rows / num_seen) for i in range(num_seen)):
             try:
                 samples = rows.samples(key, index, held_out=is_held_out)
@@ -167,9 +171,10 @@ def inspect_training_rows(
                 continue
             first = first or samples
             usable += samples
-            content = hash(tuple(sample.token_ids.array.tobytes() for sample in samples))
-            num_equal += is_held_out and content in seen
-            seen |= set() if is_held_out else {content}
+            texts = tuple(sample.token_ids.array.tobytes() for sample in samples)
+            num_equal += is_held_out and hash(texts) in seen
+            num_conflicts += rows.is_pairs and hash(texts[::-1]) in seen
+            seen |= set() if is_held_out else {hash(texts)}
         what = {"columns": None, "prompts": (), "num_held_out": None}
         lengths = tuple(sample.num_tokens for sample in usable)
         # Its lengths count rows, so that the share of dropped rows is right.
@@ -180,6 +185,7 @@ def inspect_training_rows(
             lengths=(0,) * (num_seen - len(dropped)),
             dropped=tuple(dropped),
             num_equal=num_equal,
+            num_conflicts=num_conflicts,
             num_rendered=rows.num_rendered,
             ignored=tuple(sorted(rows.ignored)),
             **what,
@@ -198,7 +204,16 @@ def inspect_training_rows(
             text = "".join(f"[[{text}]]" if is_trained else text for text, is_trained in parts)[:_SHOWN]
             lines += [f"  {sample.name}, with [[ ]] around what is trained:"]
             lines += [f"    | {line}" for line in text.splitlines()]
-    return lines, warnings
+    return lines, warnings + repetition(cfg, rows.num_rows.values())
+
+
+def repetition(cfg: RunConfig, num_rows: Collection[int | None]) -> list[str]:
+    """A warning if a step takes more rows than all sources have. ``num_rows``: of each source; None: a generator."""
+    count, total = cfg.sampling.prompts_per_step, sum(filter(None, num_rows))
+    if None in num_rows or total >= count:
+        return []
+    problem = f"a step takes {count:,} rows and there are {total:,}, so that each step repeats rows"
+    return [f"{problem}; set --sampling.prompts_per_step (--batch_size of sft and dpo) to {total:,} or less"]
 
 
 def inspect_ends(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
@@ -416,7 +431,8 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
             problem = source.problem_at(key, index)
             questions.add(_question(problem))
             prompt = source.prompt(name, key, problem)
-            num_conflicts += answers.setdefault(hash(prompt.text), prompt.answer) != prompt.answer
+            text = hash(unicodedata.normalize("NFC", prompt.text))
+            num_conflicts += answers.setdefault(text, prompt.answer) != prompt.answer
             num_rendered += source.chat_format.has_markers(prompt.messages)
             has_tools = has_tools or bool(prompt.metadata.get("tools"))
         except RowError as error:
@@ -483,7 +499,7 @@ def _num_equal(source: ProblemSource, key: str, seen: set[int]) -> int:
 
 def _question(problem: Problem) -> int:
     texts = (problem.question, *(message["content"] for message in problem.messages))
-    return hash(tuple(" ".join(text.split()) for text in texts))
+    return hash(tuple(unicodedata.normalize("NFC", " ".join(text.split())) for text in texts))
 
 
 def _histogram(lengths: Sequence[int], max_bars: int = 12) -> str:

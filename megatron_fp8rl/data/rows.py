@@ -228,6 +228,8 @@ def _written(target: Path) -> Iterator[IO[bytes]]:
             yield file
         except OSError as error:
             os.unlink(file.name)
+            if error.errno is None:  # the file that is read is damaged
+                raise
             raise OSError(error.errno, f"{error.strerror or error}: cannot write the cache", str(target)) from error
         except BaseException:
             os.unlink(file.name)

@@ -119,7 +119,7 @@ class TrainingRows:
         if isinstance(value, Sequence) and not isinstance(value, str):
             messages = _normalized(value, columns.prompt)
             if messages[-1]["role"] == "assistant" or columns.answer is None:
-                return messages
+                return self._begun(key, row, messages)
         if columns.answer is None:
             raise RowError(f"{columns.prompt} is text, and no column has its answer; set answer_column")
         prompt = self._source._messages(key, columns.problem(row))
@@ -130,9 +130,6 @@ class TrainingRows:
         column = self._prompt_columns[list(self._source.configs).index(key)]
         prompt = _decoded(lookup(row, column), column)
         before = [] if prompt is None else _normalized(prompt, column)
-        system = self._source.configs[key].system_prompt
-        if before and system and before[0]["role"] != "system":
-            before.insert(0, {"role": "system", "content": system})
         answers = {side: _answer(row.get(side), side) for side in _SIDES}
         if any(messages[0]["role"] != "assistant" for messages in answers.values()):  # they begin with the prompt
             heads = {side: _head(messages) for side, messages in answers.items()}
@@ -146,7 +143,14 @@ class TrainingRows:
             raise RowError(f"has no prompt: neither a column {column!r} nor messages before the answers")
         if answers["chosen"] == answers["rejected"]:
             raise RowError("chosen and rejected are equal")
-        return before, answers
+        return self._begun(key, row, before, is_text=isinstance(prompt, str)), answers
+
+    def _begun(self, key: str, row: Mapping[str, Any], messages: Messages, *, is_text: bool = False) -> Messages:
+        """Messages after those of other columns and the system prompt of the source. ``is_text``: a text in the row."""
+        messages = [*self._source.rows[key].columns._before(row, () if is_text else messages), *messages]
+        system = self._source.configs[key].system_prompt
+        is_missing = system and messages[0]["role"] != "system"
+        return [{"role": "system", "content": system}, *messages] if is_missing else messages
 
     def _samples(self, name: str, key: str, messages: Messages, tools: list, first: int = 0) -> list[Sample]:
         """Samples that train the assistant's messages from index ``first`` on."""
@@ -264,7 +268,8 @@ def _normalized(value: Any, column: str) -> Messages:
 
 def _answer(value: Any, column: str) -> Messages:
     """The messages of an answer: text is one message of the assistant. Raises RowError."""
-    value = str(value) if isinstance(value, int | float) else _decoded(value, column)
+    is_number = isinstance(value, int | float) and value == value  # NaN is a missing value of a table
+    value = str(value) if is_number else None if isinstance(value, float) else _decoded(value, column)
     if not value or (isinstance(value, str) and not value.strip()):
         raise RowError(f"{column} is empty")
     if isinstance(value, str):

@@ -1,5 +1,6 @@
 """Check the data of a run and its doubtful settings before engines start. Imports no torch."""
 
+import itertools
 import os
 import sys
 from importlib.util import find_spec
@@ -83,6 +84,7 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
             inspect_ends,
             inspect_sources,
             inspect_training_rows,
+            repetition,
             require_template,
             require_usable,
         )
@@ -117,8 +119,9 @@ def look_at_data(cfg: RunConfig, *, whole_prompt: bool = False) -> tuple[list[st
         require_usable(reports, cfg.data.max_dropped)
     except TooManyDroppedError as error:
         findings.append(Finding("error", "--data.max_dropped", str(error)))
-    for report in reports:
-        findings += [Finding("warning", "--data.environments", text) for text in report.warnings()]
+    repeated = repetition(cfg, [report.num_rows for report in reports])
+    for text in itertools.chain(repeated, *(report.warnings() for report in reports)):
+        findings.append(Finding("warning", "--data.environments", text))
     for check in check_rewards(cfg.data, cfg.scoring.deadline_s, reports):
         lines.append(check.line())
         findings += [Finding("error" if check.is_broken else "warning", _REWARDS, text) for text in check.warnings()]

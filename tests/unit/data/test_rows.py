@@ -566,6 +566,30 @@ def test_held_out_questions_are_compared_without_their_spaces(tmp_path):
     assert report.num_equal == 1
 
 
+def test_equal_questions_in_other_forms_of_unicode_are_equal(tmp_path):
+    """One program writes an accented letter as one character, and another as two."""
+    tokenizer = character_tokenizer("\n caf\u00e9\u0301?e12")
+    rows = [{"question": f"caf{letter}?", "answer": answer} for letter, answer in (("\u00e9", "1"), ("e\u0301", "2"))]
+    source = EnvironmentConfig(
+        dataset=write(tmp_path / "a.jsonl", rows),
+        eval=write(tmp_path / "b.jsonl", rows[1:]),
+        rewards=(RewardConfig(function="number"),),
+    )
+    (report,) = inspect_sources(config(tmp_path, source), tokenizer)
+    assert (report.num_equal, report.num_conflicts, report.dropped) == (1, 1, ())
+    source = replace(source, dataset=write(tmp_path / "c.jsonl", rows[:1]))
+    (report,) = inspect_sources(config(tmp_path, source), tokenizer)
+    assert (report.num_equal, report.num_conflicts) == (1, 0)
+
+
+def test_a_file_that_is_not_packed_is_not_blamed_on_the_cache(tmp_path):
+    for ending, reason in ((".gz", "Not a gzipped file"), (".zst", "Unknown frame descriptor")):
+        (tmp_path / f"a.jsonl{ending}").write_text('{"question": "1"}')
+        with pytest.raises(ValueError, match=rf"a.jsonl{ending} cannot be read: .*{reason}") as error:
+            open_rows(str(tmp_path / f"a.jsonl{ending}"), {})
+        assert "cache" not in str(error.value)
+
+
 def test_a_prompt_that_begins_with_two_begin_tokens_is_refused(tmp_path):
     rows = [{"question": f"<bos>{row['question']}", "answer": row["answer"]} for row in ROWS[:3]]
     source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows))

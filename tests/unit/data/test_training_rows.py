@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_fp8rl.config import AlgoConfig, DataConfig, EnvironmentConfig, RunConfig, SamplingConfig
 from megatron_fp8rl.data.dropped import RowError
-from megatron_fp8rl.data.inspection import inspect_training_rows
+from megatron_fp8rl.data.inspection import inspect_training_rows, repetition
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.data.training_rows import TrainingRows
 from megatron_fp8rl.types import Sample
@@ -56,7 +56,7 @@ def config(folder: Path, loss: str = "sft", **source: str) -> RunConfig:
         tiny,
         model=replace(tiny.model, vocab_size=512),
         data=DataConfig(environments=(EnvironmentConfig(dataset=str(folder / "rows.jsonl"), **source),)),
-        sampling=SamplingConfig(max_prompt_tokens=150, max_completion_tokens=150),
+        sampling=SamplingConfig(prompts_per_step=2, max_prompt_tokens=150, max_completion_tokens=150),
         algo=AlgoConfig(loss=loss),
         output_dir=str(folder / "run"),
     )
@@ -118,6 +118,46 @@ def test_rows_of_known_forms_are_conversations(tmp_path, row, source):
     (sample,) = rows.samples("rows", 0)
     text = rows._source.tokenizer.decode(sample.token_ids.array.tolist())
     assert text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>"
+
+
+SYSTEM = {"role": "system", "content": "Be short."}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}], "system": "Be short."},
+        {"messages": CHAT[1:3], "system_prompt": "Be short."},
+        {"messages": CHAT[:3], "system_prompt": "Be long."},
+        {"prompt": "1+1?", "completion": "2", "system_prompt": "Be short."},
+        {"prompt": "1+1?", "chosen": "2", "rejected": "3", "system_prompt": "Be short."},
+        {"prompt": CHAT[1:2], "chosen": "2", "rejected": "3", "system_prompt": "Be short."},
+        {"chosen": CHAT[1:3], "rejected": [CHAT[1], CHAT[4]], "system_prompt": "Be short."},
+        {"instruction": "1+1?", "chosen": "2", "rejected": "3", "system": "Be short.", "prompt": "1+1?"},
+    ],
+)
+@pytest.mark.parametrize("where", ["row", "source"])
+def test_a_system_prompt_beside_messages_and_pairs_is_used(tmp_path, row, where):
+    """Of the row, as in files for LLaMA-Factory, or else of the source."""
+    loss, source = "dpo" if "chosen" in row else "sft", {}
+    if where == "source":
+        row = {key: value for key, value in row.items() if not key.startswith("system")}
+        source = {"system_prompt": "Be short."}
+    rows = rows_of(tmp_path, PLAIN_CHATML, row, loss=loss, **source)
+    (first, *_) = rows.samples("rows", 0)
+    expected = tokenizer(PLAIN_CHATML).apply_chat_template([SYSTEM, *CHAT[1:3]], tokenize=False).rstrip()
+    assert rows._source.tokenizer.decode(first.token_ids.array.tolist()) == expected
+
+
+def test_a_history_before_a_pair_is_used(tmp_path):
+    row = {"prompt": "And 2+2?", "history": [["1+1?", "2"]], "chosen": "It is 4", "rejected": "5"}
+    rows = rows_of(tmp_path, PLAIN_CHATML, row, loss="dpo")
+    chosen, _ = rows.samples("rows", 0)
+    expected = tokenizer(PLAIN_CHATML).apply_chat_template(CHAT[1:], tokenize=False).rstrip()
+    assert rows._source.tokenizer.decode(chosen.token_ids.array.tolist()) == expected
+    row = {"chosen": CHAT[1:3], "rejected": [CHAT[1], CHAT[4]], "history": [["0?", "0"]]}
+    with pytest.raises(RowError, match="history and chosen both contain messages"):
+        rows_of(tmp_path, PLAIN_CHATML, row, loss="dpo").samples("rows", 0)
 
 
 OPEN_THINK = PLAIN_CHATML.replace(
@@ -199,6 +239,7 @@ def test_only_the_answers_of_a_pair_are_trained(tmp_path):
         ({"prompt": "1+1?", "chosen": "", "rejected": "3"}, "chosen is empty"),
         ({"prompt": "1+1?", "chosen": "2", "rejected": None}, "rejected is empty"),
         ({"prompt": "1+1?", "chosen": "2", "rejected": []}, "rejected is empty"),
+        ({"prompt": "1+1?", "chosen": float("nan"), "rejected": "3"}, "chosen is empty"),
         ({"prompt": "1+1?", "chosen": said(" "), "rejected": "3"}, "message 1 of the assistant is empty"),
         ({"prompt": "1+1?", "chosen": "2", "rejected": "2"}, "chosen and rejected are equal"),
         (
@@ -253,3 +294,32 @@ def test_held_out_and_rendered_conversations_are_counted(tmp_path):
         "store messages, or set --data.chat_template False",
         "2 held-out rows of rows are training rows, too",
     ]
+
+
+def test_pairs_with_exchanged_sides_are_counted(tmp_path):
+    """Also if one of them is held out; the same pair twice contradicts nothing."""
+    pairs = [{"prompt": f"{i}?", "chosen": "2", "rejected": "3"} for i in (0, 1, 1)]
+    exchanged = {"prompt": "1?", "chosen": "3", "rejected": "2"}
+    (tmp_path / "held.jsonl").write_text(json.dumps(exchanged) + "\n")
+    for rows, source, warnings in (
+        (pairs, {}, []),
+        ([*pairs, exchanged], {}, ["1 pairs of rows are another pair with exchanged sides; remove one of both"]),
+        (pairs, {"eval": str(tmp_path / "held.jsonl")}, ["1 pairs of rows are another pair with exchanged sides"]),
+    ):
+        rows_of(tmp_path, PLAIN_CHATML, *rows, loss="dpo")
+        _, actual = inspect_training_rows(config(tmp_path, "dpo", **source), tokenizer(PLAIN_CHATML))
+        assert len(actual) == len(warnings) and all(map(str.startswith, actual, warnings))
+
+
+def test_a_step_of_more_rows_than_there_are_is_told(tmp_path):
+    rows_of(tmp_path, PLAIN_CHATML, *({"prompt": f"{i}?", "completion": "2"} for i in range(3)))
+    cfg = config(tmp_path)
+    _, told = inspect_training_rows(
+        replace(cfg, sampling=replace(cfg.sampling, prompts_per_step=4)), tokenizer(PLAIN_CHATML)
+    )
+    assert told == [
+        "a step takes 4 rows and there are 3, so that each step repeats rows; set --sampling.prompts_per_step "
+        "(--batch_size of sft and dpo) to 3 or less"
+    ]
+    assert inspect_training_rows(cfg, tokenizer(PLAIN_CHATML))[1] == []
+    assert repetition(cfg, [1, None]) == [] and repetition(cfg, [1, 1]) == [] and len(repetition(cfg, [0, 1])) == 1
