@@ -101,20 +101,11 @@ def permute_quantize(
         _require_matrix("x_TK", x_TK, num_rows)
     if probs is not None and layout.sources is not None:
         raise ValueError("probs are not supported for a layout with sources")
-    if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):
-        raise ValueError(f"probs must be float32 [{layout.num_tokens}], not {_described(probs)}")
+    _require_probs(probs, layout)
     implementation = _implementation(x_TK.data if isinstance(x_TK, Packed) else x_TK)
     return implementation.permute_quantize(
         x_TK, layout, _scales(fmt), rows=rows, columns=columns, bf16=bf16, probs=probs
     )
-
-
-def quantize_rows_columns(
-    x_PK: Tensor, layout: ExpertPermutation, fmt: QuantFormat, *, rows: bool = True, columns: bool = True
-) -> Quantized:
-    """Quantize an already padded BF16 matrix in one read; padded rows are treated as zeros, whatever they contain."""
-    _require_matrix("x_PK", x_PK, layout.num_rows)
-    return _implementation(x_PK).quantize_rows_columns(x_PK, layout, _scales(fmt), rows=rows, columns=columns)
 
 
 def swiglu_quantize(
@@ -154,8 +145,7 @@ def swiglu_backward_quantize(
     _require_matrix("dy_PF", dy_PF, layout.num_rows)
     if 2 * dy_PF.shape[1] != h_P2F.shape[1]:
         raise ValueError(f"dy_PF has {dy_PF.shape[1]} features, but h_P2F has {h_P2F.shape[1]}")
-    if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):
-        raise ValueError(f"probs must be float32 [{layout.num_tokens}], not {_described(probs)}")
+    _require_probs(probs, layout)
     return _implementation(h_P2F).swiglu_backward_quantize(
         dy_PF,
         h_P2F,
@@ -173,8 +163,7 @@ def swiglu_backward_quantize(
 def unpermute(y_PN: Tensor, layout: ExpertPermutation, probs: Tensor | None = None) -> Tensor:
     """Gather each token's row, times ``probs`` (float32 [T]) in float32: BF16 [T, N], zero for tokens without a row."""
     _require_matrix("y_PN", y_PN, layout.num_rows, multiple=8)
-    if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):
-        raise ValueError(f"probs must be float32 [{layout.num_tokens}], not {_described(probs)}")
+    _require_probs(probs, layout)
     return _implementation(y_PN).unpermute(y_PN, layout, probs)
 
 
@@ -197,6 +186,11 @@ def _require_matrix(name: str, x: Tensor, num_rows: int, *, halves: int = 1, mul
     if not fits or x.shape[1] % (halves * multiple):
         wanted = f"contiguous bfloat16 [{num_rows}, a multiple of {halves * multiple}]"
         raise ValueError(f"{name} must be {wanted}, not {_described(x)}")
+
+
+def _require_probs(probs: Tensor | None, layout: ExpertPermutation) -> None:
+    if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):
+        raise ValueError(f"probs must be float32 [{layout.num_tokens}], not {_described(probs)}")
 
 
 def _described(x: Tensor) -> str:

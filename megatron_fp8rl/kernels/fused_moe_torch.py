@@ -98,12 +98,6 @@ def permute_quantize(
     return quantized(x_PK, layout, scales, rows=rows, columns=columns, bf16=bf16)
 
 
-def quantize_rows_columns(
-    x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool
-) -> Quantized:
-    return quantized(x_PK, layout, scales, rows=rows, columns=columns)
-
-
 def swiglu_quantize(
     h_P2F: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool
 ) -> Quantized:

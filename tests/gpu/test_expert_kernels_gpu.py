@@ -74,8 +74,6 @@ def test_permutation(kind, scales):
         layout,
     )
     y = random_rows(layout.num_rows, 1024, seed=1)
-    again = fused_moe.quantize_rows_columns(y, layout, blockwise_format(scales))
-    assert_equal(again, fused_moe_torch.quantize_rows_columns(y, layout, scales, rows=True, columns=True), layout)
     for weights in (None, probs):
         out = fused_moe.unpermute(y, layout, weights)
         assert torch.equal(out, fused_moe_torch.unpermute(y, layout, weights))

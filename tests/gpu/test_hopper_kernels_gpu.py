@@ -11,7 +11,6 @@ from megatron_fp8rl.kernels.deep_gemm import deep_gemm, has_deep_gemm
 from megatron_fp8rl.kernels.fused_moe import (
     expert_permutation,
     permute_quantize,
-    quantize_rows_columns,
     swiglu_backward_quantize,
     unpermute,
 )
@@ -131,9 +130,9 @@ def products(counts, shape, scales="pow2"):
     """The layout, padded tokens [P, K] in rows, and weights [E, N, K]."""
     layout = expert_permutation(torch.tensor(counts, device="cuda"), sum(counts), counts)
     generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(layout.num_rows, shape[1], device="cuda", generator=generator).bfloat16()
+    x = torch.randn(layout.num_tokens, shape[1], device="cuda", generator=generator).bfloat16()
     weights = torch.randn(len(counts), *shape, device="cuda", generator=generator).bfloat16() / 16
-    made = quantize_rows_columns(x, layout, blockwise_format(scales), columns=False)
+    made = permute_quantize(x, layout, blockwise_format(scales))
     return layout, Fp8(made.rows, made.row_scales), quantized(weights, blockwise_format(scales))
 
 

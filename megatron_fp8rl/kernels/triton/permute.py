@@ -41,7 +41,7 @@ class _Launch(NamedTuple):
     quads: int
     num_warps: int
     maxnreg: int | None = None  # registers per thread, if limiting them increases occupancy
-    gathered: int = 1  # tiles side by side, if rows are gathered
+    gathered: int = 1  # tiles side by side, whose rows are gathered
 
     def options(self, columns: bool) -> dict[str, int | None]:
         assert not columns or 4 * self.quads == BLOCK
@@ -107,14 +107,13 @@ def _store_tile(
 @triton.jit
 def _quantize(
     x, probs, rows, experts, data, row_scales, columns_data, column_scales, bf16, num_rows, num_columns, width,
-    Q: tl.constexpr, GATHER: tl.constexpr, WEIGHTED: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+    Q: tl.constexpr, WEIGHTED: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr, TOGETHER: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    together = TOGETHER if TOGETHER else num_columns // SIDE  # tiles over all rows, so that gathered rows are in L2
-    of_columns = num_rows // (4 * Q) * together
+    of_columns = num_rows // (4 * Q) * TOGETHER  # tiles over all rows, so that gathered rows are in L2
     inside = tl.program_id(0) % of_columns
-    row = (inside // together).to(tl.int64) * (4 * Q)
-    column = (tl.program_id(0) // of_columns * together + inside % together) * SIDE
+    row = (inside // TOGETHER).to(tl.int64) * (4 * Q)
+    column = (tl.program_id(0) // of_columns * TOGETHER + inside % TOGETHER) * SIDE
     expert = tl.load(experts + row // SIDE * SIDE)
     place = row + tl.arange(0, Q) * 4
     t0, t1 = tl.load(rows + place), tl.load(rows + place + 1)
@@ -125,10 +124,10 @@ def _quantize(
             b = packed_pair(x, t2, t3, column, num_columns, width, HARDWARE)
         else:
             feature = x + column + tl.arange(0, SIDE)[None, :]
-            s0 = (t0 if GATHER else place).to(tl.int64)[:, None] * num_columns
-            s1 = (t1 if GATHER else place + 1).to(tl.int64)[:, None] * num_columns
-            s2 = (t2 if GATHER else place + 2).to(tl.int64)[:, None] * num_columns
-            s3 = (t3 if GATHER else place + 3).to(tl.int64)[:, None] * num_columns
+            s0 = t0.to(tl.int64)[:, None] * num_columns
+            s1 = t1.to(tl.int64)[:, None] * num_columns
+            s2 = t2.to(tl.int64)[:, None] * num_columns
+            s3 = t3.to(tl.int64)[:, None] * num_columns
             a = load_pair(feature + s0, feature + s1, (t0 >= 0)[:, None], (t1 >= 0)[:, None])
             b = load_pair(feature + s2, feature + s3, (t2 >= 0)[:, None], (t3 >= 0)[:, None])
         if WEIGHTED:
@@ -291,37 +290,24 @@ def _pointers(out: Quantized, unused: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def _run_quantize(
-    x: Tensor | Packed, layout: ExpertPermutation, scales: Scales, rows: bool, columns: bool, bf16: bool,
-    probs: Tensor | None, gather: bool,
+def permute_quantize(
+    x_TK: Tensor | Packed, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
+    probs: Tensor | None,
 ) -> Quantized:  # fmt: skip
-    is_packed = isinstance(x, Packed)
-    num_columns, x = (x.num_features, x.data) if is_packed else (x.shape[1], x)
+    is_packed = isinstance(x_TK, Packed)
+    num_columns, x = (x_TK.num_features, x_TK.data) if is_packed else (x_TK.shape[1], x_TK)
     out = _outputs(layout, num_columns, x.device, rows, columns, bf16)
     num_tiles, how = num_columns // BLOCK, _QUANTIZE_BOTH if columns else _QUANTIZE_ROWS
     if layout.num_rows:
         with torch.cuda.device_of(x):
             _quantize[(num_tiles * (layout.num_rows // (4 * how.quads)),)](
                 x, x if probs is None else probs, layout.rows if layout.sources is None else layout.sources,
-                layout.experts, *_pointers(out, x), layout.num_rows, num_columns, x.shape[1], GATHER=gather,
+                layout.experts, *_pointers(out, x), layout.num_rows, num_columns, x.shape[1],
                 WEIGHTED=probs is not None, PACKED=is_packed, ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16,
-                POW2=scales == "pow2", TOGETHER=math.gcd(num_tiles, how.gathered) if gather else 0, HARDWARE=HARDWARE,
+                POW2=scales == "pow2", TOGETHER=math.gcd(num_tiles, how.gathered), HARDWARE=HARDWARE,
                 **how.options(columns),
             )  # fmt: skip
     return out
-
-
-def permute_quantize(
-    x_TK: Tensor | Packed, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
-    probs: Tensor | None,
-) -> Quantized:  # fmt: skip
-    return _run_quantize(x_TK, layout, scales, rows, columns, bf16, probs, gather=True)
-
-
-def quantize_rows_columns(
-    x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool
-) -> Quantized:
-    return _run_quantize(x_PK, layout, scales, rows, columns, False, None, gather=False)
 
 
 def swiglu_quantize(
