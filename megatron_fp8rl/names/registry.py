@@ -217,12 +217,6 @@ def hf_axes(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     return table.axes(FAMILIES[model.family].rows(model), model)
 
 
-def hf_names_of(global_name: str, model: ModelConfig) -> list[str]:
-    """Hugging Face tensors from which a Megatron parameter is built; of a tied output layer, the embedding."""
-    w = weight(global_name, model)
-    return [*(name for name, _ in w.parts), *w.copies]
-
-
 def is_expert(global_name: str) -> bool:
     """Whether a parameter belongs to a routed expert, and is sharded by expert tensor parallelism."""
     return split_indices(global_name)[2] >= 0
@@ -306,25 +300,6 @@ def from_hf(global_name: str, get: Callable[[str], Tensor], model: ModelConfig) 
                 "num_mtp_layers = 0"
             )
     return full
-
-
-def to_hf(
-    global_name: str, tensor: Tensor, model: ModelConfig, tp_size: int = 1, tp_rank: int = 0
-) -> list[tuple[str, Tensor]]:
-    """Inverse of :func:`from_hf`: (Hugging Face name, tensor) pairs; views of ``tensor`` where the layout allows.
-
-    With ``tp_size`` > 1, ``tensor`` is the :func:`shard` of an (expert-)tensor-parallel rank, and the result is its
-    contiguous part of each Hugging Face tensor along :attr:`Weight.axis`, possibly empty. Raises ValueError for another
-    shape.
-    """
-    w = weight(global_name, model)
-    slicing.require_divisible(w, model, tp_size)
-    expected = slicing.shard_shape(w, model, tp_size)
-    if tuple(tensor.shape) != expected:
-        raise ValueError(f"{global_name}: shape {tuple(tensor.shape)}, but the model configuration says {expected}")
-    parts = slicing.split(w, model, tensor, tp_size, tp_rank)
-    pairs = [(name, part) for (name, _), part in zip(w.parts, parts)]
-    return pairs + [(name, parts[0]) for name in w.copies]
 
 
 def shard(global_name: str, full: Tensor, model: ModelConfig, tp_size: int, tp_rank: int) -> Tensor:

@@ -239,10 +239,6 @@ class EngineClient:
     async def finish_update(self, version: int) -> None:
         """Complete the update; ``version`` applies to all tokens sampled afterwards."""
         await self._call("/finish_weight_update", deadline_s=self._update_deadline_s)
-        self.set_version(version)
-
-    def set_version(self, version: int) -> None:
-        """Record the engine's policy version, for instance after a resumed run has published it."""
         self.version = version
 
     async def abandon_update(self) -> None:
@@ -253,7 +249,7 @@ class EngineClient:
         sampled afterwards have this policy version. Call between :meth:`pause` and :meth:`resume`."""
         reports = await self.collective_rpc("load_adapter", path=path, version=version)
         self._adapter = version
-        self.set_version(version)
+        self.version = version
         return reports
 
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:

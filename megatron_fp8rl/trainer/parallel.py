@@ -53,13 +53,12 @@ class Parallel:
     tp_group: ProcessGroup
     pp_group: ProcessGroup
     cp_group: ProcessGroup
-    dp_group: ProcessGroup
     dp_cp_group: ProcessGroup  # ranks with the same non-expert parameters
     ep_group: ProcessGroup
     etp_group: ProcessGroup
     expert_dp_group: ProcessGroup  # ranks with the same expert parameters
     control_group: ProcessGroup  # all ranks, gloo; for objects and barriers
-    data_control_group: ProcessGroup  # same ranks as dp_group, gloo; for objects
+    data_control_group: ProcessGroup  # the data-parallel ranks, gloo; for objects
     replica_control_group: ProcessGroup  # ranks with the same dp_rank, gloo; for objects
 
     @classmethod
@@ -258,7 +257,6 @@ def _groups(deadline_s: float) -> dict[str, ProcessGroup]:
         "tp_group": parallel_state.get_tensor_model_parallel_group(),
         "pp_group": parallel_state.get_pipeline_model_parallel_group(),
         "cp_group": parallel_state.get_context_parallel_group(),
-        "dp_group": parallel_state.get_data_parallel_group(),
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "ep_group": parallel_state.get_expert_model_parallel_group(),
         "etp_group": parallel_state.get_expert_tensor_parallel_group(),

@@ -141,11 +141,6 @@ def prepare_values(tensors: Sequence[Tensor]) -> Callable[[], np.ndarray]:
     return lambda: values_of_sums(sums().cpu().numpy(), headers)
 
 
-def prepare_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
-    values = prepare_values(tensors)
-    return lambda: _lines(values()).split()
-
-
 def _on_one_gpu(tensors: Sequence[Tensor]) -> bool:
     return bool(tensors) and all(t.is_cuda and t.device == tensors[0].device for t in tensors)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +42,9 @@ class PlanInputs:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PlanInputs:
-        return _rebuild(cls, content)
+        from pydantic import TypeAdapter
+
+        return TypeAdapter(cls).validate_python(content)
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -67,16 +68,3 @@ class PlanInputs:
         chosen = tuple(t for t in self.plan.transfers if layer_of(t.name) in wanted)
         part = replace(self.plan, transfers=chosen)
         return plan_schedule(part, self.model, bucket_bytes=self.weight_sync.bucket_bytes, whole=True)
-
-
-def _rebuild(cls: type, content: Mapping[str, Any]) -> Any:
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for item in dataclasses.fields(cls):
-        value = content[item.name]
-        if isinstance(value, Mapping):
-            kinds = [hints[item.name], *typing.get_args(hints[item.name])]
-            section = next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
-            value = dict(value) if section is None else _rebuild(section, value)
-        values[item.name] = tuple(value) if isinstance(value, list) else value
-    return cls(**values)

@@ -205,10 +205,6 @@ class SendSchedule:
     rounds: tuple[Round, ...]
     num_engine_ranks: int
 
-    @cached_property
-    def senders(self) -> list[int]:
-        return sorted({m.sender for r in self.rounds for m in r.messages})
-
     def out_bytes(self, sender: int) -> int:
         """Return the maximum bytes that ``sender`` sends in a round."""
         return max((m.out_offset + m.num_bytes for r in self.rounds for m in r.sent_by(sender)), default=0)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -272,8 +272,27 @@ class ShardSender:
         if self._request is not None and self._request.done():
             self._request.result()
 
-    def _errors_named(self, what: str) -> AbstractContextManager[None]:
-        return _Named(self, what)
+    @contextmanager
+    def _errors_named(self, what: str) -> Iterator[None]:
+        """Notify other processes of an error in the block, and raise the engine's error or TransportError."""
+        try:
+            yield
+        except BaseException as error:
+            if self._transport is not None:
+                self._transport.fail(f"{type(error).__name__}: {error}")
+            request, self._request = self._request, None
+            if not isinstance(error, RuntimeError) or isinstance(error, TransportError):
+                raise
+            if request is not None:
+                try:
+                    request.result(timeout=_GRACE_S)
+                except TransportError:
+                    raise
+                except Exception:  # of the executor; the transport's error says more
+                    pass
+            if isinstance(error, DeliveryError) or self._transport is None:
+                raise TransportError(f"{what}: {error}") from error
+            raise
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         if self._stream is None:
@@ -290,35 +309,6 @@ class ShardSender:
         self._packers.clear()
         if transport is not None:
             transport.close()
-
-
-class _Named:
-    """Notifies other processes of a transport's error, and raises the engine's error or TransportError."""
-
-    def __init__(self, sender: ShardSender, what: str):
-        self._sender = sender
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return
-        sender = self._sender
-        if sender._transport is not None:
-            sender._transport.fail(f"{type(error).__name__}: {error}")
-        request, sender._request = sender._request, None
-        if isinstance(error, DeliveryError | RuntimeError) and not isinstance(error, TransportError):
-            if request is not None:
-                try:
-                    request.result(timeout=_GRACE_S)
-                except TransportError:
-                    raise
-                except Exception:  # of the executor; the transport's error says more
-                    pass
-            if isinstance(error, DeliveryError) or sender._transport is None:
-                raise TransportError(f"{self._what}: {error}") from error
 
 
 class Slots:

@@ -8,6 +8,7 @@ import torch
 
 from megatron_fp8rl.names import registry
 from tests.helpers.dist import run_ranks
+from tests.helpers.hf_parts import to_hf
 from tests.helpers.logits import assert_logits_equal, reference_logits, trainer_logits
 from tests.tolerances import LOGITS_FLOAT32
 
@@ -52,7 +53,7 @@ def convert_and_compare(folder: str) -> dict:
     tensors = load_file(Path(folder) / "model.safetensors")
     back: dict[str, torch.Tensor] = {}
     for name in registry.weights(model):
-        back |= dict(registry.to_hf(name, registry.from_hf(name, tensors.__getitem__, model), model))
+        back |= dict(to_hf(name, registry.from_hf(name, tensors.__getitem__, model), model))
     logits = trainer_logits(model, dict(world_size=1), folder)
     return {
         "qkv_bias": model.qkv_bias,

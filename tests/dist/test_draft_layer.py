@@ -19,6 +19,7 @@ from megatron_fp8rl.weight_sync.save_hf import save_hf
 from tests.dist.test_checkpoint import assert_a_resume_changes_no_bit
 from tests.helpers.dist import run_ranks
 from tests.helpers.families import MODELS
+from tests.helpers.hf_parts import to_hf
 from tests.helpers.training import (
     SMOOTH_ADAM,
     VOCAB,
@@ -91,7 +92,7 @@ def _loss_and_weights(cfg, samples):
             if tensor.ndim == 1:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2 + ("norm.weight" in name))
     tensors = dict(policy.named_tensors())
-    weights = dict(pair for name, t in tensors.items() for pair in registry.to_hf(name, t.clone(), cfg.model))
+    weights = dict(pair for name, t in tensors.items() for pair in to_hf(name, t.clone(), cfg.model))
     batch = policy.with_old_logprobs(make_batch(cfg, 0, samples))
     return policy.update(batch, make_loss(cfg))["speculation/draft_loss/mean"], weights
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.megatron_folder import MegatronFolder
 from megatron_fp8rl.config import AlgoConfig, LoraConfig, ParallelConfig, RunConfig
-from megatron_fp8rl.names import registry
 from megatron_fp8rl.trainer import checkpoint, distributed_weights
 from megatron_fp8rl.trainer.model.lora import adapted_linears, base_digest, merge_adapters, merged
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.weight_sync.save_adapter import adapter_tensors, save_adapter
 from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.hf_parts import to_hf
 from tests.helpers.training import MOE, SMOOTH_ADAM, continue_training, make_batch, make_loss, run_config
 
 LORA = LoraConfig(rank=4, alpha=12.0)
@@ -39,7 +39,7 @@ def build(cfg: RunConfig) -> Policy:
 def hf_weights(policy: Policy) -> dict[str, Tensor]:
     """The weights of a policy on one rank, by their Hugging Face names."""
     named = ((name, tensor.detach()) for name, tensor in policy.named_tensors())
-    return {hf: part.clone() for name, tensor in named for hf, part in registry.to_hf(name, tensor, policy.cfg.model)}
+    return {hf: part.clone() for name, tensor in named for hf, part in to_hf(name, tensor, policy.cfg.model)}
 
 
 def _train(cfg: RunConfig):
@@ -102,7 +102,7 @@ def test_gradients_are_those_of_full_training_times_the_other_matrix():
     for name, gradient in of_weights.items():
         if ".linear_" not in name:
             continue
-        parts = registry.to_hf(name, gradient, cfg.model)
+        parts = to_hf(name, gradient, cfg.model)
         keys = [f"base_model.model.{part.removesuffix('.weight')}.lora_" for part, _ in parts]
         for key, (_, dw) in zip(keys, parts, strict=True):
             expected = scale * dw @ adapters[f"{key}A.weight"].T

@@ -14,6 +14,7 @@ from megatron_fp8rl.trainer.model.linear import quantized
 from megatron_fp8rl.trainer.parallel import Parallel
 from tests.helpers.dist import run_ranks
 from tests.helpers.families import MODELS as FAMILIES
+from tests.helpers.hf_parts import hf_names_of, to_hf
 from tests.helpers.models import small_model
 from tests.tolerances import AMAX_ACROSS_LAYOUTS
 
@@ -44,7 +45,7 @@ def _fp8_weights(cfg: RunConfig) -> set[str]:
         hf_name
         for name, parameter in named_global_parameters(chunks, parallel)
         if getattr(owners[id(parameter)], "recipe", None) is not None and parameter.ndim == 2
-        for hf_name in registry.hf_names_of(name, cfg.model)
+        for hf_name in hf_names_of(name, cfg.model)
     }
 
 
@@ -160,8 +161,8 @@ def _held_and_used(cfg: RunConfig) -> list[tuple[str, torch.Tensor, torch.Tensor
             )
             assert torch.equal(used, quantized(module, identity, module.weight).detach().T)
             pairs = zip(
-                registry.to_hf(name, module.weight.detach(), cfg.model, *layout),
-                registry.to_hf(name, used, cfg.model, *layout),
+                to_hf(name, module.weight.detach(), cfg.model, *layout),
+                to_hf(name, used, cfg.model, *layout),
                 strict=True,
             )
             result += [(hf_name, held, used_part) for (hf_name, held), (_, used_part) in pairs]

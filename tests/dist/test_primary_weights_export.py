@@ -13,7 +13,6 @@ import torch
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight
-from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.weight_sync.pack import gather_all
@@ -22,6 +21,7 @@ from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.exports import MODELS, Fleet, build, config, layout_name
 from tests.helpers.fake_fp8_tensor import Fp8Tensor
+from tests.helpers.hf_parts import hf_names_of
 from tests.helpers.shards import Replica
 
 WIDE = replace(MODELS["dense"], head_dim=128, ffn_hidden_size=512)
@@ -61,7 +61,7 @@ def _policy(cfg: RunConfig, *, is_fp8: bool) -> _Policy:
     table = LayerTable.build(cfg.model, cfg.precision)
     for name, tensor in built.named_tensors():
         value = _as_powers(tensor.detach()) if tensor.ndim == 2 else tensor.detach().clone()
-        in_fp8 = is_fp8 and all(table.trainer_format(n).is_quantized for n in registry.hf_names_of(name, cfg.model))
+        in_fp8 = is_fp8 and all(table.trainer_format(n).is_quantized for n in hf_names_of(name, cfg.model))
         tensors[name] = _halved(value) if in_fp8 else value
     return _Policy(cfg, built.parallel, tensors)
 

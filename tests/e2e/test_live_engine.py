@@ -207,10 +207,10 @@ def test_requests_wait_while_the_engine_is_paused(fleet, client):
     waiting = fleet.submit(client.generate(PROMPT, 1, 1, sampling=how))
     fleet.sync(asyncio.sleep(0.5), 60.0)
     assert not waiting.done()
-    client.set_version(5)
+    client.version = 5
     fleet.sync(client.resume(), 120.0)
     assert waiting.result(timeout=120.0)[0].version_spans == ((0, 5),)
-    client.set_version(1)
+    client.version = 1
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("wait", "length"), ("abort", "abort")])

@@ -109,12 +109,17 @@ def test_digests_are_those_of_a_cpu():
     assert digest.digests(tensors) == digest.digests([t.cpu() for t in tensors])
 
 
+def prepare_digests(tensors):
+    values = digest.prepare_values(tensors)
+    return lambda: digest._lines(values()).split()
+
+
 def test_prepared_digests_follow_the_content_of_the_memory():
     """Float32 numbers count as 64-bit words; views begin between words, and their rows lie apart."""
     scales, weights = torch.randn(61, 33, device="cuda"), torch.randn(640, 129, device="cuda").bfloat16()
     tensors = [scales, scales[7:9], scales[:, 3:8], scales.t(), heavy_tailed(300, 500, dtype=torch.float32)]
     tensors += [weights, weights[:, :64], weights[3:5], weights[:0], scales[:0]]
-    prepared = digest.prepare_digests(tensors)
+    prepared = prepare_digests(tensors)
     for _ in range(3):
         assert prepared() == digest.digests([digest.widened(t.cpu()) for t in tensors])
         scales.mul_(-1.5)
@@ -125,7 +130,7 @@ def test_digests_of_many_small_tensors_take_the_host_little_time(capsys):
     """As many as an engine of Qwen3-30B-A3B holds, with 8 KiB each: what is measured is not the GPU's memory."""
     weights = torch.zeros(18_432, 64, 128, device="cuda", dtype=torch.float8_e4m3fn).unbind()
     scales = torch.ones(18_432, 6, 16, device="cuda").unbind()
-    took = seconds(digest.prepare_digests([*weights, *scales]))
+    took = seconds(prepare_digests([*weights, *scales]))
     with capsys.disabled():
         print(f"\ndigest of {2 * 18_432} small tensors: {took * 1e3:.1f} ms")
     assert took < 0.03
@@ -171,7 +176,7 @@ def test_speed(capsys):
             speed = moved / seconds(quantize.prepare_weights_into(weights, *outs, scales))
             speeds[f"quantize {name}, {scales}"] = speed
     held = [*experts, *scale, large]
-    speeds["digest"] = sum(t.nbytes for t in held) / seconds(digest.prepare_digests(held))
+    speeds["digest"] = sum(t.nbytes for t in held) / seconds(prepare_digests(held))
     lines += [f"{name}: {speed / 1e9:.0f} GB/s, {speed / copy:.0%} of the copy" for name, speed in speeds.items()]
     with capsys.disabled():
         print("\n" + "\n".join(lines))

@@ -20,6 +20,7 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.quantizers import quantize
 from megatron_fp8rl.types import PublishReport
 from megatron_fp8rl.weight_sync.digest import combine, digests, widened
+from tests.helpers.hf_parts import to_hf
 
 _COMMON = dict(num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=62)
 # Tensor parallel 2 leaves a rank of the dense models 128 query rows (quantized there), 64 key rows and 192 feed-forward
@@ -124,7 +125,7 @@ def expected_wire(cfg: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str,
     table = LayerTable.build(cfg.model, cfg.precision)
     wire = {}
     for name in names.weights(cfg.model):
-        for hf_name, tensor in names.to_hf(name, weights[name], cfg.model):
+        for hf_name, tensor in to_hf(name, weights[name], cfg.model):
             fmt = table.rollout_format(hf_name)
             if fmt.is_quantized:
                 wire[hf_name], wire[fmt.scale_name(hf_name)] = quantize(tensor, fmt)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.recipes import AmaxHistory, Recipe, make_recipe, quantized_linear
+from tests.helpers.hf_parts import hf_names_of
 from tests.helpers.training import continue_training
 
 PRODUCTS = ("y", "dx", "dW")
@@ -89,7 +89,7 @@ def of_an_update(policy, precision=None) -> dict[str, tuple[float, float, float]
     recipe = make_recipe(precision or policy.cfg.precision)
     table = LayerTable.build(policy.cfg.model, policy.cfg.precision)
     recipes = {
-        linear: recipe if table.trainer_format(registry.hf_names_of(name, policy.cfg.model)[0]).is_quantized else None
+        linear: recipe if table.trainer_format(hf_names_of(name, policy.cfg.model)[0]).is_quantized else None
         for linear, name in linears.items()
     }
     result, step = {}, policy.optimizer.step

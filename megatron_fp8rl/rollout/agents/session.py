@@ -95,7 +95,6 @@ class Session:
         self.name = name
         self.seed = seed
         self.is_trained = is_trained
-        self.num_rewritten = 0  # requests whose history the chat template rewrote
         self.limit: str = ""  # the limit that rejected a request, if any
         self.lost = ""  # why the session fails, whatever its agent returns
         self.model_s = 0.0  # time in requests
@@ -287,7 +286,6 @@ class Session:
         chat, tools = branch.chat, branch.tools
         rendered = chat.extend(branch.rendered, branch.messages, branch.segments[-1].token_ids, new, tools)
         if rendered is None:
-            self.num_rewritten += 1
             return await self._begin(chat, chat.begin(messages, tools), messages, tools, sampling)
         context = Context(token_ids=rendered.new_ids, role=str(new[-1].get("role", "user")), text=rendered.new_text)
         # Keep the rendered history, because an agent may return calls with their keys in another order.

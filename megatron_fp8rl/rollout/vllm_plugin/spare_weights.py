@@ -24,7 +24,6 @@ class SpareWeights:
     def __init__(self, schedule: SendSchedule, engine_rank: int, device: torch.device, *, on_host: bool):
         self._rounds = schedule.rounds
         self._engine_rank = engine_rank
-        self._device = device
         self._starts = [0]
         for messages in schedule.rounds:
             received = messages.received_by(engine_rank)

@@ -14,6 +14,7 @@ from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.weight_sync.plan import plan
+from tests.helpers.hf_parts import hf_names_of, to_hf
 from tests.helpers.unshard import unshard
 
 # Odd on purpose: one key/value head, heads unrelated to the hidden size, three layers, six experts, odd vocabulary.
@@ -140,7 +141,7 @@ def test_checkpoint_round_trip(case, saved, tmp_path):
     for name in registry.weights(model):
         full = registry.from_hf(name, source.tensors.__getitem__, model)
         assert tuple(full.shape) == registry.weight(name, model).shape
-        back |= dict(registry.to_hf(name, full, model))
+        back |= dict(to_hf(name, full, model))
     assert back.keys() == source.tensors.keys()
     for name, tensor in source.tensors.items():
         assert torch.equal(back[name], tensor), name
@@ -206,8 +207,8 @@ def test_slices_round_trip(case, tp_size, saved):
         assert len({s.shape for s in shards}) == 1 and all(s.is_contiguous() for s in shards), name
         if weight.cut == "none":
             continue
-        pieces = [dict(registry.to_hf(name, shard, model, tp_size, rank)) for rank, shard in enumerate(shards)]
-        for hf_name in registry.hf_names_of(name, model):
+        pieces = [dict(to_hf(name, shard, model, tp_size, rank)) for rank, shard in enumerate(shards)]
+        for hf_name in hf_names_of(name, model):
             assert torch.equal(torch.cat([p[hf_name] for p in pieces], weight.axis), source.tensors[hf_name]), hf_name
     table = registry.shard("embedding.word_embeddings.weight", torch.ones(131, 48), model, 4, 3)
     assert table.shape == (33, 48) and table.sum() == 32 * 48  # the last of 132 rows is padding
@@ -242,7 +243,7 @@ def test_plans_cover_every_tensor_once(case, layout, saved):
         for piece in transfer.sources:
             index = ranks.index(piece.rank)
             shard = registry.shard(transfer.mcore_name, full, model, len(ranks), index)
-            part = dict(registry.to_hf(transfer.mcore_name, shard, model, len(ranks), index))[transfer.name]
+            part = dict(to_hf(transfer.mcore_name, shard, model, len(ranks), index))[transfer.name]
             assert part.shape[transfer.axis] == piece.stop - piece.start
             parts.append(part)
         assert torch.equal(torch.cat(parts, transfer.axis), source.tensors[transfer.name]), transfer.name
@@ -300,9 +301,9 @@ def test_multi_token_prediction_layers_are_kept_or_left_out_by_choice():
     tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"]
     back: dict[str, torch.Tensor] = {}
     for name in registry.weights(kept):
-        back |= dict(registry.to_hf(name, registry.from_hf(name, tensors.__getitem__, kept), kept))
+        back |= dict(to_hf(name, registry.from_hf(name, tensors.__getitem__, kept), kept))
     assert back.keys() == tensors.keys() and all(torch.equal(back[n], t) for n, t in tensors.items())
-    assert registry.hf_names_of("mtp.layers.0.mtp_model_layer.mlp.experts.5.linear_fc2.weight", kept) == [
+    assert hf_names_of("mtp.layers.0.mtp_model_layer.mlp.experts.5.linear_fc2.weight", kept) == [
         "model.layers.3.mlp.experts.5.down_proj.weight"
     ]
     tensors["model.layers.3.shared_head.head.weight"] = torch.randn(131, 48)

@@ -5,6 +5,7 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from megatron_fp8rl.names import registry
+from tests.helpers.hf_parts import hf_names_of
 
 # Odd on purpose: one key/value head, a head size unrelated to the hidden size, three layers, six experts.
 DENSE = {
@@ -62,14 +63,14 @@ def test_global_name(local, expected):
 def test_tied_output_layer_is_the_embedding():
     model = registry.from_hf_config(Qwen3Config(**DENSE, tie_word_embeddings=True).to_dict())
     assert "output_layer.weight" not in registry.weights(model)
-    assert registry.hf_names_of("output_layer.weight", model) == ["model.embed_tokens.weight"]
+    assert hf_names_of("output_layer.weight", model) == ["model.embed_tokens.weight"]
 
 
 def test_mistakes_are_named():
     config = Qwen3Config(**DENSE).to_dict()
     model = registry.from_hf_config(config)
     with pytest.raises(KeyError, match="layers.9.*not a parameter"):
-        registry.hf_names_of("decoder.layers.9.mlp.linear_fc2.weight", model)
+        hf_names_of("decoder.layers.9.mlp.linear_fc2.weight", model)
     with pytest.raises(ValueError, match="model.norm.weight: shape"):
         registry.from_hf("decoder.final_layernorm.weight", lambda _: torch.zeros(3), model)
     qkv = "decoder.layers.0.self_attention.linear_qkv.weight"

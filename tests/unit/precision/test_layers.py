@@ -7,6 +7,7 @@ import pytest
 from megatron_fp8rl.config import GdnConfig, MlaConfig, ModelConfig, PrecisionConfig, RouterConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.layer_table import LayerTable
+from tests.helpers.hf_parts import hf_names_of
 
 COMMON = dict(num_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16, vocab_size=64)
 EXPERTS = dict(num_experts=2, experts_per_token=1, moe_ffn_hidden_size=32)
@@ -88,6 +89,4 @@ def test_parts_of_one_megatron_matrix_are_fp8_together():
     for model in MODELS.values():
         table = LayerTable.build(model, PrecisionConfig())
         for name in registry.weights(model):
-            assert len({table.trainer_format(part).is_quantized for part in registry.hf_names_of(name, model)}) == 1, (
-                name
-            )
+            assert len({table.trainer_format(part).is_quantized for part in hf_names_of(name, model)}) == 1, name

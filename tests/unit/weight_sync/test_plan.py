@@ -22,6 +22,7 @@ from megatron_fp8rl.weight_sync.schedule import plan_schedule
 from model_configs import deepseek
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers import traffic
+from tests.helpers.hf_parts import to_hf
 from tests.helpers.plans import DENSE, LAYOUTS, MOE, TIED, table
 
 
@@ -76,7 +77,7 @@ def test_sources_hold_what_they_send(model, layout):
             assert shard is not None, (transfer.name, source)
             size, rank = shard
             piece = registry.shard(transfer.mcore_name, full, model, size, rank)
-            part = dict(registry.to_hf(transfer.mcore_name, piece, model, size))[transfer.name]
+            part = dict(to_hf(transfer.mcore_name, piece, model, size))[transfer.name]
             expected = tensors[transfer.name].narrow(transfer.axis, source.start, source.stop - source.start)
             assert torch.equal(part, expected), transfer.name
         assert position == transfer.shape[transfer.axis]
