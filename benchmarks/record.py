@@ -24,7 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.observe.versions import cpu_model, installed_version
+from megatron_fp8rl.observe.versions import cpu_model
+from megatron_fp8rl.upstream import version_of
 
 Row = dict[str, Any]
 
@@ -139,7 +140,7 @@ def stamp() -> Row:
 
 
 def machine() -> str:
-    versions = {title: installed_version(package) for package, title in _VERSIONS.items()}
+    versions = {title: version_of(package) for package, title in _VERSIONS.items()}
     return ", ".join([_hardware(), *(f"{title} {version}" for title, version in versions.items() if version)])
 
 

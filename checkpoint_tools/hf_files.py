@@ -22,8 +22,8 @@ from checkpoint_tools.output import Output
 from checkpoint_tools.row_chunks import row_chunks
 from megatron_fp8rl.data.fused_tensors import SEPARATE, Fusion
 from megatron_fp8rl.data.model_files import INDEX, SINGLE
-from megatron_fp8rl.data.safetensors_file import Files, Tensors, create_file
-from megatron_fp8rl.data.safetensors_header import Entry
+from megatron_fp8rl.data.safetensors_file import Files, create_file
+from megatron_fp8rl.data.safetensors_header import Entry, Shapes
 
 
 @dataclass
@@ -37,7 +37,7 @@ class HfWriter:
 
     @classmethod
     def create(
-        cls, folder: Path, tensors: Tensors, shard_gb: float, memory_bytes: int, *, fusion: Fusion = SEPARATE
+        cls, folder: Path, tensors: Shapes, shard_gb: float, memory_bytes: int, *, fusion: Fusion = SEPARATE
     ) -> HfWriter:
         """Create shards of at most ``shard_gb`` 10^9 bytes; a larger tensor gets its own shard. Raises OSError.
         ``fusion``: how the files combine tensors."""

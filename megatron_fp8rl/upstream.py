@@ -156,14 +156,18 @@ def _patches_of(path: Path) -> Iterator[Patch]:
                 yield Patch(name=f"{place}:{node.name}", package=package, versions=TESTED[package], **texts)
 
 
+@functools.cache
+def version_of(distribution: str) -> str | None:
+    """Version of a distribution in this environment; None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def installed_version(package: str) -> str | None:
     """The version of a package named by :func:`patches`; None if it is not installed."""
-    for name in _DISTRIBUTIONS[package]:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return next(filter(None, map(version_of, _DISTRIBUTIONS[package])), None)
 
 
 def outside() -> dict[str, list[Patch]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.data.safetensors_header import Entry
+from megatron_fp8rl.data.safetensors_header import Entry, Shapes
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias|_blocks|)")
@@ -76,9 +76,6 @@ def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if match := _EXPERT.fullmatch(name):
             _part(fused[whole][int(match[2])], match[3]).copy_(tensor)
     return fused
-
-
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def fused_shapes(shapes: Shapes) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -11,13 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.data.safetensors_header import Entry
+from megatron_fp8rl.data.safetensors_header import Entry, Shapes
 from megatron_fp8rl.names.blocks import ENGINE_FUSIONS
 
 _MODULE = re.compile(r"(.*\.(?:self_attn|mlp))\.(\w+)\.(\w+)")
 _WHOLE = {part: whole for whole in ("qkv_proj", "gate_up_proj") for part in ENGINE_FUSIONS[whole]}
-
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def fused_name(name: str) -> str:

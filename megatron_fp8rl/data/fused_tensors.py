@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.data import fused_experts, fused_rows
-from megatron_fp8rl.data.safetensors_header import Entry
+from megatron_fp8rl.data.safetensors_header import Entry, Shapes
 from megatron_fp8rl.names import registry
-
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,15 +18,13 @@ from torch import Tensor
 from megatron_fp8rl.data.checkpoint_error import CheckpointError
 from megatron_fp8rl.data.fused_experts import ExpertEntry
 from megatron_fp8rl.data.packed_int4 import PackedEntry, unpack
-from megatron_fp8rl.data.safetensors_header import DTYPES, Entry
+from megatron_fp8rl.data.safetensors_header import DTYPES, Entry, Shapes
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT_BYTES = 8
 
-Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # types and shapes by name
 
-
-def create_file(file: Path, tensors: Tensors) -> dict[str, Entry]:
+def create_file(file: Path, tensors: Shapes) -> dict[str, Entry]:
     """Create a file of full size with its header; returns the positions of its tensors, in their order. Keeps a file of
     that size from an interrupted run. Reserves the space, so a full disk fails before the work. Raises OSError."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -6,6 +6,7 @@ offsets in the header.
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # types and shapes of tensors by name
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _LFS_PREFIX = b"version "
 _REMEDY = "Fetch the file again"

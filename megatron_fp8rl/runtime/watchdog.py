@@ -121,8 +121,7 @@ class Watchdog:
         file = Path(self.options["still_file"])
         content = {"kind": self.line["kind"], "place": self.line["place"], "still_s": self.still_s}
         with contextlib.suppress(OSError):
-            file.with_suffix(".tmp").write_text(json.dumps(content))
-            file.with_suffix(".tmp").replace(file)
+            _write(file, content)
 
     def _end(self, problem: str) -> None:
         options = self.options
@@ -131,13 +130,17 @@ class Watchdog:
             error = {"time": time.time(), "rank": options["rank"], "text": text, **options["error"]}
             file = Path(options["error_file"])
             with contextlib.suppress(OSError):
-                file.with_suffix(".tmp").write_text(json.dumps(error))
-                file.with_suffix(".tmp").replace(file)
+                _write(file, error)
                 with open(file.parent / ".bell", "ab") as bell:
                     bell.write(b".")
         print(text, file=sys.stderr, flush=True)
         if os.getppid() == self.pid:
             os.kill(self.pid, signal.SIGKILL)
+
+
+def _write(file: Path, content: dict) -> None:
+    file.with_suffix(".tmp").write_text(json.dumps(content))
+    file.with_suffix(".tmp").replace(file)
 
 
 def _state(pid: int) -> tuple[bool, bool]:
