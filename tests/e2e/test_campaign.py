@@ -1,4 +1,4 @@
-"""Random faults: FP8RL_CAMPAIGN_FAULTS of them, 8 by default; 200 take about an hour on two cores."""
+"""Random faults: FP8RL_CAMPAIGN_FAULTS of them, 5 by default; 200 take about an hour on two cores."""
 
 import os
 import re
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.long
 def test_random_faults_change_nothing(tmp_path):
-    budget = int(os.environ.get("FP8RL_CAMPAIGN_FAULTS", "8"))
+    budget = int(os.environ.get("FP8RL_CAMPAIGN_FAULTS", "5"))
     minutes = 30 + 0.5 * budget
     command = [sys.executable, "-m", "tests.campaign", "--faults", str(budget), "--minutes", str(minutes)]
     command += ["--work", str(tmp_path)]
