@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 from megatron_fp8rl.precision import quantizers
 from megatron_fp8rl.precision.formats import BLOCKWISE_FP32, BLOCKWISE_POW2, MXFP8, QuantFormat
 
+KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FACTORS = (1.0, 1.1, 1.3, 1.5, 1.7, 1.9)
 Round = Callable[[Tensor], Tensor]
 
@@ -72,20 +74,22 @@ class Policy:
         self.reference = self.logprobs(None, None)
 
     @torch.no_grad()
-    def logprobs(self, of_weights: Round | None, of_inputs: Round | None) -> Tensor:
-        """float32 [sampled positions, vocabulary] with rounded weights and inputs."""
+    def logprobs(self, of_weights: Round | None, of_inputs: Round | None, which: str = "") -> Tensor:
+        """float32 [sampled positions, vocabulary] with rounded weights and inputs of linears whose name has ``which``,
+        a regular expression."""
         hooks = []
         for name, linear in self.linears.items():
-            linear.weight.data = of_weights(self.weights[name]) if of_weights else self.weights[name]
-            if of_inputs:
+            is_rounded = re.search(which, name) is not None
+            linear.weight.data = of_weights(self.weights[name]) if of_weights and is_rounded else self.weights[name]
+            if of_inputs and is_rounded:
                 hooks.append(linear.register_forward_pre_hook(lambda _, inputs: (of_inputs(inputs[0]),)))
         logits = self.model(input_ids=self.ids, attention_mask=self.mask).logits[:, self.first - 1 : -1]
         for hook in hooks:
             hook.remove()
         return logits[self.is_sampled].log_softmax(-1)
 
-    def compare(self, of_weights: Round | None, of_inputs: Round | None) -> dict[str, float]:
-        actual, exact = self.logprobs(of_weights, of_inputs), self.reference
+    def compare(self, of_weights: Round | None, of_inputs: Round | None, which: str = "") -> dict[str, float]:
+        actual, exact = self.logprobs(of_weights, of_inputs, which), self.reference
         kl = (exact.exp() * (exact - actual)).sum(-1).mean()
         ids = self.ids[:, self.first :][self.is_sampled][:, None]
         d = (exact - actual).gather(1, ids).abs().mean()
@@ -115,7 +119,12 @@ def main() -> int:
         ("pow2 inputs alone, largest of 128 exact", None, kept),
         ("fp32 weights alone", fp32[0], None),
         ("fp32 inputs alone", None, fp32[1]),
+        *((f"pow2, {kind} alone", *pow2, kind) for kind in KINDS),
     ]
+    num_layers = policy.model.config.num_hidden_layers
+    for edge in (1, 2, 4):
+        inner = "|".join(map(str, range(edge, num_layers - edge)))
+        cases.append((f"pow2, first {edge} and last {edge} layers not", *pow2, rf"\.({inner})\."))
     print(f"{int(policy.is_sampled.sum()):,} sampled tokens of {len(rows)} prompts", flush=True)
     print("| rounded | KL, nats | mean d, nats | entropy, nats |\n|---|---|---|---|")
     entropy = -(policy.reference.exp() * policy.reference).sum(-1).mean().item()
