@@ -110,9 +110,10 @@ class ProblemSource:
         vocab_size: int,
         seed: int,
     ):
-        if len(tokenizer) > vocab_size:
+        num_ids = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))  # ids may have gaps
+        if num_ids > vocab_size:
             raise ValueError(
-                f"the tokenizer in {data.tokenizer!r} has {len(tokenizer)} tokens, "
+                f"the tokenizer in {data.tokenizer!r} has {num_ids} tokens, "
                 f"model.vocab_size is only {vocab_size}; "
                 "resize the embedding (resize_token_embeddings), or remove the added tokens"
             )

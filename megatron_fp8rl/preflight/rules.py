@@ -587,6 +587,8 @@ def _check_environment(checks: Checks, path: str, environment: EnvironmentConfig
     for index, reward in enumerate(environment.rewards):
         if problem := rewards.problem(reward):
             refuse(f"rewards.{index}.function", problem.rstrip("?"), "Fix it")
+        elif reward.function in [r.function for r in environment.rewards[:index] if rewards.says_what_is_right(r)]:
+            refuse(f"rewards.{index}.function", "is named twice, and the pass rate uses one", "Leave one out")
         elif rewards.needs_sandbox(reward) and (reason := sandbox.problem()):
             refuse(f"rewards.{index}.function", reason, "Or choose another reward")
     try:

@@ -1,7 +1,8 @@
 """Build the configured rewards of a source of rows, in score workers, which do not open the rows."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_fp8rl.algo.near_matches import near_matches
@@ -52,8 +53,15 @@ class RowRewards:
                         parts[IS_RIGHT] = float(number >= 1)  # the weighted reward does not say it
                 if IS_RIGHT in parts and IS_RIGHT in score:
                     parts[IS_RIGHT] = min(parts[IS_RIGHT], score[IS_RIGHT])
-                score |= parts | {"reward": score["reward"] + weight * number}
+                score |= {_unused(part, score): number for part, number in parts.items()}
+                score["reward"] += weight * number
         return scores
+
+
+def _unused(name: str, taken: Collection[str]) -> str:
+    """The name of a part, with a number if another reward has a part of this name. ``is_right`` stays."""
+    numbered = (f"{name}-{count}" for count in itertools.count(2))
+    return name if name == IS_RIGHT or name not in taken else next(other for other in numbered if other not in taken)
 
 
 def build(cfg: RewardConfig) -> Reward:
@@ -109,6 +117,11 @@ def problem(cfg: RewardConfig) -> str:
 def needs_answers(cfg: RewardConfig) -> bool:
     """Whether the reward compares with the reference answer of the row."""
     return cfg.function in ("exact", "number", "choice", "math")
+
+
+def says_what_is_right(cfg: RewardConfig) -> bool:
+    """Whether the pass rate follows from the reward."""
+    return needs_answers(cfg) or cfg.function == "code"
 
 
 def reference_problem(configs: Sequence[RewardConfig], answer: str) -> str:

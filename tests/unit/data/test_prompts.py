@@ -5,6 +5,8 @@ import random
 from collections import Counter
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RunConfig, SamplingConfig, WarmStartConfig
 from megatron_fp8rl.data.dropped import TooManyDroppedError
@@ -105,6 +107,12 @@ def test_bad_prompts_are_named():
     small = dataclasses.replace(config(), model=dataclasses.replace(MODEL, vocab_size=64))
     with pytest.raises(ValueError, match=r"has 128 tokens, model\.vocab_size is only 64"):
         PromptStream(small, TOKENIZER)
+    gap = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE({"<eos>": 0, "1": 1, "2": 200}, [])), eos_token="<eos>"
+    )
+    assert len(gap) == 3 and encode(gap, "2") == (200,)
+    with pytest.raises(ValueError, match=r"has 201 tokens, model\.vocab_size is only 128"):
+        PromptStream(config(), gap)
     with pytest.raises(ValueError, match="no chat template"):
         PromptStream(config(chat_template=True), TOKENIZER)
 

@@ -99,6 +99,14 @@ class TestFunctions:
         own = RowRewards((RewardConfig(function=f"{FUNCTIONS}:weighted"),)).score(prompt(), "x")
         assert own == {"style": 1.0, "reward": 0.25}
 
+    def test_rewards_of_one_name_have_parts_of_their_own(self, tmp_path):
+        """A hidden part would be missing in records, and a sum of two would look like one reward."""
+        forms = [RewardConfig(function="format", options={"pattern": pattern}) for pattern in ("a", "b", "c")]
+        (tmp_path / "r.py").write_text("def f(completion): return {'format': 2.0, 'is_right': True}\n")
+        rewards = RowRewards((*forms, RewardConfig(function=f"{tmp_path}/r.py:f")))
+        parts = {"format": 1.0, "format-2": 0.0, "format-3": 1.0, "format-4": 2.0, "is_right": 1.0}
+        assert rewards.score(prompt(), "a c") == {**parts, "reward": 4.0}
+
     @pytest.mark.parametrize("kind", ["bool", "float"])
     def test_a_reward_says_what_is_right(self, kind):
         rewards = RowRewards((RewardConfig(function=f"{FUNCTIONS}:says_what_is_right", options={"kind": kind}),))

@@ -34,6 +34,7 @@ from tests.helpers.rollouts import make_group
 
 ROUTER = RouterConfig(score="sigmoid", correction_bias=True)
 EXACT = RewardConfig()
+FORM = RewardConfig(function="format", options={"pattern": "x"})
 
 
 def changes_of(*texts: str) -> dict[str, Any]:
@@ -229,6 +230,10 @@ SINGLE = """
                 )
             },
             "--data.environments.0.rewards.0.function",
+        ),
+        (
+            {"data__environments": (EnvironmentConfig(dataset="hub:x/y", rewards=(EXACT, FORM, FORM, EXACT)),)},
+            "--data.environments.0.rewards.3.function",
         ),
         ({"model__family": "qwen3_moe"}, "--model.num_experts"),
         ({"output_dir": "/dev/null/{name}"}, "--output_dir"),
