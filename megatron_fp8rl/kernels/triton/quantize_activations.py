@@ -20,60 +20,38 @@ _ROWS = 16  # of a program
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _swiglu_quantize_rows(
-    h, out, data, scales, num_rows, width, scale_row, scale_block, ROWS: tl.constexpr, WRITES: tl.constexpr,
-    POW2: tl.constexpr, HARDWARE: tl.constexpr,
+def _quantize_rows(
+    x, out, data, scales, num_rows, width, scale_row, scale_block, ROWS: tl.constexpr, SWIGLU: tl.constexpr,
+    WRITES: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """A program computes 128 features of some rows; ``h`` has gates and then ups, [num_rows, 2 width]."""
+    """A program quantizes 128 features of some rows of ``x``, or of SwiGLU's result: then ``x`` has gates and then ups,
+    [num_rows, 2 width]."""
     blocks = width // SIDE
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(0) % blocks
     inside = row < num_rows
     feature = block * SIDE + tl.arange(0, SIDE)[None, :]
-    place = h + row[:, None] * (2 * width) + feature
-    gate = tl.load(place, mask=inside[:, None], other=0.0).to(tl.float32)
-    up = tl.load(place + width, mask=inside[:, None], other=0.0).to(tl.float32)
-    silu = rounded_to_bf16(gate / (1.0 + exp_of_negative(gate, HARDWARE)), HARDWARE).to(tl.float32)
-    result = rounded_to_bf16(silu * up, HARDWARE)
+    place = row[:, None] * width + feature
+    if SWIGLU:
+        gates = x + row[:, None] * (2 * width) + feature
+        gate = tl.load(gates, mask=inside[:, None], other=0.0).to(tl.float32)
+        up = tl.load(gates + width, mask=inside[:, None], other=0.0).to(tl.float32)
+        silu = rounded_to_bf16(gate / (1.0 + exp_of_negative(gate, HARDWARE)), HARDWARE).to(tl.float32)
+        result = rounded_to_bf16(silu * up, HARDWARE)
+    else:
+        result = tl.load(x + place, mask=inside[:, None], other=0.0)
     if WRITES:
-        tl.store(out + row[:, None] * width + feature, result, mask=inside[:, None])
+        tl.store(out + place, result, mask=inside[:, None])
     byte, scale_bits = quantized_rows(result.to(tl.float32), POW2, HARDWARE)
-    tl.store(data + row[:, None] * width + feature, byte, mask=inside[:, None])
-    tl.store(scales + row * scale_row + block * scale_block, scale_bits, mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _quantize_rows(
-    x, data, scales, num_rows, width, scale_row, scale_block, ROWS: tl.constexpr, POW2: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """A program quantizes 128 features of some rows."""
-    blocks = width // SIDE
-    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    block = tl.program_id(0) % blocks
-    inside = row < num_rows
-    place = row[:, None] * width + block * SIDE + tl.arange(0, SIDE)[None, :]
-    number = tl.load(x + place, mask=inside[:, None], other=0.0).to(tl.float32)
-    byte, scale_bits = quantized_rows(number, POW2, HARDWARE)
     tl.store(data + place, byte, mask=inside[:, None])
     tl.store(scales + row * scale_row + block * scale_block, scale_bits, mask=inside)
 
 
 def quantize_rows(x_TF: Tensor, data_TF: Tensor, scales_TB: Tensor, scales: Scales) -> None:
     """Quantize BF16 x [T, F] into E4M3 ``data_TF``, both contiguous, and ``scales_TB`` as :func:`swiglu_quantize`."""
-    num_rows, width = len(x_TF), x_TF.shape[-1]
-    if x_TF.dim() != 2 or width % BLOCK or data_TF.shape != x_TF.shape:
+    if x_TF.dim() != 2 or x_TF.shape[-1] % BLOCK or data_TF.shape != x_TF.shape:
         raise ValueError(f"[T, F] with F a multiple of {BLOCK}, not {list(x_TF.shape)} and {list(data_TF.shape)}")
-    require_rows(x_TF)
-    require_scales(scales_TB, num_rows, width)
-    require_contiguous(x_TF, data_TF)
-    if not num_rows:
-        return
-    with torch.cuda.device_of(x_TF):
-        _quantize_rows[(triton.cdiv(num_rows, _ROWS) * (width // BLOCK),)](
-            x_TF, data_TF.view(torch.uint8), scales_TB.view(torch.int32), num_rows, width, *scales_TB.stride(),
-            ROWS=_ROWS, POW2=scales == "pow2", HARDWARE=HARDWARE, num_warps=4,
-        )  # fmt: skip
+    _run(x_TF, None, data_TF, scales_TB, scales, swiglu=False)
 
 
 def swiglu_quantize(
@@ -88,14 +66,19 @@ def swiglu_quantize(
         raise ValueError(
             f"[T, 2 F] and [T, F] with F a multiple of {BLOCK}, not {list(h_T2F.shape)} and {list(data_TF.shape)}"
         )
-    require_rows(h_T2F)
+    _run(h_T2F, out_TF, data_TF, scales_TB, scales, swiglu=True)
+
+
+def _run(x: Tensor, out_TF: Tensor | None, data_TF: Tensor, scales_TB: Tensor, scales: Scales, *, swiglu: bool) -> None:
+    num_rows, width = data_TF.shape
+    require_rows(x)
     require_scales(scales_TB, num_rows, width)
-    require_contiguous(h_T2F, data_TF, out_TF)
+    require_contiguous(x, data_TF, out_TF)
     if not num_rows:
         return
-    with torch.cuda.device_of(h_T2F):
-        _swiglu_quantize_rows[(triton.cdiv(num_rows, _ROWS) * (width // BLOCK),)](
-            h_T2F, out_TF, data_TF.view(torch.uint8), scales_TB.view(torch.int32), num_rows, width,
-            *scales_TB.stride(), ROWS=_ROWS, WRITES=out_TF is not None, POW2=scales == "pow2", HARDWARE=HARDWARE,
+    with torch.cuda.device_of(x):
+        _quantize_rows[(triton.cdiv(num_rows, _ROWS) * (width // BLOCK),)](
+            x, out_TF, data_TF.view(torch.uint8), scales_TB.view(torch.int32), num_rows, width, *scales_TB.stride(),
+            ROWS=_ROWS, SWIGLU=swiglu, WRITES=out_TF is not None, POW2=scales == "pow2", HARDWARE=HARDWARE,
             num_warps=4,
         )  # fmt: skip

@@ -28,6 +28,7 @@ from torch import Tensor
 from megatron_fp8rl.kernels import latent
 from megatron_fp8rl.trainer.compat.megatron import LatentAttentionBase
 from megatron_fp8rl.trainer.model.linear import ColumnLinear, LinearSpec, ReplicatedLinear, RMSNorm, rounded_weight
+from megatron_fp8rl.trainer.model.router import Replaced
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.upstream import patches
 
@@ -140,7 +141,7 @@ class LatentAttention(LatentAttentionBase):
         out = self._absorbed(query, *latents, packed)
         if value is None or not torch.is_grad_enabled():
             return out
-        return _WithGradientOf.apply(super().attend(query, key, value, packed), out)
+        return Replaced.apply(super().attend(query, key, value, packed), out)
 
     @torch.no_grad()
     def _absorbed(self, query: Tensor, mixed: Tensor, rotated: Tensor, packed: PackedSeqParams | None) -> Tensor:
@@ -151,15 +152,3 @@ class LatentAttention(LatentAttentionBase):
         key = torch.cat([mixed, rotated], dim=-1)
         out = self.absorbed(query, key, mixed, packed_seq_params=packed)
         return latent.project_up(out.unflatten(1, (query.shape[1], -1)), weight, num_values).flatten(1)
-
-
-class _WithGradientOf(torch.autograd.Function):
-    """The values of ``out``, and the gradient of ``other``."""
-
-    @staticmethod
-    def forward(ctx: Any, other: Tensor, out: Tensor) -> Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

@@ -46,10 +46,10 @@ def engine_router_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Ten
     values_TK, ids_TK = engine_ops.topk_softmax(logits_TE.detach().bfloat16(), weights_TK.shape[1], router.normalize)
     same_T1 = (ids_TK == experts_TK).all(dim=1, keepdim=True)
     value = torch.where(same_T1, values_TK * router.scaling_factor, weights_TK.detach())
-    return _Replaced.apply(weights_TK, value)
+    return Replaced.apply(weights_TK, value)
 
 
-class _Replaced(torch.autograd.Function):
+class Replaced(torch.autograd.Function):
     """Straight-through: returns the second argument and passes its gradient to the first."""
 
     @staticmethod
@@ -141,7 +141,7 @@ class Router(ConstantBiasRouter):
         if not hidden.is_cuda:
             rows = hidden.detach().flatten(0, -2).to(hidden.dtype if self.rounds else torch.float32)
             value = self._biased(float64.matmul(rows, self.weight.detach().t()).view(logits.shape), rows.dtype).detach()
-            return _Replaced.apply(logits, value.to(logits.dtype))
+            return Replaced.apply(logits, value.to(logits.dtype))
         if not self.match_engine:
             return logits
         if hidden.dtype == torch.bfloat16:
@@ -153,7 +153,7 @@ class Router(ConstantBiasRouter):
             value = self._biased(value, hidden.dtype).detach()
         else:
             value = logits.detach().to(hidden.dtype)
-        return _Replaced.apply(logits, value.to(logits.dtype))
+        return Replaced.apply(logits, value.to(logits.dtype))
 
     def _biased(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
         """``logits`` of ``dtype`` with the bias, if the router has one, rounded again."""

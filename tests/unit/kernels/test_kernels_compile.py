@@ -65,7 +65,7 @@ _POINTERS = {
 }
 TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
 _FORMS = {"ROWS": True, "COLUMNS": False, "BF16": False, "POW2": True, "HARDWARE": True}
-_QUANTIZED = _FORMS | {"GATHER": True, "WEIGHTED": False, "PACKED": False, "TOGETHER": 1}
+_QUANTIZED = _FORMS | {"WEIGHTED": False, "PACKED": False, "TOGETHER": 1}
 _BACKWARD = _FORMS | {"WEIGHTED": True, "COLUMNS": True, "A_COLUMNS": True, "A_BF16": False}
 _IN_MATRIX = 2
 _DENSE = {"WEIGHTED": False, "COLUMNS": _IN_MATRIX, "A_COLUMNS": _IN_MATRIX}
@@ -153,7 +153,7 @@ def test_engines_quantize_in_vectors(tmp_path):
     actual, output = compiled("_norm", constants, {"num_warps": 8}, tmp_path)
     assert actual["ld.global.v4.b32"] == 6 and actual["st.global.v4.b32"] == 5, actual
     assert " 0 bytes spill stores" in output, output
-    actual, output = compiled("_swiglu_quantize_rows", form | {"ROWS": 16}, {"num_warps": 4}, tmp_path)
+    actual, output = compiled("_quantize_rows", form | {"ROWS": 16, "SWIGLU": True}, {"num_warps": 4}, tmp_path)
     assert actual["ld.global.v4.b32"] == 4 and actual["st.global.v4.b32"] == 3, actual
     assert " 0 bytes spill stores" in output, output
 
