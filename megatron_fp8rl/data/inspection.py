@@ -42,6 +42,7 @@ _END_SHOWN = 100  # characters of the end of a first prompt, in one line
 _QUESTION = "1 1 1"
 _LETTERS = "ABCDEFGHIJ"
 _BARS = "▁▂▃▄▅▆▇█"
+_MAX_BARS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,20 +176,21 @@ def inspect_training_rows(
             num_equal += is_held_out and hash(texts) in seen
             num_conflicts += rows.is_pairs and hash(texts[::-1]) in seen
             seen |= set() if is_held_out else {hash(texts)}
-        what = {"columns": None, "prompts": (), "num_held_out": None}
         lengths = tuple(sample.num_tokens for sample in usable)
         # Its lengths count rows, so that the share of dropped rows is right.
         report = SourceReport(
             key=key,
             dataset=title,
             num_rows=num_rows,
+            num_held_out=None,
+            columns=None,
             lengths=(0,) * (num_seen - len(dropped)),
             dropped=tuple(dropped),
             num_equal=num_equal,
+            prompts=(),
             num_conflicts=num_conflicts,
             num_rendered=rows.num_rendered,
             ignored=tuple(sorted(rows.ignored)),
-            **what,
         )
         lines.append(f"{title}: {num_rows:,} {'pairs' if rows.is_pairs else 'conversations'}")
         if usable:
@@ -502,9 +504,9 @@ def _question(problem: Problem) -> int:
     return hash(tuple(unicodedata.normalize("NFC", " ".join(text.split())) for text in texts))
 
 
-def _histogram(lengths: Sequence[int], max_bars: int = 12) -> str:
+def _histogram(lengths: Sequence[int]) -> str:
     low, high = min(lengths), max(lengths)
-    num_bars = min(max_bars, high - low + 1)
+    num_bars = min(_MAX_BARS, high - low + 1)
     counts = [0] * num_bars
     for length in lengths:
         counts[(length - low) * num_bars // (high - low + 1)] += 1

@@ -26,7 +26,7 @@ class UnknownCharacterError(RowError):
 
 
 def character_tokenizer(
-    alphabet: str = PRINTABLE_ASCII, *, vocab_multiple: int = _VOCAB_MULTIPLE, max_length: int = 1 << 20
+    alphabet: str = PRINTABLE_ASCII, *, vocab_multiple: int = _VOCAB_MULTIPLE
 ) -> PreTrainedTokenizerFast:
     """One token per character of ``alphabet``, after ``<pad>``, ``<bos>``, ``<eos>`` and ``<unk>``.
 
@@ -50,7 +50,7 @@ def character_tokenizer(
         bos_token=BOS,
         eos_token=EOS,
         unk_token=UNK,
-        model_max_length=max_length,
+        model_max_length=1 << 20,
         clean_up_tokenization_spaces=False,
     )
 
