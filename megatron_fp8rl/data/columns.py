@@ -76,6 +76,13 @@ class Columns:
             messages=messages,
         )
 
+    def unread(self, row: Mapping[str, Any]) -> set[str]:
+        """The fields of messages in the prompt of a usable row that :meth:`problem` leaves out."""
+        value = _decoded(lookup(row, self.prompt))
+        messages = () if isinstance(value, str) else value
+        fields = {name for message in messages for name, part in message.items() if part is not None}
+        return fields - {"role", "content", "from", "value"}
+
     def _before(self, row: Mapping[str, Any], messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         """The messages of other columns that come before the prompt."""
         system, history = row.get(self.system) or "", row.get(self.history) or ()

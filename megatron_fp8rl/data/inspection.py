@@ -63,7 +63,7 @@ class SourceReport:
     num_conflicts: int = 0  # rows whose prompt an earlier row has, with another reference answer or exchanged sides
     num_rendered: int = 0  # rows that contain special tokens of the chat template
     lacks_tools: bool = False  # whether rows have tools, which no prompt shows
-    ignored: tuple[str, ...] = ()  # fields of messages that the chat template does not write
+    ignored: tuple[str, ...] = ()  # fields of messages that the chat template or the prompt does not write
 
     @property
     def num_seen(self) -> int:
@@ -90,7 +90,8 @@ class SourceReport:
             yield f"the prompts of {self.key} lack the 'tools' of their rows; name an agent, or remove the column"
         if self.ignored:
             names = ", ".join(map(repr, self.ignored))
-            yield f"messages of {self.key} have {names}, which neither the chat template nor the loss uses"
+            reader = "neither the chat template nor the loss uses" if self.columns is None else "no prompt shows"
+            yield f"messages of {self.key} have {names}, which {reader}"
         for prompt in self.prompts[:1]:
             history = prompt.metadata.get("history")
             if isinstance(history, str) and history.strip() and history.strip() not in prompt.text:
@@ -365,13 +366,14 @@ def check_rewards(data: DataConfig, deadline_s: float, reports: Sequence[SourceR
                 wrong = [(prompt.answer, other, pool.submit(prompt, other)) for prompt, other in pairs]
             try:
                 scores = [(reference.result(), empty.result()) for reference, empty in asked]
-                wrong_scores = [(answer, other, _correctness(score.result())) for answer, other, score in wrong]
+                wrong_scores = [(answer, other, score.result()) for answer, other, score in wrong]
                 all_scores = [*itertools.chain(*scores), *(score.result() for score in others)]
             except ScorePoolError as error:
                 checks.append(RewardCheck(key=report.key, reference=(), empty=(), failure=str(error), is_broken=True))
                 continue
             failed = [score.detail for score in all_scores if score.status == "score_failed"]
-            failure = next(iter(failed), "")
+            failed_wrong = [score.detail for *_, score in wrong_scores if score.status == "score_failed"]
+            failure = next(iter([*failed, *failed_wrong]), "")
             if failure and keyed[report.key].agent and not has_rows(now[report.key].dataset):
                 continue  # such as a taskset, whose sessions have rewards of their own
             reference, empty = zip(*scores, strict=True) if scores else ((), ())
@@ -384,7 +386,9 @@ def check_rewards(data: DataConfig, deadline_s: float, reports: Sequence[SourceR
                     is_broken=any("raised RewardError" in detail for detail in failed)
                     or (bool(failed) and len(failed) == len(all_scores) and not _asks_server(keyed[report.key])),
                     compares=any(map(needs_answers, keyed[report.key].rewards)),
-                    rewarded_wrong=tuple(item for item in wrong_scores if item[2] > 0),
+                    rewarded_wrong=tuple(
+                        (*texts, reward) for *texts, score in wrong_scores if (reward := _correctness(score)) > 0
+                    ),
                 )
             )
     return checks
@@ -427,7 +431,7 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
     dropped: list[tuple[str, str]] = []
     prompts: list[Prompt] = []
     questions, answers = set[int](), dict[int, str]()
-    cfg, num_conflicts, num_rendered, has_tools = source.configs[key], 0, 0, False
+    cfg, num_conflicts, num_rendered, has_tools, ignored = source.configs[key], 0, 0, False, set[str]()
     for name, index in _sampled(source, key):
         try:
             problem = source.problem_at(key, index)
@@ -437,6 +441,8 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
             num_conflicts += answers.setdefault(text, prompt.answer) != prompt.answer
             num_rendered += source.chat_format.has_markers(prompt.messages)
             has_tools = has_tools or bool(prompt.metadata.get("tools"))
+            if problem.messages and (rows := source.rows.get(key)):
+                ignored |= rows.columns.unread(rows.rows[index])
         except RowError as error:
             dropped.append((name, str(error)))
             continue
@@ -459,6 +465,7 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
         num_conflicts=num_conflicts if any(map(needs_answers, cfg.rewards)) else 0,
         num_rendered=num_rendered,
         lacks_tools=has_tools and not cfg.agent,
+        ignored=tuple(sorted(ignored)),
     )
 
 

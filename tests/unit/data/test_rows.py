@@ -559,6 +559,23 @@ def test_a_question_with_two_answers_and_tools_without_an_agent_are_reported(tmp
     assert list(report.warnings()) == []
 
 
+def test_fields_of_messages_that_no_prompt_shows_are_told(tmp_path):
+    user = {"role": "user", "content": "1 + 1 = ", "name": None}
+    rows = [{"messages": [user], "answer": "2"}] * 3
+    source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows), rewards=(RewardConfig(),))
+    assert list(inspect_sources(config(tmp_path, source), TOKENIZER)[0].warnings()) == []
+    rows.append({"messages": json.dumps([{**user, "name": "A", "weight": 0}]), "answer": "2"})
+    write(tmp_path / "a.jsonl", rows)
+    (told,) = inspect_sources(config(tmp_path, source), TOKENIZER)[0].warnings()
+    assert told == "messages of a have 'name', 'weight', which no prompt shows"
+
+
+def test_a_reward_that_fails_for_wrong_answers_alone_is_reported(tmp_path):
+    (tmp_path / "r.py").write_text("def f(completion, answer): return float('nan') if completion == 'pass' else 1.0\n")
+    check = check_of(tmp_path, ROWS, f"{tmp_path}/r.py:f")
+    assert not check.is_broken and check.warnings()[0].startswith("a: scorer of a returned {'f': nan")
+
+
 def test_held_out_questions_are_compared_without_their_spaces(tmp_path):
     held_out = write(tmp_path / "b.jsonl", [{**ROWS[2], "question": " 2 +  1 = "}, {**ROWS[3], "question": "other"}])
     source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl"), eval=held_out)
