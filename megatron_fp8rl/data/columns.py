@@ -144,7 +144,7 @@ def _messages_before(row: Mapping[str, Any], used: Collection[str]) -> tuple[str
     ``system`` counts beside an instruction, messages or a history, as in files for LLaMA-Factory."""
     beside = ("instruction", "messages", "conversations", "history")
     names = (*_SYSTEM, "system") if _first(row, beside) else _SYSTEM
-    system, history = _first(row, names) or "", _first(row, ("history",)) or ""
+    system, history = _first(row, names) or _SYSTEM[0], _first(row, ("history",)) or "history"  # later rows may have it
     system = system if isinstance(row.get(system), str | None) and system not in used else ""
     return system, history if isinstance(row.get(history), list | tuple | None) and history not in used else ""
 
@@ -282,7 +282,10 @@ def _as_text(answer: Any) -> str:
         return next((reply["content"] for reply in reversed(replies) if reply["role"] == "assistant"), "").strip()
     if isinstance(answer, list) and len(answer) == 1:
         return _as_text(answer[0])
-    return answer.strip() if isinstance(answer, str) else json.dumps(_as_json(answer))
+    if isinstance(answer, bytes):
+        raise RowError(f"has bytes as answer: {answer[:60]!r}; write text")
+    value = _as_json(answer)  # decimals and dates of a Parquet file are text
+    return value.strip() if isinstance(value, str) else json.dumps(value)
 
 
 def _as_json(value: Any) -> Any:

@@ -110,7 +110,8 @@ class SourceReport:
         if self.columns is not None:
             prompts = " and ".join(map(repr, (self.columns.prompt, *self.columns.inputs)))
             yield f"  prompt in {prompts}, answer in {self.columns.answer!r}"
-            if before := [name for name in (self.columns.system, self.columns.history) if name]:
+            named = dict.fromkeys(name for prompt in self.prompts for name in prompt.metadata)
+            if before := [name for name in (self.columns.system, self.columns.history) if name in named]:
                 yield f"  messages before the prompt in {' and '.join(map(repr, before))}"
             if self.columns.counts:
                 yield f"  integers in {self.columns.answer!r} count {self.columns.counts!r} from 0: 0 is A, 1 is B"

@@ -60,6 +60,8 @@ class RowSource:
         if not len(self.rows):
             raise ValueError(f"{dataset} has no rows")
         self.columns = self._find_columns(cfg)
+        features = getattr(self.rows, "features", None) or {}  # of a Parquet file, or of the hub
+        self._is_fp32 = getattr(features.get(self.columns.answer), "dtype", "") == "float32"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,7 +74,10 @@ class RowSource:
     def problem(self, index: int) -> Problem:
         """The problem of a row. Raises RowError if the row is unusable."""
         with row_errors():
-            return self.columns.problem(self.rows[index])
+            row, name = self.rows[index], self.columns.answer
+            if self._is_fp32 and name is not None and row[name] is not None and abs(row[name]) < 1 << 24:
+                row = {**row, name: float(str(np.float32(row[name])))}  # 0.1 instead of 0.10000000149011612
+            return self.columns.problem(row)
 
     def order(self, seed: str, ordinal: int) -> int:
         """The row index for an ordinal; every ``len(self)`` ordinals (one epoch) contain each row once."""

@@ -79,10 +79,10 @@ def environments_by_key(configs: Iterable[EnvironmentConfig]) -> dict[str, Envir
 
 def render(template: str, problem: Problem) -> str:
     """Fill in the prompt template. Template fields are ``question`` and the keys of ``problem.metadata``. Raises
-    EnvironmentSpecError with near matches for an unknown field."""
+    EnvironmentSpecError with near matches for an unknown field, or if a value is null."""
     fields = {**problem.metadata, "question": problem.question}
     try:
-        return template.format_map(fields)
+        text = template.format_map(fields)
     except (KeyError, IndexError, ValueError) as error:
         names = []
         with suppress(ValueError):  # unbalanced braces
@@ -93,3 +93,7 @@ def render(template: str, problem: Problem) -> str:
             f"template {template!r}: {'no field ' + repr(unknown[0]) if unknown else 'cannot be filled'}{hint} "
             f"(fields: {', '.join(sorted(fields))}; write a literal brace twice)"
         ) from error
+    for _, name, _, _ in string.Formatter().parse(template):
+        if name and fields.get(name, "") is None:
+            raise EnvironmentSpecError(f"template {template!r}: {name!r} is null; write a text, or remove the row")
+    return text

@@ -1,12 +1,15 @@
 """Rows of files: what other libraries read from the same bytes, the columns of known data sets, order, and bad rows."""
 
+import datetime
 import gzip
 import json
 import random
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import ClassVar
 
+import pyarrow.parquet
 import pytest
 
 from megatron_fp8rl.config import (
@@ -20,7 +23,7 @@ from megatron_fp8rl.config import (
 from megatron_fp8rl.data.columns import ColumnError, find_columns
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
-from megatron_fp8rl.data.prompts import PromptStream
+from megatron_fp8rl.data.prompts import ProblemSource, PromptStream
 from megatron_fp8rl.data.rows import open_rows
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.envs.rewards.configured import RowRewards
@@ -199,6 +202,43 @@ def test_the_columns_of_an_instruction_stay_for_templates_and_rewards():
 def test_prompts_that_cannot_be_read_are_refused(row, message):
     with pytest.raises(RowError, match=message):
         find_columns(row).problem(row)
+
+
+def test_answers_of_typed_tables_are_texts_without_quotes():
+    """Parquet files have decimals, dates and bytes."""
+
+    def answer(value: object) -> str:
+        row = {"question": "1?", "answer": value}
+        return find_columns(row).problem(row).answer
+
+    assert answer(Decimal("1.50")) == "1.50" and answer(datetime.date(2020, 1, 2)) == "2020-01-02"
+    assert [answer(value) for value in (0.1, 1e22, float("nan"))] == ["0.1", "1e+22", ""]
+    with pytest.raises(RowError, match="has bytes as answer: b'5'; write text"):
+        answer(b"5")
+
+
+def test_answers_of_an_fp32_column_have_the_digits_of_fp32(tmp_path):
+    """0.1 in FP32 is 0.10000000149011612, which no answer equals."""
+    values = [0.1, 100000.1, 20.02, 0.0, -0.5, 7.0, None, float("nan"), 16777216.0, 123456792.0]
+    expected = ["0.1", "100000.1", "20.02", "0.0", "-0.5", "7.0", "", "", "16777216.0", "123456792.0"]
+    columns = {"question": [f"{i}?" for i in range(len(values))]}
+    for kind in (pyarrow.float32(), pyarrow.float64()):
+        table = pyarrow.table({**columns, "answer": pyarrow.array(values, kind)})
+        pyarrow.parquet.write_table(table, tmp_path / f"{kind}.parquet")
+        source = ProblemSource.from_run(
+            config(tmp_path, EnvironmentConfig(dataset=str(tmp_path / f"{kind}.parquet"))), TOKENIZER
+        )
+        (rows,) = source.rows.values()
+        assert [rows.problem(index).answer for index in range(len(rows))] == expected
+
+
+def test_a_column_of_the_template_that_is_null_is_refused(tmp_path):
+    """Its text would be "None"."""
+    rows = [{**row, "hint": "h" if i else None} for i, row in enumerate(ROWS)]
+    source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows), template="{hint} {question}")
+    (report,) = inspect_sources(config(tmp_path, source), TOKENIZER)
+    ((row, reason),) = report.dropped
+    assert row == "row 0 of a" and "'hint' is null; write a text, or remove the row" in reason
 
 
 def test_columns_that_are_not_found_are_listed():
@@ -501,6 +541,13 @@ class TestMessagesBeforeThePrompt:
         rows = [{"question": "1", "system_prompt": text} for text in ("A", "")]
         assert self.prompts(tmp_path, rows, system_prompt="B") == ["[s:A][u:1]", "[s:B][u:1]"]
         assert "  messages before the prompt in 'system_prompt'" in list(self.report.lines())
+
+    def test_columns_that_the_first_row_lacks_are_used(self, tmp_path):
+        rows = [{"question": "1"}, {"question": "1", "system_prompt": "A"}, {"question": "1", "history": [["0", "z"]]}]
+        assert self.prompts(tmp_path, rows) == ["[u:1]", "[s:A][u:1]", "[u:0][a:z][u:1]"]
+        assert "  messages before the prompt in 'system_prompt' and 'history'" in list(self.report.lines())
+        assert self.prompts(tmp_path, rows[:1]) == ["[u:1]"]
+        assert not any("messages before" in line for line in self.report.lines())
 
     def test_a_template_with_the_column_uses_it(self, tmp_path):
         rows = [{"question": "1", "system_prompt": "A", "history": [["0", "z"]]}]
