@@ -80,7 +80,7 @@ class ChatFormat:
             raise ConversationError(
                 "messages: the chat template of the run writes no tool calls; write them as content"
             )
-        text = self._render(messages, tools)
+        text = self.render(messages, tools)
         ids = self._encode(text, add_special_tokens=not self.uses_chat)
         return Rendered(text=text, new_text=text, new_ids=ids)
 
@@ -103,9 +103,9 @@ class ChatFormat:
         """
         ended = bool(sampled_ids) and sampled_ids[-1] in self.stop_ids
         answer = self.tokenizer.decode(list(sampled_ids[: len(sampled_ids) - ended]), skip_special_tokens=False)
-        text = self._render([*past, *new], tools)
+        text = self.render([*past, *new], tools)
         closing = self._closing(tools)
-        ending = self._render(past, tools, answered=True).removesuffix(closing)
+        ending = self.render(past, tools, answered=True).removesuffix(closing)
         if text.startswith(before + answer):
             start = len(before + answer)
         elif ending.startswith(before) and text.startswith(ending):
@@ -140,9 +140,9 @@ class ChatFormat:
             return ""
         question = {"role": "user", "content": "?"}
         try:
-            text = self._render([question], ())
-            whole = self._render([question, {"role": "assistant", "content": _MARK}], (), answered=True)
-            has_prompt = text != self._render([question], (), answered=True)
+            text = self.render([question], ())
+            whole = self.render([question, {"role": "assistant", "content": _MARK}], (), answered=True)
+            has_prompt = text != self.render([question], (), answered=True)
         except ConversationError:
             return ""
         return "" if has_prompt or not whole.startswith(text) else whole.removeprefix(text).partition(_MARK)[0].strip()
@@ -159,7 +159,7 @@ class ChatFormat:
             return None
         question = {"role": "user", "content": "?"}
         try:
-            text = self._render([question, {"role": "assistant", "content": _MARK}, question], ())
+            text = self.render([question, {"role": "assistant", "content": _MARK}, question], ())
         except ConversationError:
             return None
         rest = text.rpartition(_MARK)[2].lstrip() if _MARK in text else ""
@@ -171,9 +171,11 @@ class ChatFormat:
         if not self.uses_chat:
             return ""
         probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        return self._render(probe, tools, answered=True).rpartition(_MARK)[2]
+        return self.render(probe, tools, answered=True).rpartition(_MARK)[2]
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any], *, answered: bool = False) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any], *, answered: bool = False) -> str:
+        """The text of ``messages``, with the start of an answer unless they are ``answered``. Raises ConversationError
+        for messages that the chat template refuses."""
         if not self.uses_chat:
             return "".join(plain(message)["content"] for message in messages)
         keeps_developers = "developer" in str(self.tokenizer.chat_template)

@@ -232,7 +232,7 @@ class ProblemSource:
 
     def _text(self, messages: list[dict[str, str]]) -> str:
         if self._uses_chat:
-            return self.chat_format._render(messages, ())
+            return self.chat_format.render(messages, ())
         if len(messages) > 1:
             raise RowError("has several messages, or a system prompt, and needs a tokenizer with a chat template")
         return messages[0]["content"]

@@ -194,7 +194,7 @@ Parts = list[tuple[Sequence[int], bool]]  # (token ids, whether they are trained
 
 def _by_markers(chat: ChatFormat, messages: Messages, tools: list, first: int) -> Parts:
     """The parts that the template's generation markers give. Raises RowError."""
-    chat._render(messages, tools, answered=True)  # raises what the template refuses
+    chat.render(messages, tools, answered=True)  # raises what the template refuses
     made = chat.tokenizer.apply_chat_template(
         messages,
         tools=tools or None,
@@ -224,7 +224,7 @@ def _by_text(chat: ChatFormat, messages: Messages, tools: list, first: int) -> I
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index < first:
             continue
-        before, after = chat._render(messages[:index], tools), chat._render(messages[: index + 1], tools, answered=True)
+        before, after = chat.render(messages[:index], tools), chat.render(messages[: index + 1], tools, answered=True)
         if not after.startswith(before) or len(after) == len(before):
             raise RowError(
                 f"the turn of message {index} cannot be marked: the chat template does not write it behind its "
