@@ -585,6 +585,8 @@ def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, path, f"runs only on Hopper; this machine is {hardware.generation!r}", "Set auto")
     if any(kind.mixer != "attention" for kind in model.layers):
         return _wrong(cfg, path, "supports neither latent attention nor gated delta nets", "Set auto")
+    if registry.has_sinks(model):
+        return _wrong(cfg, path, f"does not support the attention sinks of {model.family}", "Set auto")
     group = model.num_attention_heads // max(1, model.num_key_value_heads)
     if model.head_dim not in (64, 96, 128, 256) or group > 16:
         problem = (

@@ -279,6 +279,8 @@ def test_attention_sinks_and_biased_experts_are_inexact_on_a_gpu_and_exact_on_a_
     auto = replace(cfg, precision=replace(cfg.precision, exact="auto"))
     choice = choose(auto, Hardware("hopper"))
     assert (choice.exact, choice.trainer.experts, choice.engine.experts) == ("off", "te", "triton")
+    over_fp8 = findings.apply(auto, [("engine.kv_cache_dtype", "fp8")])
+    assert choose(over_fp8, Hardware("hopper")).engine.attention == "vllm"
     for path, value in (("precision.kernels.experts", "deep_gemm"), ("precision.kernels.engine_experts", "deep_gemm")):
         (violation,) = refusals(
             findings.apply(auto, [(path, value)]), Hardware("hopper"), (path.count("engine") and "engine") or "trainer"
