@@ -66,7 +66,7 @@ def wilson(successes: float, trials: float) -> Estimate:
 
 def accuracy(counts: Sequence[tuple[int, int]]) -> Estimate:
     """Fraction of passed completions, from (completions, passed) per problem, with equal weight for all problems."""
-    sampled, passed = np.array(counts, dtype=np.float64).T
+    sampled, passed = _columns(counts)
     share = float(np.mean(passed / sampled))
     trials = sampled.sum() / design_effect(counts)
     return wilson(share * trials, float(trials))
@@ -75,7 +75,7 @@ def accuracy(counts: Sequence[tuple[int, int]]) -> Estimate:
 def design_effect(counts: Sequence[tuple[int, int]]) -> float:
     """Variance inflation by correlation within problems, 1 + (m - 1) rho: 1 for independent completions, m for
     identical ones. If all completions of all problems agree, rho is 1."""
-    sampled, passed = np.array(counts, dtype=np.float64).T
+    sampled, passed = _columns(counts)
     total, problems = sampled.sum(), len(sampled)
     if total == problems:
         return 1.0
@@ -93,6 +93,8 @@ def pass_at_ks(counts: Sequence[tuple[int, int]], ks: Sequence[int]) -> dict[int
     """pass@k over problems for every k, from (completions, passed) per problem. Deterministic. Raises ValueError if a
     problem has fewer completions than a k."""
     table = np.array([[pass_at_k(n, c, k) for k in ks] for n, c in counts])  # [problems, ks]
+    if not table.size:
+        raise ValueError("pass@k of no problems or no k")
     low, high = _interval_of_means(table)
     estimates = {}
     for column, k in enumerate(ks):
@@ -142,3 +144,13 @@ def _interval_of_means(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         warnings.simplefilter("ignore")  # columns in which all problems agree; their interval is that value
         interval = bootstrap((table,), np.mean, axis=0, rng=np.random.default_rng(_SEED), **how).confidence_interval
     return interval.low, interval.high
+
+
+def _columns(counts: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(completions, passed) as float64 [problems]."""
+    if not counts:
+        raise ValueError("accuracy of no problems")
+    sampled, passed = np.array(counts, dtype=np.float64).T
+    if (sampled < 1).any():
+        raise ValueError(f"problem {int(np.argmin(sampled))} has no completions")
+    return sampled, passed

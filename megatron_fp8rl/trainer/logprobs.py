@@ -47,6 +47,12 @@ class HeadShard:
     group: dist.ProcessGroup | None  # tensor-parallel ranks with the other shards; None for one rank
     is_shared: bool = False  # with the embedding, whose gradient autograd adds to this one
 
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"log-probabilities need a temperature above 0, not {self.temperature}")
+        if self.chunk_tokens < 1:
+            raise ValueError(f"optim.logprob_chunk_tokens must be at least 1, not {self.chunk_tokens}")
+
     @classmethod
     def of(
         cls,
@@ -61,6 +67,8 @@ class HeadShard:
         """This rank's shard of ``vocab_size`` tokens, padded at the end and sharded in order over ``group``."""
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         first = rank * num_rows
+        if num_rows * size < vocab_size:
+            raise ValueError(f"{size} shards of {num_rows} head rows cannot hold a vocabulary of {vocab_size}")
         return cls(
             first_token=first,
             num_tokens=min(max(vocab_size - first, 0), num_rows),

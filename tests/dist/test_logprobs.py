@@ -98,6 +98,11 @@ def test_bf16_head_rounds_logits_once():
     torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), **LOGPROBS_FLOAT32)
 
 
+def test_refuses_temperature_zero():
+    with pytest.raises(ValueError, match="temperature above 0"):
+        HeadShard.of(num_rows=8, vocab_size=8, temperature=0.0, chunk_tokens=4, group=None)
+
+
 def _gathered():
     parallel = Parallel.init(ParallelConfig(world_size=2, context=2), deadline_s=60)
     cu_seqlens = torch.tensor([0, 8, 12, 24], dtype=torch.int32)

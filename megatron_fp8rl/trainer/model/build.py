@@ -89,7 +89,7 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,  # build_chunks fills every parameter
         variable_seq_lengths=True,  # packed microbatches differ in length; stages exchange it
-        calculate_per_token_loss=True,  # losses are normalized: no division by microbatches and ranks
+        calculate_per_token_loss=True,  # losses are already normalized
         overlap_p2p_comm=virtual_stages > 1,
         batch_p2p_comm=virtual_stages == 1,
         **_moe_settings(cfg, parallel.device),

@@ -55,6 +55,11 @@ def wrap_chunks(
         for index, chunk in enumerate(chunks)
     ]
     for config in {id(config): config for config in map(get_model_config, wrapped)}.values():
+        if not config.calculate_per_token_loss:
+            raise ValueError(
+                "the model's TransformerConfig must set calculate_per_token_loss: without it Megatron-Core divides "
+                "gradients by the number of microbatches and ranks, but losses here are already normalized"
+            )
         config.finalize_model_grads_func = _reduce_gradients
         if optim.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in wrapped]
@@ -70,6 +75,8 @@ def _reduce_gradients(chunks, num_tokens=None, pg_collection=None, force_all_red
 
 def learning_rate(optim: OptimConfig, update: int, num_updates: int) -> float:
     """Rate of an update, counted from 1: warm-up from 0 over ``warmup_steps``, then constant or decay to ``min_lr``."""
+    if update < 1:
+        raise ValueError(f"updates are counted from 1, not {update}")
     if update <= optim.warmup_steps:
         return optim.lr * update / optim.warmup_steps
     if optim.decay == "constant":
