@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -243,7 +243,7 @@ def _means(values: Sequence[float]) -> list[float]:
     return [float(f"{statistics.fmean(part):.4g}") for part in parts]
 
 
-def by_arm(rows: Sequence[Row], arms: Mapping[str, tuple[str, str, str]] = ARMS) -> dict[str, list[Row]]:
+def by_arm(rows: Sequence[Row], arms: Collection[str] = ARMS) -> dict[str, list[Row]]:
     return {arm: found for arm in arms if (found := [row for row in rows if row["arm"] == arm])}
 
 

@@ -75,8 +75,8 @@ class Policy:
 
     @torch.no_grad()
     def logprobs(self, of_weights: Round | None, of_inputs: Round | None, which: str = "") -> Tensor:
-        """float32 [sampled positions, vocabulary] with rounded weights and inputs of linears whose name has ``which``,
-        a regular expression."""
+        """float32 [sampled positions, vocabulary] with rounded weights and inputs. ``which``: a regular expression that
+        the names of the rounded linears contain."""
         hooks = []
         for name, linear in self.linears.items():
             is_rounded = re.search(which, name) is not None
