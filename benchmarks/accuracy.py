@@ -82,17 +82,11 @@ EXPERTS = {
     "moe_fp8_mask": ("FP8, sequence mask", style.SKY, f"{_FP8} {_MASK} {_EXPERTS}"),
     "moe_replay": ("FP8, router replay", style.PURPLE, f"{_FP8} {_REPLAY} {_EXPERTS}"),
     "moe_exact": ("exact, BF16 cache", style.RED, f"--precision.exact True {_EXPERTS}"),
-    "moe_exact_fp32": ("exact, BF16 cache, FP32 scales", "#8B0000", f"--precision.exact True {_FP32} {_EXPERTS}"),
 }
-_LONGER = f"{_EXPERTS} --num_steps 250 --observe.eval_every 50"
-LONGER = {
-    "moe_bf16_long": ("BF16", style.BLUE, f"{_BF16} {_LONGER}"),
-    "moe_exact_long": ("exact, BF16 cache", style.RED, f"--precision.exact True {_LONGER}"),
-}
-ARMS = DENSE | EXPERTS | LONGER
+ARMS = DENSE | EXPERTS
 PROTOCOL = [f"{arm}_{seed}" for seed in (1, 2, 3) for arm in DENSE] + [f"bf16_{seed}" for seed in (4, 5, 6)]
 # Marks of the page, and names of the pictures.
-TABLES = {"accuracy": DENSE, "accuracy_experts": EXPERTS, "accuracy_longer": LONGER}
+TABLES = {"accuracy": DENSE, "accuracy_experts": EXPERTS}
 CURVES = {
     "reward": "reward/score/mean",
     "d": "mismatch/abs_logprob_diff/mean",
