@@ -4,8 +4,8 @@ The table of docs/models.md: what is known about each family.
     python tools/models_table.py --write
 
 Sizes and layouts come from the doctor, what CPUs show from the tables of tests. ``RAN`` and ``ON_GPUS``, written by
-hand, say what was run on GPUs: only what rows of benchmarks/results and docs/accuracy.md show counts.
-``tests/unit/test_model_configs.py`` compares the pages with this program.
+hand, say what was run on GPUs: only what rows of benchmarks/results, docs/performance.md and docs/accuracy.md show
+counts. ``tests/unit/test_model_configs.py`` compares the pages with this program.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ ON_GPUS = {
     ),
     "deepseek_v3": ("DeepSeek-V3 and R1, Kimi-K2, K2.5 and K2.6 (text)", "", "", ""),
     "glm4_moe": ("GLM-4.5, 4.6 and 4.7", "", "", ""),
-    "glm4_moe_lite": ("GLM-4.7-Flash", "", "", ""),
+    "glm4_moe_lite": ("GLM-4.7-Flash", "2 layers, one step", "", ""),
     "minimax_m2": ("MiniMax-M2", "", "", ""),
-    "olmo2": ("OLMo-2", "", "", ""),
-    "olmo3": ("OLMo-3", "", "", ""),
+    "olmo2": ("OLMo-2", "4 layers of 7B, exact", "", ""),
+    "olmo3": ("OLMo-3", "4 layers of 7B, exact", "", ""),
     "gemma3_text": ("Gemma 3 (4B, 12B and 27B: text)", "", "", ""),
     "gpt_oss": ("gpt-oss-20b and 120b", "", "", ""),
     "qwen3_next": ("Qwen3-Next-80B-A3B", "", "", ""),
-    "phi3": ("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "", "", ""),
+    "phi3": ("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "4 layers of Phi-4-mini, exact", "", ""),
     "qwen3_5_text": ("Qwen3.5, dense (text)", "", "", ""),
     "qwen3_5_moe_text": ("Qwen3.5-35B-A3B (text)", "", "", ""),
 }
@@ -56,6 +56,10 @@ RAN = {
     "grpo_qwen3_30b_a3b": "never as it is; its shape: all 48 layers on one H200 for exactness, 5 for mismatch",
     "grpo_qwen3_30b_a3b_colocated": "never as it is; its shape: all 48 layers on four H200s",
     "grpo_qwen25_7b": "never as it is; its shape: 4 of 28 layers on one H200",
+    "grpo_olmo2_7b": "never as it is; its shape: 4 of 32 layers on one H200, shared",
+    "grpo_olmo3_7b": "never as it is; its shape: 4 of 32 layers on one H200, shared",
+    "grpo_phi4_mini": "never as it is; its shape: 4 of 32 layers on one H200, shared",
+    "grpo_glm_47_flash": "never as it is; its shape: 2 of 47 layers for one step on one H200, shared",
 }
 
 

@@ -30,8 +30,7 @@ from megatron_fp8rl.upstream import patches
     optional=True,
 )
 def make_logprobs_order_independent() -> None:
-    """Compute log-probabilities with ``kernels/exact_logprobs.py``, for batch-invariant engines on GPUs. Temperatures
-    other than 1 are not measured on GPUs yet."""
+    """Compute log-probabilities with ``kernels/exact_logprobs.py``, for batch-invariant engines on GPUs."""
     from vllm.v1.worker.gpu.sample import logprob, sampler, states
 
     from megatron_fp8rl.rollout.vllm_plugin import vllm_imports
@@ -63,9 +62,11 @@ _libraries: list[torch.library.Library] = []  # kept, because garbage collection
 @patches(
     "vllm",
     why="its compiler fuses norms or activations with quantization into kernels that ignore power-of-two scales "
-    "(vllm-project/vllm#51477), so a compiled engine would quantize differently from the trainer; its FP32 scales are "
-    "products with a rounded 1 / 448, ours are correctly rounded quotients",
-    remove_when="the fused kernels use the requested scales, and round to BF16 before; FP32 scales are quotients",
+    "(vllm-project/vllm#51477), so a compiled engine would quantize differently from the trainer; its FP32 scales of "
+    "experts are products with a rounded 1 / 448, ours are correctly rounded quotients; its kernel of rows treats a "
+    "block's maximum as at least 1e-10, and was compared for 128 x 4,096 normal values only, which were equal",
+    remove_when="the fused kernels use the requested scales, and round to BF16 before; FP32 scales are quotients, and "
+    "tests/gpu/test_engine_quantization_gpu.py compares rows of zeros, small values, and 1 to 8,192 rows",
 )
 def quantize_activations_as_the_trainer(fmt: QuantFormat) -> None:
     """Replace vLLM's two fused operators by kernels of ``kernels/triton``, and with FP32 scales the quantization alone

@@ -201,8 +201,19 @@ def test_bf16_layers_are_exact_on_a_gpu_where_that_is_asked_and_no_layer_has_exp
     hardware = Hardware("hopper", packages=frozenset({"transformer_engine", "vllm", "deep_gemm"}))
     assert not refusals(asked, hardware) and choose(asked, hardware).exact == "on"
     choice = choose(auto, hardware)
-    assert choice.exact == "off" and "BF16 products in a fixed order are not measured" in choice.reasons["exact"]
+    assert choice.exact == "off" and "costs of exact BF16 products" in choice.reasons["exact"]
     assert choose(auto, Hardware("cpu")).exact == "on"
+
+
+def test_auto_is_exact_on_a_gpu_with_bf16_edges_up_to_a_quarter_of_the_layers():
+    from megatron_fp8rl.precision.kernel_choice import choose
+
+    dense = small_model((16, 256, 4, 2, 128, 512), ffn=512)
+    for first, last, exact in ((2, 2, "on"), (1, 0, "on"), (0, 4, "on"), (3, 2, "off")):
+        precision = PrecisionConfig(bf16_first_layers=first, bf16_last_layers=last)
+        choice = choose(replace(EXACT, model=dense, precision=precision), Hardware("hopper"))
+        assert choice.exact == exact, choice.reasons["exact"]
+    assert "precision.bf16_first_layers = 3: costs of exact BF16 products" in choice.reasons["exact"]
 
 
 def test_windows_that_sequences_exceed_are_inexact_on_a_gpu_until_they_are_measured():
@@ -260,13 +271,16 @@ def test_other_routers_and_norms_are_inexact_on_a_gpu():
         assert field in [violation.field for violation in refusals(replace(EXACT, model=model), Hardware("hopper"))]
 
 
-def test_norms_of_outputs_are_exact_on_a_gpu_if_it_is_asked_for():
+def test_auto_is_exact_on_a_gpu_with_norms_of_outputs_and_one_gpu_per_engine():
     from megatron_fp8rl.precision.kernel_choice import choose, refusals
 
     asked = replace(EXACT, model=replace(OLMO2, **_BLOCKS, ffn_hidden_size=256), engine=EngineConfig())
-    assert not refusals(asked, Hardware("hopper")) and choose(asked, Hardware("hopper")).exact == "on"
-    choice = choose(replace(asked, precision=replace(asked.precision, exact="auto")), Hardware("hopper"))
-    assert choice.exact == "off" and "norms of outputs are not measured on GPUs yet" in choice.reasons["exact"]
+    auto = replace(asked, precision=replace(asked.precision, exact="auto"))
+    assert not refusals(asked, Hardware("hopper"))
+    for cfg in (asked, auto, findings.apply(auto, [("engine.kv_cache_dtype", "fp8")])):
+        assert choose(cfg, Hardware("hopper")).exact == "on"
+    divided = replace(auto, engine=EngineConfig(tensor=2), parallel=replace(auto.parallel, world_size=2, tensor=2))
+    assert choose(divided, Hardware("hopper")).exact == "off"
 
 
 def test_attention_sinks_and_biased_experts_are_inexact_on_a_gpu_and_exact_on_a_cpu():
@@ -408,8 +422,8 @@ AUTO = replace(EXACT, precision=PrecisionConfig())
     "path, value, on_cpu, on_hopper",
     [
         ("name", "auto", True, True),
-        ("sampling.temperature", 0.7, True, False),
-        ("sampling.max_staleness", 2, True, False),
+        ("sampling.temperature", 0.7, True, True),
+        ("sampling.max_staleness", 2, True, True),
         ("sampling.top_p", 0.9, True, True),
         ("precision.scales", "fp32", True, False),
         ("precision.kernels.engine_experts", "triton", True, False),
@@ -441,8 +455,7 @@ def test_auto_is_exact_unless_a_field_forbids_it_and_then_names_the_field(path, 
 def test_true_allows_what_auto_avoids_because_it_is_not_measured():
     from megatron_fp8rl.precision.kernel_choice import refusals
 
-    changes = [("sampling.temperature", 0.7), ("sampling.max_staleness", 1), ("precision.scales", "fp32")]
-    assert not refusals(findings.apply(EXACT, changes), Hardware("hopper"))
+    assert not refusals(findings.apply(EXACT, [("precision.scales", "fp32")]), Hardware("hopper"))
 
 
 def test_weights_by_nccl_are_refused_for_exact_engines_but_only_forbid_auto():
