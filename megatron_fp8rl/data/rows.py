@@ -74,6 +74,15 @@ def cache_dir() -> Path:
     return folder
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises RowError for a repeated key: Python would keep the last value without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise RowError(f"has the key {next(key for key in keys if keys.count(key) > 1)!r} twice in one object")
+    return found
+
+
 class JsonLines(Sequence):
     """The lines of a file, one JSON object each; blank lines are skipped."""
 
@@ -93,10 +102,10 @@ class JsonLines(Sequence):
         if len(line) < end - start:
             self.file.fail()
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_without_repeats)
         except (ValueError, RecursionError) as error:
             self.file.check()
-            raise RowError(f"is not JSON: {error}") from None
+            raise error if isinstance(error, RowError) else RowError(f"is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise RowError(f"is a JSON {type(row).__name__}, not an object")
         return row
@@ -193,7 +202,8 @@ def _lines_of(path: Path) -> Path:
                     with _decompressed(path) as source:
                         shutil.copyfileobj(source, file, _CHUNK_BYTES)
                 else:
-                    file.writelines(json.dumps(row).encode() + b"\n" for row in json.loads(path.read_bytes()))
+                    rows = json.loads(path.read_bytes(), object_pairs_hook=_without_repeats)
+                    file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
         except (OSError, EOFError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
     return target

@@ -143,6 +143,9 @@ class TrainingRows:
             raise RowError(f"has no prompt: neither a column {column!r} nor messages before the answers")
         if answers["chosen"] == answers["rejected"]:
             raise RowError("chosen and rejected are equal")
+        scores = [row.get(f"score_{side}") for side in _SIDES]
+        if all(isinstance(score, int | float) for score in scores) and scores[0] < scores[1]:
+            raise RowError(f"score_chosen {scores[0]} is below score_rejected {scores[1]}: the sides may be exchanged")
         return self._begun(key, row, before, is_text=isinstance(prompt, str)), answers
 
     def _begun(self, key: str, row: Mapping[str, Any], messages: Messages, *, is_text: bool = False) -> Messages:

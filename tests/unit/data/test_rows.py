@@ -99,6 +99,19 @@ class TestFiles:
         with pytest.raises(RowError, match="is a JSON list"):
             rows[2]
 
+    @pytest.mark.parametrize(
+        "line", ['{"answer": "1", "question": "1", "answer": "2"}', '{"a": {"answer": 1, "answer": 1}}']
+    )
+    def test_a_repeated_key_costs_one_row(self, tmp_path, line):
+        (tmp_path / "a.jsonl").write_text(f'{{"question": "1"}}\n{line}\n')
+        rows = open_rows(str(tmp_path / "a.jsonl"), {})
+        assert rows[0] == {"question": "1"}
+        with pytest.raises(RowError, match="^has the key 'answer' twice in one object$"):
+            rows[1]
+        (tmp_path / "b.json").write_text(f"[{line}]")
+        with pytest.raises(ValueError, match=r"b\.json cannot be read: has the key 'answer' twice"):
+            open_rows(str(tmp_path / "b.json"), {})
+
     def test_a_missing_file_names_its_neighbours(self, tmp_path):
         write(tmp_path / "train.jsonl")
         with pytest.raises(FileNotFoundError, match="did you mean train.jsonl"):

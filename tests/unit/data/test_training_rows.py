@@ -248,6 +248,10 @@ def test_only_the_answers_of_a_pair_are_trained(tmp_path):
         ),
         ({"prompt": "5+5?", "chosen": [*QUESTION, *said("2")], "rejected": [*QUESTION, *said("3")]}, "another prompt"),
         ({"chosen": "2", "rejected": "3"}, "has no prompt: neither a column 'prompt'"),
+        (
+            {"prompt": "1+1?", "chosen": "3", "rejected": "2", "score_chosen": 4.5, "score_rejected": 8},
+            "score_chosen 4.5 is below score_rejected 8",
+        ),
     ],
 )
 def test_pairs_that_compare_nothing_are_refused(tmp_path, row, message):
