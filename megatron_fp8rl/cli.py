@@ -33,6 +33,7 @@ from typing import Annotated, Any, Literal
 
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.config_source import as_function
+from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.observe.other_packages import VERBOSE_VARIABLE, pytorch_level
 from megatron_fp8rl.preflight import data_check, findings, rules
 
@@ -114,7 +115,8 @@ def main(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
 
 
 def _dry_run(command: Command, invocation: Invocation) -> int:
-    """Print the configuration, and what the command reads before it starts; exit status 2 if data cannot be used.
+    """Print the configuration, and what the command reads before it starts; exit status 2 if data cannot be used, or if
+    the run could not resume in its folder.
 
     Rows, prompts and rewards are comments of a Python function, or lines on stderr beside JSON. Warnings and errors are
     also on stderr.
@@ -134,7 +136,9 @@ def _dry_run(command: Command, invocation: Invocation) -> int:
     print(as_function(cfg) if is_function else to_json(cfg))
     for problem in problems:
         print(data_check.shown(problem, sys.stderr), file=sys.stderr)
-    return 2 if any(problem.severity == "error" for problem in problems) else 0
+    if errors := run_folder.resume_violations(cfg) if command.reads_data and command.data_of is None else []:
+        print(f"{_PROGRAM}: {ConfigError(errors)}", file=sys.stderr)
+    return 2 if errors or any(problem.severity == "error" for problem in problems) else 0
 
 
 def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_fp8rl import cli
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig, RewardConfig, RunConfig
 from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.data.resumed_config import changed_contents, changes, content_digests, refusals
@@ -48,6 +49,24 @@ def weights(folder: Path, seed: int) -> Path:
 
 def problems(cfg: RunConfig) -> list[str]:
     return [str(violation) for violation in run_folder.resume_violations(cfg)]
+
+
+def test_a_dry_run_names_what_a_resume_would_refuse(tmp_path, capsys):
+    before = run(tmp_path)
+    write_checkpoint(before)
+    command = cli.Command(
+        name="mine",
+        summary="",
+        run=lambda _: 0,
+        default_config="tiny_qwen3",
+        reads_data=True,
+    )
+    arguments = ["mine", "--dry-run", "--output_dir", str(tmp_path)]
+    assert cli.main([command], arguments) == 0
+    capsys.readouterr()
+    assert cli.main([command], [*arguments, "--model.num_layers", "3"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["model"]["num_layers"] == 3 and "--model.num_layers" in printed.err
 
 
 def test_every_changed_field_has_a_line_with_both_values(tmp_path):
