@@ -49,14 +49,18 @@ JOBS = {
     "distill": ("distill", "--algo.teacher_kl full", _KL),
 }
 _TRAINED = ("ngram", "dpo", "glm", "mtp", "distill")  # need weights that are not random
+_DRAFTED = ("ngram", "mtp")
 _SAMPLED = f"{SETTINGS} --observe.eval_prompts 0"
 _SUPERVISED = (
     "--observe.display plain --checkpoint.every_steps 1000 --max_length 512 --optim.max_tokens_per_microbatch 8192"
 )
 _WARM = "--observe.display plain --warm_start.steps 200 --engine.gpu_memory_utilization 0.05 --engine.sleep_level 0"
 _MEDIANS = {"step_s": "time/step/s", "update_s": "time/update/s", "publish_s": "publish/total/s"}
-_MEDIANS |= {"publish_bytes": "publish/bytes/sum", "accepted_drafts": "speculation/acceptance/mean"}
-_COLUMNS = "model job peak_gib step_s update_s publish_s publish_bytes mean_d accepted_drafts metric first last".split()
+_MEDIANS |= {"pause_s": "publish/pause/s", "publish_bytes": "publish/bytes/sum"}
+_MEDIANS |= {"tokens_per_s": "rollout/tokens_per_s/mean", "accepted_drafts": "speculation/acceptance/mean"}
+_MEMORY = [f"memory/{phase}_allocated/max" for phase in ("rollout", "train", "publish")]
+_COLUMNS = "model job at_once held_gib peak_gib step_s tokens_per_s update_s publish_s pause_s publish_bytes".split()
+_COLUMNS += "mean_d accepted_drafts metric first last".split()
 
 
 def pairs(rows: Path, folder: Path) -> Path:
@@ -104,8 +108,8 @@ def row_of(job: str, run: RunData, last: int) -> Row:
 
     row: Row = {"job": job, "steps": len(known("time/step/s", LEFT_OUT)), "metric": JOBS[job][2]}
     row |= {name: statistics.median(values) for name, key in _MEDIANS.items() if (values := known(key, LEFT_OUT))}
-    if peaks := [peak for phase in ("rollout", "train", "publish") for peak in known(f"memory/{phase}_allocated/max")]:
-        row["peak_gib"] = max(peaks) / 2**30
+    if peaks := [peak for key in _MEMORY for peak in known(key)]:
+        row |= {"held_gib": statistics.median(known(_MEMORY[0])) / 2**30, "peak_gib": max(peaks) / 2**30}
     if differences := known("mismatch/abs_logprob_diff/mean"):
         row |= {"mean_d": statistics.fmean(differences), "max_d": max(known("mismatch/abs_logprob_diff/max"))}
     if improved := known(JOBS[job][2]):
@@ -148,11 +152,23 @@ class Jobs(runner.Benchmark):
                 row = {"job": job, "error": failure} if failure else row_of(job, RunData(folder / job), options.steps)
                 yield arm | {"at_once": options.at_once, "fields": options.overrides} | row
 
+    def is_wrong(self, row: Row) -> bool:
+        return row["job"] in _DRAFTED and "accepted_drafts" not in row  # the engines verified no draft
+
+    def order(self, rows: Sequence[Row]) -> Sequence[Row]:
+        return sorted(rows, key=lambda row: (row["model"], list(JOBS).index(row["job"])))
+
     def line(self, row: Row) -> Row:
-        return {name.replace("_", " "): row.get(name) for name in _COLUMNS}
+        own = {"model": "tiny_glm4_moe"} if JOBS[row["job"]][0] == "train" else {}
+        return {name.replace("_", " "): (row | own).get(name) for name in _COLUMNS}
 
     def notes(self, rows: Sequence[Row]) -> str:
-        return "Seconds and bytes: medians after step 2. GiB: the trainer's largest allocation. Ends: means of 5 steps."
+        return (
+            "At once: runs that shared the GPU; their seconds are no speeds of single runs. Held: the trainer's memory while "
+            "the engine samples, without activations; peak: its largest allocation, which depends on the sampled tokens. "
+            "Seconds, bytes and sampled tokens/s: medians after step 2. Pause: the part of a publication in which the engine "
+            "waits. First and last: means of 5 steps. `model`: SmolLM2-135M-Instruct, widened by `tools/real_model.py`."
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -181,6 +181,9 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         if engine.speculation == "ngram":
             drafts_of |= {"prompt_lookup_min": engine.lookup_min, "prompt_lookup_max": engine.lookup_max}
         arguments["speculative-config"] = drafts_of
+        # Verification needs tokens and drafts on the host, so steps are not scheduled ahead. vLLM would do so with "mtp",
+        # and BufferingScheduler then gets no drafts.
+        arguments["no-async-scheduling"] = True
     if cfg.lora.rank and not cfg.lora.merge:
         arguments |= {"enable-lora": True, "max-loras": 1, "max-lora-rank": padded_rank(cfg.lora.rank)}
         arguments["lora-target-modules"] = _adapted_modules(cfg)
@@ -188,7 +191,6 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         arguments["enable-return-routed-experts"] = True
     elif upstream.applies("BufferingScheduler"):
         decode = "DecodeScheduler" if not cpu and upstream.applies("DecodeScheduler") else "BufferingAsyncScheduler"
-        # vLLM's n-gram drafts need tokens on the host, so steps are not scheduled ahead.
         arguments["scheduler-cls"] = f"{_SCHEDULERS}.{'BufferingScheduler' if cpu or drafts else decode}"
     return arguments
 

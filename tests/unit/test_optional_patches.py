@@ -57,6 +57,7 @@ def test_engines_have_vllms_scheduler(leave, monkeypatch):
     with_drafts = replace(cfg, engine=replace(cfg.engine, speculation="ngram"))
     on_gpu = engine_arguments(with_drafts, "model", choose(with_drafts, HOPPER))
     assert on_gpu["scheduler-cls"] == f"{SCHEDULERS}.BufferingScheduler"
+    assert on_gpu["no-async-scheduling"] is True
     assert on_gpu["speculative-config"]["num_speculative_tokens"] == 4
     monkeypatch.setenv(upstream.SKIP, "DecodeScheduler")
     assert scheduler(HOPPER) == f"{SCHEDULERS}.BufferingAsyncScheduler"

@@ -3,7 +3,7 @@
 In: the last hidden states, and each position's next token. Out: hidden states that predict the token after the next.
 The layer reads the policy's hidden states, embedding and head without gradients. So its loss trains nothing else, and
 its gradients are clipped by a norm of their own. Runs on: trainer ranks without tensor, pipeline and context
-parallelism. Not measured on GPUs yet.
+parallelism.
 
     y = layer(eh_proj([enorm(embedding of token t + 1), hnorm(hidden state of t)]))
 

@@ -9,7 +9,7 @@ Each matrix of the Hugging Face checkpoint is orthogonalized by itself: q, k, v,
 output head, routers, norms and biases are Adam's. Momentum is in the place of Adam's first moment, sharded like it; the
 second moment of a matrix stays 0. Data-parallel ranks divide the matrices among them: a rank gets the shards of a
 whole one, orthogonalizes it, and broadcasts it. Tensor-parallel shards are gathered first, so a layout changes only
-rounding. FP32 on a CPU, BF16 on a GPU, as its authors do. Not measured on GPUs yet.
+rounding. FP32 on a CPU, BF16 on a GPU, as its authors do.
 """
 
 import itertools

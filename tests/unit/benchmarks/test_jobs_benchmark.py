@@ -58,6 +58,8 @@ def test_the_rejected_answer_is_wrong(inputs, tmp_path):
 def test_a_row_has_medians_after_the_second_step_and_the_largest_memory(tmp_path):
     values = {"time/step/s": [9, 9, 9, 3, 1, 2], "speculation/acceptance/mean": [None, 0.1, 0.1, 0.5, 0.7, 0.6]}
     values |= {"memory/train_allocated/max": [1, 3 << 30, 2, 2, 2, 9 << 30], "publish/bytes/sum": [5, 6, 6, 6, 7, 6]}
+    values |= {"memory/rollout_allocated/max": [None, 1 << 29, 1 << 29, 1 << 28, 1 << 29, 9 << 30]}
+    values |= {"publish/pause/s": [9, 9, 9, 0.25, 0.75, 9], "rollout/tokens_per_s/mean": [None, 9, 9, 20, 40, 9]}
     values |= {
         "mismatch/abs_logprob_diff/mean": [None, 0.1, 0.2, 0.3, 0.4, 9],
         "mismatch/abs_logprob_diff/max": [0] * 6,
@@ -72,7 +74,10 @@ def test_a_row_has_medians_after_the_second_step_and_the_largest_memory(tmp_path
         "metric": "reward/score/mean",
         "step_s": 2,
         "publish_bytes": 6.5,
+        "pause_s": 0.5,
+        "tokens_per_s": 30,
         "accepted_drafts": pytest.approx(0.6),
+        "held_gib": 0.5,  # without activations
         "peak_gib": 3,
         "mean_d": pytest.approx(0.25),
         "max_d": 0,
@@ -82,6 +87,14 @@ def test_a_row_has_medians_after_the_second_step_and_the_largest_memory(tmp_path
     shown = jobs.Jobs().line(row | {"model": "m"})
     assert shown["accepted drafts"] == pytest.approx(0.6) and shown["publish s"] is None
     assert "first" not in jobs.row_of("sft", RunData(tmp_path), last=4)  # without evaluations
+
+
+def test_drafts_that_no_engine_verified_are_wrong():
+    benchmark, row = jobs.Jobs(), {"model": "m", "job": "mtp", "step_s": 1.0}
+    assert benchmark.is_wrong(row) and not benchmark.is_wrong(row | {"job": "glm"})
+    assert not benchmark.is_wrong(row | {"accepted_drafts": 0.0})
+    assert [line["job"] for line in benchmark.order([row, row | {"job": "sft"}])] == ["sft", "mtp"]
+    assert benchmark.line(row)["model"] == "tiny_glm4_moe"
 
 
 def test_a_run_that_fails_is_an_error_and_the_others_have_rows(inputs, tmp_path, monkeypatch):

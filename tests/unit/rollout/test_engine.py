@@ -178,6 +178,22 @@ def test_vllm_takes_every_option():
     compilation = parsed.compilation_config
     assert compilation.mode == CompilationMode.NONE
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    assert parsed.async_scheduling is None  # vLLM decides
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_steps_with_drafts_are_not_scheduled_ahead(method):
+    """vLLM hands drafts to a scheduler of its own order of steps only; ours would verify none of them."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from megatron_fp8rl.rollout.vllm_plugin.patches_scheduler import AsyncScheduler, BufferingScheduler
+    from megatron_fp8rl.rollout.vllm_plugin.vllm_imports import make_arg_parser
+
+    arguments = gpu_arguments(replace(tiny_qwen3_moe(), precision=PrecisionConfig(exact=False)), speculation=method)
+    args = vllm_args.server_command(arguments, listen_fd=3)[5:]
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(args)
+    assert parsed.async_scheduling is False
+    assert parsed.scheduler_cls.endswith(".BufferingScheduler") and not issubclass(BufferingScheduler, AsyncScheduler)
 
 
 def test_deep_gemm_is_compiled_when_it_is_used():
